@@ -1,0 +1,369 @@
+"""python scripts/bench_loader.py [--runs 3] [--checkpoint build/llama-2gib] [--output docs/benchmarks/loader.md]
+
+Load one checkpoint with shardplan and with Levanter, onto the same mesh of virtual CPU devices with the same axis
+mapping, and compare seconds and peak memory. Every measurement is a process of its own; the two loaders alternate, and
+ratios are taken within a run. What was loaded must be equal bit for bit, and cut into the same shards.
+
+It prints a table (--output also writes it) and exits with 1 where a target is missed or the models differ. The
+checkpoint is made by scripts/make_llama_checkpoint.py where it is missing. Levanter needs about 22 GiB of memory.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+DEVICES = 8
+MESH = {"replica": 1, "data": 2, "model": 4}
+DTYPE = "bfloat16"
+LOADERS = ("shardplan", "levanter")
+VERSIONS_OF = ("jax", "haliax", "levanter", "numpy")
+FREE_MEMORY_TOUCHED = 0.9
+"""Part of the free memory; the rest is left to the machine's other work."""
+MIN_SPEEDUP = 5.0
+MAX_MEMORY_RATIO = 1 / 3
+GIB = 2**30
+CHECKPOINT = Path("build/llama-2gib")
+COMMAND = "python scripts/bench_loader.py --output docs/benchmarks/loader.md"
+
+LIMITATIONS = (
+    "Virtual CPU devices share one memory, and both loaders hand them host memory: a transfer to an accelerator, which "
+    "both would add, is not in these numbers.",
+    "The files are read once before each measurement, so they come from the page cache: with a slower disk or network "
+    "the seconds of both grow by the same reading.",
+    "It is one process that holds all shards: what shardplan saves by reading only a host's own shards does not show.",
+    "Only the `load_pretrained` call is timed, in a process that has imported its loader and inspected the model "
+    "before; Levanter's time includes compiling its conversion, as every first load does.",
+    "Peak RSS is that of the whole process up to the end of the load, interpreter and libraries included.",
+    "Free memory is written to just before each load, because the first use of memory that a virtual machine's host has "
+    "taken back costs seconds per GiB; in loads that take longer than a few seconds some of it is taken back again.",
+    "The machine's other work is not controlled; only ratios within a run are compared with the targets.",
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One load in a process of its own."""
+
+    seconds: float
+    """Of the `load_pretrained` call, until all arrays are ready."""
+    peak_bytes: int
+    """Most resident memory of the process up to the end of the load."""
+    base_bytes: int
+    """Most resident memory before the load."""
+    model_bytes: int
+    """Of all arrays, each counted once."""
+    values_sha256: str
+    """Of the arrays, in the order of their paths."""
+    shards_sha256: str
+    """Of which part of which array lies on which device."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Medians of the ratios within a run, against the targets."""
+
+    speedup: float
+    """Seconds, Levanter / shardplan."""
+    memory: float
+    """Peak RSS, shardplan / Levanter."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether both targets are."""
+        return self.speedup >= MIN_SPEEDUP and self.memory <= MAX_MEMORY_RATIO
+
+
+def log(message: str) -> None:
+    """Print one line to stderr at once."""
+    print(message, file=sys.stderr, flush=True)
+
+
+# ---- in a measuring process: JAX is imported here and only here, so that the parent stays small
+
+
+def measure(loader: str, checkpoint: str) -> Measurement:
+    """Load `checkpoint` with `loader` onto `DEVICES` virtual CPU devices."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    load = {"shardplan": shardplan_load, "levanter": levanter_load}[loader](checkpoint, plan_of(checkpoint))
+    base = peak_rss()
+    touch_free_memory()
+    started = time.perf_counter()
+    model = jax.block_until_ready(load())
+    seconds = time.perf_counter() - started
+    peak = peak_rss()
+    return Measurement(seconds, peak, base, *fingerprint(model))
+
+
+def plan_of(checkpoint: str) -> Any:
+    """shardplan's Plan for `MESH`; making it also inspects the model, for whichever loader comes after."""
+    from shardplan import make_plan
+    from shardplan.config import Config, HardwareConfig, MeshConfig, ModelConfig, WorkloadConfig
+
+    return make_plan(
+        Config(
+            model=ModelConfig(ref=checkpoint),
+            hardware=HardwareConfig(slice=f"cpu-{DEVICES}"),
+            mesh=MeshConfig(**MESH),
+            # Few tokens: the plan is there for its parameter mapping, and must fit any machine the load fits.
+            workload=WorkloadConfig(batch=DEVICES, position=256, param_dtype=DTYPE, compute_dtype=DTYPE),
+        )
+    )
+
+
+def shardplan_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
+    """The call that loads with shardplan."""
+    from shardplan import load_pretrained
+
+    return lambda: load_pretrained(None, checkpoint, plan=plan)
+
+
+def levanter_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
+    """The call that loads with Levanter, in the mesh and with the parameter mapping of `plan`."""
+    import haliax as hax
+    import jax.numpy as jnp
+    from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
+
+    from shardplan.runtime.devices import make_mesh
+
+    converter = LlamaConfig().hf_checkpoint_converter(ref_checkpoint=checkpoint)
+    mapping = {axis: tuple(mesh_axes) for axis, mesh_axes in plan.param_mapping.items()}
+    mesh = make_mesh(plan.mesh)
+
+    def load() -> Any:
+        with hax.partitioning.set_mesh(mesh), hax.axis_mapping(mapping):
+            return converter.load_pretrained(
+                LlamaLMHeadModel, ref=checkpoint, axis_mapping=mapping, dtype=jnp.dtype(DTYPE)
+            )
+
+    return load
+
+
+def touch_free_memory() -> None:
+    """Write to most free memory once, in a process that then ends.
+
+    A virtual machine's host takes back memory that was free for some seconds, and giving it again costs up to 3 s/GiB:
+    without this, what is measured is mainly how recently something else had used that memory.
+    """
+    nbytes = int(FREE_MEMORY_TOUCHED * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    touch = "import sys, numpy; numpy.empty(int(sys.argv[1]), numpy.uint8)[::4096] = 1"
+    subprocess.run([sys.executable, "-c", touch, str(nbytes)], check=True)
+
+
+def peak_rss() -> int:
+    """Most bytes of memory this process has had resident so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+
+
+def fingerprint(model: Any) -> tuple[int, str, str]:
+    """Bytes of all arrays of `model`, a digest of their values, and one of their shards."""
+    import jax
+    import numpy as np
+
+    leaves = jax.tree_util.tree_flatten_with_path(model)[0]
+    arrays = sorted((jax.tree_util.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, jax.Array))
+    values, shards = hashlib.sha256(), hashlib.sha256()
+    total = 0
+    for path, array in arrays:
+        total += array.nbytes
+        values.update(f"{path} {array.dtype} {array.shape}".encode())
+        values.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        for device, index in sorted(
+            array.sharding.devices_indices_map(array.shape).items(), key=lambda item: item[0].id
+        ):
+            bounds = [part.indices(n)[:2] for part, n in zip(index, array.shape, strict=True)]
+            shards.update(f"{path} {device.id} {bounds}".encode())
+    return total, values.hexdigest(), shards.hexdigest()
+
+
+# ---- in the parent
+
+
+def warm_page_cache(checkpoint: Path) -> None:
+    """Read every weight file once, through one small buffer."""
+    buffer = bytearray(2**24)
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def measure_apart(loader: str, checkpoint: Path) -> Measurement:
+    """`measure` in a fresh process.
+
+    Linux starts a child's peak RSS at that of the process it was forked from: this one must hold little memory.
+    """
+    warm_page_cache(checkpoint)
+    command = [sys.executable, __file__, "--checkpoint", str(checkpoint), "--measure", loader]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        reason = "; killed, probably for lack of memory" if done.returncode == -9 else ""
+        raise SystemExit(f"bench_loader: loading with {loader} ended with status {done.returncode}{reason}")
+    return Measurement(**json.loads(done.stdout))
+
+
+def run_all(checkpoint: Path, runs: int) -> list[dict[str, Measurement]]:
+    """Both loaders, `runs` times; which one goes first alternates."""
+    results = []
+    for i in range(runs):
+        order = LOADERS if i % 2 == 0 else LOADERS[::-1]
+        run = {}
+        for loader in order:
+            load = run[loader] = measure_apart(loader, checkpoint)
+            log(f"run {i + 1}/{runs}  {loader}: {load.seconds:.2f} s, peak {load.peak_bytes / GIB:.2f} GiB")
+        results.append(run)
+    return results
+
+
+def check_equal(results: list[dict[str, Measurement]]) -> None:
+    """Exit with status 1 unless every load gave the same bytes in the same shards."""
+    loads = [measurement for run in results for measurement in run.values()]
+    for what, digests in (
+        ("values", {load.values_sha256 for load in loads}),
+        ("shards", {load.shards_sha256 for load in loads}),
+    ):
+        if len(digests) > 1:
+            raise SystemExit(f"bench_loader: the {what} of the loaded models differ: {', '.join(sorted(digests))}")
+
+
+def time_ratios(results: list[dict[str, Measurement]]) -> list[float]:
+    """Seconds, Levanter / shardplan, per run."""
+    return [run["levanter"].seconds / run["shardplan"].seconds for run in results]
+
+
+def memory_ratios(results: list[dict[str, Measurement]]) -> list[float]:
+    """Peak RSS, shardplan / Levanter, per run."""
+    return [run["shardplan"].peak_bytes / run["levanter"].peak_bytes for run in results]
+
+
+def table(results: list[dict[str, Measurement]], verdict: Verdict) -> str:
+    """The measurements and ratios as Markdown tables."""
+    rows = [
+        "| loader | seconds (median) | seconds (each run) | peak RSS, GiB | RSS before the load, GiB | model, GiB |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
+    for loader in LOADERS:
+        loads = [run[loader] for run in results]
+        seconds = [load.seconds for load in loads]
+        sizes = (
+            statistics.median(values) / GIB
+            for values in zip(*((load.peak_bytes, load.base_bytes, load.model_bytes) for load in loads), strict=True)
+        )
+        each = ", ".join(f"{value:.2f}" for value in seconds)
+        rows.append(
+            f"| {loader} | {statistics.median(seconds):.2f} | {each} | " + " | ".join(f"{n:.2f}" for n in sizes) + " |"
+        )
+    rows += ["", "| ratio, within a run | median | each run | target |", "|---|---:|---|---:|"]
+    each_time = ", ".join(f"{value:.1f}" for value in time_ratios(results))
+    each_memory = ", ".join(f"{value:.3f}" for value in memory_ratios(results))
+    rows.append(f"| seconds, levanter / shardplan | {verdict.speedup:.1f} | {each_time} | >= {MIN_SPEEDUP:.0f} |")
+    rows.append(f"| peak RSS, shardplan / levanter | {verdict.memory:.3f} | {each_memory} | <= 1/3 |")
+    return "\n".join(rows)
+
+
+def model_text(config: Mapping[str, Any]) -> str:
+    """The shape of the checkpoint's model, in words."""
+    return (
+        f"{config['model_type']}, {config['num_hidden_layers']} layers, hidden {config['hidden_size']}, intermediate "
+        f"{config['intermediate_size']}, {config['num_attention_heads']} heads / {config['num_key_value_heads']} kv "
+        f"heads, vocab {config['vocab_size']}, random {DTYPE}"
+    )
+
+
+def page(checkpoint: Path, tables: str, runs: int) -> str:
+    """The whole Markdown page."""
+    import shardplan
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    versions = {"Python": platform.python_version(), "shardplan": shardplan.__version__}
+    versions |= {package: metadata.version(package) for package in VERSIONS_OF}
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    mesh = ", ".join(f"{axis} {size}" for axis, size in MESH.items())
+    # a path of this machine would mean nothing on another
+    elsewhere = "" if checkpoint == CHECKPOINT else " --checkpoint FOLDER"
+    return "\n".join(
+        [
+            "# Loading a checkpoint: shardplan against Levanter",
+            "",
+            "```",
+            f"{COMMAND} --runs {runs}{elsewhere}",
+            "```",
+            "",
+            f"Model: {model_text(config)}.",
+            f"Mesh: {mesh}, on {DEVICES} virtual CPU devices; both loaders use the plan's parameter mapping.",
+            f"Machine: {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory.",
+            f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}.",
+            "",
+            tables,
+            "",
+            "All loads gave the same values, bit for bit, in the same shards.",
+            "",
+            *(f"- {sentence}" for sentence in LIMITATIONS),
+            "",
+        ]
+    )
+
+
+def ensure_checkpoint(checkpoint: Path) -> None:
+    """Make the checkpoint where it is missing."""
+    if not checkpoint.exists():
+        script = Path(__file__).with_name("make_llama_checkpoint.py")
+        subprocess.run([sys.executable, str(script), "--output", str(checkpoint)], check=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Compare shardplan's loader with Levanter's.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="folder; made if missing")
+    parser.add_argument("--runs", type=int, default=3, help="times that both loaders are measured")
+    parser.add_argument("--output", type=Path, help="Markdown page to write")
+    parser.add_argument("--measure", choices=LOADERS, help=argparse.SUPPRESS)  # what the measuring processes are given
+    args = parser.parse_args()
+    if args.runs < 1:
+        parser.error(f"--runs is {args.runs}; it must be at least 1")
+    return args
+
+
+def main() -> int:
+    """Measure, compare, report; the exit status."""
+    args = parse_arguments()
+    if args.measure:
+        with redirect_stdout(sys.stderr):  # stdout carries the measurement and nothing else
+            measurement = measure(args.measure, str(args.checkpoint))
+        print(json.dumps(asdict(measurement)))
+        return 0
+    ensure_checkpoint(args.checkpoint)
+    results = run_all(args.checkpoint, args.runs)
+    check_equal(results)
+    verdict = Verdict(statistics.median(time_ratios(results)), statistics.median(memory_ratios(results)))
+    tables = table(results, verdict)
+    print(tables)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(page(args.checkpoint, tables, args.runs), encoding="utf-8")
+    if not verdict.is_met:
+        log(f"bench_loader: targets missed: >= {MIN_SPEEDUP:.0f} times as fast and <= 1/3 of the peak RSS")
+    return 0 if verdict.is_met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""python scripts/levanter_example.py --config_path scripts/levanter_example.yaml [--trainer.model_axis_size 2 ...]
+
+A Levanter evaluation script. One import differs from the same script for Levanter alone, the marked line: with it,
+every parameter streams straight into the sharding of `trainer.parameter_axis_mapping`. The `trainer:` section of the
+configuration is what `python -m shardplan.plan --config configs/tiny.yaml` prints.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import haliax as hax
+import jax
+import jmp
+import levanter
+import numpy as np
+from levanter.models.lm_model import LmExample, LmHeadModel, compute_next_token_loss
+from levanter.trainer import TrainerConfig
+
+# from levanter.compat.hf_checkpoints import HFCheckpointConverter   # what this line was
+from shardplan import HFCheckpointConverter
+
+
+@dataclass
+class ExampleConfig:
+    """What to evaluate, on which mesh."""
+
+    hf_checkpoint: str = "build/demo"
+    text: str = "build/demo/heldout.jsonl"
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+def main(config: ExampleConfig) -> None:
+    """Print the mean loss of the first batch of documents."""
+    trainer = config.trainer
+    converter = HFCheckpointConverter.from_hf(config.hf_checkpoint)
+    model_config = converter.default_config
+    with trainer.use_device_mesh(), hax.axis_mapping(trainer.parameter_axis_mapping):
+        model = converter.load_pretrained(model_config.model_type, dtype=trainer.mp.param_dtype)
+        examples = first_batch(config, converter, hax.Axis(trainer.batch_axis, trainer.eval_batch_size))
+        loss = hax.named_jit(mean_loss, axis_resources=trainer.compute_axis_mapping)(model, examples, trainer.mp)
+        print(f"loss per token: {float(loss):.4f}")
+
+
+def mean_loss(model: LmHeadModel, example: LmExample, policy: jmp.Policy) -> jax.Array:
+    """Mean next-token loss in nats, a scalar."""
+    return compute_next_token_loss(policy.cast_to_compute(model), example).scalar()
+
+
+def first_batch(config: ExampleConfig, converter: HFCheckpointConverter, batch: hax.Axis) -> LmExample:
+    """The first tokens of the first documents: int32[batch, position], and the mask of the tokens that are there."""
+    position = converter.default_config.Pos
+    tokens = np.zeros((batch.size, position.size), np.int32)
+    present = np.zeros((batch.size, position.size), np.float32)
+    for row, line in enumerate(Path(config.text).read_text().splitlines()[: batch.size]):
+        ids = converter.tokenizer(json.loads(line)["text"])["input_ids"][: position.size]
+        tokens[row, : len(ids)] = ids
+        present[row, : len(ids) - 1] = 1  # the last token has no next one
+    axes = (batch, position)
+    return LmExample(tokens=hax.named(tokens, axes), loss_mask=hax.named(present, axes))
+
+
+if __name__ == "__main__":
+    levanter.config.main(main)()

@@ -1,0 +1,27 @@
+"""python scripts/make_picture.py --config configs/405b.yaml > docs/plan-405b.svg: the printed plan, drawn."""
+
+import io
+import os
+import sys
+
+from rich.console import Console
+
+from shardplan import config
+
+WIDTH = 150
+"""Columns of the drawn terminal."""
+
+
+def main() -> None:
+    """Plan as the command line says, and write the tables as SVG to stdout."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from shardplan.plan.planner import make_plan
+    from shardplan.report import print_plan
+
+    out = Console(file=io.StringIO(), record=True, width=WIDTH)
+    print_plan(make_plan(config.load(sys.argv[1:], "make_picture")), out)
+    sys.stdout.write(out.export_svg(title="python -m shardplan.plan --config configs/405b.yaml"))
+
+
+if __name__ == "__main__":
+    main()

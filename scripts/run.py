@@ -1,0 +1,71 @@
+"""python3 scripts/run.py demo | test
+
+Needs nothing but Python 3.11+ and a package registry: makes .venv with the versions of scripts/constraints.txt, then
+
+  demo   trains a small Llama on the text CPython ships, and evaluates it with shardplan on 8 virtual CPU devices
+  test   runs the linters, the type checker, the import contracts and the tests
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = ROOT / ".venv"
+CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
+
+DEMO = (
+    ("python", "scripts/make_demo_checkpoint.py", "--output", "build/demo"),
+    ("python", "-m", "shardplan.eval", "--config", "configs/tiny.yaml"),
+)
+TEST = (
+    ("ruff", "check", "."),
+    ("ruff", "format", "--check", "."),
+    ("mypy",),
+    ("lint-imports",),
+    ("pytest", "-n", "2"),
+)
+COMMANDS = {"demo": DEMO, "test": TEST}
+
+
+def main() -> int:
+    """Install if necessary, then run the steps; returns the exit code of the first that fails."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - whatever Python the user has runs this file
+        print(f"scripts/run.py: needs Python 3.11 or newer, this is {sys.version.split()[0]}", file=sys.stderr)
+        return 2
+    if len(sys.argv) != 2 or sys.argv[1] not in COMMANDS:
+        print(__doc__, file=sys.stderr)
+        return 2
+    started = time.monotonic()
+    install()
+    binaries = ENVIRONMENT / "bin"
+    environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    for step in COMMANDS[sys.argv[1]]:
+        print(f"+ {' '.join(step)}", flush=True)
+        code = subprocess.run([str(binaries / step[0]), *step[1:]], cwd=ROOT, env=environment).returncode
+        if code != 0:
+            print(f"scripts/run.py: {' '.join(step)} failed with exit code {code}", file=sys.stderr)
+            return code
+    print(f"{sys.argv[1]}: success in {time.monotonic() - started:.0f} s", flush=True)
+    return 0
+
+
+def install() -> None:
+    """Make the environment, unless it is there and made from the same requirements."""
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + CONSTRAINTS.read_bytes()).hexdigest()
+    stamp = ENVIRONMENT / "requirements.sha256"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    print("+ making .venv (about two minutes: JAX, Levanter and what they need)", flush=True)
+    venv.create(ENVIRONMENT, with_pip=True, clear=True)
+    pip = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--no-input"]
+    subprocess.run([*pip, "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[test]"], check=True)
+    stamp.write_text(wanted)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,29 @@
+"""shardplan: plan, stream and evaluate sharded Hugging Face language models with JAX, Haliax and Levanter.
+
+Importing the package is instant; JAX and Levanter are imported when a public name is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardplan.checkpoint import HFCheckpointConverter, best_effort_sharding, load_pretrained
+    from shardplan.plan import Plan
+    from shardplan.plan.planner import make_plan
+
+__version__ = "0.1.0"
+__all__ = ["HFCheckpointConverter", "Plan", "best_effort_sharding", "load_pretrained", "make_plan"]
+
+_HOME = {
+    "HFCheckpointConverter": "shardplan.checkpoint",
+    "Plan": "shardplan.plan",
+    "best_effort_sharding": "shardplan.checkpoint",
+    "load_pretrained": "shardplan.checkpoint",
+    "make_plan": "shardplan.plan.planner",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'shardplan' has no attribute {name!r}")

@@ -1,0 +1,26 @@
+"""`shardplan COMMAND ...`, the same as `python -m shardplan.COMMAND ...`."""
+
+import sys
+from importlib import import_module
+
+from shardplan.errors import nearest
+from shardplan.runtime.command import run
+
+COMMANDS = ("eval", "plan")
+
+
+def main() -> int:
+    """Run the command that the first argument names; returns its exit code."""
+    if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
+        name = sys.argv[1]
+        return run(import_module(f"shardplan.{name}.__main__").main, f"shardplan {name}", sys.argv[2:])
+    if len(sys.argv) > 1 and sys.argv[1] in ("-h", "--help"):
+        print(f"usage: shardplan {{{','.join(COMMANDS)}}} --config FILE [--key value ...]")
+        return 0
+    given = sys.argv[1] if len(sys.argv) > 1 else ""
+    print(f"shardplan: unknown command {given!r}; {nearest(given, COMMANDS)}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,175 @@
+"""Load a Hugging Face checkpoint into a sharded Levanter model."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax.partitioning import ResourceMapping, current_thread_local_mapping, pspec_for_axis
+from jax.sharding import Mesh, NamedSharding, Sharding
+from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
+
+from shardplan.checkpoint.best_effort import best_effort_sharding
+from shardplan.checkpoint.index import Tensor, check_tensors, read_index
+from shardplan.checkpoint.program import StateDictProgram, expected_tensors, trace_program
+from shardplan.checkpoint.stream import stream_arrays
+from shardplan.errors import ConfigError
+from shardplan.model import build_model, read_config
+from shardplan.model.axes import named_leaves
+from shardplan.plan.plan import Plan
+from shardplan.runtime.devices import make_mesh
+from shardplan.runtime.storage import Folder, open_folder
+
+
+def load_pretrained(
+    converter_or_config: Any,
+    ref: str | None = None,
+    *,
+    plan: Plan | None = None,
+    axis_mapping: ResourceMapping | None = None,
+    dtype: Any = None,
+) -> Any:
+    """Stream the checkpoint `ref` into a Levanter model, every array straight into its sharding.
+
+    Args:
+        converter_or_config: a Levanter `HFCheckpointConverter`, or a Levanter model configuration, or None to take the
+            configuration from the checkpoint's config.json.
+        ref: local folder, org/model@revision, or a gs://, s3://, az://, http(s):// folder; default: the converter's
+            reference checkpoint.
+        plan: gives the mesh and the sharding of every parameter.
+        axis_mapping: logical axis -> mesh axes, where there is no plan; default: the current `hax.axis_mapping`. With
+            neither, every array gets `best_effort_sharding`.
+        dtype: type that floating-point parameters are cast to; default: the plan's, else the checkpoint's.
+
+    Returns:
+        The Levanter model (an `LmHeadModel`), its arrays sharded over the plan's mesh or the current one.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or no mesh.
+        CheckpointError: the checkpoint does not hold the model, or is damaged.
+    """
+    config = converter_or_config
+    if isinstance(converter_or_config, LevanterConverter):
+        ref = str(ref or converter_or_config.reference_checkpoint)
+        config = None
+    if ref is None:
+        raise ConfigError("load_pretrained needs the ref of a checkpoint")
+    folder = open_folder(str(ref))
+    hf_config = read_config(None, folder)
+    if config is None:
+        template = build_model(hf_config, position=1).template
+    else:
+        vocab = hax.Axis("vocab", hf_config["vocab_size"])
+        template = eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
+    mesh = make_mesh(plan.mesh) if plan is not None else current_mesh()
+    mapping = plan.param_mapping if plan is not None else _current(axis_mapping)
+    if dtype is None and plan is not None:
+        dtype = plan.workload.param_dtype
+    return stream_model(template, folder, mesh, mapping, dtype)
+
+
+def stream_model(template: Any, folder: Folder, mesh: Mesh, mapping: ResourceMapping | None, dtype: Any) -> Any:
+    """The model `template` with its arrays read from `folder`; see `load_pretrained`.
+
+    Args:
+        template: a Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
+        mapping: logical axis -> mesh axes; None for best effort.
+    """
+    tensors = read_index(folder)
+    prefix = _prefix(tensors, expected_tensors(template))
+    program = trace_program(template, prefix)
+    # where the output head is the embedding, some checkpoints hold a copy of it
+    ignored = {"lm_head.weight"} if getattr(template, "lm_head", None) is None else set()
+    check_tensors(tensors, program.tensors, folder.ref, ignored)
+    arrays = stream_arrays(
+        program.views,
+        tensors,
+        sharding=_shardings(template, mesh, mapping, program),
+        dtype=_dtypes(program, tensors, dtype),
+    )
+
+    def fill(path: tuple[Any, ...], leaf: Any) -> Any:
+        array = arrays.get(jax.tree_util.keystr(path).lstrip("."))
+        if array is None:
+            return leaf
+        return hax.NamedArray(array, leaf.axes) if isinstance(leaf, hax.NamedArray) else array
+
+    return jax.tree_util.tree_map_with_path(fill, template, is_leaf=lambda node: isinstance(node, hax.NamedArray))
+
+
+class HFCheckpointConverter(LevanterConverter):
+    """Levanter's converter with `load_pretrained` replaced: change the import, keep the script."""
+
+    def load_pretrained(
+        self,
+        lm_model_cls: Any,
+        ref: Any = None,
+        config: Any = None,
+        axis_mapping: ResourceMapping | None = None,
+        resize_vocab_to_match_tokenizer: bool = True,
+        dtype: Any = None,
+    ) -> Any:
+        """As Levanter's, streamed into the shardings of `axis_mapping` (default: the current one, else best effort)."""
+        del lm_model_cls  # Levanter ignores it too: the configuration names the class
+        if config is None:
+            model = load_pretrained(self, ref, axis_mapping=axis_mapping, dtype=dtype)
+        else:
+            model = load_pretrained(
+                config, str(ref or self.reference_checkpoint), axis_mapping=axis_mapping, dtype=dtype
+            )
+        if resize_vocab_to_match_tokenizer and model.Vocab.size != self.Vocab.size:
+            resize = hax.named_jit(lambda m: m.resize_vocab(self.Vocab.size), axis_resources=_current(axis_mapping))
+            model = resize(model)
+        return model
+
+
+def _current(axis_mapping: ResourceMapping | None) -> ResourceMapping | None:
+    # an empty mapping replicates everything: it is not the absence of one
+    return current_thread_local_mapping() if axis_mapping is None else axis_mapping
+
+
+def current_mesh() -> Mesh:
+    """The mesh that `jax.set_mesh` or `hax.partitioning.set_mesh` made current.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ConfigError("load_pretrained needs a mesh: pass plan=, or call it inside hax.partitioning.set_mesh(mesh)")
+    return mesh
+
+
+def _prefix(found: Mapping[str, Tensor], expected: Mapping[str, Any]) -> str | None:
+    """What the checkpoint puts before every expected name, as "transformer" in GPT-2's; None for nothing."""
+    if not expected.keys() <= found.keys():
+        first = min(expected)
+        for name in found:
+            if name.endswith(f".{first}"):
+                return name.removesuffix(f".{first}")
+    return None
+
+
+def _shardings(
+    template: Any, mesh: Mesh, mapping: ResourceMapping | None, program: StateDictProgram
+) -> Callable[[str], Sharding]:
+    axes = {path: leaf.axes for path, leaf in named_leaves(template) if isinstance(leaf, hax.NamedArray)}
+
+    def sharding(path: str) -> Sharding:
+        if mapping is None:
+            return best_effort_sharding(program.views[path].shape, mesh)
+        return NamedSharding(mesh, pspec_for_axis(axes.get(path, ()), mapping))
+
+    return sharding
+
+
+def _dtypes(program: StateDictProgram, tensors: Mapping[str, Tensor], wanted: Any) -> Callable[[str], np.dtype]:
+    def dtype(path: str) -> np.dtype:
+        # the pieces of one array have one type in every checkpoint that transformers writes; where not, the widest
+        stored = jnp.result_type(*{tensors[piece.tensor].dtype for piece in program.views[path].pieces})
+        return np.dtype(wanted) if wanted is not None and jnp.issubdtype(stored, jnp.floating) else stored
+
+    return dtype

@@ -1,0 +1,243 @@
+"""Strided views of checkpoint tensors: where each element of an array comes from. Pure arithmetic.
+
+A `View` describes an array of the model as boxes of elements, each box a strided window on one checkpoint tensor, in
+the manner of `numpy.lib.stride_tricks.as_strided`. Views compose under the operations a converter is made of (stack,
+reshape, transpose, ...), so that the slice a device needs can be traced back to exact element ranges.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a view: the elements `[start, start + shape)`, read from one tensor with constant strides."""
+
+    start: Shape
+    """First index of the box in the view, per dimension."""
+    shape: Shape
+    """Extent of the box, per dimension."""
+    tensor: str
+    offset: int
+    """Element of the tensor that lands at `start`."""
+    strides: Shape
+    """Elements of the tensor between neighbours along each dimension; 0 repeats."""
+    scale: float = 1.0
+    """Factor that the elements are multiplied by."""
+
+    def intersect(self, start: Shape, stop: Shape) -> "Piece | None":
+        """The part of this piece inside the box `[start, stop)`, or None."""
+        low = tuple(map(max, self.start, start))
+        high = tuple(min(s + n, e) for s, n, e in zip(self.start, self.shape, stop, strict=True))
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            return None
+        skipped = sum((a - s) * k for a, s, k in zip(low, self.start, self.strides, strict=True))
+        return replace(
+            self, start=low, shape=tuple(b - a for a, b in zip(low, high, strict=True)), offset=self.offset + skipped
+        )
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First element of the tensor that is touched, and one past the last."""
+        return self.offset, self.offset + 1 + sum((n - 1) * k for n, k in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the box."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class View:
+    """An array of `shape` made of disjoint pieces; elements no piece covers come from no checkpoint tensor."""
+
+    shape: Shape
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every element comes from the checkpoint."""
+        return sum(piece.size for piece in self.pieces) == math.prod(self.shape)
+
+    def scaled(self, factor: float) -> "View":
+        """Every element multiplied by `factor`."""
+        return View(self.shape, tuple(replace(piece, scale=piece.scale * factor) for piece in self.pieces))
+
+    def transposed(self, permutation: Sequence[int]) -> "View":
+        """Dimensions reordered as by `numpy.transpose`."""
+
+        def permute(values: Shape) -> Shape:
+            return tuple(values[i] for i in permutation)
+
+        pieces = (
+            replace(p, start=permute(p.start), shape=permute(p.shape), strides=permute(p.strides)) for p in self.pieces
+        )
+        return View(permute(self.shape), tuple(pieces))
+
+    def broadcast(self, shape: Shape, dimensions: Sequence[int]) -> "View":
+        """As `jax.lax.broadcast_in_dim`: dimension i of this view becomes `dimensions[i]` of the result."""
+
+        def place(piece: Piece) -> Piece:
+            start, extent, strides = [0] * len(shape), list(shape), [0] * len(shape)
+            for i, d in enumerate(dimensions):
+                if self.shape[i] == shape[d]:
+                    start[d], extent[d], strides[d] = piece.start[i], piece.shape[i], piece.strides[i]
+            return replace(piece, start=tuple(start), shape=tuple(extent), strides=tuple(strides))
+
+        return View(shape, tuple(map(place, self.pieces)))
+
+    def sliced(self, start: Shape, stop: Shape) -> "View":
+        """The box `[start, stop)` as a view of its own."""
+        inside = (piece.intersect(start, stop) for piece in self.pieces)
+        moved = (
+            replace(piece, start=tuple(a - s for a, s in zip(piece.start, start, strict=True)))
+            for piece in inside
+            if piece is not None
+        )
+        return View(tuple(b - a for a, b in zip(start, stop, strict=True)), tuple(moved))
+
+    def reshaped(self, shape: Shape) -> "View":
+        """As `numpy.reshape`. Pieces that the new shape cuts through are split."""
+        groups = _reshape_groups(self.shape, shape)
+        pieces = itertools.chain.from_iterable(
+            _reshape_piece(piece, self.shape, shape, groups) for piece in self.pieces
+        )
+        return View(shape, tuple(pieces))
+
+
+def tensor_view(name: str, shape: Shape) -> View:
+    """A whole checkpoint tensor, row-major."""
+    return View(shape, (Piece((0,) * len(shape), shape, name, 0, row_major_strides(shape)),))
+
+
+def concatenate(views: Sequence[View], dimension: int) -> View:
+    """As `numpy.concatenate`."""
+    pieces: list[Piece] = []
+    position = 0
+    for view in views:
+        pieces += (replace(p, start=_replaced(p.start, dimension, p.start[dimension] + position)) for p in view.pieces)
+        position += view.shape[dimension]
+    return View(_replaced(views[0].shape, dimension, position), tuple(pieces))
+
+
+def stack(views: Sequence[View], dimension: int) -> View:
+    """As `numpy.stack`."""
+    expanded = []
+    for view in views:
+        shape = (*view.shape[:dimension], 1, *view.shape[dimension:])
+        kept = [d for d in range(len(shape)) if d != dimension]
+        expanded.append(view.broadcast(shape, kept))
+    return concatenate(expanded, dimension)
+
+
+def row_major_strides(shape: Shape) -> Shape:
+    """Elements between neighbours along each dimension of a row-major array."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _replaced(values: Shape, index: int, value: int) -> Shape:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+Group = tuple[range, range]
+"""Dimensions of the old shape and of the new one that hold the same elements."""
+
+
+def _reshape_groups(old: Shape, new: Shape) -> list[Group]:
+    """The smallest runs of dimensions with equal products, so that each can be reshaped by itself."""
+    groups: list[Group] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        first_i, first_j = i, j
+        product_old = old[i] if i < len(old) else 1
+        product_new = new[j] if j < len(new) else 1
+        i, j = min(i + 1, len(old)), min(j + 1, len(new))
+        while product_old != product_new:
+            if product_old < product_new:
+                product_old, i = product_old * old[i], i + 1
+            else:
+                product_new, j = product_new * new[j], j + 1
+        groups.append((range(first_i, i), range(first_j, j)))
+    return groups
+
+
+def _reshape_piece(piece: Piece, old: Shape, new: Shape, groups: list[Group]) -> list[Piece]:
+    """`piece` in the coordinates of the new shape; the parts of the groups combine freely."""
+    per_group = []
+    for before, after in groups:
+        axes = slice(before.start, before.stop)
+        extents = tuple(new[d] for d in after)
+        per_group.append(_regroup(piece.start[axes], piece.shape[axes], piece.strides[axes], old[axes], extents))
+    result = []
+    for combination in itertools.product(*per_group):
+        start = tuple(itertools.chain.from_iterable(part[0] for part in combination))
+        shape = tuple(itertools.chain.from_iterable(part[1] for part in combination))
+        strides = tuple(itertools.chain.from_iterable(part[2] for part in combination))
+        skipped = sum(part[3] for part in combination)
+        result.append(replace(piece, start=start, shape=shape, strides=strides, offset=piece.offset + skipped))
+    return result
+
+
+Part = tuple[Shape, Shape, Shape, int]
+"""Start, shape, strides of a box in the new dimensions, and the elements skipped to reach it."""
+
+
+def _regroup(start: Shape, shape: Shape, strides: Shape, old: Shape, new: Shape) -> list[Part]:
+    """The box in row-major coordinates `new`, as few boxes of constant strides as its layout allows."""
+    if len(old) == 1 and len(new) == 1:
+        return [(start, shape, strides, 0)]
+    stride = _uniform_stride(shape, strides, old)
+    if stride is not None:
+        weights = row_major_strides(old)
+        first = sum(s * w for s, w in zip(start, weights, strict=True))
+        return [
+            (box_start, box_shape, tuple(stride * w for w in row_major_strides(new)), stride * skipped)
+            for box_start, box_shape, skipped in _boxes_of_range(first, math.prod(shape), new)
+        ]
+    # Not evenly spaced: take the outermost dimension that has several entries apart, one entry at a time.
+    outer = next(i for i, n in enumerate(shape) if n > 1)
+    parts: list[Part] = []
+    for index in range(shape[outer]):
+        inner = _regroup(_replaced(start, outer, start[outer] + index), _replaced(shape, outer, 1), strides, old, new)
+        parts += ((a, b, c, skipped + index * strides[outer]) for a, b, c, skipped in inner)
+    return parts
+
+
+def _uniform_stride(shape: Shape, strides: Shape, old: Shape) -> int | None:
+    """The spacing of the box's elements in row-major order of `old`, if it is one contiguous range evenly spaced."""
+    several = [i for i, n in enumerate(shape) if n > 1]
+    if not several:
+        return 1
+    # every dimension inside the outermost partial one must be whole, or the range has holes
+    if any(shape[i] != old[i] for i in range(several[0] + 1, len(old))):
+        return None
+    stride = strides[several[-1]]
+    weights = row_major_strides(old)
+    return stride if all(strides[i] == stride * weights[i] for i in several) else None
+
+
+def _boxes_of_range(first: int, count: int, shape: Shape) -> list[tuple[Shape, Shape, int]]:
+    """The row-major range `[first, first + count)` of `shape` as boxes: start, shape, elements before it."""
+    if not shape:
+        return [((), (), 0)]
+    row = math.prod(shape[1:])
+    boxes: list[tuple[Shape, Shape, int]] = []
+    position, end = first, first + count
+    while position < end:
+        index, within = divmod(position, row)
+        if within == 0 and end - position >= row:
+            rows = (end - position) // row
+            boxes.append(((index,) + (0,) * (len(shape) - 1), (rows, *shape[1:]), position - first))
+            position += rows * row
+        else:
+            part = min(end - position, row - within)
+            boxes += (
+                ((index, *start), (1, *extent), position - first + skipped)
+                for start, extent, skipped in _boxes_of_range(within, part, shape[1:])
+            )
+            position += part
+    return boxes

@@ -1,0 +1,221 @@
+"""The configuration of every command: dataclasses, YAML files and command-line overrides.
+
+Imports no JAX, so that `--help` and every complaint about a configuration are instant.
+"""
+
+import argparse
+import dataclasses
+import sys
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import draccus
+import mergedeep
+import yaml
+from draccus.utils import DecodingError, ParsingError, deflatten
+from draccus.wrappers.docstring import get_attribute_docstring
+
+from shardplan.errors import ConfigError, nearest
+
+DTYPES = ("bfloat16", "float16", "float32")
+CONFIG_FLAGS = ("--config", "--config_path")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model."""
+
+    ref: str = ""
+    """Hugging Face checkpoint: a local folder, org/model@revision, gs://, s3://, az:// or https:// folder."""
+    config: str | None = None
+    """A config.json to plan from when the checkpoint itself is not at hand; default: the one of `ref`."""
+
+
+@dataclass(frozen=True)
+class HardwareConfig:
+    """Where it runs."""
+
+    slice: str = "cpu-8"
+    """A TPU slice such as v4-256, v5p-128, v6e-64, or cpu-N for N virtual CPU devices."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; an axis left out is chosen by the planner."""
+
+    replica: int | None = None
+    data: int | None = None
+    model: int | None = None
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """What one step evaluates."""
+
+    batch: int = 8
+    """Sequences per step, over all devices."""
+    position: int = 2048
+    """Tokens per sequence."""
+    param_dtype: str = "bfloat16"
+    """Type the parameters are kept in: bfloat16, float16 or float32."""
+    compute_dtype: str = "bfloat16"
+    """Type activations and matrix products are computed in."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What text is evaluated."""
+
+    path: str | None = None
+    """A .jsonl file with a `text` and optionally an `id` per line, or a .txt file (one document)."""
+    max_documents: int | None = None
+    """Evaluate only the first this many documents."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Configuration of `python -m shardplan.plan` and `python -m shardplan.eval`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    output: str = "results/eval.json"
+    """Where eval writes its results."""
+    dry_run: bool = False
+    """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
+    json: str | None = None
+    """Write the Plan as JSON to this path, or to stdout with `-`."""
+
+    def __post_init__(self) -> None:
+        for key, value, least in (
+            ("workload.batch", self.workload.batch, 1),
+            ("workload.position", self.workload.position, 2),  # a single token predicts nothing
+            ("mesh.replica", self.mesh.replica, 1),
+            ("mesh.data", self.mesh.data, 1),
+            ("mesh.model", self.mesh.model, 1),
+            ("data.max_documents", self.data.max_documents, 1),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(f"{key} is {value}; it must be at least {least}")
+        for key, dtype in (
+            ("workload.param_dtype", self.workload.param_dtype),
+            ("workload.compute_dtype", self.workload.compute_dtype),
+        ):
+            if dtype not in DTYPES:
+                raise ConfigError(f"{key} is {dtype!r}; {nearest(dtype, DTYPES)}")
+        if not self.model.ref and not self.model.config:
+            raise ConfigError("no model: set model.ref to a Hugging Face folder, or model.config to a config.json")
+
+
+def load(argv: Sequence[str], prog: str) -> Config:
+    """The configuration that the command line `argv` describes.
+
+    `--config FILE` may be given several times (later files win, key by key), in the forms `--config x`,
+    `--config=x` and `--config_path x`; every other `--a.b value` overrides one key.
+
+    Raises:
+        ConfigError: a file that cannot be read, an unknown key, or a value of the wrong type.
+        SystemExit: after printing help.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(_help(prog))
+        raise SystemExit(0)
+    files, overrides = _split(argv)
+    raw: dict[str, Any] = {}
+    for path in files:
+        mergedeep.merge(raw, _checked(_read(path), where=path))
+    mergedeep.merge(raw, _checked(deflatten(overrides, sep="."), where="command line"))
+    try:
+        return draccus.decode(Config, raw)
+    except DecodingError as error:
+        raise ConfigError(f"{'.'.join(error.key_path)}: {error.message}") from error
+    except ParsingError as error:
+        # draccus wraps what __post_init__ raises only when it is a ValueError or TypeError
+        raise ConfigError(str(error)) from error
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Config files and dotted overrides of a command line; a flag with no value means true."""
+    files: list[str] = []
+    overrides: dict[str, Any] = {}
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("--"):
+            raise ConfigError(f"unexpected argument {token!r}; options look like --workload.batch 16")
+        name, separator, value = token.partition("=")
+        if not separator:
+            has_value = bool(rest) and not rest[0].startswith("--")
+            value = rest.pop(0) if has_value else "true"
+            if not has_value and name in CONFIG_FLAGS:
+                raise ConfigError(f"{name} needs the path of a YAML file")
+        if name in CONFIG_FLAGS:
+            files.append(value)
+        else:
+            overrides[name.removeprefix("--")] = value if value == "-" else yaml.safe_load(value)
+    return files, overrides
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        others = [str(found) for folder in {Path(path).parent, Path("configs")} for found in folder.glob("*.yaml")]
+        raise ConfigError(f"config file {path} does not exist; {nearest(path, others)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"config file {path} holds {type(loaded).__name__}, not a mapping of keys")
+    return loaded
+
+
+def _checked(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """`raw` unchanged, after comparing every key with the fields of `Config`."""
+    known = {name for name, _, _ in _documented(Config)}
+
+    def check(node: Mapping[str, Any], prefix: str) -> None:
+        for key, value in node.items():
+            dotted = f"{prefix}{key}"
+            is_section = any(name.startswith(f"{dotted}.") for name in known)
+            if dotted not in known and not is_section:
+                raise ConfigError(f"{where}: unknown key {dotted!r}; {nearest(dotted, known)}")
+            if is_section:
+                if not isinstance(value, Mapping):
+                    raise ConfigError(f"{where}: {dotted} is a section, not a value; set a key in it")
+                check(value, f"{dotted}.")
+
+    check(raw, "")
+    return raw
+
+
+def _documented(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Dotted name, default and documentation of every leaf field."""
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        kind = hints[item.name]
+        if dataclasses.is_dataclass(kind):
+            yield from _documented(typing.cast(type, kind), f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}", item.default, get_attribute_docstring(cls, item.name).docstring_below
+
+
+def _help(prog: str) -> str:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=Config.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file; several are merged, later ones win")
+    for name, default, doc in _documented(Config):
+        parser.add_argument(f"--{name}", metavar="VALUE", default=default, help=doc)
+    return parser.format_help()
+
+
+def command_line() -> list[str]:
+    """The arguments of this process."""
+    return sys.argv[1:]

@@ -1,0 +1,93 @@
+"""Text to evaluate: documents, and the windows of tokens they are cut into."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardplan.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text."""
+
+    id: str
+    text: str
+
+    @property
+    def bytes(self) -> int:
+        """Length in UTF-8."""
+        return len(self.text.encode("utf-8"))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Documents as rows of equal length.
+
+    Neighbouring windows of a document overlap by one token, so that every token but the document's first is predicted
+    exactly once, from the tokens before it in its window.
+    """
+
+    tokens: np.ndarray
+    """int32[window, position]; 0 past the end of a document."""
+    predicted: np.ndarray
+    """bool[window, position]: whether the token after this one is predicted from here."""
+    document: np.ndarray
+    """int32[window]: which document the window is of; -1 for none (padding)."""
+
+
+def read_documents(path: str, limit: int | None = None) -> list[Document]:
+    """The documents of a .jsonl file (`text`, and `id` if there is one, per line) or of a .txt file (one).
+
+    Raises:
+        ConfigError: no such file, or a line that is not like that.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.path {path} cannot be read: {error}") from error
+    if not path.endswith(".jsonl"):
+        return [Document(Path(path).name, text)]
+    documents: list[Document] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        if len(documents) == limit:
+            break
+        try:
+            row = json.loads(line)
+            documents.append(Document(str(row.get("id", number)), row["text"]))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"data.path {path}, line {number}: needs an object with 'text' ({error!r})") from error
+    if not documents:
+        raise ConfigError(f"data.path {path} holds no documents")
+    return documents
+
+
+def make_windows(
+    documents: Sequence[Document], encode: Callable[[str], list[int]], position: int, batch: int
+) -> Windows:
+    """Cut `documents` into windows of `position` tokens; padded with empty windows to a multiple of `batch`.
+
+    Args:
+        encode: text -> token ids, with a beginning-of-sequence token first where the tokenizer has one.
+    """
+    rows, masks, owners = [], [], []
+    for index, document in enumerate(documents):
+        ids = encode(document.text)
+        for start in range(0, max(len(ids) - 1, 1), position - 1):
+            part = ids[start : start + position]
+            row, mask = np.zeros(position, np.int32), np.zeros(position, bool)
+            row[: len(part)] = part
+            mask[: max(len(part) - 1, 0)] = True
+            rows.append(row)
+            masks.append(mask)
+            owners.append(index)
+    while len(rows) % batch:
+        rows.append(np.zeros(position, np.int32))
+        masks.append(np.zeros(position, bool))
+        owners.append(-1)
+    return Windows(np.stack(rows), np.stack(masks), np.array(owners, np.int32))

@@ -1,0 +1,44 @@
+"""From losses to results: per document and in total. Pure arithmetic."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardplan.eval.documents import Document, Windows
+
+
+def summarize(documents: Sequence[Document], windows: Windows, losses: np.ndarray) -> dict[str, Any]:
+    """Loss per token (nats), perplexity and bits per UTF-8 byte, of every document and of all together.
+
+    `unigram_loss_per_token` is the entropy of the predicted tokens: what the best model that ignores context, fitted to
+    this very text, would reach.
+
+    Args:
+        losses: float[window, position], as `EvalRun.losses`.
+    """
+    rows = []
+    for index, document in enumerate(documents):
+        own = windows.document == index
+        rows.append({"id": document.id, **_measures(losses[own], int(windows.predicted[own].sum()), document.bytes)})
+    total = _measures(losses, int(windows.predicted.sum()), sum(document.bytes for document in documents))
+    targets = windows.tokens[:, 1:][windows.predicted[:, :-1]]
+    counts = np.bincount(targets)
+    frequencies = counts[counts > 0] / max(counts.sum(), 1)
+    return {
+        "total": {**total, "unigram_loss_per_token": float(-(frequencies * np.log(frequencies)).sum())},
+        "documents": rows,
+    }
+
+
+def _measures(losses: np.ndarray, tokens: int, text_bytes: int) -> dict[str, Any]:
+    nats = float(losses.sum(dtype=np.float64))
+    per_token = nats / max(tokens, 1)
+    return {
+        "tokens": tokens,
+        "bytes": text_bytes,
+        "loss_per_token": per_token,
+        "perplexity": math.exp(min(per_token, 700.0)),
+        "bits_per_byte": nats / math.log(2) / max(text_bytes, 1),
+    }

@@ -1,0 +1,60 @@
+"""The main job: plan, stream the checkpoint into the plan, evaluate, summarise."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from shardplan.checkpoint import stream_model
+from shardplan.config import Config
+from shardplan.eval.documents import Document, make_windows
+from shardplan.eval.evaluate import evaluate
+from shardplan.eval.results import summarize
+from shardplan.eval.tokenizer import load_encoder
+from shardplan.hardware import parse_slice
+from shardplan.model import build_model, read_config
+from shardplan.plan.plan import Plan
+from shardplan.plan.planner import make_plan
+from shardplan.runtime.devices import make_mesh, start_devices
+from shardplan.runtime.storage import open_folder
+
+
+def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Callable[[Plan], None]) -> dict[str, Any]:
+    """Evaluate `documents` as the configuration says.
+
+    Args:
+        on_plan: called with the Plan before anything is loaded.
+
+    Returns:
+        The results JSON: `total`, `documents` (a row each), `load`, `plan` (the Plan's JSON), `versions`.
+    """
+    hardware = parse_slice(config.hardware.slice)
+    start_devices(hardware.name, hardware.devices, hardware.is_cpu)
+    folder = open_folder(config.model.ref)
+    model = build_model(read_config(config.model.config, folder), config.workload.position)
+    plan = make_plan(config, model)
+    on_plan(plan)
+    windows = make_windows(documents, load_encoder(folder), plan.workload.position, plan.workload.batch)
+    mesh = make_mesh(plan.mesh)
+    started = time.perf_counter()
+    module = stream_model(model.template, folder, mesh, plan.param_mapping, plan.workload.param_dtype)
+    load_seconds = time.perf_counter() - started
+    measured = evaluate(module, model, plan, mesh, windows)
+    summary = summarize(documents, windows, measured.losses)
+    return {
+        "total": {
+            **summary["total"],
+            "tokens_per_second": measured.tokens_timed / measured.seconds if measured.seconds else None,
+            "first_step_seconds": measured.first_step_seconds,
+        },
+        "documents": summary["documents"],
+        "load": {
+            "ref": folder.ref,
+            "seconds": load_seconds,
+            "bytes": sum(array.nbytes for array in jax.tree.leaves(eqx.filter(module, eqx.is_array))),
+        },
+        "plan": plan.to_json(),
+        "versions": plan.versions,
+    }

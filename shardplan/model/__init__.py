@@ -1,0 +1,16 @@
+"""From a Hugging Face config.json to the named axes of the Levanter model."""
+
+from shardplan.model.axes import Attention, Contraction, ModelAxes, Parameter, inspect_model
+from shardplan.model.registry import SUPPORTED, Model, build_model, read_config
+
+__all__ = [
+    "SUPPORTED",
+    "Attention",
+    "Contraction",
+    "Model",
+    "ModelAxes",
+    "Parameter",
+    "build_model",
+    "inspect_model",
+    "read_config",
+]

@@ -1,0 +1,127 @@
+"""Which Hugging Face model types there are, and the Levanter model that each becomes."""
+
+import json
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+
+from shardplan.errors import ConfigError, nearest
+from shardplan.model.corrections import CORRECTIONS, prepare_hf_config
+from shardplan.runtime.storage import Folder, read_bytes
+
+SUPPORTED = {
+    "gemma": ("levanter.models.gemma", "GemmaConfig"),
+    "gemma2": ("levanter.models.gemma", "Gemma2Config"),
+    "gpt2": ("levanter.models.gpt2", "Gpt2Config"),
+    "llama": ("levanter.models.llama", "LlamaConfig"),
+    "mistral": ("levanter.models.mistral", "MistralConfig"),
+    "mixtral": ("levanter.models.mixtral", "MixtralConfig"),
+    "olmo2": ("levanter.models.olmo", "Olmo2Config"),
+    "qwen2": ("levanter.models.qwen", "QwenConfig"),
+    "qwen3": ("levanter.models.qwen", "Qwen3Config"),
+}
+"""Hugging Face `model_type` -> module and name of the Levanter configuration class."""
+
+UNIFORM_WINDOW = ("mistral", "mixtral")
+"""Types whose `sliding_window` holds in every layer, so that one attention mask expresses it."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Levanter model that has its shapes and no weights."""
+
+    type: str
+    """Hugging Face `model_type`."""
+    config: Any
+    """Levanter's configuration (an `HFCompatConfig`)."""
+    template: Any
+    """The Levanter module, with `jax.ShapeDtypeStruct`s in place of arrays."""
+    sliding_window: int | None
+    """Width in tokens of the attention window, where every layer has one."""
+    logit_soft_cap: float | None
+    """Bound of the logits, applied as `cap * tanh(logits / cap)` (Gemma 2)."""
+
+    @property
+    def vocab(self) -> hax.Axis:
+        """The vocabulary axis."""
+        return self.template.Vocab
+
+
+def read_config(path: str | None, folder: Folder | None) -> dict[str, Any]:
+    """The config.json at `path`, or else the one in `folder`.
+
+    Raises:
+        ConfigError: there is none, or it is not a JSON object.
+    """
+    where = path or f"{folder.ref if folder else ''}/config.json"
+    if path is not None:
+        try:
+            data: bytes | None = Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"model.config {path} cannot be read: {error.strerror}") from error
+    else:
+        data = read_bytes(folder, "config.json") if folder else None
+    if data is None:
+        raise ConfigError(f"{where} does not exist; model.ref must be a Hugging Face checkpoint folder")
+    try:
+        loaded = json.loads(data)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(loaded, dict) or "model_type" not in loaded:
+        raise ConfigError(f"{where} has no 'model_type'; it is not the config.json of a Hugging Face model")
+    return loaded
+
+
+def build_model(hf_config: dict[str, Any], position: int) -> Model:
+    """The Levanter model that a Hugging Face configuration describes, for sequences of `position` tokens.
+
+    Raises:
+        ConfigError: an unsupported model type, a configuration that Levanter's model does not express, or more
+            positions than the model has.
+    """
+    from transformers import AutoConfig
+
+    model_type = hf_config["model_type"]
+    if model_type not in SUPPORTED:
+        raise ConfigError(
+            f"config.json: model_type {model_type!r} is not supported; {nearest(str(model_type), SUPPORTED)} "
+            f"(supported: {', '.join(sorted(SUPPORTED))})"
+        )
+    module, name = SUPPORTED[model_type]
+    try:
+        hf = prepare_hf_config(AutoConfig.for_model(**hf_config))
+        config = getattr(import_module(module), name).from_hf_config(hf)
+        for correct in CORRECTIONS.get(model_type, ()):
+            config = correct(config, hf)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"config.json of type {model_type!r}: Levanter cannot express it ({type(error).__name__}: {error})"
+        ) from error
+    window = _sliding_window(model_type, hf, position)
+    if position > config.Pos.size:
+        raise ConfigError(
+            f"workload.position is {position}; the model has {config.Pos.size} positions, use at most that"
+        )
+    vocab = hax.Axis("vocab", hf.vocab_size)
+    template = eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
+    return Model(model_type, config, template, window, getattr(hf, "final_logit_softcapping", None))
+
+
+def _sliding_window(model_type: str, hf: Any, position: int) -> int | None:
+    """The window that a mask must impose; None where attention sees all `position` tokens anyway."""
+    window = getattr(hf, "sliding_window", None)
+    if window is None or window >= position or not getattr(hf, "use_sliding_window", True):
+        return None
+    if model_type in UNIFORM_WINDOW:
+        return window
+    raise ConfigError(
+        f"workload.position is {position}; some layers of {model_type} attend to {window} tokens only, which "
+        f"Levanter's model does not do; use at most {window}"
+    )

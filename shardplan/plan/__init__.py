@@ -1,0 +1,5 @@
+"""The planner. `Plan` says what was found; `shardplan.plan.planner.make_plan` finds it (and imports JAX)."""
+
+from shardplan.plan.plan import Plan
+
+__all__ = ["Plan"]

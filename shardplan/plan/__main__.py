@@ -1,0 +1,42 @@
+"""`python -m shardplan.plan --config C`: print the plan that eval would run; needs no accelerator and no weights."""
+
+import json
+import os
+import sys
+import time
+
+from shardplan.config import Config
+from shardplan.plan.plan import Plan
+from shardplan.runtime.command import run
+
+
+def main(config: Config) -> None:
+    """Plan, and show the plan."""
+    started = time.perf_counter()
+    # Planning runs nothing on a device; without this JAX would look for accelerators first.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from shardplan.plan.planner import make_plan
+
+    plan = make_plan(config)
+    show(plan, config.json)
+    print(
+        f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s",
+        file=sys.stderr,
+    )
+
+
+def show(plan: Plan, json_target: str | None) -> None:
+    """Print the plan's tables, or with `-` its JSON; any other `json_target` is a file that gets the JSON as well."""
+    if json_target == "-":
+        json.dump(plan.to_json(), sys.stdout, indent=1)
+        print()
+        return
+    from shardplan.report import console, print_plan
+
+    print_plan(plan, console(sys.stdout))
+    if json_target is not None:
+        plan.save(json_target)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(main, "shardplan.plan"))

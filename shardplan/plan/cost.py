@@ -1,0 +1,126 @@
+"""Time of a forward pass under a mapping: compute, and the collectives that the mapping makes necessary. Pure.
+
+The simple roofline of https://jax-ml.github.io/scaling-book: matrix products at peak FLOP/s but never faster than the
+weights come from HBM; collectives at the bandwidth of one bidirectional ring. Gathers of weights depend on nothing and
+hide behind compute as far as it lasts; collectives on activations wait for it. This ranks mappings, and is a lower
+bound: a compiler's schedule is slower.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardplan.hardware import Slice
+from shardplan.model import Attention, Contraction, ModelAxes, Parameter
+from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_axes_of, mesh_size, shard_count
+from shardplan.plan.memory import Workload
+
+CAUSAL = 0.5
+"""Part of the position x position products that a causal mask leaves."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one cause in one step."""
+
+    kind: str
+    mesh_axes: MeshAxes
+    bytes: float
+    """Received per device, over all executions."""
+    count: int
+    cause: str
+
+    def seconds(self, hardware: Slice) -> float:
+        """At the bandwidth of one bidirectional ring."""
+        return self.bytes / (2 * hardware.generation.link_bandwidth)
+
+
+def all_gather(result_bytes: float, mesh: MeshShape, axes: MeshAxes, count: int, cause: str) -> Traffic:
+    """Every device gets the parts of the others; `result_bytes` is what it then has, per execution."""
+    n = mesh_size(mesh, axes)
+    return Traffic("all-gather", axes, count * result_bytes * (n - 1) / n, count, cause)
+
+
+def all_reduce(array_bytes: float, mesh: MeshShape, axes: MeshAxes, count: int, cause: str) -> Traffic:
+    """A reduce-scatter and an all-gather of `array_bytes`, per execution."""
+    n = mesh_size(mesh, axes)
+    return Traffic("all-reduce", axes, 2 * count * array_bytes * (n - 1) / n, count, cause)
+
+
+def step_seconds(compute: float, weights: float, activations: float) -> float:
+    """Time of a step from its compute, its gathers of weights, and its collectives on activations, in seconds."""
+    return max(compute, weights) + activations
+
+
+def compute_seconds(
+    model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape, hardware: Slice
+) -> float:
+    """Matrix products of one step on one device, or the time to read the weights where that is longer."""
+    batch_cut = shard_count((workload.batch_axis,), compute, mesh)
+    flops, weight_bytes = 0.0, 0.0
+    parameters = {parameter.path: parameter for parameter in model.parameters}
+    for contraction in model.contractions:
+        if contraction.is_lookup:
+            continue
+        axes = (*contraction.inputs, *contraction.outputs)
+        cut = shard_count(axes, compute, mesh) * (1 if contraction.routed else batch_cut)
+        elements = model.elements(axes)
+        flops += 2 * workload.tokens * elements * contraction.uses_per_token * contraction.repeats / cut
+        weight = parameters[contraction.weight]
+        weight_bytes += weight.size * workload.compute_bytes / shard_count(weight.axes, compute, mesh)
+    for attention in model.attention:
+        width = model.axes[attention.merged] * model.axes[attention.head_size]
+        cut = batch_cut * shard_count((*attention.heads, attention.head_size), compute, mesh)
+        flops += 4 * CAUSAL * workload.tokens * workload.position * width * attention.repeats / cut
+    generation = hardware.generation
+    return max(flops / generation.flops, weight_bytes / generation.hbm_bandwidth)
+
+
+def compute_traffic(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> Iterator[Traffic]:
+    """Collectives that the compute mapping causes, whatever the parameters' mapping."""
+    batch_cut = shard_count((workload.batch_axis,), compute, mesh)
+    for contraction in model.contractions:
+        axes = mesh_axes_of(contraction.inputs, compute)
+        if not axes:
+            continue
+        # Contracting a cut axis leaves partial sums; so does a lookup in a cut table.
+        width = model.elements(contraction.outputs) / shard_count(contraction.outputs, compute, mesh)
+        per_token = width * workload.compute_bytes * contraction.uses_per_token
+        # the tokens of routed modules are not cut by the batch axis (see shardplan.plan.memory)
+        tokens = workload.tokens / (1 if contraction.routed else batch_cut)
+        yield all_reduce(tokens * per_token, mesh, axes, contraction.repeats, f"partial sums of {contraction.weight}")
+    for attention in model.attention:
+        yield from _attention_traffic(model, attention, workload, compute, mesh)
+
+
+def _attention_traffic(
+    model: ModelAxes, attention: Attention, workload: Workload, compute: AxisMapping, mesh: MeshShape
+) -> Iterator[Traffic]:
+    tokens = workload.tokens / shard_count((workload.batch_axis,), compute, mesh)
+    heads = model.axes[attention.merged]
+    inner = compute.get(attention.head_size, ())
+    if inner:
+        scores = tokens * workload.position * heads / shard_count(attention.heads, compute, mesh) * 4
+        yield all_reduce(scores, mesh, inner, attention.repeats, "attention scores over a cut head size")
+    # Flattening the heads leaves a cut of the major axis where it is; any other cut of the result must be undone.
+    cut = mesh_axes_of(attention.heads, compute)
+    major, merged = compute.get(attention.heads[0], ()), compute.get(attention.merged, ())
+    if cut and not cut == major == merged:
+        result = tokens * heads * model.axes[attention.head_size] * workload.compute_bytes
+        yield all_gather(result, mesh, cut, attention.repeats, "attention heads cut differently by the projection")
+
+
+def weight_traffic(
+    contraction: Contraction,
+    weight: Parameter,
+    workload: Workload,
+    params: AxisMapping,
+    compute: AxisMapping,
+    mesh: MeshShape,
+) -> Traffic | None:
+    """The all-gather of a weight that rests in more parts than it is used in (FSDP)."""
+    resting, used = mesh_axes_of(weight.axes, params), mesh_axes_of(weight.axes, compute)
+    extra = tuple(axis for axis in resting if axis not in used)
+    if not extra:
+        return None
+    whole = weight.size / contraction.repeats * workload.compute_bytes / shard_count(weight.axes, compute, mesh)
+    return all_gather(whole, mesh, extra, contraction.repeats, f"weights of {contraction.weight}")

@@ -1,0 +1,199 @@
+"""The Plan: the one contract between planner, loader, evaluation and reports. Versioned JSON that round-trips."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import draccus
+from draccus.utils import ParsingError
+
+from shardplan.errors import ConfigError
+
+SCHEMA_VERSION = 1
+BATCH_AXIS = "batch"
+"""Logical axis of the sequences of a step, as Levanter's trainer calls it."""
+
+Mapping = dict[str, list[str]]
+"""Logical axis -> mesh axes, major to minor. A logical axis that is absent is replicated."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Which model was planned."""
+
+    ref: str
+    type: str
+    axes: dict[str, int]
+    """Logical axis -> size."""
+    parameters: int
+    """Number of parameters."""
+
+
+@dataclass(frozen=True)
+class WorkloadInfo:
+    """What one step does."""
+
+    kind: str
+    batch: int
+    position: int
+    param_dtype: str
+    compute_dtype: str
+
+
+@dataclass(frozen=True)
+class HardwareInfo:
+    """Where it runs."""
+
+    slice: str
+    devices: int
+    hbm_gib: float
+    """Memory available per device, GiB."""
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """How one parameter is sharded."""
+
+    path: str
+    axes: dict[str, int]
+    dtype: str
+    spec: list[list[str] | None]
+    """Mesh axes of each dimension, None where it is not cut."""
+    bytes_per_device: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes per device, by part; `peak` is the most that is alive at once."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    logits: int
+    gathered_weights: int
+    cast_parameters: int
+    load_transient: int
+    peak: int
+    available: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective operation of the step, per device."""
+
+    kind: str
+    mesh_axes: list[str]
+    bytes: int
+    """Bytes received per device in one step, over all executions."""
+    count: int
+    """Executions in one step."""
+    seconds: float
+    cause: str
+
+
+@dataclass(frozen=True)
+class CostPlan:
+    """Estimated time of one step."""
+
+    step_seconds: float
+    compute_seconds: float
+    collectives: list[Collective]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Sequence parallelism; `none` where the position axis is not mapped."""
+
+    strategy: str = "none"
+    ulysses: int = 1
+    ring: int = 1
+    layout: str = "contiguous"
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """The best plan on any other mesh."""
+
+    mesh: dict[str, int]
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class SearchInfo:
+    """How the plan was found."""
+
+    candidates: int
+    """Combinations of mesh and mappings that were evaluated."""
+    proven_optimal: bool
+    """Whether no combination in the search space is better under the cost model."""
+    seconds: float
+    runner_up: RunnerUp | None
+    rejected: dict[str, int]
+    """Reason -> how many choices it excluded."""
+    reasons: list[str]
+    """The verdict in words: why this one, and what was impossible."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A mesh, both mappings, and what follows from them."""
+
+    model: ModelInfo
+    workload: WorkloadInfo
+    hardware: HardwareInfo
+    mesh: dict[str, int]
+    """Mesh axis -> size, major to minor; the product is the number of devices."""
+    compute_mapping: Mapping
+    """For activations, and for parameters while they are used."""
+    param_mapping: Mapping
+    """For parameters at rest."""
+    parameters: list[ParameterPlan]
+    memory: MemoryPlan
+    cost: CostPlan
+    search: SearchInfo
+    versions: dict[str, str]
+    compiler_options: dict[str, str] = field(default_factory=dict)
+    attention: AttentionPlan = field(default_factory=AttentionPlan)
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        """The Plan as JSON values, `schema_version` first."""
+        values = dataclasses.asdict(self)
+        return {"schema_version": values.pop("schema_version"), **values}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Plan":
+        """The inverse of `to_json`.
+
+        Raises:
+            ConfigError: another schema version, or not a plan.
+        """
+        version = values.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ConfigError(f"plan has schema_version {version!r}; this shardplan reads {SCHEMA_VERSION}; plan again")
+        try:
+            return draccus.decode(cls, values)
+        except ParsingError as error:
+            raise ConfigError(f"not a plan: {error}") from error
+
+    def save(self, path: str) -> None:
+        """Write the Plan as JSON."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str) -> "Plan":
+        """Read a Plan written by `save`.
+
+        Raises:
+            ConfigError: no such file, or not a plan.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ConfigError(f"plan {path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"plan {path} is not JSON: {error}") from error

@@ -1,0 +1,146 @@
+"""A Plan, and the results of an evaluation, as tables on the terminal. Never cut when piped."""
+
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from shardplan.plan import Plan
+from shardplan.plan.plan import Mapping, ParameterPlan
+from shardplan.report.levanter import trainer_yaml
+
+GIB = 2**30
+PIPED_WIDTH = 240
+"""Columns where there is no terminal: room for the longest row, so that lines can be searched."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # rich would end the process with exit code 1; a reader that has seen enough is no failure
+        raise BrokenPipeError
+
+
+def console(stream: TextIO) -> Console:
+    """A console on `stream`, wide enough that nothing is cut when it is piped."""
+    return _Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH)
+
+
+def print_plan(plan: Plan, out: Console) -> None:
+    """Mesh, both mappings, every parameter, memory by part, the verdict and why, and Levanter's YAML."""
+    work, hardware = plan.workload, plan.hardware
+    out.print(
+        f"[bold]{plan.model.ref}[/bold] ({plan.model.type}, {plan.model.parameters:,} parameters) · {work.kind}, batch "
+        f"{work.batch} x {work.position} tokens, {work.param_dtype} parameters, {work.compute_dtype} compute",
+        soft_wrap=True,
+    )
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
+    out.print(f"[bold]mesh[/bold]             {mesh} = {hardware.devices} devices of {hardware.slice}", soft_wrap=True)
+    out.print(f"[bold]compute mapping[/bold]  {_mapping(plan.compute_mapping)}", soft_wrap=True)
+    out.print(f"[bold]param mapping[/bold]    {_mapping(plan.param_mapping)}", soft_wrap=True)
+    out.print(_parameters(plan))
+    out.print(_memory(plan))
+    memory, free = plan.memory, plan.memory.available - plan.memory.peak
+    out.print(
+        f"[bold green]fits[/bold green] {hardware.slice}: {memory.peak / GIB:.2f} of {hardware.hbm_gib:.2f} GiB per "
+        f"device, {free / GIB:.2f} GiB free; step at least {plan.cost.step_seconds:.3g} s (roofline)",
+        soft_wrap=True,
+    )
+    for reason in plan.search.reasons:
+        out.print(f"  · {reason}", soft_wrap=True)
+    rejected = ", ".join(f"{reason} {count}" for reason, count in plan.search.rejected.items())
+    out.print(
+        f"  · planned in {plan.search.seconds:.2f} s; excluded: {rejected}",
+        soft_wrap=True,
+    )
+    out.print("\n[bold]For Levanter:[/bold]")
+    out.print(trainer_yaml(plan), markup=False, highlight=False, soft_wrap=True)
+
+
+def _mapping(mapping: Mapping) -> str:
+    return ", ".join(f"{axis} -> {' x '.join(mesh_axes)}" for axis, mesh_axes in mapping.items()) or "all replicated"
+
+
+def _parameters(plan: Plan) -> Table:
+    table = Table(title="Parameters", title_justify="left", header_style="bold")
+    for column in ("parameter", "axes", "PartitionSpec"):
+        table.add_column(column, overflow="fold")
+    for column in ("devices", "MiB/device"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for parameter in plan.parameters:
+        table.add_row(
+            parameter.path,
+            ", ".join(f"{axis} {size}" for axis, size in parameter.axes.items()),
+            partition_spec(parameter),
+            str(_devices(parameter, plan.mesh)),
+            f"{parameter.bytes_per_device / 2**20:,.2f}",
+        )
+    return table
+
+
+def partition_spec(parameter: ParameterPlan) -> str:
+    """As JAX prints it: `P(None, 'model', ('data', 'replica'))`."""
+    entries = []
+    for mesh_axes in parameter.spec:
+        if not mesh_axes:
+            entries.append("None")
+        elif len(mesh_axes) == 1:
+            entries.append(repr(mesh_axes[0]))
+        else:
+            entries.append(f"({', '.join(map(repr, mesh_axes))})")
+    return f"P({', '.join(entries)})"
+
+
+def _devices(parameter: ParameterPlan, mesh: dict[str, int]) -> int:
+    """Number of devices that hold different parts of the parameter."""
+    count = 1
+    for mesh_axes in parameter.spec:
+        for axis in mesh_axes or ():
+            count *= mesh[axis]
+    return count
+
+
+def _memory(plan: Plan) -> Table:
+    memory = plan.memory
+    table = Table(title="Memory per device", title_justify="left", header_style="bold")
+    table.add_column("part")
+    table.add_column("GiB", justify="right")
+    table.add_column("of available", justify="right")
+    rows = {
+        "parameters": memory.parameters,
+        "parameters cast to the compute type": memory.cast_parameters,
+        "weights gathered for use": memory.gathered_weights,
+        "activations of a layer": memory.activations,
+        "logits and loss (after the layers)": memory.logits,
+        "peak": memory.peak,
+        "available": memory.available,
+    }
+    for label, amount in rows.items():
+        if amount:
+            table.add_row(label, f"{amount / GIB:.3f}", f"{amount / memory.available:.1%}")
+    return table
+
+
+def print_results(results: dict[str, Any], out: Console) -> None:
+    """The summary of an evaluation and a row per document (see `shardplan.eval.results`)."""
+    table = Table(title="Documents", title_justify="left", header_style="bold")
+    table.add_column("document", overflow="fold")
+    for column in ("tokens", "bytes", "loss/token", "perplexity", "bits/byte"):
+        table.add_column(column, justify="right")
+    for row in results["documents"]:
+        table.add_row(
+            row["id"],
+            f"{row['tokens']:,}",
+            f"{row['bytes']:,}",
+            f"{row['loss_per_token']:.4f}",
+            f"{row['perplexity']:.2f}",
+            f"{row['bits_per_byte']:.4f}",
+        )
+    out.print(table)
+    total, load = results["total"], results["load"]
+    out.print(
+        f"[bold]loss per token {total['loss_per_token']:.4f}[/bold] nats, unigram "
+        f"{total['unigram_loss_per_token']:.4f}; perplexity {total['perplexity']:.2f}, bits per byte "
+        f"{total['bits_per_byte']:.4f}, {total['tokens']:,} tokens, {total['tokens_per_second'] or 0:,.0f} tokens/s",
+        soft_wrap=True,
+    )
+    out.print(f"loaded {load['bytes'] / GIB:.3f} GiB in {load['seconds']:.2f} s", soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Process start-up: devices, logging, progress, exit codes."""

@@ -1,0 +1,23 @@
+"""Run a command: its errors become one line on stderr and an exit code."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from shardplan import config, errors
+
+
+def run(main: Callable[[config.Config], None], prog: str, argv: Sequence[str] | None = None) -> int:
+    """Parse `argv` (default: the process's), call `main`, and return the exit code of `shardplan.errors`."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        main(config.load(config.command_line() if argv is None else argv, prog))
+        sys.stdout.flush()
+    except errors.ShardplanError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader (head, less) has gone: that ends the output, it is not a failure of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

@@ -1,0 +1,202 @@
+"""The commands as a user runs them: exit codes, one clear line for bad input, data on stdout."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from shardplan.plan.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*argv, **environment):
+    """`python -m shardplan.<argv>`, from the repository's root."""
+    return subprocess.run(
+        [sys.executable, "-m", f"shardplan.{argv[0]}", *map(str, argv[1:])],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+    )
+
+
+def fails(done, code: int, message: str) -> None:
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("shardplan.")]
+    assert len(lines) == 1 and message in lines[0], done.stderr
+    assert done.stdout == ""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(golden, tmp_path_factory) -> Path:
+    """The golden Llama with a tokenizer that maps the words t0 ... t255 to the tokens 0 ... 255."""
+    folder = tmp_path_factory.mktemp("ck") / "llama"
+    shutil.copytree(golden / "llama", folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(256)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokens = np.load(folder / "golden.npz")["tokens"]
+    rows = [{"id": f"row {i}", "text": " ".join(f"t{t}" for t in row)} for i, row in enumerate(tokens)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def arguments(checkpoint: Path, tmp_path: Path) -> list[str]:
+    settings = {
+        "model.ref": checkpoint,
+        "data.path": checkpoint / "text.jsonl",
+        "workload.batch": 4,
+        "workload.position": 64,
+        "workload.param_dtype": "float32",
+        "workload.compute_dtype": "float32",
+        "output": tmp_path / "results.json",
+    }
+    return [f"--{key}={value}" for key, value in settings.items()]
+
+
+def test_evaluation_equals_transformers(checkpoint, tmp_path):
+    """Loss per document against float64 arithmetic on the logits of transformers."""
+    done = run("eval", *arguments(checkpoint, tmp_path), f"--json={tmp_path / 'plan.json'}")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    golden = np.load(checkpoint / "golden.npz")
+    logits = golden["logits"].astype(np.float64)[:, :-1]
+    normalised = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = -np.take_along_axis(normalised, golden["tokens"][:, 1:, None].astype(int), -1)[..., 0]
+    for row, expected in zip(results["documents"], nats, strict=True):
+        assert row["tokens"] == 63
+        assert row["loss_per_token"] == pytest.approx(expected.mean(), abs=2e-6)
+        assert row["perplexity"] == pytest.approx(math.exp(expected.mean()), rel=1e-5)
+    total = results["total"]
+    assert total["loss_per_token"] == pytest.approx(nats.mean(), abs=2e-6)
+    text_bytes = sum(len(json.loads(line)["text"]) for line in (checkpoint / "text.jsonl").read_text().splitlines())
+    assert total["bits_per_byte"] == pytest.approx(nats.sum() / math.log(2) / text_bytes, rel=1e-6)
+    assert {"shardplan", "jax", "haliax", "levanter", "libtpu"} == results["versions"].keys()
+    assert Plan.from_json(results["plan"]) == Plan.load(str(tmp_path / "plan.json"))
+    assert "row 0" in done.stdout and "loss per token" in done.stdout and "PartitionSpec" in done.stdout
+
+
+def test_several_batches_have_a_speed(checkpoint, tmp_path):
+    done = run("eval", *arguments(checkpoint, tmp_path), "--workload.position=8")
+    assert done.returncode == 0, done.stderr
+    total = json.loads((tmp_path / "results.json").read_text())["total"]
+    assert total["tokens"] == 126 and total["tokens_per_second"] > 0
+
+
+def test_dry_run_of_405b(tmp_path):
+    done = run("eval", "--config", "configs/405b.yaml", "--dry_run", "--json", tmp_path / "plan.json")
+    assert done.returncode == 0, done.stderr
+    assert "128 devices of v4-256" in done.stdout and "fits v4-256" in done.stdout and "trainer:" in done.stdout
+    assert "of which planning" in done.stderr
+    plan = Plan.load(str(tmp_path / "plan.json"))
+    assert plan.hardware.devices == 128
+
+
+@pytest.mark.parametrize("name", ["8b", "70b", "mixtral-8x7b"])
+def test_other_configs_plan_to_stdout(name):
+    done = run("plan", "--config", f"configs/{name}.yaml", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    plan = Plan.from_json(json.loads(done.stdout))
+    assert math.prod(plan.mesh.values()) == plan.hardware.devices
+
+
+def test_console_script():
+    done = subprocess.run([sys.executable, "-m", "shardplan", "pln"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "shardplan: unknown command 'pln'; did you mean 'plan'?\n"
+    done = subprocess.run([sys.executable, "-m", "shardplan", "plan", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--workload.batch" in done.stdout
+
+
+def test_unknown_key(checkpoint, tmp_path):
+    done = run("eval", *arguments(checkpoint, tmp_path), "--workload.bacth=4")
+    fails(done, 2, "unknown key 'workload.bacth'; did you mean 'workload.batch'?")
+
+
+def test_missing_folder(checkpoint, tmp_path):
+    done = run("eval", *arguments(checkpoint, tmp_path), f"--model.ref={checkpoint.parent / 'lama'}")
+    fails(done, 2, f"lama does not exist; did you mean '{checkpoint}'?")
+
+
+def test_missing_shard(checkpoint, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    (broken / "model-00002-of-00003.safetensors").unlink()
+    done = run("eval", *arguments(broken, tmp_path))
+    assert done.returncode == 4
+    assert "1 of 3 shards missing: model-00002-of-00003.safetensors; download them again" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_truncated_shard(checkpoint, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    shard = broken / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    done = run("eval", *arguments(broken, tmp_path))
+    assert done.returncode == 4 and "lies outside the file; it is cut short" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_another_model_than_its_config(checkpoint, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4, "intermediate_size": 64}))
+    done = run("eval", *arguments(broken, tmp_path))
+    assert done.returncode == 4 and "Traceback" not in done.stderr
+    assert "does not hold the model of its config.json: tensors 18 missing (model.layers.2." in done.stderr
+    assert "6 of another shape (model.layers.0.mlp.down_proj.weight is (96, 128), the model has (96, 64)" in done.stderr
+
+
+def test_unsupported_model_type(checkpoint, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "lama"}))
+    done = run("eval", *arguments(checkpoint, tmp_path), f"--model.config={config}")
+    fails(done, 2, "model_type 'lama' is not supported; did you mean 'llama'? (supported: gemma, gemma2, gpt2, llama, ")
+
+
+def test_batch_that_no_mesh_axis_divides(checkpoint, tmp_path):
+    done = run("eval", *arguments(checkpoint, tmp_path), "--workload.batch=3", "--mesh.data=8")
+    fails(done, 2, "workload.batch 3 is divisible by no replica x data of the mesh (8); the nearest batch that is: 8")
+
+
+def test_more_devices_than_exist(checkpoint, tmp_path):
+    done = run("eval", *arguments(checkpoint, tmp_path), "--mesh.model=16")
+    fails(done, 2, "mesh.model 16 does not divide the 8 devices of cpu-8")
+    done = run("eval", *arguments(checkpoint, tmp_path), "--hardware.slice=v4-256")
+    fails(done, 2, "hardware.slice v4-256 has 128 devices, JAX sees 1 (cpu); run on that slice, plan with --dry_run")
+
+
+def test_nothing_fits():
+    done = run("plan", "--config", "configs/405b.yaml", "--hardware.slice=v4-16")
+    fails(done, 3, "no plan fits v4-16: the nearest miss, mesh (replica ")
+    assert "GiB are lacking" in done.stderr
+
+
+def test_no_data(checkpoint):
+    done = run("eval", f"--model.ref={checkpoint}")
+    fails(done, 2, "data.path is not set; name a .jsonl or .txt file to evaluate, or use --dry_run")
+
+
+def test_no_tokenizer(golden, checkpoint, tmp_path):
+    done = run("eval", *arguments(checkpoint, tmp_path), f"--model.ref={golden / 'llama'}")
+    assert done.returncode == 4
+    assert "has no tokenizer.json; save a fast tokenizer there with transformers" in done.stderr
+
+
+def test_output_to_a_closed_pipe():
+    line = f"{sys.executable} -m shardplan.plan --config configs/8b.yaml | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

@@ -1,0 +1,161 @@
+"""Loaded models equal Levanter's conversion of what the official safetensors library reads, on any mesh, any type."""
+
+import math
+from pathlib import Path
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from haliax.state_dict import from_torch_compatible_state_dict
+from jax.sharding import Mesh, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from shardplan import HFCheckpointConverter, best_effort_sharding, load_pretrained
+from shardplan.checkpoint import stream
+from shardplan.checkpoint.load import stream_model
+from shardplan.errors import ConfigError
+from shardplan.model import build_model, read_config
+from shardplan.model.axes import named_leaves
+from shardplan.plan.planner import make_plan
+from shardplan.runtime.storage import open_folder
+
+
+def template_of(folder: Path):
+    return build_model(read_config(str(folder / "config.json"), None), 64).template
+
+
+def reference(folder: Path, dtype=None) -> dict[str, np.ndarray]:
+    """Every array of the model, whole, by the official library and Levanter's converter."""
+    state = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        state.update(load_file(shard))
+    state = {name.removeprefix("transformer."): jnp.asarray(value) for name, value in state.items()}
+    model = from_torch_compatible_state_dict(template_of(folder), state)
+    arrays = {path: np.asarray(getattr(leaf, "array", leaf)) for path, leaf in named_leaves(model)}
+    return {path: array if dtype is None else array.astype(dtype) for path, array in arrays.items()}
+
+
+def assert_equal(module, expected: dict[str, np.ndarray]) -> None:
+    leaves = dict(named_leaves(module))
+    assert leaves.keys() == expected.keys()
+    for path, leaf in leaves.items():
+        array = leaf.array if isinstance(leaf, hax.NamedArray) else leaf
+        assert array.dtype == expected[path].dtype, path
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), expected[path][shard.index], err_msg=path)
+
+
+def mesh_of(*sizes: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), ("replica", "data", "model"))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "qwen2"])
+@pytest.mark.parametrize("sizes", [(1, 3, 1), (1, 1, 5), (1, 3, 2), (2, 2, 2), (1, 1, 1)])
+def test_best_effort_load(golden, name, sizes):
+    mesh = mesh_of(*sizes)
+    with jax.set_mesh(mesh):
+        module = load_pretrained(None, str(golden / name))
+    assert_equal(module, reference(golden / name))
+    for _, leaf in named_leaves(module):
+        assert leaf.array.sharding == best_effort_sharding(leaf.array.shape, mesh)
+
+
+@pytest.mark.parametrize("chunk_bytes", [700, 4096])
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"embed": "data", "mlp": "model"},  # cuts inner dimensions: shards interleave on disk
+        {"mlp": ("model", "data"), "experts": "replica"},
+        {"embed": ("replica", "data", "model")},
+        {},
+    ],
+)
+def test_any_chunk_size_and_mapping(golden, monkeypatch, chunk_bytes, mapping):
+    monkeypatch.setattr(stream, "CHUNK_BYTES", chunk_bytes)
+    folder = golden / "mixtral"
+    with jax.set_mesh(mesh_of(2, 2, 2)):
+        module = load_pretrained(None, str(folder), axis_mapping=mapping)
+    assert_equal(module, reference(folder))
+    gate = module.transformer.layers.stacked.block_sparse_moe.experts.w1.weight
+    assert gate.array.sharding.spec == hax.partitioning.pspec_for_axis(gate.axes, mapping)
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("wanted", [None, "float32", "float16", "bfloat16"])
+def test_casts(golden, tmp_path, stored, wanted):
+    (tmp_path / "config.json").write_bytes((golden / "llama" / "config.json").read_bytes())
+    state = {}
+    for shard in sorted((golden / "llama").glob("*.safetensors")):
+        state.update(load_file(shard))
+    save_file({name: value.astype(stored) for name, value in state.items()}, tmp_path / "model.safetensors")
+    with jax.set_mesh(mesh_of(1, 2, 4)):
+        module = load_pretrained(None, str(tmp_path), axis_mapping={"embed": "data", "mlp": "model"}, dtype=wanted)
+    assert_equal(module, reference(tmp_path, None if wanted is None else jnp.dtype(wanted)))
+
+
+def test_plan_drives_the_load(golden, make_config):
+    config = make_config(model_ref=golden / "llama", workload_position=64, mesh_data=2, mesh_model=4)
+    plan = make_plan(config)
+    module = load_pretrained(None, str(golden / "llama"), plan=plan)
+    assert_equal(module, reference(golden / "llama", jnp.bfloat16))
+    leaves = dict(named_leaves(module))
+    for parameter in plan.parameters:
+        array = leaves[parameter.path].array
+        spec = PartitionSpec(*(tuple(axes) if axes else None for axes in parameter.spec))
+        assert array.sharding.is_equivalent_to(jax.NamedSharding(array.sharding.mesh, spec), array.ndim)
+        assert array.addressable_shards[0].data.nbytes == parameter.bytes_per_device
+
+
+def test_levanter_configuration_and_current_mapping(golden):
+    config = build_model(read_config(str(golden / "llama" / "config.json"), None), 64).config
+    with jax.set_mesh(mesh_of(1, 4, 2)), hax.axis_mapping({"mlp": "model"}):
+        module = load_pretrained(config, str(golden / "llama"))
+    assert_equal(module, reference(golden / "llama"))
+    assert module.transformer.layers.stacked.mlp.up_proj.weight.array.sharding.spec == PartitionSpec(
+        None, "model", None
+    )
+
+
+@pytest.mark.parametrize("vocab", [256, 260])
+def test_changing_the_import_is_enough(golden, vocab):
+    """Our converter in the place of Levanter's, with its resizing of the vocabulary to the tokenizer."""
+    from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig as HfLlamaConfig
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0"))
+    )
+    path = str(golden / "llama")
+    converter = HFCheckpointConverter(LlamaConfig, path, HfConfigClass=HfLlamaConfig, tokenizer=tokenizer)
+    with jax.set_mesh(mesh_of(1, 4, 2)), hax.axis_mapping({"mlp": "model"}):
+        module = converter.load_pretrained(LlamaLMHeadModel, dtype=jnp.bfloat16)
+    assert module.Vocab.size == vocab
+    expected = reference(golden / "llama", jnp.bfloat16)
+    head = np.asarray(module.lm_head.weight.array)
+    np.testing.assert_array_equal(head[:256], expected["lm_head.weight"])
+
+
+def test_no_mesh_is_one_clear_line(golden):
+    with pytest.raises(ConfigError, match="load_pretrained needs a mesh: pass plan="):
+        load_pretrained(None, str(golden / "llama"))
+
+
+def test_nothing_is_whole_unless_its_sharding_says_so(golden, monkeypatch):
+    """Host memory is allocated shard by shard: together exactly the bytes of the distinct shards."""
+    allocated = []
+    original = stream._aligned
+    monkeypatch.setattr(stream, "_aligned", lambda shape, dtype: allocated.append(shape) or original(shape, dtype))
+    template, folder = template_of(golden / "llama"), open_folder(str(golden / "llama"))
+    mapping = {"embed": "data", "mlp": "model", "vocab": "model", "kv_head": "model", "heads": "model"}
+    module = stream_model(template, folder, mesh_of(1, 2, 4), mapping, None)
+    weight = module.transformer.layers.stacked.mlp.up_proj.weight.array
+    assert (2, 32, 48) in allocated and (2, 128, 96) not in allocated
+    assert sum(math.prod(shape) for shape in allocated) == sum(
+        math.prod(leaf.array.shape) for _, leaf in named_leaves(module)
+    )
+    assert weight.addressable_shards[0].data.shape == (2, 32, 48)

@@ -1,0 +1,36 @@
+"""What is imported when: the package is instant, and so is every complaint about a configuration."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def modules_after(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint(*sys.modules)"
+    return set(
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import shardplan",
+        "import shardplan.config",
+        "import shardplan.hardware",
+        "import shardplan.eval.__main__, shardplan.plan.__main__",
+        "import shardplan.__main__",
+    ],
+)
+def test_no_jax(code):
+    assert not {"jax", "haliax", "levanter", "transformers", "rich"} & modules_after(code)
+
+
+def test_public_names():
+    import shardplan
+
+    for name in shardplan.__all__:
+        assert getattr(shardplan, name).__module__.startswith("shardplan.")
+    with pytest.raises(AttributeError, match="module 'shardplan' has no attribute 'plan_maker'"):
+        _ = shardplan.plan_maker

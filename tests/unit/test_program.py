@@ -1,0 +1,68 @@
+"""The traced state-dict program moves elements exactly as Levanter's converter does when it is run."""
+
+import jax
+import numpy as np
+import pytest
+from conftest import MODEL_TYPES
+from haliax.state_dict import from_torch_compatible_state_dict
+from test_views import materialise
+
+from shardplan.checkpoint.program import expected_tensors, trace_program
+from shardplan.errors import CheckpointError
+from shardplan.model import build_model, read_config
+from shardplan.model.axes import named_leaves
+
+
+@pytest.mark.parametrize("name", MODEL_TYPES)
+def test_program_equals_running_the_converter(golden, name):
+    template = build_model(read_config(str(golden / name / "config.json"), None), 64).template
+    shapes = expected_tensors(template)
+    # every element gets a number of its own, exact in float32
+    numbers, start = {}, 0
+    for tensor, shape in shapes.items():
+        size = int(np.prod(shape))
+        numbers[tensor] = np.arange(start, start + size, dtype=np.int64).reshape(shape)
+        start += size
+    assert start < 2**24
+    state = {tensor: jax.numpy.asarray(value, np.float32) for tensor, value in numbers.items()}
+    converted = dict(named_leaves(from_torch_compatible_state_dict(template, state)))
+    program = trace_program(template)
+    assert program.views.keys() == converted.keys()
+    for path, view in program.views.items():
+        expected = getattr(converted[path], "array", converted[path])
+        np.testing.assert_array_equal(materialise(view, numbers), np.asarray(expected, np.int64), err_msg=path)
+
+
+def test_prefix_goes_before_every_name(golden):
+    template = build_model(read_config(str(golden / "gpt2" / "config.json"), None), 64).template
+    program = trace_program(template, "transformer")
+    assert all(name.startswith("transformer.") for name in program.tensors)
+
+
+def test_scaled_weights_keep_their_factor():
+    import equinox as eqx
+    import haliax as hax
+
+    axes = hax.Axis("embed", 4), hax.Axis("mlp", 8)
+    template = eqx.filter_eval_shape(
+        hax.nn.Linear.init, *axes, key=jax.random.PRNGKey(0), use_bias=False, reparam_cls=hax.nn.mup.HiddenLinearMup
+    )
+    state = {"linear.weight": jax.numpy.arange(32.0).reshape(8, 4)}
+    expected = from_torch_compatible_state_dict({"linear": template}, state)["linear"].weight.array
+    (piece,) = trace_program({"linear": template}).views["['linear'].weight"].pieces
+    np.testing.assert_allclose(np.arange(32.0).reshape(8, 4) * piece.scale, expected)
+
+
+def test_a_converter_that_computes_is_refused():
+    import haliax as hax
+    from haliax.state_dict import ModuleWithStateDictSerialization
+
+    class Squared(ModuleWithStateDictSerialization):
+        weight: hax.NamedArray
+
+        def from_state_dict(self, state_dict, prefix=None):
+            return Squared(hax.named(state_dict["weight"] ** 2, "embed"))
+
+    template = Squared(hax.NamedArray(jax.ShapeDtypeStruct((4,), np.float32), (hax.Axis("embed", 4),)))
+    with pytest.raises(CheckpointError, match="not data movement; this model cannot be streamed"):
+        trace_program(template)

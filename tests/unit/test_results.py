@@ -1,0 +1,61 @@
+"""Windows predict every token once; measures equal hand calculations."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardplan.errors import ConfigError
+from shardplan.eval.documents import Document, make_windows, read_documents
+from shardplan.eval.results import summarize
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(2, 9), st.integers(1, 4))
+def test_every_token_but_the_first_is_predicted_once(lengths, position, batch):
+    documents = [Document(str(i), "x" * n) for i, n in enumerate(lengths)]
+    streams = {"x" * n: [100 + k for k in range(n)] for n in lengths}
+    windows = make_windows(documents, streams.__getitem__, position, batch)
+    assert len(windows.tokens) % batch == 0
+    for index, n in enumerate(lengths):
+        rows, positions = np.nonzero(windows.predicted & (windows.document == index)[:, None])
+        targets = windows.tokens[rows, positions + 1]
+        assert sorted(targets) == [100 + k for k in range(1, n)]
+        assert (windows.tokens[rows, positions] == targets - 1).all()
+    assert not windows.predicted[windows.document == -1].any()
+
+
+def test_measures():
+    documents = [Document("a", "héllo"), Document("b", "xy")]
+    streams = {"héllo": [1, 2, 2], "xy": [1, 3]}
+    windows = make_windows(documents, streams.__getitem__, position=4, batch=2)
+    losses = np.where(windows.predicted, 0.5, 0.0)
+    losses[1, 0] = 2.0
+    summary = summarize(documents, windows, losses)
+    first, second = summary["documents"]
+    assert (first["id"], first["tokens"], first["bytes"]) == ("a", 2, 6)
+    assert first["loss_per_token"] == 0.5 and first["perplexity"] == math.exp(0.5)
+    assert first["bits_per_byte"] == 1.0 / math.log(2) / 6
+    assert second["loss_per_token"] == 2.0
+    assert summary["total"]["loss_per_token"] == 1.0
+    # the predicted tokens are 2, 2, 3
+    entropy = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
+    assert summary["total"]["unigram_loss_per_token"] == pytest.approx(entropy, rel=1e-12)
+
+
+def test_reading_documents(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "x", "text": "one"}\n\n{"text": "two"}\n')
+    assert read_documents(str(path)) == [Document("x", "one"), Document("3", "two")]
+    assert read_documents(str(path), 1) == [Document("x", "one")]
+    text = tmp_path / "b.txt"
+    text.write_text("three")
+    assert read_documents(str(text)) == [Document("b.txt", "three")]
+    for content, message in (('{"id": 3}\n', "line 1: needs an object with 'text'"), ("", "holds no documents")):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            read_documents(str(path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_documents(str(tmp_path / "none.jsonl"))
