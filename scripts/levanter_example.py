@@ -1,8 +1,9 @@
-"""python scripts/levanter_example.py --config_path scripts/levanter_example.yaml [--trainer.model_axis_size 2 ...]
+"""python scripts/levanter_example.py --config_path scripts/levanter_example.yaml
 
 A Levanter evaluation script. One import differs from the same script for Levanter alone, the marked line: with it,
 every parameter streams straight into the sharding of `trainer.parameter_axis_mapping`. The `trainer:` section of the
-configuration is what `python -m shardplan.plan --config configs/tiny.yaml` prints.
+configuration is what `python -m shardplan.plan --config configs/tiny.yaml` prints. Without accelerators, set
+JAX_PLATFORMS=cpu and JAX_NUM_CPU_DEVICES=8.
 """
 
 import json
@@ -14,6 +15,7 @@ import jax
 import jmp
 import levanter
 import numpy as np
+from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmExample, LmHeadModel, compute_next_token_loss
 from levanter.trainer import TrainerConfig
 
@@ -32,8 +34,9 @@ class ExampleConfig:
 
 def main(config: ExampleConfig) -> None:
     """Print the mean loss of the first batch of documents."""
+    levanter.initialize(config)
     trainer = config.trainer
-    converter = HFCheckpointConverter.from_hf(config.hf_checkpoint)
+    converter = HFCheckpointConverter(LlamaConfig, reference_checkpoint=config.hf_checkpoint)
     model_config = converter.default_config
     with trainer.use_device_mesh(), hax.axis_mapping(trainer.parameter_axis_mapping):
         model = converter.load_pretrained(model_config.model_type, dtype=trainer.mp.param_dtype)
@@ -44,7 +47,9 @@ def main(config: ExampleConfig) -> None:
 
 def mean_loss(model: LmHeadModel, example: LmExample, policy: jmp.Policy) -> jax.Array:
     """Mean next-token loss in nats, a scalar."""
-    return compute_next_token_loss(policy.cast_to_compute(model), example).scalar()
+    # Levanter's own mean hands a float mask to jnp.mean, which JAX 0.10 refuses
+    losses = compute_next_token_loss(policy.cast_to_compute(model), example, reduction=None)
+    return (hax.sum(losses) / hax.sum(example.loss_mask)).scalar()
 
 
 def first_batch(config: ExampleConfig, converter: HFCheckpointConverter, batch: hax.Axis) -> LmExample:

@@ -128,7 +128,8 @@ class ObjectFolder:
         import obstore.store
 
         self.ref = ref
-        self._store = obstore.store.from_url(ref.rstrip("/"))
+        options = {"allow_http": True} if ref.startswith("http://") else {}
+        self._store = obstore.store.from_url(ref.rstrip("/"), client_options=options)  # type: ignore[call-overload]
 
     def open(self, name: str) -> File | None:
         """See `Folder.open`."""
@@ -149,6 +150,7 @@ class HubFolder:
     def __init__(self, ref: str):
         self._repository, _, revision = ref.partition("@")
         self._revision = revision or None
+        self._pinned = False
         self.ref = ref
 
     def open(self, name: str) -> File | None:
@@ -159,7 +161,9 @@ class HubFolder:
         try:
             path = huggingface_hub.hf_hub_download(self._repository, name, revision=self._revision)
         except EntryNotFoundError as error:
-            if isinstance(error, FileNotFoundError):  # LocalEntryNotFoundError: the hub could not be reached
+            # A FileNotFoundError besides: the hub could not be reached. What the cache holds of the repository is then
+            # all there is, and if it holds nothing, the reference is wrong or cannot be had.
+            if isinstance(error, FileNotFoundError) and not self._pinned:
                 raise ConfigError(
                     f"model.ref {self.ref!r}: no such folder here, and {name} can neither be downloaded from the "
                     "hub nor found in its cache; check the spelling, or give a local folder"
@@ -169,6 +173,7 @@ class HubFolder:
             raise ConfigError(f"model.ref {self.ref!r}: {' '.join(str(error).split())[:300]}") from error
         # .../snapshots/<commit>/<name>
         self._revision = Path(path).parts[-1 - len(Path(name).parts)]
+        self._pinned = True
         self.ref = f"{self._repository}@{self._revision}"
         return LocalFile(Path(path))
 

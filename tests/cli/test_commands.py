@@ -44,6 +44,7 @@ def checkpoint(golden, tmp_path_factory) -> Path:
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(256)}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     tokens = np.load(folder / "golden.npz")["tokens"]
     rows = [{"id": f"row {i}", "text": " ".join(f"t{t}" for t in row)} for i, row in enumerate(tokens)]
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -63,9 +64,11 @@ def arguments(checkpoint: Path, tmp_path: Path) -> list[str]:
     return [f"--{key}={value}" for key, value in settings.items()]
 
 
-def test_evaluation_equals_transformers(checkpoint, tmp_path):
+@pytest.mark.parametrize(("slice_name", "batch"), [("cpu-8", 4), ("cpu-6", 6), ("cpu-5", 5), ("cpu-3", 2)])
+def test_evaluation_equals_transformers(checkpoint, tmp_path, slice_name, batch):
     """Loss per document against float64 arithmetic on the logits of transformers."""
-    done = run("eval", *arguments(checkpoint, tmp_path), f"--json={tmp_path / 'plan.json'}")
+    settings = [f"--hardware.slice={slice_name}", f"--workload.batch={batch}", f"--json={tmp_path / 'plan.json'}"]
+    done = run("eval", *arguments(checkpoint, tmp_path), *settings)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     golden = np.load(checkpoint / "golden.npz")
@@ -90,6 +93,31 @@ def test_several_batches_have_a_speed(checkpoint, tmp_path):
     assert done.returncode == 0, done.stderr
     total = json.loads((tmp_path / "results.json").read_text())["total"]
     assert total["tokens"] == 126 and total["tokens_per_second"] > 0
+
+
+def test_one_changed_import_in_a_levanter_script(checkpoint, tmp_path):
+    """scripts/levanter_example.py prints the loss that the same script with Levanter's own converter prints."""
+    script = (ROOT / "scripts" / "levanter_example.py").read_text()
+    ours = "from shardplan import HFCheckpointConverter"
+    theirs = "from levanter.compat.hf_checkpoints import HFCheckpointConverter"
+    assert script.count(f"\n{ours}\n") == 1
+    printed = []
+    for name, text in (("ours.py", script), ("theirs.py", script.replace(f"\n{ours}\n", f"\n{theirs}\n"))):
+        (tmp_path / name).write_text(text)
+        done = subprocess.run(
+            [
+                sys.executable, tmp_path / name, "--config_path", ROOT / "scripts" / "levanter_example.yaml",
+                "--hf_checkpoint", checkpoint, "--text", checkpoint / "text.jsonl",
+                "--trainer.per_device_eval_parallelism", "1",
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        printed.append([line for line in done.stdout.splitlines() if line.startswith("loss per token")])
+    assert printed[0] == printed[1] and len(printed[0]) == 1
 
 
 def test_dry_run_of_405b(tmp_path):

@@ -1,0 +1,89 @@
+"""What the headers say equals what the official safetensors library reads; damaged files are refused."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from shardplan.checkpoint.index import check_tensors, read_index
+from shardplan.errors import CheckpointError
+from shardplan.runtime.storage import open_folder
+
+
+def save(folder, tensors, name="model.safetensors"):
+    save_file(tensors, folder / name)
+    return folder / name
+
+
+def test_offsets_shapes_and_types(tmp_path):
+    values = np.arange(24).reshape(2, 3, 4)
+    tensors = {
+        str(np.dtype(dtype)): values.astype(dtype)
+        for dtype in (np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.bool_, np.float64)
+    } | {"scalar": np.float32(7).reshape(()), "empty": np.zeros((0, 3), np.float32), "naïve.名": values}
+    path = save(tmp_path, tensors)
+    data = path.read_bytes()
+    index = read_index(open_folder(str(tmp_path)))
+    assert index.keys() == tensors.keys()
+    for name, tensor in index.items():
+        expected = tensors[name]
+        assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
+        assert data[tensor.offset : tensor.offset + expected.nbytes] == expected.tobytes()
+
+
+def test_shards_of_an_index(golden):
+    index = read_index(open_folder(str(golden / "llama")))
+    weights = json.loads((golden / "llama" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {name: tensor.file.name.rsplit("/", 1)[1] for name, tensor in index.items()} == weights
+
+
+def header(entries) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"abc", "3 bytes is no safetensors file"),
+        ((1 << 40).to_bytes(8, "little"), "its header claims 1099511627776 bytes, the file has 8"),
+        ((2).to_bytes(8, "little") + b"{]", "damaged header"),
+        (header([1]), "damaged header"),
+        (header({"a": {"dtype": "F32", "shape": [2]}}), "damaged header"),
+        (header({"a": {"dtype": "F7", "shape": [2], "data_offsets": [0, 8]}}) + b"x" * 8, "a has type F7"),
+        (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}) + b"x" * 7, "it is cut short"),
+        (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}) + b"x" * 4, r"4 bytes for shape \(2,\)"),
+    ],
+)
+def test_damaged_files(tmp_path, content, message):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        read_index(open_folder(str(tmp_path)))
+
+
+def test_damaged_index(tmp_path):
+    with pytest.raises(CheckpointError, match="holds neither"):
+        read_index(open_folder(str(tmp_path)))
+    index = tmp_path / "model.safetensors.index.json"
+    for text in ("{", "[]", '{"weight_map": 3}'):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            read_index(open_folder(str(tmp_path)))
+    save(tmp_path, {"a": np.zeros(2, np.float32)}, "x.safetensors")
+    index.write_text('{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"promises b in x\.safetensors, which lacks it"):
+        read_index(open_folder(str(tmp_path)))
+
+
+def test_all_differences_are_reported_together(tmp_path):
+    tensors = {"a": np.zeros((2, 3)), "extra": np.zeros(1), "h.0.attn.bias": np.zeros(1), "lm_head.weight": np.zeros(1)}
+    save(tmp_path, tensors)
+    index = read_index(open_folder(str(tmp_path)))
+    with pytest.raises(CheckpointError) as error:
+        check_tensors(index, {"a": (3, 2), "b": (1,), "c": (1,), "d": (1,), "e": (1,)}, "ck", {"lm_head.weight"})
+    assert str(error.value) == (
+        "ck does not hold the model of its config.json: tensors 4 missing (b, c, d, and 1 more); 1 unexpected (extra); "
+        "1 of another shape (a is (2, 3), the model has (3, 2))"
+    )
