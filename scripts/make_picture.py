@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shardplan import config
 
-WIDTH = 150
+WIDTH = 190
 """Columns of the drawn terminal."""
 
 

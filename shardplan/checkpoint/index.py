@@ -40,6 +40,11 @@ class Tensor:
     shape: Shape
     dtype: np.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Length of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def read_index(folder: Folder) -> dict[str, Tensor]:
     """Every tensor of the checkpoint in `folder`: name -> where it is.
@@ -84,11 +89,21 @@ def _read_header(file: File) -> dict[str, Tensor]:
     file.read_into(8, memoryview(text))
     try:
         header = json.loads(bytes(text))
-        return {
+        tensors = {
             name: _tensor(file, 8 + length, name, entry) for name, entry in header.items() if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file.name}: damaged header: {error!r}") from error
+    position = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != position:
+            raise CheckpointError(
+                f"{file.name}: {name} starts at byte {tensor.offset}, what precedes ends at {position}"
+            )
+        position += tensor.nbytes
+    if position != file.size:
+        raise CheckpointError(f"{file.name}: {file.size - position} bytes after the last tensor")
+    return tensors
 
 
 def _tensor(file: File, data_start: int, name: str, entry: Mapping[str, Any]) -> Tensor:
@@ -96,6 +111,10 @@ def _tensor(file: File, data_start: int, name: str, entry: Mapping[str, Any]) ->
     shape, dtype = tuple(entry["shape"]), DTYPES.get(entry["dtype"])
     if dtype is None:
         raise CheckpointError(f"{file.name}: {name} has type {entry['dtype']}, which is not supported")
+    if any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
+        raise CheckpointError(
+            f"{file.name}: {name} has shape {list(shape)} and offsets {[begin, end]}; both must count"
+        )
     if not 0 <= begin <= end <= file.size - data_start:
         raise CheckpointError(f"{file.name}: {name} lies outside the file; it is cut short, download it again")
     if end - begin != math.prod(shape) * dtype.itemsize:

@@ -17,7 +17,7 @@ from shardplan.checkpoint.index import Tensor, check_tensors, read_index
 from shardplan.checkpoint.program import StateDictProgram, expected_tensors, trace_program
 from shardplan.checkpoint.stream import stream_arrays
 from shardplan.errors import ConfigError
-from shardplan.model import build_model, read_config
+from shardplan.model import SUPPORTED, build_model, read_config
 from shardplan.model.axes import named_leaves
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh
@@ -51,24 +51,33 @@ def load_pretrained(
         ConfigError: there is no such checkpoint, or no mesh.
         CheckpointError: the checkpoint does not hold the model, or is damaged.
     """
-    config = converter_or_config
+    if plan is not None and axis_mapping is not None:
+        raise ConfigError("load_pretrained takes a plan or an axis_mapping, not both")
     if isinstance(converter_or_config, LevanterConverter):
         ref = str(ref or converter_or_config.reference_checkpoint)
-        config = None
     if ref is None:
         raise ConfigError("load_pretrained needs the ref of a checkpoint")
     folder = open_folder(str(ref))
-    hf_config = read_config(None, folder)
-    if config is None:
-        template = build_model(hf_config, position=1).template
-    else:
-        vocab = hax.Axis("vocab", hf_config["vocab_size"])
-        template = eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
+    template = _template(converter_or_config, read_config(None, folder))
     mesh = make_mesh(plan.mesh) if plan is not None else current_mesh()
     mapping = plan.param_mapping if plan is not None else _current(axis_mapping)
     if dtype is None and plan is not None:
         dtype = plan.workload.param_dtype
     return stream_model(template, folder, mesh, mapping, dtype)
+
+
+def _template(converter_or_config: Any, hf_config: dict[str, Any]) -> Any:
+    """The model without weights, of the class that the converter or configuration asks for."""
+    config = converter_or_config
+    if isinstance(config, LevanterConverter):
+        if config.LevConfigClass.__name__ == SUPPORTED.get(hf_config["model_type"], ("", ""))[1]:
+            config = None  # the class that the model type stands for: read as everywhere else, corrections included
+        else:
+            config = config.config_from_hf_config(config.HfConfigClass(**hf_config))
+    if config is None:
+        return build_model(hf_config, position=1).template
+    vocab = hax.Axis("vocab", hf_config["vocab_size"])
+    return eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
 
 
 def stream_model(template: Any, folder: Folder, mesh: Mesh, mapping: ResourceMapping | None, dtype: Any) -> Any:

@@ -185,9 +185,9 @@ def _fill(read: Read) -> int:
 
 
 def _destination(shard: Shard, piece: Piece) -> np.ndarray:
-    return shard.buffer[
-        tuple(slice(s - o, s - o + n) for s, o, n in zip(piece.start, shard.start, piece.shape, strict=True))
-    ]
+    box = (slice(s - o, s - o + n) for s, o, n in zip(piece.start, shard.start, piece.shape, strict=True))
+    index: tuple[Any, ...] = (..., *box)  # with the ellipsis a 0-d array too gives a view, not a scalar
+    return shard.buffer[index]
 
 
 def _is_row_major(piece: Piece) -> bool:

@@ -140,6 +140,29 @@ def test_changing_the_import_is_enough(golden, vocab):
     np.testing.assert_array_equal(head[:256], expected["lm_head.weight"])
 
 
+def test_scalars_and_empty_arrays(tmp_path):
+    """Arrays without elements or without dimensions, and one that is only a part of a larger model."""
+    import equinox as eqx
+    from haliax.state_dict import ModuleWithStateDictSerialization
+
+    class Odd(ModuleWithStateDictSerialization):
+        scalar: jax.Array
+        empty: hax.NamedArray
+
+    embed = hax.Axis("embed", 0)
+    template = eqx.filter_eval_shape(lambda: Odd(jnp.zeros(()), hax.zeros(embed)))
+    save_file({"scalar": np.float32(3.5).reshape(()), "empty": np.zeros(0, np.float32)}, tmp_path / "model.safetensors")
+    for dtype in (None, "bfloat16"):
+        loaded = stream_model(template, open_folder(str(tmp_path)), mesh_of(1, 2, 2), {}, dtype)
+        assert float(loaded.scalar) == 3.5 and loaded.empty.array.shape == (0,)
+
+
+def test_plan_and_mapping_together_are_refused(golden, make_config):
+    plan = make_plan(make_config(model_ref=golden / "llama", workload_position=64))
+    with pytest.raises(ConfigError, match="takes a plan or an axis_mapping, not both"):
+        load_pretrained(None, str(golden / "llama"), plan=plan, axis_mapping={})
+
+
 def test_no_mesh_is_one_clear_line(golden):
     with pytest.raises(ConfigError, match="load_pretrained needs a mesh: pass plan="):
         load_pretrained(None, str(golden / "llama"))

@@ -5,7 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from shardplan.checkpoint.index import check_tensors, read_index
 from shardplan.errors import CheckpointError
@@ -55,10 +55,24 @@ def header(entries) -> bytes:
         (header({"a": {"dtype": "F7", "shape": [2], "data_offsets": [0, 8]}}) + b"x" * 8, "a has type F7"),
         (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}) + b"x" * 7, "it is cut short"),
         (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}) + b"x" * 4, r"4 bytes for shape \(2,\)"),
+        (header({"a": {"dtype": "U8", "shape": [2.0], "data_offsets": [0, 2]}}) + b"xx", "both must count"),
+        (header({"a": {"dtype": "U8", "shape": [-2, -1], "data_offsets": [0, 2]}}) + b"xx", "both must count"),
+        (header({"a": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}}) + b"xxx", "a starts at byte"),
+        (
+            header({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}) + b"xxx",
+            "1 bytes after the last tensor",
+        ),
+        (
+            header({n: {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]} for n in "ab"}) + b"xx",
+            "b starts at byte",
+        ),
     ],
 )
 def test_damaged_files(tmp_path, content, message):
-    (tmp_path / "model.safetensors").write_bytes(content)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(Exception, match=r"header|SafetensorError|type|deserializ"):  # the official library refuses too
+        load_file(path)
     with pytest.raises(CheckpointError, match=message):
         read_index(open_folder(str(tmp_path)))
 
