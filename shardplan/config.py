@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import draccus
-import mergedeep
 import yaml
-from draccus.utils import DecodingError, ParsingError, deflatten
+from draccus.utils import deflatten
 from draccus.wrappers.docstring import get_attribute_docstring
 
-from shardplan.errors import ConfigError, nearest
+from shardplan.errors import ConfigError, nearest, one_line
 
 DTYPES = ("bfloat16", "float16", "float32")
 CONFIG_FLAGS = ("--config", "--config_path")
@@ -112,6 +111,34 @@ class Config:
             raise ConfigError("no model: set model.ref to a Hugging Face folder, or model.config to a config.json")
 
 
+@dataclass(frozen=True)
+class Key:
+    """A key of the configuration."""
+
+    default: Any
+    documentation: str
+    kinds: tuple[type, ...]
+    """Types its value may have."""
+
+
+KIND_NAMES = {int: "an integer", str: "text", bool: "true or false", type(None): "null"}
+
+
+def _keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Key]]:
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        kind = hints[item.name]
+        if dataclasses.is_dataclass(kind):
+            yield from _keys(typing.cast(type, kind), f"{prefix}{item.name}.")
+        else:
+            documentation = get_attribute_docstring(cls, item.name).docstring_below
+            yield f"{prefix}{item.name}", Key(item.default, documentation, typing.get_args(kind) or (kind,))
+
+
+KEYS = dict(_keys(Config))
+"""Every key of the configuration, by dotted name."""
+
+
 def load(argv: Sequence[str], prog: str) -> Config:
     """The configuration that the command line `argv` describes.
 
@@ -126,21 +153,15 @@ def load(argv: Sequence[str], prog: str) -> Config:
         print(_help(prog))
         raise SystemExit(0)
     files, overrides = _split(argv)
-    raw: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for path in files:
-        mergedeep.merge(raw, _checked(_read(path), where=path))
-    mergedeep.merge(raw, _checked(deflatten(overrides, sep="."), where="command line"))
-    try:
-        return draccus.decode(Config, raw)
-    except DecodingError as error:
-        raise ConfigError(f"{'.'.join(error.key_path)}: {error.message}") from error
-    except ParsingError as error:
-        # draccus wraps what __post_init__ raises only when it is a ValueError or TypeError
-        raise ConfigError(str(error)) from error
+        values.update(_checked(_leaves(_read(path)), where=path))
+    values.update(_checked(overrides, where="command line"))
+    return draccus.decode(Config, deflatten(values, sep="."))
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Config files and dotted overrides of a command line; a flag with no value means true."""
+    """Config files, and dotted overrides with their values; a flag without a value means true."""
     files: list[str] = []
     overrides: dict[str, Any] = {}
     rest = list(argv)
@@ -148,17 +169,29 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         token = rest.pop(0)
         if not token.startswith("--"):
             raise ConfigError(f"unexpected argument {token!r}; options look like --workload.batch 16")
-        name, separator, value = token.partition("=")
-        if not separator:
-            has_value = bool(rest) and not rest[0].startswith("--")
-            value = rest.pop(0) if has_value else "true"
-            if not has_value and name in CONFIG_FLAGS:
-                raise ConfigError(f"{name} needs the path of a YAML file")
-        if name in CONFIG_FLAGS:
-            files.append(value)
+        flag, separator, text = token.partition("=")
+        has_value = bool(separator) or bool(rest and not rest[0].startswith("--"))
+        if has_value and not separator:
+            text = rest.pop(0)
+        name = flag.removeprefix("--")
+        if flag in CONFIG_FLAGS and has_value:
+            files.append(text)
+        elif flag in CONFIG_FLAGS:
+            raise ConfigError(f"{flag} needs the path of a YAML file")
         else:
-            overrides[name.removeprefix("--")] = value if value == "-" else yaml.safe_load(value)
+            overrides[name] = _parsed(name, text) if has_value else True
     return files, overrides
+
+
+def _parsed(name: str, text: str) -> Any:
+    """The value that `text` on the command line means for the key `name`: for a text, itself."""
+    kinds = KEYS[name].kinds if name in KEYS else ()
+    if str in kinds:
+        return None if type(None) in kinds and text in ("null", "") else text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -168,42 +201,38 @@ def _read(path: str) -> dict[str, Any]:
         others = [str(found) for folder in {Path(path).parent, Path("configs")} for found in folder.glob("*.yaml")]
         raise ConfigError(f"config file {path} does not exist; {nearest(path, others)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"config file {path} cannot be read: {one_line(error)}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"config file {path} is not YAML: {one_line(error)}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"config file {path} holds {type(loaded).__name__}, not a mapping of keys")
     return loaded
 
 
-def _checked(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """`raw` unchanged, after comparing every key with the fields of `Config`."""
-    known = {name for name, _, _ in _documented(Config)}
-
-    def check(node: Mapping[str, Any], prefix: str) -> None:
-        for key, value in node.items():
-            dotted = f"{prefix}{key}"
-            is_section = any(name.startswith(f"{dotted}.") for name in known)
-            if dotted not in known and not is_section:
-                raise ConfigError(f"{where}: unknown key {dotted!r}; {nearest(dotted, known)}")
-            if is_section:
-                if not isinstance(value, Mapping):
-                    raise ConfigError(f"{where}: {dotted} is a section, not a value; set a key in it")
-                check(value, f"{dotted}.")
-
-    check(raw, "")
-    return raw
-
-
-def _documented(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Dotted name, default and documentation of every leaf field."""
-    hints = typing.get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        kind = hints[item.name]
-        if dataclasses.is_dataclass(kind):
-            yield from _documented(typing.cast(type, kind), f"{prefix}{item.name}.")
+def _leaves(node: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of nested sections."""
+    leaves: dict[str, Any] = {}
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            leaves.update(_leaves(value, f"{prefix}{key}."))
         else:
-            yield f"{prefix}{item.name}", item.default, get_attribute_docstring(cls, item.name).docstring_below
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
+def _checked(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """`values` unchanged, after comparing every key, and the type of every value, with `KEYS`."""
+    for name, value in values.items():
+        if name not in KEYS and any(key.startswith(f"{name}.") for key in KEYS):
+            raise ConfigError(f"{where}: {name} is a section, not a value; set a key in it")
+        if name not in KEYS:
+            raise ConfigError(f"{where}: unknown key {name!r}; {nearest(name, KEYS)}")
+        # Exactly these types: True is an int in Python, and a number in a YAML file was not meant as a path.
+        kinds = KEYS[name].kinds
+        if type(value) not in kinds:
+            wanted = " or ".join(KIND_NAMES[kind] for kind in kinds)
+            raise ConfigError(f"{where}: {name} is {value!r}; it must be {wanted}")
+    return values
 
 
 def _help(prog: str) -> str:
@@ -211,8 +240,8 @@ def _help(prog: str) -> str:
         prog=prog, description=Config.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file; several are merged, later ones win")
-    for name, default, doc in _documented(Config):
-        parser.add_argument(f"--{name}", metavar="VALUE", default=default, help=doc)
+    for name, key in KEYS.items():
+        parser.add_argument(f"--{name}", metavar="VALUE", default=key.default, help=key.documentation)
     return parser.format_help()
 
 

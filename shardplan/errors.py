@@ -45,3 +45,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     # cutoff 0.5 finds `batchsize` -> `batch`, which difflib's default of 0.6 misses
     close = get_close_matches(name, choices, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(choices) or 'none'}"
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """What a library says went wrong, on one line of at most `limit` characters."""
+    return " ".join(str(error).split())[:limit]

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from shardplan.checkpoint.views import Shape
-from shardplan.errors import CheckpointError
+from shardplan.errors import CheckpointError, one_line
 from shardplan.runtime.storage import File, Folder, read_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -62,8 +62,10 @@ def read_index(folder: Folder) -> dict[str, Tensor]:
     try:
         weight_map: dict[str, str] = json.loads(index)["weight_map"]
         shards = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder.ref}/{INDEX} is damaged: {error!r}") from error
+        if any("/" in shard or shard.startswith(".") for shard in shards):
+            raise ValueError("a shard is the name of a file beside the index")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder.ref}/{INDEX} is damaged: {one_line(error)}") from error
     files = {shard: folder.open(shard) for shard in shards}
     missing = [shard for shard, file in files.items() if file is None]
     if missing:
@@ -92,8 +94,8 @@ def _read_header(file: File) -> dict[str, Tensor]:
         tensors = {
             name: _tensor(file, 8 + length, name, entry) for name, entry in header.items() if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file.name}: damaged header: {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file.name}: damaged header: {one_line(error)}") from error
     position = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != position:

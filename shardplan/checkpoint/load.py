@@ -1,5 +1,7 @@
 """Load a Hugging Face checkpoint into a sharded Levanter model."""
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,12 +13,13 @@ import numpy as np
 from haliax.partitioning import ResourceMapping, current_thread_local_mapping, pspec_for_axis
 from jax.sharding import Mesh, NamedSharding, Sharding
 from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
+from transformers import AutoConfig
 
 from shardplan.checkpoint.best_effort import best_effort_sharding
 from shardplan.checkpoint.index import Tensor, check_tensors, read_index
 from shardplan.checkpoint.program import StateDictProgram, expected_tensors, trace_program
 from shardplan.checkpoint.stream import stream_arrays
-from shardplan.errors import ConfigError
+from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model import SUPPORTED, build_model, read_config
 from shardplan.model.axes import named_leaves
 from shardplan.plan.plan import Plan
@@ -76,7 +79,7 @@ def _template(converter_or_config: Any, hf_config: dict[str, Any]) -> Any:
             config = config.config_from_hf_config(config.HfConfigClass(**hf_config))
     if config is None:
         return build_model(hf_config, position=1).template
-    vocab = hax.Axis("vocab", hf_config["vocab_size"])
+    vocab = hax.Axis("vocab", AutoConfig.for_model(**hf_config).vocab_size)
     return eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
 
 
@@ -154,12 +157,14 @@ def current_mesh() -> Mesh:
 
 def _prefix(found: Mapping[str, Tensor], expected: Mapping[str, Any]) -> str | None:
     """What the checkpoint puts before every expected name, as "transformer" in GPT-2's; None for nothing."""
-    if not expected.keys() <= found.keys():
-        first = min(expected)
-        for name in found:
-            if name.endswith(f".{first}"):
-                return name.removesuffix(f".{first}")
-    return None
+    if expected.keys() <= found.keys():
+        return None
+    prefixes = Counter(
+        name.removesuffix(f".{wanted}") for wanted in expected for name in found if name.endswith(f".{wanted}")
+    )
+    usual, count = prefixes.most_common(1)[0] if prefixes else (None, 0)
+    # a prefix must serve more of the tensors than no prefix does
+    return usual if count > len(expected.keys() & found.keys()) else None
 
 
 def _shardings(
@@ -178,7 +183,12 @@ def _shardings(
 def _dtypes(program: StateDictProgram, tensors: Mapping[str, Tensor], wanted: Any) -> Callable[[str], np.dtype]:
     def dtype(path: str) -> np.dtype:
         # the pieces of one array have one type in every checkpoint that transformers writes; where not, the widest
-        stored = jnp.result_type(*{tensors[piece.tensor].dtype for piece in program.views[path].pieces})
-        return np.dtype(wanted) if wanted is not None and jnp.issubdtype(stored, jnp.floating) else stored
+        kinds = {tensors[piece.tensor].dtype for piece in program.views[path].pieces}
+        stored = functools.reduce(jnp.promote_types, kinds)
+        if not jnp.issubdtype(stored, jnp.floating):
+            name = program.views[path].pieces[0].tensor
+            raise CheckpointError(f"{name} is stored as {stored}, the model has a floating-point parameter there")
+        # without 64-bit mode JAX holds float64 as float32
+        return np.dtype(wanted if wanted is not None else jax.dtypes.canonicalize_dtype(stored))
 
     return dtype

@@ -102,6 +102,8 @@ class View:
 
     def reshaped(self, shape: Shape) -> "View":
         """As `numpy.reshape`. Pieces that the new shape cuts through are split."""
+        if 0 in shape:
+            return View(shape)
         groups = _reshape_groups(self.shape, shape)
         pieces = itertools.chain.from_iterable(
             _reshape_piece(piece, self.shape, shape, groups) for piece in self.pieces

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from shardplan.config import Config
 from shardplan.errors import ConfigError
+from shardplan.plan.__main__ import check_targets, show
 from shardplan.plan.__main__ import main as dry_run
-from shardplan.plan.__main__ import show
-from shardplan.runtime.command import run
+from shardplan.runtime.command import check_writable, run
 
 
 def main(config: Config) -> None:
@@ -18,15 +18,18 @@ def main(config: Config) -> None:
         return
     if config.data.path is None:
         raise ConfigError("data.path is not set; name a .jsonl or .txt file to evaluate, or use --dry_run")
+    if not config.model.ref:
+        raise ConfigError("model.ref is not set; an evaluation needs the weights of a checkpoint, or use --dry_run")
     from shardplan.eval.documents import read_documents
 
+    check_targets(config)
+    check_writable("output", config.output)
     documents = read_documents(config.data.path, config.data.max_documents)
     # JAX and Levanter take seconds to import: only now, when nothing but they can complain.
     from shardplan.eval.run import run_evaluation
     from shardplan.report import console, print_results
 
     results = run_evaluation(config, documents, on_plan=lambda plan: show(plan, config.json))
-    Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     Path(config.output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     # with `--json -` stdout is the Plan's
     print_results(results, console(sys.stderr if config.json == "-" else sys.stdout))

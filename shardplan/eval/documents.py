@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, one_line
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,26 @@ def read_documents(path: str, limit: int | None = None) -> list[Document]:
         ConfigError: no such file, or a line that is not like that.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.path {path} cannot be read: {error}") from error
+        raise ConfigError(f"data.path {path} cannot be read: {one_line(error)}") from error
     if not path.endswith(".jsonl"):
         return [Document(Path(path).name, text)]
     documents: list[Document] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # not splitlines, which also breaks at characters that JSON allows inside a string
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         if len(documents) == limit:
             break
         try:
             row = json.loads(line)
+            row["text"].encode("utf-8")  # a string, without halves of surrogate pairs
             documents.append(Document(str(row.get("id", number)), row["text"]))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"data.path {path}, line {number}: needs an object with 'text' ({error!r})") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"data.path {path}, line {number}: needs an object whose 'text' is a string ({one_line(error)})"
+            ) from error
     if not documents:
         raise ConfigError(f"data.path {path} holds no documents")
     return documents
@@ -74,6 +78,9 @@ def make_windows(
 
     Args:
         encode: text -> token ids, with a beginning-of-sequence token first where the tokenizer has one.
+
+    Raises:
+        ConfigError: no document has a token to predict.
     """
     rows, masks, owners = [], [], []
     for index, document in enumerate(documents):
@@ -86,6 +93,8 @@ def make_windows(
             rows.append(row)
             masks.append(mask)
             owners.append(index)
+    if not any(mask.any() for mask in masks):
+        raise ConfigError("data.path holds no text of two tokens or more: nothing can be predicted")
     while len(rows) % batch:
         rows.append(np.zeros(position, np.int32))
         masks.append(np.zeros(position, bool))

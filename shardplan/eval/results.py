@@ -16,7 +16,7 @@ def summarize(documents: Sequence[Document], windows: Windows, losses: np.ndarra
     this very text, would reach.
 
     Args:
-        losses: float[window, position], as `EvalRun.losses`.
+        losses: float[window, position], as `EvalRun.losses`; at least one token must be predicted.
     """
     rows = []
     for index, document in enumerate(documents):
@@ -25,7 +25,7 @@ def summarize(documents: Sequence[Document], windows: Windows, losses: np.ndarra
     total = _measures(losses, int(windows.predicted.sum()), sum(document.bytes for document in documents))
     targets = windows.tokens[:, 1:][windows.predicted[:, :-1]]
     counts = np.bincount(targets)
-    frequencies = counts[counts > 0] / max(counts.sum(), 1)
+    frequencies = counts[counts > 0] / counts.sum()
     return {
         "total": {**total, "unigram_loss_per_token": float(-(frequencies * np.log(frequencies)).sum())},
         "documents": rows,
@@ -34,11 +34,13 @@ def summarize(documents: Sequence[Document], windows: Windows, losses: np.ndarra
 
 def _measures(losses: np.ndarray, tokens: int, text_bytes: int) -> dict[str, Any]:
     nats = float(losses.sum(dtype=np.float64))
-    per_token = nats / max(tokens, 1)
+    if tokens == 0:  # a text of one token: nothing is predicted, nothing is measured
+        return {"tokens": 0, "bytes": text_bytes, "loss_per_token": None, "perplexity": None, "bits_per_byte": None}
+    per_token = nats / tokens
     return {
         "tokens": tokens,
         "bytes": text_bytes,
         "loss_per_token": per_token,
-        "perplexity": math.exp(min(per_token, 700.0)),
-        "bits_per_byte": nats / math.log(2) / max(text_bytes, 1),
+        "perplexity": math.exp(min(per_token, 700.0)),  # exp(709) is the largest a float holds
+        "bits_per_byte": nats / math.log(2) / text_bytes,
     }

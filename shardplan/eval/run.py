@@ -9,6 +9,7 @@ import jax
 
 from shardplan.checkpoint import stream_model
 from shardplan.config import Config
+from shardplan.errors import CheckpointError
 from shardplan.eval.documents import Document, make_windows
 from shardplan.eval.evaluate import evaluate
 from shardplan.eval.results import summarize
@@ -37,6 +38,12 @@ def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Calla
     plan = make_plan(config, model)
     on_plan(plan)
     windows = make_windows(documents, load_encoder(folder), plan.workload.position, plan.workload.batch)
+    largest = int(windows.tokens.max())
+    if largest >= model.vocab.size:
+        raise CheckpointError(
+            f"{folder.ref}/tokenizer.json makes token {largest}, the model has {model.vocab.size} tokens; "
+            "it is another model's tokenizer"
+        )
     mesh = make_mesh(plan.mesh)
     started = time.perf_counter()
     module = stream_model(model.template, folder, mesh, plan.param_mapping, plan.workload.param_dtype)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tokenizers import Tokenizer
 
-from shardplan.errors import CheckpointError
+from shardplan.errors import CheckpointError, one_line
 from shardplan.runtime.storage import Folder, read_bytes
 
 
@@ -20,5 +20,15 @@ def load_encoder(folder: Folder) -> Callable[[str], list[int]]:
     try:
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"{folder.ref}/tokenizer.json is damaged: {error}") from error
-    return lambda text: tokenizer.encode(text).ids
+        raise CheckpointError(f"{folder.ref}/tokenizer.json is damaged: {one_line(error)}") from error
+    # tokenizer.json keeps the settings of its last use; every token of a text counts here, and none besides
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode(text: str) -> list[int]:
+        try:
+            return tokenizer.encode(text).ids
+        except Exception as error:
+            raise CheckpointError(f"{folder.ref}/tokenizer.json cannot encode the text: {one_line(error)}") from error
+
+    return encode

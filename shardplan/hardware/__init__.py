@@ -1,6 +1,6 @@
 """What the planner knows of accelerators: generations as data rows, slices by name."""
 
 from shardplan.hardware.generations import GENERATIONS, Generation
-from shardplan.hardware.slices import Slice, parse_slice
+from shardplan.hardware.slices import GIB, Slice, parse_slice
 
-__all__ = ["GENERATIONS", "Generation", "Slice", "parse_slice"]
+__all__ = ["GENERATIONS", "GIB", "Generation", "Slice", "parse_slice"]

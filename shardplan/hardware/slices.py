@@ -9,6 +9,8 @@ from shardplan.errors import ConfigError, nearest
 from shardplan.hardware.generations import GENERATIONS, Generation
 
 GIB = 2**30
+MOST_CPU_DEVICES = 4096
+"""Virtual devices are threads of one process."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ def parse_slice(name: str) -> Slice:
 
 
 def _cpu_slice(name: str, devices: int) -> Slice:
-    if devices < 1:
-        raise ConfigError(f"hardware.slice {name!r}: needs a number of virtual devices, as in 'cpu-8'")
+    if not 1 <= devices <= MOST_CPU_DEVICES:
+        raise ConfigError(f"hardware.slice {name!r}: needs 1 to {MOST_CPU_DEVICES} virtual devices, as in 'cpu-8'")
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Speeds of virtual devices only rank plans against each other; they are not a prediction for this machine.
     generation = Generation(

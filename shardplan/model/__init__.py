@@ -1,7 +1,8 @@
 """From a Hugging Face config.json to the named axes of the Levanter model."""
 
 from shardplan.model.axes import Attention, Contraction, ModelAxes, Parameter, inspect_model
-from shardplan.model.registry import SUPPORTED, Model, build_model, read_config
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import SUPPORTED, Model, build_model
 
 __all__ = [
     "SUPPORTED",

@@ -18,6 +18,16 @@ def prepare_hf_config(hf: Any) -> Any:
     return hf
 
 
+def rotary_scaling(config: Any, hf: Any) -> Any:
+    """Mistral and Mixtral configurations drop `rope_scaling`; every type gets what its config.json says."""
+    scaling = getattr(hf, "rope_scaling", None)
+    if scaling is None or not hasattr(config, "rope"):
+        return config
+    from levanter.layers.rotary import RotaryEmbeddingsConfig
+
+    return dataclasses.replace(config, rope=RotaryEmbeddingsConfig.from_hf_config(hf.rope_theta, scaling))
+
+
 def explicit_head_size(config: Any, hf: Any) -> Any:
     """Llama, Mistral and Qwen 2 configurations drop `head_dim` where it is not hidden size / heads."""
     head_dim = getattr(hf, "head_dim", None)
@@ -32,13 +42,15 @@ def explicit_head_size(config: Any, hf: Any) -> Any:
 
 
 def gemma_attention(config: Any, hf: Any) -> Any:
-    """Gemma configurations keep `head_dim` and `query_pre_attn_scalar` but do not hand them to the attention."""
+    """Gemma configurations do not hand `head_dim`, `query_pre_attn_scalar` and the soft cap to the attention."""
     base = type(config)
 
     def attention_config(self: Any) -> Any:
-        scalar = getattr(hf, "query_pre_attn_scalar", hf.head_dim)
         return dataclasses.replace(
-            base.attention_config(self), head_dim=self.head_dim, scaling_factor=float(scalar) ** -0.5
+            base.attention_config(self),
+            head_dim=self.head_dim,
+            scaling_factor=float(getattr(hf, "query_pre_attn_scalar", hf.head_dim)) ** -0.5,
+            logits_soft_cap=getattr(hf, "attn_logit_softcapping", None),
         )
 
     corrected = type(base.__name__, (base,), {"attention_config": attention_config})

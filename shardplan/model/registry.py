@@ -1,18 +1,15 @@
 """Which Hugging Face model types there are, and the Levanter model that each becomes."""
 
-import json
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
 
-from shardplan.errors import ConfigError, nearest
-from shardplan.model.corrections import CORRECTIONS, prepare_hf_config
-from shardplan.runtime.storage import Folder, read_bytes
+from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.model.corrections import CORRECTIONS, prepare_hf_config, rotary_scaling
 
 SUPPORTED = {
     "gemma": ("levanter.models.gemma", "GemmaConfig"),
@@ -52,31 +49,6 @@ class Model:
         return self.template.Vocab
 
 
-def read_config(path: str | None, folder: Folder | None) -> dict[str, Any]:
-    """The config.json at `path`, or else the one in `folder`.
-
-    Raises:
-        ConfigError: there is none, or it is not a JSON object.
-    """
-    where = path or f"{folder.ref if folder else ''}/config.json"
-    if path is not None:
-        try:
-            data: bytes | None = Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"model.config {path} cannot be read: {error.strerror}") from error
-    else:
-        data = read_bytes(folder, "config.json") if folder else None
-    if data is None:
-        raise ConfigError(f"{where} does not exist; model.ref must be a Hugging Face checkpoint folder")
-    try:
-        loaded = json.loads(data)
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
-    if not isinstance(loaded, dict) or "model_type" not in loaded:
-        raise ConfigError(f"{where} has no 'model_type'; it is not the config.json of a Hugging Face model")
-    return loaded
-
-
 def build_model(hf_config: dict[str, Any], position: int) -> Model:
     """The Levanter model that a Hugging Face configuration describes, for sequences of `position` tokens.
 
@@ -92,25 +64,24 @@ def build_model(hf_config: dict[str, Any], position: int) -> Model:
             f"config.json: model_type {model_type!r} is not supported; {nearest(str(model_type), SUPPORTED)} "
             f"(supported: {', '.join(sorted(SUPPORTED))})"
         )
-    module, name = SUPPORTED[model_type]
     try:
         hf = prepare_hf_config(AutoConfig.for_model(**hf_config))
+        module, name = SUPPORTED[model_type]
         config = getattr(import_module(module), name).from_hf_config(hf)
-        for correct in CORRECTIONS.get(model_type, ()):
+        for correct in (rotary_scaling, *CORRECTIONS.get(model_type, ())):
             config = correct(config, hf)
+        window = _sliding_window(model_type, hf, position)
+        positions = int(config.Pos.size)
+        vocab = hax.Axis("vocab", hf.vocab_size)
+        template = eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
     except ConfigError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever Levanter and transformers make of an odd configuration
         raise ConfigError(
-            f"config.json of type {model_type!r}: Levanter cannot express it ({type(error).__name__}: {error})"
+            f"config.json: Levanter cannot express this {model_type} ({type(error).__name__}: {one_line(error)})"
         ) from error
-    window = _sliding_window(model_type, hf, position)
-    if position > config.Pos.size:
-        raise ConfigError(
-            f"workload.position is {position}; the model has {config.Pos.size} positions, use at most that"
-        )
-    vocab = hax.Axis("vocab", hf.vocab_size)
-    template = eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
+    if position > positions:
+        raise ConfigError(f"workload.position is {position}; the model has {positions} positions, use at most that")
     return Model(model_type, config, template, window, getattr(hf, "final_logit_softcapping", None))
 
 

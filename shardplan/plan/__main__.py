@@ -7,12 +7,13 @@ import time
 
 from shardplan.config import Config
 from shardplan.plan.plan import Plan
-from shardplan.runtime.command import run
+from shardplan.runtime.command import check_writable, run
 
 
 def main(config: Config) -> None:
     """Plan, and show the plan."""
     started = time.perf_counter()
+    check_targets(config)
     # Planning runs nothing on a device; without this JAX would look for accelerators first.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from shardplan.plan.planner import make_plan
@@ -23,6 +24,12 @@ def main(config: Config) -> None:
         f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s",
         file=sys.stderr,
     )
+
+
+def check_targets(config: Config) -> None:
+    """Complain about a place the Plan cannot be written to before planning rather than after."""
+    if config.json not in (None, "-"):
+        check_writable("json", str(config.json))
 
 
 def show(plan: Plan, json_target: str | None) -> None:

@@ -14,6 +14,8 @@ from shardplan.model import Attention, Contraction, ModelAxes, Parameter
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_axes_of, mesh_size, shard_count
 from shardplan.plan.memory import Workload
 
+GATHER_CAUSE = "weights of"
+"""How the cause of a gather of weights begins."""
 CAUSAL = 0.5
 """Part of the position x position products that a causal mask leaves."""
 
@@ -123,4 +125,4 @@ def weight_traffic(
     if not extra:
         return None
     whole = weight.size / contraction.repeats * workload.compute_bytes / shard_count(weight.axes, compute, mesh)
-    return all_gather(whole, mesh, extra, contraction.repeats, f"weights of {contraction.weight}")
+    return all_gather(whole, mesh, extra, contraction.repeats, f"{GATHER_CAUSE} {contraction.weight}")

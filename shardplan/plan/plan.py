@@ -9,7 +9,7 @@ from typing import Any
 import draccus
 from draccus.utils import ParsingError
 
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, one_line
 
 SCHEMA_VERSION = 1
 BATCH_AXIS = "batch"
@@ -171,13 +171,13 @@ class Plan:
         Raises:
             ConfigError: another schema version, or not a plan.
         """
-        version = values.get("schema_version")
+        version = values.get("schema_version") if isinstance(values, dict) else None
         if version != SCHEMA_VERSION:
             raise ConfigError(f"plan has schema_version {version!r}; this shardplan reads {SCHEMA_VERSION}; plan again")
         try:
             return draccus.decode(cls, values)
         except ParsingError as error:
-            raise ConfigError(f"not a plan: {error}") from error
+            raise ConfigError(f"not a plan: {one_line(error)}") from error
 
     def save(self, path: str) -> None:
         """Write the Plan as JSON."""
@@ -196,4 +196,4 @@ class Plan:
         except OSError as error:
             raise ConfigError(f"plan {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
-            raise ConfigError(f"plan {path} is not JSON: {error}") from error
+            raise ConfigError(f"plan {path} is not JSON: {one_line(error)}") from error

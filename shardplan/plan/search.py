@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from shardplan.errors import ConfigError
-from shardplan.hardware import Slice
+from shardplan.hardware import GIB, Slice
 from shardplan.model import ModelAxes
 from shardplan.plan.cost import compute_seconds, compute_traffic, step_seconds, weight_traffic
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, independent_sets
@@ -32,7 +32,6 @@ TIME_RESOLUTION = 0.05
 """Plans whose times differ by less than this part are equal to the cost model; the one with more free memory wins."""
 GATHERED_AT_ONCE = 2
 """Weights that are whole at a time: one in use, one arriving meanwhile."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,11 @@ def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str
     kept = [shape for shape in shapes if all(shape[axis] == size for axis, size in fixed.items())]
     if not kept:
         wanted = " x ".join(f"mesh.{axis} {size}" for axis, size in fixed.items())
+        product = math.prod(fixed.values())
+        problem = "does not divide" if n % product or len(fixed) < len(MESH_AXES) else "is not all of"
         raise ConfigError(
-            f"{wanted} does not divide the {n} devices of {hardware.name} ({' x '.join(MESH_AXES)} must be {n}); "
-            f"each must be one of {', '.join(map(str, _divisors(n)))}"
+            f"{wanted} {problem} the {n} devices of {hardware.name}; {' x '.join(MESH_AXES)} must be {n}, "
+            f"each one of {', '.join(map(str, _divisors(n)))}"
         )
     return kept
 
@@ -242,13 +243,9 @@ def resting_mapping(
 
 
 def _resting_axes(mesh: MeshShape) -> list[MeshAxes]:
-    """Mesh axes that parameters may be cut along in addition to `model`, in every combination."""
-    options: list[MeshAxes] = [()]
-    if mesh["data"] > 1:
-        options.append(("data",))
-    if mesh["replica"] > 1:
-        options += [("replica",)] if mesh["data"] == 1 else [("data", "replica")]
-    return options
+    """Mesh axes that parameters may be cut along in addition to `model`: none, either of data and replica, both."""
+    larger = [axis for axis in ("data", "replica") if mesh[axis] > 1]
+    return [(), *((axis,) for axis in larger), *([tuple(larger)] if len(larger) > 1 else [])]
 
 
 def _scanned_axes(model: ModelAxes) -> set[str]:
@@ -259,7 +256,8 @@ def _scanned_axes(model: ModelAxes) -> set[str]:
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
 
 
 def duplicates_excluded(model: ModelAxes) -> int:

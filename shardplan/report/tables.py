@@ -3,13 +3,13 @@
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from shardplan.plan import Plan
-from shardplan.plan.plan import Mapping, ParameterPlan
+from shardplan.hardware import GIB
+from shardplan.plan.plan import Mapping, ParameterPlan, Plan
 from shardplan.report.levanter import trainer_yaml
 
-GIB = 2**30
 PIPED_WIDTH = 240
 """Columns where there is no terminal: room for the longest row, so that lines can be searched."""
 
@@ -29,8 +29,9 @@ def print_plan(plan: Plan, out: Console) -> None:
     """Mesh, both mappings, every parameter, memory by part, the verdict and why, and Levanter's YAML."""
     work, hardware = plan.workload, plan.hardware
     out.print(
-        f"[bold]{plan.model.ref}[/bold] ({plan.model.type}, {plan.model.parameters:,} parameters) · {work.kind}, batch "
-        f"{work.batch} x {work.position} tokens, {work.param_dtype} parameters, {work.compute_dtype} compute",
+        f"[bold]{escape(plan.model.ref)}[/bold] ({plan.model.type}, {plan.model.parameters:,} parameters) · "
+        f"{work.kind}, batch {work.batch} x {work.position} tokens, {work.param_dtype} parameters, "
+        f"{work.compute_dtype} compute",
         soft_wrap=True,
     )
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
@@ -128,19 +129,25 @@ def print_results(results: dict[str, Any], out: Console) -> None:
         table.add_column(column, justify="right")
     for row in results["documents"]:
         table.add_row(
-            row["id"],
+            escape(row["id"]),
             f"{row['tokens']:,}",
             f"{row['bytes']:,}",
-            f"{row['loss_per_token']:.4f}",
-            f"{row['perplexity']:.2f}",
-            f"{row['bits_per_byte']:.4f}",
+            _number(row["loss_per_token"], 4),
+            _number(row["perplexity"], 2),
+            _number(row["bits_per_byte"], 4),
         )
     out.print(table)
     total, load = results["total"], results["load"]
+    speed = total["tokens_per_second"]
     out.print(
-        f"[bold]loss per token {total['loss_per_token']:.4f}[/bold] nats, unigram "
-        f"{total['unigram_loss_per_token']:.4f}; perplexity {total['perplexity']:.2f}, bits per byte "
-        f"{total['bits_per_byte']:.4f}, {total['tokens']:,} tokens, {total['tokens_per_second'] or 0:,.0f} tokens/s",
+        f"[bold]loss per token {_number(total['loss_per_token'], 4)}[/bold] nats, unigram "
+        f"{total['unigram_loss_per_token']:.4f}; perplexity {_number(total['perplexity'], 2)}, bits per byte "
+        f"{_number(total['bits_per_byte'], 4)}, {total['tokens']:,} tokens, "
+        + (f"{speed:,.0f} tokens/s" if speed else "speed not measured (a single step, which compiled)"),
         soft_wrap=True,
     )
     out.print(f"loaded {load['bytes'] / GIB:.3f} GiB in {load['seconds']:.2f} s", soft_wrap=True)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

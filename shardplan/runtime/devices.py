@@ -1,5 +1,6 @@
 """Start JAX on the devices of a slice, and arrange them as a mesh."""
 
+import math
 from collections.abc import Mapping
 
 import jax
@@ -31,6 +32,16 @@ def start_devices(slice_name: str, count: int, is_cpu: bool) -> None:
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """All devices as a mesh with axes `sizes` (name -> size, major to minor), neighbours kept close on the torus."""
+    """All devices as a mesh with axes `sizes` (name -> size, major to minor), neighbours kept close on the torus.
+
+    Raises:
+        ConfigError: there are more or fewer devices.
+    """
+    wanted, found = math.prod(sizes.values()), jax.device_count()
+    if wanted != found:
+        raise ConfigError(
+            f"the mesh needs {wanted} devices, JAX has {found}; for virtual CPU devices set JAX_PLATFORMS=cpu and "
+            f"JAX_NUM_CPU_DEVICES={wanted} before JAX is imported"
+        )
     devices = mesh_utils.create_device_mesh(tuple(sizes.values()), allow_split_physical_axes=True)
     return Mesh(devices, tuple(sizes))

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Protocol
 
-from shardplan.errors import CheckpointError, ConfigError, nearest
+from shardplan.errors import CheckpointError, ConfigError, nearest, one_line
 
 REMOTE_SCHEMES = ("gs", "s3", "az", "http", "https")
 
@@ -115,7 +115,9 @@ class ObjectFile:
         try:
             data = obstore.get_range(self._store, self._path, start=offset, length=len(buffer))  # type: ignore[arg-type]
         except Exception as error:
-            raise CheckpointError(f"{self.name}: bytes {offset}+{len(buffer)} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{self.name}: bytes {offset}+{len(buffer)} cannot be read: {one_line(error)}"
+            ) from error
         if len(data) != len(buffer):
             raise CheckpointError(f"{self.name}: {len(data)} bytes came for {len(buffer)} asked at {offset}")
         buffer[:] = memoryview(data)
@@ -129,7 +131,10 @@ class ObjectFolder:
 
         self.ref = ref
         options = {"allow_http": True} if ref.startswith("http://") else {}
-        self._store = obstore.store.from_url(ref.rstrip("/"), client_options=options)  # type: ignore[call-overload]
+        try:
+            self._store = obstore.store.from_url(ref.rstrip("/"), client_options=options)  # type: ignore[call-overload]
+        except Exception as error:
+            raise ConfigError(f"model.ref {ref!r} cannot be opened: {one_line(error)}") from error
 
     def open(self, name: str) -> File | None:
         """See `Folder.open`."""
@@ -140,7 +145,7 @@ class ObjectFolder:
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise CheckpointError(f"{self.ref}/{name} cannot be opened: {' '.join(str(error).split())}") from error
+            raise CheckpointError(f"{self.ref}/{name} cannot be opened: {one_line(error)}") from error
         return ObjectFile(self._store, name, size, f"{self.ref}/{name}")
 
 
@@ -170,7 +175,7 @@ class HubFolder:
                 ) from error
             return None
         except Exception as error:
-            raise ConfigError(f"model.ref {self.ref!r}: {' '.join(str(error).split())[:300]}") from error
+            raise ConfigError(f"model.ref {self.ref!r}: {one_line(error)}") from error
         # .../snapshots/<commit>/<name>
         self._revision = Path(path).parts[-1 - len(Path(name).parts)]
         self._pinned = True

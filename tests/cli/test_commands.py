@@ -205,6 +205,29 @@ def test_more_devices_than_exist(checkpoint, tmp_path):
     fails(done, 2, "hardware.slice v4-256 has 128 devices, JAX sees 1 (cpu); run on that slice, plan with --dry_run")
 
 
+@pytest.mark.parametrize("key", ["output", "json"])
+def test_unwritable_targets(checkpoint, tmp_path, key):
+    done = run("eval", *arguments(checkpoint, tmp_path), f"--{key}={tmp_path}")
+    fails(done, 2, f"{key} '{tmp_path}' cannot be written: Is a directory")
+
+
+def test_tokenizer_of_another_model(checkpoint, tmp_path):
+    folder = tmp_path / "llama"
+    shutil.copytree(checkpoint, folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": 200 + i for i in range(256)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    done = run("eval", *arguments(folder, tmp_path))
+    assert done.returncode == 4 and "Traceback" not in done.stderr
+    assert "the model has 256 tokens; it is another model's tokenizer" in done.stderr
+
+
+def test_evaluation_needs_a_ref(golden, checkpoint, tmp_path):
+    settings = ["--model.ref=", f"--model.config={golden / 'llama' / 'config.json'}"]
+    done = run("eval", *arguments(checkpoint, tmp_path), *settings)
+    fails(done, 2, "model.ref is not set; an evaluation needs the weights of a checkpoint, or use --dry_run")
+
+
 def test_nothing_fits():
     done = run("plan", "--config", "configs/405b.yaml", "--hardware.slice=v4-16")
     fails(done, 3, "no plan fits v4-16: the nearest miss, mesh (replica ")

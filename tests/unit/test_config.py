@@ -26,6 +26,12 @@ def test_files_merge_deeply_and_overrides_win(tmp_path):
     assert (loaded.mesh.model, loaded.mesh.data, loaded.dry_run) == (16, None, True)
 
 
+def test_text_on_the_command_line_stays_text():
+    loaded = config.load(["--model.ref", "007", "--output=[1", "--model.config", "true"], "test")
+    assert (loaded.model.ref, loaded.output, loaded.model.config) == ("007", "[1", "true")
+    assert config.load(["--model.ref=x", "--data.path=null"], "test").data.path is None
+
+
 def test_dash_is_a_value():
     assert config.load(["--model.ref", "x", "--json", "-"], "test").json == "-"
 
@@ -36,7 +42,7 @@ def test_dash_is_a_value():
         (["--workload.batchsize", "3"],
          "command line: unknown key 'workload.batchsize'; did you mean 'workload.batch'?"),
         (["--batch", "3"], "command line: unknown key 'batch'; did you mean 'workload.batch'?"),
-        (["--model.ref", "x", "--workload.batch", "3x"], "workload.batch: Couldn't parse '3x' into an int"),
+        (["--model.ref", "x", "--workload.batch", "3x"], "command line: workload.batch is '3x'; it must be an integer"),
         (["--model.ref", "x", "--workload.batch", "0"], "workload.batch is 0; it must be at least 1"),
         (["--model.ref", "x", "--workload.position", "1"], "workload.position is 1; it must be at least 2"),
         (["--model.ref", "x", "--workload.param_dtype", "bf16"],
@@ -44,6 +50,13 @@ def test_dash_is_a_value():
         (["--model.ref", "x", "--workload", "3"], "command line: workload is a section, not a value; set a key in it"),
         (["--workload.batch", "3"],
          "no model: set model.ref to a Hugging Face folder, or model.config to a config.json"),
+        (["--model.ref", "x", "--workload.batch", "null"],
+         "command line: workload.batch is None; it must be an integer"),
+        (["--model.ref", "x", "--workload.batch", "["], "command line: workload.batch is '['; it must be an integer"),
+        (["--model.ref", "x", "--json"], "command line: json is True; it must be text or null"),
+        (["--model.ref", "x", "--dry_run", "3"], "command line: dry_run is 3; it must be true or false"),
+        (["--workload.batch=8", "--workload.batch.x=3"],
+         "command line: unknown key 'workload.batch.x'; did you mean 'workload.batch'?"),
         (["eval"], "unexpected argument 'eval'; options look like --workload.batch 16"),
         (["--config"], "--config needs the path of a YAML file"),
     ],
@@ -62,7 +75,12 @@ def test_unknown_key_names_its_file(tmp_path):
 
 
 def test_unusable_files(tmp_path):
-    for text, message in (("a: [", "is not YAML"), ("- 1\n", "holds list, not a mapping of keys")):
+    for text, message in (
+        ("a: [", "is not YAML"),
+        ("model: {ref: 007}", "model.ref is 7; it must be text"),
+        ("model: {ref: x}\noutput: null", "output is None; it must be text"),
+        ("- 1\n", "holds list, not a mapping of keys"),
+    ):
         with pytest.raises(ConfigError, match=message):
             config.load(["--config", write(tmp_path, "b.yaml", text)], "test")
     write(tmp_path, "tiny.yaml", "")

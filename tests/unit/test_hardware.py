@@ -39,7 +39,7 @@ def test_sizes_grow():
         ("v4-250", "hardware.slice 'v4-250': v4 does not come in size 250; did you mean 'v4-256'?"),
         ("v9-256", "hardware.slice 'v9-256': unknown generation 'v9'; did you mean"),
         ("banana", "hardware.slice 'banana': unknown generation 'banana'; valid: cpu, tpu7x, v3, v4, v5e, v5p, v6e"),
-        ("cpu-0", "needs a number of virtual devices, as in 'cpu-8'"),
+        ("cpu-0", "needs 1 to 4096 virtual devices, as in 'cpu-8'"),
     ],
 )
 def test_bad_names(name, message):

@@ -17,6 +17,10 @@ from shardplan.eval.results import summarize
 def test_every_token_but_the_first_is_predicted_once(lengths, position, batch):
     documents = [Document(str(i), "x" * n) for i, n in enumerate(lengths)]
     streams = {"x" * n: [100 + k for k in range(n)] for n in lengths}
+    if max(lengths) < 2:
+        with pytest.raises(ConfigError, match="nothing can be predicted"):
+            make_windows(documents, streams.__getitem__, position, batch)
+        return
     windows = make_windows(documents, streams.__getitem__, position, batch)
     assert len(windows.tokens) % batch == 0
     for index, n in enumerate(lengths):
@@ -28,13 +32,14 @@ def test_every_token_but_the_first_is_predicted_once(lengths, position, batch):
 
 
 def test_measures():
-    documents = [Document("a", "héllo"), Document("b", "xy")]
-    streams = {"héllo": [1, 2, 2], "xy": [1, 3]}
+    documents = [Document("a", "héllo"), Document("b", "xy"), Document("c", "z")]
+    streams = {"héllo": [1, 2, 2], "xy": [1, 3], "z": [1]}
     windows = make_windows(documents, streams.__getitem__, position=4, batch=2)
     losses = np.where(windows.predicted, 0.5, 0.0)
     losses[1, 0] = 2.0
     summary = summarize(documents, windows, losses)
-    first, second = summary["documents"]
+    first, second, third = summary["documents"]
+    assert (third["tokens"], third["loss_per_token"], third["perplexity"]) == (0, None, None)
     assert (first["id"], first["tokens"], first["bytes"]) == ("a", 2, 6)
     assert first["loss_per_token"] == 0.5 and first["perplexity"] == math.exp(0.5)
     assert first["bits_per_byte"] == 1.0 / math.log(2) / 6
@@ -49,11 +54,20 @@ def test_reading_documents(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": "x", "text": "one"}\n\n{"text": "two"}\n')
     assert read_documents(str(path)) == [Document("x", "one"), Document("3", "two")]
+    path.write_text('{"id": "x", "text": "one\u2028"}\n\n{"text": "two"}\n', encoding="utf-8-sig")
+    assert read_documents(str(path)) == [Document("x", "one\u2028"), Document("3", "two")]
+    path.write_text('{"id": "x", "text": "one"}\n\n{"text": "two"}\n')
     assert read_documents(str(path), 1) == [Document("x", "one")]
     text = tmp_path / "b.txt"
     text.write_text("three")
     assert read_documents(str(text)) == [Document("b.txt", "three")]
-    for content, message in (('{"id": 3}\n', "line 1: needs an object with 'text'"), ("", "holds no documents")):
+    for content, message in (
+        ('{"id": 3}\n', "line 1: needs an object whose 'text' is a string"),
+        ('{"text": 3}\n', "line 1: needs an object whose 'text' is a string"),
+        ('{"text": "\\ud800"}\n', "line 1: needs an object whose 'text' is a string"),
+        ("[" * 100000, "line 1: needs an object whose 'text' is a string"),
+        ("", "holds no documents"),
+    ):
         path.write_text(content)
         with pytest.raises(ConfigError, match=message):
             read_documents(str(path))

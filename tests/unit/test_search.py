@@ -66,8 +66,9 @@ def brute_force(model: ModelAxes, workload: Workload, hardware, meshes) -> list[
         batch_axes = tuple(axis for axis in ("replica", "data") if mesh[axis] > 1)
         if workload.batch % (mesh["replica"] * mesh["data"]):
             continue
-        extras = {(), tuple(axis for axis in ("data",) if mesh["data"] > 1)}
-        extras.add(tuple(axis for axis in ("data", "replica") if mesh[axis] > 1))
+        extras = {
+            tuple(a for a in chosen if mesh[a] > 1) for chosen in [(), ("data",), ("replica",), ("data", "replica")]
+        }
         for size in range(len(names) + 1):
             for on_model in itertools.combinations(names, size):
                 if (mesh["model"] == 1 and on_model) or "e" in on_model:
@@ -197,6 +198,11 @@ def test_pinned_mesh_is_kept(make_config):
     [
         ({"mesh_model": 3}, ConfigError, "mesh.model 3 does not divide the 32 devices of v4-64"),
         ({"mesh_data": 16, "mesh_model": 16}, ConfigError, "mesh.data 16 x mesh.model 16 does not divide the 32"),
+        (
+            {"mesh_replica": 1, "mesh_data": 2, "mesh_model": 2},
+            ConfigError,
+            "mesh.replica 1 x mesh.data 2 x mesh.model 2 is not all of the 32 devices of v4-64; replica x data",
+        ),
         (
             {"mesh_data": 32, "batch": 12},
             ConfigError,

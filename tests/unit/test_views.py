@@ -99,6 +99,11 @@ def test_intersecting_pieces_with_boxes_partitions_the_view(data):
     np.testing.assert_array_equal(rebuilt, whole)
 
 
+def test_reshaping_nothing():
+    view = tensor_view("t", (4, 0)).reshaped((0, 7)).reshaped((2, 0, 3))
+    assert view.shape == (2, 0, 3) and view.is_complete
+
+
 def test_broadcast_repeats_elements():
     view = tensor_view("t", (3,)).broadcast((2, 3), (1,))
     np.testing.assert_array_equal(materialise(view, {"t": np.arange(3)}), [[0, 1, 2], [0, 1, 2]])

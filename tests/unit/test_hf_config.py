@@ -1,0 +1,104 @@
+"""config.json: what is refused, and what Levanter would have read wrongly."""
+
+import json
+
+import numpy as np
+import pytest
+
+from shardplan.errors import ConfigError
+from shardplan.model import build_model, inspect_model, read_config
+
+
+def variant(golden, tmp_path, name, **changes) -> str:
+    values = json.loads((golden / name / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: value for key, value in {**values, **changes}.items() if value != "absent"}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"vocab_size": "256"}, "vocab_size is '256'; it must be a positive integer"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a positive integer"),
+        ("llama", {"head_dim": True}, "head_dim is True; it must be a positive integer"),
+        ("llama", {"rope_theta": "abc"}, "rope_theta is 'abc'; it must be a positive number"),
+        ("llama", {"max_position_embeddings": None}, "Levanter cannot express this llama"),
+        ("llama", {"hidden_act": "tangent"}, "Levanter cannot express this llama"),
+        ("llama", {"attention_bias": True}, "attention_bias is True; Levanter's llama has False only"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; Levanter's llama has 1.0 only"),
+        ("llama", {"rope_parameters": {"full_attention": {}}}, "have no single rope_theta"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False; Levanter's gpt2 has True only"),
+        ("gpt2", {"n_inner": 100}, "n_inner is 100; Levanter's GPT-2 has 4 x n_embd = 384"),
+        ("gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+        ("gemma2", {"sliding_window": 32}, "some layers of gemma2 attend to 32 tokens only"),
+        ("llama", {"model_type": ["llama"]}, "has no 'model_type'"),
+        ("llama", {"model_type": "lama"}, "model_type 'lama' is not supported; did you mean 'llama'?"),
+    ],
+)
+def test_refused(golden, tmp_path, name, changes, message):
+    with pytest.raises(ConfigError) as error:
+        build_model(read_config(variant(golden, tmp_path, name, **changes), None), 64)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_not_json(tmp_path):
+    path = tmp_path / "config.json"
+    for text in ("{", "[" * 100000, "3"):
+        path.write_text(text)
+        with pytest.raises(ConfigError):
+            read_config(str(path), None)
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
+        read_config(str(tmp_path / "none.json"), None)
+
+
+def test_rope_of_transformers_5(golden, tmp_path):
+    """`rope_parameters` mean what `rope_theta` and `rope_scaling` meant."""
+    old = read_config(str(golden / "llama31" / "config.json"), None)
+    scaling = {**old["rope_scaling"], "rope_theta": old["rope_theta"]}
+    new = read_config(
+        variant(golden, tmp_path, "llama31", rope_theta="absent", rope_scaling="absent", rope_parameters=scaling), None
+    )
+    assert build_model(new, 64).config.rope == build_model(old, 64).config.rope
+    plain = {"rope_type": "default", "rope_theta": 123.0}
+    path = variant(golden, tmp_path, "llama", rope_theta="absent", rope_parameters=plain)
+    assert build_model(read_config(path, None), 64).config.rope.theta == 123.0
+
+
+def test_scaled_rotary_embeddings_reach_mistral(golden, tmp_path):
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    model = build_model(read_config(variant(golden, tmp_path, "mistral", rope_scaling=scaling), None), 64)
+    assert model.config.rope.to_hf_config()[1] is not None
+
+
+def test_head_size_and_attention_scale_reach_the_attention(golden, tmp_path):
+    model = build_model(read_config(variant(golden, tmp_path, "llama", head_dim=16), None), 64)
+    assert inspect_model(model).axes["head_size"] == 16
+    changes = {"head_dim": 20, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0}
+    attention = build_model(
+        read_config(variant(golden, tmp_path, "gemma2", **changes), None), 64
+    ).config.attention_config()
+    assert (attention.head_size, attention.scaling_factor, attention.logits_soft_cap) == (20, 1 / 8, 5.0)
+
+
+def test_window_of_every_layer_becomes_a_mask(golden, tmp_path):
+    path = variant(golden, tmp_path, "mistral", sliding_window=32)
+    assert build_model(read_config(path, None), 64).sliding_window == 32
+    assert build_model(read_config(path, None), 32).sliding_window is None
+
+
+def test_positions_are_bounded(golden):
+    config = read_config(str(golden / "llama" / "config.json"), None)
+    with pytest.raises(ConfigError, match=r"workload\.position is 300; the model has 256 positions"):
+        build_model(config, 300)
+
+
+def test_parameters_equal_the_checkpoint(golden):
+    """The inventory holds exactly as many elements as the files."""
+    from shardplan.checkpoint.index import read_index
+    from shardplan.runtime.storage import open_folder
+
+    for folder in sorted(golden.iterdir()):
+        tensors = read_index(open_folder(str(folder)))
+        axes = inspect_model(build_model(read_config(str(folder / "config.json"), None), 64))
+        assert axes.size == sum(int(np.prod(t.shape)) for t in tensors.values()), folder.name
