@@ -4,10 +4,14 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import json
+import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -31,3 +35,31 @@ def make_config():
         return config.load(argv, "test")
 
     return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(golden, tmp_path_factory) -> Path:
+    """The golden Llama, its tokens as text, and a tokenizer that maps the words t0 ... t255 to the tokens 0 ... 255."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "llama"
+    shutil.copytree(golden / "llama", folder)
+    word_tokenizer(0).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokens = np.load(folder / "golden.npz")["tokens"]
+    rows = [{"id": f"row {i}", "text": " ".join(f"t{t}" for t in row)} for i, row in enumerate(tokens)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def word_tokenizer(first: int) -> Tokenizer:
+    """A tokenizer of the words t0 ... t255, numbered from `first` on."""
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": first + i for i in range(256)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def transformers_losses(folder: Path) -> np.ndarray:
+    """float64[document, token] negative log-likelihoods from the golden logits of transformers."""
+    golden = np.load(folder / "golden.npz")
+    logits = golden["logits"].astype(np.float64)[:, :-1]
+    normalised = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return -np.take_along_axis(normalised, golden["tokens"][:, 1:, None].astype(int), -1)[..., 0]

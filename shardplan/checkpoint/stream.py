@@ -132,18 +132,16 @@ def _is_contiguous(piece: Piece) -> bool:
 
 
 def _chunked(read: Read) -> Iterator[Read]:
-    """`read` in parts of at most CHUNK_BYTES, cut along the tensor's outermost dimension that is not single."""
-    strides = {}
-    for _, piece in read.pieces:
-        for d, (n, k) in enumerate(zip(piece.shape, piece.strides, strict=True)):
-            if n > 1:
-                strides[d] = k
-    if read.nbytes <= CHUNK_BYTES or not strides:
+    """`read` in disjoint parts of at most CHUNK_BYTES, cut along the outermost dimension of its pieces together."""
+    pieces = [piece for _, piece in read.pieces]
+    lows = [min(starts) for starts in zip(*(piece.start for piece in pieces), strict=True)]
+    highs = [max(stops) for stops in zip(*(piece.stop for piece in pieces), strict=True)]
+    extended = [d for d, (low, high) in enumerate(zip(lows, highs, strict=True)) if high - low > 1]
+    if read.nbytes <= CHUNK_BYTES or not extended:
         yield read
         return
-    outer = max(strides, key=lambda d: strides[d])
-    low = min(piece.start[outer] for _, piece in read.pieces)
-    high = max(piece.start[outer] + piece.shape[outer] for _, piece in read.pieces)
+    outer = max(extended, key=lambda d: max(piece.strides[d] for piece in pieces))
+    low, high = lows[outer], highs[outer]
     count = max(1, (high - low) * CHUNK_BYTES // read.nbytes)
     for start in range(low, high, count):
         parts = tuple(
@@ -156,7 +154,7 @@ def _chunked(read: Read) -> Iterator[Read]:
 
 
 def _rows(piece: Piece, dimension: int, start: int, stop: int) -> Piece | None:
-    low, high = list(piece.start), [s + n for s, n in zip(piece.start, piece.shape, strict=True)]
+    low, high = list(piece.start), list(piece.stop)
     low[dimension], high[dimension] = start, stop
     return piece.intersect(tuple(low), tuple(high))
 

@@ -32,13 +32,18 @@ class Piece:
     def intersect(self, start: Shape, stop: Shape) -> "Piece | None":
         """The part of this piece inside the box `[start, stop)`, or None."""
         low = tuple(map(max, self.start, start))
-        high = tuple(min(s + n, e) for s, n, e in zip(self.start, self.shape, stop, strict=True))
+        high = tuple(map(min, self.stop, stop))
         if any(a >= b for a, b in zip(low, high, strict=True)):
             return None
         skipped = sum((a - s) * k for a, s, k in zip(low, self.start, self.strides, strict=True))
         return replace(
             self, start=low, shape=tuple(b - a for a, b in zip(low, high, strict=True)), offset=self.offset + skipped
         )
+
+    @property
+    def stop(self) -> Shape:
+        """One past the last index of the box, per dimension."""
+        return tuple(s + n for s, n in zip(self.start, self.shape, strict=True))
 
     @property
     def span(self) -> tuple[int, int]:

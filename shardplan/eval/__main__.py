@@ -8,6 +8,7 @@ from shardplan.config import Config
 from shardplan.errors import ConfigError
 from shardplan.plan.__main__ import check_targets, show
 from shardplan.plan.__main__ import main as dry_run
+from shardplan.plan.plan import Plan
 from shardplan.runtime.command import check_writable, run
 
 
@@ -28,8 +29,15 @@ def main(config: Config) -> None:
     # JAX and Levanter take seconds to import: only now, when nothing but they can complain.
     from shardplan.eval.run import run_evaluation
     from shardplan.report import console, print_results
+    from shardplan.runtime.devices import is_first_process
 
-    results = run_evaluation(config, documents, on_plan=lambda plan: show(plan, config.json))
+    def on_plan(plan: Plan) -> None:
+        if is_first_process():
+            show(plan, config.json)
+
+    results = run_evaluation(config, documents, on_plan)
+    if not is_first_process():
+        return
     Path(config.output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     # with `--json -` stdout is the Plan's
     print_results(results, console(sys.stderr if config.json == "-" else sys.stdout))

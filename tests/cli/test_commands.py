@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from conftest import transformers_losses, word_tokenizer
 
 from shardplan.plan.plan import Plan
 
@@ -36,21 +35,6 @@ def fails(done, code: int, message: str) -> None:
     assert done.stdout == ""
 
 
-@pytest.fixture(scope="module")
-def checkpoint(golden, tmp_path_factory) -> Path:
-    """The golden Llama with a tokenizer that maps the words t0 ... t255 to the tokens 0 ... 255."""
-    folder = tmp_path_factory.mktemp("ck") / "llama"
-    shutil.copytree(golden / "llama", folder)
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(256)}, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    tokens = np.load(folder / "golden.npz")["tokens"]
-    rows = [{"id": f"row {i}", "text": " ".join(f"t{t}" for t in row)} for i, row in enumerate(tokens)]
-    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
 def arguments(checkpoint: Path, tmp_path: Path) -> list[str]:
     settings = {
         "model.ref": checkpoint,
@@ -71,10 +55,7 @@ def test_evaluation_equals_transformers(checkpoint, tmp_path, slice_name, batch)
     done = run("eval", *arguments(checkpoint, tmp_path), *settings)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    golden = np.load(checkpoint / "golden.npz")
-    logits = golden["logits"].astype(np.float64)[:, :-1]
-    normalised = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    nats = -np.take_along_axis(normalised, golden["tokens"][:, 1:, None].astype(int), -1)[..., 0]
+    nats = transformers_losses(checkpoint)
     for row, expected in zip(results["documents"], nats, strict=True):
         assert row["tokens"] == 63
         assert row["loss_per_token"] == pytest.approx(expected.mean(), abs=2e-6)
@@ -214,9 +195,7 @@ def test_unwritable_targets(checkpoint, tmp_path, key):
 def test_tokenizer_of_another_model(checkpoint, tmp_path):
     folder = tmp_path / "llama"
     shutil.copytree(checkpoint, folder)
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": 200 + i for i in range(256)}, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    word_tokenizer(200).save(str(folder / "tokenizer.json"))
     done = run("eval", *arguments(folder, tmp_path))
     assert done.returncode == 4 and "Traceback" not in done.stderr
     assert "the model has 256 tokens; it is another model's tokenizer" in done.stderr

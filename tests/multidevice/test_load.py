@@ -15,12 +15,13 @@ from safetensors.numpy import load_file, save_file
 
 from shardplan import HFCheckpointConverter, best_effort_sharding, load_pretrained
 from shardplan.checkpoint import stream
+from shardplan.checkpoint.index import read_index
 from shardplan.checkpoint.load import stream_model
 from shardplan.errors import ConfigError
 from shardplan.model import build_model, read_config
 from shardplan.model.axes import named_leaves
 from shardplan.plan.planner import make_plan
-from shardplan.runtime.storage import open_folder
+from shardplan.runtime.storage import LocalFile, open_folder
 
 
 def template_of(folder: Path):
@@ -155,6 +156,28 @@ def test_scalars_and_empty_arrays(tmp_path):
     for dtype in (None, "bfloat16"):
         loaded = stream_model(template, open_folder(str(tmp_path)), mesh_of(1, 2, 2), {}, dtype)
         assert float(loaded.scalar) == 3.5 and loaded.empty.array.shape == (0,)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("mapping", [{"embed": "data", "mlp": "model"}, {"mlp": ("model", "data")}, {}, None])
+def test_every_byte_is_read_once(golden, monkeypatch, name, mapping):
+    """Whatever the sharding: shards that interleave on disk, contiguous shards, copies on every device."""
+    counted = []
+    original = LocalFile.read_into
+    monkeypatch.setattr(
+        LocalFile,
+        "read_into",
+        lambda self, offset, buffer: counted.append(len(buffer)) or original(self, offset, buffer),
+    )
+    monkeypatch.setattr(stream, "CHUNK_BYTES", 4096)
+    tensors = read_index(open_folder(str(golden / name)))
+    counted.clear()
+    template = template_of(golden / name)
+    read = sum(tensor.nbytes for tensor in tensors.values())
+    with jax.set_mesh(mesh_of(1, 4, 2)):
+        stream_model(template, open_folder(str(golden / name)), mesh_of(1, 4, 2), mapping, None)
+    headers = sum(counted[: 1 + 2 * len({tensor.file.name for tensor in tensors.values()})])
+    assert sum(counted) - headers == read
 
 
 def test_plan_and_mapping_together_are_refused(golden, make_config):
