@@ -8,6 +8,9 @@ from pathlib import Path
 
 from shardplan import config, errors
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells give it."""
+
 
 def run(main: Callable[[config.Config], None], prog: str, argv: Sequence[str] | None = None) -> int:
     """Parse `argv` (default: the process's), call `main`, and return the exit code of `shardplan.errors`."""
@@ -18,6 +21,9 @@ def run(main: Callable[[config.Config], None], prog: str, argv: Sequence[str] | 
     except errors.ShardplanError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has gone: that ends the output, it is not a failure of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -32,7 +38,10 @@ def check_writable(key: str, path: str) -> None:
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+        is_new = not os.path.exists(path)
         with open(path, "a", encoding="utf-8"):
             pass
+        if is_new:
+            Path(path).unlink(missing_ok=True)
     except OSError as error:
         raise errors.ConfigError(f"{key} {path!r} cannot be written: {error.strerror}") from error
