@@ -1,5 +1,7 @@
 """Streamed with a planned sharding, every model gives the logits that transformers gives."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from conftest import MODEL_TYPES
@@ -15,9 +17,8 @@ TOLERANCE = 2e-5
 MESHES = [(1, 4, 2), (2, 2, 2), (1, 1, 8), (1, 8, 1)]
 
 
-@pytest.mark.parametrize("name", MODEL_TYPES)
-@pytest.mark.parametrize(("replica", "data", "model_axis"), MESHES)
-def test_logits_equal_transformers(golden, make_config, name, replica, data, model_axis):
+def deviation(golden, make_config, name, mesh, change_model=None, change_plan=None) -> float:
+    """Largest difference between the logits on `mesh` (replica, data, model) and those of transformers."""
     reference = np.load(golden / name / "golden.npz")
     tokens = np.tile(reference["tokens"], (4, 1))  # 8 sequences, so that every mesh divides the batch
     config = make_config(
@@ -26,16 +27,35 @@ def test_logits_equal_transformers(golden, make_config, name, replica, data, mod
         workload_position=tokens.shape[1],
         workload_param_dtype="float32",
         workload_compute_dtype="float32",
-        mesh_replica=replica,
-        mesh_data=data,
-        mesh_model=model_axis,
+        mesh_replica=mesh[0],
+        mesh_data=mesh[1],
+        mesh_model=mesh[2],
     )
     folder = open_folder(config.model.ref)
     model = build_model(read_config(None, folder), config.workload.position)
+    model = dataclasses.replace(model, **(change_model or {}))
     plan = make_plan(config, model)
-    mesh = make_mesh(plan.mesh)
-    module = stream_model(model.template, folder, mesh, plan.param_mapping, plan.workload.param_dtype)
-    logits = forward_logits(module, model, plan, mesh, tokens)
+    plan = dataclasses.replace(plan, compute_mapping={**plan.compute_mapping, **(change_plan or {})})
+    device_mesh = make_mesh(plan.mesh)
+    module = stream_model(model.template, folder, device_mesh, plan.param_mapping, plan.workload.param_dtype)
+    logits = forward_logits(module, model, plan, device_mesh, tokens)
     expected = np.tile(reference["logits"], (4, 1, 1))
-    assert np.abs(expected).max() > 1  # the comparison below is worth something
-    assert np.abs(logits - expected).max() <= TOLERANCE
+    assert np.abs(expected).max() > 1  # so that the comparison is worth something
+    return np.abs(logits - expected).max()
+
+
+@pytest.mark.parametrize("name", MODEL_TYPES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_logits_equal_transformers(golden, make_config, name, mesh):
+    assert deviation(golden, make_config, name, mesh) <= TOLERANCE
+
+
+def test_what_levanter_leaves_out_of_gemma2(golden, make_config):
+    """Without the final soft cap the logits are as far off as those of Levanter's own model: 4e-3 to 8e-3."""
+    assert 4e-3 < deviation(golden, make_config, "gemma2", (1, 4, 2), change_model={"logit_soft_cap": None}) < 8e-3
+
+
+def test_why_the_tokens_of_experts_are_not_cut(golden, make_config):
+    """Levanter's mixture of experts is wrong where its token axes are mapped, so no plan may map them."""
+    cut = {"token": ["data"], "token_repeat": ["data"]}
+    assert deviation(golden, make_config, "mixtral", (1, 4, 2), change_plan=cut) > 0.1
