@@ -5,7 +5,6 @@ Imports no JAX, so that `--help` and every complaint about a configuration are i
 
 import argparse
 import dataclasses
-import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -243,8 +242,3 @@ def _help(prog: str) -> str:
     for name, key in KEYS.items():
         parser.add_argument(f"--{name}", metavar="VALUE", default=key.default, help=key.documentation)
     return parser.format_help()
-
-
-def command_line() -> list[str]:
-    """The arguments of this process."""
-    return sys.argv[1:]

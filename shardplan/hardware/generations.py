@@ -23,8 +23,6 @@ class Generation:
     """Bytes per second per device."""
     link_bandwidth: float
     """Bytes per second of one interconnect link, one way."""
-    torus_rank: int
-    """Dimensions of the torus the chips form."""
     sizes: tuple[tuple[int, ...], ...]
     """The tori that can be had, in chips."""
 
@@ -39,11 +37,11 @@ _2D_V3 = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
 GENERATIONS = {
     row.name: row
     for row in (
-        Generation("v3", 2, 2, 15.48, 6.1e13, 4.5e11, 7.0e10, 2, _2D_V3),
-        Generation("v4", 1, 2, 30.75, 2.75e14, 1.2e12, 4.5e10, 3, _3D),
-        Generation("v5e", 1, 1, 15.75, 1.97e14, 8.1e11, 4.5e10, 2, _2D),
-        Generation("v5p", 1, 2, 95.74, 4.59e14, 2.765e12, 9.0e10, 3, _3D),
-        Generation("v6e", 1, 1, 31.25, 9.18e14, 1.638e12, 9.0e10, 2, _2D),
-        Generation("tpu7x", 2, 2, 94.75, 1.15e15, 3.7e12, 1.0e11, 3, _3D),
+        Generation("v3", 2, 2, 15.48, 6.1e13, 4.5e11, 7.0e10, _2D_V3),
+        Generation("v4", 1, 2, 30.75, 2.75e14, 1.2e12, 4.5e10, _3D),
+        Generation("v5e", 1, 1, 15.75, 1.97e14, 8.1e11, 4.5e10, _2D),
+        Generation("v5p", 1, 2, 95.74, 4.59e14, 2.765e12, 9.0e10, _3D),
+        Generation("v6e", 1, 1, 31.25, 9.18e14, 1.638e12, 9.0e10, _2D),
+        Generation("tpu7x", 2, 2, 94.75, 1.15e15, 3.7e12, 1.0e11, _3D),
     )
 }

@@ -64,7 +64,5 @@ def _cpu_slice(name: str, devices: int) -> Slice:
         raise ConfigError(f"hardware.slice {name!r}: needs 1 to {MOST_CPU_DEVICES} virtual devices, as in 'cpu-8'")
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Speeds of virtual devices only rank plans against each other; they are not a prediction for this machine.
-    generation = Generation(
-        "cpu", 1, 1, host_bytes / GIB / devices, 2e10, 5e9, 2.5e9, torus_rank=1, sizes=((devices,),)
-    )
+    generation = Generation("cpu", 1, 1, host_bytes / GIB / devices, 2e10, 5e9, 2.5e9, sizes=((devices,),))
     return Slice(name, generation, (devices,))

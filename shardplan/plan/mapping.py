@@ -26,12 +26,6 @@ def mesh_axes_of(axes: Iterable[str], mapping: AxisMapping) -> MeshAxes:
     return tuple(mesh_axis for axis in axes for mesh_axis in mapping.get(axis, ()))
 
 
-def duplicate(axes: Iterable[str], mapping: AxisMapping) -> str | None:
-    """A mesh axis that two dimensions of one array would be cut along (JAX: DuplicateSpecError), or None."""
-    used = mesh_axes_of(axes, mapping)
-    return next((axis for axis in used if used.count(axis) > 1), None)
-
-
 def independent_sets(axes: Iterable[str], arrays: Iterable[Iterable[str]]) -> list[frozenset[str]]:
     """Every set of `axes` of which no array has two, so that all of them can share one mesh axis; the empty set too."""
     together = [set(array) for array in arrays]

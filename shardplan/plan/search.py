@@ -145,7 +145,7 @@ class _OnMesh:
         scanned = _scanned_axes(model)
         self.free = [axis for axis in model.axes if axis not in scanned and axis != model.position]
         # Rests repeat across compute mappings: only the cut of the parameter itself matters.
-        self._rest = cache(self._rest)  # type: ignore[method-assign]
+        self._rest = cache(self._evaluate_rest)
 
     def candidates(self) -> Iterator[Candidate]:
         """Every combination of mappings."""
@@ -203,7 +203,7 @@ class _OnMesh:
     def _compute(self, tensor: dict[str, MeshAxes]) -> dict[str, MeshAxes]:
         return {self.workload.batch_axis: self.batch_axes, **tensor} if self.batch_axes else tensor
 
-    def _rest(self, index: int, cut: frozenset[str], axis: str | None, extra: MeshAxes) -> _Rest:
+    def _evaluate_rest(self, index: int, cut: frozenset[str], axis: str | None, extra: MeshAxes) -> _Rest:
         parameter, workload, mesh = self.model.parameters[index], self.workload, self.mesh
         tensor: dict[str, MeshAxes] = {name: ("model",) for name in cut}
         compute = self._compute(tensor)

@@ -16,7 +16,7 @@ def run(main: Callable[[config.Config], None], prog: str, argv: Sequence[str] | 
     """Parse `argv` (default: the process's), call `main`, and return the exit code of `shardplan.errors`."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     try:
-        main(config.load(config.command_line() if argv is None else argv, prog))
+        main(config.load(sys.argv[1:] if argv is None else argv, prog))
         sys.stdout.flush()
     except errors.ShardplanError as error:
         print(f"{prog}: {error}", file=sys.stderr)
