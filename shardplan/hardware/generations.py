@@ -1,7 +1,7 @@
 """Accelerator generations, one data row each.
 
 HBM is what the TPU compiler says is available to a program; FLOP/s, bandwidths and torus dimensions are from the Cloud
-TPU documentation and the scaling book (https://jax-ml.github.io/scaling-book/tpus).
+TPU documentation and the scaling book (https://jax-ml.github.io/scaling-book/tpus); v3's link bandwidth is a guess.
 """
 
 from dataclasses import dataclass
