@@ -19,6 +19,10 @@ from draccus.wrappers.docstring import get_attribute_docstring
 from shardplan.errors import ConfigError, nearest, one_line
 
 DTYPES = ("bfloat16", "float16", "float32")
+KINDS = ("eval", "prefill", "train")
+PROGRAMS = ("load", "step")
+OPTIONS = ("auto", "plan")
+CHECKPOINTING = ("default", "nested", "offload", "recompute", "save_all")
 CONFIG_FLAGS = ("--config", "--config_path")
 
 
@@ -37,7 +41,7 @@ class HardwareConfig:
     """Where it runs."""
 
     slice: str = "cpu-8"
-    """A TPU slice such as v4-256, v5p-128, v6e-64, or cpu-N for N virtual CPU devices."""
+    """A TPU slice such as v4-256, v4:4x4x8 (by its torus), 2xv6e-256 (two slices), or cpu-N for virtual CPU devices."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,10 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """What one step evaluates."""
+    """What one step does."""
 
+    kind: str = "eval"
+    """What the plan is for: eval, train (AdamW) or prefill."""
     batch: int = 8
     """Sequences per step, over all devices."""
     position: int = 2048
@@ -61,6 +67,8 @@ class WorkloadConfig:
     """Type the parameters are kept in: bfloat16, float16 or float32."""
     compute_dtype: str = "bfloat16"
     """Type activations and matrix products are computed in."""
+    gradient_checkpointing: str = "default"
+    """Which activations training keeps, as Levanter names it: default, recompute, nested, offload or save_all."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +82,39 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class CompilerConfig:
+    """How the TPU compiler is asked."""
+
+    program: str = "step"
+    """What is compiled: step (that of workload.kind), or load (the assembly of Levanter's loader)."""
+    options: str = "plan"
+    """Compiler options: plan (those of the plan), or auto (a curated set, and which of it helps)."""
+    jobs: int | None = None
+    """Compiles at a time; default: one per processor."""
+    seconds: int = 1200
+    """Time limit of one compile."""
+    gib: float = 16.0
+    """Memory limit of one compile, GiB of this machine."""
+    cache: str | None = "~/.cache/shardplan/verify"
+    """Folder of verdicts, by plan and versions; null for none."""
+
+
+@dataclass(frozen=True)
 class Config:
-    """Configuration of `python -m shardplan.plan` and `python -m shardplan.eval`."""
+    """Configuration of every command of shardplan."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    compiler: CompilerConfig = field(default_factory=CompilerConfig)
+    plan: str | None = None
+    """A Plan written with --json, to use instead of planning again."""
+    verify: bool = False
+    """Have the TPU compiler check the plan before going on; needs no TPU."""
+    against: tuple[str, ...] = ()
+    """Of verify: Plans, configurations, or Levanter configurations to rank beside this one."""
     output: str = "results/eval.json"
     """Where eval writes its results."""
     dry_run: bool = False
@@ -97,16 +130,23 @@ class Config:
             ("mesh.data", self.mesh.data, 1),
             ("mesh.model", self.mesh.model, 1),
             ("data.max_documents", self.data.max_documents, 1),
+            ("compiler.jobs", self.compiler.jobs, 1),
+            ("compiler.seconds", self.compiler.seconds, 1),
+            ("compiler.gib", self.compiler.gib, 1),
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{key} is {value}; it must be at least {least}")
-        for key, dtype in (
-            ("workload.param_dtype", self.workload.param_dtype),
-            ("workload.compute_dtype", self.workload.compute_dtype),
+        for key, name, valid in (
+            ("workload.param_dtype", self.workload.param_dtype, DTYPES),
+            ("workload.compute_dtype", self.workload.compute_dtype, DTYPES),
+            ("workload.kind", self.workload.kind, KINDS),
+            ("workload.gradient_checkpointing", self.workload.gradient_checkpointing, CHECKPOINTING),
+            ("compiler.program", self.compiler.program, PROGRAMS),
+            ("compiler.options", self.compiler.options, OPTIONS),
         ):
-            if dtype not in DTYPES:
-                raise ConfigError(f"{key} is {dtype!r}; {nearest(dtype, DTYPES)}")
-        if not self.model.ref and not self.model.config:
+            if name not in valid:
+                raise ConfigError(f"{key} is {name!r}; {nearest(name, valid)}")
+        if not self.model.ref and not self.model.config and self.plan is None:
             raise ConfigError("no model: set model.ref to a Hugging Face folder, or model.config to a config.json")
 
 
@@ -120,7 +160,10 @@ class Key:
     """Types its value may have."""
 
 
-KIND_NAMES = {int: "an integer", str: "text", bool: "true or false", type(None): "null"}
+KIND_NAMES = {
+    int: "an integer", float: "a number", str: "text", bool: "true or false", tuple: "a list of texts",
+    type(None): "null",
+}  # fmt: skip
 
 
 def _keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Key]]:
@@ -131,7 +174,8 @@ def _keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Key]]:
             yield from _keys(typing.cast(type, kind), f"{prefix}{item.name}.")
         else:
             documentation = get_attribute_docstring(cls, item.name).docstring_below
-            yield f"{prefix}{item.name}", Key(item.default, documentation, typing.get_args(kind) or (kind,))
+            union = typing.get_args(kind) if typing.get_origin(kind) is not tuple else (tuple,)
+            yield f"{prefix}{item.name}", Key(item.default, documentation, union or (kind,))
 
 
 KEYS = dict(_keys(Config))
@@ -169,10 +213,15 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         if not token.startswith("--"):
             raise ConfigError(f"unexpected argument {token!r}; options look like --workload.batch 16")
         flag, separator, text = token.partition("=")
+        name = flag.removeprefix("--")
         has_value = bool(separator) or bool(rest and not rest[0].startswith("--"))
         if has_value and not separator:
             text = rest.pop(0)
-        name = flag.removeprefix("--")
+        if name in KEYS and tuple in KEYS[name].kinds:
+            overrides[name] = [text] if has_value else []
+            while rest and not rest[0].startswith("--"):
+                overrides[name].append(rest.pop(0))
+            continue
         if flag in CONFIG_FLAGS and has_value:
             files.append(text)
         elif flag in CONFIG_FLAGS:
@@ -228,7 +277,9 @@ def _checked(values: dict[str, Any], where: str) -> dict[str, Any]:
             raise ConfigError(f"{where}: unknown key {name!r}; {nearest(name, KEYS)}")
         # Exactly these types: True is an int in Python, and a number in a YAML file was not meant as a path.
         kinds = KEYS[name].kinds
-        if type(value) not in kinds:
+        is_texts = tuple in kinds and isinstance(value, list) and all(isinstance(item, str) for item in value)
+        is_whole = float in kinds and type(value) is int
+        if type(value) not in kinds and not is_texts and not is_whole:
             wanted = " or ".join(KIND_NAMES[kind] for kind in kinds)
             raise ConfigError(f"{where}: {name} is {value!r}; it must be {wanted}")
     return values

@@ -30,10 +30,13 @@ def main(config: Config) -> None:
     from shardplan.eval.run import run_evaluation
     from shardplan.report import console, print_results
     from shardplan.runtime.devices import is_first_process
+    from shardplan.verify.__main__ import verify_plan
 
     def on_plan(plan: Plan) -> None:
         if is_first_process():
             show(plan, config.json)
+            if config.verify:
+                verify_plan(config, plan)
 
     results = run_evaluation(config, documents, on_plan)
     if not is_first_process():

@@ -9,17 +9,18 @@ import jax
 
 from shardplan.checkpoint import stream_model
 from shardplan.config import Config
-from shardplan.errors import CheckpointError
+from shardplan.errors import CheckpointError, ConfigError
 from shardplan.eval.documents import Document, make_windows
 from shardplan.eval.evaluate import evaluate
 from shardplan.eval.results import summarize
 from shardplan.eval.tokenizer import load_encoder
 from shardplan.hardware import parse_slice
-from shardplan.model import build_model, read_config
+from shardplan.model import build_model, inspect_model, read_config
 from shardplan.plan.plan import Plan
-from shardplan.plan.planner import make_plan
+from shardplan.plan.planner import make_plan, with_plan
 from shardplan.runtime.devices import make_mesh, start_devices
 from shardplan.runtime.storage import open_folder
+from shardplan.step import specialize
 
 
 def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Callable[[Plan], None]) -> dict[str, Any]:
@@ -31,12 +32,18 @@ def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Calla
     Returns:
         The results JSON: `total`, `documents` (a row each), `load`, `plan` (the Plan's JSON), `versions`.
     """
+    config, given = with_plan(config)
+    if config.workload.kind != "eval":
+        raise ConfigError(f"workload.kind is {config.workload.kind}; eval runs plans for evaluation, set it to eval")
     hardware = parse_slice(config.hardware.slice)
     start_devices(hardware.name, hardware.devices, hardware.is_cpu)
     folder = open_folder(config.model.ref)
     model = build_model(read_config(config.model.config, folder), config.workload.position)
-    plan = make_plan(config, model)
+    plan = given or make_plan(config, model)
+    if plan.model.axes != dict(inspect_model(model).axes):
+        raise ConfigError(f"plan {config.plan} is for {plan.model.ref}, whose axes are not those of {folder.ref}")
     on_plan(plan)
+    model = specialize(model, plan)
     windows = make_windows(documents, load_encoder(folder), plan.workload.position, plan.workload.batch)
     largest = int(windows.tokens.max())
     if largest >= model.vocab.size:

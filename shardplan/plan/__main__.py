@@ -16,14 +16,19 @@ def main(config: Config) -> None:
     check_targets(config)
     # Planning runs nothing on a device; without this JAX would look for accelerators first.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from shardplan.plan.planner import make_plan
+    from shardplan.plan.planner import make_plan, with_plan
 
-    plan = make_plan(config)
+    config, given = with_plan(config)
+    plan = given or make_plan(config)
     show(plan, config.json)
     print(
         f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s",
         file=sys.stderr,
     )
+    if config.verify:
+        from shardplan.verify.__main__ import verify_plan
+
+        verify_plan(config, plan)
 
 
 def check_targets(config: Config) -> None:

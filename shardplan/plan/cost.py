@@ -1,4 +1,4 @@
-"""Time of a forward pass under a mapping: compute, and the collectives that the mapping makes necessary. Pure.
+"""Time of a step under a mapping: compute, and the collectives that the mapping makes necessary. Pure.
 
 The simple roofline of https://jax-ml.github.io/scaling-book: matrix products at peak FLOP/s but never faster than the
 weights come from HBM; collectives at the bandwidth of one bidirectional ring. Gathers of weights depend on nothing and
@@ -7,7 +7,7 @@ bound: a compiler's schedule is slower.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardplan.hardware import Slice
 from shardplan.model import Attention, Contraction, ModelAxes, Parameter
@@ -16,6 +16,10 @@ from shardplan.plan.memory import Workload
 
 GATHER_CAUSE = "weights of"
 """How the cause of a gather of weights begins."""
+TRAINING_PASSES = 4
+"""Forward passes that a training step costs: one, its repetition for the gradient, and two products per product."""
+TRAINING_GATHERS = 2
+"""Times that training uses a weight: forward, and for the gradient."""
 CAUSAL = 0.5
 """Part of the position x position products that a causal mask leaves."""
 
@@ -53,32 +57,70 @@ def step_seconds(compute: float, weights: float, activations: float) -> float:
     return max(compute, weights) + activations
 
 
+def step_flops(model: ModelAxes, workload: Workload) -> float:
+    """Products that the model needs for one step, over all devices: what model FLOP/s utilisation counts.
+
+    Nothing is counted that is done again, nor the masked half of attention.
+    """
+    whole = sum(_flops(model, workload, {}, {}))
+    return 3 * whole if workload.is_training else whole
+
+
 def compute_seconds(
     model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape, hardware: Slice
 ) -> float:
     """Matrix products of one step on one device, or the time to read the weights where that is longer."""
-    batch_cut = shard_count((workload.batch_axis,), compute, mesh)
-    flops, weight_bytes = 0.0, 0.0
     parameters = {parameter.path: parameter for parameter in model.parameters}
+    weights = (parameters[c.weight] for c in model.contractions if not c.is_lookup)
+    weight_bytes = sum(w.size * workload.compute_bytes / shard_count(w.axes, compute, mesh) for w in weights)
+    generation = hardware.generation
+    passes = TRAINING_PASSES if workload.is_training else 1
+    flops = sum(_flops(model, workload, compute, mesh))
+    return passes * max(flops / generation.flops, weight_bytes / generation.hbm_bandwidth)
+
+
+def _flops(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> Iterator[float]:
+    """Of a forward pass on one device, contraction by contraction."""
+    batch_cut = shard_count((workload.batch_axis,), compute, mesh)
     for contraction in model.contractions:
         if contraction.is_lookup:
             continue
         axes = (*contraction.inputs, *contraction.outputs)
         cut = shard_count(axes, compute, mesh) * (1 if contraction.routed else batch_cut)
-        elements = model.elements(axes)
-        flops += 2 * workload.tokens * elements * contraction.uses_per_token * contraction.repeats / cut
-        weight = parameters[contraction.weight]
-        weight_bytes += weight.size * workload.compute_bytes / shard_count(weight.axes, compute, mesh)
+        is_head = model.vocab in contraction.outputs
+        tokens = workload.batch if workload.kind == "prefill" and is_head else workload.tokens
+        yield 2 * tokens * model.elements(axes) * contraction.uses_per_token * contraction.repeats / cut
     for attention in model.attention:
         width = model.axes[attention.merged] * model.axes[attention.head_size]
         cut = batch_cut * shard_count((*attention.heads, attention.head_size), compute, mesh)
-        flops += 4 * CAUSAL * workload.tokens * workload.position * width * attention.repeats / cut
-    generation = hardware.generation
-    return max(flops / generation.flops, weight_bytes / generation.hbm_bandwidth)
+        yield 4 * CAUSAL * workload.tokens * workload.position * width * attention.repeats / cut
 
 
 def compute_traffic(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> Iterator[Traffic]:
     """Collectives that the compute mapping causes, whatever the parameters' mapping."""
+    forward = _forward_traffic(model, workload, compute, mesh)
+    if not workload.is_training:
+        yield from forward
+        return
+    # the forward pass, its repetition, and the transposes of its products, which sum over the other axis
+    for traffic in forward:
+        yield replace(traffic, bytes=3 * traffic.bytes, count=3 * traffic.count)
+    yield from _gradient_traffic(model, workload, compute, mesh)
+
+
+def _gradient_traffic(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> Iterator[Traffic]:
+    """Gradients of weights are partial sums over the batch; they rest cut, so a reduce-scatter adds them up."""
+    axes = compute.get(workload.batch_axis, ())
+    parameters = {parameter.path: parameter for parameter in model.parameters}
+    for contraction in model.contractions if axes else ():
+        weight = parameters[contraction.weight]
+        size = weight.size * workload.compute_bytes / shard_count(weight.axes, compute, mesh)
+        n = mesh_size(mesh, axes)
+        cause = f"gradient of {contraction.weight}"
+        yield Traffic("reduce-scatter", axes, size * (n - 1) / n, contraction.repeats, cause)
+
+
+def _forward_traffic(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> Iterator[Traffic]:
     batch_cut = shard_count((workload.batch_axis,), compute, mesh)
     for contraction in model.contractions:
         axes = mesh_axes_of(contraction.inputs, compute)
@@ -125,4 +167,5 @@ def weight_traffic(
     if not extra:
         return None
     whole = weight.size / contraction.repeats * workload.compute_bytes / shard_count(weight.axes, compute, mesh)
-    return all_gather(whole, mesh, extra, contraction.repeats, f"{GATHER_CAUSE} {contraction.weight}")
+    uses = TRAINING_GATHERS if workload.is_training else 1
+    return all_gather(whole, mesh, extra, uses * contraction.repeats, f"{GATHER_CAUSE} {contraction.weight}")

@@ -16,19 +16,29 @@ FLASH_BLOCK = 1024
 """Side of the block of attention scores that Levanter's flash attention keeps, tokens."""
 LOGIT_BYTES = 4
 """The loss is computed in float32."""
+OPTIMIZER_COPIES = 2
+"""AdamW keeps two moments of every parameter, in the parameter's type."""
 RESIDUAL_COPIES = 3
 """Arrays of the residual stream alive in a layer: the stream, its normalised form, the result being added."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step evaluates."""
+    """What one step does."""
 
     batch_axis: str
     batch: int
     position: int
     param_dtype: str
     compute_dtype: str
+    kind: str = "eval"
+    """eval, train or prefill."""
+    gradient_checkpointing: str = "default"
+
+    @property
+    def is_training(self) -> bool:
+        """Whether gradients are computed and the parameters updated."""
+        return self.kind == "train"
 
     @property
     def tokens(self) -> int:
@@ -64,14 +74,7 @@ def activation_bytes(
         attention_scores: count a block of float32 scores (attention without a fused kernel, as on CPU).
     """
     batch_cut = shard_count((workload.batch_axis,), compute, mesh)
-    widths: dict[str, float] = defaultdict(float)
-    for contraction in model.contractions:
-        if contraction.is_lookup or contraction.repeats == 1:
-            continue
-        axes = [axis for axis in (*contraction.inputs, *contraction.outputs) if axis != model.residual]
-        per_token = model.elements(axes) / shard_count(axes, compute, mesh)
-        copies = batch_cut if contraction.routed else 1
-        widths[contraction.module] += per_token * contraction.uses_per_token * copies
+    widths = _module_widths(model, workload, compute, mesh)
     tokens = workload.tokens / batch_cut
     residual = RESIDUAL_COPIES * model.axes[model.residual] / shard_count((model.residual,), compute, mesh)
     total = tokens * workload.compute_bytes * (residual + max(widths.values(), default=0))
@@ -84,11 +87,51 @@ def activation_bytes(
     return int(total)
 
 
+def _module_widths(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> dict[str, float]:
+    """Module of a layer -> elements of its results per token of a device."""
+    batch_cut = shard_count((workload.batch_axis,), compute, mesh)
+    widths: dict[str, float] = defaultdict(float)
+    for contraction in model.contractions:
+        if contraction.is_lookup or contraction.repeats == 1:
+            continue
+        axes = [axis for axis in (*contraction.inputs, *contraction.outputs) if axis != model.residual]
+        per_token = model.elements(axes) / shard_count(axes, compute, mesh)
+        copies = batch_cut if contraction.routed else 1
+        widths[contraction.module] += per_token * contraction.uses_per_token * copies
+    return widths
+
+
+def saved_bytes(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> int:
+    """What training keeps of the forward pass for the gradient, in every layer.
+
+    The residual stream, as every kind of checkpointing keeps at most; with `save_all` the results of all modules too.
+    """
+    if not workload.is_training:
+        return 0
+    batch_cut = shard_count((workload.batch_axis,), compute, mesh)
+    layers = max(contraction.repeats for contraction in model.contractions)
+    kept = layers * model.axes[model.residual] / shard_count((model.residual,), compute, mesh)
+    if workload.gradient_checkpointing == "save_all":
+        kept += layers * (RESIDUAL_COPIES + sum(_module_widths(model, workload, compute, mesh).values()))
+    return int(workload.tokens / batch_cut * workload.compute_bytes * kept)
+
+
 def logit_bytes(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> int:
-    """Logits and their exponentials in float32."""
+    """Logits and their exponentials in float32; of one token per prompt where that is all that is asked for."""
     batch_cut = shard_count((workload.batch_axis,), compute, mesh)
     vocab = model.axes[model.vocab] / shard_count((model.vocab,), compute, mesh)
-    return int(2 * LOGIT_BYTES * workload.tokens / batch_cut * vocab)
+    tokens = workload.batch if workload.kind == "prefill" else workload.tokens
+    return int(2 * LOGIT_BYTES * tokens / batch_cut * vocab)
+
+
+def optimizer_bytes(stored: int, workload: Workload) -> int:
+    """Moments of `stored` bytes of parameters."""
+    return OPTIMIZER_COPIES * stored if workload.is_training else 0
+
+
+def gradient_bytes(stored: int, workload: Workload) -> int:
+    """Gradients of `stored` bytes of parameters, which have their type and rest like them."""
+    return stored if workload.is_training else 0
 
 
 def parameter_bytes(parameter: Parameter, workload: Workload, params: AxisMapping, mesh: MeshShape) -> int:

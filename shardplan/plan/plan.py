@@ -36,10 +36,12 @@ class WorkloadInfo:
     """What one step does."""
 
     kind: str
+    """eval, train or prefill."""
     batch: int
     position: int
     param_dtype: str
     compute_dtype: str
+    gradient_checkpointing: str = "default"
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,33 @@
 """make_plan: from a model, a workload and a slice to a Plan."""
 
+import heapq
 import time
+from dataclasses import replace
 from importlib import metadata
 
-from shardplan.config import Config
-from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.config import Config, HardwareConfig, MeshConfig, ModelConfig, WorkloadConfig
+from shardplan.errors import ConfigError, InfeasibleError, nearest
 from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.model import Model, ModelAxes, build_model, inspect_model, read_config
-from shardplan.plan.cost import GATHER_CAUSE, compute_seconds, compute_traffic, weight_traffic
-from shardplan.plan.mapping import AxisMapping, MeshShape
+from shardplan.plan.cost import GATHER_CAUSE, compute_seconds, compute_traffic, step_seconds, weight_traffic
+from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape
 from shardplan.plan.memory import (
     Workload,
     activation_bytes,
     cast_bytes,
+    gathered_bytes,
+    gradient_bytes,
     logit_bytes,
+    optimizer_bytes,
     parameter_bytes,
+    saved_bytes,
 )
 from shardplan.plan.plan import (
     BATCH_AXIS,
     Collective,
     CostPlan,
     HardwareInfo,
+    Mapping,
     MemoryPlan,
     ModelInfo,
     ParameterPlan,
@@ -29,16 +36,25 @@ from shardplan.plan.plan import (
     SearchInfo,
     WorkloadInfo,
 )
-from shardplan.plan.search import TIME_RESOLUTION, Candidate, Outcome, duplicates_excluded, mesh_shapes, search
+from shardplan.plan.search import (
+    GATHERED_AT_ONCE,
+    TIME_RESOLUTION,
+    Candidate,
+    Outcome,
+    duplicates_excluded,
+    mesh_shapes,
+    search,
+)
 from shardplan.runtime.storage import open_folder
 
 
-def make_plan(config: Config, model: Model | None = None) -> Plan:
+def make_plan(config: Config, model: Model | None = None, nearest_miss: bool = False) -> Plan:
     """The fastest mesh and mappings that fit.
 
     Args:
         config: model, hardware, mesh and workload; see `shardplan.config`.
         model: the model, where it has been built already.
+        nearest_miss: where nothing fits, plan what needs least memory rather than raise.
 
     Raises:
         ConfigError: an unusable configuration, or a batch that no mesh can divide.
@@ -48,19 +64,55 @@ def make_plan(config: Config, model: Model | None = None) -> Plan:
     pinned = {"replica": config.mesh.replica, "data": config.mesh.data, "model": config.mesh.model}
     meshes = mesh_shapes(hardware, pinned)
     axes = inspect_model(model or model_of(config))
-    workload = Workload(
-        BATCH_AXIS,
-        config.workload.batch,
-        config.workload.position,
-        config.workload.param_dtype,
-        config.workload.compute_dtype,
-    )
+    workload = _workload(config)
     started = time.perf_counter()
     outcome = search(axes, workload, hardware, meshes)
     seconds = time.perf_counter() - started
-    if outcome.best is None:
+    best = outcome.best or (outcome.nearest_miss if nearest_miss else None)
+    if best is None:
         raise _failure(outcome, workload, hardware, meshes)
-    return _describe(config, axes, workload, hardware, outcome, outcome.best, seconds)
+    params = best.params(axes.axes)
+    memory, cost = measure(axes, workload, hardware, best.mesh, best.compute, params)
+    found = _search_info(axes, outcome, best, cost, seconds)
+    return _describe(config, axes, workload, hardware, best.mesh, best.compute, params, memory, cost, found)
+
+
+def plan_layout(config: Config, model: Model, mesh: MeshShape, compute: Mapping, params: Mapping) -> Plan:
+    """The Plan of a mesh and mappings that somebody else chose: nothing is searched, nothing refused.
+
+    Logical axes that the model does not have are named in `search.reasons`: they cut nothing.
+    """
+    hardware, axes, workload = parse_slice(config.hardware.slice), inspect_model(model), _workload(config)
+    cut, rest = _tuples(compute), _tuples(params)
+    memory, cost = measure(axes, workload, hardware, mesh, cut, rest)
+    known = {*axes.axes, axes.position, BATCH_AXIS}
+    reasons = ["given, not searched for"] + [
+        f"the model has no axis {axis!r}, so that mapping it does nothing; {nearest(axis, known)}"
+        for axis in sorted({*compute, *params} - known)
+    ]
+    given = SearchInfo(1, False, 0.0, None, {}, reasons)
+    return _describe(config, axes, workload, hardware, mesh, cut, rest, memory, cost, given)
+
+
+def with_plan(config: Config) -> tuple[Config, Plan | None]:
+    """The Plan that the configuration names, and the configuration with its slice, mesh and workload.
+
+    Raises:
+        ConfigError: the file cannot be read or is not a plan.
+    """
+    if config.plan is None:
+        return config, None
+    plan = Plan.load(config.plan)
+    return (
+        replace(
+            config,
+            model=config.model if config.model.ref or config.model.config else ModelConfig(ref=plan.model.ref),
+            hardware=HardwareConfig(plan.hardware.slice),
+            mesh=MeshConfig(**plan.mesh),
+            workload=WorkloadConfig(**vars(plan.workload)),
+        ),
+        plan,
+    )
 
 
 def model_of(config: Config) -> Model:
@@ -90,23 +142,44 @@ def _failure(outcome: Outcome, workload: Workload, hardware: Slice, meshes: list
     )
 
 
+def _workload(config: Config) -> Workload:
+    work = config.workload
+    return Workload(
+        BATCH_AXIS,
+        work.batch,
+        work.position,
+        work.param_dtype,
+        work.compute_dtype,
+        work.kind,
+        work.gradient_checkpointing,
+    )
+
+
 def _describe(
     config: Config,
     axes: ModelAxes,
     workload: Workload,
     hardware: Slice,
-    outcome: Outcome,
-    best: Candidate,
-    seconds: float,
+    mesh: MeshShape,
+    compute: AxisMapping,
+    params: AxisMapping,
+    memory: MemoryPlan,
+    cost: CostPlan,
+    found: SearchInfo,
 ) -> Plan:
-    params = best.params(axes.axes)
-    cost = _cost(axes, workload, hardware, best, params)
     return Plan(
         model=ModelInfo(config.model.ref or str(config.model.config), axes.type, dict(axes.axes), axes.size),
-        workload=WorkloadInfo("eval", workload.batch, workload.position, workload.param_dtype, workload.compute_dtype),
+        workload=WorkloadInfo(
+            workload.kind,
+            workload.batch,
+            workload.position,
+            workload.param_dtype,
+            workload.compute_dtype,
+            workload.gradient_checkpointing,
+        ),
         hardware=HardwareInfo(hardware.name, hardware.devices, hardware.generation.hbm_gib),
-        mesh=best.mesh,
-        compute_mapping=_lists(best.compute),
+        mesh=dict(mesh),
+        compute_mapping=_lists(compute),
         param_mapping=_lists(params),
         parameters=[
             ParameterPlan(
@@ -114,46 +187,67 @@ def _describe(
                 p.axes,
                 workload.param_dtype,
                 [list(params[axis]) if axis in params else None for axis in p.axes],
-                parameter_bytes(p, workload, params, best.mesh),
+                parameter_bytes(p, workload, params, mesh),
             )
             for p in axes.parameters
         ],
-        memory=_memory(axes, workload, hardware, best),
+        memory=memory,
         cost=cost,
-        search=_search_info(axes, outcome, best, cost, seconds),
+        search=found,
         versions=_versions(),
     )
 
 
-def _cost(axes: ModelAxes, workload: Workload, hardware: Slice, best: Candidate, params: AxisMapping) -> CostPlan:
+def measure(
+    axes: ModelAxes,
+    workload: Workload,
+    hardware: Slice,
+    mesh: MeshShape,
+    compute: AxisMapping,
+    params: AxisMapping,
+) -> tuple[MemoryPlan, CostPlan]:
+    """Memory and cost of one mesh with its mappings, part by part."""
     parameters = {p.path: p for p in axes.parameters}
-    weights = (
-        weight_traffic(c, parameters[c.weight], workload, params, best.compute, best.mesh) for c in axes.contractions
-    )
-    traffic = [*compute_traffic(axes, workload, best.compute, best.mesh), *(t for t in weights if t is not None)]
-    return CostPlan(
-        best.seconds,
-        compute_seconds(axes, workload, best.compute, best.mesh, hardware),
+    gathers = [(c, weight_traffic(c, parameters[c.weight], workload, params, compute, mesh)) for c in axes.contractions]
+    weights = [traffic for _, traffic in gathers if traffic is not None]
+    activations = list(compute_traffic(axes, workload, compute, mesh))
+    arithmetic = compute_seconds(axes, workload, compute, mesh, hardware)
+    cost = CostPlan(
+        step_seconds(
+            arithmetic, sum(t.seconds(hardware) for t in weights), sum(t.seconds(hardware) for t in activations)
+        ),
+        arithmetic,
         [
             Collective(t.kind, list(t.mesh_axes), int(t.bytes), t.count, t.seconds(hardware), t.cause)
-            for t in sorted(traffic, key=lambda t: -t.bytes)
+            for t in sorted([*activations, *weights], key=lambda t: -t.bytes)
         ],
     )
-
-
-def _memory(axes: ModelAxes, workload: Workload, hardware: Slice, best: Candidate) -> MemoryPlan:
-    return MemoryPlan(
-        parameters=best.parameter_bytes,
-        optimizer=0,
-        gradients=0,
-        activations=activation_bytes(axes, workload, best.compute, best.mesh, attention_scores=hardware.is_cpu),
-        logits=logit_bytes(axes, workload, best.compute, best.mesh),
-        gathered_weights=best.gathered_bytes,
-        cast_parameters=cast_bytes(best.parameter_bytes, workload),
+    stored = sum(parameter_bytes(p, workload, params, mesh) for p in axes.parameters)
+    whole: dict[str, int] = {}
+    for c in axes.contractions:
+        size = gathered_bytes(c, parameters[c.weight], workload, params, compute, mesh)
+        whole[c.weight] = max(size, whole.get(c.weight, 0))
+    parts = {
+        "parameters": stored,
+        "optimizer": optimizer_bytes(stored, workload),
+        "gradients": gradient_bytes(stored, workload),
+        "gathered_weights": sum(heapq.nlargest(GATHERED_AT_ONCE, whole.values())),
+        "cast_parameters": sum(
+            cast_bytes(parameter_bytes(p, workload, params, mesh), workload) for p in axes.parameters
+        ),
+    }
+    saved = saved_bytes(axes, workload, compute, mesh)
+    working = activation_bytes(axes, workload, compute, mesh, attention_scores=hardware.is_cpu)
+    logits = logit_bytes(axes, workload, compute, mesh)
+    memory = MemoryPlan(
+        **parts,
+        activations=working + saved,
+        logits=logits,
         load_transient=0,  # shards are filled on the host and put on the device once
-        peak=best.peak_bytes,
+        peak=sum(parts.values()) + saved + max(working, logits),
         available=int(hardware.generation.hbm_gib * GIB),
     )
+    return memory, cost
 
 
 def _search_info(axes: ModelAxes, outcome: Outcome, best: Candidate, cost: CostPlan, seconds: float) -> SearchInfo:
@@ -184,6 +278,10 @@ def _search_info(axes: ModelAxes, outcome: Outcome, best: Candidate, cost: CostP
 
 def _mesh_text(mesh: MeshShape) -> str:
     return "(" + ", ".join(f"{axis} {size}" for axis, size in mesh.items()) + ")"
+
+
+def _tuples(mapping: Mapping) -> dict[str, MeshAxes]:
+    return {axis: tuple(mesh_axes) for axis, mesh_axes in mapping.items()}
 
 
 def _lists(mapping: AxisMapping) -> dict[str, list[str]]:

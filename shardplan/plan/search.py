@@ -23,8 +23,11 @@ from shardplan.plan.memory import (
     activation_bytes,
     cast_bytes,
     gathered_bytes,
+    gradient_bytes,
     logit_bytes,
+    optimizer_bytes,
     parameter_bytes,
+    saved_bytes,
 )
 
 MESH_AXES = ("replica", "data", "model")
@@ -175,7 +178,7 @@ class _OnMesh:
         working = max(
             activation_bytes(model, workload, compute, mesh, attention_scores=self.hardware.is_cpu),
             logit_bytes(model, workload, compute, mesh),
-        )
+        ) + saved_bytes(model, workload, compute, mesh)
         # No array has two axes of an independent set, so that one axis says how an array rests.
         cuts = [frozenset(axis for axis in p.axes if axis in tensor) for p in model.parameters]
         rests = [
@@ -197,7 +200,12 @@ class _OnMesh:
                 step_seconds(arithmetic, sum(rest.seconds for rest in chosen), exposed),
                 stored,
                 gathered,
-                stored + sum(rest.cast for rest in chosen) + gathered + working,
+                stored
+                + optimizer_bytes(stored, workload)
+                + gradient_bytes(stored, workload)
+                + sum(rest.cast for rest in chosen)
+                + gathered
+                + working,
             )
 
     def _compute(self, tensor: dict[str, MeshAxes]) -> dict[str, MeshAxes]:

@@ -41,9 +41,12 @@ def print_plan(plan: Plan, out: Console) -> None:
     out.print(_parameters(plan))
     out.print(_memory(plan))
     memory, free = plan.memory, plan.memory.available - plan.memory.peak
+    verdict, rest = "[bold green]fits[/bold green]", "free"
+    if free < 0:
+        verdict, rest = "[bold red]does not fit[/bold red]", "short"
     out.print(
-        f"[bold green]fits[/bold green] {hardware.slice}: {memory.peak / GIB:.2f} of {hardware.hbm_gib:.2f} GiB per "
-        f"device, {free / GIB:.2f} GiB free; step at least {plan.cost.step_seconds:.3g} s (roofline)",
+        f"{verdict} {hardware.slice}: {memory.peak / GIB:.2f} of {hardware.hbm_gib:.2f} GiB per device, "
+        f"{abs(free) / GIB:.2f} GiB {rest}; step at least {plan.cost.step_seconds:.3g} s (roofline)",
         soft_wrap=True,
     )
     for reason in plan.search.reasons:
@@ -108,6 +111,8 @@ def _memory(plan: Plan) -> Table:
     table.add_column("of available", justify="right")
     rows = {
         "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
         "parameters cast to the compute type": memory.cast_parameters,
         "weights gathered for use": memory.gathered_weights,
         "activations of a layer": memory.activations,

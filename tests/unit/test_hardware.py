@@ -20,11 +20,56 @@ from shardplan.hardware import GENERATIONS, parse_slice
         ("v6e-8", 8, (2, 4)),
         ("tpu7x-128", 128, (4, 4, 4)),
         ("cpu-6", 6, (6,)),
+        ("v4:4x4x8", 128, (4, 4, 8)),
+        ("v4:8x4x4", 128, (8, 4, 4)),
+        ("v4:2x2x3", 12, (2, 2, 3)),
+        ("v4:4x4x64", 1024, (4, 4, 64)),
+        ("v3:2x6", 24, (2, 6)),
+        ("v5e:1x1", 1, (1, 1)),
+        ("v5litepod:4x6", 24, (4, 6)),
+        ("v6e:16x16", 256, (16, 16)),
+        ("tpu7x:16x16x24", 12288, (16, 16, 24)),
     ],
 )
 def test_devices_of_a_slice(name, devices, torus):
     found = parse_slice(name)
-    assert (found.devices, found.torus) == (devices, torus)
+    assert (found.devices, found.torus, found.slices, found.name) == (devices, torus, 1, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "devices", "torus"),
+    [
+        ("2xv6e-256", 2, 512, (16, 16)),
+        ("4xv4:4x4x8", 4, 512, (4, 4, 8)),
+        ("3xtpu7x-128", 3, 384, (4, 4, 4)),
+        ("1xv4-8", 1, 4, (2, 2, 1)),
+    ],
+)
+def test_several_slices(name, slices, devices, torus):
+    found = parse_slice(name)
+    assert (found.slices, found.devices, found.torus) == (slices, devices, torus)
+
+
+def test_standard_sizes_by_torus():
+    for generation in GENERATIONS.values():
+        for torus in generation.sizes:
+            assert parse_slice(f"{generation.name}:{'x'.join(map(str, torus))}").torus == torus
+
+
+@pytest.mark.parametrize(
+    ("name", "flops_per_cycle"),
+    [
+        ("v3", 2 * 2 * 128**2),
+        ("v4", 8 * 2 * 128**2),
+        ("v5e", 4 * 2 * 128**2),
+        ("v5p", 8 * 2 * 128**2),
+        ("v6e", 2 * 2 * 2 * 256**2),
+        ("tpu7x", 2 * 2 * 2 * 256**2),
+    ],
+)
+def test_clock_gives_the_peak(name, flops_per_cycle):
+    generation = GENERATIONS[name]
+    assert generation.clock * flops_per_cycle == pytest.approx(generation.flops, rel=0.01)
 
 
 def test_sizes_grow():
@@ -40,6 +85,20 @@ def test_sizes_grow():
         ("v9-256", "hardware.slice 'v9-256': unknown generation 'v9'; did you mean"),
         ("banana", "hardware.slice 'banana': unknown generation 'banana'; valid: cpu, tpu7x, v3, v4, v5e, v5p, v6e"),
         ("cpu-0", "needs 1 to 4096 virtual devices, as in 'cpu-8'"),
+        ("cpu:8", "needs 1 to 4096 virtual devices, as in 'cpu-8'"),
+        ("2xcpu-4", "hardware.slice '2xcpu-4': virtual CPU devices are one slice; name them as in 'cpu-8'"),
+        ("2xv4-250", "v4 does not come in size 250; did you mean '2xv4-256'?"),
+        ("0xv4-256", "hardware.slice '0xv4-256': needs 1 to 1024 slices, as in '2xv4-256'"),
+        ("v4:4x4", "hardware.slice 'v4:4x4': a v4 torus has 3 dimensions, not 2; did you mean 'v4:2x2x4'?"),
+        ("v6e:4x4x4", "a v6e torus has 2 dimensions, not 3; did you mean 'v6e:8x8'?"),
+        ("v4:3x4x4", "v4 comes in whole hosts of 2x2x1 chips; did you mean 'v4:4x4x4'?"),
+        ("2xv5e:5x5", "v5e comes in whole hosts of 2x2 chips; did you mean '2xv5e:4x4'?"),
+        ("v4:0x2x2", "v4 comes in whole hosts of 2x2x1 chips; did you mean 'v4:2x2x2'?"),
+        ("v4:2x2x1536", "the largest v4 pod is 16x16x24; did you mean 'v4:16x16x24'?"),
+        ("v5e:16x32", "the largest v5e pod is 16x16; did you mean 'v5e:16x16'?"),
+        ("v4:4x4x", "hardware.slice 'v4:4x4x': no size; write it as in 'v4-16' or 'v4:2x2x2'"),
+        ("v4-" + "9" * 5000, "no size; write it as in 'v4-16' or 'v4:2x2x2'"),
+        ("v4:" + "9" * 9 + "x2x2", "v4 comes in whole hosts of 2x2x1 chips; did you mean 'v4:16x16x24'?"),
     ],
 )
 def test_bad_names(name, message):

@@ -1,0 +1,19 @@
+"""The programs that run on the devices: evaluation, train step, prefill. What is run is what is verified."""
+
+from shardplan.step.program import Program, abstract_model, abstract_tokens
+from shardplan.step.programs import logits_program, loss_program, prefill_program, step_program, train_program
+from shardplan.step.specialize import KERNEL_BLOCK, attention_backend, specialize
+
+__all__ = [
+    "KERNEL_BLOCK",
+    "Program",
+    "abstract_model",
+    "abstract_tokens",
+    "attention_backend",
+    "logits_program",
+    "loss_program",
+    "prefill_program",
+    "specialize",
+    "step_program",
+    "train_program",
+]

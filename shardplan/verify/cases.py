@@ -1,0 +1,90 @@
+"""What a configuration asks the compiler: which plans, which programs, which options."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardplan import config as configuration
+from shardplan.config import Config
+from shardplan.errors import ConfigError, one_line
+from shardplan.hardware import parse_slice
+from shardplan.model import build_model, read_config
+from shardplan.plan.levanter_config import is_levanter_config, read_levanter_config
+from shardplan.plan.plan import SCHEMA_VERSION, Plan
+from shardplan.plan.planner import make_plan, plan_layout, with_plan
+from shardplan.runtime.storage import open_folder
+from shardplan.verify.options import CURATED
+from shardplan.verify.run import Case
+
+
+def cases_of(config: Config) -> list[Case]:
+    """The configuration's own plan, with every set of options that it asks for, and what it is to be compared with."""
+    own = _case(config, "this plan")
+    if config.compiler.options == "auto":
+        given = {"plan": own.options} if own.options and own.options not in CURATED.values() else {}
+        sets = {**CURATED, **given}
+        return [dataclasses.replace(own, label=f"options: {name}", options=options) for name, options in sets.items()]
+    return [own, *(_other(path, config) for path in config.against)]
+
+
+def plan_case(config: Config, plan: Plan, label: str = "this plan") -> Case:
+    """The case of `plan`, whose model is the one that `config` names."""
+    return Case(label, plan, _hf_config(config, plan), config.compiler.program, dict(plan.compiler_options))
+
+
+def _case(config: Config, label: str) -> Case:
+    config, plan = with_plan(config)
+    if plan is None:
+        hf_config = _hf_config(config, None)
+        # an estimate that nothing fits is no verdict: the compiler judges what comes closest
+        plan = make_plan(config, build_model(hf_config, config.workload.position), nearest_miss=True)
+    return plan_case(config, plan, label)
+
+
+def _other(path: str, config: Config) -> Case:
+    values = _read(path)
+    if values.get("schema_version") == SCHEMA_VERSION:
+        return _case(dataclasses.replace(config, plan=path), path)
+    if is_levanter_config(values):
+        return _levanter_case(path, config)
+    return _case(configuration.load(["--config", path], "verify"), path)
+
+
+def _levanter_case(path: str, config: Config) -> Case:
+    """A hand-written mesh and mappings, for the model, the slice and the positions of `config`."""
+    hardware = parse_slice(config.hardware.slice)
+    layout = read_levanter_config(path, hardware.devices, hardware.slices)
+    work = config.workload
+    work = dataclasses.replace(
+        work,
+        batch=layout.batch or work.batch,
+        param_dtype=layout.param_dtype or work.param_dtype,
+        compute_dtype=layout.compute_dtype or work.compute_dtype,
+    )
+    config = dataclasses.replace(config, workload=work)
+    model = build_model(_hf_config(config, None), work.position)
+    plan = plan_layout(config, model, layout.mesh, layout.compute_mapping, layout.param_mapping)
+    return plan_case(config, plan, path)
+
+
+def _hf_config(config: Config, plan: Plan | None) -> dict[str, Any]:
+    """config.json of the model that the configuration names, or else the plan."""
+    ref = config.model.ref or (plan.model.ref if plan is not None else "")
+    path = config.model.config or (ref if ref.endswith(".json") else None)
+    return read_config(path, open_folder(ref) if path is None else None)
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        values = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"against: {path} cannot be read: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"against: {path} is neither YAML nor JSON: {one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"against: {path} holds {type(values).__name__}, not a configuration or a plan")
+    return values

@@ -1,0 +1,275 @@
+"""A modelled step time from a scheduled module: the compiler's cycles, and transfers that hide behind them or do not.
+
+Each computation is played once in its schedule: an instruction takes its estimated cycles, a synchronous collective
+waits for its bytes, an asynchronous one occupies its links from its start and is waited for at its end. Loops take
+their body's time as often as they run.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardplan.hardware import Slice
+from shardplan.verify.collectives import KINDS, Network, Transfer, base_opcode, is_collective, short_op
+from shardplan.verify.hlo import Computation, HloError, Instruction, Known, Module
+
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all",
+    "opt-barrier", "iota", "add-dependency", "domain",
+}  # fmt: skip
+"""Opcodes that take no time of the core: names of things. Nor do copies that run beside it (`-start`, `-done`)."""
+FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "MoveToDevice", "MoveToHost")
+"""Custom calls that do nothing by themselves."""
+FLOATS = ("bf16", "f16", "f32")
+NO_CYCLES = " without cycles, timed as reading and writing its result"
+KERNEL_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+"""Products of position x position x head size in splash attention's kernels (q k^T and p v; the gradients)."""
+SMALL_BYTES = 2**20
+"""Moving less than this takes a microsecond, which is not worth telling."""
+ASYNC_CALLS = ("async-start", "call-start")
+"""Opcodes that start a computation beside the core; it may be a collective, on the sparse cores too."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A collective with the number of times a step executes it."""
+
+    transfer: Transfer
+    form: str
+    """sync, async, or windowed: a permute in the loop of a decomposed product."""
+    count: int
+
+
+@dataclass
+class Timing:
+    """What one step is made of."""
+
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    """Time that the core works; the rest of `seconds` it waits for transfers."""
+    kernel_seconds: float = 0.0
+    """The part of `compute_seconds` that is modelled from FLOPs, for want of cycles."""
+    uses: list[Use] = field(default_factory=list)
+    op_seconds: dict[str, float] = field(default_factory=dict)
+    """Operation of the traced program -> time of the core in it."""
+    not_understood: Counter[str] = field(default_factory=Counter)
+    """What has been left out -> how many times it stands in the module."""
+
+
+def model_step(module: Module, network: Network, hardware: Slice, causal: float) -> Timing:
+    """Play the module's schedule.
+
+    Args:
+        causal: the part of the blocks of position x position that attention kernels compute.
+    """
+    player = _Player(module, network, hardware, causal)
+    player.timing.seconds = player.play(module.entry, [], 1, "")
+    return player.timing
+
+
+class _Player:
+    def __init__(self, module: Module, network: Network, hardware: Slice, causal: float) -> None:
+        self.module, self.network, self.hardware, self.causal = module, network, hardware, causal
+        self.timing = Timing()
+        self.flying: set[str] = set()
+        """Channels of collectives in fusions that have begun and not ended."""
+
+    def play(self, computation: Computation, parameters: Sequence[Known], times: int, context: str) -> float:
+        """Seconds of one execution of `computation`, which happens `times` times in a step."""
+        now = 0.0
+        links: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        arrival: dict[str, float] = {}
+        fused = self._fused_channels(computation)
+        for instruction in computation.instructions.values():
+            op = instruction.op_name or context
+            if instruction.opcode == "while":
+                now += self._loop(computation, instruction, parameters, times, op)
+            elif "is_host_transfer" in instruction.attributes:
+                now = self._between_slices(instruction, times, op, now, links, arrival)
+            elif instruction.opcode in ("call", "conditional"):
+                bodies = [self.module.computations[name] for name in instruction.called]
+                values = [self.module.value(computation, name, parameters) for name in instruction.operands]
+                inputs = values if instruction.opcode == "call" else []
+                if len(bodies) > 1:
+                    self.timing.not_understood["conditional: every branch counted, the longest timed"] += 1
+                now += max((self.play(body, inputs, times, op) for body in bodies), default=0.0)
+            elif is_collective(instruction) or instruction.opcode in ASYNC_CALLS:
+                now = self._collective(computation, instruction, times, op, now, links, arrival)
+            elif instruction.opcode.endswith("-done") and instruction.operands[0] in arrival:
+                now = max(now, arrival[instruction.operands[0]])
+            else:
+                channels = fused.get(instruction.name, {})
+                for channel, (first, _, holder, inner) in channels.items():
+                    # one that began in an enclosing computation only takes a step here
+                    if first and channel not in self.flying:
+                        transfer = self._use(holder, inner, "async", times, op)
+                        arrival[channel] = self._send(transfer, now, links)
+                        self.flying.add(channel)
+                now += self._work(computation, instruction, times, op)
+                for channel, (_, last, *_) in channels.items():
+                    if last and channel in arrival:
+                        now = max(now, arrival[channel])
+                        self.flying.discard(channel)
+        return now
+
+    def _loop(
+        self, computation: Computation, loop: Instruction, parameters: Sequence[Known], times: int, op: str
+    ) -> float:
+        trips, inside = self.module.trip_count(computation, loop, parameters)
+        if trips is None:
+            self.timing.not_understood["loop of unknown length, counted once"] += 1
+            trips = 1
+        body = self.module.computations[loop.attributes["body"].removeprefix("%")]
+        return trips * self.play(body, inside, times * trips, op) if trips else 0.0
+
+    def _collective(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        times: int,
+        op: str,
+        now: float,
+        links: defaultdict[tuple[str, ...], float],
+        arrival: dict[str, float],
+    ) -> float:
+        """Start, wait for, or do a collective; returns the time at which the core goes on."""
+        if instruction.opcode.endswith("-done"):
+            return max(now, arrival.get(instruction.operands[0], now))
+        holder, inner = computation, instruction
+        if instruction.opcode in ASYNC_CALLS:
+            wrapped = self._wrapped(instruction)
+            if wrapped is None:
+                arrival[instruction.name] = now
+                return now
+            holder, inner = wrapped
+        in_window = "windowed_dot_general" in computation.name
+        is_async = instruction.opcode.endswith("-start")
+        form = "windowed" if in_window else "async" if is_async else "sync"
+        finished = self._send(self._use(holder, inner, form, times, op), now, links)
+        if is_async:
+            arrival[instruction.name] = finished
+            return now
+        return finished
+
+    def _between_slices(
+        self,
+        instruction: Instruction,
+        times: int,
+        op: str,
+        now: float,
+        links: defaultdict[tuple[str, ...], float],
+        arrival: dict[str, float],
+    ) -> float:
+        """A collective across slices: the compiler hands its part on the network to the host, as a send and a recv."""
+        if instruction.opcode == "recv":
+            transfer = self.network.between_slices(instruction, op)
+            self.timing.uses.append(Use(transfer, "async", times))
+            arrival[instruction.name] = self._send(transfer, now, links)
+        return max(now, arrival.get(instruction.operands[0], now)) if instruction.opcode == "recv-done" else now
+
+    def _wrapped(self, instruction: Instruction) -> tuple[Computation, Instruction] | None:
+        """The collective that an asynchronous call runs, with its computation; None for other work, left out."""
+        for name in instruction.called:
+            inner = self.module.computations[name]
+            for candidate in inner.instructions.values():
+                if is_collective(candidate):
+                    return inner, candidate
+        self.timing.not_understood["asynchronous call without a collective"] += 1
+        return None
+
+    def _use(self, holder: Computation, instruction: Instruction, form: str, times: int, op: str) -> Transfer | None:
+        try:
+            transfer = self.network.transfer(holder, instruction, op)
+        except (HloError, KeyError) as error:
+            transfer = None
+            self.timing.not_understood[f"{base_opcode(instruction)}: {error}"] += 1
+        else:
+            if transfer is None:
+                groups = instruction.attributes.get("replica_groups", "")
+                self.timing.not_understood[f"{base_opcode(instruction)} with replica_groups {groups[:60]}"] += 1
+        if transfer is not None:
+            self.timing.uses.append(Use(transfer, form, times))
+        return transfer
+
+    def _send(self, transfer: Transfer | None, now: float, links: defaultdict[tuple[str, ...], float]) -> float:
+        if transfer is None:
+            return now
+        finished = max(now, links[transfer.link]) + transfer.seconds
+        links[transfer.link] = finished
+        return finished
+
+    def _fused_channels(
+        self, computation: Computation
+    ) -> dict[str, dict[str, tuple[bool, bool, Computation, Instruction]]]:
+        """Fusions with collectives inside: name -> channel -> (is the first of its channel, the last, the collective).
+
+        A collective that hides in a chain of fusions stands in each of them, with one channel.
+        """
+        found: dict[str, dict[str, tuple[Computation, Instruction]]] = {}
+        for instruction in computation.instructions.values():
+            if instruction.opcode != "fusion":
+                continue
+            for name in instruction.called:
+                holder = self.module.computations[name]
+                for inner in holder.instructions.values():
+                    if base_opcode(inner) in KINDS and not inner.opcode.endswith("-done"):
+                        channel = inner.channel or inner.name
+                        found.setdefault(instruction.name, {})[channel] = (holder, inner)
+        order: dict[str, list[str]] = defaultdict(list)
+        for fusion, channels in found.items():
+            for channel in channels:
+                order[channel].append(fusion)
+        return {
+            fusion: {
+                channel: (order[channel][0] == fusion, order[channel][-1] == fusion, *where)
+                for channel, where in channels.items()
+            }
+            for fusion, channels in found.items()
+        }
+
+    def _work(self, computation: Computation, instruction: Instruction, times: int, op: str) -> float:
+        """Seconds of the core for one execution of an instruction that is no collective."""
+        generation = self.hardware.generation
+        cycles = instruction.cycles
+        seconds = 0.0
+        if cycles is not None:
+            seconds = cycles / generation.clock
+        elif instruction.opcode == "custom-call" and (flops := self._kernel_flops(computation, instruction)):
+            seconds = flops / generation.flops
+            self.timing.kernel_seconds += seconds * times
+        elif not self._is_free(computation, instruction):
+            seconds = 2 * sum(array.bytes for array in instruction.arrays) / generation.hbm_bandwidth
+            what = instruction.attributes.get("custom_call_target", "").strip('"')
+            self.timing.not_understood[f"{instruction.opcode} {what}".strip() + NO_CYCLES] += 1
+        self.timing.compute_seconds += seconds * times
+        if seconds:
+            self.timing.op_seconds[short_op(op)] = self.timing.op_seconds.get(short_op(op), 0.0) + seconds * times
+        return seconds
+
+    def _is_free(self, computation: Computation, instruction: Instruction) -> bool:
+        if instruction.opcode in FREE or instruction.opcode.endswith(("-start", "-done", "-update")):
+            return True
+        if any(map(is_collective, self.module.inside(instruction))):  # the fusion that begins or ends a collective
+            return True
+        target = instruction.attributes.get("custom_call_target", "").strip('"')
+        if instruction.opcode == "dynamic-update-slice":  # in place: only the update is written
+            arrays = computation.instructions[instruction.operands[1]].arrays
+        else:
+            arrays = instruction.arrays
+        return target in FREE_TARGETS or all(array.bytes < SMALL_BYTES for array in arrays)
+
+    def _kernel_flops(self, computation: Computation, instruction: Instruction) -> float:
+        """FLOPs of a kernel: of splash attention the blocks that its mask leaves; 0 for a kernel that is not known."""
+        operands = [a for name in instruction.operands for a in computation.instructions[name].arrays]
+        matrices = [array.dims for array in operands if array.dtype in FLOATS and len(array.dims) in (2, 3)]
+        part = next((part for part in KERNEL_PRODUCTS if f"splash_mha_{part}" in instruction.name), None)
+        if part is not None:
+            # q[heads, position, head_size], and k and v of the same rank
+            q, k = [dims for dims in matrices if len(dims) == 3][:2]
+            return 2 * KERNEL_PRODUCTS[part] * q[0] * q[1] * k[1] * q[2] * self.causal
+        if instruction.name.startswith("ragged-dot-") and len(matrices) >= 2:
+            # [m, k] x [experts, k, n] -> [m, n] and its transposes: a row meets one expert; m k, k n, m n are the sizes
+            sizes = [math.prod(dims[-2:]) for dims in (*matrices[-2:], instruction.arrays[0].dims)]
+            return 2 * math.sqrt(math.prod(sizes))
+        return 0.0

@@ -1,0 +1,182 @@
+"""Slices as the TPU compiler knows them, one process per generation; and meshes on them."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from shardplan.errors import ConfigError
+from shardplan.hardware import GENERATIONS, parse_slice
+from shardplan.verify.topology import environment, make_topology_mesh
+
+pytest.importorskip("libtpu")
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 120
+"""Seconds after which a hang is a failure."""
+MOST_DEVICES = 512
+
+KINDS = {
+    "v3": "TPU v3",
+    "v4": "TPU v4",
+    "v5e": "TPU v5 lite",
+    "v5p": "TPU v5",
+    "v6e": "TPU v6 lite",
+    "tpu7x": "TPU7x",
+}
+"""What JAX calls a device of each generation."""
+ODD = {"v3": "2x6", "v4": "2x6x3", "v5e": "4x6", "v5p": "6x2x3", "v6e": "6x4", "tpu7x": "2x2x5"}
+
+SCRIPT = """
+import json, sys
+from shardplan.hardware import parse_slice
+from shardplan.verify.topology import make_topology_mesh
+
+for name, sizes in json.load(sys.stdin):
+    devices = make_topology_mesh(parse_slice(name), sizes).devices
+    print(json.dumps({
+        "name": name,
+        "shape": list(devices.shape),
+        "kinds": sorted({device.device_kind for device in devices.flat}),
+        "ids": sorted(device.id for device in devices.flat),
+        "coords": [list(device.coords) for device in devices.flat],
+        "slices": [getattr(device, "slice_index", 0) or 0 for device in devices.flat],
+    }))
+"""
+
+
+def meshes_of(cases: list[tuple[str, dict[str, int]]]) -> tuple[list[dict], str]:
+    """What the compiler has for each (slice, mesh sizes), and what the process that asked it wrote to stderr."""
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("TPU_", "JAX_", "ALLOW_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        cwd=ROOT,
+        env={**own, **environment(parse_slice(cases[0][0]))},
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def sizes_of(name: str, replica: int = 1) -> dict[str, int]:
+    """Mesh sizes for a slice: the most square data x model there is."""
+    left = parse_slice(name).devices // replica
+    data = max(size for size in range(1, math.isqrt(left) + 1) if left % size == 0)
+    return {"replica": replica, "data": data, "model": left // data}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_every_size(generation):
+    row = GENERATIONS[generation]
+    tori = [f"{generation}:{'x'.join(map(str, torus))}" for torus in row.sizes]
+    names = [name for name in tori if parse_slice(name).devices <= MOST_DEVICES] + [f"{generation}:{ODD[generation]}"]
+    cases = [(name, sizes_of(name)) for name in names]
+    cases += [(f"2x{name}", sizes_of(f"2x{name}", replica=2)) for name in names[1:3]]
+    cases.append((tori[-1], sizes_of(tori[-1])))  # the whole pod
+    found, errors = meshes_of(cases)
+    assert errors == ""
+    assert len(found) == len(cases)
+    for (name, sizes), mesh in zip(cases, found, strict=True):
+        hardware = parse_slice(name)
+        assert mesh["name"] == name
+        assert mesh["shape"] == list(sizes.values())
+        assert mesh["kinds"] == [KINDS[generation]]
+        assert len(set(mesh["ids"])) == hardware.devices
+        torus = [max(axis) + 1 for axis in islice(zip(*mesh["coords"], strict=True), len(hardware.torus))]
+        assert torus == list(hardware.torus)
+        assert len(set(mesh["slices"])) == hardware.slices
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in environment(parse_slice("v4-8")).items():
+            patch.setenv(key, value)
+        yield
+
+
+def slice_indices(mesh) -> list:
+    return [[[device.slice_index for device in row] for row in plane] for plane in mesh.devices]
+
+
+def test_axes_are_auto():
+    from jax.sharding import AxisType
+
+    mesh = make_topology_mesh(parse_slice("v4:4x4x4"), {"replica": 1, "data": 16, "model": 4})
+    assert mesh.axis_names == ("replica", "data", "model")
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    # the model axis is a ring on the torus
+    assert all(
+        sum(a != b for a, b in zip(row[i].coords, row[i - 1].coords, strict=True)) == 1
+        for row in mesh.devices[0]
+        for i in range(4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "indices"),
+    [
+        # replica alone crosses slices, then with data, then data alone
+        ("2xv4:2x2x1", (2, 2, 2), [[[0, 0], [0, 0]], [[1, 1], [1, 1]]]),
+        ("2xv4:2x2x1", (4, 1, 2), [[[0, 0]], [[0, 0]], [[1, 1]], [[1, 1]]]),
+        ("2xv4:2x2x1", (1, 4, 2), [[[0, 0], [0, 0], [1, 1], [1, 1]]]),
+        ("4xv4:2x2x1", (2, 4, 2), [[[0, 0], [0, 0], [1, 1], [1, 1]], [[2, 2], [2, 2], [3, 3], [3, 3]]]),
+    ],
+)
+def test_slices_are_outermost(name, sizes, indices):
+    from jax.experimental import mesh_utils
+
+    mesh = make_topology_mesh(parse_slice(name), dict(zip(("replica", "data", "model"), sizes, strict=True)))
+    assert slice_indices(mesh) == indices
+    # the same as JAX arranges them
+    slices = parse_slice(name).slices
+    replica = math.gcd(slices, sizes[0])
+    outer = (replica, slices // replica, 1)
+    inner = [size // part for size, part in zip(sizes, outer, strict=True)]
+    devices = list(mesh.devices.flat)
+    devices.sort(key=lambda device: device.id)
+    expected = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    assert mesh.devices.tolist() == expected.tolist()
+
+
+def test_a_mesh_that_jax_cannot_embed(caplog):
+    mesh = make_topology_mesh(parse_slice("v4:2x10x2"), {"replica": 1, "data": 5, "model": 8})
+    assert [device.id for device in mesh.devices.flat] == list(range(40))
+    assert "v4:2x10x2: JAX cannot embed 1 x 5 x 8 devices in the torus" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        (
+            "4xv4:2x2x1",
+            (1, 2, 8),
+            "the 4 slices of 4xv4:2x2x1 do not divide replica x data = 2, and only these cross slices; "
+            "use mesh.replica 4, mesh.data 1, mesh.model 4",
+        ),
+        (
+            "v4-8",
+            (1, 2, 4),
+            "the mesh needs 8 devices, v4-8 has 4; replica x data x model must be 4",
+        ),
+        ("cpu-8", (1, 2, 4), "hardware.slice cpu-8 has no TPU compiler; name a TPU slice, as v4-8"),
+    ],
+)
+def test_bad_meshes(name, sizes, message):
+    with pytest.raises(ConfigError) as error:
+        make_topology_mesh(parse_slice(name), dict(zip(("replica", "data", "model"), sizes, strict=True)))
+    assert str(error.value) == message
+
+
+def test_without_libtpu(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs libtpu: pip install 'shardplan\[verify\]'"):
+        make_topology_mesh(parse_slice("v4-8"), {"replica": 1, "data": 1, "model": 4})

@@ -1,0 +1,393 @@
+"""Levanter configurations are read as Levanter reads them, and wrong ones are complained about in one line."""
+
+import subprocess
+import sys
+
+import draccus
+import jax.numpy as jnp
+import pytest
+import yaml
+
+from shardplan.errors import ConfigError
+from shardplan.plan.levanter_config import is_levanter_config, read_levanter_config
+
+BATCH = ["replica", "data"]
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The layout, on 8 devices unless told, of a trainer section given as a dict or as YAML."""
+
+    def read_trainer(trainer, devices=8, slices=1):
+        path = tmp_path / "config.yaml"
+        trainer = yaml.safe_load(trainer) if isinstance(trainer, str) else trainer
+        path.write_text(yaml.safe_dump({"trainer": trainer, "model": {"type": "llama"}}))
+        return read_levanter_config(str(path), devices, slices)
+
+    return read_trainer
+
+
+def mesh(replica, data, model):
+    return {"replica": replica, "data": data, "model": model}
+
+
+def test_flat(read):
+    layout = read(
+        """
+        mp: p=f32,c=bf16
+        seed: 3
+        tracker: {type: wandb}
+        train_batch_size: 64
+        model_axis_size: 8
+        replica_ici_axis_size: 4
+        tensor_parallel_axes: [mlp, heads]
+        fsdp_axis: [embed, vocab]
+        axis_resources: {mlp: data, kv_head: [data, model], layers: null}
+        parameter_axis_resources: {head_size: [replica], embed: model, kv_head: null}
+        """,
+        devices=128,
+    )
+    assert layout.mesh == mesh(4, 4, 8)
+    assert list(layout.mesh) == ["replica", "data", "model"]
+    assert layout.compute_mapping == {
+        "mlp": ["model"],
+        "heads": ["model"],
+        "kv_head": ["data", "model"],
+        "batch": BATCH,
+    }
+    assert layout.param_mapping == {
+        "mlp": ["model"],
+        "heads": ["model"],
+        "batch": BATCH,
+        "head_size": ["replica"],
+        "embed": ["data"],  # fsdp_axis wins over parameter_axis_resources
+        "vocab": ["data"],
+    }
+    assert (layout.batch, layout.param_dtype, layout.compute_dtype) == (64, "float32", "bfloat16")
+
+
+def test_an_empty_trainer_has_the_defaults_of_the_flat_schema(read):
+    layout = read({})
+    assert layout.mesh == mesh(1, 8, 1)
+    assert layout.compute_mapping == {"batch": BATCH}
+    assert layout.param_mapping == {"batch": BATCH, "embed": ["data"]}
+    assert (layout.batch, layout.param_dtype, layout.compute_dtype) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("replica_dcn", "expected"), [(1, mesh(2, 16, 2)), (2, mesh(4, 8, 2)), (4, mesh(8, 4, 2)), (-1, mesh(8, 4, 2))]
+)
+def test_flat_over_slices(read, replica_dcn, expected):
+    sizes = {"replica_dcn_axis_size": replica_dcn, "replica_ici_axis_size": 2, "model_axis_size": 2}
+    assert read(sizes, devices=64, slices=4).mesh == expected
+
+
+def test_mesh(read):
+    layout = read(
+        """
+        mp: params=float16
+        train_batch_size: 32
+        mesh:
+          axes: {model: 4, replica: 2}
+          shared_mapping: {heads: null, vocab: model}
+          compute_mapping: {token: [replica_dcn, replica, data], kv_head: model}
+          param_mapping: {embed: [data, model], mlp: [replica_dcn, data]}
+        """,
+        devices=64,
+    )
+    assert layout.mesh == mesh(2, 8, 4)
+    assert list(layout.mesh) == ["replica", "data", "model"]
+    assert layout.compute_mapping == {
+        "mlp": ["model"],
+        "vocab": ["model"],
+        "kv_head": ["model"],
+        "token": BATCH,
+        "batch": BATCH,
+    }
+    assert layout.param_mapping == {"mlp": ["data"], "vocab": ["model"], "embed": ["data", "model"]}
+    assert (layout.batch, layout.param_dtype, layout.compute_dtype) == (32, "float16", "float16")
+
+
+def test_mesh_defaults(read):
+    layout = read({"mesh": {}})
+    assert layout.mesh == mesh(1, 8, 1)
+    assert layout.compute_mapping == {"mlp": ["model"], "heads": ["model"], "batch": BATCH}
+    assert layout.param_mapping == {"mlp": ["model"], "heads": ["model"], "embed": ["data"]}
+    assert read({"mesh": {"param_mapping": {}}}).param_mapping == {"mlp": ["model"], "heads": ["model"]}
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        ({"model": -1}, mesh(1, 1, 8)),  # data gives way where it was not given
+        ({"model": -1, "replica": 2}, mesh(2, 1, 4)),
+        ({"model": -1, "data": 2}, mesh(1, 2, 4)),
+        ({"model": 2, "data": 4}, mesh(1, 4, 2)),
+        ({"replica": -1, "data": 1}, mesh(8, 1, 1)),
+        ({"data": -1, "replica": 1, "model": 8}, mesh(1, 1, 8)),
+    ],
+)
+def test_an_axis_of_size_minus_one_takes_what_is_left(read, axes, expected):
+    assert read({"mesh": {"axes": axes}}).mesh == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "batch"),
+    [
+        ({}, {"batch": BATCH}),
+        ({"batch_axis_name": "row"}, {"row": BATCH}),
+        ({"batch_axis_name": None}, {}),
+        ({"batch_axis_name": "row", "compute_mapping": {"batch": "data"}}, {"row": ["data"], "batch": ["data"]}),
+        ({"batch_axis_name": "row", "compute_mapping": {"row": "replica"}}, {"row": ["replica"]}),
+        ({"shared_mapping": {"batch": "data"}}, {"batch": ["data"]}),
+        ({"compute_mapping": {"batch": None}}, {}),
+    ],
+)
+def test_batch_axis_of_the_mesh_schema(read, section, batch):
+    assert read({"mesh": section}).compute_mapping == {"mlp": ["model"], "heads": ["model"], **batch}
+
+
+def test_mesh_over_slices(read):
+    mappings = {"param_mapping": {"a": "replica", "b": "replica_dcn", "c": ["data", "replica_dcn"]}}
+    layout = read({"mesh": mappings}, devices=64, slices=4)
+    assert layout.mesh == mesh(4, 16, 1)
+    assert layout.compute_mapping["batch"] == BATCH
+    # within a slice replica is of size 1
+    assert layout.param_mapping == {"mlp": ["model"], "heads": ["model"], "b": ["replica"], "c": ["data", "replica"]}
+
+    both = {"axes": {"replica": 2}, "dcn_axes": {"replica_dcn": 4}}
+    layout = read({"mesh": both}, devices=64, slices=4)
+    assert layout.mesh == mesh(8, 8, 1)
+    assert layout.compute_mapping["batch"] == BATCH
+    with pytest.raises(ConfigError, match=r"maps 'a' to \[replica\]; with 4 slices and replica 2 only replica_dcn and"):
+        read({"mesh": both | {"param_mapping": {"a": "replica"}}}, devices=64, slices=4)
+    with pytest.raises(ConfigError, match=r"maps 'b' to \[replica, replica_dcn\]"):
+        read({"mesh": both | {"shared_mapping": {"b": ["replica", "replica_dcn"]}}}, devices=64, slices=4)
+
+
+def as_lists(mapping):
+    lists = {axis: [value] if isinstance(value, str) else list(value or []) for axis, value in mapping.items()}
+    return {axis: mesh_axes for axis, mesh_axes in lists.items() if mesh_axes}
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {},
+        {"model_axis_size": 2, "tensor_parallel_axes": ["mlp", "heads"]},
+        {"model_axis_size": 8, "tensor_parallel_axes": None, "axis_resources": {"mlp": "model", "heads": ["model"]}},
+        {"replica_ici_axis_size": 2, "model_axis_size": 2, "axis_resources": {"batch": "data", "embed": "model"}},
+        {"replica_ici_axis_size": 8, "replica_dcn_axis_size": -1, "tensor_parallel_axes": ["batch"]},
+        {"tensor_parallel_axes": ["mlp"], "axis_resources": {"mlp": "data"}, "batch_axis": "mlp"},
+        {"fsdp_axis": None, "parameter_axis_resources": {"embed": "replica", "batch": "model"}},
+        {"parameter_axis_resources": {"embed": "model", "mlp": ["data"]}, "axis_resources": {"mlp": "model"}},
+        {"fsdp_axis": "batch", "batch_axis": "row"},
+        {"fsdp_axis": "mlp", "batch_axis": None, "tensor_parallel_axes": ["mlp"]},
+        {"axis_resources": {"mlp": None, "heads": "model"}, "parameter_axis_resources": {"heads": None}},
+        {"mp": "p=f32,c=bf16"},
+        {"mp": "c=bf16"},
+        {"mp": "p=f16"},
+        {"mp": "params=bfloat16,compute=full,output=f16"},
+        {"mp": "bf16", "train_batch_size": -1, "per_device_parallelism": 3, "model_axis_size": 2},
+        {"batch_axis": None, "train_batch_size": -1, "per_device_parallelism": 3},
+        {"mp": "full", "train_batch_size": 64, "per_device_parallelism": 2},
+    ],
+    ids=str,
+)
+def test_levanter_agrees(read, trainer):
+    from levanter.trainer import TrainerConfig
+
+    layout = read(trainer)
+    levanter = draccus.decode(TrainerConfig, trainer)
+    levanter._validate_and_set_defaults()
+    assert dict(levanter.device_mesh.shape) == layout.mesh
+    assert levanter.device_mesh.axis_names == tuple(layout.mesh)
+    assert as_lists(levanter.compute_axis_mapping) == layout.compute_mapping
+    assert as_lists(levanter.parameter_axis_mapping) == layout.param_mapping
+    if "mp" in trainer:
+        assert levanter.mp.param_dtype == getattr(jnp, layout.param_dtype)
+        assert levanter.mp.compute_dtype == getattr(jnp, layout.compute_dtype)
+    if "train_batch_size" in trainer:
+        assert levanter.train_batch_size == layout.batch
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (4, 2, -1), (1, 4, 4)])
+def test_levanter_agrees_over_slices(read, monkeypatch, sizes):
+    from levanter.trainer import TrainerConfig
+
+    keys = ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size")
+    trainer = dict(zip(keys, sizes, strict=True))
+    monkeypatch.setattr("jax.device_count", lambda: 128)
+    levanter = draccus.decode(TrainerConfig, trainer)
+    levanter.num_slices = 4
+    levanter._validate_and_set_defaults()
+    shape = read(trainer, devices=128, slices=4).mesh
+    assert shape["replica"] == levanter.replica_axis_size
+    assert shape["replica"] * shape["data"] == levanter.data_axis_size
+    assert shape["model"] == levanter.model_axis_size
+
+
+def test_batch(read):
+    schedule = [{"start": 0, "value": 32}, {"start": 100, "value": 256}, {"start": 200, "value": 64}]
+    assert read({"train_batch_size": schedule}).batch == 256
+    per_device = {"train_batch_size": -1, "per_device_parallelism": 4}
+    assert read({**per_device, "model_axis_size": 2}).batch == 16
+    assert read({**per_device, "mesh": {"axes": {"replica": 2}, "compute_mapping": {"batch": "data"}}}).batch == 16
+    assert read({**per_device, "mesh": {"batch_axis_name": "row"}}, devices=64, slices=2).batch == 256
+
+
+def test_half_is_bfloat16(read):
+    assert read({"mp": "p=f32,c=half"}).compute_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        (
+            {"model_axis_size": 48},
+            "trainer.model_axis_size 48 does not divide the 128 devices; did you mean 32 or 64?",
+        ),
+        ({"model_axis_size": 256}, "trainer.model_axis_size 256 does not divide the 128 devices; did you mean 128?"),
+        (
+            {"model_axis_size": 64, "replica_ici_axis_size": 8},
+            "trainer.replica_ici_axis_size 8 does not divide the 2 devices that trainer.model_axis_size 64 leaves; "
+            "did you mean 2?",
+        ),
+        ({"replica_dcn_axis_size": 2}, "trainer.replica_dcn_axis_size 2 does not divide the 1 slice; did you mean 1?"),
+        ({"model_axis_size": "2"}, "trainer.model_axis_size is '2'; it must be a positive integer"),
+        ({"model_axis_size": -1}, "trainer.model_axis_size is -1; it must be a positive integer"),
+        ({"replica_dcn_axis_size": 0}, "trainer.replica_dcn_axis_size is 0; it must be a positive integer or -1"),
+        ({"replica_ici_axis_size": True}, "trainer.replica_ici_axis_size is True; it must be a positive integer"),
+        (
+            {"axis_resources": {"mlp": "modle"}},
+            "trainer.axis_resources maps 'mlp' to the unknown mesh axis 'modle'; did you mean 'model'?",
+        ),
+        (
+            {"parameter_axis_resources": {"mlp": ["data", "replica_dcn"]}},
+            "trainer.parameter_axis_resources maps 'mlp' to the unknown mesh axis 'replica_dcn'; "
+            "did you mean 'replica'?",
+        ),
+        (
+            {"axis_resources": {"mlp": "(data, model)"}},
+            "trainer.axis_resources maps 'mlp' to the unknown mesh axis '(data, model)'; did you mean 'model'?",
+        ),
+        (
+            {"axis_resources": {"mlp": 3}},
+            "trainer.axis_resources maps 'mlp' to 3; it must map names of axes to a mesh axis, a list of them, or null",
+        ),
+        ({"axis_resources": None}, "trainer.axis_resources is None; it must be a section with keys"),
+        (
+            {"tensor_parallel_axes": "mlp"},
+            "trainer.tensor_parallel_axes is 'mlp'; it must be a list of axes, or null",
+        ),
+        ({"fsdp_axis": 3}, "trainer.fsdp_axis is 3; it must be the name of an axis, a list of names, or null"),
+        ({"batch_axis": ["a"]}, "trainer.batch_axis is ['a']; it must be the name of an axis, or null"),
+        ({"train_batch_size": 2.5}, "trainer.train_batch_size is 2.5; it must be a positive integer or -1"),
+        ({"train_batch_size": None}, "trainer.train_batch_size is None; it must be a positive integer or -1"),
+        (
+            {"train_batch_size": -1},
+            "trainer.train_batch_size and trainer.per_device_parallelism are both -1; set one of them",
+        ),
+        (
+            {"train_batch_size": [{"start": 0}]},
+            "trainer.train_batch_size[0].value is None; it must be a positive integer",
+        ),
+        ({"mp": "p=f64"}, "trainer.mp is 'p=f64': no type 'f64'; did you mean 'f16'?"),
+        ({"mp": "q=f32"}, "trainer.mp is 'q=f32': unknown key 'q'; valid: c, compute, o, output, p, params"),
+        ({"mp": 16}, "trainer.mp is 16; it must be text such as 'p=f32,c=bf16'"),
+        ({"mesh": None}, "trainer.mesh is None; it must be a section with keys"),
+        (
+            {"mesh": {}, "fsdp_axis": "embed"},
+            "trainer.mesh and trainer.fsdp_axis are of two versions of Levanter; keep one of them",
+        ),
+        ({"mesh": {"axis": {"model": 2}}}, "trainer.mesh: unknown key 'axis'; did you mean 'axes'?"),
+        (
+            {"mesh": {"axes": {"context": 4}}},
+            "trainer.mesh.axes: a plan's mesh is replica x data x model; not 'context'; valid: data, model, replica",
+        ),
+        (
+            {"mesh": {"dcn_axes": {"data_dcn": 1}}},
+            "trainer.mesh.dcn_axes: a plan's mesh is replica x data x model, its only axis across slices replica_dcn; "
+            "not 'data_dcn'; did you mean 'replica_dcn'?",
+        ),
+        (
+            {"mesh": {"dcn_axes": {"replica_dcn": 2}}},
+            "trainer.mesh.dcn_axes.replica_dcn is 2, but there is 1 slice; set it to 1 or -1",
+        ),
+        (
+            {"mesh": {"axes": {"data": -1, "model": -1}}},
+            "trainer.mesh.axes: data and model are -1; only one can take the devices that are left",
+        ),
+        (
+            {"mesh": {"axes": {"replica": -1, "model": -1}}},
+            "trainer.mesh.axes: replica and model are -1; only one can take the devices that are left",
+        ),
+        (
+            {"mesh": {"axes": {"model": 48}}},
+            "trainer.mesh.axes.model 48 does not divide the 128 devices; did you mean 32 or 64?",
+        ),
+        (
+            {"mesh": {"axes": {"data": 16, "model": 4}}},
+            "trainer.mesh.axes: replica 1 x data 16 x model 4 is 1/2 of the 128 devices; set data to 32 or -1",
+        ),
+        ({"mesh": {"axes": {"model": None}}}, "trainer.mesh.axes.model is None; it must be a positive integer or -1"),
+        (
+            {"mesh": {"param_mapping": {"embed": ["data", "modle"]}}},
+            "trainer.mesh.param_mapping maps 'embed' to the unknown mesh axis 'modle'; did you mean 'model'?",
+        ),
+        (3, "trainer is 3; it must be a section with keys"),
+    ],
+    ids=str,
+)
+def test_errors(read, trainer, message):
+    with pytest.raises(ConfigError) as raised:
+        read(trainer, devices=128)
+    assert str(raised.value) == message
+
+
+def test_errors_over_slices(read):
+    with pytest.raises(
+        ConfigError, match=r"^trainer.model_axis_size 32 does not divide the 16 devices of a slice; did"
+    ):
+        read({"model_axis_size": 32}, devices=64, slices=4)
+    with pytest.raises(ConfigError, match=r"replica_dcn is 2, but there are 4 slices; set it to 4 or -1"):
+        read({"mesh": {"dcn_axes": {"replica_dcn": 2}}}, devices=64, slices=4)
+    with pytest.raises(ConfigError, match=r"^64 devices are not 3 slices of equal size$"):
+        read({}, devices=64, slices=3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: "),
+        (b"\xff\xfe", "cannot be read: "),
+        (b"trainer: [", "is not YAML: "),
+        (b"trainer: !include other.yaml", "is not YAML: "),
+        (b"data: 1\nmodel: 2", "holds the sections data, model, but no trainer section; is it for Levanter?"),
+        (b"- 1", "holds list, but no trainer section; is it for Levanter?"),
+        (b"", "holds NoneType, but no trainer section; is it for Levanter?"),
+    ],
+)
+def test_unreadable_files(tmp_path, content, message):
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        read_levanter_config(str(path), 8)
+    assert str(raised.value).startswith(f"config file {path} {message}")
+    assert "\n" not in str(raised.value)
+
+
+def test_is_levanter_config():
+    assert is_levanter_config({"trainer": {}, "model": {"type": "llama"}})
+    assert is_levanter_config({"trainer": None})
+    assert not is_levanter_config({"model": {"ref": "x"}, "hardware": {"slice": "cpu-8"}})
+    assert not is_levanter_config({"trainer": {}, "workload": {"batch": 8}})
+    assert not is_levanter_config(["trainer"])
+    assert not is_levanter_config(None)
+
+
+def test_imports_no_jax():
+    script = "import sys, shardplan.plan.levanter_config; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"jax", "haliax", "levanter"} & set(modules)
