@@ -1,6 +1,8 @@
 """The assembly that Levanter's loader does: the whole state dict goes in, the model comes out, in one jit.
 
-`stream_model` needs no such program. It is here so that the compiler can judge a configuration that is loaded that way.
+`stream_model` needs no such program. It is here so that the compiler can judge a configuration that is loaded that way:
+Levanter 1.2.dev1644 puts every tensor on the mesh cut along one dimension by `data`, whatever the mapping, and then
+stacks the layers and moves everything to where it belongs.
 """
 
 from typing import Any
@@ -9,8 +11,8 @@ import haliax as hax
 import jax
 from haliax.state_dict import from_torch_compatible_state_dict
 from jax.sharding import Mesh
+from levanter.utils.jax_utils import best_effort_sharding
 
-from shardplan.checkpoint.best_effort import best_effort_sharding
 from shardplan.checkpoint.program import expected_tensors
 from shardplan.model import Model
 from shardplan.plan.plan import Plan
@@ -18,7 +20,7 @@ from shardplan.step import Program
 
 
 def assemble_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
-    """(state dict) -> module: tensors spread evenly over the mesh, then stacked and sharded as the plan says."""
+    """(state dict) -> module, in the plan's parameter type and, in the end, its parameter mapping."""
     mapping = {axis: tuple(mesh_axes) for axis, mesh_axes in plan.param_mapping.items()}
     dtype = plan.workload.param_dtype
 
@@ -26,7 +28,7 @@ def assemble_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
         return hax.shard(from_torch_compatible_state_dict(model.template, state), mapping)
 
     state = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=best_effort_sharding(shape, mesh))
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=best_effort_sharding(shape, mesh=mesh))
         for name, shape in expected_tensors(model.template).items()
     }
     return Program("assemble", assemble, (state,), mesh, donated=(0,))

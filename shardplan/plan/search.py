@@ -87,6 +87,15 @@ def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str
         for data in _divisors(n // replica)
     ]
     kept = [shape for shape in shapes if all(shape[axis] == size for axis, size in fixed.items())]
+    if kept and hardware.slices > 1:
+        # only replica and data cross the network between slices
+        across = [shape for shape in kept if shape["replica"] * shape["data"] % hardware.slices == 0]
+        if not across:
+            raise ConfigError(
+                f"mesh.model {kept[0]['model']} leaves replica x data = {n // kept[0]['model']}, which the "
+                f"{hardware.slices} slices of {hardware.name} do not divide; use a smaller mesh.model"
+            )
+        return across
     if not kept:
         wanted = " x ".join(f"mesh.{axis} {size}" for axis, size in fixed.items())
         product = math.prod(fixed.values())

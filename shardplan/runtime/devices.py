@@ -5,15 +5,23 @@ JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES, JAX_PROCESS
 """
 
 import contextlib
+import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
+from jax import Device
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from shardplan.errors import ConfigError
+
+SLICE_AXES = ("replica", "data")
+"""The mesh axes that may cross slices, the one that does so first in front."""
+
+logger = logging.getLogger(__name__)
 
 
 def start_devices(slice_name: str, count: int, is_cpu: bool) -> None:
@@ -78,5 +86,54 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
             f"the mesh needs {wanted} devices, JAX has {found}; for virtual CPU devices set JAX_PLATFORMS=cpu and "
             f"JAX_NUM_CPU_DEVICES={wanted} before JAX is imported"
         )
-    devices = mesh_utils.create_device_mesh(tuple(sizes.values()), allow_split_physical_axes=True)
-    return Mesh(devices, tuple(sizes))
+    return arrange(jax.devices(), sizes)
+
+
+def arrange(devices: Sequence[Device], sizes: Mapping[str, int]) -> Mesh:
+    """`devices` as a mesh with Auto axes `sizes` (name -> size, major to minor); as many as the product of `sizes`.
+
+    Within a slice neighbours are kept close on the torus. Where JAX cannot embed the mesh in the torus, the devices are
+    in order of their numbers instead, and a warning is logged. Slices are the outermost part of `replica`, and of
+    `data` where `replica` is too small.
+
+    Raises:
+        ConfigError: the slices do not divide replica x data.
+    """
+    slices: dict[int, list[Device]] = {}
+    for device in sorted(devices, key=lambda device: device.id):
+        slices.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
+    outer = _slices_by_axis(len(slices), sizes)
+    inner = tuple(size // part for size, part in zip(sizes.values(), outer, strict=True))
+    blocks = np.stack([_embed(inner, slices[number]) for number in sorted(slices)])
+    # array of shape outer + inner; every axis of the mesh is its part in outer, then its part in inner
+    axes = [axis for i in range(len(sizes)) for axis in (i, len(sizes) + i)]
+    arranged = blocks.reshape(outer + inner).transpose(axes).reshape(tuple(sizes.values()))
+    return Mesh(arranged, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _slices_by_axis(slices: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """How many parts the slices cut each axis of the mesh into; the product is the number of slices."""
+    parts, left = dict.fromkeys(sizes, 1), slices
+    for axis in SLICE_AXES:
+        parts[axis] = math.gcd(left, sizes.get(axis, 1))
+        left //= parts[axis]
+    if left > 1:
+        crossing = math.prod(sizes.get(axis, 1) for axis in SLICE_AXES)
+        raise ConfigError(
+            f"the {slices} slices do not divide replica x data = {crossing}, and only these cross slices; "
+            f"make mesh.replica or mesh.data a multiple of {slices}"
+        )
+    return tuple(parts[axis] for axis in sizes)
+
+
+def _embed(shape: tuple[int, ...], devices: Sequence[Device]) -> np.ndarray:
+    """The devices of one slice as an array of `shape`."""
+    try:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except (NotImplementedError, TypeError, ValueError):
+        # JAX 0.10 loses a prime factor of torus dimensions such as 10 and 14, and then fails as it happens
+        logger.warning(
+            "JAX cannot embed %s devices in the torus; they are in the order of their numbers",
+            " x ".join(map(str, shape)),
+        )
+        return np.asarray(devices).reshape(shape)

@@ -55,6 +55,9 @@ class Network:
             # one direction of the ring, for it says from whom to whom
             direction = str((moved[0][1] - moved[0][0]) % len(self.slices)) if moved else ""
             return Transfer(kind, axes, received, received / self._bandwidth(moved, 1), (*axes, direction), op)
+        root = computation.root
+        if kind == "all-reduce" and root.opcode == "dynamic-slice" and root.operands[0] == instruction.name:
+            kind = "reduce-scatter"  # the TPU compiler writes one as a fusion of these two
         groups = replica_groups(instruction.attributes.get("replica_groups", ""), len(self.slices))
         if groups is None:
             return None

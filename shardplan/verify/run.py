@@ -26,6 +26,8 @@ from shardplan.verify.verdict import REFUSED, Verdict
 
 PROGRAMS = "jit_(evaluate|train|prefill|assemble)"
 """Of which the compiler leaves a report: not of the small ones that JAX runs while it traces."""
+PYTHON_ERROR = 1
+"""Exit code of a Python process that an exception ended."""
 POLL_SECONDS = 0.1
 PACKAGES = ("jax", "jaxlib", "libtpu", "haliax", "levanter", "equinox", "optax")
 """A verdict holds for these versions."""
@@ -90,10 +92,13 @@ def _compile(case: Case, variables: dict[str, str], compiler: CompilerConfig) ->
                 process.kill()
                 process.wait()
             log.seek(0)
-            last = (log.read().decode(errors="replace").strip().splitlines() or [""])[-1]
+            output = log.read().decode(errors="replace").strip()
         verdict = _read(answer)
         if verdict is not None:
             return verdict
+        if process.returncode == PYTHON_ERROR:  # the compiler's own errors are verdicts: this is ours
+            raise RuntimeError(f"{case.label}: the worker failed\n{output}")
+        last = (output.splitlines() or [""])[-1]
         reason = stopped or f"the compiler ended with code {process.returncode}: {last[:300]}"
     plan = case.plan
     seconds = float(compiler.seconds) if stopped else 0.0

@@ -100,10 +100,10 @@ class _Player:
                 now = max(now, arrival[instruction.operands[0]])
             else:
                 channels = fused.get(instruction.name, {})
-                for channel, (first, _, holder, inner) in channels.items():
+                for channel, (first, last, holder, inner) in channels.items():
                     # one that began in an enclosing computation only takes a step here
                     if first and channel not in self.flying:
-                        transfer = self._use(holder, inner, "async", times, op)
+                        transfer = self._use(holder, inner, "sync" if last else "async", times, op)
                         arrival[channel] = self._send(transfer, now, links)
                         self.flying.add(channel)
                 now += self._work(computation, instruction, times, op)
@@ -262,12 +262,12 @@ class _Player:
     def _kernel_flops(self, computation: Computation, instruction: Instruction) -> float:
         """FLOPs of a kernel: of splash attention the blocks that its mask leaves; 0 for a kernel that is not known."""
         operands = [a for name in instruction.operands for a in computation.instructions[name].arrays]
-        matrices = [array.dims for array in operands if array.dtype in FLOATS and len(array.dims) in (2, 3)]
+        matrices = [array.dims for array in operands if array.dtype in FLOATS and len(array.dims) >= 2]
         part = next((part for part in KERNEL_PRODUCTS if f"splash_mha_{part}" in instruction.name), None)
         if part is not None:
-            # q[heads, position, head_size], and k and v of the same rank
-            q, k = [dims for dims in matrices if len(dims) == 3][:2]
-            return 2 * KERNEL_PRODUCTS[part] * q[0] * q[1] * k[1] * q[2] * self.causal
+            # q[..., heads, position, head_size] comes first, then k of the same rank with its own heads and positions
+            q, k = [dims for dims in matrices if len(dims) >= 3][:2]
+            return 2 * KERNEL_PRODUCTS[part] * math.prod(q) * k[-2] * self.causal
         if instruction.name.startswith("ragged-dot-") and len(matrices) >= 2:
             # [m, k] x [experts, k, n] -> [m, n] and its transposes: a row meets one expert; m k, k n, m n are the sizes
             sizes = [math.prod(dims[-2:]) for dims in (*matrices[-2:], instruction.arrays[0].dims)]

@@ -5,22 +5,16 @@ The library that holds the compiler, libtpu, reads its environment when it is fi
 """
 
 import importlib.util
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import numpy as np
 from jax import Device
-from jax.experimental import mesh_utils, topologies
-from jax.sharding import AxisType, Mesh
+from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice
-
-SLICE_AXES = ("replica", "data")
-"""The mesh axes that may cross slices, the one that does so first in front."""
-
-logger = logging.getLogger(__name__)
+from shardplan.runtime.devices import arrange
 
 
 def environment(hardware: Slice) -> dict[str, str]:
@@ -48,9 +42,7 @@ def environment(hardware: Slice) -> dict[str, str]:
 def make_topology_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
     """All devices of `hardware` as a mesh with Auto axes `sizes` (name -> size, major to minor), to compile for.
 
-    Within a slice neighbours are kept close on the torus, as at run time. Where JAX cannot embed the mesh in the torus,
-    the devices are in order of their numbers instead, and a warning is logged. Slices are the outermost part of
-    `replica`, and of `data` where `replica` is too small.
+    The devices are arranged as at run time: see `shardplan.runtime.devices.arrange`.
 
     Raises:
         ConfigError: `sizes` do not fit the devices or the slices, `hardware` is no TPU slice, or libtpu is missing.
@@ -62,15 +54,7 @@ def make_topology_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
             f"the mesh needs {wanted} devices, {hardware.name} has {hardware.devices}; "
             f"{' x '.join(sizes)} must be {hardware.devices}"
         )
-    outer = _slices_by_axis(hardware, sizes)
-    inner = tuple(size // part for size, part in zip(sizes.values(), outer, strict=True))
-    devices = _devices(hardware)
-    per_slice = len(devices) // hardware.slices
-    blocks = np.stack([_embed(hardware, inner, devices[i : i + per_slice]) for i in range(0, len(devices), per_slice)])
-    # array of shape outer + inner; every axis of the mesh is its part in outer, then its part in inner
-    axes = [axis for i in range(len(sizes)) for axis in (i, len(sizes) + i)]
-    arranged = blocks.reshape(outer + inner).transpose(axes).reshape(tuple(sizes.values()))
-    return Mesh(arranged, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return arrange(_devices(hardware), sizes)
 
 
 def _check_is_tpu(hardware: Slice) -> Slice:
@@ -80,7 +64,7 @@ def _check_is_tpu(hardware: Slice) -> Slice:
 
 
 def _devices(hardware: Slice) -> list[Device]:
-    """The devices of `hardware`, slice by slice."""
+    """The devices of `hardware`."""
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("compiling for a TPU needs libtpu: pip install 'shardplan[verify]'")
     generation = hardware.generation
@@ -96,41 +80,4 @@ def _devices(hardware: Slice) -> list[Device]:
         chips_per_host_bounds=tuple(hosts),
         num_slices=hardware.slices,
     )
-    return sorted(topology.devices, key=lambda device: (getattr(device, "slice_index", 0) or 0, device.id))
-
-
-def _slices_by_axis(hardware: Slice, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """How many parts the slices cut each axis of the mesh into; the product is the number of slices.
-
-    Raises:
-        ConfigError: the slices do not divide replica x data.
-    """
-    parts, left = dict.fromkeys(sizes, 1), hardware.slices
-    for axis in SLICE_AXES:
-        parts[axis] = math.gcd(left, sizes.get(axis, 1))
-        left //= parts[axis]
-    if left > 1:
-        one = hardware.devices // hardware.slices
-        model = min(
-            (size for size in range(1, one + 1) if one % size == 0), key=lambda size: abs(size - sizes.get("model", 1))
-        )
-        crossing = math.prod(sizes.get(axis, 1) for axis in SLICE_AXES)
-        raise ConfigError(
-            f"the {hardware.slices} slices of {hardware.name} do not divide replica x data = {crossing}, and only "
-            f"these cross slices; use mesh.replica {hardware.slices}, mesh.data {one // model}, mesh.model {model}"
-        )
-    return tuple(parts[axis] for axis in sizes)
-
-
-def _embed(hardware: Slice, shape: tuple[int, ...], devices: Sequence[Device]) -> np.ndarray:
-    """The devices of one slice as an array of `shape`."""
-    try:
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    except (NotImplementedError, TypeError, ValueError):
-        # JAX 0.10 loses a prime factor of torus dimensions such as 10 and 14, and then fails as it happens
-        logger.warning(
-            "%s: JAX cannot embed %s devices in the torus; they are in the order of their numbers",
-            hardware.name,
-            " x ".join(map(str, shape)),
-        )
-        return np.asarray(devices).reshape(shape)
+    return list(topology.devices)

@@ -56,10 +56,9 @@ def judge(model: Model, plan: Plan, name: str, options: dict[str, str], dump: Pa
     """
     started = time.perf_counter()
     model = specialize(model, plan)
-    mesh = make_topology_mesh(parse_slice(plan.hardware.slice), plan.mesh)
     verdict = Verdict(
         outcome=REFUSED,
-        reason="",
+        reason=_duplicate(plan),
         program=LOAD if name == LOAD else plan.workload.kind,
         slice=plan.hardware.slice,
         mesh=plan.mesh,
@@ -68,8 +67,12 @@ def judge(model: Model, plan: Plan, name: str, options: dict[str, str], dump: Pa
         compile_seconds=0.0,
         versions=plan.versions,
     )
-    program = _program(model, plan, mesh, name)
+    if verdict.reason:
+        return verdict
+    mesh = make_topology_mesh(parse_slice(plan.hardware.slice), plan.mesh)
+    program = None
     try:
+        program = _program(model, plan, mesh, name)
         compiled = program.lower().compile(compiler_options=dict(options))
     except Exception as error:  # whatever JAX and the compiler have against it
         changes: dict[str, Any] = _failure(error, plan, program, dump)
@@ -93,6 +96,19 @@ def judge(model: Model, plan: Plan, name: str, options: dict[str, str], dump: Pa
     return dataclasses.replace(verdict, **changes, compile_seconds=time.perf_counter() - started)
 
 
+def _duplicate(plan: Plan) -> str:
+    """Why JAX would refuse to shard a parameter: two of its logical axes on one mesh axis. Empty where it would not."""
+    for parameter in plan.parameters:
+        users: dict[str, list[str]] = {}
+        for axis, mesh_axes in zip(parameter.axes, parameter.spec, strict=True):
+            for mesh_axis in mesh_axes or ():
+                users.setdefault(mesh_axis, []).append(axis)
+        for mesh_axis, axes in users.items():
+            if len(axes) > 1:
+                return f"DuplicateSpecError: {', '.join(axes)} of {parameter.path} are all mapped to {mesh_axis!r}"
+    return ""
+
+
 def _program(model: Model, plan: Plan, mesh: Any, name: str) -> Program:
     if name != LOAD:
         return step_program(model, plan, mesh)
@@ -101,12 +117,14 @@ def _program(model: Model, plan: Plan, mesh: Any, name: str) -> Program:
     return assemble_program(model, plan, mesh)
 
 
-def _failure(error: Exception, plan: Plan, program: Program, dump: Path) -> dict[str, Any]:
+def _failure(error: Exception, plan: Plan, program: Program | None, dump: Path) -> dict[str, Any]:
     """Out of memory is a result; anything else is a refusal."""
     text = one_line(error, limit=600)
-    modules = [parse(module) for module in dumped(dump, program.name, "after_optimizations")]
-    if "RESOURCE_EXHAUSTED" not in text or "HBM" not in text.upper() or not modules:
+    if program is None or "RESOURCE_EXHAUSTED" not in text or "HBM" not in text.upper():
         return {"outcome": REFUSED, "reason": f"{type(error).__name__}: {text}"}
+    modules = [parse(module) for module in dumped(dump, program.name, "after_optimizations")]
+    if not modules:
+        return {"outcome": DOES_NOT_FIT, "reason": text}
     available = int(plan.hardware.hbm_gib * GIB)
     buffers = _live_at_peak(modules[-1], program, dump)
     parameters = [i for i in modules[-1].entry.instructions.values() if i.opcode == "parameter"]

@@ -1,0 +1,184 @@
+"""python scripts/bench_verify.py --output docs/benchmarks/verify.md
+
+What the TPU compiler says, in two tables: hand-written configurations of Llama-3.1-405B on v4-256 (configs/levanter),
+and the plans of four models on five generations, evaluation and training. Needs no TPU; takes an hour on 2 cores.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from shardplan import config as configuration
+from shardplan.config import CompilerConfig, Config
+from shardplan.hardware import GIB, parse_slice
+from shardplan.verify.cases import cases_of
+from shardplan.verify.options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
+from shardplan.verify.run import Case, verify
+from shardplan.verify.verdict import Verdict
+
+POSITION = 4096
+SLICES = {
+    "8b": "v4-16 v4-64 v5e-32 v5e-64 v5p-16 v5p-64 v6e-16 v6e-64 tpu7x-16 tpu7x-64",
+    "70b": "v4-128 v4-512 v5e-128 v5e-256 v5p-128 v5p-512 v6e-64 v6e-256 tpu7x-128 tpu7x-256",
+    "405b": "v4-256 v4-1024 v5e-256 2xv5e-256 v5p-256 v5p-1024 v6e-256 2xv6e-256 tpu7x-256 tpu7x-512",
+    "mixtral-8x7b": "v4-64 v4-128 v5e-64 v5e-128 v5p-64 v5p-128 v6e-32 v6e-64 tpu7x-64 tpu7x-128",
+}
+"""Model -> slices; v4, v5p and tpu7x are named by cores, v5e and v6e by chips."""
+EVAL_DEVICES_PER_SEQUENCE = 8
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+HAND_WRITTEN = (
+    # file, program, options, what the issue's table says
+    ("405b-heads-mlp", "load", "", "assembly, float32"),
+    ("405b-q-heads", "load", "", "assembly, float32"),
+    ("405b-everything-on-model", "step", "", "evaluation"),
+    ("405b-head-size", "step", "", "evaluation"),
+    ("405b-usual", "step", "", "evaluation"),
+    ("405b-usual", "step", "no windowed einsum", "evaluation"),
+    ("405b-usual", "step", "both", "evaluation"),
+    ("405b-output-axes", "step", "", "evaluation"),
+    ("405b-output-axes", "step", "both", "evaluation"),
+    ("405b-sequence-share", "step", "both", "evaluation"),
+)
+OPTIONS = {
+    "": {},
+    "no windowed einsum": NO_WINDOWED_EINSUM,
+    "both": {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES},
+}
+
+
+def hand_written(jobs: int | None) -> str:
+    """The table of configs/levanter."""
+    cases = []
+    for name, program, options, _ in HAND_WRITTEN:
+        path = f"configs/levanter/{name}.yaml"
+        settings = ["--config", "configs/405b.yaml", "--against", path, "--compiler.program", program]
+        case = cases_of(configuration.load(settings, "bench"))[1]
+        cases.append(dataclasses.replace(case, label=f"{name} {options}", options=OPTIONS[options]))
+    verdicts = verify(cases, CompilerConfig(jobs=jobs), report)
+    lines = [
+        "| configuration | program | mesh | compiler options | verdict | peak GiB | modelled step s | why |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, _, options, program), verdict in zip(HAND_WRITTEN, verdicts, strict=True):
+        lines.append(
+            f"| [{name}](../../configs/levanter/{name}.yaml) | {program} | {mesh(verdict)} | {options or 'default'} | "
+            f"{verdict.outcome} | {peak(verdict)} | {step(verdict)} | {short(verdict.reason)} |"
+        )
+    return "\n".join(lines)
+
+
+def plans(jobs: int | None, only: str) -> str:
+    """The table of SLICES."""
+    cases = [
+        plan_case(model, slice_name, kind)
+        for kind in ("eval", "train")
+        for model, slices in SLICES.items()
+        for slice_name in slices.split()
+        if only in f"{model} {slice_name} {kind}"
+    ]
+    verdicts = verify(cases, CompilerConfig(jobs=jobs), report)
+    lines = [
+        "| model | slice | step | batch | mesh | verdict | predicted GiB | peak GiB | modelled step s | MFU | "
+        + " | ".join(KINDS)
+        + " | why not |",
+        "|---|---|---|---|---|---|---|---|---|---|" + "---|" * (len(KINDS) + 1),
+    ]
+    for case, verdict in zip(cases, verdicts, strict=True):
+        model, slice_name, kind = case.label.split(" ")
+        moved: Counter[str] = Counter()
+        for collective in verdict.collectives:
+            moved[collective.kind] += collective.bytes
+        columns = [f"{moved[kind] / GIB:.2f}" if verdict.time else "-" for kind in KINDS]
+        mfu = f"{verdict.time.mfu:.1%}" if verdict.time else "-"
+        lines.append(
+            f"| {model} | {slice_name} | {kind} | {case.plan.workload.batch} | {mesh(verdict)} | {verdict.outcome} | "
+            f"{case.plan.memory.peak / GIB:.2f} | {peak(verdict)} | {step(verdict)} | {mfu} | "
+            f"{' | '.join(columns)} | {short(verdict.reason)} |"
+        )
+    return "\n".join(lines)
+
+
+def plan_case(model: str, slice_name: str, kind: str) -> Case:
+    """Training keeps parameters, gradients and moments in float32, one sequence per device; evaluation in bfloat16."""
+    devices = parse_slice(slice_name).devices
+    batch = devices if kind == "train" else max(8, devices // EVAL_DEVICES_PER_SEQUENCE)
+    settings = {
+        "config": f"configs/{model}.yaml",
+        "hardware.slice": slice_name,
+        "workload.kind": kind,
+        "workload.batch": batch,
+        "workload.position": POSITION,
+        "workload.param_dtype": "float32" if kind == "train" else "bfloat16",
+    }
+    config: Config = configuration.load([f"--{key}={value}" for key, value in settings.items()], "bench")
+    return dataclasses.replace(cases_of(config)[0], label=f"{model} {slice_name} {kind}")
+
+
+def report(case: Case, verdict: Verdict) -> None:
+    result = f"{case.label}: {verdict.outcome} {peak(verdict)} GiB {short(verdict.reason)}"
+    print(f"{result}, {verdict.compile_seconds:.0f} s {verdict.not_understood}", file=sys.stderr, flush=True)
+
+
+def mesh(verdict: Verdict) -> str:
+    return " x ".join(map(str, verdict.mesh.values()))
+
+
+def peak(verdict: Verdict) -> str:
+    return f"{verdict.memory.peak / GIB:.2f}" if verdict.memory else "-"
+
+
+def step(verdict: Verdict) -> str:
+    return f"{verdict.time.step_seconds:.3g}" if verdict.time else "-"
+
+
+def short(reason: str) -> str:
+    return reason.split("; the largest")[0][:160].replace("|", "/")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", help="Markdown file to write; default: stdout")
+    parser.add_argument("--jobs", type=int, help="compiles at a time")
+    parser.add_argument("--only", default="", help="only the plans whose 'model slice step' holds this text")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    text = TEMPLATE.format(
+        hand_written="" if arguments.only else hand_written(arguments.jobs),
+        plans=plans(arguments.jobs, arguments.only),
+        devices_per_sequence=EVAL_DEVICES_PER_SEQUENCE,
+        position=POSITION,
+    )
+    print(f"{time.perf_counter() - started:.0f} s", file=sys.stderr)
+    if arguments.output:
+        Path(arguments.output).write_text(text, encoding="utf-8")
+    else:
+        print(text)
+
+
+TEMPLATE = """# What the TPU compiler says
+
+Made by `python scripts/bench_verify.py --output docs/benchmarks/verify.md` with libtpu on a CPU machine.
+
+## Hand-written configurations of Llama-3.1-405B on v4-256
+
+{hand_written}
+
+## Plans
+
+Batch in sequences of {position} tokens: one per device for training (AdamW, everything in float32, computing in
+bfloat16), one per {devices_per_sequence} devices, at least 8, for evaluation (bfloat16). Mesh is replica x data x model;
+the columns of collectives are GiB that one device receives in a step. Where no plan was predicted to fit, the one that
+needs least memory was compiled.
+
+{plans}
+"""
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""python scripts/make_hlo_fixtures.py [--output tests/unit/hlo]
+
+Compile small programs for TPU slices and keep the compiled text, for the tests that read it: collectives inside of
+fusions, a product decomposed into a loop, a reduce-scatter, transfers between slices, attention kernels, replica groups
+in every notation, and the reports of a program that does not fit. Needs libtpu, and takes half a minute.
+
+What says where on this machine the program was traced is taken out of the text, and so is what nobody reads and takes
+much room: most of `backend_config`, and the code of kernels.
+"""
+
+import argparse
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardplan.hardware import parse_slice
+from shardplan.verify.topology import environment, make_topology_mesh
+
+DUMP = tempfile.TemporaryDirectory(prefix="shardplan-fixtures-")
+os.environ.update(environment(parse_slice("v4-8")))
+os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMP.name} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_too_large"
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardplan.verify.options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
+
+WINDOWED = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"}
+KEPT = ("window_config", "barrier_config", "collective_algorithm_config", "async_collective_fusion_config")
+"""Keys of `backend_config` that stay."""
+REPORTS = {
+    "too_large": ".after_optimizations.txt",
+    "too_large.live-range": "live-range.txt",
+    "too_large.usage": "memory-usage-report.txt",
+}
+"""Fixture -> end of the name of the file in the compiler's dump."""
+
+Array = tuple[tuple[int, ...], tuple[Any, ...]]
+"""Shape and partition spec."""
+
+
+def compiled(
+    function: Callable[..., Any],
+    slice_name: str,
+    sizes: Sequence[int],
+    arrays: Sequence[Array],
+    options: Mapping[str, str] = NO_WINDOWED_EINSUM,
+    dtype: Any = jnp.bfloat16,
+) -> str:
+    """Text of `function` compiled for arrays on a mesh of `sizes` replica x data x model."""
+    mesh = make_topology_mesh(parse_slice(slice_name), dict(zip(("replica", "data", "model"), sizes, strict=True)))
+    structs = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec))) for shape, spec in arrays]
+
+    def program(*arguments: jax.Array) -> Any:
+        return function(mesh, *arguments)
+
+    program.__name__ = function.__name__
+    return jax.jit(program).lower(*structs).compile(compiler_options=dict(options)).as_text()
+
+
+def constrain(mesh: Mesh, array: jax.Array, *spec: Any) -> jax.Array:
+    """`array` with its dimensions cut along mesh axes."""
+    return lax.with_sharding_constraint(array, NamedSharding(mesh, P(*spec)))
+
+
+def mlp(mesh: Mesh, x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+    """Layers of two products; the weights rest cut by `data`, and are gathered in every layer."""
+
+    def layer(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        hidden = constrain(mesh, x @ weights[0], "data", "model")
+        return constrain(mesh, hidden @ weights[1], "data", None), None
+
+    return lax.scan(layer, x, (w, v))[0]
+
+
+def columns(mesh: Mesh, x: jax.Array, w: jax.Array) -> jax.Array:
+    """A product with each weight of a stack, which rest cut along the dimension that is summed over."""
+
+    def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x, constrain(mesh, x @ weight, "data", "model")
+
+    return lax.scan(layer, x, w)[1]
+
+
+def gradient(mesh: Mesh, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The gradient of a weight that rests cut by `data`, while the batch is cut by `replica` and `data`."""
+
+    def loss(w: jax.Array) -> jax.Array:
+        return (constrain(mesh, x @ w, ("replica", "data"), None).astype(jnp.float32) ** 2).sum()
+
+    return constrain(mesh, jax.grad(loss)(w), "data", None)
+
+
+def attention(mesh: Mesh, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Gradients of causal splash attention on [batch, heads, position, head_size], by q and by k."""
+    heads, position = q.shape[1:3]
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((position, position))] * heads)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    blocks = splash_attention_kernel.BlockSizes(**{f"block_{name}": 128 for name in names})
+    kernel = splash_attention_kernel.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=blocks)
+    spec = P("data")
+    # as Levanter does
+    run = jax.shard_map(jax.vmap(kernel), mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
+    return jax.grad(lambda q, k: run(q, k, v).astype(jnp.float32).sum(), argnums=(0, 1))(q, k)
+
+
+def gathers(mesh: Mesh, x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays that rest cut in several ways, made whole."""
+    return constrain(mesh, x * 2, None, None), constrain(mesh, y * 2, None, None)
+
+
+def too_large(mesh: Mesh, x: jax.Array, w: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Takes 56 GiB of a device that has 31."""
+    return jnp.tanh(x @ w) @ v, (x @ w).sum()
+
+
+def fixtures() -> dict[str, str]:
+    """Name -> text."""
+    side = 32768
+    texts = {
+        "async_gather": compiled(
+            mlp,
+            "v4:4x4x4",
+            (1, 16, 4),
+            [
+                ((65536, 2048), ("data", None)),
+                ((5, 2048, 8192), (None, "data", "model")),
+                ((5, 8192, 2048), (None, "model", "data")),
+            ],
+            {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES},
+        ),
+        "windowed": compiled(
+            columns,
+            "v4:2x2x4",
+            (1, 8, 2),
+            [((16384, 512), ("data", None)), ((7, 512, 2048), (None, "data", "model"))],
+            WINDOWED,
+        ),
+        "reduce_scatter": compiled(
+            gradient, "v4:4x4x4", (1, 16, 4), [((8192, 512), ("data", None)), ((512, 1024), (None, None))]
+        ),
+        "two_slices": compiled(
+            gradient, "2xv4:2x2x2", (2, 4, 2), [((4096, 512), (("replica", "data"), None)), ((512, 1024), ("data",))]
+        ),
+        "splash": compiled(attention, "v4-8", (1, 4, 1), [((4, 2, 256, 128), ("data",))] * 3),
+        "splash_batch": compiled(attention, "v4-8", (1, 4, 1), [((8, 2, 256, 128), ("data",))] * 3),
+        "groups": compiled(
+            gathers, "v4:2x2x4", (2, 2, 4), [((512, 1024), (("data", "replica"), None)), ((512, 1024), ("replica",))]
+        ),
+    }
+    try:
+        arrays = [((4 * side, side), ("data",)), ((side, 4 * side), ()), ((4 * side, side), ())]
+        compiled(too_large, "v4-8", (1, 4, 1), arrays, dtype=jnp.float32)
+    except jax.errors.JaxRuntimeError as error:
+        assert "RESOURCE_EXHAUSTED" in str(error)
+    for name, end in REPORTS.items():
+        [path] = Path(DUMP.name).glob(f"**/*jit_too_large*{end}")
+        texts[name] = path.read_text(encoding="utf-8")
+    return {name: trimmed(text) for name, text in texts.items()}
+
+
+def trimmed(text: str) -> str:
+    """`text` without places in source files, and without what is long and not read."""
+    text = re.sub(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*\n*", "", text, flags=re.MULTILINE)
+    text = re.sub(r" ?(source_file=\"[^\"]*\"|source_(end_)?(line|column)=\d+|stack_frame_id=\d+)", "", text)
+    pieces, position, mark = [], 0, "backend_config="
+    while (start := text.find(mark, position)) >= 0:
+        start += len(mark)
+        pieces.append(text[position:start])
+        config, position = text[start:], start
+        if config.startswith("{"):
+            values, length = json.JSONDecoder().raw_decode(config)
+            kept = {key: value for key, value in values.items() if key in KEPT}
+            pieces.append(json.dumps(kept, separators=(",", ":")))
+            position += length
+    return "".join([*pieces, text[position:]]).rstrip() + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("tests/unit/hlo"), help="folder; default: %(default)s")
+    output: Path = parser.parse_args().output
+    output.mkdir(parents=True, exist_ok=True)
+    for name, text in fixtures().items():
+        (output / f"{name}.txt").write_text(text, encoding="utf-8")
+        print(f"{name}: {len(text)} characters")
+
+
+if __name__ == "__main__":
+    main()
