@@ -173,9 +173,9 @@ Made by `python scripts/bench_verify.py --output docs/benchmarks/verify.md` with
 ## Plans
 
 Batch in sequences of {position} tokens: one per device for training (AdamW, everything in float32, computing in
-bfloat16), one per {devices_per_sequence} devices, at least 8, for evaluation (bfloat16). Mesh is replica x data x model;
-the columns of collectives are GiB that one device receives in a step. Where no plan was predicted to fit, the one that
-needs least memory was compiled.
+bfloat16), one per {devices_per_sequence} devices, at least 8, for evaluation (bfloat16). The mesh is replica x data x
+model; the columns of collectives are GiB that one device receives in a step. Where no plan was predicted to fit, the
+one that needs least memory was compiled.
 
 {plans}
 """

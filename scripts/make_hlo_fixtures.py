@@ -2,7 +2,7 @@
 
 Compile small programs for TPU slices and keep the compiled text, for the tests that read it: collectives inside of
 fusions, a product decomposed into a loop, a reduce-scatter, transfers between slices, attention kernels, replica groups
-in every notation, and the reports of a program that does not fit. Needs libtpu, and takes half a minute.
+in every notation, and the reports of a program that does not fit. Needs libtpu, and takes ten seconds.
 
 What says where on this machine the program was traced is taken out of the text, and so is what nobody reads and takes
 much room: most of `backend_config`, and the code of kernels.
@@ -17,12 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardplan.hardware import parse_slice
-from shardplan.verify.topology import environment, make_topology_mesh
-
-DUMP = tempfile.TemporaryDirectory(prefix="shardplan-fixtures-")
-os.environ.update(environment(parse_slice("v4-8")))
-os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMP.name} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_too_large"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +26,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardplan.hardware import parse_slice
 from shardplan.verify.options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
+from shardplan.verify.topology import environment, make_topology_mesh
 
 WINDOWED = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"}
 KEPT = ("window_config", "barrier_config", "collective_algorithm_config", "async_collective_fusion_config")
@@ -122,8 +119,8 @@ def too_large(mesh: Mesh, x: jax.Array, w: jax.Array, v: jax.Array) -> tuple[jax
     return jnp.tanh(x @ w) @ v, (x @ w).sum()
 
 
-def fixtures() -> dict[str, str]:
-    """Name -> text."""
+def fixtures(dump: Path) -> dict[str, str]:
+    """Name -> text. The compiler has been told to leave its reports in `dump`."""
     side = 32768
     texts = {
         "async_gather": compiled(
@@ -162,7 +159,7 @@ def fixtures() -> dict[str, str]:
     except jax.errors.JaxRuntimeError as error:
         assert "RESOURCE_EXHAUSTED" in str(error)
     for name, end in REPORTS.items():
-        [path] = Path(DUMP.name).glob(f"**/*jit_too_large*{end}")
+        [path] = dump.glob(f"**/*jit_too_large*{end}")
         texts[name] = path.read_text(encoding="utf-8")
     return {name: trimmed(text) for name, text in texts.items()}
 
@@ -189,7 +186,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("tests/unit/hlo"), help="folder; default: %(default)s")
     output: Path = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
-    for name, text in fixtures().items():
+    with tempfile.TemporaryDirectory(prefix="shardplan-fixtures-") as dump:
+        os.environ.update(environment(parse_slice("v4-8")))
+        os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_too_large"
+        texts = fixtures(Path(dump))
+    for name, text in texts.items():
         (output / f"{name}.txt").write_text(text, encoding="utf-8")
         print(f"{name}: {len(text)} characters")
 

@@ -63,7 +63,7 @@ def install() -> None:
     print("+ making .venv (about two minutes: JAX, Levanter and what they need)", flush=True)
     venv.create(ENVIRONMENT, with_pip=True, clear=True)
     pip = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--no-input"]
-    subprocess.run([*pip, "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[test]"], check=True)
+    subprocess.run([*pip, "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[test,verify]"], check=True)
     stamp.write_text(wanted)
 
 

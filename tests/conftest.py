@@ -25,6 +25,15 @@ def golden() -> Path:
     return GOLDEN
 
 
+@pytest.fixture(scope="session")
+def tpu_compiler() -> None:
+    """Lets this process use libtpu, as the processes that verify starts do."""
+    from shardplan.hardware import parse_slice
+    from shardplan.verify.topology import environment
+
+    os.environ.update(environment(parse_slice("v4-8")))
+
+
 @pytest.fixture
 def make_config():
     """A `Config` from overrides with `_` for the first dot: make_config(workload_batch=4, model_ref="x")."""

@@ -5,9 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardplan.hardware import Slice
-from shardplan.verify.hlo import Computation, Instruction, replica_groups, source_target_pairs
+from shardplan.verify.hlo import SAME_VALUE, Computation, Instruction, replica_groups, source_target_pairs
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
 """Opcodes, without the `-start` and `-done` of asynchronous ones."""
 NETWORK = ("network",)
 """The link that every transfer between slices takes."""
@@ -46,7 +49,9 @@ class Network:
             context: the operation to attribute it to where the compiler does not say one.
         """
         kind = base_opcode(instruction)
-        size = sum(a.bytes for name in instruction.operands for a in computation.instructions[name].arrays)
+        # a ragged all-to-all has its indices behind the array that it sends, at most as much as there is
+        sent = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
+        size = sum(a.bytes for name in sent for a in computation.instructions[name].arrays)
         op = short_op(instruction.op_name or context)
         if kind == "collective-permute":
             moved = [(a, b) for a, b in source_target_pairs(instruction.attributes["source_target_pairs"]) if a != b]
@@ -56,6 +61,8 @@ class Network:
             direction = str((moved[0][1] - moved[0][0]) % len(self.slices)) if moved else ""
             return Transfer(kind, axes, received, received / self._bandwidth(moved, 1), (*axes, direction), op)
         root = computation.root
+        while root.opcode in SAME_VALUE:
+            root = computation.instructions[root.operands[0]]
         if kind == "all-reduce" and root.opcode == "dynamic-slice" and root.operands[0] == instruction.name:
             kind = "reduce-scatter"  # the TPU compiler writes one as a fusion of these two
         groups = replica_groups(instruction.attributes.get("replica_groups", ""), len(self.slices))

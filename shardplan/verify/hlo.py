@@ -22,10 +22,11 @@ BITS = {
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|->|[()\[\]{},]')
 """What structures a line: quoted text and comments as wholes, brackets, commas."""
 _SPACE = re.compile(r"S\((\d+)\)")
-_SAME_VALUE = ("copy", "bitcast", "reshape", "convert", "copy-start", "copy-done", "opt-barrier")
+_STRUCTURE = ("parameter", "tuple", "get-tuple-element")
+SAME_VALUE = ("copy", "bitcast", "reshape", "convert", "copy-start", "copy-done", "opt-barrier")
 
 
-class HloError(Exception):
+class HloError(ValueError):
     """The text is not HLO as this module knows it."""
 
 
@@ -141,6 +142,8 @@ class Module:
             return self.value(computation, instruction.operands[i], parameters)
 
         opcode = instruction.opcode
+        if opcode not in _STRUCTURE and any(array.dims for array in instruction.arrays):
+            return None  # an array: nothing that counts
         if opcode == "constant":
             text = instruction.operands[0]
             return Value(None, int(text)) if text.lstrip("-").isdigit() else None
@@ -152,7 +155,7 @@ class Module:
         if opcode == "get-tuple-element":
             elements, index = operand(0), int(instruction.attributes["index"])
             return elements[index] if isinstance(elements, list) and index < len(elements) else None
-        if opcode in _SAME_VALUE:
+        if opcode in SAME_VALUE:
             return operand(0)
         if opcode in ("add", "subtract", "multiply"):
             return _arithmetic(opcode, operand(0), operand(1))
@@ -199,7 +202,7 @@ class Module:
         if root.opcode == "fusion":
             inner = self.computations[root.called[0]]
             return self._comparison(inner, inner.root, operands)
-        if root.opcode in _SAME_VALUE:
+        if root.opcode in SAME_VALUE:
             return self._comparison(computation, computation.instructions[root.operands[0]], parameters)
         if root.opcode != "compare":
             return None
@@ -222,7 +225,10 @@ def parse(text: str) -> Module:
     entry = None
     for header, body in _bodies(text):
         name = header.removeprefix("ENTRY ").partition(" ")[0].removeprefix("%")
-        parsed = [_instruction(line.removeprefix("ROOT ")) for line in body]
+        try:
+            parsed = [_instruction(line.removeprefix("ROOT ")) for line in body]
+        except (ValueError, KeyError) as error:
+            raise HloError(f"computation {name}: {error}") from error
         root = [instruction for instruction, line in zip(parsed, body, strict=True) if line.startswith("ROOT ")]
         if len(root) != 1:
             raise HloError(f"computation {name} has {len(root)} roots")

@@ -18,7 +18,7 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all",
     "opt-barrier", "iota", "add-dependency", "domain",
 }  # fmt: skip
-"""Opcodes that take no time of the core: names of things. Nor do copies that run beside it (`-start`, `-done`)."""
+"""Opcodes that take no time: names of things."""
 FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "MoveToDevice", "MoveToHost")
 """Custom calls that do nothing by themselves."""
 FLOATS = ("bf16", "f16", "f32")
@@ -27,6 +27,10 @@ KERNEL_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Products of position x position x head size in splash attention's kernels (q k^T and p v; the gradients)."""
 SMALL_BYTES = 2**20
 """Moving less than this takes a microsecond, which is not worth telling."""
+COPIES = ("copy-start", "slice-start")
+"""Opcodes that start a copy between HBM and the memory of the core, which runs beside it."""
+HBM = ("hbm",)
+"""The link that those copies take."""
 ASYNC_CALLS = ("async-start", "call-start")
 """Opcodes that start a computation beside the core; it may be a collective, on the sparse cores too."""
 
@@ -62,9 +66,15 @@ def model_step(module: Module, network: Network, hardware: Slice, causal: float)
 
     Args:
         causal: the part of the blocks of position x position that attention kernels compute.
+
+    Raises:
+        HloError: the module is not what this reader expects.
     """
     player = _Player(module, network, hardware, causal)
-    player.timing.seconds = player.play(module.entry, [], 1, "")
+    try:
+        player.timing.seconds = player.play(module.entry, [], 1, "")
+    except (KeyError, IndexError, ValueError) as error:
+        raise HloError(f"not a module as this reader knows it: {error!r}") from error
     return player.timing
 
 
@@ -96,6 +106,11 @@ class _Player:
                 now += max((self.play(body, inputs, times, op) for body in bodies), default=0.0)
             elif is_collective(instruction) or instruction.opcode in ASYNC_CALLS:
                 now = self._collective(computation, instruction, times, op, now, links, arrival)
+            elif instruction.opcode in COPIES:
+                finished = max(now, links[HBM]) + instruction.arrays[0].bytes / self.hardware.generation.hbm_bandwidth
+                links[HBM] = arrival[instruction.name] = finished
+            elif instruction.opcode.endswith("-update") and instruction.operands[0] in arrival:
+                arrival[instruction.name] = arrival[instruction.operands[0]]
             elif instruction.opcode.endswith("-done") and instruction.operands[0] in arrival:
                 now = max(now, arrival[instruction.operands[0]])
             else:

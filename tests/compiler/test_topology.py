@@ -15,6 +15,7 @@ from shardplan.hardware import GENERATIONS, parse_slice
 from shardplan.verify.topology import environment, make_topology_mesh
 
 pytest.importorskip("libtpu")
+pytestmark = pytest.mark.usefixtures("tpu_compiler")
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120

@@ -1,0 +1,231 @@
+"""Verdicts of the real TPU compiler: what it says of memory, steps and refusals, through processes of its own."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import MODEL_TYPES
+
+from shardplan import config as configuration
+from shardplan.config import CompilerConfig
+from shardplan.errors import ConfigError
+from shardplan.hardware import GIB
+from shardplan.model import build_model, read_config
+from shardplan.plan.planner import make_plan
+from shardplan.verify import run as runs
+from shardplan.verify.cases import cases_of
+from shardplan.verify.run import Case, verify
+from shardplan.verify.verdict import Verdict
+
+ROOT = Path(__file__).parents[2]
+NO_CACHE = CompilerConfig(cache=None)
+
+
+def small_case(kind="eval", program="step", **settings) -> Case:
+    """Two layers of Llama-3.1-8B on 8 devices of v4."""
+    hf_config = read_config("configs/models/llama-3.1-8b.json", None)
+    hf_config = {**hf_config, "num_hidden_layers": 2, "vocab_size": 2048}
+    values = {
+        "model.config": "configs/models/llama-3.1-8b.json",
+        "hardware.slice": "v4-16",
+        "mesh.data": 4,
+        "mesh.model": 2,
+        "workload.kind": kind,
+        "workload.batch": 8,
+        "workload.position": 1024,
+        **settings,
+    }
+    config = configuration.load([f"--{key}={value}" for key, value in values.items()], "test")
+    plan = make_plan(config, build_model(hf_config, config.workload.position))
+    return Case(kind, plan, hf_config, program)
+
+
+def bytes_by(verdict: Verdict, *kinds: str) -> int:
+    return sum(c.bytes for c in verdict.collectives if c.kind in kinds)
+
+
+def test_evaluation_of_405b_on_v4_256():
+    """The figures that were measured before this code existed: 6.5 GiB, of which the parameters are 5.9."""
+    (verdict,) = verify(cases_of(configuration.load(["--config", "configs/405b.yaml"], "test")), NO_CACHE)
+    assert verdict.fits and verdict.attention == "splash"
+    assert 6.4 < verdict.memory.peak / GIB < 6.6
+    assert 5.9 < verdict.memory.arguments / GIB < 6.0
+    # the all-reduces after attention and mlp: [1, 4096, 16384] bfloat16 in rings of 8, twice in each of 126 layers
+    partial_sums = [c for c in verdict.collectives if c.kind == "all-reduce" and "batch, position, embed" in c.cause]
+    assert sum(c.bytes for c in partial_sums) == 126 * 2 * (2 * 7 / 8 * 4096 * 16384 * 2)
+    assert sum(c.count for c in partial_sums) == 2 * 126
+    # 2 FLOPs for each parameter but the embedding's, and attention's q k^T and p v, half of them masked
+    tokens, heads = 16 * 4096, 128 * 128
+    flops = 2 * tokens * (405853388800 - 128256 * 16384 - 253 * 16384) + 126 * 4 * tokens * 4096 * heads / 2
+    assert verdict.time.model_flops == pytest.approx(flops, rel=1e-6)
+    assert verdict.time.mfu == pytest.approx(flops / 128 / 2.75e14 / verdict.time.step_seconds)
+
+
+def test_train_step_updates_in_place():
+    """Parameters and both moments come in and go out in the same memory; gradients are reduced and scattered."""
+    case = small_case("train", **{"workload.param_dtype": "float32"})
+    (verdict,) = verify([case], NO_CACHE)
+    assert verdict.fits
+    state = 3 * sum(p.bytes_per_device for p in case.plan.parameters)
+    assert state <= verdict.memory.arguments <= 1.01 * state + 2**20  # tokens, and padding of small arrays
+    assert verdict.memory.output < 2**20  # the loss, and nothing that is not in the place of an argument
+    # a gradient of every weight of a layer, float32 or bfloat16, scattered over the 4 of `data`
+    weights = sum(p.bytes_per_device for p in case.plan.parameters if "layer" in p.axes and len(p.axes) > 2)
+    assert bytes_by(verdict, "reduce-scatter", "all-reduce", "collective-permute") >= 3 * weights / 2
+    assert verdict.time.model_flops > 3 * 2 * 8 * 1024 * 4096 * 14336
+
+
+@pytest.mark.parametrize("program", ["prefill", "load"])
+def test_other_programs(program):
+    kind = "prefill" if program == "prefill" else "eval"
+    (verdict,) = verify([small_case(kind, "load" if program == "load" else "step")], NO_CACHE)
+    assert verdict.fits and verdict.program == program
+
+
+def test_every_model_type_compiles(golden, make_config):
+    cases = []
+    for name in MODEL_TYPES:
+        config = make_config(model_ref=golden / name, hardware_slice="v4-16", workload_batch=8, workload_position=64)
+        cases += cases_of(dataclasses.replace(config, compiler=NO_CACHE))
+    for name, verdict in zip(MODEL_TYPES, verify(cases, NO_CACHE), strict=True):
+        assert verdict.fits, f"{name}: {verdict.reason}"
+
+
+def test_does_not_fit_names_the_buffers():
+    """68.4 GiB, as was measured before; the logits are the largest of what does not fit."""
+    arguments = ["--config", "configs/405b.yaml", "--against", "configs/levanter/405b-head-size.yaml"]
+    case = cases_of(configuration.load(arguments, "test"))[1]
+    (verdict,) = verify([case], NO_CACHE)
+    assert verdict.outcome == "does not fit" and not verdict.fits
+    assert 68.3 < verdict.memory.peak / GIB < 68.5
+    assert verdict.memory.buffers[0].shape == "bf16[16,4096,128256]"
+    assert verdict.memory.buffers[1].op == "module.transformer.layers.stacked.mlp.gate_proj.weight"
+    assert verdict.reason.startswith("37.63 GiB too much; the largest: 15.66 GiB bf16[16,4096,128256] (contract embed")
+
+
+def test_refused_mappings():
+    """What JAX would raise as an exception is a verdict, with the axes that are to blame."""
+    case = small_case()
+    twice = {**case.plan.param_mapping, "embed": ["model"], "mlp": ["model"]}
+    spec = {axis: list(mesh_axes) for axis, mesh_axes in twice.items()}
+    parameters = [dataclasses.replace(p, spec=[spec.get(axis) for axis in p.axes]) for p in case.plan.parameters]
+    duplicate = dataclasses.replace(case.plan, param_mapping=twice, parameters=parameters)
+    uneven = dataclasses.replace(case.plan, compute_mapping={**case.plan.compute_mapping, "batch": ["data", "replica"]})
+    uneven = dataclasses.replace(uneven, workload=dataclasses.replace(uneven.workload, batch=6))
+    first, second = verify([dataclasses.replace(case, plan=plan) for plan in (duplicate, uneven)], NO_CACHE)
+    assert first.outcome == second.outcome == "refused"
+    assert (
+        "kv_head, embed of transformer.layers.stacked.self_attn.q_proj.weight are all mapped to 'model'" in first.reason
+    )
+    assert "(of size 6)" in second.reason and "(of total size 4)" in second.reason
+
+
+def test_limits_are_verdicts():
+    slow, large = (
+        verify([small_case()], dataclasses.replace(NO_CACHE, **limit))[0] for limit in ({"seconds": 1}, {"gib": 0.01})
+    )
+    assert (slow.outcome, slow.reason) == ("refused", "not compiled in 1 s; raise compiler.seconds")
+    assert (large.outcome, large.reason[:16]) == ("refused", "compiling took m")
+
+
+def test_the_cache_answers_for_the_same_plan_only(tmp_path, monkeypatch):
+    compiler = CompilerConfig(cache=str(tmp_path / "cache"))
+    case = small_case()
+    (verdict,) = verify([case], compiler)
+
+    def compiled(*_):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(runs, "_compile", compiled)
+    assert verify([case], compiler) == [verdict]
+    for changed in (
+        dataclasses.replace(case, options={"xla_tpu_enable_async_collective_fusion": "true"}),
+        dataclasses.replace(case, plan=dataclasses.replace(case.plan, mesh={"replica": 2, "data": 2, "model": 2})),
+        dataclasses.replace(case, program="load"),
+    ):
+        with pytest.raises(AssertionError, match="compiled"):
+            verify([changed], compiler)
+    # half a file is no verdict
+    (path,) = (tmp_path / "cache").iterdir()
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(AssertionError, match="compiled"):
+        verify([case], compiler)
+
+
+def test_without_libtpu(monkeypatch):
+    monkeypatch.setattr(runs, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"libtpu; install it with: pip install 'shardplan\[verify\]'"):
+        verify([small_case()], NO_CACHE)
+
+
+def command(*argv):
+    done = subprocess.run([sys.executable, "-m", *argv], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def test_against_ranks_what_fits_first(tmp_path):
+    """A plan file, a Levanter configuration that is refused, and the configuration's own plan; as JSON."""
+    case = small_case()
+    case.plan.save(str(tmp_path / "given.json"))
+    axes = {"mlp": "model", "embed": "model"}
+    layout = {"trainer": {"model_axis_size": 8, "mp": "bf16", "fsdp_axis": None, "axis_resources": axes}}
+    (tmp_path / "levanter.yaml").write_text(json.dumps(layout))
+    small = {**case.hf_config, "num_hidden_layers": 2}
+    (tmp_path / "model.json").write_text(json.dumps(small))
+    done = command(
+        "shardplan.verify",
+        f"--model.config={tmp_path / 'model.json'}",
+        "--hardware.slice=v4-16",
+        "--workload.batch=8",
+        "--workload.position=1024",
+        "--compiler.cache=null",
+        "--against",
+        str(tmp_path / "levanter.yaml"),
+        str(tmp_path / "given.json"),
+        "--json=-",
+    )
+    assert done.returncode == 0, done.stderr
+    verdicts = json.loads(done.stdout)["verdicts"]
+    assert [v["outcome"] for v in verdicts] == ["fits", "fits", "refused"]
+    assert verdicts[2]["label"].endswith("levanter.yaml")
+    steps = [v["time"]["step_seconds"] for v in verdicts[:2]]
+    assert steps == sorted(steps)
+
+
+def test_exit_code_and_line_where_nothing_fits():
+    done = command(
+        "shardplan.verify",
+        "--config=configs/405b.yaml",
+        "--hardware.slice=v4-16",
+        "--workload.batch=8",
+        "--compiler.cache=null",
+    )
+    assert done.returncode == 3
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("shardplan.")]
+    assert "v4-16: eval does not fit: " in line and "GiB too much; the largest: " in line
+    assert "does not fit" in done.stdout and "Largest buffers" in done.stdout
+
+
+def test_interrupted_compiles_leave_no_process(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardplan.verify", "--config=configs/405b.yaml", "--compiler.cache=null"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("shardplan-verify-*/log")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    process.send_signal(2)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert not list(tmp_path.glob("shardplan-verify-*"))
+    assert str(tmp_path) not in subprocess.run(["ps", "-ef"], capture_output=True, text=True).stdout

@@ -1,0 +1,415 @@
+"""Step times and memory read from compiled modules, against calculations by hand.
+
+A v4 core does 1.05e9 cycles a second, a link moves 4.5e10 bytes a second each way, a ring uses both ways, and 6.25e9
+bytes a second go from slice to slice.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from shardplan.hardware import parse_slice
+from shardplan.verify.collectives import Network
+from shardplan.verify.hlo import parse
+from shardplan.verify.memory import hbm_buffers, hbm_bytes, live_at_peak
+from shardplan.verify.timing import NO_CYCLES, Timing, model_step
+from shardplan.verify.verdict import Buffer
+
+FIXTURES = Path(__file__).parent / "hlo"
+CLOCK, RING, LINK, NETWORK, HBM, FLOPS = 1.05e9, 9e10, 4.5e10, 6.25e9, 1.2e12, 2.75e14
+MS = 1e-3
+MIB = 2**20
+
+COMPUTATIONS = """
+%work (a: f32[]) -> f32[] {
+  ROOT %a = f32[] parameter(0)
+}
+
+%begin (b: f32[7500000]) -> f32[30000000] {
+  %b = f32[7500000] parameter(0)
+  ROOT %ag.1 = f32[30000000] all-gather(%b), channel_id=9, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%on (c: f32[7500000]) -> f32[30000000] {
+  %c = f32[7500000] parameter(0)
+  ROOT %ag.2 = f32[30000000] all-gather(%c), channel_id=9, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%end (d: f32[7500000]) -> f32[30000000] {
+  %d = f32[7500000] parameter(0)
+  ROOT %ag.3 = f32[30000000] all-gather(%d), channel_id=9, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%body (p: (s32[], s32[], f32[7500000])) -> (s32[], s32[], f32[7500000]) {
+  %p = (s32[], s32[], f32[7500000]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] get-tuple-element(%p), index=1
+  %y = f32[7500000] get-tuple-element(%p), index=2
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  IN_BODY
+  ROOT %t = (s32[], s32[], f32[7500000]) tuple(%next, %n, %y)
+}
+
+%condition (q: (s32[], s32[], f32[7500000])) -> pred[] {
+  %q = (s32[], s32[], f32[7500000]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %m = s32[] get-tuple-element(%q), index=1
+  ROOT %less = pred[] compare(%j, %m), direction=LT
+}
+"""
+
+
+def work(name: str, milliseconds: float, calls: str = "work") -> str:
+    """A fusion that keeps the core busy."""
+    cycles = round(milliseconds * MS * CLOCK)
+    config = f'{{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
+    return f"%{name} = f32[] fusion(%x), kind=kLoop, calls=%{calls}, backend_config={config}"
+
+
+def gather(name: str, suffix: str = "", groups: str = "{{0,1,2,3}}") -> str:
+    """30 MB from each of three others: 90 MB at 90 GB/s are 1 ms. In pairs it is a third of that."""
+    return f"%{name} = f32[30000000] all-gather{suffix}(%x), channel_id=1, replica_groups={groups}, dimensions={{0}}"
+
+
+LOOP = """%zero = s32[] constant(0)
+  %limit = s32[] constant(5)
+  %tuple = (s32[], s32[], f32[7500000]) tuple(%zero, %limit, %x)
+  %loop = (s32[], s32[], f32[7500000]) while(%tuple), condition=%condition, body=%body"""
+
+
+def step(*lines: str, body: str = "", sizes: tuple[int, ...] = (1, 4, 1)) -> Timing:
+    """Timing of an entry computation of `lines`, which may use %x: f32[7500000], on 4 devices of v4."""
+    entry = "\n  ".join(lines)
+    text = COMPUTATIONS.replace("IN_BODY", body) + (
+        "\nENTRY %main (x: f32[7500000]) -> f32[] {\n  %x = f32[7500000] parameter(0)\n  "
+        f"{entry}\n  ROOT %result = f32[] constant(0)\n}}\n"
+    )
+    return timing(text, "v4-8", sizes)
+
+
+def timing(text: str, slice_name: str, sizes: tuple[int, ...], causal: float = 1.0) -> Timing:
+    hardware = parse_slice(slice_name)
+    mesh = dict(zip(("replica", "data", "model"), sizes, strict=True))
+    slices = [i // (hardware.devices // hardware.slices) for i in range(hardware.devices)]
+    return model_step(parse(text), Network(mesh, hardware, slices), hardware, causal)
+
+
+def read(name: str) -> str:
+    return (FIXTURES / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def told(timing: Timing) -> list[tuple]:
+    """What is used: kind, mesh axes, bytes, form, executions."""
+    return [(u.transfer.kind, u.transfer.mesh_axes, u.transfer.bytes, u.form, u.count) for u in timing.uses]
+
+
+def test_a_synchronous_collective_is_waited_for():
+    result = step(work("w", 0.5), gather("g"), work("v", 0.25))
+    assert result.seconds == pytest.approx(1.75 * MS)
+    assert result.compute_seconds == pytest.approx(0.75 * MS)
+    assert told(result) == [("all-gather", ("data",), 90e6, "sync", 1)]
+
+
+@pytest.mark.parametrize("busy", [0.25, 1, 2])
+def test_an_asynchronous_collective_hides_behind_work(busy):
+    """Exactly as long as the work takes: the rest of its millisecond is waited for."""
+    result = step(gather("g", "-start"), work("w", busy), "%d = f32[30000000] all-gather-done(%g)", work("v", 0.5))
+    assert result.seconds == pytest.approx((max(busy, 1) + 0.5) * MS)
+    assert result.compute_seconds == pytest.approx((busy + 0.5) * MS)
+
+
+def test_an_asynchronous_call_with_a_collective_inside():
+    """A collective may be wrapped in a computation that is started and waited for, as it is on sparse cores."""
+    result = step(
+        "%g = ((f32[7500000]), f32[30000000]) async-start(%x), calls=%begin",
+        work("w", 0.25),
+        "%d = f32[30000000] async-done(%g)",
+    )
+    assert result.seconds == pytest.approx(1 * MS)
+    assert told(result) == [("all-gather", ("data",), 90e6, "async", 1)]
+
+
+def test_transfers_on_one_link_wait_for_each_other():
+    """All devices along `data` in 1 ms, then once more."""
+    result = step(
+        gather("g", "-start"),
+        gather("h", "-start"),
+        "%d = f32[30000000] all-gather-done(%g)",
+        work("w", 0.5),
+        "%e = f32[30000000] all-gather-done(%h)",
+    )
+    assert result.seconds == pytest.approx(2 * MS)
+
+
+def test_transfers_on_different_links_do_not():
+    """Pairs along `data` and pairs along `model`, each a third of a millisecond."""
+    result = step(
+        gather("g", "-start", "{{0,2},{1,3}}"),
+        gather("h", "-start", "{{0,1},{2,3}}"),
+        "%d = f32[30000000] all-gather-done(%g)",
+        "%e = f32[30000000] all-gather-done(%h)",
+        sizes=(1, 2, 2),
+    )
+    assert result.seconds == pytest.approx(MS / 3)
+    assert [use.transfer.mesh_axes for use in result.uses] == [("data",), ("model",)]
+
+
+@pytest.mark.parametrize("busy", [0.25, 2])
+def test_a_collective_in_three_fusions_is_one(busy):
+    """It begins in the first, advances beside the product of the second, and is waited for in the third."""
+    begin = "%s = f32[30000000] fusion(%x), kind=kCustom, calls=%begin"
+    end = "%e = f32[30000000] fusion(%x), kind=kCustom, calls=%end"
+    result = step(begin, work("w", busy, "on"), end, work("v", 0.5))
+    assert told(result) == [("all-gather", ("data",), 90e6, "async", 1)]
+    assert result.seconds == pytest.approx((max(busy, 1) + 0.5) * MS)
+    assert not result.not_understood
+
+
+def test_a_collective_in_one_fusion_is_waited_for():
+    result = step("%s = f32[30000000] fusion(%x), kind=kCustom, calls=%begin", work("v", 0.5))
+    assert told(result) == [("all-gather", ("data",), 90e6, "sync", 1)]
+    assert result.seconds == pytest.approx(1.5 * MS)
+
+
+def test_a_collective_that_advances_in_a_loop_is_one():
+    """Five rounds of 0.1 ms hide half of it; it is not sent again in any of them."""
+    begin = "%s = f32[30000000] fusion(%x), kind=kCustom, calls=%begin"
+    end = "%e = f32[30000000] fusion(%x), kind=kCustom, calls=%end"
+    result = step(begin, LOOP, end, body=work("w", 0.1, "on").replace("%x", "%y"))
+    assert told(result) == [("all-gather", ("data",), 90e6, "async", 1)]
+    assert result.seconds == pytest.approx(1 * MS)
+    assert result.compute_seconds == pytest.approx(0.5 * MS)
+
+
+def test_a_loop_repeats_what_is_in_it():
+    result = step(LOOP, body=gather("g").replace("%x", "%y") + "\n  " + work("w", 0.1).replace("%x", "%y"))
+    assert told(result) == [("all-gather", ("data",), 90e6, "sync", 5)]
+    assert result.seconds == pytest.approx(5.5 * MS)
+    assert result.compute_seconds == pytest.approx(0.5 * MS)
+
+
+def test_a_loop_that_does_not_run():
+    result = step(LOOP.replace("constant(5)", "constant(0)"), body=gather("g").replace("%x", "%y"))
+    assert (result.seconds, result.uses) == (0, [])
+
+
+def test_a_loop_of_unknown_length_is_told():
+    result = step(LOOP.replace("constant(5)", "partition-id()"), body=gather("g").replace("%x", "%y"))
+    assert result.seconds == pytest.approx(1 * MS)
+    assert list(result.not_understood) == ["loop of unknown length, counted once"]
+
+
+def test_the_longest_branch_is_timed_and_told():
+    branches = "branch_computations={%work, %short, %long}"
+    more = f"""
+%short (x: f32[]) -> f32[] {{
+  %x = f32[] parameter(0)
+  ROOT {work("s", 0.25)}
+}}
+
+%long (x: f32[]) -> f32[] {{
+  %x = f32[] parameter(0)
+  ROOT {work("l", 0.75)}
+}}
+
+ENTRY %main (i: s32[], z: f32[]) -> f32[] {{
+  %i = s32[] parameter(0)
+  %z = f32[] parameter(1)
+  ROOT %r = f32[] conditional(%i, %z, %z, %z), {branches}
+}}
+"""
+    result = timing(COMPUTATIONS + more, "v4-8", (1, 4, 1))
+    assert result.seconds == pytest.approx(0.75 * MS)
+    assert dict(result.not_understood) == {"conditional: every branch counted, the longest timed": 1}
+
+
+def test_what_is_not_known_is_told():
+    """A kernel without cycles, of 30 MB, takes as long as reading and writing it, and a small one nothing."""
+    result = step(
+        '%k = f32[7500000] custom-call(%x), custom_call_target="mystery"',
+        '%small = f32[1000] custom-call(%x), custom_call_target="small"',
+        '%free = f32[7500000] custom-call(), custom_call_target="AllocateBuffer"',
+        gather("g", groups="@named"),
+    )
+    assert dict(result.not_understood) == {
+        "custom-call mystery" + NO_CYCLES: 1,
+        "all-gather with replica_groups @named": 1,
+    }
+    assert result.seconds == pytest.approx(2 * 30e6 / HBM)
+
+
+@pytest.mark.parametrize(
+    ("opcode", "received"),
+    [("all-gather", 90e6), ("all-reduce", 45e6), ("reduce-scatter", 22.5e6), ("all-to-all", 22.5e6)],
+)
+def test_bytes_received_of_30_million_by_four(opcode, received):
+    """Three others' of it all; twice three quarters; three quarters."""
+    result = step(f"%g = f32[30000000] {opcode}(%x), channel_id=1, replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}")
+    assert told(result) == [(opcode, ("data",), received, "sync", 1)]
+    assert result.seconds == pytest.approx(received / RING)
+
+
+def test_a_permute_uses_one_direction():
+    forth, back = (
+        f"%{name} = f32[7500000] collective-permute-start(%x), channel_id=1, source_target_pairs={pairs}"
+        for name, pairs in (("f", "{{0,1},{1,2},{2,3},{3,0}}"), ("b", "{{0,3},{1,0},{2,1},{3,2}}"))
+    )
+    done = ["%d = f32[7500000] collective-permute-done(%f)", "%e = f32[7500000] collective-permute-done(%b)"]
+    assert step(forth, back, *done).seconds == pytest.approx(30e6 / LINK)
+    assert step(forth, forth.replace("%f =", "%b ="), *done).seconds == pytest.approx(2 * 30e6 / LINK)
+
+
+def test_asynchronous_gather_of_a_real_module():
+    """A layer gathers w and waits, gathers v beside the product with w, and sums over `model`; there are five."""
+    result = timing(read("async_gather"), "v4:4x4x4", (1, 16, 4))
+    gathered = 15 * 2048 * 128 * 2
+    summed = 2 * 3 / 4 * 4096 * 2048 * 2
+    assert told(result) == [
+        ("all-gather", ("data",), gathered, "sync", 5),
+        ("all-gather", ("data",), gathered, "async", 5),
+        ("all-reduce", ("model",), summed, "sync", 5),
+    ]
+    cycles = 3224 + 3224 + 147594 + 147594
+    assert result.compute_seconds == pytest.approx(5 * cycles / CLOCK)
+    # before the loop x goes to the memory near the core, and after it back, each time waited for;
+    # 87 microseconds of the second gather hide behind 141 of the product
+    copies = 2 * 4096 * 2048 * 2 / HBM
+    assert result.seconds == pytest.approx(copies + 5 * (cycles / CLOCK + gathered / RING + summed / RING))
+    assert not result.not_understood
+
+
+def test_decomposed_product_of_a_real_module():
+    """Per layer a part from one side that nothing hides, then two rounds of two parts from each side, all hidden."""
+    result = timing(read("windowed"), "v4:2x2x4", (1, 8, 2))
+    part = 64 * 1024 * 2
+    permutes = [("collective-permute", ("data",), part, "windowed", 14)] * 4
+    assert told(result) == [("collective-permute", ("data",), part, "async", 7), *permutes]
+    layer = 1255 + 2 * (611 + 16404 + 17696) + 20662
+    assert result.seconds == pytest.approx((9060 + 7 * layer) / CLOCK + 7 * part / LINK)
+    assert not result.not_understood
+
+
+def test_reduce_scatter_of_a_real_module():
+    """A fusion of an all-reduce and a slice of it: each device receives 15 of 16 parts, not twice that."""
+    result = timing(read("reduce_scatter"), "v4:4x4x4", (1, 16, 4))
+    received = 15 / 16 * 512 * 1024 * 2
+    assert told(result) == [("reduce-scatter", ("data",), received, "sync", 1)]
+    copied = 512 * 1024 * 2 / HBM
+    assert result.seconds == pytest.approx(13411 / CLOCK + copied + received / RING)
+
+
+def test_two_slices_of_a_real_module():
+    """Within a slice over links, and then each device's part of the sum to its like in the other over the network."""
+    result = timing(read("two_slices"), "2xv4:2x2x2", (2, 4, 2))
+    within, across = 3 * 128 * 1024 * 2, 128 * 1024 * 2
+    assert told(result) == [
+        ("all-gather", ("data",), within, "sync", 1),
+        ("reduce-scatter", ("data",), within, "sync", 1),
+        ("all-reduce", ("replica",), across, "async", 1),
+    ]
+    assert result.seconds == pytest.approx((9815 + 1911) / CLOCK + 2 * within / RING + across / NETWORK)
+
+
+def kernel_seconds(sequences: int, causal: float) -> float:
+    """2 heads, 256 x 256 positions, head size 128; 2 products forward, 3 for q's gradient, 4 for those of k and v."""
+    return sequences * 2 * 2 * 256 * 256 * 128 * (2 + 3 + 4) * causal / FLOPS
+
+
+@pytest.mark.parametrize("causal", [1, 0.75])
+def test_attention_kernels_of_a_real_module(causal):
+    result = timing(read("splash"), "v4-8", (1, 4, 1), causal)
+    assert result.kernel_seconds == pytest.approx(kernel_seconds(1, causal))
+    cycles = 754 + 1400 + 1082 + 622 + 754 + 1082 + 1396 + 620 + 620 + 608
+    assert result.seconds == pytest.approx(kernel_seconds(1, causal) + cycles / CLOCK)
+    assert not result.not_understood
+
+
+def test_attention_kernels_of_several_sequences():
+    """With more than one on a device q, k and v have a dimension more."""
+    result = timing(read("splash_batch"), "v4-8", (1, 4, 1))
+    assert result.kernel_seconds == pytest.approx(kernel_seconds(2, 1))
+
+
+def test_a_ragged_product():
+    """Rows meet one expert each: [16, 8] x [4, 8, 32] is 16 x 8 x 32 products, whichever of the three is the result."""
+    result = timing(
+        """
+ENTRY %main (a: bf16[16,8], b: bf16[4,8,32]) -> bf16[16,32] {
+  %a = bf16[16,8] parameter(0)
+  %b = bf16[4,8,32] parameter(1)
+  ROOT %ragged-dot-none = bf16[16,32] custom-call(%a, %b), custom_call_target="tpu_custom_call"
+}
+""",
+        "v4-8",
+        (1, 4, 1),
+    )
+    assert result.seconds == pytest.approx(2 * 16 * 8 * 32 / FLOPS)
+
+
+def test_time_is_told_by_operation():
+    """What the compiler made without a name takes that of the loop or call around it."""
+    named = work("w", 1) + ', metadata={op_name="jit(f)/while/body/closed_call/Mlp/dot_general"}'
+    result = step(named, LOOP + ', metadata={op_name="jit(f)/scan"}', body=work("v", 0.5).replace("%x", "%y"))
+    assert result.op_seconds == {"Mlp/dot_general": pytest.approx(1 * MS), "scan": pytest.approx(2.5 * MS)}
+
+
+GIB = 2**30
+
+
+def test_what_is_alive_at_the_peak():
+    """A value of a tuple has its place in braces; what the compiler writes below the list is not of it."""
+    assert live_at_peak(read("too_large.live-range")) == [
+        ("fusion.2", (1,), 16 * GIB),
+        ("param.1", (), 16 * GIB),
+        ("param.2", (), 16 * GIB),
+        ("fusion", (), 4 * GIB),
+        ("param", (), 4 * GIB),
+        ("all-reduce", (), 4),
+    ]
+
+
+def test_live_ranges_of_something_else():
+    assert live_at_peak("HloLiveRange (max 9):\n  InstructionSequence:\n    0:param\n") == []
+    assert live_at_peak("  Live ranges at 7 (peak):\n    a{1,0}: 12 bytes (cumulative: 12 bytes)") == [
+        ("a", (1, 0), 12)
+    ]
+
+
+def test_buffers_of_a_program_that_does_not_fit():
+    """Arguments go by the name they have in the program, without the place of the array in a NamedArray."""
+    buffers = hbm_buffers(parse(read("too_large")), read("too_large.live-range"))
+    assert buffers == [
+        Buffer(16 * GIB, "f32[32768,131072]", "dot_general"),
+        Buffer(16 * GIB, "f32[32768,131072]", "arguments[1]"),
+        Buffer(16 * GIB, "f32[131072,32768]", "arguments[2]"),
+        Buffer(4 * GIB, "f32[32768,32768]", "dot_general"),
+        Buffer(4 * GIB, "f32[32768,32768]", "arguments"),
+        Buffer(4, "f32[]", "reduce_sum"),
+    ]
+
+
+def test_buffers_elsewhere_than_in_hbm_are_left_out():
+    """Space 3 of v4 is a memory of its own; a name that the module lacks is told as it is."""
+    ranges = """  Live ranges at 3 (peak):
+    fusion.17{}: 16777216 bytes (cumulative: 16777216 bytes)
+    gone{}: 5 bytes (cumulative: 16777221 bytes)
+    copy-start{0}: 16777216 bytes (cumulative: 33554437 bytes)
+    copy-start.1{0}: 16777216 bytes (cumulative: 50331653 bytes)
+    while.9{2}: 2621440 bytes (cumulative: 52953093 bytes)
+"""
+    buffers = hbm_buffers(parse(read("async_gather")), ranges)
+    assert [(buffer.bytes, buffer.shape) for buffer in buffers] == [
+        (16 * MIB, "bf16[4096,2048]"),
+        (5 * MIB // 2, "bf16[5,128,2048]"),
+        (5, "?"),
+    ]
+
+
+def test_bytes_of_a_program_that_does_not_fit():
+    """Three arrays of 16 GiB, two of 4, and nine blocks of 512 bytes; that of other memories is not added."""
+    assert hbm_bytes(read("too_large.usage")) == 56 * GIB + 9 * 512
+
+
+def test_a_usage_report_without_hbm():
+    assert hbm_bytes("Memory Space: hbm (color=3)\nTotal bytes: 7 (7B)\n") == 0
