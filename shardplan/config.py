@@ -87,8 +87,6 @@ class CompilerConfig:
 
     program: str = "step"
     """What is compiled: step (that of workload.kind), or load (the assembly of Levanter's loader)."""
-    options: str = "plan"
-    """Compiler options: plan (those of the plan), or auto (a curated set, and which of it helps)."""
     jobs: int | None = None
     """Compiles at a time; default: one per processor."""
     seconds: int = 1200
@@ -113,6 +111,8 @@ class Config:
     """A Plan written with --json, to use instead of planning again."""
     verify: bool = False
     """Have the TPU compiler check the plan before going on; needs no TPU."""
+    options: str = "plan"
+    """Of verify: compiler options, plan (those of the plan) or auto (curated ones, and which of them help)."""
     against: tuple[str, ...] = ()
     """Of verify: Plans, configurations, or Levanter configurations to rank beside this one."""
     output: str = "results/eval.json"
@@ -120,7 +120,7 @@ class Config:
     dry_run: bool = False
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
     json: str | None = None
-    """Write the Plan as JSON to this path, or to stdout with `-`."""
+    """Write the Plan (of verify: the verdicts) as JSON to this path, or to stdout with `-`."""
 
     def __post_init__(self) -> None:
         for key, value, least in (
@@ -134,7 +134,7 @@ class Config:
             ("compiler.seconds", self.compiler.seconds, 1),
             ("compiler.gib", self.compiler.gib, 1),
         ):
-            if value is not None and value < least:
+            if value is not None and not value >= least:
                 raise ConfigError(f"{key} is {value}; it must be at least {least}")
         for key, name, valid in (
             ("workload.param_dtype", self.workload.param_dtype, DTYPES),
@@ -142,7 +142,7 @@ class Config:
             ("workload.kind", self.workload.kind, KINDS),
             ("workload.gradient_checkpointing", self.workload.gradient_checkpointing, CHECKPOINTING),
             ("compiler.program", self.compiler.program, PROGRAMS),
-            ("compiler.options", self.compiler.options, OPTIONS),
+            ("options", self.options, OPTIONS),
         ):
             if name not in valid:
                 raise ConfigError(f"{key} is {name!r}; {nearest(name, valid)}")
@@ -218,7 +218,9 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         if has_value and not separator:
             text = rest.pop(0)
         if name in KEYS and tuple in KEYS[name].kinds:
-            overrides[name] = [text] if has_value else []
+            if not has_value:
+                raise ConfigError(f"{flag} needs at least one value")
+            overrides.setdefault(name, []).append(text)
             while rest and not rest[0].startswith("--"):
                 overrides[name].append(rest.pop(0))
             continue

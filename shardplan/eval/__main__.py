@@ -1,6 +1,7 @@
 """`python -m shardplan.eval --config C`: plan, stream the checkpoint into the plan, evaluate text, write results."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def main(config: Config) -> None:
         return
     if config.data.path is None:
         raise ConfigError("data.path is not set; name a .jsonl or .txt file to evaluate, or use --dry_run")
-    if not config.model.ref:
+    if not config.model.ref and config.plan is None:
         raise ConfigError("model.ref is not set; an evaluation needs the weights of a checkpoint, or use --dry_run")
     from shardplan.eval.documents import read_documents
 
@@ -35,8 +36,10 @@ def main(config: Config) -> None:
     def on_plan(plan: Plan) -> None:
         if is_first_process():
             show(plan, config.json)
-            if config.verify:
-                verify_plan(config, plan)
+        if config.verify:  # every process for itself, so that all of them stop where it does not fit
+            with open(os.devnull, "w") as nowhere:
+                out = sys.stderr if config.json == "-" else sys.stdout
+                verify_plan(config, plan, out if is_first_process() else nowhere)
 
     results = run_evaluation(config, documents, on_plan)
     if not is_first_process():

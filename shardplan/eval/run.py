@@ -15,9 +15,9 @@ from shardplan.eval.evaluate import evaluate
 from shardplan.eval.results import summarize
 from shardplan.eval.tokenizer import load_encoder
 from shardplan.hardware import parse_slice
-from shardplan.model import build_model, inspect_model, read_config
+from shardplan.model import build_model, read_config
 from shardplan.plan.plan import Plan
-from shardplan.plan.planner import make_plan, with_plan
+from shardplan.plan.planner import check_model, make_plan, with_plan
 from shardplan.runtime.devices import make_mesh, start_devices
 from shardplan.runtime.storage import open_folder
 from shardplan.step import specialize
@@ -40,8 +40,7 @@ def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Calla
     folder = open_folder(config.model.ref)
     model = build_model(read_config(config.model.config, folder), config.workload.position)
     plan = given or make_plan(config, model)
-    if plan.model.axes != dict(inspect_model(model).axes):
-        raise ConfigError(f"plan {config.plan} is for {plan.model.ref}, whose axes are not those of {folder.ref}")
+    check_model(plan, model)
     on_plan(plan)
     model = specialize(model, plan)
     windows = make_windows(documents, load_encoder(folder), plan.workload.position, plan.workload.batch)

@@ -28,7 +28,8 @@ def main(config: Config) -> None:
     if config.verify:
         from shardplan.verify.__main__ import verify_plan
 
-        verify_plan(config, plan)
+        # with `--json -` stdout is the Plan's
+        verify_plan(config, plan, sys.stderr if config.json == "-" else sys.stdout)
 
 
 def check_targets(config: Config) -> None:

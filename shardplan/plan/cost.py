@@ -6,6 +6,7 @@ hide behind compute as far as it lasts; collectives on activations wait for it. 
 bound: a compiler's schedule is slower.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,13 +14,14 @@ from shardplan.hardware import Slice
 from shardplan.model import Attention, Contraction, ModelAxes, Parameter
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_axes_of, mesh_size, shard_count
 from shardplan.plan.memory import Workload
+from shardplan.runtime.placement import slices_by_axis
 
-GATHER_CAUSE = "weights of"
-"""How the cause of a gather of weights begins."""
-TRAINING_PASSES = 4
-"""Forward passes that a training step costs: one, its repetition for the gradient, and two products per product."""
-TRAINING_GATHERS = 2
-"""Times that training uses a weight: forward, and for the gradient."""
+GATHER_CAUSE, GRADIENT_CAUSE = "weights of", "gradient of"
+WEIGHT_CAUSES = (GATHER_CAUSE, GRADIENT_CAUSE)
+"""How the causes of collectives on weights begin, which hide behind compute."""
+FORWARD_PASSES = {"save_all": 1}
+"""Gradient checkpointing -> forward passes of a training step; every other kind repeats the layers for the gradient."""
+REPEATED = 2
 CAUSAL = 0.5
 """Part of the position x position products that a causal mask leaves."""
 
@@ -35,9 +37,20 @@ class Traffic:
     count: int
     cause: str
 
-    def seconds(self, hardware: Slice) -> float:
-        """At the bandwidth of one bidirectional ring."""
-        return self.bytes / (2 * hardware.generation.link_bandwidth)
+    def seconds(self, hardware: Slice, mesh: MeshShape) -> float:
+        """At the bandwidth of one bidirectional ring; what crosses slices at that of the network.
+
+        Of n devices in s slices each receives n-1 parts: n-s from its own slice, and, as each of a slice's devices asks
+        the others for another part, s-1 over the network.
+        """
+        generation = hardware.generation
+        n = mesh_size(mesh, self.mesh_axes)
+        parts = dict(zip(mesh, slices_by_axis(hardware.slices, mesh), strict=True))
+        crossing = math.prod(parts[axis] for axis in self.mesh_axes)
+        across = self.bytes * (crossing - 1) / max(1, n - 1)
+        return (self.bytes - across) / (
+            2 * generation.link_bandwidth
+        ) + across * generation.devices_per_chip / generation.network_bandwidth
 
 
 def all_gather(result_bytes: float, mesh: MeshShape, axes: MeshAxes, count: int, cause: str) -> Traffic:
@@ -74,7 +87,8 @@ def compute_seconds(
     weights = (parameters[c.weight] for c in model.contractions if not c.is_lookup)
     weight_bytes = sum(w.size * workload.compute_bytes / shard_count(w.axes, compute, mesh) for w in weights)
     generation = hardware.generation
-    passes = TRAINING_PASSES if workload.is_training else 1
+    # the gradient takes two products for each of the forward pass
+    passes = _forward_passes(workload) + 2 if workload.is_training else 1
     flops = sum(_flops(model, workload, compute, mesh))
     return passes * max(flops / generation.flops, weight_bytes / generation.hbm_bandwidth)
 
@@ -102,22 +116,14 @@ def compute_traffic(model: ModelAxes, workload: Workload, compute: AxisMapping, 
     if not workload.is_training:
         yield from forward
         return
-    # the forward pass, its repetition, and the transposes of its products, which sum over the other axis
+    # the transposes of the products sum over the other axis, as much again
+    passes = _forward_passes(workload) + 1
     for traffic in forward:
-        yield replace(traffic, bytes=3 * traffic.bytes, count=3 * traffic.count)
-    yield from _gradient_traffic(model, workload, compute, mesh)
+        yield replace(traffic, bytes=passes * traffic.bytes, count=passes * traffic.count)
 
 
-def _gradient_traffic(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> Iterator[Traffic]:
-    """Gradients of weights are partial sums over the batch; they rest cut, so a reduce-scatter adds them up."""
-    axes = compute.get(workload.batch_axis, ())
-    parameters = {parameter.path: parameter for parameter in model.parameters}
-    for contraction in model.contractions if axes else ():
-        weight = parameters[contraction.weight]
-        size = weight.size * workload.compute_bytes / shard_count(weight.axes, compute, mesh)
-        n = mesh_size(mesh, axes)
-        cause = f"gradient of {contraction.weight}"
-        yield Traffic("reduce-scatter", axes, size * (n - 1) / n, contraction.repeats, cause)
+def _forward_passes(workload: Workload) -> int:
+    return FORWARD_PASSES.get(workload.gradient_checkpointing, REPEATED)
 
 
 def _forward_traffic(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> Iterator[Traffic]:
@@ -160,12 +166,26 @@ def weight_traffic(
     params: AxisMapping,
     compute: AxisMapping,
     mesh: MeshShape,
-) -> Traffic | None:
-    """The all-gather of a weight that rests in more parts than it is used in (FSDP)."""
+) -> Iterator[Traffic]:
+    """Gathers of a weight that rests in more parts than it is used in (FSDP), and the sums of its gradient."""
     resting, used = mesh_axes_of(weight.axes, params), mesh_axes_of(weight.axes, compute)
-    extra = tuple(axis for axis in resting if axis not in used)
-    if not extra:
-        return None
     whole = weight.size / contraction.repeats * workload.compute_bytes / shard_count(weight.axes, compute, mesh)
-    uses = TRAINING_GATHERS if workload.is_training else 1
-    return all_gather(whole, mesh, extra, uses * contraction.repeats, f"{GATHER_CAUSE} {contraction.weight}")
+    extra = tuple(axis for axis in resting if axis not in used)
+    if extra:
+        uses = _forward_passes(workload) + 1 if workload.is_training else 1  # the gradient needs it too
+        yield all_gather(whole, mesh, extra, uses * contraction.repeats, f"{GATHER_CAUSE} {contraction.weight}")
+    if not workload.is_training or contraction.routed:
+        return  # every device has seen all tokens of the experts
+    # partial sums over the batch: each device needs its part of what rests cut, and all of what does not
+    batch = compute.get(workload.batch_axis, ())
+    scattered = tuple(axis for axis in batch if axis in extra)
+    summed = tuple(axis for axis in batch if axis not in extra)
+    cause = f"{GRADIENT_CAUSE} {contraction.weight}"
+    if scattered:
+        n = mesh_size(mesh, scattered)
+        yield Traffic(
+            "reduce-scatter", scattered, contraction.repeats * whole * (n - 1) / n, contraction.repeats, cause
+        )
+    if summed:
+        part = whole / mesh_size(mesh, scattered)
+        yield all_reduce(part, mesh, summed, contraction.repeats, cause)

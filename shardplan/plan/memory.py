@@ -1,4 +1,5 @@
-"""Bytes per device of a forward pass under a mapping. Pure arithmetic, simple on purpose: upper estimates by part.
+"""Bytes per device of a step under a mapping. Pure arithmetic, simple on purpose: estimates by part, of a forward pass
+from above; gradients of activations are not counted.
 
 Arrays are evenly cut (indivisible mappings never get here), so every device holds the same.
 """

@@ -29,6 +29,13 @@ class ModelInfo:
     """Logical axis -> size."""
     parameters: int
     """Number of parameters."""
+    config: str | None = None
+    """The config.json that was planned from, where it was not the checkpoint's."""
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return self.ref or str(self.config)
 
 
 @dataclass(frozen=True)

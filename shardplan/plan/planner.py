@@ -5,11 +5,11 @@ import time
 from dataclasses import replace
 from importlib import metadata
 
-from shardplan.config import Config, HardwareConfig, MeshConfig, ModelConfig, WorkloadConfig
+from shardplan.config import KEYS, Config, HardwareConfig, MeshConfig, WorkloadConfig
 from shardplan.errors import ConfigError, InfeasibleError, nearest
 from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.model import Model, ModelAxes, build_model, inspect_model, read_config
-from shardplan.plan.cost import GATHER_CAUSE, compute_seconds, compute_traffic, step_seconds, weight_traffic
+from shardplan.plan.cost import WEIGHT_CAUSES, compute_seconds, compute_traffic, step_seconds, weight_traffic
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape
 from shardplan.plan.memory import (
     Workload,
@@ -95,24 +95,52 @@ def plan_layout(config: Config, model: Model, mesh: MeshShape, compute: Mapping,
 
 
 def with_plan(config: Config) -> tuple[Config, Plan | None]:
-    """The Plan that the configuration names, and the configuration with its slice, mesh and workload.
+    """The Plan that the configuration names, and the configuration with its model, slice, mesh and workload.
 
     Raises:
-        ConfigError: the file cannot be read or is not a plan.
+        ConfigError: the file cannot be read or is not a plan, or the configuration asks for something else.
     """
     if config.plan is None:
         return config, None
     plan = Plan.load(config.plan)
+    planned = {
+        **{f"workload.{key}": value for key, value in vars(plan.workload).items()},
+        **{f"mesh.{key}": value for key, value in plan.mesh.items()},
+        "hardware.slice": plan.hardware.slice,
+    }
+    for name, value in planned.items():
+        section, _, key = name.partition(".")
+        asked = getattr(getattr(config, section), key)
+        if asked not in (value, KEYS[name].default):
+            raise ConfigError(f"{name} is {asked}, plan {config.plan} has {value}; leave it out, or plan again")
     return (
         replace(
             config,
-            model=config.model if config.model.ref or config.model.config else ModelConfig(ref=plan.model.ref),
+            model=replace(
+                config.model, ref=config.model.ref or plan.model.ref, config=config.model.config or plan.model.config
+            ),
             hardware=HardwareConfig(plan.hardware.slice),
             mesh=MeshConfig(**plan.mesh),
             workload=WorkloadConfig(**vars(plan.workload)),
         ),
         plan,
     )
+
+
+def check_model(plan: Plan, model: Model) -> None:
+    """See that `plan` is for `model`.
+
+    Raises:
+        ConfigError: it is for a model with other axes.
+    """
+    axes = inspect_model(model).axes
+    differing = [axis for axis in {**plan.model.axes, **axes} if plan.model.axes.get(axis) != axes.get(axis)]
+    if differing:
+        axis = differing[0]
+        raise ConfigError(
+            f"the plan is for {plan.model.ref} with {axis} {plan.model.axes.get(axis)}, the model has "
+            f"{axes.get(axis)}; plan again"
+        )
 
 
 def model_of(config: Config) -> Model:
@@ -168,7 +196,7 @@ def _describe(
     found: SearchInfo,
 ) -> Plan:
     return Plan(
-        model=ModelInfo(config.model.ref or str(config.model.config), axes.type, dict(axes.axes), axes.size),
+        model=ModelInfo(config.model.ref, axes.type, dict(axes.axes), axes.size, config.model.config),
         workload=WorkloadInfo(
             workload.kind,
             workload.batch,
@@ -208,18 +236,21 @@ def measure(
 ) -> tuple[MemoryPlan, CostPlan]:
     """Memory and cost of one mesh with its mappings, part by part."""
     parameters = {p.path: p for p in axes.parameters}
-    gathers = [(c, weight_traffic(c, parameters[c.weight], workload, params, compute, mesh)) for c in axes.contractions]
-    weights = [traffic for _, traffic in gathers if traffic is not None]
+    weights = [
+        t for c in axes.contractions for t in weight_traffic(c, parameters[c.weight], workload, params, compute, mesh)
+    ]
     activations = list(compute_traffic(axes, workload, compute, mesh))
     arithmetic = compute_seconds(axes, workload, compute, mesh, hardware)
     cost = CostPlan(
         step_seconds(
-            arithmetic, sum(t.seconds(hardware) for t in weights), sum(t.seconds(hardware) for t in activations)
+            arithmetic,
+            sum(t.seconds(hardware, mesh) for t in weights),
+            sum(t.seconds(hardware, mesh) for t in activations),
         ),
         arithmetic,
         [
-            Collective(t.kind, list(t.mesh_axes), int(t.bytes), t.count, t.seconds(hardware), t.cause)
-            for t in sorted([*activations, *weights], key=lambda t: -t.bytes)
+            Collective(t.kind, list(t.mesh_axes), int(t.bytes), t.count, t.seconds(hardware, mesh), t.cause)
+            for t in sorted(activations + weights, key=lambda t: -t.bytes)
         ],
     )
     stored = sum(parameter_bytes(p, workload, params, mesh) for p in axes.parameters)
@@ -251,7 +282,7 @@ def measure(
 
 
 def _search_info(axes: ModelAxes, outcome: Outcome, best: Candidate, cost: CostPlan, seconds: float) -> SearchInfo:
-    gathers = sum(c.seconds for c in cost.collectives if c.cause.startswith(GATHER_CAUSE))
+    gathers = sum(c.seconds for c in cost.collectives if c.cause.startswith(WEIGHT_CAUSES))
     exposed = max(0.0, gathers - cost.compute_seconds)
     waiting = cost.step_seconds - max(cost.compute_seconds, gathers)
     reasons = [

@@ -183,7 +183,7 @@ class _OnMesh:
         model, workload, mesh = self.model, self.workload, self.mesh
         compute = self._compute(tensor)
         arithmetic = compute_seconds(model, workload, compute, mesh, self.hardware)
-        exposed = sum(traffic.seconds(self.hardware) for traffic in compute_traffic(model, workload, compute, mesh))
+        exposed = sum(t.seconds(self.hardware, mesh) for t in compute_traffic(model, workload, compute, mesh))
         working = max(
             activation_bytes(model, workload, compute, mesh, attention_scores=self.hardware.is_cpu),
             logit_bytes(model, workload, compute, mesh),
@@ -227,12 +227,12 @@ class _OnMesh:
         params = resting_mapping(parameter.axes, tensor, {axis} if axis else set(), extra)
         stored = parameter_bytes(parameter, workload, params, mesh)
         uses = [c for c in self.model.contractions if c.weight == parameter.path]
-        traffic = [weight_traffic(use, parameter, workload, params, compute, mesh) for use in uses]
+        traffic = [t for use in uses for t in weight_traffic(use, parameter, workload, params, compute, mesh)]
         return _Rest(
             stored,
             cast_bytes(stored, workload),
             max((gathered_bytes(use, parameter, workload, params, compute, mesh) for use in uses), default=0),
-            sum(t.seconds(self.hardware) for t in traffic if t is not None),
+            sum(t.seconds(self.hardware, mesh) for t in traffic),
         )
 
     def _divisible(self, axes: list[str], mapping: AxisMapping, extra: MeshAxes) -> list[str]:

@@ -29,7 +29,7 @@ def print_plan(plan: Plan, out: Console) -> None:
     """Mesh, both mappings, every parameter, memory by part, the verdict and why, and Levanter's YAML."""
     work, hardware = plan.workload, plan.hardware
     out.print(
-        f"[bold]{escape(plan.model.ref)}[/bold] ({plan.model.type}, {plan.model.parameters:,} parameters) · "
+        f"[bold]{escape(plan.model.name)}[/bold] ({plan.model.type}, {plan.model.parameters:,} parameters) · "
         f"{work.kind}, batch {work.batch} x {work.position} tokens, {work.param_dtype} parameters, "
         f"{work.compute_dtype} compute",
         soft_wrap=True,

@@ -17,9 +17,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from shardplan.errors import ConfigError
-
-SLICE_AXES = ("replica", "data")
-"""The mesh axes that may cross slices, the one that does so first in front."""
+from shardplan.runtime.placement import slices_by_axis
 
 logger = logging.getLogger(__name__)
 
@@ -102,28 +100,13 @@ def arrange(devices: Sequence[Device], sizes: Mapping[str, int]) -> Mesh:
     slices: dict[int, list[Device]] = {}
     for device in sorted(devices, key=lambda device: device.id):
         slices.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
-    outer = _slices_by_axis(len(slices), sizes)
+    outer = slices_by_axis(len(slices), sizes)
     inner = tuple(size // part for size, part in zip(sizes.values(), outer, strict=True))
     blocks = np.stack([_embed(inner, slices[number]) for number in sorted(slices)])
     # array of shape outer + inner; every axis of the mesh is its part in outer, then its part in inner
     axes = [axis for i in range(len(sizes)) for axis in (i, len(sizes) + i)]
     arranged = blocks.reshape(outer + inner).transpose(axes).reshape(tuple(sizes.values()))
     return Mesh(arranged, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-def _slices_by_axis(slices: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """How many parts the slices cut each axis of the mesh into; the product is the number of slices."""
-    parts, left = dict.fromkeys(sizes, 1), slices
-    for axis in SLICE_AXES:
-        parts[axis] = math.gcd(left, sizes.get(axis, 1))
-        left //= parts[axis]
-    if left > 1:
-        crossing = math.prod(sizes.get(axis, 1) for axis in SLICE_AXES)
-        raise ConfigError(
-            f"the {slices} slices do not divide replica x data = {crossing}, and only these cross slices; "
-            f"make mesh.replica or mesh.data a multiple of {slices}"
-        )
-    return tuple(parts[axis] for axis in sizes)
 
 
 def _embed(shape: tuple[int, ...], devices: Sequence[Device]) -> np.ndarray:

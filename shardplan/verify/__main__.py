@@ -4,11 +4,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from shardplan.config import Config
-from shardplan.errors import InfeasibleError
+from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.plan.__main__ import check_targets
 from shardplan.plan.plan import Plan
 from shardplan.runtime.command import run
@@ -31,11 +31,21 @@ def main(config: Config) -> None:
         if len(cases) > 1:
             print(f"{case.label}: {verdict.outcome} ({verdict.compile_seconds:.0f} s)", file=sys.stderr)
 
-    show(config, cases, verify(cases, config.compiler, progress))
+    verdicts = verify(cases, config.compiler, progress)
+    ranked = sorted(zip(cases, verdicts, strict=True), key=lambda pair: pair[1].rank(pair[0].plan.workload))
+    values = {"verdicts": [{"label": case.label, **verdict.to_json()} for case, verdict in ranked]}
+    if config.json == "-":
+        json.dump(values, sys.stdout, indent=1)
+        print()
+    else:
+        show(ranked, sys.stdout)
+    if config.json not in (None, "-"):
+        Path(str(config.json)).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    check_fits(ranked[0][1])
 
 
-def verify_plan(config: Config, plan: Plan) -> None:
-    """Have `plan` judged, as `--verify` of the other commands does.
+def verify_plan(config: Config, plan: Plan, out: TextIO) -> None:
+    """Have `plan` judged, as `--verify` of the other commands does, and print the verdict.
 
     Raises:
         InfeasibleError: it does not fit, or is refused.
@@ -43,37 +53,33 @@ def verify_plan(config: Config, plan: Plan) -> None:
     from shardplan.verify.cases import plan_case
     from shardplan.verify.run import verify
 
+    if config.options != "plan" or config.against:
+        raise ConfigError("options and against are for shardplan verify; --verify checks the plan as it is")
     case = plan_case(config, plan)
-    # with `--json -` stdout is the Plan's
-    show(
-        replace(config, json=None), [case], verify([case], config.compiler), sys.stderr if config.json == "-" else None
-    )
+    (verdict,) = verify([case], config.compiler)
+    show([(case, verdict)], out)
+    check_fits(verdict)
 
 
-def show(config: Config, cases: "Sequence[Case]", verdicts: "Sequence[Verdict]", stream: TextIO | None = None) -> None:
-    """Print the verdicts, the best first, and write them where `json` says.
-
-    Raises:
-        InfeasibleError: none of them fits.
-    """
+def show(ranked: "Sequence[tuple[Case, Verdict]]", stream: TextIO) -> None:
+    """Print the first verdict, and the ranking where there are several."""
     from shardplan.report import console, print_ranking, print_verdict
 
-    ranked = sorted(zip(cases, verdicts, strict=True), key=lambda pair: pair[1].rank)
-    values = [{"label": case.label, **verdict.to_json()} for case, verdict in ranked]
-    if config.json == "-":
-        json.dump({"verdicts": values}, sys.stdout, indent=1)
-        print()
-    else:
-        out = console(stream or sys.stdout)
-        print_verdict(ranked[0][0].plan, ranked[0][1], out)
-        if len(ranked) > 1:
-            print_ranking([(case.label, case.plan, verdict) for case, verdict in ranked], out)
-        if config.json is not None:
-            with open(config.json, "w", encoding="utf-8") as file:
-                json.dump({"verdicts": values}, file, indent=1)
-    best = ranked[0][1]
-    if not best.fits:
-        raise InfeasibleError(f"{best.slice}: {best.program} {best.outcome}: {best.reason}")
+    out = console(stream)
+    case, verdict = ranked[0]
+    print_verdict(case.label, case.plan, verdict, out)
+    if len(ranked) > 1:
+        print_ranking([(case.label, case.plan, verdict) for case, verdict in ranked], out)
+
+
+def check_fits(verdict: "Verdict") -> None:
+    """See that it fits; with several, that the best does.
+
+    Raises:
+        InfeasibleError: it does not.
+    """
+    if not verdict.fits:
+        raise InfeasibleError(f"{verdict.slice}: {verdict.program} {verdict.outcome}: {verdict.reason}")
 
 
 if __name__ == "__main__":

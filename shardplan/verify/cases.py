@@ -14,7 +14,7 @@ from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
 from shardplan.plan.levanter_config import is_levanter_config, read_levanter_config
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
-from shardplan.plan.planner import make_plan, plan_layout, with_plan
+from shardplan.plan.planner import check_model, make_plan, plan_layout, with_plan
 from shardplan.runtime.storage import open_folder
 from shardplan.verify.options import CURATED
 from shardplan.verify.run import Case
@@ -23,24 +23,34 @@ from shardplan.verify.run import Case
 def cases_of(config: Config) -> list[Case]:
     """The configuration's own plan, with every set of options that it asks for, and what it is to be compared with."""
     own = _case(config, "this plan")
-    if config.compiler.options == "auto":
-        given = {"plan": own.options} if own.options and own.options not in CURATED.values() else {}
-        sets = {**CURATED, **given}
-        return [dataclasses.replace(own, label=f"options: {name}", options=options) for name, options in sets.items()]
-    return [own, *(_other(path, config) for path in config.against)]
+    others = [_other(path, config) for path in config.against]
+    if config.options != "auto":
+        return [own, *others]
+    known = list(CURATED.values())
+    return [
+        *([own] if own.options not in known else []),
+        *(dataclasses.replace(own, label=f"this plan, {name}", options=options) for name, options in CURATED.items()),
+        *others,
+    ]
 
 
 def plan_case(config: Config, plan: Plan, label: str = "this plan") -> Case:
-    """The case of `plan`, whose model is the one that `config` names."""
-    return Case(label, plan, _hf_config(config, plan), config.compiler.program, dict(plan.compiler_options))
+    """The case of `plan`, whose model is the one that `config` names.
+
+    Raises:
+        ConfigError: the plan is for another model.
+    """
+    hf_config = _hf_config(config)
+    model = build_model(hf_config, plan.workload.position)
+    check_model(plan, model)
+    return Case(label, plan, model, hf_config, config.compiler.program, dict(plan.compiler_options))
 
 
 def _case(config: Config, label: str) -> Case:
     config, plan = with_plan(config)
     if plan is None:
-        hf_config = _hf_config(config, None)
         # an estimate that nothing fits is no verdict: the compiler judges what comes closest
-        plan = make_plan(config, build_model(hf_config, config.workload.position), nearest_miss=True)
+        plan = make_plan(config, nearest_miss=True)
     return plan_case(config, plan, label)
 
 
@@ -50,7 +60,8 @@ def _other(path: str, config: Config) -> Case:
         return _case(dataclasses.replace(config, plan=path), path)
     if is_levanter_config(values):
         return _levanter_case(path, config)
-    return _case(configuration.load(["--config", path], "verify"), path)
+    loaded = configuration.load(["--config", path], "verify")
+    return _case(dataclasses.replace(loaded, compiler=config.compiler), path)
 
 
 def _levanter_case(path: str, config: Config) -> Case:
@@ -65,16 +76,14 @@ def _levanter_case(path: str, config: Config) -> Case:
         compute_dtype=layout.compute_dtype or work.compute_dtype,
     )
     config = dataclasses.replace(config, workload=work)
-    model = build_model(_hf_config(config, None), work.position)
+    model = build_model(_hf_config(config), work.position)
     plan = plan_layout(config, model, layout.mesh, layout.compute_mapping, layout.param_mapping)
     return plan_case(config, plan, path)
 
 
-def _hf_config(config: Config, plan: Plan | None) -> dict[str, Any]:
-    """config.json of the model that the configuration names, or else the plan."""
-    ref = config.model.ref or (plan.model.ref if plan is not None else "")
-    path = config.model.config or (ref if ref.endswith(".json") else None)
-    return read_config(path, open_folder(ref) if path is None else None)
+def _hf_config(config: Config) -> dict[str, Any]:
+    """config.json of the model."""
+    return read_config(config.model.config, open_folder(config.model.ref) if config.model.config is None else None)
 
 
 def _read(path: str) -> dict[str, Any]:

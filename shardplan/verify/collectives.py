@@ -75,7 +75,9 @@ class Network:
             "collective-broadcast": 1 if n > 1 else 0,
         }.get(kind, (n - 1) / n)
         axes = self._axes(groups)
-        return Transfer(kind, axes, factor * size, factor * size / self._bandwidth(groups, 2), axes, op)
+        # what goes to the far side of a ring takes the links between: a quarter of an all-gather of everything
+        carried = max(factor, n / 4) if kind.endswith("all-to-all") else factor
+        return Transfer(kind, axes, factor * size, carried * size / self._bandwidth(groups, 2), axes, op)
 
     def between_slices(self, instruction: Instruction, context: str) -> Transfer:
         """What a `recv` from the hosts of other slices brings: the part on the network of a collective."""

@@ -1,10 +1,7 @@
 """Which arrays fill the memory of a compiled program: the compiler's own live ranges, with names and operations."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 from shardplan.verify.collectives import short_op
-from shardplan.verify.hlo import Instruction, Module
+from shardplan.verify.hlo import Array, Instruction, Module
 from shardplan.verify.verdict import Buffer
 
 LARGEST = 12
@@ -51,7 +48,7 @@ def hbm_bytes(usage: str) -> int:
     return int(rest.partition(" ")[0] or 0)
 
 
-def _array(instruction: Instruction, index: tuple[int, ...]):  # type: ignore[no-untyped-def]
+def _array(instruction: Instruction, index: tuple[int, ...]) -> Array | None:
     if len(instruction.arrays) == 1:
         return instruction.arrays[0]
     # a nested tuple would need its shape; the compiler's programs have flat ones
@@ -62,9 +59,3 @@ def _maker(instruction: Instruction) -> str:
     if instruction.opcode == "parameter" and instruction.op_name:
         return instruction.op_name.removesuffix("[0]")  # the array in a NamedArray
     return short_op(instruction.op_name) or instruction.name
-
-
-def dumped(folder: Path, name: str, kind: str) -> Iterator[str]:
-    """Texts that the compiler left in its dump `folder` for the program `name`; `kind` is the end of the file name."""
-    for path in sorted(folder.glob(f"*.jit_{name}.*{kind}.txt")):
-        yield path.read_text(encoding="utf-8", errors="replace")

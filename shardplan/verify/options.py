@@ -16,9 +16,9 @@ ASYNC_COLLECTIVES = {
 """Collectives run beside the products, inside of fusions."""
 
 CURATED: dict[str, dict[str, str]] = {
-    "default": {},
+    "default options": {},
     "no windowed einsum": NO_WINDOWED_EINSUM,
     "async collectives": ASYNC_COLLECTIVES,
-    "both": {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES},
+    "async collectives, no windowed einsum": {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES},
 }
-"""Name -> options, as `compiler.options: auto` tries them."""
+"""Name -> options, as `options: auto` tries them."""

@@ -1,4 +1,4 @@
-"""Compile plans, each in a process of its own, several at a time, and remember the verdicts."""
+"""Compile plans, each in a process of its own, several at a time, and remember what came out."""
 
 import hashlib
 import json
@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,22 @@ import shardplan
 from shardplan.config import CompilerConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice
+from shardplan.model import Model
 from shardplan.plan.plan import Plan
+from shardplan.runtime.command import check_writable
+from shardplan.verify.compiled import Compiled
+from shardplan.verify.read import read_verdict
 from shardplan.verify.topology import environment
-from shardplan.verify.verdict import REFUSED, Verdict
+from shardplan.verify.verdict import REFUSED, UNDECIDED, Verdict
+from shardplan.verify.worker import LOAD, versions
 
 PROGRAMS = "jit_(evaluate|train|prefill|assemble)"
 """Of which the compiler leaves a report: not of the small ones that JAX runs while it traces."""
 PYTHON_ERROR = 1
 """Exit code of a Python process that an exception ended."""
 POLL_SECONDS = 0.1
-PACKAGES = ("jax", "jaxlib", "libtpu", "haliax", "levanter", "equinox", "optax")
-"""A verdict holds for these versions."""
-CODE = ("hardware", "model", "plan", "step", "checkpoint", "verify")
-"""Packages of shardplan whose code makes a verdict."""
+CODE = ("hardware/*", "runtime/devices", "model/*", "step/*", "checkpoint/assemble", "verify/worker", "verify/topology")
+"""Modules of shardplan that make what is compiled of a plan."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,16 @@ class Case:
 
     label: str
     plan: Plan
+    model: Model
     hf_config: dict[str, Any]
     program: str = "step"
+    """`step`, or `load`."""
     options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def program_name(self) -> str:
+        """eval, train, prefill or load."""
+        return LOAD if self.program == LOAD else self.plan.workload.kind
 
 
 def verify(
@@ -56,65 +67,111 @@ def verify(
         on_verdict: called as each is known, from threads.
 
     Raises:
-        ConfigError: libtpu is not installed, or a case is not for a TPU slice.
+        ConfigError: libtpu is not installed, a case is not for a TPU slice, or the cache cannot be written.
     """
     if find_spec("libtpu") is None:
         raise ConfigError("verifying needs the TPU compiler, libtpu; install it with: pip install 'shardplan[verify]'")
     environments = [environment(parse_slice(case.plan.hardware.slice)) for case in cases]
+    if compiler.cache is not None:
+        check_writable("compiler.cache", str(Path(compiler.cache).expanduser() / "writable"))
+    stop = threading.Event()
+    # the same case twice is compiled once
+    locks: defaultdict[Path | None, threading.Lock] = defaultdict(threading.Lock)
 
     def one(case: Case, variables: dict[str, str]) -> Verdict:
-        cached = _cached(case, compiler)
-        verdict = _read(cached) or _compile(case, variables, compiler)
-        if cached is not None:
-            _write(cached, verdict)
+        path = _cached(case, compiler)
+        with locks[path] if path is not None else threading.Lock():
+            verdict = _judge(case, variables, compiler, path, stop)
         on_verdict(case, verdict)
         return verdict
 
-    with ThreadPoolExecutor(compiler.jobs or os.cpu_count() or 1) as pool:
-        return list(pool.map(one, cases, environments))
+    pool = ThreadPoolExecutor(compiler.jobs or os.cpu_count() or 1)
+    try:
+        futures = [pool.submit(one, case, variables) for case, variables in zip(cases, environments, strict=True)]
+        return [future.result() for future in futures]
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
 
 
-def _compile(case: Case, variables: dict[str, str], compiler: CompilerConfig) -> Verdict:
+def _judge(
+    case: Case, variables: dict[str, str], compiler: CompilerConfig, path: Path | None, stop: threading.Event
+) -> Verdict:
+    plan = case.plan
+    duplicate = _duplicate(plan)
+    if duplicate:
+        return _unread(case, REFUSED, duplicate)
+    compiled = Compiled.load(path) if path is not None else None
+    if compiled is None:
+        result = _compile(case, variables, compiler, stop)
+        if isinstance(result, str):
+            return _unread(case, UNDECIDED, result)
+        compiled = result
+        if path is not None:
+            _store(compiled, path)
+    return read_verdict(compiled, plan, case.model, case.program_name, case.options)
+
+
+def _unread(case: Case, outcome: str, reason: str) -> Verdict:
+    plan = case.plan
+    return Verdict(
+        outcome, reason, case.program_name, plan.hardware.slice, plan.mesh, case.options, "", 0.0, versions()
+    )
+
+
+def _duplicate(plan: Plan) -> str:
+    """Why JAX would refuse to shard a parameter: two of its logical axes on one mesh axis. Empty where it would not."""
+    for parameter in plan.parameters:
+        users: dict[str, list[str]] = {}
+        for axis, mesh_axes in zip(parameter.axes, parameter.spec, strict=True):
+            for mesh_axis in mesh_axes or ():
+                users.setdefault(mesh_axis, []).append(axis)
+        for mesh_axis, axes in users.items():
+            if len(axes) > 1:
+                return f"DuplicateSpecError: {', '.join(axes)} of {parameter.path} are all mapped to {mesh_axis!r}"
+    return ""
+
+
+def _compile(case: Case, variables: dict[str, str], compiler: CompilerConfig, stop: threading.Event) -> Compiled | str:
+    """What the compiler makes of `case`, or why it was given up."""
     with tempfile.TemporaryDirectory(prefix="shardplan-verify-") as folder:
-        request, answer, dump = (Path(folder) / name for name in ("request.json", "verdict.json", "dump"))
+        request, answer, dump = (Path(folder) / name for name in ("request.json", "compiled.json.gz", "dump"))
         request.write_text(json.dumps(_request(case)), encoding="utf-8")
+        inherited = {key: value for key, value in os.environ.items() if key != "LIBTPU_INIT_ARGS"}
         flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re={PROGRAMS}"
         with open(Path(folder) / "log", "w+b") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "shardplan.verify.worker", str(request), str(answer), str(dump)],
-                env={**os.environ, **variables, "XLA_FLAGS": flags},
+                env={**inherited, **variables, "XLA_FLAGS": flags},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
             try:
-                stopped = _wait(process, compiler)
+                stopped = _wait(process, compiler, stop)
             finally:
                 process.kill()
                 process.wait()
             log.seek(0)
             output = log.read().decode(errors="replace").strip()
-        verdict = _read(answer)
-        if verdict is not None:
-            return verdict
+        if stopped:
+            return stopped
+        compiled = Compiled.load(answer)
+        if compiled is not None:
+            return compiled
         if process.returncode == PYTHON_ERROR:  # the compiler's own errors are verdicts: this is ours
             raise RuntimeError(f"{case.label}: the worker failed\n{output}")
-        last = (output.splitlines() or [""])[-1]
-        reason = stopped or f"the compiler ended with code {process.returncode}: {last[:300]}"
-    plan = case.plan
-    seconds = float(compiler.seconds) if stopped else 0.0
-    return Verdict(
-        REFUSED, reason, case.program, plan.hardware.slice, plan.mesh, case.options, "", seconds, plan.versions
-    )
+        return f"the compiler ended with code {process.returncode}: {(output.splitlines() or [''])[-1][:300]}"
 
 
-def _wait(process: subprocess.Popen[bytes], compiler: CompilerConfig) -> str:
+def _wait(process: subprocess.Popen[bytes], compiler: CompilerConfig, stop: threading.Event) -> str:
     """Wait for the process to end; why it was given up, if it was."""
     deadline = time.monotonic() + compiler.seconds
     while process.poll() is None:
+        if stop.is_set():
+            return "interrupted"
         if time.monotonic() > deadline:
             return f"not compiled in {compiler.seconds} s; raise compiler.seconds"
-        used = _resident_gib(process.pid)
-        if used > compiler.gib:
+        if _resident_gib(process.pid) > compiler.gib:
             return f"compiling took more than {compiler.gib:g} GiB of this machine; raise compiler.gib"
         time.sleep(POLL_SECONDS)
     return ""
@@ -139,11 +196,11 @@ def _request(case: Case) -> dict[str, Any]:
 
 
 def _cached(case: Case, compiler: CompilerConfig) -> Path | None:
-    """Where the verdict on `case` is kept; None without a cache."""
+    """Where what comes out of `case` is kept; None without a cache."""
     if compiler.cache is None:
         return None
     plan = case.plan
-    # what decides the verdict, and not how the plan was found or what it is called
+    # what decides what is compiled, and not how the plan was found, or what it predicts
     decisive = {
         "hf_config": case.hf_config,
         "workload": vars(plan.workload),
@@ -152,33 +209,24 @@ def _cached(case: Case, compiler: CompilerConfig) -> Path | None:
         "mappings": [plan.compute_mapping, plan.param_mapping],
         "program": case.program,
         "options": case.options,
-        "limits": [compiler.seconds, compiler.gib],
-        "versions": {package: metadata.version(package) for package in PACKAGES},
+        "versions": versions(),
         "code": _code_digest(),
     }
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
-    return Path(compiler.cache).expanduser() / f"{digest[:32]}.json"
+    return Path(compiler.cache).expanduser() / f"{digest[:32]}.json.gz"
 
 
 @cache
 def _code_digest() -> str:
     root = Path(shardplan.__file__).parent
     digest = hashlib.sha256()
-    for package in CODE:
-        for path in sorted((root / package).glob("*.py")):
-            digest.update(path.read_bytes())
+    for path in sorted(path for pattern in CODE for path in root.glob(f"{pattern}.py")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _read(path: Path | None) -> Verdict | None:
-    try:
-        return Verdict.from_json(json.loads(path.read_text(encoding="utf-8"))) if path is not None else None
-    except (OSError, ValueError):
-        return None  # not there, or not written to its end
-
-
-def _write(path: Path, verdict: Verdict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(verdict.to_json()), encoding="utf-8")
-    part.replace(path)
+def _store(compiled: Compiled, path: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+        pass
+    compiled.save(Path(part.name))
+    Path(part.name).replace(path)

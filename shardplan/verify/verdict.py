@@ -1,14 +1,13 @@
-"""The verdict of the TPU compiler on one program of a plan. JSON values that round-trip."""
+"""The verdict of the TPU compiler on one program of a plan. JSON values."""
 
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-import draccus
+from shardplan.plan.plan import Collective, WorkloadInfo
 
-from shardplan.plan.plan import Collective
-
-FITS, DOES_NOT_FIT, REFUSED = "fits", "does not fit", "refused"
+FITS, DOES_NOT_FIT, REFUSED, UNDECIDED = "fits", "does not fit", "refused", "undecided"
+"""Outcomes; undecided where a limit of time or memory of this machine was reached first."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Verdict:
     """What the compiler says of one program."""
 
     outcome: str
-    """`fits`, `does not fit`, or `refused`."""
+    """`fits`, `does not fit`, `refused` or `undecided`."""
     reason: str
     """Why not; empty where it fits."""
     program: str
@@ -93,16 +92,9 @@ class Verdict:
         """As JSON values."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Verdict":
-        """The inverse of `to_json`."""
-        return draccus.decode(cls, values)
-
-    @property
-    def rank(self) -> tuple[int, float]:
-        """Sort key: what fits by time, then what does not by memory, then what was refused."""
+    def rank(self, workload: WorkloadInfo) -> tuple[int, float]:
+        """Sort key: what fits by time per token, then what does not by memory, then the rest."""
+        order = [FITS, DOES_NOT_FIT, REFUSED, UNDECIDED].index(self.outcome)
         if self.time is not None:
-            return 0, self.time.step_seconds
-        if self.memory is not None:
-            return 1, self.memory.peak
-        return 2, 0.0
+            return order, self.time.step_seconds / (workload.batch * workload.position)
+        return order, self.memory.peak if self.memory is not None else 0.0

@@ -96,13 +96,14 @@ def brute_force(model: ModelAxes, workload: Workload, hardware, meshes) -> list[
                                 continue
                             compute = {"batch": batch_axes, **tensor}
                             traffic = [
-                                weight_traffic(c, weights[c.weight], workload, params, compute, mesh)
+                                t
                                 for c in model.contractions
+                                for t in weight_traffic(c, weights[c.weight], workload, params, compute, mesh)
                             ]
                             seconds = step_seconds(
                                 compute_seconds(model, workload, compute, mesh, hardware),
-                                sum(t.seconds(hardware) for t in traffic if t),
-                                sum(t.seconds(hardware) for t in compute_traffic(model, workload, compute, mesh)),
+                                sum(t.seconds(hardware, mesh) for t in traffic),
+                                sum(t.seconds(hardware, mesh) for t in compute_traffic(model, workload, compute, mesh)),
                             )
                             gathered = sorted(
                                 gathered_bytes(c, weights[c.weight], workload, params, compute, mesh)
