@@ -75,8 +75,8 @@ class Network:
             "collective-broadcast": 1 if n > 1 else 0,
         }.get(kind, (n - 1) / n)
         axes = self._axes(groups)
-        # what goes to the far side of a ring takes the links between: a quarter of an all-gather of everything
-        carried = max(factor, n / 4) if kind.endswith("all-to-all") else factor
+        # what goes to the far side of a ring takes the links between: n/4 on average, where n is even
+        carried = (n * n - n % 2) / (4 * n) if kind.endswith("all-to-all") else factor
         return Transfer(kind, axes, factor * size, carried * size / self._bandwidth(groups, 2), axes, op)
 
     def between_slices(self, instruction: Instruction, context: str) -> Transfer:

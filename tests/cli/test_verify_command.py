@@ -1,0 +1,51 @@
+"""Bad input of verify: one line and exit code 2, before anything is compiled."""
+
+import json
+
+import pytest
+from test_commands import fails, run
+
+CONFIG = "--config=configs/8b.yaml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([CONFIG, "--hardware.slice=cpu-8"], "hardware.slice cpu-8 has no TPU compiler; name a TPU slice"),
+        ([CONFIG, "--against", "missing.yaml"], "against: missing.yaml cannot be read: No such file"),
+        ([CONFIG, "--against"], "--against needs at least one value"),
+        ([CONFIG, "--plan", "missing.json"], "plan missing.json cannot be read"),
+        ([CONFIG, "--options", "both"], "options is 'both'; valid: auto, plan"),
+        ([CONFIG, "--compiler.program", "steps"], "compiler.program is 'steps'; did you mean 'step'?"),
+        ([CONFIG, "--compiler.seconds", "0"], "compiler.seconds is 0; it must be at least 1"),
+        ([CONFIG, "--compiler.gib", ".nan"], "compiler.gib is nan; it must be at least"),
+        ([CONFIG, "--workload.kind", "training"], "workload.kind is 'training'; did you mean 'train'?"),
+        ([CONFIG, "--hardware.slice=2xv4-8", "--mesh.model=8"], "mesh.model 8 leaves replica x data = 1, which the 2 "),
+    ],
+)
+def test_bad_input(arguments, message):
+    fails(run("verify", *arguments), 2, message)
+
+
+def test_against_nonsense(tmp_path):
+    (tmp_path / "list.yaml").write_text("[1, 2]")
+    fails(run("verify", CONFIG, "--against", tmp_path / "list.yaml"), 2, "holds list, not a configuration or a plan")
+    (tmp_path / "broken.json").write_text("{")
+    fails(run("verify", CONFIG, "--against", tmp_path / "broken.json"), 2, "is neither YAML nor JSON")
+    (tmp_path / "levanter.yaml").write_text(json.dumps({"trainer": {"model_axis_size": 48}}))
+    fails(
+        run("verify", CONFIG, "--hardware.slice=v4-256", "--against", tmp_path / "levanter.yaml"),
+        2,
+        "trainer.model_axis_size 48 does not divide the 128 devices",
+    )
+
+
+def test_verify_of_other_commands_takes_the_plan_as_it_is():
+    done = run("plan", CONFIG, "--hardware.slice=v5p-16", "--verify", "--options", "auto", "--json=-")
+    assert done.returncode == 2
+    assert "options and against are for shardplan verify" in done.stderr
+
+
+def test_eval_runs_no_plan_for_training(checkpoint, tmp_path):
+    arguments = [f"--model.ref={checkpoint}", f"--data.path={checkpoint / 'text.jsonl'}", f"--output={tmp_path / 'r'}"]
+    fails(run("eval", *arguments, "--workload.kind=train"), 2, "workload.kind is train; eval runs plans for evaluation")

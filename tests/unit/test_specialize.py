@@ -1,0 +1,61 @@
+"""Which attention a plan runs: the kernel only where every device can do its part alone."""
+
+import dataclasses
+
+import pytest
+from haliax.nn.scan import ScanCheckpointPolicy
+
+from shardplan.model import build_model, read_config
+from shardplan.plan.planner import make_plan
+from shardplan.step import specialize
+
+
+@pytest.fixture(scope="module")
+def model():
+    hf_config = {**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}
+    return build_model(hf_config, 1024)
+
+
+@pytest.mark.parametrize(
+    ("slice_name", "position", "cut", "backend"),
+    [
+        ("v4-16", 1024, {"kv_head": ["model"]}, "splash"),
+        ("v4-16", 1024, {}, "splash"),
+        ("cpu-8", 1024, {"kv_head": ["model"]}, "jax_flash"),  # a TPU kernel
+        ("v4-16", 1000, {"kv_head": ["model"]}, "jax_flash"),  # not a multiple of 128
+        ("v4-16", 640, {"kv_head": ["model"]}, "jax_flash"),  # not a multiple of the kernel's block of 512
+        ("v4-16", 256, {"kv_head": ["model"]}, "splash"),  # one block
+        ("v4-16", 1024, {"position": ["model"]}, "jax_flash"),  # a causal mask would start anew on every device
+        ("v4-16", 1024, {"head_size": ["model"]}, "jax_flash"),  # scores of parts of a head
+        ("v4-16", 1024, {"q_heads_per_group": ["model"]}, "jax_flash"),  # queries would meet other groups' keys
+    ],
+)
+def test_attention_backend(model, make_config, slice_name, position, cut, backend):
+    config = make_config(
+        model_config="configs/models/llama-3.1-8b.json",
+        hardware_slice=slice_name,
+        workload_position=position,
+        workload_batch=8,
+    )
+    plan = make_plan(config, model, nearest_miss=True)
+    special = specialize(model, dataclasses.replace(plan, compute_mapping=cut))
+    assert special.config.attn_backend.value == backend
+    attention = special.template.transformer.layers.stacked.self_attn.config
+    assert attention.attn_backend.value == backend
+    # the kernel's own block, whatever the model's configuration asks for
+    assert attention.flash_attention_block_size == (512 if backend == "splash" else None)
+
+
+@pytest.mark.parametrize("name", ["default", "nested", "offload", "recompute", "save_all"])
+def test_gradient_checkpointing(model, make_config, name):
+    config = make_config(
+        model_config="configs/models/llama-3.1-8b.json",
+        hardware_slice="v5p-16",
+        workload_kind="train",
+        workload_gradient_checkpointing=name,
+    )
+    special = specialize(model, make_plan(config, model))
+    assert special.config.gradient_checkpointing == (True if name == "default" else name)
+    # and the layers got it: Haliax keeps a policy of its own for each
+    policy = ScanCheckpointPolicy.from_bool_or_str(special.config.gradient_checkpointing)
+    assert special.template.transformer.layers.gradient_checkpointing == policy
