@@ -7,7 +7,7 @@ their body's time as often as they run.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardplan.hardware import Slice
@@ -29,7 +29,8 @@ SMALL_BYTES = 2**20
 """Moving less than this takes a microsecond, which is not worth telling."""
 COPIES = ("copy-start", "slice-start")
 """Opcodes that start a copy between HBM and the memory of the core, which runs beside it."""
-HBM = ("hbm",)
+Link = tuple[str, ...]
+HBM: Link = ("hbm",)
 """The link that those copies take."""
 ASYNC_CALLS = ("async-start", "call-start")
 """Opcodes that start a computation beside the core; it may be a collective, on the sparse cores too."""
@@ -78,6 +79,36 @@ def model_step(module: Module, network: Network, hardware: Slice, causal: float)
     return player.timing
 
 
+class _Schedule:
+    """One execution of a computation: the core's time, and what is under way beside it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.links: defaultdict[Link, float] = defaultdict(float)
+        """Link -> when it is free."""
+        self.arrival: dict[str, float] = {}
+        """What was started (the name of an instruction, or a channel) -> when it is there."""
+
+    def start(self, name: str, seconds: float, link: Link) -> None:
+        """Begin something beside the core, as soon as its link is free."""
+        self.links[link] = self.arrival[name] = max(self.now, self.links[link]) + seconds
+
+    def wait(self, name: str) -> None:
+        """Let the core wait for what was started under this name, if anything was."""
+        self.now = max(self.now, self.arrival.get(name, self.now))
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """A collective in a fusion."""
+
+    first: bool
+    """Whether no earlier fusion of the computation has it."""
+    last: bool
+    holder: Computation
+    instruction: Instruction
+
+
 class _Player:
     def __init__(self, module: Module, network: Network, hardware: Slice, causal: float) -> None:
         self.module, self.network, self.hardware, self.causal = module, network, hardware, causal
@@ -87,46 +118,54 @@ class _Player:
 
     def play(self, computation: Computation, parameters: Sequence[Known], times: int, context: str) -> float:
         """Seconds of one execution of `computation`, which happens `times` times in a step."""
-        now = 0.0
-        links: defaultdict[tuple[str, ...], float] = defaultdict(float)
-        arrival: dict[str, float] = {}
+        schedule = _Schedule()
         fused = self._fused_channels(computation)
         for instruction in computation.instructions.values():
             op = instruction.op_name or context
-            if instruction.opcode == "while":
-                now += self._loop(computation, instruction, parameters, times, op)
-            elif "is_host_transfer" in instruction.attributes:
-                now = self._between_slices(instruction, times, op, now, links, arrival)
-            elif instruction.opcode in ("call", "conditional"):
-                bodies = [self.module.computations[name] for name in instruction.called]
-                values = [self.module.value(computation, name, parameters) for name in instruction.operands]
-                inputs = values if instruction.opcode == "call" else []
-                if len(bodies) > 1:
-                    self.timing.not_understood["conditional: every branch counted, the longest timed"] += 1
-                now += max((self.play(body, inputs, times, op) for body in bodies), default=0.0)
-            elif is_collective(instruction) or instruction.opcode in ASYNC_CALLS:
-                now = self._collective(computation, instruction, times, op, now, links, arrival)
-            elif instruction.opcode in COPIES:
-                finished = max(now, links[HBM]) + instruction.arrays[0].bytes / self.hardware.generation.hbm_bandwidth
-                links[HBM] = arrival[instruction.name] = finished
-            elif instruction.opcode.endswith("-update") and instruction.operands[0] in arrival:
-                arrival[instruction.name] = arrival[instruction.operands[0]]
-            elif instruction.opcode.endswith("-done") and instruction.operands[0] in arrival:
-                now = max(now, arrival[instruction.operands[0]])
-            else:
-                channels = fused.get(instruction.name, {})
-                for channel, (first, last, holder, inner) in channels.items():
-                    # one that began in an enclosing computation only takes a step here
-                    if first and channel not in self.flying:
-                        transfer = self._use(holder, inner, "sync" if last else "async", times, op)
-                        arrival[channel] = self._send(transfer, now, links)
-                        self.flying.add(channel)
-                now += self._work(computation, instruction, times, op)
-                for channel, (_, last, *_) in channels.items():
-                    if last and channel in arrival:
-                        now = max(now, arrival[channel])
-                        self.flying.discard(channel)
-        return now
+            try:
+                if instruction.opcode == "while":
+                    schedule.now += self._loop(computation, instruction, parameters, times, op)
+                elif instruction.opcode in ("call", "conditional"):
+                    schedule.now += self._call(computation, instruction, parameters, times, op)
+                else:
+                    self._step(computation, instruction, fused.get(instruction.name, {}), times, op, schedule)
+            except HloError as error:
+                self.timing.not_understood[f"{instruction.opcode}: {error}"] += 1
+        return schedule.now
+
+    def _step(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        channels: Mapping[str, _Fused],
+        times: int,
+        op: str,
+        schedule: _Schedule,
+    ) -> None:
+        """Execute one instruction that is no control flow; `channels`: the collectives inside, where it is a fusion."""
+        opcode = instruction.opcode
+        if "is_host_transfer" in instruction.attributes:
+            self._between_slices(instruction, times, op, schedule)
+        elif opcode.endswith("-done"):
+            schedule.wait(instruction.operands[0])
+        elif opcode.endswith("-update"):
+            schedule.arrival[instruction.name] = schedule.arrival.get(instruction.operands[0], schedule.now)
+        elif is_collective(instruction) or opcode in ASYNC_CALLS:
+            self._collective(computation, instruction, times, op, schedule)
+        elif opcode in COPIES:
+            schedule.start(instruction.name, instruction.arrays[0].bytes / self.hardware.generation.hbm_bandwidth, HBM)
+        else:
+            for channel, inside in channels.items():
+                # one that began in an enclosing computation only takes a step here
+                if inside.first and channel not in self.flying:
+                    form = "sync" if inside.last else "async"
+                    self._start(channel, inside.holder, inside.instruction, form, times, op, schedule)
+                    self.flying.add(channel)
+            schedule.now += self._work(computation, instruction, times, op)
+            for channel, inside in channels.items():
+                if inside.last and channel in schedule.arrival:
+                    schedule.wait(channel)
+                    self.flying.discard(channel)
 
     def _loop(
         self, computation: Computation, loop: Instruction, parameters: Sequence[Known], times: int, op: str
@@ -138,50 +177,41 @@ class _Player:
         body = self.module.computations[loop.attributes["body"].removeprefix("%")]
         return trips * self.play(body, inside, times * trips, op) if trips else 0.0
 
-    def _collective(
-        self,
-        computation: Computation,
-        instruction: Instruction,
-        times: int,
-        op: str,
-        now: float,
-        links: defaultdict[tuple[str, ...], float],
-        arrival: dict[str, float],
+    def _call(
+        self, computation: Computation, call: Instruction, parameters: Sequence[Known], times: int, op: str
     ) -> float:
-        """Start, wait for, or do a collective; returns the time at which the core goes on."""
-        if instruction.opcode.endswith("-done"):
-            return max(now, arrival.get(instruction.operands[0], now))
+        bodies = [self.module.computations[name] for name in call.called]
+        if call.opcode == "call":
+            values = [self.module.value(computation, name, parameters) for name in call.operands]
+            return sum(self.play(body, values, times, op) for body in bodies)
+        self.timing.not_understood["conditional: every branch counted, the longest timed"] += 1
+        return max((self.play(body, [], times, op) for body in bodies), default=0.0)
+
+    def _collective(
+        self, computation: Computation, instruction: Instruction, times: int, op: str, schedule: _Schedule
+    ) -> None:
+        """Start a collective, and wait for it unless it is asynchronous."""
         holder, inner = computation, instruction
         if instruction.opcode in ASYNC_CALLS:
             wrapped = self._wrapped(instruction)
             if wrapped is None:
-                arrival[instruction.name] = now
-                return now
+                return
             holder, inner = wrapped
-        in_window = "windowed_dot_general" in computation.name
         is_async = instruction.opcode.endswith("-start")
+        in_window = "windowed_dot_general" in computation.name
         form = "windowed" if in_window else "async" if is_async else "sync"
-        finished = self._send(self._use(holder, inner, form, times, op), now, links)
-        if is_async:
-            arrival[instruction.name] = finished
-            return now
-        return finished
+        self._start(instruction.name, holder, inner, form, times, op, schedule)
+        if not is_async:
+            schedule.wait(instruction.name)
 
-    def _between_slices(
-        self,
-        instruction: Instruction,
-        times: int,
-        op: str,
-        now: float,
-        links: defaultdict[tuple[str, ...], float],
-        arrival: dict[str, float],
-    ) -> float:
+    def _between_slices(self, instruction: Instruction, times: int, op: str, schedule: _Schedule) -> None:
         """A collective across slices: the compiler hands its part on the network to the host, as a send and a recv."""
         if instruction.opcode == "recv":
             transfer = self.network.between_slices(instruction, op)
             self.timing.uses.append(Use(transfer, "async", times))
-            arrival[instruction.name] = self._send(transfer, now, links)
-        return max(now, arrival.get(instruction.operands[0], now)) if instruction.opcode == "recv-done" else now
+            schedule.start(instruction.name, transfer.seconds, transfer.link)
+        elif instruction.opcode == "recv-done":
+            schedule.wait(instruction.operands[0])
 
     def _wrapped(self, instruction: Instruction) -> tuple[Computation, Instruction] | None:
         """The collective that an asynchronous call runs, with its computation; None for other work, left out."""
@@ -193,55 +223,42 @@ class _Player:
         self.timing.not_understood["asynchronous call without a collective"] += 1
         return None
 
-    def _use(self, holder: Computation, instruction: Instruction, form: str, times: int, op: str) -> Transfer | None:
-        try:
-            transfer = self.network.transfer(holder, instruction, op)
-        except (HloError, KeyError) as error:
-            transfer = None
-            self.timing.not_understood[f"{base_opcode(instruction)}: {error}"] += 1
-        else:
-            if transfer is None:
-                groups = instruction.attributes.get("replica_groups", "")
-                self.timing.not_understood[f"{base_opcode(instruction)} with replica_groups {groups[:60]}"] += 1
-        if transfer is not None:
-            self.timing.uses.append(Use(transfer, form, times))
-        return transfer
-
-    def _send(self, transfer: Transfer | None, now: float, links: defaultdict[tuple[str, ...], float]) -> float:
+    def _start(
+        self,
+        name: str,
+        holder: Computation,
+        instruction: Instruction,
+        form: str,
+        times: int,
+        op: str,
+        schedule: _Schedule,
+    ) -> None:
+        """Note a collective, and start it under `name`."""
+        transfer = self.network.transfer(holder, instruction, op)
         if transfer is None:
-            return now
-        finished = max(now, links[transfer.link]) + transfer.seconds
-        links[transfer.link] = finished
-        return finished
+            groups = instruction.attributes.get("replica_groups", "")
+            self.timing.not_understood[f"{base_opcode(instruction)} with replica_groups {groups[:60]}"] += 1
+            return
+        self.timing.uses.append(Use(transfer, form, times))
+        schedule.start(name, transfer.seconds, transfer.link)
 
-    def _fused_channels(
-        self, computation: Computation
-    ) -> dict[str, dict[str, tuple[bool, bool, Computation, Instruction]]]:
-        """Fusions with collectives inside: name -> channel -> (is the first of its channel, the last, the collective).
+    def _fused_channels(self, computation: Computation) -> dict[str, dict[str, _Fused]]:
+        """Fusions with collectives inside: name -> channel -> collective.
 
-        A collective that hides in a chain of fusions stands in each of them, with one channel.
+        One that hides in a chain of fusions stands in each of them, with one channel.
         """
-        found: dict[str, dict[str, tuple[Computation, Instruction]]] = {}
-        for instruction in computation.instructions.values():
-            if instruction.opcode != "fusion":
-                continue
-            for name in instruction.called:
+        found: dict[str, list[tuple[str, Computation, Instruction]]] = defaultdict(list)
+        for fusion in computation.instructions.values():
+            for name in fusion.called if fusion.opcode == "fusion" else ():
                 holder = self.module.computations[name]
                 for inner in holder.instructions.values():
                     if base_opcode(inner) in KINDS and not inner.opcode.endswith("-done"):
-                        channel = inner.channel or inner.name
-                        found.setdefault(instruction.name, {})[channel] = (holder, inner)
-        order: dict[str, list[str]] = defaultdict(list)
-        for fusion, channels in found.items():
-            for channel in channels:
-                order[channel].append(fusion)
-        return {
-            fusion: {
-                channel: (order[channel][0] == fusion, order[channel][-1] == fusion, *where)
-                for channel, where in channels.items()
-            }
-            for fusion, channels in found.items()
-        }
+                        found[inner.channel or inner.name].append((fusion.name, holder, inner))
+        result: dict[str, dict[str, _Fused]] = defaultdict(dict)
+        for channel, places in found.items():
+            for name, holder, inner in places:
+                result[name][channel] = _Fused(name == places[0][0], name == places[-1][0], holder, inner)
+        return result
 
     def _work(self, computation: Computation, instruction: Instruction, times: int, op: str) -> float:
         """Seconds of the core for one execution of an instruction that is no collective."""

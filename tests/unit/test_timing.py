@@ -419,3 +419,13 @@ def test_bytes_of_a_program_that_does_not_fit():
 
 def test_a_usage_report_without_hbm():
     assert hbm_bytes("Memory Space: hbm (color=3)\nTotal bytes: 7 (7B)\n") == 0
+
+
+def test_an_unknown_type_is_told_and_the_rest_is_timed():
+    result = step(
+        "%q = f4e9[4096,4096] all-gather(%x), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}",
+        "%r = f32[30000000] all-gather(%q), channel_id=2, replica_groups={{0,1,2,3}}, dimensions={0}",
+        "%s = f32[30000000] all-gather(%x), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}",
+    )
+    assert dict(result.not_understood) == {"all-gather: unknown element type 'f4e9'": 1}
+    assert [use.transfer.bytes for use in result.uses] == [90e6, 90e6]
