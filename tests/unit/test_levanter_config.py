@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import draccus
 import jax.numpy as jnp
@@ -391,3 +392,14 @@ def test_imports_no_jax():
     script = "import sys, shardplan.plan.levanter_config; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert not {"jax", "haliax", "levanter"} & set(modules)
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs/levanter").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configurations_of_the_repository(path):
+    """They are for 128 devices, and say something of every mesh axis that they have."""
+    layout = read_levanter_config(str(path), 128)
+    assert layout.mesh["replica"] * layout.mesh["data"] * layout.mesh["model"] == 128
+    mapped = {
+        axis for mapping in (layout.compute_mapping, layout.param_mapping) for axes in mapping.values() for axis in axes
+    }
+    assert {axis for axis, size in layout.mesh.items() if size > 1} <= mapped
