@@ -69,7 +69,7 @@ def hand_written(jobs: int | None) -> str:
     for (name, _, options, program), verdict in zip(HAND_WRITTEN, verdicts, strict=True):
         lines.append(
             f"| [{name}](../../configs/levanter/{name}.yaml) | {program} | {mesh(verdict)} | {options or 'default'} | "
-            f"{verdict.outcome} | {peak(verdict)} | {step(verdict)} | {short(verdict.reason)} |"
+            f"{verdict.outcome} | {peak(verdict)} | {step(verdict)} | {verdict.reason[:300].replace('|', '/')} |"
         )
     return "\n".join(lines)
 
@@ -166,7 +166,16 @@ TEMPLATE = """# What the TPU compiler says
 
 Made by `python scripts/bench_verify.py --output docs/benchmarks/verify.md` with libtpu on a CPU machine.
 
+The step time is modelled: the compiler's cycles, and transfers at the bandwidth of one ring where they do not hide behind
+cycles. It ranks programs, and has not been compared with a TPU. FLOPs for MFU are those that the model needs: neither
+recomputation nor the masked half of attention.
+
 ## Hand-written configurations of Llama-3.1-405B on v4-256
+
+`assembly` is how Levanter loads: every tensor of the state dict cut by `data` alone, then stacked in one jit
+(`--compiler.program load`). With one device along `data` that means whole tensors everywhere, and the mapping leaves
+`kv_head`, `q_heads_per_group` and `head_size` whole: a stacked projection takes 126 x 16384 x 16384 x 4 bytes.
+The last rows are the same chips with other mappings and compiler options.
 
 {hand_written}
 

@@ -138,7 +138,7 @@ def check_model(plan: Plan, model: Model) -> None:
     if differing:
         axis = differing[0]
         raise ConfigError(
-            f"the plan is for {plan.model.ref} with {axis} {plan.model.axes.get(axis)}, the model has "
+            f"the plan is for {plan.model.name} with {axis} {plan.model.axes.get(axis)}, the model has "
             f"{axes.get(axis)}; plan again"
         )
 
