@@ -86,6 +86,10 @@ def print_ranking(rows: Sequence[tuple[str, Plan, Verdict]], out: Console) -> No
             escape(verdict.reason),
         )
     out.print(table)
+    for label, plan, _ in rows:
+        # of a layout that was given: what in it does nothing
+        for reason in plan.search.reasons[1:] if not plan.search.proven_optimal else ():
+            out.print(f"  · {label}: {reason}", markup=False, soft_wrap=True)
 
 
 def _buffers(verdict: Verdict) -> Table:

@@ -57,7 +57,8 @@ def _case(config: Config, label: str) -> Case:
 def _other(path: str, config: Config) -> Case:
     values = _read(path)
     if values.get("schema_version") == SCHEMA_VERSION:
-        return _case(dataclasses.replace(config, plan=path), path)
+        # the plan says slice and workload; the model is the same, for else there is nothing to compare
+        return _case(Config(model=config.model, plan=path, compiler=config.compiler), path)
     if is_levanter_config(values):
         return _levanter_case(path, config)
     loaded = configuration.load(["--config", path], "verify")
