@@ -17,8 +17,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from shardplan import config as configuration
 from shardplan.config import CompilerConfig, Config
 from shardplan.hardware import GIB, parse_slice
+from shardplan.plan.options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
 from shardplan.verify.cases import cases_of
-from shardplan.verify.options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
 from shardplan.verify.run import Case, verify
 from shardplan.verify.verdict import Verdict
 

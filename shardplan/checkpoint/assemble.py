@@ -15,13 +15,14 @@ from levanter.utils.jax_utils import best_effort_sharding
 
 from shardplan.checkpoint.program import expected_tensors
 from shardplan.model import Model
+from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
 from shardplan.step import Program
 
 
 def assemble_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
     """(state dict) -> module, in the plan's parameter type and, in the end, its parameter mapping."""
-    mapping = {axis: tuple(mesh_axes) for axis, mesh_axes in plan.param_mapping.items()}
+    mapping = as_tuples(plan.param_mapping)
     dtype = plan.workload.param_dtype
 
     def assemble(state: dict[str, Any]) -> Any:

@@ -1,13 +1,11 @@
 """From a Hugging Face config.json to the named axes of the Levanter model."""
 
-from shardplan.model.axes import Attention, Contraction, ModelAxes, Parameter, inspect_model
+from shardplan.model.axes import ModelAxes, Parameter, inspect_model
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import SUPPORTED, Model, build_model
 
 __all__ = [
     "SUPPORTED",
-    "Attention",
-    "Contraction",
     "Model",
     "ModelAxes",
     "Parameter",

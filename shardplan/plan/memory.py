@@ -1,161 +1,116 @@
-"""Bytes per device of a step under a mapping. Pure arithmetic, simple on purpose: estimates by part, of a forward pass
-from above; gradients of activations are not counted.
+"""Bytes per device of a step under a mapping, by part: what rests, and the largest moment of the traced program. Pure.
 
-Arrays are evenly cut (indivisible mappings never get here), so every device holds the same.
+Nothing is measured here; the rules of what is written to memory are those of `shardplan.plan.tasks`, and were compared
+with the TPU compiler's peaks (docs/benchmarks/planner.md).
 """
 
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-from ml_dtypes import bfloat16
-
-from shardplan.model import Contraction, ModelAxes, Parameter
-from shardplan.plan.mapping import AxisMapping, MeshShape, mesh_axes_of, shard_count
+from shardplan.model.trace import SECOND, Array
+from shardplan.plan.partition import SCORE_BYTES, Layout, lookup_rows
+from shardplan.plan.tasks import Moment, Step
 
 FLASH_BLOCK = 1024
-"""Side of the block of attention scores that Levanter's flash attention keeps, tokens."""
-LOGIT_BYTES = 4
-"""The loss is computed in float32."""
-OPTIMIZER_COPIES = 2
-"""AdamW keeps two moments of every parameter, in the parameter's type."""
-RESIDUAL_COPIES = 3
-"""Arrays of the residual stream alive in a layer: the stream, its normalised form, the result being added."""
+"""Side of the block of attention scores that Levanter's flash attention keeps where there is no kernel, tokens."""
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What one step does."""
+class Item:
+    """Something in memory at a moment."""
 
-    batch_axis: str
-    batch: int
-    position: int
-    param_dtype: str
-    compute_dtype: str
-    kind: str = "eval"
-    """eval, train or prefill."""
-    gradient_checkpointing: str = "default"
+    role: str
+    """`parameter`, `state` (of the optimizer), `kept` (between operations), `gathered` (a parameter for its use),
+    `whole` (a gradient before each device keeps its part), `found` (rows of a table), `scores`."""
+    array: Array
+    tables: tuple[Array, ...] = ()
+    """Of `found`: what it is looked up in."""
 
-    @property
-    def is_training(self) -> bool:
-        """Whether gradients are computed and the parameters updated."""
-        return self.kind == "train"
 
-    @property
-    def tokens(self) -> int:
-        """Tokens per step, over all devices."""
-        return self.batch * self.position
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per device; `peak` is the sum of the parts, all alive at the largest moment."""
 
-    @property
-    def param_bytes(self) -> int:
-        """Bytes per parameter at rest."""
-        return itemsize(self.param_dtype)
+    parameters: float = 0.0
+    optimizer: float = 0.0
+    gradients: float = 0.0
+    cast_parameters: float = 0.0
+    gathered_weights: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
 
     @property
-    def compute_bytes(self) -> int:
-        """Bytes per activation element."""
-        return itemsize(self.compute_dtype)
+    def peak(self) -> float:
+        """All parts together."""
+        return sum(vars(self).values())
 
 
-def itemsize(dtype: str) -> int:
-    """Bytes per element."""
-    return np.dtype(bfloat16 if dtype == "bfloat16" else dtype).itemsize
+def resting_items(step: Step) -> Iterator[Item]:
+    """What is in memory at every moment."""
+    yield from (Item("parameter", array) for array in step.parameters)
+    yield from (Item("state", array) for array in step.state)
 
 
-def activation_bytes(
-    model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape, attention_scores: bool
-) -> int:
-    """Most bytes of activations alive inside one layer.
-
-    Per token: `RESIDUAL_COPIES` of the residual stream, and every result of the widest module (in an MLP the gate, the
-    up projection and their product; in attention q, k, v and the result). Tokens of routed modules are not cut by the
-    batch axis: Levanter's mixture of experts sorts all tokens of the step on every device.
-
-    Args:
-        attention_scores: count a block of float32 scores (attention without a fused kernel, as on CPU).
-    """
-    batch_cut = shard_count((workload.batch_axis,), compute, mesh)
-    widths = _module_widths(model, workload, compute, mesh)
-    tokens = workload.tokens / batch_cut
-    residual = RESIDUAL_COPIES * model.axes[model.residual] / shard_count((model.residual,), compute, mesh)
-    total = tokens * workload.compute_bytes * (residual + max(widths.values(), default=0))
-    if attention_scores:
-        side = min(workload.position, FLASH_BLOCK)
-        total += max(
-            workload.batch / batch_cut * model.elements(a.heads) / shard_count(a.heads, compute, mesh) * side**2 * 4
-            for a in model.attention
-        )
-    return int(total)
+def moment_items(moment: Moment) -> Iterator[Item]:
+    """What is in memory at one moment, and does not rest."""
+    yield from (Item("kept", array) for array in moment.arrays)
+    yield from (Item("gathered", weight) for weight in moment.weights)
+    yield from (Item("whole", array) for array in moment.whole)
+    yield from (Item("found", rows, (table,)) for table, rows in moment.found)
+    yield from (Item("scores", scores) for scores in moment.scores)
 
 
-def _module_widths(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> dict[str, float]:
-    """Module of a layer -> elements of its results per token of a device."""
-    batch_cut = shard_count((workload.batch_axis,), compute, mesh)
-    widths: dict[str, float] = defaultdict(float)
-    for contraction in model.contractions:
-        if contraction.is_lookup or contraction.repeats == 1:
-            continue
-        axes = [axis for axis in (*contraction.inputs, *contraction.outputs) if axis != model.residual]
-        per_token = model.elements(axes) / shard_count(axes, compute, mesh)
-        copies = batch_cut if contraction.routed else 1
-        widths[contraction.module] += per_token * contraction.uses_per_token * copies
-    return widths
+def item_bytes(item: Item, layout: Layout) -> float:
+    """Bytes on one device."""
+    array = item.array
+    if item.role == "gathered":
+        axes = layout.gathered(array)
+        return layout.gather_copies(axes) * layout.bytes(array, layout.compute) if axes else 0.0
+    if item.role == "whole":
+        is_scattered = layout.rests(array) and layout.parts(array) > layout.parts(array, layout.compute)
+        return layout.bytes(array, layout.compute) if is_scattered else 0.0
+    if item.role == "found":
+        rows = lookup_rows(item.tables[0], array, layout)
+        # the partial sums, and the sum
+        return 2 * rows if rows > layout.bytes(array) else 0.0
+    if item.role == "scores":
+        return _score_block(array, layout) if layout.habits.plain_attention else 0.0
+    return layout.bytes(array)
 
 
-def saved_bytes(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> int:
-    """What training keeps of the forward pass for the gradient, in every layer.
-
-    The residual stream, as every kind of checkpointing keeps at most; with `save_all` the results of all modules too.
-    """
-    if not workload.is_training:
-        return 0
-    batch_cut = shard_count((workload.batch_axis,), compute, mesh)
-    layers = max(contraction.repeats for contraction in model.contractions)
-    kept = layers * model.axes[model.residual] / shard_count((model.residual,), compute, mesh)
-    if workload.gradient_checkpointing == "save_all":
-        kept += layers * (RESIDUAL_COPIES + sum(_module_widths(model, workload, compute, mesh).values()))
-    return int(workload.tokens / batch_cut * workload.compute_bytes * kept)
-
-
-def logit_bytes(model: ModelAxes, workload: Workload, compute: AxisMapping, mesh: MeshShape) -> int:
-    """Logits and their exponentials in float32; of one token per prompt where that is all that is asked for."""
-    batch_cut = shard_count((workload.batch_axis,), compute, mesh)
-    vocab = model.axes[model.vocab] / shard_count((model.vocab,), compute, mesh)
-    tokens = workload.batch if workload.kind == "prefill" else workload.tokens
-    return int(2 * LOGIT_BYTES * tokens / batch_cut * vocab)
+def memory(step: Step, layout: Layout) -> Memory:
+    """The largest moment, by part."""
+    resting = Counter[str]()
+    for item in resting_items(step):
+        resting[_part(item, step, layout)] += item_bytes(item, layout)  # type: ignore[assignment]
+    largest = Counter[str]()
+    for moment in step.moments:
+        parts = Counter[str]()
+        for item in moment_items(moment):
+            parts[_part(item, step, layout)] += item_bytes(item, layout)  # type: ignore[assignment]
+        largest = max(largest, parts, key=lambda each: sum(each.values()))
+    return Memory(**resting, **largest)
 
 
-def optimizer_bytes(stored: int, workload: Workload) -> int:
-    """Moments of `stored` bytes of parameters."""
-    return OPTIMIZER_COPIES * stored if workload.is_training else 0
+def _part(item: Item, step: Step, layout: Layout) -> str:
+    """The part of `Memory` that an item belongs to."""
+    if item.role in PARTS:
+        return PARTS[item.role]
+    if item.array.weight is not None:
+        return "cast_parameters"
+    if layout.rests(item.array):
+        return "gradients"
+    return "logits" if step.vocab in item.array.axes else "activations"
 
 
-def gradient_bytes(stored: int, workload: Workload) -> int:
-    """Gradients of `stored` bytes of parameters, which have their type and rest like them."""
-    return stored if workload.is_training else 0
+PARTS = {"parameter": "parameters", "state": "optimizer", "gathered": "gathered_weights"}
 
 
-def parameter_bytes(parameter: Parameter, workload: Workload, params: AxisMapping, mesh: MeshShape) -> int:
-    """A parameter at rest."""
-    return parameter.size // shard_count(parameter.axes, params, mesh) * workload.param_bytes
-
-
-def cast_bytes(stored: int, workload: Workload) -> int:
-    """The copy of `stored` bytes of parameters in the compute type, where that is another: made before the layers."""
-    if workload.param_dtype == workload.compute_dtype:
-        return 0
-    return stored // workload.param_bytes * workload.compute_bytes
-
-
-def gathered_bytes(
-    contraction: Contraction,
-    weight: Parameter,
-    workload: Workload,
-    params: AxisMapping,
-    compute: AxisMapping,
-    mesh: MeshShape,
-) -> int:
-    """One layer's weight, whole up to the compute mapping while it is used; 0 where it rests like that already."""
-    if set(mesh_axes_of(weight.axes, params)) <= set(mesh_axes_of(weight.axes, compute)):
-        return 0
-    return weight.size // contraction.repeats // shard_count(weight.axes, compute, mesh) * workload.compute_bytes
+def _score_block(scores: Array, layout: Layout) -> float:
+    """The block of scores that attention without a kernel works on."""
+    size = scores.elements / layout.parts(scores, layout.compute) * SCORE_BYTES
+    for name, count in scores.factors:
+        if name is not None and name.removesuffix(SECOND) + SECOND in scores.axes:
+            size *= min(1.0, FLASH_BLOCK / count)
+    return size

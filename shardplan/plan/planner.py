@@ -1,7 +1,7 @@
 """make_plan: from a model, a workload and a slice to a Plan."""
 
-import heapq
 import time
+from collections import defaultdict
 from dataclasses import replace
 from importlib import metadata
 
@@ -9,19 +9,12 @@ from shardplan.config import KEYS, Config, HardwareConfig, MeshConfig, WorkloadC
 from shardplan.errors import ConfigError, InfeasibleError, nearest
 from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.model import Model, ModelAxes, build_model, inspect_model, read_config
-from shardplan.plan.cost import WEIGHT_CAUSES, compute_seconds, compute_traffic, step_seconds, weight_traffic
-from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape
-from shardplan.plan.memory import (
-    Workload,
-    activation_bytes,
-    cast_bytes,
-    gathered_bytes,
-    gradient_bytes,
-    logit_bytes,
-    optimizer_bytes,
-    parameter_bytes,
-    saved_bytes,
-)
+from shardplan.plan.calibration import calibration, habits
+from shardplan.plan.cost import step_tasks, transfer_seconds
+from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, as_tuples
+from shardplan.plan.memory import memory
+from shardplan.plan.options import PLANNED
+from shardplan.plan.partition import GATHER, Layout
 from shardplan.plan.plan import (
     BATCH_AXIS,
     Collective,
@@ -36,15 +29,9 @@ from shardplan.plan.plan import (
     SearchInfo,
     WorkloadInfo,
 )
-from shardplan.plan.search import (
-    GATHERED_AT_ONCE,
-    TIME_RESOLUTION,
-    Candidate,
-    Outcome,
-    duplicates_excluded,
-    mesh_shapes,
-    search,
-)
+from shardplan.plan.search import TIME_RESOLUTION, Candidate, Outcome, Space, mesh_shapes, search
+from shardplan.plan.tasks import Step
+from shardplan.plan.workload import Workload, plan_step
 from shardplan.runtime.storage import open_folder
 
 
@@ -57,24 +44,33 @@ def make_plan(config: Config, model: Model | None = None, nearest_miss: bool = F
         nearest_miss: where nothing fits, plan what needs least memory rather than raise.
 
     Raises:
-        ConfigError: an unusable configuration, or a batch that no mesh can divide.
+        ConfigError: an unusable configuration.
         InfeasibleError: nothing fits; says how much memory is lacking at least.
     """
     hardware = parse_slice(config.hardware.slice)
     pinned = {"replica": config.mesh.replica, "data": config.mesh.data, "model": config.mesh.model}
     meshes = mesh_shapes(hardware, pinned)
-    axes = inspect_model(model or model_of(config))
-    workload = _workload(config)
+    model = model or model_of(config)
+    axes, workload = inspect_model(model), _workload(config)
+    step = plan_step(model, workload)
+    factors = calibration(hardware.generation.name)
+    space = Space(
+        step, BATCH_AXIS, axes.position, axes.residual, hardware, factors, habits(hardware),
+        hardware.generation.hbm_gib * GIB / (1 + factors.memory_error), kernels=not hardware.is_cpu,
+    )  # fmt: skip
     started = time.perf_counter()
-    outcome = search(axes, workload, hardware, meshes)
+    outcome = search(space, meshes)
+    if not outcome.ranked and not hardware.is_cpu:
+        # without a kernel attention is slow, and the compiler's text does not say how slow
+        outcome = search(replace(space, kernels=False), meshes)
     seconds = time.perf_counter() - started
-    best = outcome.best or (outcome.nearest_miss if nearest_miss else None)
-    if best is None:
-        raise _failure(outcome, workload, hardware, meshes)
-    params = best.params(axes.axes)
-    memory, cost = measure(axes, workload, hardware, best.mesh, best.compute, params)
-    found = _search_info(axes, outcome, best, cost, seconds)
-    return _describe(config, axes, workload, hardware, best.mesh, best.compute, params, memory, cost, found)
+    if outcome.nearest_miss is not None and not nearest_miss:
+        raise _failure(outcome.nearest_miss, hardware)
+    best = outcome.nearest_miss or outcome.ranked[0]
+    layout = space.layout(best.mesh, best.compute, best.params)
+    cost = _cost(step, layout, hardware)
+    found = _search_info(outcome, best, cost, seconds)
+    return _describe(config, axes, workload, hardware, step, layout, found)
 
 
 def plan_layout(config: Config, model: Model, mesh: MeshShape, compute: Mapping, params: Mapping) -> Plan:
@@ -83,15 +79,15 @@ def plan_layout(config: Config, model: Model, mesh: MeshShape, compute: Mapping,
     Logical axes that the model does not have are named in `search.reasons`: they cut nothing.
     """
     hardware, axes, workload = parse_slice(config.hardware.slice), inspect_model(model), _workload(config)
-    cut, rest = _tuples(compute), _tuples(params)
-    memory, cost = measure(axes, workload, hardware, mesh, cut, rest)
+    step = plan_step(model, workload)
+    layout = Layout(mesh, as_tuples(compute), as_tuples(params), step.merged, step.activation_axes, habits(hardware))
     known = {*axes.axes, axes.position, BATCH_AXIS}
     reasons = ["given, not searched for"] + [
         f"the model has no axis {axis!r}, so that mapping it does nothing; {nearest(axis, known)}"
         for axis in sorted({*compute, *params} - known)
     ]
     given = SearchInfo(1, False, 0.0, None, {}, reasons)
-    return _describe(config, axes, workload, hardware, mesh, cut, rest, memory, cost, given)
+    return _describe(config, axes, workload, hardware, step, layout, given)
 
 
 def with_plan(config: Config) -> tuple[Config, Plan | None]:
@@ -149,24 +145,12 @@ def model_of(config: Config) -> Model:
     return build_model(read_config(config.model.config, folder), config.workload.position)
 
 
-def _failure(outcome: Outcome, workload: Workload, hardware: Slice, meshes: list[dict[str, int]]) -> Exception:
-    if outcome.nearest_miss is None:
-        degrees = sorted({mesh["replica"] * mesh["data"] for mesh in meshes})
-        closest = min(
-            (degree * max(1, round(workload.batch / degree)) for degree in degrees),
-            key=lambda batch: abs(batch - workload.batch),
-        )
-        return ConfigError(
-            f"workload.batch {workload.batch} is divisible by no replica x data of the mesh "
-            f"({', '.join(map(str, degrees))}); the nearest batch that is: {closest}"
-        )
-    miss = outcome.nearest_miss
+def _failure(miss: Candidate, hardware: Slice) -> InfeasibleError:
     lacking = miss.peak_bytes / GIB - hardware.generation.hbm_gib
     return InfeasibleError(
         f"no plan fits {hardware.name}: the nearest miss, mesh {_mesh_text(miss.mesh)}, needs "
-        f"{miss.peak_bytes / GIB:.2f} GiB per device ({miss.parameter_bytes / GIB:.2f} of parameters) of "
-        f"{hardware.generation.hbm_gib:.2f}: {lacking:.2f} GiB are lacking; use a larger slice, a smaller "
-        "workload.batch or workload.position, or a narrower dtype"
+        f"{miss.peak_bytes / GIB:.2f} GiB per device of {hardware.generation.hbm_gib:.2f}: {lacking:.2f} GiB are "
+        "lacking; use a larger slice, a smaller workload.batch or workload.position, or a narrower dtype"
     )
 
 
@@ -188,13 +172,12 @@ def _describe(
     axes: ModelAxes,
     workload: Workload,
     hardware: Slice,
-    mesh: MeshShape,
-    compute: AxisMapping,
-    params: AxisMapping,
-    memory: MemoryPlan,
-    cost: CostPlan,
+    step: Step,
+    layout: Layout,
     found: SearchInfo,
 ) -> Plan:
+    params = layout.params
+    sizes = [round(layout.bytes(array)) for array in step.parameters]
     return Plan(
         model=ModelInfo(config.model.ref, axes.type, dict(axes.axes), axes.size, config.model.config),
         workload=WorkloadInfo(
@@ -206,8 +189,8 @@ def _describe(
             workload.gradient_checkpointing,
         ),
         hardware=HardwareInfo(hardware.name, hardware.devices, hardware.generation.hbm_gib),
-        mesh=dict(mesh),
-        compute_mapping=_lists(compute),
+        mesh=dict(layout.mesh),
+        compute_mapping=_lists(layout.compute),
         param_mapping=_lists(params),
         parameters=[
             ParameterPlan(
@@ -215,83 +198,58 @@ def _describe(
                 p.axes,
                 workload.param_dtype,
                 [list(params[axis]) if axis in params else None for axis in p.axes],
-                parameter_bytes(p, workload, params, mesh),
+                size,
             )
-            for p in axes.parameters
+            for p, size in zip(axes.parameters, sizes, strict=True)
         ],
-        memory=memory,
-        cost=cost,
+        memory=_memory(step, layout, hardware),
+        cost=_cost(step, layout, hardware),
         search=found,
+        compiler_options={} if hardware.is_cpu else dict(PLANNED),
         versions=_versions(),
     )
 
 
-def measure(
-    axes: ModelAxes,
-    workload: Workload,
-    hardware: Slice,
-    mesh: MeshShape,
-    compute: AxisMapping,
-    params: AxisMapping,
-) -> tuple[MemoryPlan, CostPlan]:
-    """Memory and cost of one mesh with its mappings, part by part."""
-    parameters = {p.path: p for p in axes.parameters}
-    weights = [
-        t for c in axes.contractions for t in weight_traffic(c, parameters[c.weight], workload, params, compute, mesh)
-    ]
-    activations = list(compute_traffic(axes, workload, compute, mesh))
-    arithmetic = compute_seconds(axes, workload, compute, mesh, hardware)
-    cost = CostPlan(
-        step_seconds(
-            arithmetic,
-            sum(t.seconds(hardware, mesh) for t in weights),
-            sum(t.seconds(hardware, mesh) for t in activations),
-        ),
-        arithmetic,
-        [
-            Collective(t.kind, list(t.mesh_axes), int(t.bytes), t.count, t.seconds(hardware, mesh), t.cause)
-            for t in sorted(activations + weights, key=lambda t: -t.bytes)
-        ],
-    )
-    stored = sum(parameter_bytes(p, workload, params, mesh) for p in axes.parameters)
-    whole: dict[str, int] = {}
-    for c in axes.contractions:
-        size = gathered_bytes(c, parameters[c.weight], workload, params, compute, mesh)
-        whole[c.weight] = max(size, whole.get(c.weight, 0))
-    parts = {
-        "parameters": stored,
-        "optimizer": optimizer_bytes(stored, workload),
-        "gradients": gradient_bytes(stored, workload),
-        "gathered_weights": sum(heapq.nlargest(GATHERED_AT_ONCE, whole.values())),
-        "cast_parameters": sum(
-            cast_bytes(parameter_bytes(p, workload, params, mesh), workload) for p in axes.parameters
-        ),
-    }
-    saved = saved_bytes(axes, workload, compute, mesh)
-    working = activation_bytes(axes, workload, compute, mesh, attention_scores=hardware.is_cpu)
-    logits = logit_bytes(axes, workload, compute, mesh)
-    memory = MemoryPlan(
-        **parts,
-        activations=working + saved,
-        logits=logits,
+def _memory(step: Step, layout: Layout, hardware: Slice) -> MemoryPlan:
+    found = memory(step, layout)
+    return MemoryPlan(
+        **{part: round(size) for part, size in vars(found).items()},
         load_transient=0,  # shards are filled on the host and put on the device once
-        peak=sum(parts.values()) + saved + max(working, logits),
+        peak=round(found.peak),
         available=int(hardware.generation.hbm_gib * GIB),
     )
-    return memory, cost
 
 
-def _search_info(axes: ModelAxes, outcome: Outcome, best: Candidate, cost: CostPlan, seconds: float) -> SearchInfo:
-    gathers = sum(c.seconds for c in cost.collectives if c.cause.startswith(WEIGHT_CAUSES))
-    exposed = max(0.0, gathers - cost.compute_seconds)
-    waiting = cost.step_seconds - max(cost.compute_seconds, gathers)
-    reasons = [
-        f"of {outcome.evaluated} combinations, the one that needs least memory among those within "
-        f"{TIME_RESOLUTION:.0%} of the fastest",
-        f"at least {best.seconds:.3g} s a step: compute {cost.compute_seconds:.3g} s, gathers of weights "
-        f"{gathers:.3g} s ({exposed:.3g} s not hidden behind compute), collectives on activations {waiting:.3g} s",
+def _cost(step: Step, layout: Layout, hardware: Slice) -> CostPlan:
+    """Time of a step, and its collectives by cause."""
+    total = compute = 0.0
+    moved: dict[tuple[str, MeshAxes, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for _, mine, seconds in step_tasks(step, layout, hardware, calibration(hardware.generation.name)):
+        total += seconds.total
+        compute += seconds.compute
+        for traffic in mine.traffic:
+            sums = moved[traffic.kind, traffic.mesh_axes, traffic.cause]
+            sums[0] += traffic.bytes
+            sums[1] += traffic.count
+            sums[2] += transfer_seconds(traffic, hardware, layout.mesh)
+    collectives = [
+        Collective(kind, list(mesh_axes), round(size), round(count), seconds, cause)
+        for (kind, mesh_axes, cause), (size, count, seconds) in moved.items()
     ]
-    runner_up = outcome.runner_up
+    return CostPlan(total, compute, sorted(collectives, key=lambda collective: -collective.bytes))
+
+
+def _search_info(outcome: Outcome, best: Candidate, cost: CostPlan, seconds: float) -> SearchInfo:
+    gathers = sum(c.seconds for c in cost.collectives if c.cause.startswith(GATHER))
+    others = sum(c.seconds for c in cost.collectives) - gathers
+    reasons = [
+        f"the fastest of the search space, and of what is as fast to {TIME_RESOLUTION:.1%} the smallest; "
+        f"{outcome.evaluated} choices were weighed",
+        f"{best.seconds:.3g} s a step: compute {cost.compute_seconds:.3g} s, other collectives {others:.3g} s, gathers "
+        f"of weights {gathers:.3g} s ({max(0.0, cost.step_seconds - cost.compute_seconds - others):.3g} s not hidden "
+        "behind compute)",
+    ]
+    runner_up = outcome.ranked[1] if len(outcome.ranked) > 1 else None
     if runner_up is not None:
         reasons.append(
             f"next best mesh {_mesh_text(runner_up.mesh)}: {runner_up.seconds / best.seconds - 1:+.1%} time, "
@@ -299,20 +257,16 @@ def _search_info(axes: ModelAxes, outcome: Outcome, best: Candidate, cost: CostP
         )
     return SearchInfo(
         candidates=outcome.evaluated,
-        proven_optimal=True,  # by construction: nothing in the space was left out
+        proven_optimal=True,  # by construction: what was left out is bounded by something better
         seconds=seconds,
         runner_up=RunnerUp(runner_up.mesh, runner_up.seconds) if runner_up else None,
-        rejected={"duplicate": duplicates_excluded(axes), **outcome.rejected},
+        rejected=dict(outcome.rejected),
         reasons=reasons + sorted(outcome.indivisible.values()),
     )
 
 
 def _mesh_text(mesh: MeshShape) -> str:
     return "(" + ", ".join(f"{axis} {size}" for axis, size in mesh.items()) + ")"
-
-
-def _tuples(mapping: Mapping) -> dict[str, MeshAxes]:
-    return {axis: tuple(mesh_axes) for axis, mesh_axes in mapping.items()}
 
 
 def _lists(mapping: AxisMapping) -> dict[str, list[str]]:

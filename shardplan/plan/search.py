@@ -1,76 +1,139 @@
-"""Exhaustive search over meshes and mappings: every combination of the space is evaluated, or excluded with a reason.
+"""Branch and bound over meshes and mappings: the fastest plan that fits, under the cost model, proven.
 
-The space: all factorisations of the devices into (replica, data, model); the batch axis on replica and data; any set of
-logical axes of which no array holds two on `model` while computing; parameters rest cut by the same axes, and in
-addition by `data` (and `replica`) along any other such set. The residual axis is never cut while computing, nor are
-routed (expert) axes or the axes that layers are stacked along.
+The space: all factorisations of the devices into (replica, data, model); the batch on any of replica and data, the
+positions on one of these that the batch leaves; every other logical axis that is computed with on `model`, with or
+without `replica` behind it; parameters rest cut like that, and in addition by `data`, `replica` or both, along any
+axis. No array has a mesh axis twice. While computing, the residual stream is not cut by its own axis, nor are axes that
+layers are stacked along, those that attention sums over, and those that a token chooses parameters by (experts).
+
+What makes it small: times of tasks add up, and so do bytes at every moment of the program. With mesh, batch and
+position given, logical axes that never meet in a task can be chosen apart: such a component has a list of choices,
+each with a time and its bytes at every moment, and what is left is one choice per component, the fastest that fits.
 """
 
-import heapq
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cached_property
+
+import numpy as np
 
 from shardplan.errors import ConfigError
-from shardplan.hardware import GIB, Slice
-from shardplan.model import ModelAxes
-from shardplan.plan.cost import compute_seconds, compute_traffic, step_seconds, weight_traffic
-from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, independent_sets
-from shardplan.plan.memory import (
-    Workload,
-    activation_bytes,
-    cast_bytes,
-    gathered_bytes,
-    gradient_bytes,
-    logit_bytes,
-    optimizer_bytes,
-    parameter_bytes,
-    saved_bytes,
-)
+from shardplan.hardware import Slice
+from shardplan.model.trace import SECOND, Array
+from shardplan.plan.calibration import Calibration
+from shardplan.plan.cost import task_seconds
+from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
+from shardplan.plan.memory import Item, item_bytes, moment_items, resting_items
+from shardplan.plan.partition import Habits, Layout, attention_has_kernel, share
+from shardplan.plan.tasks import Step, Task
 
 MESH_AXES = ("replica", "data", "model")
-TIME_RESOLUTION = 0.05
+BATCH_AXES: tuple[MeshAxes, ...] = (("replica", "data"), ("data",), ("replica",), ())
+POSITION_AXES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",))
+TENSOR_AXES: tuple[MeshAxes, ...] = ((), ("model",), ("model", "replica"))
+RESTING_AXES: tuple[MeshAxes, ...] = ((), ("data",), ("replica",), ("data", "replica"))
+TIME_RESOLUTION = 1e-3
 """Plans whose times differ by less than this part are equal to the cost model; the one with more free memory wins."""
-GATHERED_AT_ONCE = 2
-"""Weights that are whole at a time: one in use, one arriving meanwhile."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One mesh with both mappings, evaluated."""
+    """One mesh with both mappings."""
 
     mesh: dict[str, int]
     compute: dict[str, MeshAxes]
-    tensor: dict[str, MeshAxes]
-    """The part of `compute` that cuts parameters."""
-    resting: frozenset[str]
-    """Logical axes that are cut by `extra` in addition while parameters rest."""
-    extra: MeshAxes
+    params: dict[str, MeshAxes]
     seconds: float
-    parameter_bytes: int
-    gathered_bytes: int
-    peak_bytes: int
-
-    def params(self, axes: Iterable[str]) -> dict[str, MeshAxes]:
-        """Mapping of the logical axes `axes` in parameters at rest."""
-        return resting_mapping(axes, self.tensor, self.resting, self.extra)
+    peak_bytes: float
 
 
 @dataclass
 class Outcome:
     """What the search found."""
 
-    best: Candidate | None = None
-    runner_up: Candidate | None = None
-    """The best candidate on another mesh than the best one's."""
+    ranked: list[Candidate] = field(default_factory=list)
+    """The best candidate of each of the best meshes, the fastest first."""
     nearest_miss: Candidate | None = None
     """The candidate that needs least memory, when none fits."""
     evaluated: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     indivisible: dict[str, str] = field(default_factory=dict)
     """Logical axis -> why it could not be cut, one example each."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is planned, and for what."""
+
+    step: Step
+    batch: str
+    position: str
+    residual: str
+    """Logical axis of the residual stream."""
+    hardware: Slice
+    calibration: Calibration
+    habits: Habits
+    available: float
+    """Bytes per device that a plan may use."""
+    kernels: bool = True
+    """Only mappings under which a kernel can do attention."""
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Logical axis of parameters, of the batch and of positions -> size."""
+        arrays = [*self.step.parameters, *(array for task in self.step.tasks for array in task.operands)]
+        return {name: size for array in arrays for name, size in array.factors if name and not name.endswith(SECOND)}
+
+    @cached_property
+    def tensor(self) -> tuple[str, ...]:
+        """Logical axes of parameters that are computed with, but for the residual stream's."""
+        used = {
+            name for task in self.step.tasks if task.kind == "contraction" for a in task.operands for name in a.axes
+        }
+        known = {name for array in self.step.parameters for name in array.axes}
+        return tuple(name for name in self.sizes if name in used & known and name != self.residual)
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Logical axes that are not cut while computing."""
+        summed = {name for task in self.step.tasks if task.kind == "attention" for name, _ in task.contracted if name}
+        routed = {
+            name
+            for task in self.step.tasks
+            if task.groups > 1
+            for array in task.operands
+            for name, size in array.factors
+            if name and size == task.groups and array.weight is not None
+        }
+        return frozenset((summed - {self.position}) | routed)
+
+    @cached_property
+    def components(self) -> tuple[tuple[str, ...], ...]:
+        """Logical axes of `tensor`, those together that meet in a task."""
+        groups: list[set[str]] = [{axis} for axis in self.tensor]
+        for task in self.step.tasks:
+            met = {name for array in (*task.operands, *task.results) for name in array.axes} & set(self.tensor)
+            touched = [group for group in groups if group & met]
+            if len(touched) > 1:
+                groups = [group for group in groups if not group & met] + [set().union(*touched)]
+        return tuple(tuple(axis for axis in self.tensor if axis in group) for group in groups)
+
+    @cached_property
+    def works(self) -> tuple["_Work", ...]:
+        """What depends on each of `components`."""
+        return tuple(_work(self, component) for component in self.components)
+
+    @cached_property
+    def base(self) -> "_Work":
+        """What depends on none."""
+        return _work(self, ())
+
+    def layout(self, mesh: dict[str, int], compute: AxisMapping, params: AxisMapping) -> Layout:
+        """A point of the space."""
+        return Layout(mesh, compute, params, self.step.merged, self.step.activation_axes, self.habits)
 
 
 def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str, int]]:
@@ -107,179 +170,301 @@ def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str
     return kept
 
 
-def search(model: ModelAxes, workload: Workload, hardware: Slice, meshes: list[dict[str, int]]) -> Outcome:
-    """The fastest candidate that fits; among those equally fast to the model's resolution, the smallest."""
+def search(space: Space, meshes: Sequence[dict[str, int]], keep: int = 2) -> Outcome:
+    """The fastest candidates that fit, one for each of the `keep` best meshes."""
     outcome = Outcome()
-    fitting: list[Candidate] = []
-    available = hardware.generation.hbm_gib * GIB
-    for mesh in meshes:
-        for candidate in _OnMesh(model, workload, hardware, mesh, outcome).candidates():
-            outcome.evaluated += 1
-            if candidate.peak_bytes <= available:
-                fitting.append(candidate)
-                continue
-            outcome.rejected["memory"] += 1
-            if outcome.nearest_miss is None or candidate.peak_bytes < outcome.nearest_miss.peak_bytes:
-                outcome.nearest_miss = candidate
-    if fitting:
-        outcome.best = _choose(fitting)
-        others = [c for c in fitting if c.mesh != outcome.best.mesh]
-        outcome.runner_up = _choose(others) if others else None
+    frames = sorted(_frames(space, meshes, outcome), key=lambda frame: frame.bound)
+    frames = [frame for frame in frames if frame.bound < math.inf]
+    best: dict[tuple[int, ...], Candidate] = {}
+    for frame in frames:
+        shape = tuple(frame.mesh.values())
+        seconds = sorted(candidate.seconds for other, candidate in best.items() if other != shape)
+        limit = min(
+            seconds[keep - 1] if len(seconds) >= keep else math.inf,
+            best[shape].seconds if shape in best else math.inf,
+        )
+        found = frame.best(limit)
+        if found is not None and (shape not in best or _is_better(found, best[shape])):
+            best[shape] = found
+    outcome.ranked = sorted(best.values(), key=lambda c: (c.seconds, c.peak_bytes))[:keep]
+    if not outcome.ranked:
+        misses = (frame.smallest() for frame in frames)
+        outcome.nearest_miss = min(misses, key=lambda c: (c.peak_bytes, c.seconds), default=None)
     return outcome
 
 
-def _choose(candidates: list[Candidate]) -> Candidate:
-    fastest = min(candidate.seconds for candidate in candidates)
-    equal = [c for c in candidates if c.seconds <= fastest * (1 + TIME_RESOLUTION)]
-    return min(equal, key=lambda c: (c.peak_bytes, c.seconds, tuple(c.mesh.values()), len(c.tensor), sorted(c.resting)))
+def _is_better(one: Candidate, other: Candidate) -> bool:
+    if abs(one.seconds - other.seconds) <= TIME_RESOLUTION * other.seconds:
+        return one.peak_bytes < other.peak_bytes
+    return one.seconds < other.seconds
+
+
+def _frames(space: Space, meshes: Sequence[dict[str, int]], outcome: Outcome) -> Iterator["_Frame"]:
+    """Every mesh with every mapping of batch and positions."""
+    for mesh in meshes:
+        found = False
+        for batch, position in itertools.product(BATCH_AXES, POSITION_AXES):
+            taken = (*batch, *position)
+            if len(set(taken)) < len(taken) or any(mesh[axis] == 1 for axis in taken):
+                continue
+            tokens = {space.batch: batch, space.position: position}
+            if all(_divides(space, mesh, axis, axes, outcome) for axis, axes in tokens.items()):
+                found = True
+                yield _Frame(space, mesh, {axis: axes for axis, axes in tokens.items() if axes}, outcome)
+        if not found:
+            outcome.rejected["batch"] += 1
+
+
+def _divides(space: Space, mesh: dict[str, int], axis: str, axes: MeshAxes, outcome: Outcome) -> bool:
+    """Whether the mesh axes `axes` can cut a logical axis evenly; notes where not."""
+    size, count = space.sizes[axis], mesh_size(mesh, axes)
+    if size % count == 0:
+        return True
+    outcome.rejected["indivisible"] += 1
+    outcome.indivisible.setdefault(axis, f"{axis} ({size}) is not divisible by {' x '.join(axes)} = {count}")
+    return False
 
 
 @dataclass(frozen=True)
-class _Rest:
-    """One parameter at rest, cut along one of its axes (or none) in addition to the compute mapping."""
+class _Choice:
+    """Mappings of the axes of one component, with what they cost."""
 
-    stored: int
-    cast: int
-    gathered: int
+    compute: dict[str, MeshAxes]
+    params: dict[str, MeshAxes]
     seconds: float
-    """Time to gather it for use."""
+    bytes: np.ndarray
+    """At every moment."""
 
 
-class _OnMesh:
-    """The candidates on one mesh."""
+@dataclass(frozen=True)
+class _Work:
+    """The tasks and the memory that depend on the axes of one component; without axes, on batch and position alone."""
 
-    def __init__(
-        self, model: ModelAxes, workload: Workload, hardware: Slice, mesh: dict[str, int], outcome: Outcome
-    ) -> None:
-        self.model, self.workload, self.hardware, self.mesh, self.outcome = model, workload, hardware, mesh, outcome
-        self.batch_axes = tuple(axis for axis in ("replica", "data") if mesh[axis] > 1)
-        self.arrays = [tuple(parameter.axes) for parameter in model.parameters]
-        scanned = _scanned_axes(model)
-        self.free = [axis for axis in model.axes if axis not in scanned and axis != model.position]
-        # Rests repeat across compute mappings: only the cut of the parameter itself matters.
-        self._rest = cache(self._evaluate_rest)
+    component: tuple[str, ...]
+    tasks: tuple[tuple[Task, tuple[str, ...]], ...]
+    """With the logical axes that they depend on."""
+    items: tuple[tuple[Item, tuple[str, ...]], ...]
+    counts: np.ndarray
+    """[moment, item]: how many of an item there are at a moment."""
+    computed: frozenset[frozenset[str]]
+    """Axes that meet in an array while computing."""
+    resting: frozenset[frozenset[str]]
+    """Axes that meet in a parameter."""
 
-    def candidates(self) -> Iterator[Candidate]:
-        """Every combination of mappings."""
-        if self.workload.batch % math.prod(self.mesh[axis] for axis in self.batch_axes):
-            self.outcome.rejected["batch"] += 1
-            return
-        for on_model in independent_sets(self._tensor_axes(), self.arrays):
-            tensor: dict[str, MeshAxes] = {axis: ("model",) for axis in self.model.axes if axis in on_model}
-            for extra in _resting_axes(self.mesh):
-                yield from self._resting_ways(tensor, extra)
 
-    def _tensor_axes(self) -> list[str]:
-        """Logical axes that may be cut by `model` while computing."""
-        if self.mesh["model"] == 1:
-            return []
-        contractions = self.model.contractions
-        computed = {axis for c in contractions for axis in (*c.inputs, *c.outputs)} - {self.model.residual}
-        routed = {axis for c in contractions for axis in c.routed}
-        return self._divisible([axis for axis in self.free if axis in computed - routed], {}, ("model",))
+def _work(space: Space, component: tuple[str, ...]) -> _Work:
+    own = set(component)
 
-    def _resting_ways(self, tensor: dict[str, MeshAxes], extra: MeshAxes) -> Iterator[Candidate]:
-        """One compute mapping, with every way to let the parameters rest cut by `extra`."""
-        model, workload, mesh = self.model, self.workload, self.mesh
-        compute = self._compute(tensor)
-        arithmetic = compute_seconds(model, workload, compute, mesh, self.hardware)
-        exposed = sum(t.seconds(self.hardware, mesh) for t in compute_traffic(model, workload, compute, mesh))
-        working = max(
-            activation_bytes(model, workload, compute, mesh, attention_scores=self.hardware.is_cpu),
-            logit_bytes(model, workload, compute, mesh),
-        ) + saved_bytes(model, workload, compute, mesh)
-        # No array has two axes of an independent set, so that one axis says how an array rests.
-        cuts = [frozenset(axis for axis in p.axes if axis in tensor) for p in model.parameters]
-        rests = [
-            {axis: self._rest(i, cuts[i], axis, extra) for axis in (None, *p.axes)}
-            for i, p in enumerate(model.parameters)
+    def belongs(*arrays: Array) -> bool:
+        met = _names(arrays) & set(space.tensor)
+        return bool(met & own) or not (own or met)
+
+    step = space.step
+    tasks = [task for task in step.tasks if belongs(*task.operands, *task.results)]
+    resting = [item for item in resting_items(step) if belongs(item.array)]
+    moments = [
+        Counter([*resting, *(item for item in moment_items(moment) if belongs(item.array, *item.tables))])
+        for moment in step.moments
+    ]
+    items = list(dict.fromkeys(item for counter in moments for item in counter))
+    counts = np.array([[counter[item] for item in items] for counter in moments], float)
+    return _Work(
+        component,
+        tuple((task, tuple(sorted(_names((*task.operands, *task.results))))) for task in tasks),
+        tuple((item, tuple(sorted(_names((item.array, *item.tables))))) for item in items),
+        counts.reshape(len(moments), len(items)),
+        frozenset(frozenset(a.axes) for task in tasks for a in (*task.operands, *task.results)),
+        frozenset(frozenset(a.axes) for a in step.parameters if belongs(a)),
+    )
+
+
+def _names(arrays: Iterable[Array]) -> set[str]:
+    return {name for array in arrays for name in array.axes}
+
+
+class _Frame:
+    """One mesh with the mapping of batch and positions."""
+
+    def __init__(self, space: Space, mesh: dict[str, int], tokens: dict[str, MeshAxes], outcome: Outcome) -> None:
+        self.space, self.mesh, self.tokens, self.outcome = space, mesh, tokens, outcome
+        self.seconds: dict[tuple[object, ...], float] = {}
+        self.sizes: dict[tuple[object, ...], float] = {}
+        self.computes = [list(self._computes(work)) for work in space.works]
+        """For each component the mappings while computing, with the least time that they can take."""
+        self.least = [min((seconds for _, seconds in each), default=math.inf) for each in self.computes]
+        self.bound = self._time(space.base, {}, None) + sum(self.least)
+
+    def best(self, limit: float) -> Candidate | None:
+        """The fastest candidate that fits, if it takes less than `limit` seconds, or as long with less memory."""
+        limit *= 1 + TIME_RESOLUTION
+        if self.bound > limit:
+            self.outcome.rejected["slower"] += 1
+            return None
+        found: Candidate | None = None
+        for residual in self._cuts(self.space.residual, RESTING_AXES):
+            base, choices = self._choices(residual, limit)
+            if all(choices):
+                combined = self._fastest(base, choices, limit)
+                if combined is not None and (found is None or _is_better(combined, found)):
+                    found = combined
+                    limit = min(limit, found.seconds * (1 + TIME_RESOLUTION))
+        return found
+
+    def smallest(self) -> Candidate:
+        """The candidate with the smallest peak, whatever its time and whether or not it fits."""
+        found: list[Candidate] = []
+        for residual in self._cuts(self.space.residual, RESTING_AXES):
+            base, choices = self._choices(residual, math.inf)
+            stack: list[tuple[int, np.ndarray, tuple[_Choice, ...]]] = [(0, base.bytes, ())]
+            left = _least_bytes(base, choices)
+            while stack:
+                depth, size, chosen = stack.pop()
+                if found and (size + left[depth]).max() >= found[-1].peak_bytes:
+                    continue
+                if depth == len(choices):
+                    found.append(self._candidate(base, chosen))
+                    continue
+                for choice in sorted(choices[depth], key=lambda choice: -choice.bytes.max()):
+                    stack.append((depth + 1, size + choice.bytes, (*chosen, choice)))
+        return found[-1]
+
+    def _computes(self, work: _Work) -> Iterator[tuple[dict[str, MeshAxes], float]]:
+        options = [self._cuts(axis, ((),) if axis in self.space.whole else TENSOR_AXES) for axis in work.component]
+        for cuts in itertools.product(*options):
+            compute = {axis: cut for axis, cut in zip(work.component, cuts, strict=True) if cut}
+            mapping = {**self.tokens, **compute}
+            if _is_distinct(mapping, work.computed) and self._has_kernels(work, mapping):
+                yield compute, self._time(work, compute, None)
+
+    def _has_kernels(self, work: _Work, compute: AxisMapping) -> bool:
+        """Whether attention has a kernel, where it must."""
+        layout = self.space.layout(self.mesh, compute, {})
+        attention = [task for task, _ in work.tasks if task.kind == "attention"]
+        return not self.space.kernels or all(attention_has_kernel(task, layout) for task in attention)
+
+    def _cuts(self, axis: str, options: Iterable[MeshAxes], before: MeshAxes = ()) -> list[MeshAxes]:
+        """Those of `options` that can cut a logical axis on this mesh, in addition to `before`."""
+        return [
+            cut
+            for cut in options
+            if all(self.mesh[mesh_axis] > 1 and mesh_axis not in before for mesh_axis in cut)
+            and _divides(self.space, self.mesh, axis, (*before, *cut), self.outcome)
         ]
-        for axes in independent_sets(self._divisible(self.free, tensor, extra) if extra else [], self.arrays):
-            if extra and not axes:
-                continue  # the same as resting like computing, which the empty `extra` stands for
-            chosen = [by_axis[next(filter(axes.__contains__, by_axis), None)] for by_axis in rests]
-            stored = sum(rest.stored for rest in chosen)
-            gathered = sum(heapq.nlargest(GATHERED_AT_ONCE, (rest.gathered for rest in chosen)))
-            yield Candidate(
-                mesh,
-                compute,
-                tensor,
-                axes,
-                extra,
-                step_seconds(arithmetic, sum(rest.seconds for rest in chosen), exposed),
-                stored,
-                gathered,
-                stored
-                + optimizer_bytes(stored, workload)
-                + gradient_bytes(stored, workload)
-                + sum(rest.cast for rest in chosen)
-                + gathered
-                + working,
-            )
 
-    def _compute(self, tensor: dict[str, MeshAxes]) -> dict[str, MeshAxes]:
-        return {self.workload.batch_axis: self.batch_axes, **tensor} if self.batch_axes else tensor
+    def _choices(self, residual: MeshAxes, limit: float) -> tuple[_Choice, list[list[_Choice]]]:
+        """What does not depend on a component, and for each component the choices that no other one outdoes."""
+        rest = {self.space.residual: residual} if residual else {}
+        base = self._choice(self.space.base, {}, rest)
+        slack = limit - self.bound
+        choices = []
+        for work, computes, least in zip(self.space.works, self.computes, self.least, strict=True):
+            found = [
+                self._choice(work, compute, params)
+                for compute, seconds in computes
+                if seconds - least <= slack
+                for params in self._rests(work, compute, rest)
+            ]
+            self.outcome.evaluated += len(found)
+            choices.append(_undominated(found))
+        return base, choices
 
-    def _evaluate_rest(self, index: int, cut: frozenset[str], axis: str | None, extra: MeshAxes) -> _Rest:
-        parameter, workload, mesh = self.model.parameters[index], self.workload, self.mesh
-        tensor: dict[str, MeshAxes] = {name: ("model",) for name in cut}
-        compute = self._compute(tensor)
-        params = resting_mapping(parameter.axes, tensor, {axis} if axis else set(), extra)
-        stored = parameter_bytes(parameter, workload, params, mesh)
-        uses = [c for c in self.model.contractions if c.weight == parameter.path]
-        traffic = [t for use in uses for t in weight_traffic(use, parameter, workload, params, compute, mesh)]
-        return _Rest(
-            stored,
-            cast_bytes(stored, workload),
-            max((gathered_bytes(use, parameter, workload, params, compute, mesh) for use in uses), default=0),
-            sum(t.seconds(self.hardware, mesh) for t in traffic),
-        )
+    def _rests(
+        self, work: _Work, compute: dict[str, MeshAxes], rest: dict[str, MeshAxes]
+    ) -> Iterator[dict[str, MeshAxes]]:
+        """Mappings of parameters at rest: cut as while computing, and further."""
+        options = [
+            [(*compute.get(axis, ()), *cut) for cut in self._cuts(axis, RESTING_AXES, compute.get(axis, ()))]
+            for axis in work.component
+        ]
+        for cuts in itertools.product(*options):
+            params = {**rest, **{axis: cut for axis, cut in zip(work.component, cuts, strict=True) if cut}}
+            if _is_distinct(params, work.resting):
+                yield params
 
-    def _divisible(self, axes: list[str], mapping: AxisMapping, extra: MeshAxes) -> list[str]:
-        """Those of `axes` that the mesh axes `extra` can cut in addition to `mapping`; notes the others."""
-        kept = []
-        for axis in axes:
-            cuts = (*mapping.get(axis, ()), *extra)
-            count = math.prod(self.mesh[cut] for cut in cuts)
-            size = self.model.axes[axis]
-            if size % count == 0:
-                kept.append(axis)
-            else:
-                self.outcome.rejected["indivisible"] += 1
-                reason = f"{axis} ({size}) is not divisible by {' x '.join(cuts)} = {count}"
-                self.outcome.indivisible.setdefault(axis, reason)
-        return kept
+    def _choice(self, work: _Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> _Choice:
+        layout = self.space.layout(self.mesh, {**self.tokens, **compute}, params)
+        sizes = np.empty(len(work.items))
+        for i, (item, names) in enumerate(work.items):
+            key = (id(item), *(compute.get(n) for n in names), *(params.get(n) for n in names))
+            if key not in self.sizes:
+                self.sizes[key] = item_bytes(item, layout)
+            sizes[i] = self.sizes[key]
+        return _Choice(compute, params, self._time(work, compute, params), work.counts @ sizes)
+
+    def _time(self, work: _Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes] | None) -> float:
+        """Time of the tasks of a component; without `params`, the least for any mapping of the parameters."""
+        space, total = self.space, 0.0
+        layout = space.layout(self.mesh, {**self.tokens, **compute}, params or {})
+        for task, names in work.tasks:
+            at_rest = (None,) if params is None else tuple(params.get(n) for n in names)
+            key = (id(task), *(compute.get(n) for n in names), "at rest", *at_rest)
+            seconds = self.seconds.get(key)
+            if seconds is None:
+                mine = share(task, layout)
+                if params is None:
+                    mine = mine.without_parameters()
+                seconds = task_seconds(task, mine, space.hardware, self.mesh, space.calibration).total
+                self.seconds[key] = seconds
+            total += seconds
+        return total
+
+    def _fastest(self, base: _Choice, choices: list[list[_Choice]], limit: float) -> Candidate | None:
+        """One choice for each component: the fastest that fits, of equals the one with the smallest peak."""
+        seconds_left = np.cumsum([0.0, *(min(c.seconds for c in each) for each in reversed(choices))])[::-1]
+        bytes_left = _least_bytes(base, choices)
+        available, best = self.space.available, None
+        stack: list[tuple[int, float, np.ndarray, tuple[_Choice, ...]]] = [(0, base.seconds, base.bytes, ())]
+        while stack:
+            depth, seconds, size, chosen = stack.pop()
+            if seconds + seconds_left[depth] > limit or (size + bytes_left[depth]).max() > available:
+                continue
+            if depth < len(choices):
+                # the fastest last, so that it is the next to be taken
+                for choice in sorted(choices[depth], key=lambda choice: -choice.seconds):
+                    stack.append((depth + 1, seconds + choice.seconds, size + choice.bytes, (*chosen, choice)))
+                continue
+            candidate = self._candidate(base, chosen)
+            if best is None or _is_better(candidate, best):
+                best = candidate
+                limit = min(limit, best.seconds * (1 + TIME_RESOLUTION))
+        return best
+
+    def _candidate(self, base: _Choice, chosen: Sequence[_Choice]) -> Candidate:
+        compute, params = dict(self.tokens), dict(base.params)
+        for choice in chosen:
+            compute |= choice.compute
+            params |= choice.params
+        size = base.bytes + sum(choice.bytes for choice in chosen)
+        seconds = base.seconds + sum(choice.seconds for choice in chosen)
+        return Candidate(self.mesh, compute, params, float(seconds), float(size.max()))
 
 
-def resting_mapping(
-    axes: Iterable[str], tensor: AxisMapping, resting: Set[str], extra: MeshAxes
-) -> dict[str, MeshAxes]:
-    """Mapping of parameters at rest: cut as for computing, and the axes in `resting` by the mesh axes `extra` too."""
-    mapping = {axis: (*tensor.get(axis, ()), *(extra if axis in resting else ())) for axis in axes}
-    return {axis: mesh_axes for axis, mesh_axes in mapping.items() if mesh_axes}
+def _least_bytes(base: _Choice, choices: list[list[_Choice]]) -> list[np.ndarray]:
+    """For every number of components that have been chosen, the least bytes of the others at every moment."""
+    least = [np.zeros_like(base.bytes)]
+    for each in reversed(choices):
+        least.insert(0, least[0] + np.min([choice.bytes for choice in each], axis=0))
+    return least
 
 
-def _resting_axes(mesh: MeshShape) -> list[MeshAxes]:
-    """Mesh axes that parameters may be cut along in addition to `model`: none, either of data and replica, both."""
-    larger = [axis for axis in ("data", "replica") if mesh[axis] > 1]
-    return [(), *((axis,) for axis in larger), *([tuple(larger)] if len(larger) > 1 else [])]
+def _is_distinct(mapping: AxisMapping, arrays: Iterable[frozenset[str]]) -> bool:
+    """Whether no array has a mesh axis twice."""
+    for axes in arrays:
+        used = [mesh_axis for axis in axes for mesh_axis in mapping.get(axis, ())]
+        if len(set(used)) < len(used):
+            return False
+    return True
 
 
-def _scanned_axes(model: ModelAxes) -> set[str]:
-    """Axes that layers are stacked along: in the weights, and in no contraction."""
-    used = {axis for c in model.contractions for axis in (*c.inputs, *c.outputs, *c.routed)}
-    weights = {parameter.path: parameter for parameter in model.parameters}
-    return {axis for c in model.contractions for axis in weights[c.weight].axes if axis not in used}
+def _undominated(choices: list[_Choice]) -> list[_Choice]:
+    """Those choices that no other is as fast as with as few bytes at every moment."""
+    kept: list[_Choice] = []
+    for choice in sorted(choices, key=lambda choice: (choice.seconds, choice.bytes.max())):
+        if not any((other.bytes <= choice.bytes).all() for other in kept):
+            kept.append(choice)
+    return kept
 
 
 def _divisors(n: int) -> list[int]:
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})
-
-
-def duplicates_excluded(model: ModelAxes) -> int:
-    """Pairs of logical axes that share an array, and so cannot share a mesh axis."""
-    pairs = {
-        frozenset((a, b)) for parameter in model.parameters for a in parameter.axes for b in parameter.axes if a < b
-    }
-    return len(pairs)

@@ -46,7 +46,7 @@ def print_plan(plan: Plan, out: Console) -> None:
         verdict, rest = "[bold red]does not fit[/bold red]", "short"
     out.print(
         f"{verdict} {hardware.slice}: {memory.peak / GIB:.2f} of {hardware.hbm_gib:.2f} GiB per device, "
-        f"{abs(free) / GIB:.2f} GiB {rest}; step at least {plan.cost.step_seconds:.3g} s (roofline)",
+        f"{abs(free) / GIB:.2f} GiB {rest}; a step takes about {plan.cost.step_seconds:.3g} s",
         soft_wrap=True,
     )
     for reason in plan.search.reasons:

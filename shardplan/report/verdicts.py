@@ -46,7 +46,7 @@ def print_verdict(label: str, plan: Plan, verdict: Verdict, out: Console) -> Non
         out.print(
             f"time    modelled step {time.step_seconds:.3g} s: core {time.compute_seconds:.3g} s, waiting for "
             f"transfers {waiting:.3g} s"
-            + (f"; MFU {time.mfu:.1%}; the plan's roofline is {plan.cost.step_seconds:.3g} s" if is_step else ""),
+            + (f"; MFU {time.mfu:.1%}; the plan's estimate is {plan.cost.step_seconds:.3g} s" if is_step else ""),
             soft_wrap=True,
         )
     if verdict.collectives:

@@ -8,14 +8,14 @@ import jax
 from levanter.layers.attention import AttentionBackend
 
 from shardplan.hardware import parse_slice
-from shardplan.model import Model, inspect_model
-from shardplan.plan.plan import Plan
+from shardplan.model import Model
+from shardplan.plan.calibration import habits
+from shardplan.plan.mapping import as_tuples
+from shardplan.plan.partition import KERNEL_BLOCK, Layout, attention_has_kernel
+from shardplan.plan.plan import BATCH_AXIS, Plan
+from shardplan.plan.workload import Workload, plan_step
 
 SPLASH = "splash"
-KERNEL_LANES = 128
-"""Levanter's splash attention takes positions and head sizes that are multiples of this."""
-KERNEL_BLOCK = 512
-"""Side of the kernel's blocks, tokens. Some of Levanter's models ask for more than the memory of a v4 core can hold."""
 
 
 def specialize(model: Model, plan: Plan) -> Model:
@@ -35,22 +35,12 @@ def specialize(model: Model, plan: Plan) -> Model:
 def attention_backend(model: Model, plan: Plan) -> str:
     """Levanter's name of the attention that a plan runs: "splash" (a Pallas kernel) or "jax_flash".
 
-    The kernel runs on each device alone (shard_map), so it is right only where a device has all positions, whole heads
-    and, with every query head, its key head: a cut of q_heads_per_group alone would pair them wrongly, in silence.
+    See `shardplan.plan.partition.attention_has_kernel`.
     """
-    attention = inspect_model(model).attention
-    cut = plan.compute_mapping
-    separable = all(
-        not any(cut.get(axis) for axis in (*a.heads[1:], a.head_size)) and _size(plan, a.head_size) % KERNEL_LANES == 0
-        for a in attention
-    )
-    on_tpu = not parse_slice(plan.hardware.slice).is_cpu
-    position = plan.workload.position
-    whole = (
-        not cut.get(model.template.Pos.name) and position % KERNEL_LANES == position % min(KERNEL_BLOCK, position) == 0
-    )
-    return SPLASH if on_tpu and whole and separable and attention else "jax_flash"
-
-
-def _size(plan: Plan, axis: str) -> int:
-    return plan.model.axes[axis]
+    forward = dataclasses.replace(plan.workload, kind="eval")
+    step = plan_step(model, Workload(BATCH_AXIS, **vars(forward)))
+    compute = as_tuples(plan.compute_mapping)
+    hardware = parse_slice(plan.hardware.slice)
+    layout = Layout(plan.mesh, compute, {}, step.merged, step.activation_axes, habits(hardware))
+    attention = [task for task in step.tasks if task.kind == "attention"]
+    return SPLASH if attention and all(attention_has_kernel(task, layout) for task in attention) else "jax_flash"

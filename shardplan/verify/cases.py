@@ -13,10 +13,10 @@ from shardplan.errors import ConfigError, one_line
 from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
 from shardplan.plan.levanter_config import is_levanter_config, read_levanter_config
+from shardplan.plan.options import CURATED
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
 from shardplan.plan.planner import check_model, make_plan, plan_layout, with_plan
 from shardplan.runtime.storage import open_folder
-from shardplan.verify.options import CURATED
 from shardplan.verify.run import Case
 
 

@@ -175,8 +175,10 @@ def test_unsupported_model_type(checkpoint, tmp_path):
 
 
 def test_batch_that_no_mesh_axis_divides(checkpoint, tmp_path):
-    done = run("eval", *arguments(checkpoint, tmp_path), "--workload.batch=3", "--mesh.data=8")
-    fails(done, 2, "workload.batch 3 is divisible by no replica x data of the mesh (8); the nearest batch that is: 8")
+    """It stays whole, and the plan says so."""
+    done = run("plan", *arguments(checkpoint, tmp_path), "--workload.batch=3", "--mesh.data=8")
+    assert done.returncode == 0, done.stderr
+    assert "batch (3) is not divisible by data = 8" in done.stdout
 
 
 def test_more_devices_than_exist(checkpoint, tmp_path):

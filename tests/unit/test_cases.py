@@ -6,9 +6,9 @@ import pytest
 
 from shardplan import config as configuration
 from shardplan.errors import ConfigError
+from shardplan.plan.options import CURATED
 from shardplan.plan.planner import make_plan, with_plan
 from shardplan.verify.cases import cases_of
-from shardplan.verify.options import CURATED
 
 LLAMA = ["--model.config=configs/models/llama-3.1-8b.json", "--hardware.slice=v5p-16", "--workload.position=1024"]
 

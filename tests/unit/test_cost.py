@@ -1,61 +1,49 @@
-"""Traffic of training and of several slices, against calculations by hand."""
+"""Times of transfers and of the model's products, against calculations by hand."""
 
 import pytest
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
-from shardplan.model import Contraction, Parameter
-from shardplan.plan.cost import Traffic, all_gather, weight_traffic
-from shardplan.plan.memory import Workload
+from shardplan.model import build_model, read_config
+from shardplan.plan.cost import model_flops, transfer_seconds
+from shardplan.plan.partition import Traffic
+from shardplan.plan.workload import Workload
 from shardplan.runtime.placement import slices_by_axis
 from shardplan.verify.read import attended
 
 MESH = {"replica": 2, "data": 4, "model": 1}
-WEIGHT = Parameter("mlp.weight", {"layer": 3, "embed": 64, "mlp": 256}, "float32")
-BYTES = 64 * 256 * 2
-"""One layer of it in the compute type."""
-
-
-def traffic(params, kind="train", checkpointing="default", routed=()):
-    workload = Workload("batch", 8, 128, "float32", "bfloat16", kind, checkpointing)
-    use = Contraction("mlp.weight", ("embed",), ("mlp",), routed=routed, repeats=3)
-    compute = {"batch": ("replica", "data")}
-    return [
-        (t.kind, t.mesh_axes, t.bytes, t.count) for t in weight_traffic(use, WEIGHT, workload, params, compute, MESH)
-    ]
-
-
-def test_gradients_of_a_weight_that_rests_cut():
-    """Forward, repeated, and for the gradient: three gathers. Summed over `data` in parts, and those over `replica`."""
-    gathered = 3 / 4 * BYTES
-    assert traffic({"embed": ("data",)}) == [
-        ("all-gather", ("data",), 9 * gathered, 9),
-        ("reduce-scatter", ("data",), 3 * gathered, 3),
-        ("all-reduce", ("replica",), 3 * 2 * 1 / 2 * BYTES / 4, 3),
-    ]
-
-
-def test_gradients_of_a_replicated_weight():
-    assert traffic({}) == [("all-reduce", ("replica", "data"), 3 * 2 * 7 / 8 * BYTES, 3)]
-
-
-def test_what_gradient_checkpointing_repeats():
-    """Where everything is kept, the forward pass and its gathers happen once."""
-    assert traffic({"embed": ("data",)}, checkpointing="save_all")[0][3] == 2 * 3
-    assert traffic({"embed": ("data",)}, kind="eval") == [("all-gather", ("data",), 3 * 3 / 4 * BYTES, 3)]
-
-
-def test_experts_see_all_tokens_so_that_nothing_is_summed():
-    assert traffic({"embed": ("data",)}, routed=("experts",))[1:] == []
 
 
 def test_slices_talk_over_the_network():
     """2 slices of 4 devices: of 7 parts, one comes over the network, the same for each, and six over links."""
-    gather = all_gather(8e9, {"replica": 2, "data": 4, "model": 1}, ("replica", "data"), 1, "")
-    assert gather.seconds(parse_slice("v4-16"), MESH) == pytest.approx(7e9 / 9e10)
-    assert gather.seconds(parse_slice("2xv4-8"), MESH) == pytest.approx(6e9 / 9e10 + 1e9 / 6.25e9)
+    gather = Traffic("all-gather", ("replica", "data"), 7e9, 1, "")
+    assert transfer_seconds(gather, parse_slice("v4-16"), MESH) == pytest.approx(7e9 / 9e10)
+    assert transfer_seconds(gather, parse_slice("2xv4-8"), MESH) == pytest.approx(6e9 / 9e10 + 1e9 / 6.25e9)
     within = Traffic("all-gather", ("data",), 3e9, 1, "")
-    assert within.seconds(parse_slice("2xv4-8"), MESH) == pytest.approx(3e9 / 9e10)
+    assert transfer_seconds(within, parse_slice("2xv4-8"), MESH) == pytest.approx(3e9 / 9e10)
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("eval", 1), ("train", 3)])
+def test_products_that_a_step_needs(kind, factor):
+    """Two FLOPs a weight and token (the embedding is a lookup), and the causal half of attention's two products."""
+    model = build_model(read_config("configs/models/llama-3.1-405b.json", None), 4096)
+    tokens, layers, width = 16 * 4096, 126, 16384
+    weights = 405_853_388_800 - 128256 * width - 253 * width
+    expected = 2 * tokens * weights + 2 * tokens * 4096 * width * layers
+    found = model_flops(model, Workload("batch", 16, 4096, "bfloat16", "bfloat16", kind))
+    assert found == pytest.approx(factor * expected, rel=1e-9)
+
+
+def test_experts_count_as_often_as_tokens_use_them():
+    """Mixtral: 2 of 8 experts a token."""
+    model = build_model(read_config("configs/models/mixtral-8x7b.json", None), 1024)
+    tokens, embed, layers = 4 * 1024, 4096, 32
+    attention = embed * (32 + 8 + 8 + 32) * 128
+    weights = layers * (attention + 2 * 3 * embed * 14336 + 8 * embed) + 32000 * embed
+    expected = 2 * tokens * weights + 2 * tokens * 1024 * embed * layers
+    found = model_flops(model, Workload("batch", 4, 1024, "bfloat16", "bfloat16"))
+    # and the weighted sum of what the two experts say
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(

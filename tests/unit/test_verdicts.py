@@ -55,7 +55,7 @@ def test_a_verdict_that_fits(plan):
         "fits (libtpu 1.2.3, 1.0 s)",
         "peak 3.00 of 4.00 GiB per device (1.00 free): arguments 2.00, temporaries 1.00, output 0.00; the plan",
         "module.weight[0:2]",
-        "modelled step 2 s: core 1.5 s, waiting for transfers 0.5 s; MFU 25.0%; the plan's roofline is",
+        "modelled step 2 s: core 1.5 s, waiting for transfers 0.5 s; MFU 25.0%; the plan's estimate is",
         "left out: mystery without cycles (3 times in the program)",
     ):
         assert part in text
@@ -71,7 +71,7 @@ def test_one_that_does_not_fit(plan):
 
 def test_what_assembles_a_model_is_not_compared_with_the_plan_of_a_step(plan):
     text = printed(print_verdict, "this plan", plan, dataclasses.replace(FITS, program="load"))
-    assert "MFU" not in text and "predicted" not in text and "roofline" not in text
+    assert "MFU" not in text and "predicted" not in text and "estimate" not in text
 
 
 def test_ranking_is_by_time_per_token(plan):

@@ -22,3 +22,6 @@ CURATED: dict[str, dict[str, str]] = {
     "async collectives, no windowed einsum": {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES},
 }
 """Name -> options, as `options: auto` tries them."""
+
+PLANNED = CURATED["async collectives, no windowed einsum"]
+"""The options that plans for TPUs carry, and that their times are estimated for."""

@@ -1,0 +1,44 @@
+"""What the TPU compiler makes of work beyond the rooflines, by generation; calibration.json has the numbers.
+
+`scripts/fit_planner.py` fits them to compiled programs, and writes the file.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from shardplan.hardware import Slice
+from shardplan.plan.partition import Habits
+
+FILE = "calibration.json"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Factors on rooflines, under the compiler options that plans carry."""
+
+    products: float = 1.0
+    """Time of products, in that of their FLOPs at peak (or of their bytes)."""
+    elementwise: float = 1.0
+    """Time of elementwise work, in that of its bytes at HBM bandwidth."""
+    attention: float = 1.0
+    """Time of attention, in that of the FLOPs that a causal mask leaves, at peak."""
+    overlap: float = 1.0
+    """Part of a product's time in which a gather of its weights can hide."""
+    memory_error: float = 0.0
+    """What is kept free for the error of the estimated peak, in that peak."""
+    gathers_become_sums_from: int | None = None
+    """See `Habits`."""
+
+
+@cache
+def calibration(generation: str) -> Calibration:
+    """The factors of a generation; the rooflines themselves for one that has not been fitted, such as CPUs."""
+    text = resources.files("shardplan.plan").joinpath(FILE).read_text(encoding="utf-8")
+    return Calibration(**json.loads(text).get(generation, {}))
+
+
+def habits(hardware: Slice) -> Habits:
+    """What the compiler for `hardware` does."""
+    return Habits(calibration(hardware.generation.name).gathers_become_sums_from, plain_attention=hardware.is_cpu)

@@ -1,0 +1,328 @@
+"""What a mapping makes of a task: the share of one device, and the collectives that the partitioner must add.
+
+The rules are those of GSPMD (https://arxiv.org/abs/2105.04663): a value is cut by the mesh axes that its logical axes
+are mapped to; contracting a cut axis leaves partial sums, to be added up; a parameter that rests in more parts than it
+is used in is gathered, and its gradient is scattered back.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardplan.model.trace import SECOND, Array, Dim
+from shardplan.plan.fusion import is_scores
+from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
+from shardplan.plan.tasks import Task
+
+SCORE_PASSES, SCORE_BYTES = 3, 4
+"""How often attention without a kernel writes or reads its scores, per product, and their bytes."""
+KERNEL_LANES = 128
+"""Levanter's splash attention takes positions and head sizes that are multiples of this."""
+KERNEL_BLOCK = 512
+"""Side of the kernel's blocks, tokens. Some of Levanter's models ask for more than the memory of a v4 core can hold."""
+GATHER, GRADIENT, ROWS = "weights of", "gradient of", "rows of"
+"""How the causes of collectives on parameters begin."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one cause in one step."""
+
+    kind: str
+    mesh_axes: MeshAxes
+    bytes: float
+    """Received per device, over all executions."""
+    count: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one device has of a task, over all its executions."""
+
+    flops: float
+    """Of products."""
+    memory_bytes: float
+    """Read from and written to HBM."""
+    has_kernel: bool
+    """Of attention: whether one kernel does it, on each device alone, and never writes scores."""
+    traffic: tuple[Traffic, ...]
+
+    def without_parameters(self) -> "Share":
+        """Without the collectives that depend on how parameters rest."""
+        kept = tuple(t for t in self.traffic if not t.cause.startswith((GATHER, GRADIENT, ROWS)))
+        return replace(self, traffic=kept)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What the compiler of a generation does with a collective whose group is the whole mesh."""
+
+    gathers_become_sums_from: int | None = None
+    """An all-gather over at least this many devices is written as an all-reduce of zeros with a part filled in."""
+    plain_attention: bool = False
+    """Attention has no kernel: a block of scores is in memory."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh with the mappings of logical axes: while computing, and of parameters at rest."""
+
+    mesh: MeshShape
+    compute: AxisMapping
+    params: AxisMapping
+    merged: Mapping[str, Dim]
+    activation_axes: tuple[str, ...]
+    habits: Habits = Habits()
+
+    def is_whole(self, axes: MeshAxes) -> bool:
+        """Whether devices along `axes` are all there are."""
+        return mesh_size(self.mesh, axes) == math.prod(self.mesh.values())
+
+    def sums_to_gather(self, axes: MeshAxes) -> bool:
+        """Whether a gather over `axes` is written as a sum."""
+        least = self.habits.gathers_become_sums_from
+        return least is not None and self.is_whole(axes) and mesh_size(self.mesh, axes) >= least
+
+    def gather_copies(self, axes: MeshAxes) -> int:
+        """Arrays of the gathered size that a gather over `axes` needs."""
+        return 2 if self.sums_to_gather(axes) else 1
+
+    def rests(self, array: Array) -> bool:
+        """Whether `array` is a parameter, a copy of one, or a gradient: these are cut as parameters at rest."""
+        if array.weight is not None:
+            return True
+        return all(name is not None and name not in self.activation_axes for name, _ in array.factors)
+
+    def cut(self, array: Array, mapping: AxisMapping | None = None) -> list[MeshAxes]:
+        """Mesh axes that cut each dimension; by default as `array` is kept between tasks."""
+        mapping = mapping if mapping is not None else self.params if self.rests(array) else self.compute
+        used: set[str] = set()
+        cuts = []
+        for dim in array.dims:
+            # of merged axes only the major one stays cut in place
+            axes = tuple(axis for axis in mapping.get(dim[0][0] or "", ()) if axis not in used) if dim else ()
+            used |= set(axes)
+            cuts.append(axes)
+        return cuts
+
+    def parts(self, array: Array, mapping: AxisMapping | None = None) -> int:
+        """Into how many parts `array` is cut."""
+        return math.prod(mesh_size(self.mesh, axes) for axes in self.cut(array, mapping))
+
+    def bytes(self, array: Array, mapping: AxisMapping | None = None) -> float:
+        """Bytes of `array` on one device."""
+        return array.elements * array.itemsize / self.parts(array, mapping)
+
+    def mesh_axes(self, names: Dim, mapping: AxisMapping | None = None) -> MeshAxes:
+        """The mesh axes that the named axes are mapped to while computing, each once, in the mesh's order."""
+        source = self.compute if mapping is None else mapping
+        found = {axis for name, _ in names for axis in source.get(name or "", ())}
+        return tuple(axis for axis in self.mesh if axis in found)
+
+    def gathered(self, array: Array) -> MeshAxes:
+        """Mesh axes over which a parameter is gathered for use."""
+        used = set(self.mesh_axes(array.factors))
+        return tuple(axis for axis in self.mesh_axes(array.factors, self.params) if axis not in used)
+
+
+def all_gather(result_bytes: float, layout: Layout, axes: MeshAxes, count: int, cause: str) -> Traffic:
+    """Every device gets the parts of the others; `result_bytes` is what it then has, per execution."""
+    if layout.sums_to_gather(axes):
+        return all_reduce(result_bytes, layout, axes, count, cause)
+    n = mesh_size(layout.mesh, axes)
+    return Traffic("all-gather", axes, count * result_bytes * (n - 1) / n, count, cause)
+
+
+def all_reduce(array_bytes: float, layout: Layout, axes: MeshAxes, count: int, cause: str) -> Traffic:
+    """A reduce-scatter and an all-gather of `array_bytes`, per execution."""
+    n = mesh_size(layout.mesh, axes)
+    return Traffic("all-reduce", axes, 2 * count * array_bytes * (n - 1) / n, count, cause)
+
+
+def reduce_scatter(array_bytes: float, layout: Layout, axes: MeshAxes, count: int, cause: str) -> Traffic:
+    """Every device gets the sum of its part of `array_bytes`, per execution; over the whole mesh, the sum of all."""
+    if layout.is_whole(axes):
+        return all_reduce(array_bytes, layout, axes, count, cause)
+    n = mesh_size(layout.mesh, axes)
+    return Traffic("reduce-scatter", axes, count * array_bytes * (n - 1) / n, count, cause)
+
+
+def all_to_all(array_bytes: float, layout: Layout, axes: MeshAxes, count: int, cause: str) -> Traffic:
+    """Every device sends a part of its `array_bytes` to every other, per execution."""
+    n = mesh_size(layout.mesh, axes)
+    return Traffic("all-to-all", axes, count * array_bytes * (n - 1) / n, count, cause)
+
+
+def share(task: Task, layout: Layout) -> Share:
+    """One device's part of `task`."""
+    traffic = tuple(t for t in TRAFFIC[task.kind](task, layout) if t.bytes > 0)
+    moved = sum(
+        layout.bytes(array, layout.compute) for array in (*task.operands, *task.results) if not is_scores(array)
+    )
+    if task.kind not in ("contraction", "attention"):
+        return Share(0.0, task.times * moved, False, traffic)
+    result = task.results[0]
+    inner = math.prod(size for _, size in task.contracted)
+    cut_inner = mesh_size(layout.mesh, layout.mesh_axes(task.contracted))
+    outer = result.elements / layout.parts(result, layout.compute)
+    flops = 2 * outer * inner / cut_inner
+    if task.groups > 1 and any(name is None for name, _ in task.contracted):
+        flops /= task.groups  # rows are contracted, each in its own group
+    has_kernel = task.kind == "attention" and attention_has_kernel(task, layout)
+    if task.kind == "attention" and not has_kernel:
+        scores = next(array for array in (*task.results, *task.operands) if is_scores(array))
+        moved += SCORE_PASSES * SCORE_BYTES * scores.elements / layout.parts(scores, layout.compute)
+    return Share(task.times * flops, task.times * moved, has_kernel, traffic)
+
+
+def attention_has_kernel(task: Task, layout: Layout) -> bool:
+    """Whether a kernel can do attention on each device alone: with all positions, and each query head's key head.
+
+    Of the axes of scores only those may be cut that keys have too and that number no positions: a cut of the query
+    heads of a group alone would pair them with the wrong key heads.
+    """
+    if layout.habits.plain_attention:
+        return False
+    met = (*task.operands, *task.results)
+    scores, keys = next(filter(is_scores, met)), [array for array in task.operands if not is_scores(array)][-1]
+    positions = {name for name in scores.axes if name.endswith(SECOND) or name + SECOND in scores.axes}
+    separable = {name for name in keys.axes if name in scores.axes} - positions
+    if any(layout.compute.get(name) for array in met for name in array.axes if name not in separable):
+        return False
+    heads = [size for name, size in keys.factors if name not in scores.axes]
+    lengths = [size for name, size in scores.factors if name in positions]
+    return all(size % KERNEL_LANES == 0 for size in (*heads, *lengths)) and all(
+        size % min(KERNEL_BLOCK, size) == 0 for size in lengths
+    )
+
+
+def _contraction(task: Task, layout: Layout) -> Iterator[Traffic]:
+    result = task.results[0]
+    for operand in task.operands:
+        if operand.weight is not None:
+            axes = layout.gathered(operand)
+            if axes and operand.weight in task.fresh:
+                whole = layout.bytes(operand, layout.compute)
+                yield all_gather(whole, layout, axes, task.times, f"{GATHER} {operand.weight}")
+        elif any(len(dim) > 1 for dim in operand.dims):
+            yield from _flattened(task, operand, layout)
+    partial = layout.mesh_axes(task.contracted)
+    if not partial or not task.completes:
+        return
+    size = layout.bytes(result, layout.compute)
+    if not layout.rests(result):
+        yield all_reduce(size, layout, partial, task.times, f"partial sums of {task.cause}")
+        return
+    # each device needs its part of what rests cut, and all of what does not
+    resting = layout.mesh_axes(result.factors, layout.params)
+    scattered = tuple(axis for axis in partial if axis in resting)
+    summed = tuple(axis for axis in partial if axis not in resting)
+    cause = f"{GRADIENT} {task.cause}"
+    if scattered:
+        yield reduce_scatter(size, layout, scattered, task.times, cause)
+    if summed:
+        yield all_reduce(size / mesh_size(layout.mesh, scattered), layout, summed, task.times, cause)
+
+
+def _flattened(task: Task, operand: Array, layout: Layout) -> Iterator[Traffic]:
+    """An operand with merged axes: a cut of the major one stays in place where the whole is cut alike."""
+    for dim in operand.dims:
+        whole = next((name for name, parts in layout.merged.items() if parts == dim), None)
+        if whole is None or (whole, math.prod(size for _, size in dim)) not in task.contracted:
+            continue
+        cut = layout.mesh_axes(dim)
+        if cut and not layout.mesh_axes(dim[:1]) == cut == layout.compute.get(whole, ()):
+            size = layout.bytes(operand, {**layout.compute, **dict.fromkeys((name for name, _ in dim if name), ())})
+            yield all_gather(size, layout, cut, task.times, f"{whole} of {task.cause} cut differently before")
+
+
+def _attention(task: Task, layout: Layout) -> Iterator[Traffic]:
+    """Keys and values of other positions, and sums of scores over a cut head size."""
+    result = task.results[0]
+    partial = layout.mesh_axes(task.contracted)
+    if partial and not any(name and name.endswith(SECOND) for name, _ in task.contracted):
+        yield all_reduce(layout.bytes(result, layout.compute), layout, partial, task.times, "attention over a cut axis")
+    positions = [name for name in result.axes if name + SECOND in result.axes] or [
+        name.removesuffix(SECOND) for name, _ in task.contracted if name and name.endswith(SECOND)
+    ]
+    for name in positions:
+        axes = layout.compute.get(name, ())
+        keys = task.operands[1]
+        if axes and name in keys.axes:
+            size = layout.bytes(keys, {**layout.compute, name: ()})
+            yield all_gather(size, layout, axes, task.times, "keys and values of other positions")
+
+
+def lookup_rows(table: Array, result: Array, layout: Layout) -> float:
+    """Bytes that a device finds in its part of a table: devices with other parts must look up the same rows."""
+    if table.weight is None:
+        return layout.bytes(result, layout.compute)
+    found, columns = _table_cuts(table, result, layout)
+    busy = layout.mesh_axes(tuple(f for f in result.factors if f[0] not in table.axes))
+    widened = mesh_size(layout.mesh, tuple(axis for axis in busy if axis in (*found, *columns)))
+    return layout.bytes(result, layout.compute) * widened / mesh_size(layout.mesh, columns)
+
+
+def _table_cuts(table: Array, result: Array, layout: Layout) -> tuple[MeshAxes, MeshAxes]:
+    """Mesh axes that cut the rows and the columns of a table at rest."""
+    kept = set(result.axes)
+    rows = layout.mesh_axes(tuple(f for f in table.factors if f[0] not in kept), layout.params)
+    return rows, layout.mesh_axes(tuple(f for f in table.factors if f[0] in kept), layout.params)
+
+
+def _lookup(task: Task, layout: Layout) -> Iterator[Traffic]:
+    """A lookup in a cut table: each device finds what it has, for all the rows that it must."""
+    table, result = task.operands[0], task.results[0]
+    if table.weight is None:
+        return
+    found, columns = _table_cuts(table, result, layout)
+    wide = lookup_rows(table, result, layout)
+    if found:
+        yield all_reduce(wide, layout, found, task.times, f"{ROWS} {table.weight}")
+    if columns:
+        yield all_to_all(wide, layout, columns, task.times, f"{ROWS} {table.weight}")
+
+
+def _update(task: Task, layout: Layout) -> Iterator[Traffic]:
+    """The gradient of a lookup."""
+    result, rows = task.results[0], task.operands[-1]
+    if not layout.rests(result):
+        return
+    busy = layout.mesh_axes(tuple(f for f in rows.factors if f[0] not in result.axes))
+    columns = layout.mesh_axes(tuple(f for f in result.factors if f[0] in rows.axes), layout.params)
+    table_rows = layout.mesh_axes(tuple(f for f in result.factors if f[0] not in rows.axes), layout.params)
+    size = layout.bytes(rows, layout.compute)
+    turned = tuple(axis for axis in busy if axis in columns)
+    spread = tuple(axis for axis in busy if axis in table_rows)
+    summed = tuple(axis for axis in busy if axis not in (*turned, *spread))
+    cause = f"{GRADIENT} the lookup"
+    if turned:
+        yield all_to_all(size, layout, turned, task.times, cause)
+    if spread:
+        yield all_gather(size * mesh_size(layout.mesh, spread), layout, spread, task.times, cause)
+    if summed:
+        yield all_reduce(layout.bytes(result), layout, summed, task.times, cause)
+
+
+def _reshard(task: Task, layout: Layout) -> Iterator[Traffic]:
+    """What was cut and is whole from here on."""
+    before, after = task.operands[0], task.results[0]
+    kept = {axis for axes in layout.cut(after, layout.compute) for axis in axes}
+    lost = tuple(axis for axes in layout.cut(before, layout.compute) for axis in axes if axis not in kept)
+    if lost:
+        yield all_gather(layout.bytes(after, layout.compute), layout, lost, task.times, f"whole for {task.cause}")
+
+
+def _elementwise(task: Task, layout: Layout) -> Iterator[Traffic]:
+    return iter(())
+
+
+TRAFFIC = {
+    "contraction": _contraction,
+    "attention": _attention,
+    "lookup": _lookup,
+    "update": _update,
+    "reshard": _reshard,
+    "elementwise": _elementwise,
+}

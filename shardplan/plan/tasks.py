@@ -1,0 +1,171 @@
+"""What a traced step asks of the devices, whatever the mapping: tasks, and what is in memory at every moment."""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from shardplan.model.trace import Array, Dim, Operation, Trace
+from shardplan.plan.fusion import Fusion, is_scores
+
+
+@dataclass(frozen=True)
+class Task:
+    """One operation on the devices, as often as a step does it."""
+
+    kind: str
+    """`contraction`, `attention` (a product with both query and key positions), `lookup`, `update`, `reshard`, or
+    `elementwise`: everything that is fused into one pass over memory."""
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    contracted: Dim
+    groups: int
+    times: int
+    fresh: tuple[str, ...]
+    """Parameters that nothing before it in its loop has used: what is gathered once serves the whole body."""
+    completes: bool
+    """Of a contraction: whether partial sums of its result are added up over devices here, rather than after others
+    are added to it."""
+    cause: str
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of the program, with what is in memory beside what rests there."""
+
+    arrays: tuple[Array, ...]
+    weights: tuple[Array, ...]
+    """Parameters between their first and last use in a loop's body: where they rest in more parts, gathered."""
+    whole: tuple[Array, ...] = ()
+    """Results of products that are being made; gradients are whole before each device keeps its part."""
+    found: tuple[tuple[Array, Array], ...] = ()
+    """Tables, with what is being looked up in them."""
+    scores: tuple[Array, ...] = ()
+    """Attention scores that are being made; a kernel never has them in memory, nor has anything else all of them."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A traced step, prepared for planning."""
+
+    tasks: tuple[Task, ...]
+    moments: tuple[Moment, ...]
+    merged: dict[str, Dim]
+    """Logical axis -> the axes that it is made of elsewhere."""
+    unnamed: dict[str, int]
+    """Primitives whose results could not be named -> how many."""
+    parameters: tuple[Array, ...] = ()
+    """As they rest."""
+    state: tuple[Array, ...] = ()
+    """Of the optimizer."""
+    activation_axes: tuple[str, ...] = ()
+    """The logical axes that number tokens: batch and position."""
+    vocab: str = ""
+    """The logical axis of logits."""
+
+
+def prepare(trace: Trace) -> Step:
+    """The tasks and moments of `trace`."""
+    tasks: list[Task] = []
+    # what becomes of the results, as the update of parameters by gradients, is fused with what made them
+    fusion = Fusion(trace.operations, trace.arrays, set(trace.results), writes_wanted=False)
+    moments = _Sequence(fusion, tasks, 1).run(set(), ())
+    return Step(tuple(tasks), tuple(dict.fromkeys(moments)), trace.merged, dict(trace.unnamed))
+
+
+class _Sequence:
+    """Operations that happen one after the other: the program, or the body of a loop."""
+
+    def __init__(self, fusion: Fusion, tasks: list[Task], times: int) -> None:
+        self.fusion, self.arrays, self.tasks, self.times = fusion, fusion.arrays, tasks, times
+        self.used: set[str] = set()
+        """Parameters that a product so far has used."""
+
+    def run(self, carried: Set[int], outside: tuple[int, ...]) -> list[Moment]:
+        """Adds the tasks; returns the moments.
+
+        Args:
+            carried: values that have their place in memory from the start, until they are last used.
+            outside: values of enclosing sequences that are in memory throughout.
+        """
+        fusion = self.fusion
+        last, weights = self._last_uses(), self._weight_uses()
+        alive = set(carried)
+        moments: list[Moment] = []
+        for i, operation in enumerate(fusion.operations):
+            if not fusion.runs(operation):
+                continue
+            is_loop = operation.kind == "loop"
+            alive |= {result for result in operation.results if is_loop or result in fusion.written}
+            here = (*outside, *sorted(alive))
+            if is_loop:
+                moments += self._loop(operation, here)
+            else:
+                used = tuple(weight for weight, (first, end) in weights.items() if first <= i <= end)
+                moments.append(self._moment(operation, tuple(self.arrays[value] for value in here), used))
+                self.tasks.append(self._task(operation))
+                self.tasks += map(self._task, fusion.products_in(operation))
+            alive = {value for value in alive if last.get(value, -1) > i or value in fusion.kept}
+        return moments
+
+    def _last_uses(self) -> dict[int, int]:
+        return {
+            source: i
+            for i, operation in enumerate(self.fusion.operations)
+            if self.fusion.runs(operation)
+            for source in self.fusion.reads(operation)
+        }
+
+    def _weight_uses(self) -> dict[Array, tuple[int, int]]:
+        """Parameter -> the first and the last operation that multiplies with it."""
+        uses: dict[Array, tuple[int, int]] = {}
+        for i, operation in enumerate(self.fusion.operations):
+            if not self.fusion.runs(operation):
+                continue
+            for product in (operation, *self.fusion.products_in(operation)):
+                for operand in product.operands if product.kind == "contraction" else ():
+                    array = self.arrays[operand]
+                    if array.weight is not None:
+                        uses[array] = (uses.get(array, (i, i))[0], i)
+        return uses
+
+    def _loop(self, loop: Operation, here: tuple[int, ...]) -> list[Moment]:
+        written = {value for stack, value in loop.slices if stack in loop.results}
+        ends = written | {end for _, _, end, _ in loop.carried}
+        starts = {start for _, start, _, _ in loop.carried if self.arrays[start].dims}
+        # what is carried has one place, before the loop, in it and after
+        elsewhere = {self.fusion.root(value) for before, _, _, after in loop.carried for value in (before, after)}
+        fusion = Fusion(loop.body, self.arrays, ends, writes_wanted=True)
+        body = _Sequence(fusion, self.tasks, self.times * loop.trips)
+        return body.run(starts, tuple(value for value in here if value not in elsewhere))
+
+    def _moment(self, operation: Operation, arrays: tuple[Array, ...], weights: tuple[Array, ...]) -> Moment:
+        operands = tuple(self.arrays[operand] for operand in operation.operands)
+        results = tuple(self.arrays[result] for result in operation.results)
+        if operation.kind == "contraction":
+            return Moment(arrays, weights, results, scores=tuple(filter(is_scores, (*operands, *results)))[:1])
+        if operation.kind == "lookup":
+            return Moment(arrays, weights, found=((operands[0], results[0]),))
+        return Moment(arrays, weights)
+
+    def _task(self, operation: Operation) -> Task:
+        fusion, kind = self.fusion, operation.kind
+        if kind == "elementwise":
+            inside = {fusion.root(operand) for product in fusion.products_in(operation) for operand in product.operands}
+            reads = sorted(value for value in fusion.reads(operation) - inside if self.arrays[value].dims)
+            writes = [result for result in operation.results if result in fusion.written]
+            operands, results = self._arrays(reads), self._arrays(writes)
+        else:
+            operands, results = self._arrays(operation.operands), self._arrays(operation.results)
+        is_product = kind == "contraction"
+        if is_product and any(map(is_scores, (*operands, *results))):
+            kind = "attention"
+        weights = [array.weight for array in operands if array.weight is not None]
+        fresh = tuple(weight for weight in weights if weight not in self.used)
+        self.used |= set(weights) if is_product else set()
+        completes = not is_product or fusion.is_summed_here(operation.results[0])
+        cause = weights[0] if weights else operation.label
+        return Task(
+            kind, operands, results, operation.contracted, operation.groups, self.times, fresh, completes, cause
+        )
+
+    def _arrays(self, values: Sequence[int]) -> tuple[Array, ...]:
+        return tuple(self.arrays[value] for value in values)

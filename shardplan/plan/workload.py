@@ -1,0 +1,152 @@
+"""What one step does, and the trace of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from haliax import Axis, NamedArray
+from jax.sharding import AbstractMesh, AxisType
+from levanter.layers.attention import AttentionBackend
+from ml_dtypes import bfloat16
+
+from shardplan.model import Model
+from shardplan.model.axes import named_leaves
+from shardplan.model.forward import for_compute, losses, mean_loss, next_logits
+from shardplan.model.trace import Array, Trace, trace_jaxpr
+from shardplan.plan.tasks import Step, prepare
+
+LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step does."""
+
+    batch_axis: str
+    batch: int
+    position: int
+    param_dtype: str
+    compute_dtype: str
+    kind: str = "eval"
+    """eval, train or prefill."""
+    gradient_checkpointing: str = "default"
+
+    @property
+    def is_training(self) -> bool:
+        """Whether gradients are computed and the parameters updated."""
+        return self.kind == "train"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step, over all devices."""
+        return self.batch * self.position
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes per parameter at rest."""
+        return itemsize(self.param_dtype)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes per activation element."""
+        return itemsize(self.compute_dtype)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes per element."""
+    return np.dtype(bfloat16 if dtype == "bfloat16" else dtype).itemsize
+
+
+def trace_step(model: Model, workload: Workload) -> Trace:
+    """The step of `workload`, as the Levanter model does it; training up to the gradients.
+
+    Attention is traced as the plain products and softmax; which kernel does them is the plan's affair. Every logical
+    axis is mapped to a mesh axis of its name, of size 1, so that constraints on shardings say names.
+    """
+    template = _attending_plainly(model, workload.gradient_checkpointing)
+    position = template.Pos.resize(workload.position)
+    axes = (Axis(workload.batch_axis, workload.batch), position)
+    shape = tuple(axis.size for axis in axes)
+    tokens = NamedArray(jax.ShapeDtypeStruct(shape, jnp.int32), axes)
+    predicted = NamedArray(jax.ShapeDtypeStruct(shape, jnp.bool_), axes)
+    module = jax.tree.map(lambda leaf: _stored(leaf, workload.param_dtype), template)
+    arrays, static = eqx.partition((module, tokens, predicted), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    names = {a.name for _, leaf in named_leaves(arrays) if isinstance(leaf, NamedArray) for a in leaf.axes}
+    mapping = {name: name for name in sorted(names)}
+
+    def step(arrays: Any) -> Any:
+        module, tokens, predicted = eqx.combine(arrays, static)
+
+        def result(module: Any) -> Any:
+            with hax.axis_mapping(mapping):
+                module = for_compute(module, workload.compute_dtype)
+                if workload.kind == "prefill":
+                    return next_logits(model, module, tokens)
+                if workload.is_training:
+                    return mean_loss(model, module, tokens, predicted)
+                return losses(model, module, tokens, predicted)
+
+        return eqx.filter_grad(result)(module) if workload.is_training else result(module)
+
+    mesh_axes = (*mapping, "replica", "data", "model")  # Levanter's own names are looked for in places
+    mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(step)(arrays)
+    arguments = []
+    for i, part in enumerate(arrays):
+        for path, leaf in named_leaves(part):
+            named = tuple(axis.name for axis in leaf.axes) if isinstance(leaf, NamedArray) else (None,) * leaf.ndim
+            arguments.append((named, path if i == 0 else None))
+    return trace_jaxpr(jaxpr, arguments)
+
+
+def plan_step(model: Model, workload: Workload) -> Step:
+    """The step of `workload`, traced and prepared for planning."""
+    step = prepare(trace_step(model, workload))
+    parameters = jax.tree.map(lambda leaf: _stored(leaf, workload.param_dtype), model.template)
+    arrays = eqx.filter(parameters, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    state = eqx.filter_eval_shape(optimizer().init, arrays) if workload.is_training else ()
+    return replace(
+        step,
+        parameters=tuple(_resting(arrays)),
+        state=tuple(_resting(state)),
+        activation_axes=(workload.batch_axis, model.template.Pos.name),
+        vocab=model.template.Vocab.name,
+    )
+
+
+def optimizer() -> optax.GradientTransformation:
+    """What trains: AdamW."""
+    return optax.adamw(LEARNING_RATE)
+
+
+def _resting(tree: Any) -> Iterator[Array]:
+    for path, leaf in named_leaves(tree):
+        names = [axis.name for axis in leaf.axes] if isinstance(leaf, NamedArray) else [None] * leaf.ndim
+        array = leaf.array if isinstance(leaf, NamedArray) else leaf
+        dims = tuple(((name, size),) for name, size in zip(names, array.shape, strict=True))
+        yield Array(dims, array.dtype.itemsize, path)
+
+
+def _attending_plainly(model: Model, checkpointing: str) -> Any:
+    """The module tree of `model` with attention in plain operations."""
+    plain: dict[str, Any] = {
+        "attn_backend": AttentionBackend.VANILLA,
+        "use_flash_attention": False,
+        "gradient_checkpointing": True if checkpointing == "default" else checkpointing,
+    }
+    known = {item.name for item in fields(model.config)}
+    config = replace(model.config, **{name: value for name, value in plain.items() if name in known})
+    return eqx.filter_eval_shape(config.model_type.init, model.vocab, config, key=jax.random.PRNGKey(0))
+
+
+def _stored(leaf: Any, dtype: str) -> Any:
+    """An abstract array as it rests."""
+    is_float = isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype) if is_float else leaf

@@ -1,0 +1,167 @@
+"""Collectives that mappings cause, against calculations by hand on one traced layer; and what memory holds of it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardplan.hardware import GIB
+from shardplan.model import build_model, read_config
+from shardplan.model.trace import Array, trace_jaxpr
+from shardplan.plan.memory import memory
+from shardplan.plan.partition import Habits, Layout, attention_has_kernel, share
+from shardplan.plan.tasks import prepare
+from shardplan.plan.workload import Workload, plan_step
+
+B, P, E, M, V, LAYERS = 8, 16, 32, 64, 128, 3
+PARAMETERS = {
+    "embed": {"vocab": V, "embed": E},
+    "head": {"vocab": V, "embed": E},
+    "mlp_down": {"layer": LAYERS, "embed": E, "mlp": M},
+    "mlp_up": {"layer": LAYERS, "mlp": M, "embed": E},
+}
+MESH = {"replica": 2, "data": 4, "model": 2}
+TOKENS = {"batch": ("replica", "data")}
+WEIGHT = 4 * E * M
+"""Bytes of one layer's weight."""
+
+
+def loss(weights, tokens):
+    def layer(x, weights):
+        hidden = jnp.tanh(jnp.einsum("bpe,me->bpm", x, weights["mlp_up"]))
+        return x + jnp.einsum("bpm,em->bpe", hidden, weights["mlp_down"]), None
+
+    stacked = {path: weights[path] for path in ("mlp_up", "mlp_down")}
+    x, _ = jax.lax.scan(layer, weights["embed"][tokens], stacked)
+    return jnp.einsum("bpe,ve->bpv", x, weights["head"]).max()
+
+
+def step(is_training):
+    weights = {path: jax.ShapeDtypeStruct(tuple(axes.values()), jnp.float32) for path, axes in PARAMETERS.items()}
+    tokens = jax.ShapeDtypeStruct((B, P), jnp.int32)
+    jaxpr = jax.make_jaxpr(jax.grad(loss) if is_training else loss)(weights, tokens)
+    arguments = [(tuple(axes), path) for path, axes in PARAMETERS.items()] + [(("batch", "position"), None)]
+    arrays = [Array(tuple(((name, n),) for name, n in axes.items()), 4, path) for path, axes in PARAMETERS.items()]
+    return dataclasses.replace(
+        prepare(trace_jaxpr(jaxpr, arguments)),
+        parameters=tuple(arrays),
+        activation_axes=("batch", "position"),
+        vocab="vocab",
+    )
+
+
+def traffic(of, compute, params, is_training=False, habits=Habits(), mesh=MESH):  # noqa: B008
+    """(kind, mesh axes, bytes, executions) of the collectives whose cause has `of` in it."""
+    layout = Layout(mesh, {**TOKENS, **compute}, params, {}, ("batch", "position"), habits)
+    tasks = step(is_training).tasks
+    moved = [t for task in tasks for t in share(task, layout).traffic if of in t.cause]
+    return [(t.kind, t.mesh_axes, t.bytes, t.count) for t in moved]
+
+
+def test_a_weight_that_rests_cut_is_gathered_in_every_layer():
+    assert traffic("mlp_up", {}, {"embed": ("data",)}) == [("all-gather", ("data",), LAYERS * 3 / 4 * WEIGHT, LAYERS)]
+
+
+def test_a_weight_is_gathered_up_to_what_it_is_computed_with():
+    """On `model` it stays cut: what is gathered is half as large."""
+    cut = {"mlp": ("model",)}
+    (gather,) = [t for t in traffic("mlp_up", cut, {**cut, "embed": ("data",)}) if t[0] == "all-gather"]
+    assert gather == ("all-gather", ("data",), LAYERS * 3 / 4 * WEIGHT / 2, LAYERS)
+
+
+def test_partial_sums_of_a_cut_contraction():
+    """up is cut in its result, down in what it sums over: one all-reduce a layer, of the activations of a device."""
+    cut = {"mlp": ("model",)}
+    activations = 4 * B * P * E / 8
+    assert traffic("partial sums", cut, cut) == [("all-reduce", ("model",), LAYERS * 2 * 1 / 2 * activations, LAYERS)]
+
+
+def test_gradients_of_a_weight_that_rests_cut():
+    """A gather for each pass. Over `data` each device keeps a part of the sum, which is then summed over `replica`."""
+    gathered = traffic("weights of mlp_up", {}, {"embed": ("data",)}, is_training=True)
+    assert gathered == [("all-gather", ("data",), LAYERS * 3 / 4 * WEIGHT, LAYERS)] * 2  # forward and backward
+    gradients = [t for t in traffic("gradient of", {}, {"embed": ("data",)}, is_training=True) if t[3] == LAYERS]
+    scattered = ("reduce-scatter", ("data",), LAYERS * 3 / 4 * WEIGHT, LAYERS)
+    summed = ("all-reduce", ("replica",), LAYERS * 2 * 1 / 2 * WEIGHT / 4, LAYERS)
+    assert gradients == [scattered, summed] * 2  # of both weights
+
+
+def test_gradients_of_a_replicated_weight():
+    gradients = [t for t in traffic("gradient of", {}, {}, is_training=True) if t[3] == LAYERS]
+    assert gradients == [("all-reduce", ("replica", "data"), LAYERS * 2 * 7 / 8 * WEIGHT, LAYERS)] * 2
+
+
+def test_sums_that_are_added_up_are_reduced_once():
+    """The input's gradient is the sum of what comes back through both weights of a gated layer."""
+
+    def gated(x, gate, up):
+        return (jnp.sin(x @ gate.T) * (x @ up.T)).sum()
+
+    weight = (("mlp", "embed"), "w")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((B, E), (M, E), (M, E))]
+    jaxpr = jax.make_jaxpr(jax.grad(gated))(*shapes)
+    tasks = prepare(trace_jaxpr(jaxpr, [(("batch", "embed"), None), weight, weight])).tasks
+    layout = Layout(MESH, {**TOKENS, "mlp": ("model",)}, {"mlp": ("model",)}, {}, ("batch",))
+    reduced = [t for task in tasks for t in share(task, layout).traffic]
+    assert [(t.kind, t.mesh_axes, t.bytes) for t in reduced] == [("all-reduce", ("model",), 2 * 1 / 2 * 4 * B * E / 8)]
+
+
+def test_the_whole_mesh_has_no_reduce_scatter():
+    """What the TPU compiler does where a collective's group is everybody."""
+    mesh = {"replica": 1, "data": 8, "model": 1}
+    kinds = {t[0] for t in traffic("gradient of", {}, {"embed": ("data",)}, is_training=True, mesh=mesh)}
+    assert kinds == {"all-reduce", "all-to-all"}  # the latter of the lookup
+    habits = Habits(gathers_become_sums_from=8)
+    gathered = traffic("weights of mlp_up", {}, {"embed": ("data",)}, habits=habits, mesh=mesh)
+    assert gathered == [("all-reduce", ("data",), LAYERS * 2 * 7 / 8 * WEIGHT, LAYERS)]
+    assert traffic("weights of mlp_up", {}, {"embed": ("data",)}, habits=habits)[0][0] == "all-gather"
+
+
+def test_lookups_in_a_cut_table():
+    """Cut rows leave partial sums; cut columns are found for everybody's tokens, and exchanged."""
+    rows = 4 * B * P * E / 8
+    assert traffic("rows of", {}, {"vocab": ("model",)}) == [("all-reduce", ("model",), 2 * 1 / 2 * rows, 1)]
+    assert traffic("rows of", {}, {"embed": ("data",)}) == [("all-to-all", ("data",), 3 / 4 * rows, 1)]
+    assert traffic("rows of", {}, {"vocab": ("data",)}) == [("all-reduce", ("data",), 2 * 3 / 4 * 4 * rows, 1)]
+
+
+def test_keys_and_values_of_other_positions():
+    model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}, 1024)
+    llama = plan_step(model, Workload("batch", 4, 1024, "bfloat16", "bfloat16"))
+    cut = {"position": ("data",)}
+    layout = Layout({"data": 4}, cut, {}, llama.merged, llama.activation_axes)
+    attention = [task for task in llama.tasks if task.kind == "attention"]
+    moved = [(t.kind, t.bytes) for task in attention for t in share(task, layout).traffic]
+    whole = 2 * 4 * 1024 * 8 * 128
+    assert moved == [("all-gather", 2 * 3 / 4 * whole)] * 2
+    assert not any(attention_has_kernel(task, layout) for task in attention)
+    by_heads = dataclasses.replace(layout, compute={"kv_head": ("data",), "heads": ("data",), "batch": ()})
+    assert all(attention_has_kernel(task, by_heads) for task in attention)
+
+
+def test_memory_of_the_largest_moment():
+    """In a layer: the stream, what the nonlinearity makes of the first product, and the second product, added to it."""
+    layout = Layout(MESH, TOKENS, {"embed": ("data",)}, {}, ("batch", "position"))
+    found = memory(step(False), layout)
+    stored = (2 * V * E + 2 * LAYERS * E * M) * 4 / 4
+    tokens = B * P / 8
+    assert found.parameters == stored and found.optimizer == 0
+    # behind the layers: the stream, the logits, and the gathered head
+    assert found.peak == stored + 4 * (tokens * E + tokens * V + V * E)
+    assert found.logits == 4 * tokens * V and found.gathered_weights == 4 * V * E
+
+
+@pytest.mark.parametrize("checkpointing", ["default", "save_all"])
+def test_what_training_keeps_of_every_layer(checkpointing):
+    config = {**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 8}
+    llama = plan_step(
+        build_model(config, 4096), Workload("batch", 8, 4096, "bfloat16", "bfloat16", "train", checkpointing)
+    )
+    layout = Layout({"data": 8}, {"batch": ("data",)}, {"embed": ("data",)}, llama.merged, llama.activation_axes)
+    found = memory(llama, layout)
+    stream = 8 * 4096 * 4096 * 2 / GIB
+    everything = 8 * 4096 * (3 * 4096 + 2 * 1024 + 3 * 14336) * 2 / GIB
+    assert found.optimizer == pytest.approx(2 * found.parameters, rel=1e-3)
+    kept = found.activations / GIB
+    assert (stream < kept < 3 * stream) if checkpointing == "default" else kept > everything

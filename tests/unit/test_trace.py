@@ -1,0 +1,153 @@
+"""Logical axes through jaxprs, primitive by primitive, and through every model type that the loader supports."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardplan.model import build_model, inspect_model, read_config
+from shardplan.model.trace import trace_jaxpr
+from shardplan.plan.workload import Workload, trace_step
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "data"
+X, W = (("batch", "embed"), None), (("mlp", "embed"), "up")
+SHAPES = {"batch": 6, "embed": 8, "mlp": 20, "layer": 3, "kv": 2, "group": 5, "heads": 10, "position": 4}
+
+
+def traced(function, *arguments, **types):
+    """The trace of `function` of arrays with the named axes; an argument is its axes and the parameter's path."""
+    arrays = [
+        jax.ShapeDtypeStruct([SHAPES[name] for name in names], types.get("dtype", jnp.float32))
+        for names, _ in arguments
+    ]
+    return trace_jaxpr(jax.make_jaxpr(function)(*arrays), arguments)
+
+
+def names(trace, value):
+    """The axes of each dimension of a value; merged ones joined by `*`."""
+    return ["*".join(str(name) for name, _ in dim) for dim in trace.arrays[value].dims]
+
+
+def result_names(function, *arguments):
+    trace = traced(function, *arguments)
+    return names(trace, trace.results[0])
+
+
+def test_a_product_has_the_axes_that_are_left():
+    trace = traced(lambda x, w: jnp.einsum("be,me->bm", x, w), X, W)
+    assert names(trace, trace.results[0]) == ["batch", "mlp"]
+    (product,) = [operation for operation in trace.operations if operation.kind == "contraction"]
+    assert product.contracted == (("embed", 8),)
+    assert [trace.arrays[operand].weight for operand in product.operands] == [None, "up"]
+
+
+def test_two_positions_are_told_apart():
+    scores = result_names(
+        lambda q, k: jnp.einsum("pe,ke->pk", q, k), (("position", "embed"), None), (("position", "embed"), None)
+    )
+    assert scores == ["position", "position'"]
+
+
+@pytest.mark.parametrize(
+    ("function", "axes", "expected"),
+    [
+        (lambda x: x.T, ("batch", "embed"), ["embed", "batch"]),
+        (lambda x: jnp.exp(x) * 2 + 1, ("batch", "embed"), ["batch", "embed"]),
+        (lambda x: x[:, None, :] + jnp.zeros((6, 9, 8)), ("batch", "embed"), ["batch", "None", "embed"]),
+        (lambda x: x.sum(0), ("batch", "embed"), ["embed"]),
+        (lambda x: jnp.argmax(x, 1), ("batch", "embed"), ["batch"]),
+        (lambda x: x[:, :4], ("batch", "embed"), ["batch", "None"]),
+        (lambda x: jnp.concatenate([x[:, 4:], x[:, :4]], 1), ("batch", "embed"), ["batch", "None"]),
+        (lambda x: x.reshape(48), ("batch", "embed"), ["batch*embed"]),
+        (lambda x: x.reshape(48).reshape(6, 8), ("batch", "embed"), ["batch", "embed"]),
+        (lambda x: x.reshape(6, 2, 4), ("batch", "embed"), ["batch", "embed", "None"]),
+        (lambda x: x.reshape(6, 1, 8, 1)[:, 0, :, 0], ("batch", "embed"), ["batch", "embed"]),
+        (lambda x: x.reshape(16, 3), ("batch", "embed"), ["None", "None"]),
+        (lambda x: jnp.cumsum(x, 0), ("batch", "embed"), ["batch", "embed"]),
+        (lambda x: jax.nn.softmax(x), ("batch", "embed"), ["batch", "embed"]),
+        (lambda x: jax.checkpoint(jnp.sin)(x), ("batch", "embed"), ["batch", "embed"]),
+        (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), ("batch", "embed"), ["batch", "embed"]),
+        (lambda x: jnp.where(x > 0, x, 0), ("batch", "embed"), ["batch", "embed"]),
+    ],
+)
+def test_primitives(function, axes, expected):
+    assert result_names(function, (axes, None)) == expected
+
+
+def test_what_cannot_be_named_is_reported():
+    assert traced(lambda x: x.reshape(16, 3), (("batch", "embed"), None)).unnamed == {"reshape": 1}
+    assert traced(lambda x: x + 1, (("batch", "embed"), None)).unnamed == {}
+
+
+def test_merged_heads_are_found_and_taken_apart_again():
+    """Attention's output is projected over heads = kv x group; its gradient goes back through the reshape."""
+
+    def project(o, w):
+        return (jnp.einsum("bh,he->be", o.reshape(6, 10), w) ** 2).sum()
+
+    trace = traced(jax.grad(project), (("batch", "kv", "group"), None), (("heads", "embed"), "o"))
+    assert trace.merged == {"heads": (("kv", 2), ("group", 5))}
+    assert names(trace, trace.results[0]) == ["batch", "kv", "group"]
+
+
+def test_lookups_and_their_gradients():
+    table = (("mlp", "embed"), "table")
+    found = result_names(lambda t, i: t[i.astype(int)], table, (("batch", "position"), None))
+    assert found == ["batch", "position", "embed"]
+
+    def looked_up(t, i):
+        return (t[i.astype(int)] ** 2).sum()
+
+    trace = traced(jax.grad(looked_up), table, (("batch", "position"), None))
+    assert names(trace, trace.results[0]) == ["mlp", "embed"]
+
+
+def test_loops_carry_names_and_stack_them():
+    def layers(x, w):
+        def body(x, w):
+            return jnp.tanh(jnp.einsum("be,me->bm", x, w) @ w), x
+
+        return jax.lax.scan(body, x, w)
+
+    trace = traced(layers, X, (("layer", "mlp", "embed"), "up"))
+    assert [names(trace, value) for value in trace.results] == [["batch", "embed"], ["layer", "batch", "embed"]]
+    assert [(o.kind, times) for o, times in trace.walk() if o.kind == "contraction"] == [("contraction", 3)] * 2
+
+
+def test_a_carry_takes_its_names_from_where_they_are_found():
+    """Gradients start from zeros, which nothing names; what is added to them does."""
+
+    def total(xs):
+        return jax.lax.scan(lambda total, x: (total + x, None), jnp.zeros((6, 8)), xs)[0]
+
+    assert result_names(total, (("layer", "batch", "embed"), None)) == ["batch", "embed"]
+
+
+def test_dead_code_is_left_out():
+    def function(x, w):
+        _ = x @ w.T
+        return x + 1
+
+    assert [o.kind for o, _ in traced(function, X, W).walk()] == ["elementwise"]
+
+
+@pytest.mark.parametrize("kind", ["eval", "prefill", "train"])
+@pytest.mark.parametrize("model_type", sorted(path.name for path in GOLDEN.iterdir()))
+def test_every_model_type_is_named(model_type, kind):
+    """No primitive is unknown, every product with a weight has all its axes, and there is one for every weight."""
+    model = build_model(read_config(str(GOLDEN / model_type / "config.json"), None), 64)
+    trace = trace_step(model, Workload("batch", 4, 64, "float32", "bfloat16", kind))
+    assert not trace.unnamed
+    products = [operation for operation, _ in trace.walk() if operation.kind == "contraction"]
+    weights = [trace.arrays[v] for product in products for v in product.operands if trace.arrays[v].weight]
+    assert all(name is not None for weight in weights for name, _ in weight.factors)
+    multiplied = {weight.weight for weight in weights}
+    axes = inspect_model(model)
+    matrices = {
+        p.path for p in axes.parameters if axes.residual in p.axes and len(set(p.axes) - {"layer", "layers"}) > 1
+    }
+    assert all("embeddings" in path for path in matrices - multiplied)  # of which rows are looked up
+    assert len(matrices & multiplied) >= 4
+    if kind == "train":
+        assert len(trace.results) >= len(matrices)
