@@ -166,7 +166,7 @@ TEMPLATE = """# What the TPU compiler says
 
 Made by `python scripts/bench_verify.py --output docs/benchmarks/verify.md` with libtpu on a CPU machine.
 
-The step time is modelled: the compiler's cycles, and transfers at the bandwidth of one ring where they do not hide
+The step time is modelled: the compiler's cycles, and transfers at the bandwidth of their links where they do not hide
 behind cycles. It ranks programs, and has not been compared with a TPU. FLOPs for MFU are those that the model needs:
 neither recomputation nor the masked half of attention.
 

@@ -20,6 +20,7 @@ from shardplan.checkpoint.index import Tensor, check_tensors, read_index
 from shardplan.checkpoint.program import StateDictProgram, expected_tensors, trace_program
 from shardplan.checkpoint.stream import stream_arrays
 from shardplan.errors import CheckpointError, ConfigError
+from shardplan.hardware import parse_slice
 from shardplan.model import SUPPORTED, build_model, read_config
 from shardplan.model.axes import named_leaves
 from shardplan.plan.plan import Plan
@@ -62,7 +63,7 @@ def load_pretrained(
         raise ConfigError("load_pretrained needs the ref of a checkpoint")
     folder = open_folder(str(ref))
     template = _template(converter_or_config, read_config(None, folder))
-    mesh = make_mesh(plan.mesh) if plan is not None else current_mesh()
+    mesh = make_mesh(parse_slice(plan.hardware.slice), plan.mesh) if plan is not None else current_mesh()
     mapping = plan.param_mapping if plan is not None else _current(axis_mapping)
     if dtype is None and plan is not None:
         dtype = plan.workload.param_dtype

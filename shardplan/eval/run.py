@@ -50,7 +50,7 @@ def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Calla
             f"{folder.ref}/tokenizer.json makes token {largest}, the model has {model.vocab.size} tokens; "
             "it is another model's tokenizer"
         )
-    mesh = make_mesh(plan.mesh)
+    mesh = make_mesh(hardware, plan.mesh)
     started = time.perf_counter()
     module = stream_model(model.template, folder, mesh, plan.param_mapping, plan.workload.param_dtype)
     load_seconds = time.perf_counter() - started

@@ -1,6 +1,7 @@
-"""What the planner knows of accelerators: generations as data rows, slices by name."""
+"""What is known of accelerators: generations as data rows, slices by name, meshes on their links."""
 
+from shardplan.hardware.embedding import Embedding, embed
 from shardplan.hardware.generations import GENERATIONS, Generation
 from shardplan.hardware.slices import GIB, Slice, parse_slice
 
-__all__ = ["GENERATIONS", "GIB", "Generation", "Slice", "parse_slice"]
+__all__ = ["GENERATIONS", "GIB", "Embedding", "Generation", "Slice", "embed", "parse_slice"]

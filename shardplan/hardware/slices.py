@@ -35,6 +35,15 @@ class Slice:
         return self.slices * math.prod(self.torus) * self.generation.devices_per_chip
 
     @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Of each torus dimension, whether a link connects its ends, so that it is a ring."""
+        pod, rule = self.generation.sizes[-1], self.generation.wraparound
+        if rule == "side":
+            return tuple(n == most for n, most in zip(self.torus, pod, strict=True))
+        every = self.torus == pod if rule == "pod" else all(n % _CUBE == 0 for n in self.torus)
+        return (every,) * len(self.torus)
+
+    @property
     def is_cpu(self) -> bool:
         """Virtual CPU devices rather than accelerators."""
         return self.generation.name == "cpu"
@@ -123,6 +132,6 @@ def _cpu_slice(name: str, devices: int, copies: str | None) -> Slice:
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Speeds of virtual devices only rank plans against each other; they are not a prediction for this machine.
     generation = Generation(
-        "cpu", 1, 1, host_bytes / GIB / devices, 2e10, 5e9, 2.5e9, 2.5e9, 1e9, host_chips=(1, 1, 1), sizes=((devices,),)
+        "cpu", 1, 1, host_bytes / GIB / devices, 2e10, 5e9, 2.5e9, 0, "pod", 2.5e9, 1e9, (1, 1, 1), ((devices,),)
     )
     return Slice(name, generation, (devices,))

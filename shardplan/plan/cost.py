@@ -7,18 +7,16 @@ waited for. The factors are fitted to the compiler (`shardplan.plan.calibration`
 https://jax-ml.github.io/scaling-book.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardplan.hardware import Slice
+from shardplan.hardware import Slice, embed
 from shardplan.model import Model
 from shardplan.plan.calibration import Calibration
-from shardplan.plan.mapping import MeshShape, mesh_size
+from shardplan.plan.mapping import MeshShape
 from shardplan.plan.partition import GATHER, Layout, Share, Traffic, share
 from shardplan.plan.tasks import Step, Task
 from shardplan.plan.workload import Workload, plan_step
-from shardplan.runtime.placement import slices_by_axis
 
 CAUSAL = 0.5
 """Part of the position x position products that a causal mask leaves."""
@@ -39,19 +37,8 @@ class Seconds:
 
 
 def transfer_seconds(traffic: Traffic, hardware: Slice, mesh: MeshShape) -> float:
-    """At the bandwidth of one bidirectional ring; what crosses slices at that of the network.
-
-    Of n devices in s slices each receives n-1 parts: n-s from its own slice, and, as each of a slice's devices asks
-    the others for another part, s-1 over the network.
-    """
-    generation = hardware.generation
-    n = mesh_size(mesh, traffic.mesh_axes)
-    parts = dict(zip(mesh, slices_by_axis(hardware.slices, mesh), strict=True))
-    crossing = math.prod(parts[axis] for axis in traffic.mesh_axes)
-    across = traffic.bytes * (crossing - 1) / max(1, n - 1)
-    return (traffic.bytes - across) / (
-        2 * generation.link_bandwidth
-    ) + across * generation.devices_per_chip / generation.network_bandwidth
+    """On the links where the mesh axes lie (shardplan.hardware.embedding)."""
+    return embed(hardware, mesh).seconds(traffic.kind, traffic.mesh_axes, traffic.bytes, traffic.count)
 
 
 def compute_seconds(task: Task, mine: Share, hardware: Slice, calibration: Calibration) -> float:

@@ -184,13 +184,20 @@ def search(space: Space, meshes: Sequence[dict[str, int]], keep: int = 2) -> Out
             best[shape].seconds if shape in best else math.inf,
         )
         found = frame.best(limit)
-        if found is not None and (shape not in best or _is_better(found, best[shape])):
+        if found is None or any(_is_same(found, other) for other in best.values()):
+            continue
+        if shape not in best or _is_better(found, best[shape]):
             best[shape] = found
     outcome.ranked = sorted(best.values(), key=lambda c: (c.seconds, c.peak_bytes))[:keep]
     if not outcome.ranked:
         misses = (frame.smallest() for frame in frames)
         outcome.nearest_miss = min(misses, key=lambda c: (c.peak_bytes, c.seconds), default=None)
     return outcome
+
+
+def _is_same(one: Candidate, other: Candidate) -> bool:
+    """Whether two candidates only differ in names, as where two mesh axes always stand together."""
+    return math.isclose(one.seconds, other.seconds) and math.isclose(one.peak_bytes, other.peak_bytes)
 
 
 def _is_better(one: Candidate, other: Candidate) -> bool:
@@ -247,7 +254,7 @@ class _Work:
     counts: np.ndarray
     """[moment, item]: how many of an item there are at a moment."""
     computed: frozenset[frozenset[str]]
-    """Axes that meet in an array while computing."""
+    """Axes that meet while computing."""
     resting: frozenset[frozenset[str]]
     """Axes that meet in a parameter."""
 
@@ -273,9 +280,15 @@ def _work(space: Space, component: tuple[str, ...]) -> _Work:
         tuple((task, tuple(sorted(_names((*task.operands, *task.results))))) for task in tasks),
         tuple((item, tuple(sorted(_names((item.array, *item.tables))))) for item in items),
         counts.reshape(len(moments), len(items)),
-        frozenset(frozenset(a.axes) for task in tasks for a in (*task.operands, *task.results)),
+        frozenset(met for task in tasks for met in _meetings(task)),
         frozenset(frozenset(a.axes) for a in step.parameters if belongs(a)),
     )
+
+
+def _meetings(task: Task) -> Iterator[frozenset[str]]:
+    """Logical axes that cannot share a mesh axis: those of an array, and those of a loop over rows, columns and sums."""
+    yield from (frozenset(array.axes) for array in (*task.operands, *task.results))
+    yield frozenset(task.results[0].axes) | {name for name, _ in task.contracted if name}
 
 
 def _names(arrays: Iterable[Array]) -> set[str]:

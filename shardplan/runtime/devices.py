@@ -5,21 +5,19 @@ JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES, JAX_PROCESS
 """
 
 import contextlib
-import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 
 import jax
 import numpy as np
 from jax import Device
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from shardplan.errors import ConfigError
-from shardplan.runtime.placement import slices_by_axis
-
-logger = logging.getLogger(__name__)
+from shardplan.hardware import Slice, embed
 
 
 def start_devices(slice_name: str, count: int, is_cpu: bool) -> None:
@@ -72,8 +70,8 @@ def is_first_process() -> bool:
     return jax.process_index() == 0
 
 
-def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """All devices as a mesh with axes `sizes` (name -> size, major to minor), neighbours kept close on the torus.
+def make_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
+    """All devices as a mesh with axes `sizes` (name -> size, major to minor); see `arrange`.
 
     Raises:
         ConfigError: there are more or fewer devices.
@@ -84,39 +82,51 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
             f"the mesh needs {wanted} devices, JAX has {found}; for virtual CPU devices set JAX_PLATFORMS=cpu and "
             f"JAX_NUM_CPU_DEVICES={wanted} before JAX is imported"
         )
-    return arrange(jax.devices(), sizes)
+    return arrange(jax.devices(), hardware, sizes)
 
 
-def arrange(devices: Sequence[Device], sizes: Mapping[str, int]) -> Mesh:
+def arrange(devices: Sequence[Device], hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
     """`devices` as a mesh with Auto axes `sizes` (name -> size, major to minor); as many as the product of `sizes`.
 
-    Within a slice neighbours are kept close on the torus. Where JAX cannot embed the mesh in the torus, the devices are
-    in order of their numbers instead, and a warning is logged. Slices are the outermost part of `replica`, and of
-    `data` where `replica` is too small.
+    TPUs lie as `shardplan.hardware.embed` has them on the torus; devices without coordinates are in order of their
+    numbers.
 
     Raises:
-        ConfigError: the slices do not divide replica x data.
+        ConfigError: the slices do not divide replica x data, or the devices are not a torus.
     """
-    slices: dict[int, list[Device]] = {}
-    for device in sorted(devices, key=lambda device: device.id):
-        slices.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
-    outer = slices_by_axis(len(slices), sizes)
-    inner = tuple(size // part for size, part in zip(sizes.values(), outer, strict=True))
-    blocks = np.stack([_embed(inner, slices[number]) for number in sorted(slices)])
-    # array of shape outer + inner; every axis of the mesh is its part in outer, then its part in inner
-    axes = [axis for i in range(len(sizes)) for axis in (i, len(sizes) + i)]
-    arranged = blocks.reshape(outer + inner).transpose(axes).reshape(tuple(sizes.values()))
-    return Mesh(arranged, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    if hardware.is_cpu or not hasattr(devices[0], "coords"):
+        arranged = sorted(devices, key=lambda device: device.id)
+    else:
+        arranged = _on_torus(devices, hardware, sizes)
+    array = np.asarray(arranged).reshape(tuple(sizes.values()))
+    return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _embed(shape: tuple[int, ...], devices: Sequence[Device]) -> np.ndarray:
-    """The devices of one slice as an array of `shape`."""
-    try:
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    except (NotImplementedError, TypeError, ValueError):
-        # JAX 0.10 loses a prime factor of torus dimensions such as 10 and 14, and then fails as it happens
-        logger.warning(
-            "JAX cannot embed %s devices in the torus; they are in the order of their numbers",
-            " x ".join(map(str, shape)),
+def _on_torus(devices: Sequence[Device], hardware: Slice, sizes: Mapping[str, int]) -> list[Device]:
+    """The devices in row-major order of the mesh."""
+    rank = len(hardware.torus)
+    slices = sorted({_slice_of(device) for device in devices})
+    # a slice may begin anywhere in its pod
+    origins = {
+        number: [min(axis) for axis in zip(*(d.coords[:rank] for d in devices if _slice_of(d) == number), strict=True)]
+        for number in slices
+    }
+    found = {}
+    for device in devices:
+        number = _slice_of(device)
+        place = [c - origin for c, origin in zip(device.coords, origins[number], strict=False)]
+        core = [device.core_on_chip] if hardware.generation.devices_per_chip > 1 else []
+        found[slices.index(number), (*place, *core)] = device
+    # the same torus may be turned: 8x4x4 where 4x4x8 is meant
+    torus = tuple(1 + max(axis) for axis in islice(zip(*(place for _, place in found), strict=True), rank))
+    whole = replace(hardware, torus=torus, slices=len(slices))
+    if len(found) != whole.devices:
+        raise ConfigError(
+            f"the devices of {hardware.name} are {len(found)} of the {whole.devices} of {len(slices)} x "
+            f"{'x'.join(map(str, torus))} chips, as their coordinates say; use all devices of a slice"
         )
-        return np.asarray(devices).reshape(shape)
+    return [found[place] for place in embed(whole, sizes).places()]
+
+
+def _slice_of(device: Device) -> int:
+    return getattr(device, "slice_index", 0) or 0

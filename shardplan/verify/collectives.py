@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardplan.hardware import Slice
+from shardplan.hardware import Slice, embed
+from shardplan.hardware.embedding import NETWORK
 from shardplan.verify.hlo import SAME_VALUE, Computation, Instruction, replica_groups, source_target_pairs
 
 KINDS = (
@@ -12,8 +13,6 @@ KINDS = (
     "collective-broadcast",
 )  # fmt: skip
 """Opcodes, without the `-start` and `-done` of asynchronous ones."""
-NETWORK = ("network",)
-"""The link that every transfer between slices takes."""
 _WRAPPERS = ("jit(", "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "custom_vjp_call")
 
 
@@ -26,9 +25,9 @@ class Transfer:
     bytes: float
     """Received."""
     seconds: float
-    """At the bandwidth of the links alone."""
-    link: tuple[str, ...]
-    """Transfers on the same link wait for each other."""
+    """While nothing else is on its links."""
+    links: frozenset[str]
+    """Transfers that have a link in common wait for each other."""
     op: str
     """Operation of the traced program that it serves."""
 
@@ -37,7 +36,8 @@ class Network:
     """The mesh of a plan on the links of a slice."""
 
     def __init__(self, mesh: Mapping[str, int], hardware: Slice, slice_of_partition: Sequence[int]) -> None:
-        self.mesh, self.hardware, self.slices = mesh, hardware, slice_of_partition
+        self.mesh, self.slices = mesh, slice_of_partition
+        self.embedding = embed(hardware, mesh)
 
     def transfer(self, computation: Computation, instruction: Instruction, context: str) -> Transfer | None:
         """What `instruction` moves; None where its groups are not understood.
@@ -54,12 +54,11 @@ class Network:
         size = sum(a.bytes for name in sent for a in computation.instructions[name].arrays)
         op = short_op(instruction.op_name or context)
         if kind == "collective-permute":
-            moved = [(a, b) for a, b in source_target_pairs(instruction.attributes["source_target_pairs"]) if a != b]
-            axes = self._axes(moved)
+            pairs = source_target_pairs(instruction.attributes["source_target_pairs"])
+            moved = tuple((a, b) for a, b in pairs if a != b)
             received = float(size if moved else 0)
-            # one direction of the ring, for it says from whom to whom
-            direction = str((moved[0][1] - moved[0][0]) % len(self.slices)) if moved else ""
-            return Transfer(kind, axes, received, received / self._bandwidth(moved, 1), (*axes, direction), op)
+            cost = self.embedding.permute(moved)
+            return Transfer(kind, self._axes(moved), received, cost.seconds(received), cost.links, op)
         root = computation.root
         while root.opcode in SAME_VALUE:
             root = computation.instructions[root.operands[0]]
@@ -75,19 +74,20 @@ class Network:
             "collective-broadcast": 1 if n > 1 else 0,
         }.get(kind, (n - 1) / n)
         axes = self._axes(groups)
-        # what goes to the far side of a ring takes the links between: n/4 on average, where n is even
-        carried = (n * n - n % 2) / (4 * n) if kind.endswith("all-to-all") else factor
-        return Transfer(kind, axes, factor * size, carried * size / self._bandwidth(groups, 2), axes, op)
+        within_slice = all(len({self.slices[member] for member in group}) == 1 for group in groups)
+        # groups that are another part of an axis are timed as all of it
+        cost = self.embedding.collective(kind, axes, within_slice)
+        return Transfer(kind, axes, factor * size, cost.seconds(factor * size), cost.links, op)
 
     def between_slices(self, instruction: Instruction, context: str) -> Transfer:
         """What a `recv` from the hosts of other slices brings: the part on the network of a collective."""
         attributes = instruction.attributes.get("frontend_attributes", "")
         kind = attributes.partition('_xla_megascale_transfer_type="')[2].partition('"')[0]
         size = float(instruction.arrays[0].bytes)
-        seconds = size / self._bandwidth([range(len(self.slices))], 1)
+        seconds = size * self.embedding.network_seconds
         axes = self._axes(self._across())
         op = short_op(instruction.op_name or context)
-        return Transfer(kind.lower().replace("_", "-") or "recv", axes, size, seconds, NETWORK, op)
+        return Transfer(kind.lower().replace("_", "-") or "recv", axes, size, seconds, frozenset({NETWORK}), op)
 
     def _across(self) -> list[tuple[int, ...]]:
         """The first partition of every slice: they are at the same place, so that only what crosses slices differs."""
@@ -105,12 +105,6 @@ class Network:
     def _coordinates(self, partition: int) -> tuple[int, ...]:
         sizes = list(self.mesh.values())
         return tuple(partition // math.prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes))
-
-    def _bandwidth(self, groups: Sequence[Sequence[int]], directions: int) -> float:
-        generation = self.hardware.generation
-        if any(len({self.slices[member] for member in group}) > 1 for group in groups):
-            return generation.network_bandwidth / generation.devices_per_chip
-        return directions * generation.link_bandwidth
 
 
 def base_opcode(instruction: Instruction) -> str:

@@ -7,7 +7,7 @@ their body's time as often as they run.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardplan.hardware import Slice
@@ -29,8 +29,7 @@ SMALL_BYTES = 2**20
 """Moving less than this takes a microsecond, which is not worth telling."""
 COPIES = ("copy-start", "slice-start")
 """Opcodes that start a copy between HBM and the memory of the core, which runs beside it."""
-Link = tuple[str, ...]
-HBM: Link = ("hbm",)
+HBM = frozenset({"hbm"})
 """The link that those copies take."""
 ASYNC_CALLS = ("async-start", "call-start")
 """Opcodes that start a computation beside the core; it may be a collective, on the sparse cores too."""
@@ -84,14 +83,16 @@ class _Schedule:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.links: defaultdict[Link, float] = defaultdict(float)
+        self.links: defaultdict[str, float] = defaultdict(float)
         """Link -> when it is free."""
         self.arrival: dict[str, float] = {}
         """What was started (the name of an instruction, or a channel) -> when it is there."""
 
-    def start(self, name: str, seconds: float, link: Link) -> None:
-        """Begin something beside the core, as soon as its link is free."""
-        self.links[link] = self.arrival[name] = max(self.now, self.links[link]) + seconds
+    def start(self, name: str, seconds: float, links: Iterable[str]) -> None:
+        """Begin something beside the core, as soon as all its links are free."""
+        begin = max([self.now, *(self.links[link] for link in links)])
+        self.arrival[name] = begin + seconds
+        self.links.update(dict.fromkeys(links, begin + seconds))
 
     def wait(self, name: str) -> None:
         """Let the core wait for what was started under this name, if anything was."""
@@ -209,7 +210,7 @@ class _Player:
         if instruction.opcode == "recv":
             transfer = self.network.between_slices(instruction, op)
             self.timing.uses.append(Use(transfer, "async", times))
-            schedule.start(instruction.name, transfer.seconds, transfer.link)
+            schedule.start(instruction.name, transfer.seconds, transfer.links)
         elif instruction.opcode == "recv-done":
             schedule.wait(instruction.operands[0])
 
@@ -240,7 +241,7 @@ class _Player:
             self.timing.not_understood[f"{base_opcode(instruction)} with replica_groups {groups[:60]}"] += 1
             return
         self.timing.uses.append(Use(transfer, form, times))
-        schedule.start(name, transfer.seconds, transfer.link)
+        schedule.start(name, transfer.seconds, transfer.links)
 
     def _fused_channels(self, computation: Computation) -> dict[str, dict[str, _Fused]]:
         """Fusions with collectives inside: name -> channel -> collective.

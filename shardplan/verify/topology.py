@@ -54,7 +54,7 @@ def make_topology_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
             f"the mesh needs {wanted} devices, {hardware.name} has {hardware.devices}; "
             f"{' x '.join(sizes)} must be {hardware.devices}"
         )
-    return arrange(_devices(hardware), sizes)
+    return arrange(_devices(hardware), hardware, sizes)
 
 
 def _check_is_tpu(hardware: Slice) -> Slice:

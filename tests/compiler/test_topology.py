@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardplan.errors import ConfigError
-from shardplan.hardware import GENERATIONS, parse_slice
+from shardplan.hardware import GENERATIONS, embed, parse_slice
 from shardplan.verify.topology import environment, make_topology_mesh
 
 pytest.importorskip("libtpu")
@@ -46,6 +46,7 @@ for name, sizes in json.load(sys.stdin):
         "kinds": sorted({device.device_kind for device in devices.flat}),
         "ids": sorted(device.id for device in devices.flat),
         "coords": [list(device.coords) for device in devices.flat],
+        "cores": [device.core_on_chip for device in devices.flat],
         "slices": [getattr(device, "slice_index", 0) or 0 for device in devices.flat],
     }))
 """
@@ -94,6 +95,13 @@ def test_every_size(generation):
         torus = [max(axis) + 1 for axis in islice(zip(*mesh["coords"], strict=True), len(hardware.torus))]
         assert torus == list(hardware.torus)
         assert len(set(mesh["slices"])) == hardware.slices
+        cores = hardware.generation.devices_per_chip
+        assert len(set(mesh["cores"])) == cores
+        places = [
+            (number, (*coords[: len(torus)], *([core] if cores > 1 else [])))
+            for number, coords, core in zip(mesh["slices"], mesh["coords"], mesh["cores"], strict=True)
+        ]
+        assert places == embed(hardware, sizes).places()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,21 +145,22 @@ def test_slices_are_outermost(name, sizes, indices):
 
     mesh = make_topology_mesh(parse_slice(name), dict(zip(("replica", "data", "model"), sizes, strict=True)))
     assert slice_indices(mesh) == indices
-    # the same as JAX arranges them
+    # as JAX has them
     slices = parse_slice(name).slices
     replica = math.gcd(slices, sizes[0])
     outer = (replica, slices // replica, 1)
     inner = [size // part for size, part in zip(sizes, outer, strict=True)]
-    devices = list(mesh.devices.flat)
-    devices.sort(key=lambda device: device.id)
+    devices = sorted(mesh.devices.flat, key=lambda device: device.id)
     expected = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
-    assert mesh.devices.tolist() == expected.tolist()
+    assert [device.slice_index for device in expected.flat] == [device.slice_index for device in mesh.devices.flat]
 
 
-def test_a_mesh_that_jax_cannot_embed(caplog):
+def test_a_torus_that_jax_cannot_embed():
+    """Its create_device_mesh loses a prime factor of 10: five pairs along y, each with the four chips beside it."""
     mesh = make_topology_mesh(parse_slice("v4:2x10x2"), {"replica": 1, "data": 5, "model": 8})
-    assert [device.id for device in mesh.devices.flat] == list(range(40))
-    assert "JAX cannot embed 1 x 5 x 8 devices in the torus" in caplog.text
+    for i, block in enumerate(mesh.devices[0]):
+        assert {device.coords[1] for device in block} == {2 * i, 2 * i + 1}
+    assert len({device.id for device in mesh.devices.flat}) == 40
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_does_not_fit_names_the_buffers():
 def test_refused_mappings():
     """What JAX would raise as an exception is a verdict, with the axes that are to blame."""
     case = small_case()
-    twice = {**case.plan.param_mapping, "embed": ["model"], "mlp": ["model"]}
+    twice = {**case.plan.param_mapping, "kv_head": ["model"], "embed": ["model"], "mlp": ["model"]}
     spec = {axis: list(mesh_axes) for axis, mesh_axes in twice.items()}
     parameters = [dataclasses.replace(p, spec=[spec.get(axis) for axis in p.axes]) for p in case.plan.parameters]
     duplicate = dataclasses.replace(case.plan, param_mapping=twice, parameters=parameters)

@@ -8,6 +8,7 @@ from conftest import MODEL_TYPES
 
 from shardplan.checkpoint import stream_model
 from shardplan.eval.evaluate import forward_logits
+from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
 from shardplan.plan.planner import make_plan
 from shardplan.runtime.devices import make_mesh
@@ -36,7 +37,7 @@ def deviation(golden, make_config, name, mesh, change_model=None, change_plan=No
     model = dataclasses.replace(model, **(change_model or {}))
     plan = make_plan(config, model)
     plan = dataclasses.replace(plan, compute_mapping={**plan.compute_mapping, **(change_plan or {})})
-    device_mesh = make_mesh(plan.mesh)
+    device_mesh = make_mesh(parse_slice(plan.hardware.slice), plan.mesh)
     module = stream_model(model.template, folder, device_mesh, plan.param_mapping, plan.workload.param_dtype)
     logits = forward_logits(module, model, plan, device_mesh, tokens)
     expected = np.tile(reference["logits"], (4, 1, 1))

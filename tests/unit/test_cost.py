@@ -4,23 +4,34 @@ import pytest
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
+from shardplan.hardware.placement import slices_by_axis
 from shardplan.model import build_model, read_config
 from shardplan.plan.cost import model_flops, transfer_seconds
 from shardplan.plan.partition import Traffic
 from shardplan.plan.workload import Workload
-from shardplan.runtime.placement import slices_by_axis
 from shardplan.verify.read import attended
 
 MESH = {"replica": 2, "data": 4, "model": 1}
 
 
+LINK, NETWORK, HOP = 4.5e10, 6.25e9, 1e-6
+"""Of v4: bytes per second of a link and of a chip's network, one way, and seconds of a hop."""
+
+
 def test_slices_talk_over_the_network():
-    """2 slices of 4 devices: of 7 parts, one comes over the network, the same for each, and six over links."""
-    gather = Traffic("all-gather", ("replica", "data"), 7e9, 1, "")
-    assert transfer_seconds(gather, parse_slice("v4-16"), MESH) == pytest.approx(7e9 / 9e10)
-    assert transfer_seconds(gather, parse_slice("2xv4-8"), MESH) == pytest.approx(6e9 / 9e10 + 1e9 / 6.25e9)
+    """Of 7 parts from 2 slices of 2x2 devices one comes over the network, the same for each, and six over two links."""
+    gather, hardware = Traffic("all-gather", ("replica", "data"), 7e9, 1, ""), parse_slice("2xv4-8")
+    seconds = transfer_seconds(gather, hardware, MESH)
+    assert seconds == pytest.approx(6e9 / (2 * LINK) + 1e9 / NETWORK + 2 * HOP)
     within = Traffic("all-gather", ("data",), 3e9, 1, "")
-    assert transfer_seconds(within, parse_slice("2xv4-8"), MESH) == pytest.approx(3e9 / 9e10)
+    assert transfer_seconds(within, hardware, MESH) == pytest.approx(3e9 / (2 * LINK) + 2 * HOP)
+
+
+def test_one_slice_has_links_alone():
+    """The same in a cube of 2x2x2, over the three links of a corner; every execution takes the hops again."""
+    gather = Traffic("all-gather", ("replica", "data"), 35e9, 5, "")
+    seconds = transfer_seconds(gather, parse_slice("v4-16"), MESH)
+    assert seconds == pytest.approx(5 * (7e9 / (3 * LINK) + 3 * HOP))
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("eval", 1), ("train", 3)])

@@ -77,6 +77,7 @@ def brute_force(space, meshes):
     sizes = {"batch": 0, "position": 0} | space.sizes
     tensor = [axis for axis in sizes if axis not in ("batch", "position", "e", "layer")]
     arrays = {a.axes for task in space.step.tasks for a in (*task.operands, *task.results)}
+    arrays |= {(*task.results[0].axes, *(name for name, _ in task.contracted)) for task in space.step.tasks}
     parameters = {a.axes for a in space.step.parameters}
     for mesh in meshes:
 

@@ -1,7 +1,8 @@
 """Step times and memory read from compiled modules, against calculations by hand.
 
-A v4 core does 1.05e9 cycles a second, a link moves 4.5e10 bytes a second each way, a ring uses both ways, and 6.25e9
-bytes a second go from slice to slice.
+A v4 core does 1.05e9 cycles a second, a link moves 4.5e10 bytes a second each way and takes a microsecond, and 6.25e9
+bytes a second go from slice to slice. The 4 devices of v4-8 are a square without wraparound: all together they have two
+links each, which is as much as a ring, and two hops between opposite corners.
 """
 
 from pathlib import Path
@@ -17,7 +18,9 @@ from shardplan.verify.verdict import Buffer
 
 FIXTURES = Path(__file__).parent / "hlo"
 CLOCK, RING, LINK, NETWORK, HBM, FLOPS = 1.05e9, 9e10, 4.5e10, 6.25e9, 1.2e12, 2.75e14
-MS = 1e-3
+MS, HOP = 1e-3, 1e-6
+GATHER = 1 * MS + 2 * HOP
+"""Time of `gather` among four."""
 MIB = 2**20
 
 COMPUTATIONS = """
@@ -68,7 +71,7 @@ def work(name: str, milliseconds: float, calls: str = "work") -> str:
 
 
 def gather(name: str, suffix: str = "", groups: str = "{{0,1,2,3}}") -> str:
-    """30 MB from each of three others: 90 MB at 90 GB/s are 1 ms. In pairs it is a third of that."""
+    """30 MB from each of three others: 90 MB at 90 GB/s are 1 ms. In pairs they have one link: two thirds of that."""
     return f"%{name} = f32[30000000] all-gather{suffix}(%x), channel_id=1, replica_groups={groups}, dimensions={{0}}"
 
 
@@ -78,14 +81,14 @@ LOOP = """%zero = s32[] constant(0)
   %loop = (s32[], s32[], f32[7500000]) while(%tuple), condition=%condition, body=%body"""
 
 
-def step(*lines: str, body: str = "", sizes: tuple[int, ...] = (1, 4, 1)) -> Timing:
-    """Timing of an entry computation of `lines`, which may use %x: f32[7500000], on 4 devices of v4."""
+def step(*lines: str, body: str = "", sizes: tuple[int, ...] = (1, 4, 1), slice_name: str = "v4-8") -> Timing:
+    """Timing of an entry computation of `lines`, which may use %x: f32[7500000], on a slice of v4."""
     entry = "\n  ".join(lines)
     text = COMPUTATIONS.replace("IN_BODY", body) + (
         "\nENTRY %main (x: f32[7500000]) -> f32[] {\n  %x = f32[7500000] parameter(0)\n  "
         f"{entry}\n  ROOT %result = f32[] constant(0)\n}}\n"
     )
-    return timing(text, "v4-8", sizes)
+    return timing(text, slice_name, sizes)
 
 
 def timing(text: str, slice_name: str, sizes: tuple[int, ...], causal: float = 1.0) -> Timing:
@@ -106,7 +109,7 @@ def told(timing: Timing) -> list[tuple]:
 
 def test_a_synchronous_collective_is_waited_for():
     result = step(work("w", 0.5), gather("g"), work("v", 0.25))
-    assert result.seconds == pytest.approx(1.75 * MS)
+    assert result.seconds == pytest.approx(0.75 * MS + GATHER)
     assert result.compute_seconds == pytest.approx(0.75 * MS)
     assert told(result) == [("all-gather", ("data",), 90e6, "sync", 1)]
 
@@ -115,7 +118,7 @@ def test_a_synchronous_collective_is_waited_for():
 def test_an_asynchronous_collective_hides_behind_work(busy):
     """Exactly as long as the work takes: the rest of its millisecond is waited for."""
     result = step(gather("g", "-start"), work("w", busy), "%d = f32[30000000] all-gather-done(%g)", work("v", 0.5))
-    assert result.seconds == pytest.approx((max(busy, 1) + 0.5) * MS)
+    assert result.seconds == pytest.approx(max(busy * MS, GATHER) + 0.5 * MS)
     assert result.compute_seconds == pytest.approx((busy + 0.5) * MS)
 
 
@@ -126,7 +129,7 @@ def test_an_asynchronous_call_with_a_collective_inside():
         work("w", 0.25),
         "%d = f32[30000000] async-done(%g)",
     )
-    assert result.seconds == pytest.approx(1 * MS)
+    assert result.seconds == pytest.approx(GATHER)
     assert told(result) == [("all-gather", ("data",), 90e6, "async", 1)]
 
 
@@ -139,11 +142,11 @@ def test_transfers_on_one_link_wait_for_each_other():
         work("w", 0.5),
         "%e = f32[30000000] all-gather-done(%h)",
     )
-    assert result.seconds == pytest.approx(2 * MS)
+    assert result.seconds == pytest.approx(2 * GATHER)
 
 
 def test_transfers_on_different_links_do_not():
-    """Pairs along `data` and pairs along `model`, each a third of a millisecond."""
+    """Pairs along `data` and pairs along `model`, each two thirds of a millisecond on a side of the square."""
     result = step(
         gather("g", "-start", "{{0,2},{1,3}}"),
         gather("h", "-start", "{{0,1},{2,3}}"),
@@ -151,7 +154,7 @@ def test_transfers_on_different_links_do_not():
         "%e = f32[30000000] all-gather-done(%h)",
         sizes=(1, 2, 2),
     )
-    assert result.seconds == pytest.approx(MS / 3)
+    assert result.seconds == pytest.approx(2 / 3 * MS + HOP)
     assert [use.transfer.mesh_axes for use in result.uses] == [("data",), ("model",)]
 
 
@@ -162,14 +165,14 @@ def test_a_collective_in_three_fusions_is_one(busy):
     end = "%e = f32[30000000] fusion(%x), kind=kCustom, calls=%end"
     result = step(begin, work("w", busy, "on"), end, work("v", 0.5))
     assert told(result) == [("all-gather", ("data",), 90e6, "async", 1)]
-    assert result.seconds == pytest.approx((max(busy, 1) + 0.5) * MS)
+    assert result.seconds == pytest.approx(max(busy * MS, GATHER) + 0.5 * MS)
     assert not result.not_understood
 
 
 def test_a_collective_in_one_fusion_is_waited_for():
     result = step("%s = f32[30000000] fusion(%x), kind=kCustom, calls=%begin", work("v", 0.5))
     assert told(result) == [("all-gather", ("data",), 90e6, "sync", 1)]
-    assert result.seconds == pytest.approx(1.5 * MS)
+    assert result.seconds == pytest.approx(GATHER + 0.5 * MS)
 
 
 def test_a_collective_that_advances_in_a_loop_is_one():
@@ -178,14 +181,14 @@ def test_a_collective_that_advances_in_a_loop_is_one():
     end = "%e = f32[30000000] fusion(%x), kind=kCustom, calls=%end"
     result = step(begin, LOOP, end, body=work("w", 0.1, "on").replace("%x", "%y"))
     assert told(result) == [("all-gather", ("data",), 90e6, "async", 1)]
-    assert result.seconds == pytest.approx(1 * MS)
+    assert result.seconds == pytest.approx(GATHER)
     assert result.compute_seconds == pytest.approx(0.5 * MS)
 
 
 def test_a_loop_repeats_what_is_in_it():
     result = step(LOOP, body=gather("g").replace("%x", "%y") + "\n  " + work("w", 0.1).replace("%x", "%y"))
     assert told(result) == [("all-gather", ("data",), 90e6, "sync", 5)]
-    assert result.seconds == pytest.approx(5.5 * MS)
+    assert result.seconds == pytest.approx(5 * GATHER + 0.5 * MS)
     assert result.compute_seconds == pytest.approx(0.5 * MS)
 
 
@@ -196,7 +199,7 @@ def test_a_loop_that_does_not_run():
 
 def test_a_loop_of_unknown_length_is_told():
     result = step(LOOP.replace("constant(5)", "partition-id()"), body=gather("g").replace("%x", "%y"))
-    assert result.seconds == pytest.approx(1 * MS)
+    assert result.seconds == pytest.approx(GATHER)
     assert list(result.not_understood) == ["loop of unknown length, counted once"]
 
 
@@ -240,30 +243,57 @@ def test_what_is_not_known_is_told():
 
 
 @pytest.mark.parametrize(
-    ("opcode", "received", "carried"),
+    ("opcode", "received", "seconds"),
     [
-        ("all-gather", 90e6, 90e6),
-        ("all-reduce", 45e6, 45e6),
-        ("reduce-scatter", 22.5e6, 22.5e6),
-        # a quarter goes one link in either direction, and a quarter two links
-        ("all-to-all", 22.5e6, 7.5e6 * (1 + 1 + 2)),
+        ("all-gather", 90e6, 90e6 / RING + 2 * HOP),
+        ("all-reduce", 45e6, 45e6 / RING + 4 * HOP),
+        ("reduce-scatter", 22.5e6, 22.5e6 / RING + 2 * HOP),
+        # half of it crosses the square from side to side, and at the same time half from top to bottom
+        ("all-to-all", 22.5e6, 15e6 / LINK + 2 * HOP),
     ],
 )
-def test_bytes_received_of_30_million_by_four(opcode, received, carried):
+def test_bytes_received_of_30_million_by_four(opcode, received, seconds):
     """Three others' of it all; twice three quarters; three quarters."""
     result = step(f"%g = f32[30000000] {opcode}(%x), channel_id=1, replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}")
     assert told(result) == [(opcode, ("data",), received, "sync", 1)]
-    assert result.seconds == pytest.approx(carried / RING)
+    assert result.seconds == pytest.approx(seconds)
 
 
-def test_a_permute_uses_one_direction():
-    forth, back = (
-        f"%{name} = f32[7500000] collective-permute-start(%x), channel_id=1, source_target_pairs={pairs}"
-        for name, pairs in (("f", "{{0,1},{1,2},{2,3},{3,0}}"), ("b", "{{0,3},{1,0},{2,1},{3,2}}"))
-    )
-    done = ["%d = f32[7500000] collective-permute-done(%f)", "%e = f32[7500000] collective-permute-done(%b)"]
-    assert step(forth, back, *done).seconds == pytest.approx(30e6 / LINK)
-    assert step(forth, forth.replace("%f =", "%b ="), *done).seconds == pytest.approx(2 * 30e6 / LINK)
+def test_a_collective_within_slices_takes_no_network():
+    """The part of `data` that is in one slice, where `data` crosses two."""
+    result = step(gather("g", groups="{{0,1,2,3},{4,5,6,7}}"), slice_name="2xv4-8", sizes=(1, 8, 1))
+    assert told(result) == [("all-gather", ("data",), 90e6, "sync", 1)]
+    assert result.seconds == pytest.approx(GATHER)
+
+
+def shift(name: str, by: int, size: int, devices: int) -> str:
+    """Everybody's 30 MB to the device `by` places on, among `size` neighbours in a row."""
+    pairs = [f"{{{i},{i // size * size + (i + by) % size}}}" for i in range(devices)]
+    attributes = f"channel_id=1, source_target_pairs={{{','.join(pairs)}}}"
+    return f"%{name} = f32[7500000] collective-permute-start(%x), {attributes}"
+
+
+@pytest.mark.parametrize(
+    ("slice_name", "sizes", "both", "hops"),
+    [
+        # a ring of four: one direction each, and one hop
+        ("v4:4x4x4", (1, 16, 4), 1, 1),
+        # a square: from the end of a row to the beginning of the next there are two, one of them back along the row
+        ("v4-8", (1, 1, 4), 2, 2),
+    ],
+)
+def test_permutes_in_opposite_directions(slice_name, sizes, both, hops):
+    """At the same time on a ring, one after the other on a square; those in one direction always wait."""
+    devices, done = sizes[1] * sizes[2], ["collective-permute-done(%f)", "collective-permute-done(%b)"]
+    once = 30e6 / LINK + hops * HOP
+
+    def seconds(*by: int) -> float:
+        starts = [shift(name, step, sizes[2], devices) for name, step in zip("fb", by, strict=True)]
+        ends = [f"%e{i} = f32[7500000] {text}" for i, text in enumerate(done)]
+        return step(*starts, *ends, sizes=sizes, slice_name=slice_name).seconds
+
+    assert seconds(1, -1) == pytest.approx(both * once)
+    assert seconds(1, 1) == pytest.approx(2 * once)
 
 
 def test_asynchronous_gather_of_a_real_module():
@@ -279,9 +309,11 @@ def test_asynchronous_gather_of_a_real_module():
     cycles = 3224 + 3224 + 147594 + 147594
     assert result.compute_seconds == pytest.approx(5 * cycles / CLOCK)
     # before the loop x goes to the memory near the core, and after it back, each time waited for;
-    # 87 microseconds of the second gather hide behind 141 of the product
+    # 48 microseconds of the second gather hide behind 141 of the product
     copies = 2 * 4096 * 2048 * 2 / HBM
-    assert result.seconds == pytest.approx(copies + 5 * (cycles / CLOCK + gathered / RING + summed / RING))
+    # `data` has two rings of four, each two hops to the far side; `model` has one, around which a sum goes twice
+    sent = gathered / (2 * RING) + 4 * HOP + summed / RING + 4 * HOP
+    assert result.seconds == pytest.approx(copies + 5 * (cycles / CLOCK + sent))
     assert not result.not_understood
 
 
@@ -292,7 +324,8 @@ def test_decomposed_product_of_a_real_module():
     permutes = [("collective-permute", ("data",), part, "windowed", 14)] * 4
     assert told(result) == [("collective-permute", ("data",), part, "async", 7), *permutes]
     layer = 1255 + 2 * (611 + 16404 + 17696) + 20662
-    assert result.seconds == pytest.approx((9060 + 7 * layer) / CLOCK + 7 * part / LINK)
+    # `data` is 2 x 4 without wraparound: from the end of a line of 4 to the beginning of the next there are 4 hops
+    assert result.seconds == pytest.approx((9060 + 7 * layer) / CLOCK + 7 * (part / LINK + 4 * HOP))
     assert not result.not_understood
 
 
@@ -302,7 +335,7 @@ def test_reduce_scatter_of_a_real_module():
     received = 15 / 16 * 512 * 1024 * 2
     assert told(result) == [("reduce-scatter", ("data",), received, "sync", 1)]
     copied = 512 * 1024 * 2 / HBM
-    assert result.seconds == pytest.approx(13411 / CLOCK + copied + received / RING)
+    assert result.seconds == pytest.approx(13411 / CLOCK + copied + received / (2 * RING) + 4 * HOP)
 
 
 def test_two_slices_of_a_real_module():
@@ -314,7 +347,8 @@ def test_two_slices_of_a_real_module():
         ("reduce-scatter", ("data",), within, "sync", 1),
         ("all-reduce", ("replica",), across, "async", 1),
     ]
-    assert result.seconds == pytest.approx((9815 + 1911) / CLOCK + 2 * within / RING + across / NETWORK)
+    sent = 2 * (within / RING + 2 * HOP) + across / NETWORK
+    assert result.seconds == pytest.approx((9815 + 1911) / CLOCK + sent)
 
 
 def kernel_seconds(sequences: int, causal: float) -> float:

@@ -1,0 +1,94 @@
+"""Devices arranged as a mesh: TPUs by their coordinates on the torus, others by number."""
+
+import random
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+
+from shardplan.errors import ConfigError
+from shardplan.hardware import GENERATIONS, embed, parse_slice
+from shardplan.runtime.devices import arrange
+
+
+@dataclass(frozen=True)
+class Tpu:
+    """As JAX has them: z is 0 where the torus has two dimensions."""
+
+    id: int
+    coords: list[int]
+    core_on_chip: int
+    slice_index: int
+
+    def __hash__(self) -> int:
+        return self.id
+
+
+@dataclass(frozen=True)
+class Cpu:
+    id: int
+
+
+def tpus(name: str, origin: tuple[int, int, int] = (0, 0, 0)) -> list[Tpu]:
+    """The devices of a slice, in no order, from `origin` on in its pod."""
+    hardware = parse_slice(name)
+    sides = [hardware.slices, *hardware.torus, *[1] * (3 - len(hardware.torus)), hardware.generation.devices_per_chip]
+    places = list(product(*map(range, sides)))
+    devices = [
+        Tpu(i, [c + o for c, o in zip(place[1:4], origin, strict=True)], place[4], place[0])
+        for i, place in enumerate(places)
+    ]
+    random.Random(0).shuffle(devices)
+    return devices
+
+
+def sizes(replica: int, data: int, model: int) -> dict[str, int]:
+    return {"replica": replica, "data": data, "model": model}
+
+
+NAMES = [f"{g.name}:{'x'.join(map(str, torus))}" for g in GENERATIONS.values() for torus in g.sizes]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if parse_slice(n).devices <= 512] + ["v4:2x10x2", "v4:2x2x14", "2xv5e:4x6", "2xtpu7x-16"]
+)
+def test_every_device_is_where_the_embedding_has_it(name):
+    hardware = parse_slice(name)
+    half = max(n for n in (1, 2, 4, 8) if hardware.devices // hardware.slices % n == 0)
+    for shape in (
+        sizes(hardware.slices, hardware.devices // hardware.slices // half, half),
+        sizes(hardware.devices, 1, 1),
+    ):
+        mesh = arrange(tpus(name), hardware, shape)
+        assert mesh.devices.shape == tuple(shape.values())
+        assert mesh.axis_names == tuple(shape)
+        assert {device.id for device in mesh.devices.flat} == set(range(hardware.devices))
+        rank, cores = len(hardware.torus), hardware.generation.devices_per_chip
+        found = [
+            (d.slice_index, (*d.coords[:rank], *([d.core_on_chip] if cores > 1 else []))) for d in mesh.devices.flat
+        ]
+        assert found == embed(hardware, shape).places()
+
+
+def test_a_slice_somewhere_in_its_pod():
+    """Its coordinates begin anywhere, and its sides may be turned."""
+    hardware = parse_slice("v5e:2x4")
+    mesh = arrange(tpus("v5e:4x2", (4, 8, 0)), hardware, sizes(1, 2, 4))
+    for row in mesh.devices[0]:
+        assert [device.coords[0] for device in row] == [4, 5, 6, 7]
+        assert len({device.coords[1] for device in row}) == 1
+
+
+def test_devices_that_are_no_torus():
+    """An L of three chips in each of three planes."""
+    devices = [device for device in tpus("v4:2x2x3") if device.coords[:2] != [1, 1]]
+    with pytest.raises(ConfigError, match="the devices of v4:2x2x3 are 9 of the 12 of 1 x 2x2x3 chips, as their coord"):
+        arrange(devices, parse_slice("v4:2x2x3"), sizes(1, 3, 3))
+
+
+@pytest.mark.parametrize("name", ["cpu-8", "v4-16"])
+def test_virtual_devices_are_in_order(name):
+    """Those of a CPU, whatever slice the plan is for."""
+    devices = [Cpu(i) for i in (3, 1, 2, 0, 7, 5, 6, 4)]
+    mesh = arrange(devices, parse_slice(name), sizes(1, 4, 2))
+    assert [device.id for device in mesh.devices.flat] == list(range(8))
