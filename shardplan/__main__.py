@@ -13,7 +13,8 @@ def main() -> int:
     """Run the command that the first argument names; returns its exit code."""
     if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
         name = sys.argv[1]
-        return run(import_module(f"shardplan.{name}.__main__").main, f"shardplan {name}", sys.argv[2:])
+        module = import_module(f"shardplan.{name}.__main__")
+        return run(module.main, f"shardplan {name}", sys.argv[2:], getattr(module, "SUBCOMMANDS", None))
     if len(sys.argv) > 1 and sys.argv[1] in ("-h", "--help"):
         print(f"usage: shardplan {{{','.join(COMMANDS)}}} --config FILE [--key value ...]")
         return 0

@@ -115,6 +115,8 @@ class Config:
     """Of verify: compiler options, plan (those of the plan) or auto (curated ones, and which of them help)."""
     against: tuple[str, ...] = ()
     """Of verify: Plans, configurations, or Levanter configurations to rank beside this one."""
+    lint: str | None = None
+    """Of plan: a Levanter configuration whose hand-written trainer section is to be checked and repaired."""
     output: str = "results/eval.json"
     """Where eval writes its results."""
     dry_run: bool = False
@@ -198,7 +200,7 @@ def load(argv: Sequence[str], prog: str) -> Config:
     files, overrides = _split(argv)
     values: dict[str, Any] = {}
     for path in files:
-        values.update(_checked(_leaves(_read(path)), where=path))
+        values.update(_checked(leaves(_read(path)), where=path))
     values.update(_checked(overrides, where="command line"))
     return draccus.decode(Config, deflatten(values, sep="."))
 
@@ -259,15 +261,15 @@ def _read(path: str) -> dict[str, Any]:
     return loaded
 
 
-def _leaves(node: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(node: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value of nested sections."""
-    leaves: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in node.items():
         if isinstance(value, Mapping):
-            leaves.update(_leaves(value, f"{prefix}{key}."))
+            found.update(leaves(value, f"{prefix}{key}."))
         else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def _checked(values: dict[str, Any], where: str) -> dict[str, Any]:

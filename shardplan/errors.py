@@ -39,12 +39,17 @@ class CheckpointError(ShardplanError):
     exit_code = 4
 
 
+def closest(name: str, valid: Iterable[str]) -> str | None:
+    """The valid value closest to `name`, where one is close."""
+    # cutoff 0.5 finds `batchsize` -> `batch`, which difflib's default of 0.6 misses
+    return next(iter(get_close_matches(name, sorted(valid), n=1, cutoff=0.5)), None)
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint naming the valid value closest to `name`, or all of them where none is close."""
     choices = sorted(valid)
-    # cutoff 0.5 finds `batchsize` -> `batch`, which difflib's default of 0.6 misses
-    close = get_close_matches(name, choices, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(choices) or 'none'}"
+    close = closest(name, choices)
+    return f"did you mean {close!r}?" if close else f"valid: {', '.join(choices) or 'none'}"
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

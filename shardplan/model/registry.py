@@ -28,7 +28,7 @@ UNIFORM_WINDOW = ("mistral", "mixtral")
 """Types whose `sliding_window` holds in every layer, so that one attention mask expresses it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A Levanter model that has its shapes and no weights."""
 

@@ -1,11 +1,19 @@
-"""`python -m shardplan.plan --config C`: print the plan that eval would run; needs no accelerator and no weights."""
+"""`python -m shardplan.plan --config C`: print the plan that eval would run; needs no accelerator and no weights.
+
+With `--lint levanter.yaml`: what is wrong with a hand-written layout. `python -m shardplan.plan diff A.json B.json`:
+what differs between two plans.
+"""
 
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from shardplan.config import Config
+from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.plan.plan import Plan
 from shardplan.runtime.command import check_writable, run
 
@@ -16,6 +24,9 @@ def main(config: Config) -> None:
     check_targets(config)
     # Planning runs nothing on a device; without this JAX would look for accelerators first.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if config.lint is not None:
+        lint(config, config.lint)
+        return
     from shardplan.plan.planner import make_plan, with_plan
 
     config, given = with_plan(config)
@@ -32,6 +43,69 @@ def main(config: Config) -> None:
         verify_plan(config, plan, sys.stderr if config.json == "-" else sys.stdout)
 
 
+def lint(config: Config, path: str) -> None:
+    """Print what is wrong with the Levanter configuration `path`, its smallest repair, and the best plan beside it.
+
+    Raises:
+        InfeasibleError: it cannot run.
+    """
+    if config.plan is not None or config.verify:
+        raise ConfigError("lint plans by itself and compiles nothing; leave out --plan and --verify")
+    from shardplan.plan.repair import review
+    from shardplan.report import console, print_review, review_json
+
+    found = review(path, config)
+    if config.json is not None:
+        write_json(review_json(found), config.json)
+    if config.json != "-":
+        print_review(found, console(sys.stdout))
+    errors = found.lint.errors
+    if errors:
+        kinds = ", ".join(dict.fromkeys(error.kind for error in errors))
+        raise InfeasibleError(f"{path} cannot run as it is on {config.hardware.slice}: {kinds}")
+
+
+def diff(argv: Sequence[str]) -> None:
+    """`diff A.json B.json [--json PATH]`: print what differs between two Plan files.
+
+    Raises:
+        ConfigError: other arguments, or a file that is not a Plan.
+    """
+    from shardplan.plan.difference import difference
+    from shardplan.report import console, print_difference
+
+    (before, after), target = _diff_arguments(argv)
+    found = difference(Plan.load(before), Plan.load(after))
+    if target is not None:
+        write_json(found.to_json(), target)
+    if target != "-":
+        print_difference(before, after, found, console(sys.stdout))
+
+
+def _diff_arguments(argv: Sequence[str]) -> tuple[list[str], str | None]:
+    """The two paths, and where the JSON goes."""
+    rest = [part for token in argv for part in (token.split("=", 1) if token.startswith("--json=") else [token])]
+    target = None
+    if "--json" in rest[:-1]:
+        at = rest.index("--json")
+        target = rest[at + 1]
+        del rest[at : at + 2]
+    if len(rest) != 2 or any(path.startswith("--") for path in rest):
+        raise ConfigError(f"diff takes two Plan files and --json PATH, not {' '.join(argv) or 'nothing'!r}")
+    if target not in (None, "-"):
+        check_writable("json", str(target))
+    return rest, target
+
+
+def write_json(values: Any, target: str) -> None:
+    """Write JSON to the path `target`, or with `-` to stdout."""
+    text = json.dumps(values, indent=1) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        Path(target).write_text(text, encoding="utf-8")
+
+
 def check_targets(config: Config) -> None:
     """Complain about a place the Plan cannot be written to before planning rather than after."""
     if config.json not in (None, "-"):
@@ -41,8 +115,7 @@ def check_targets(config: Config) -> None:
 def show(plan: Plan, json_target: str | None) -> None:
     """Print the plan's tables, or with `-` its JSON; any other `json_target` is a file that gets the JSON as well."""
     if json_target == "-":
-        json.dump(plan.to_json(), sys.stdout, indent=1)
-        print()
+        write_json(plan.to_json(), json_target)
         return
     from shardplan.report import console, print_plan
 
@@ -51,5 +124,7 @@ def show(plan: Plan, json_target: str | None) -> None:
         plan.save(json_target)
 
 
+SUBCOMMANDS = {"diff": diff}
+
 if __name__ == "__main__":
-    raise SystemExit(run(main, "shardplan.plan"))
+    raise SystemExit(run(main, "shardplan.plan", subcommands=SUBCOMMANDS))

@@ -19,6 +19,10 @@ Mapping = dict[str, list[str]]
 """Logical axis -> mesh axes, major to minor. A logical axis that is absent is replicated."""
 
 
+Spec = list[list[str] | None]
+"""Mesh axes of each dimension of an array, None where it is not cut."""
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """Which model was planned."""
@@ -68,7 +72,7 @@ class ParameterPlan:
     path: str
     axes: dict[str, int]
     dtype: str
-    spec: list[list[str] | None]
+    spec: Spec
     """Mesh axes of each dimension, None where it is not cut."""
     bytes_per_device: int
 
@@ -206,3 +210,5 @@ class Plan:
             raise ConfigError(f"plan {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(f"plan {path} is not JSON: {one_line(error)}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error

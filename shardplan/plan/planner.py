@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from importlib import metadata
 
 from shardplan.config import KEYS, Config, HardwareConfig, MeshConfig, WorkloadConfig
@@ -273,6 +274,7 @@ def _lists(mapping: AxisMapping) -> dict[str, list[str]]:
     return {axis: list(mesh_axes) for axis, mesh_axes in mapping.items()}
 
 
+@cache  # reading the metadata takes longer than measuring a layout
 def _versions() -> dict[str, str]:
     """Installed versions of the packages that a plan depends on; empty where one is not installed."""
     versions = {}

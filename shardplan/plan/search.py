@@ -99,16 +99,7 @@ class Space:
     @cached_property
     def whole(self) -> frozenset[str]:
         """Logical axes that are not cut while computing."""
-        summed = {name for task in self.step.tasks if task.kind == "attention" for name, _ in task.contracted if name}
-        routed = {
-            name
-            for task in self.step.tasks
-            if task.groups > 1
-            for array in task.operands
-            for name, size in array.factors
-            if name and size == task.groups and array.weight is not None
-        }
-        return frozenset((summed - {self.position}) | routed)
+        return self.step.routed | {attention.head_size for attention in self.step.attention}
 
     @cached_property
     def components(self) -> tuple[tuple[str, ...], ...]:
@@ -286,7 +277,7 @@ def _work(space: Space, component: tuple[str, ...]) -> _Work:
 
 
 def _meetings(task: Task) -> Iterator[frozenset[str]]:
-    """Logical axes that cannot share a mesh axis: those of an array, and those of a loop over rows, columns and sums."""
+    """Logical axes that cannot share a mesh axis: those of an array, and those of a product and what it sums over."""
     yield from (frozenset(array.axes) for array in (*task.operands, *task.results))
     yield frozenset(task.results[0].axes) | {name for name, _ in task.contracted if name}
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
-from shardplan.model.trace import Array, Dim, Operation, Trace
+from shardplan.model.trace import SECOND, Array, Dim, Operation, Trace
 from shardplan.plan.fusion import Fusion, is_scores
 
 
@@ -61,6 +62,54 @@ class Step:
     vocab: str = ""
     """The logical axis of logits."""
 
+    @cached_property
+    def products(self) -> tuple[tuple[Task, Array], ...]:
+        """Products with a parameter, and the parameter."""
+        return tuple(
+            (task, array)
+            for task in self.tasks
+            if task.kind == "contraction"
+            for array in task.operands
+            if array.weight is not None
+        )
+
+    @cached_property
+    def routed(self) -> frozenset[str]:
+        """Logical axes that a token chooses parameters by: experts."""
+        return frozenset(
+            name for task, array in self.products if task.groups > 1 for name, size in array.factors
+            if name and size == task.groups and name not in task.results[0].axes
+        )  # fmt: skip
+
+    @cached_property
+    def attention(self) -> tuple["Attention", ...]:
+        """The kinds of attention that there are."""
+        found = []
+        for task in self.tasks:
+            if task.kind != "attention" or not is_scores(task.results[0]):
+                continue
+            scores = task.results[0].axes
+            positions = {name for name in scores if name.endswith(SECOND) or name + SECOND in scores}
+            heads = tuple(name for name in scores if name not in positions and name not in self.activation_axes)
+            sizes = [name for name, _ in task.contracted if name]
+            if heads and sizes:
+                whole = next(
+                    (name for name, parts in self.merged.items() if tuple(n for n, _ in parts) == heads), heads[0]
+                )
+                found.append(Attention(heads, whole, sizes[0]))
+        return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Names of the axes of one kind of attention."""
+
+    heads: tuple[str, ...]
+    """Logical axes that number the query heads where scores are made, major to minor; keys have the first."""
+    merged: str
+    """Logical axis that numbers them where the result is projected: `heads` flattened into one."""
+    head_size: str
+
 
 def prepare(trace: Trace) -> Step:
     """The tasks and moments of `trace`."""
@@ -101,8 +150,7 @@ class _Sequence:
             else:
                 used = tuple(weight for weight, (first, end) in weights.items() if first <= i <= end)
                 moments.append(self._moment(operation, tuple(self.arrays[value] for value in here), used))
-                self.tasks.append(self._task(operation))
-                self.tasks += map(self._task, fusion.products_in(operation))
+                self.tasks += map(self._task, (*fusion.products_in(operation), operation))
             alive = {value for value in alive if last.get(value, -1) > i or value in fusion.kept}
         return moments
 

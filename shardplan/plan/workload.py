@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import equinox as eqx
@@ -106,6 +107,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     return trace_jaxpr(jaxpr, arguments)
 
 
+@lru_cache(maxsize=16)
 def plan_step(model: Model, workload: Workload) -> Step:
     """The step of `workload`, traced and prepared for planning."""
     step = prepare(trace_step(model, workload))

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardplan.hardware import GIB
-from shardplan.plan.plan import Mapping, ParameterPlan, Plan
+from shardplan.plan.plan import Mapping, ParameterPlan, Plan, Spec
 from shardplan.report.levanter import trainer_yaml
 
 PIPED_WIDTH = 240
@@ -74,17 +74,17 @@ def _parameters(plan: Plan) -> Table:
         table.add_row(
             parameter.path,
             ", ".join(f"{axis} {size}" for axis, size in parameter.axes.items()),
-            partition_spec(parameter),
+            spec_text(parameter.spec),
             str(_devices(parameter, plan.mesh)),
             f"{parameter.bytes_per_device / 2**20:,.2f}",
         )
     return table
 
 
-def partition_spec(parameter: ParameterPlan) -> str:
+def spec_text(spec: Spec) -> str:
     """As JAX prints it: `P(None, 'model', ('data', 'replica'))`."""
     entries = []
-    for mesh_axes in parameter.spec:
+    for mesh_axes in spec:
         if not mesh_axes:
             entries.append("None")
         elif len(mesh_axes) == 1:

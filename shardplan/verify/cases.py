@@ -69,15 +69,8 @@ def _levanter_case(path: str, config: Config) -> Case:
     """A hand-written mesh and mappings, for the model, the slice and the positions of `config`."""
     hardware = parse_slice(config.hardware.slice)
     layout = read_levanter_config(path, hardware.devices, hardware.slices)
-    work = config.workload
-    work = dataclasses.replace(
-        work,
-        batch=layout.batch or work.batch,
-        param_dtype=layout.param_dtype or work.param_dtype,
-        compute_dtype=layout.compute_dtype or work.compute_dtype,
-    )
-    config = dataclasses.replace(config, workload=work)
-    model = build_model(_hf_config(config), work.position)
+    config = dataclasses.replace(config, workload=layout.workload(config.workload))
+    model = build_model(_hf_config(config), config.workload.position)
     plan = plan_layout(config, model, layout.mesh, layout.compute_mapping, layout.param_mapping)
     return plan_case(config, plan, path)
 

@@ -24,6 +24,7 @@ from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model
 from shardplan.plan.plan import Plan
 from shardplan.runtime.command import check_writable
+from shardplan.step import attention_backend
 from shardplan.verify.compiled import Compiled
 from shardplan.verify.read import read_verdict
 from shardplan.verify.topology import environment
@@ -35,8 +36,11 @@ PROGRAMS = "jit_(evaluate|train|prefill|assemble)"
 PYTHON_ERROR = 1
 """Exit code of a Python process that an exception ended."""
 POLL_SECONDS = 0.1
-CODE = ("hardware/*", "runtime/devices", "model/*", "step/*", "checkpoint/assemble", "verify/worker", "verify/topology")
-"""Modules of shardplan that make what is compiled of a plan."""
+CODE = (
+    "hardware/*", "runtime/devices", "model/corrections", "model/forward", "model/hf_config", "model/registry", "step/*",
+    "checkpoint/assemble", "verify/worker", "verify/topology",
+)  # fmt: skip
+"""Modules of shardplan that make what is compiled of a plan; which attention that runs is asked beside."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,7 @@ def _cached(case: Case, compiler: CompilerConfig) -> Path | None:
         "slice": plan.hardware.slice,
         "mesh": list(plan.mesh.items()),
         "mappings": [plan.compute_mapping, plan.param_mapping],
+        "attention": attention_backend(case.model, plan),
         "program": case.program,
         "options": case.options,
         "versions": versions(),

@@ -11,7 +11,7 @@ import yaml
 
 from shardplan.plan.planner import make_plan
 from shardplan.report import console, print_plan, trainer_yaml
-from shardplan.report.tables import partition_spec
+from shardplan.report.tables import spec_text
 
 
 @pytest.fixture
@@ -56,12 +56,11 @@ def test_tables_are_never_cut_when_piped(plan):
     print_plan(plan, console(stream))
     text = stream.getvalue()
     for parameter in plan.parameters:
-        assert parameter.path in text and partition_spec(parameter) in text
+        assert parameter.path in text and spec_text(parameter.spec) in text
     assert "…" not in text
     assert f"mesh             replica 2 x data 2 x model 2 = 8 devices of {plan.hardware.slice}" in text
     assert "fits cpu-8" in text and "trainer:" in text
 
 
-def test_partition_spec_text(plan):
-    parameter = dataclasses.replace(plan.parameters[0], spec=[None, ["model"], ["data", "replica"]])
-    assert partition_spec(parameter) == "P(None, 'model', ('data', 'replica'))"
+def test_partition_spec_text():
+    assert spec_text([None, ["model"], ["data", "replica"]]) == "P(None, 'model', ('data', 'replica'))"

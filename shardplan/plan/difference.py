@@ -1,0 +1,121 @@
+"""What differs between two Plans. Pure: how they were searched for, and by which versions, is left out."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.config import leaves
+from shardplan.plan.plan import ParameterPlan, Plan, Spec
+
+SETTINGS = ("model", "workload", "hardware", "compiler_options", "attention")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that differs; None where one of the two has none."""
+
+    name: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class SpecChange:
+    """Parameters whose dimensions are cut in the same old and in the same new way."""
+
+    axes: list[str]
+    """Logical axes of the parameters."""
+    before: Spec | None
+    """Mesh axes of each dimension; None where the plan has no such parameter."""
+    after: Spec | None
+    bytes_before: int
+    """Per device, of all of them together."""
+    bytes_after: int
+    parameters: list[str]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Every part lists what differs, and is empty where nothing does."""
+
+    settings: list[Change]
+    """Of the model, the workload, the slice, compiler options and attention."""
+    mesh: list[Change]
+    """Sizes, by mesh axis."""
+    compute_mapping: list[Change]
+    """Mesh axes, by logical axis."""
+    param_mapping: list[Change]
+    parameters: list[SpecChange]
+    memory: list[Change]
+    """Bytes per device, by part."""
+    cost: list[Change]
+    """Seconds of a step, and of its compute."""
+    collectives: list[Change]
+    """Seconds of a step, by kind and cause; the largest change first."""
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return dataclasses.asdict(self)
+
+
+def difference(before: Plan, after: Plan) -> Difference:
+    """What differs between two plans."""
+    return Difference(
+        settings=_changes(_settings(before), _settings(after)),
+        mesh=_changes(before.mesh, after.mesh),
+        compute_mapping=_changes(before.compute_mapping, after.compute_mapping),
+        param_mapping=_changes(before.param_mapping, after.param_mapping),
+        parameters=_specs(before.parameters, after.parameters),
+        memory=_changes(vars(before.memory), vars(after.memory)),
+        cost=_changes(_seconds(before), _seconds(after)),
+        collectives=sorted(
+            _changes(_collectives(before), _collectives(after)),
+            key=lambda change: -abs((change.after or 0.0) - (change.before or 0.0)),
+        ),
+    )
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    values = plan.to_json()
+    return leaves({name: values[name] for name in SETTINGS})
+
+
+def _seconds(plan: Plan) -> dict[str, float]:
+    return {"step": plan.cost.step_seconds, "compute": plan.cost.compute_seconds}
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    names = dict.fromkeys((*before, *after))
+    return [Change(n, before.get(n), after.get(n)) for n in names if before.get(n) != after.get(n)]
+
+
+def _specs(before: list[ParameterPlan], after: list[ParameterPlan]) -> list[SpecChange]:
+    """Parameters that are cut in another way, or that one plan has alone, by axes and ways; the largest first."""
+    old, new = ({parameter.path: parameter for parameter in parameters} for parameters in (before, after))
+    groups: dict[str, SpecChange] = {}
+    for path in dict.fromkeys((*old, *new)):
+        a, b = old.get(path), new.get(path)
+        axes = list((a or new[path]).axes)
+        was, becomes = a.spec if a else None, b.spec if b else None
+        if was == becomes:
+            continue
+        group = groups.setdefault(str((axes, was, becomes)), SpecChange(axes, was, becomes, 0, 0, []))
+        groups[str((axes, was, becomes))] = dataclasses.replace(
+            group,
+            bytes_before=group.bytes_before + (a.bytes_per_device if a else 0),
+            bytes_after=group.bytes_after + (b.bytes_per_device if b else 0),
+            parameters=[*group.parameters, path],
+        )
+    return sorted(groups.values(), key=lambda change: -max(change.bytes_before, change.bytes_after))
+
+
+def _collectives(plan: Plan) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for collective in plan.cost.collectives:
+        seconds[f"{collective.kind}, {collective.cause}"] += collective.seconds
+    return dict(seconds)

@@ -1,0 +1,141 @@
+"""The smallest edit of a hand-written configuration that leaves no error, and the best plan beside it."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.config import Config, leaves
+from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.hardware import GIB
+from shardplan.plan.edit import candidate_edits, difference
+from shardplan.plan.levanter_config import read_file
+from shardplan.plan.lint import Lint, Target, lint, target_of
+from shardplan.plan.plan import Plan
+from shardplan.plan.planner import make_plan
+from shardplan.plan.search import TIME_RESOLUTION
+
+MOST_EDITS = 8
+FRONTIER = 100
+"""Unfinished configurations that are edited further, of every number of edits."""
+NEAR = 1.1
+"""A step at most this many times as long as the best plan's is good enough."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A configuration without errors, near one with errors."""
+
+    edits: int
+    """Keys that were changed, added, removed or renamed."""
+    lines: list[str]
+    """The keys that differ, as a unified diff."""
+    lint: Lint
+    """What there still is to say of it: warnings."""
+
+
+@dataclass(frozen=True)
+class Review:
+    """A configuration, what is wrong with it, and what could be instead."""
+
+    path: str
+    lint: Lint
+    repair: Repair | None
+    """The smallest edit that leaves no error; None where there is none to leave, or no edit was found."""
+    faster: Repair | None
+    """Where the step is not `NEAR` the best plan's: the smallest edit after which it is, or the fastest seen."""
+    best: Plan | None
+    why_no_best: str = ""
+
+
+def review(path: str, config: Config) -> Review:
+    """Lint the Levanter configuration `path` for the model, slice and workload of `config`, and look for better ones.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    values = read_file(path)
+    model = values.get("model")
+    target = target_of(config, model.get("attn_backend") if isinstance(model, dict) else None)
+    found = lint(values["trainer"], target)
+    best, why = None, ""
+    try:
+        best = make_plan(dataclasses.replace(config, workload=found.subject.workload), target.model)
+    except (ConfigError, InfeasibleError) as error:
+        why = str(error)
+    if best is None:  # where no plan fits no edit does
+        return Review(path, found, None, None, None, why)
+    repair = smallest_edit(found, target) if found.errors else None
+    runs = repair.lint.plan if repair else found.plan
+    faster = None
+    if runs and runs.cost.step_seconds > NEAR * best.cost.step_seconds:
+        faster = smallest_edit(found, target, NEAR * best.cost.step_seconds)
+        if faster and _seconds(faster.lint) * NEAR > runs.cost.step_seconds:
+            faster = None  # not worth it
+    return Review(path, found, repair, faster, best)
+
+
+def smallest_edit(start: Lint, target: Target, most_seconds: float = math.inf) -> Repair | None:
+    """The fewest edits that leave no error, and a step of at most `most_seconds`, or else the fastest that was seen.
+
+    Of as many edits the fastest step, and among those that are equally fast to the model's resolution the lowest peak.
+
+    Searched by number of edits. Where there are errors only edits of an axis that the first one is about are made, for
+    one of those has to change. Only the `FRONTIER` unfinished configurations that are closest to done are edited
+    further, so that of many edits a smaller number may be missed.
+    """
+    frontier, seen = [start], {_identity(start.trainer)}
+    available = target.hardware.generation.hbm_gib * GIB
+    fastest: Repair | None = None
+    for edits in range(1, MOST_EDITS + 1):
+        found: list[Lint] = []
+        unfinished: list[Lint] = []
+        for state in frontier:
+            for trainer in _edited(state):
+                identity = _identity(trainer)
+                if identity in seen:
+                    continue
+                seen.add(identity)
+                try:
+                    child = lint(trainer, target)
+                except ConfigError:
+                    continue
+                (found if not child.errors and _seconds(child) <= most_seconds else unfinished).append(child)
+        runs = found or [state for state in unfinished if not state.errors]
+        if runs:
+            best = _choose(runs)
+            if fastest is None or _seconds(best) < _seconds(fastest.lint):
+                fastest = Repair(edits, difference(start.trainer, best.trainer), best)
+        if found:
+            return fastest
+        frontier = sorted(unfinished, key=lambda state: _distance(state, available))[:FRONTIER]
+    return fastest
+
+
+def _choose(found: list[Lint]) -> Lint:
+    equal = min(map(_seconds, found)) * (1 + TIME_RESOLUTION)
+    return min((f for f in found if _seconds(f) <= equal), key=lambda f: (f.needed_bytes, _seconds(f), len(f.findings)))
+
+
+def _seconds(state: Lint) -> float:
+    return state.plan.cost.step_seconds if state.plan else math.inf
+
+
+def _edited(state: Lint) -> Iterable[dict[str, Any]]:
+    axes = state.errors[0].axes if state.errors else None
+    for edit in candidate_edits(state.trainer, state.subject):
+        if not axes or axes & edit.axes:
+            yield edit.apply(state.trainer)
+
+
+def _identity(trainer: Mapping[str, Any]) -> str:
+    return repr(sorted(leaves(trainer).items(), key=lambda item: item[0]))
+
+
+def _distance(state: Lint, available: float) -> tuple[int, float]:
+    """How far from done: how many errors, too much memory being one, and how much memory; without errors, how slow."""
+    if not state.errors:
+        return 0, _seconds(state)
+    needed = state.needed_bytes
+    return sum(bool(error.axes) for error in state.errors) + (needed > available), needed

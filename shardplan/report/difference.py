@@ -1,0 +1,53 @@
+"""What differs between two Plans, as text."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardplan.hardware import GIB
+from shardplan.plan.difference import Change, Difference
+from shardplan.report.tables import spec_text
+
+
+def print_difference(before: str, after: str, difference: Difference, out: Console) -> None:
+    """Part by part, `before` and `after` being what to call the plans."""
+    if not difference:
+        out.print("the plans are the same")
+        return
+    parts: list[tuple[str, Iterable[Change], Callable[[Any], str]]] = [
+        ("Settings", difference.settings, str),
+        ("Mesh", difference.mesh, str),
+        ("Mapping while computing", difference.compute_mapping, " x ".join),
+        ("Mapping at rest", difference.param_mapping, " x ".join),
+        ("Memory, GiB per device", difference.memory, lambda amount: f"{amount / GIB:.3f}"),
+        ("Estimated seconds", [*difference.cost, *difference.collectives], lambda seconds: f"{seconds:.4g}"),
+    ]
+    for title, changes, text in parts:
+        table = _table(title, "", before, after)
+        for change in changes:
+            table.add_row(change.name, *("-" if v is None else text(v) for v in (change.before, change.after)))
+        if table.row_count:
+            out.print(table)
+    if difference.parameters:
+        out.print(_parameters(before, after, difference))
+
+
+def _parameters(before: str, after: str, difference: Difference) -> Table:
+    table = _table("Parameters", "parameters", before, after)
+    table.add_column("MiB/device", justify="right")
+    for change in difference.parameters:
+        table.add_row(
+            f"{', '.join(change.parameters)} ({', '.join(change.axes)})",
+            *("-" if spec is None else spec_text(spec) for spec in (change.before, change.after)),
+            f"{change.bytes_before / 2**20:,.2f} -> {change.bytes_after / 2**20:,.2f}",
+        )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

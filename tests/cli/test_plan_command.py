@@ -1,0 +1,117 @@
+"""`plan --lint` and `plan diff` as a user runs them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from test_commands import ROOT, fails, run
+
+from shardplan.plan.plan import Plan
+
+CONFIG = "--config=configs/405b.yaml"
+
+
+def test_lint_of_what_runs():
+    done = run("plan", CONFIG, "--lint", "configs/levanter/405b-usual.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "predicted: peak 6.64 of 30.75 GiB per device, a step of about " in done.stdout
+    assert "the best plan: peak " in done.stdout and "the smallest edit" not in done.stdout
+
+
+def test_lint_of_what_does_not_run(tmp_path):
+    path = tmp_path / "lint.json"
+    done = run("plan", CONFIG, "--lint", "configs/levanter/405b-heads-mlp.yaml", "--json", path)
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "shardplan.plan: configs/levanter/405b-heads-mlp.yaml cannot run as it is on v4-256: heads, memory, replicated"
+    )
+    lines = done.stdout.splitlines()
+    assert "error heads at trainer.axis_resources.heads" in lines
+    at = lines.index("  -trainer.model_axis_size: 128")
+    assert lines[at - 1].startswith("the smallest edit that leaves no error: 2 edits; peak ")
+    assert lines[at + 1 : at + 3] == ["  +trainer.model_axis_size: 8", "  +trainer.axis_resources.kv_head: model"]
+    best = yaml.safe_load(done.stdout.split("GiB per device")[-1].partition("\n")[2])
+    assert best["trainer"]["model_axis_size"] == 8
+    values = json.loads(path.read_text())
+    assert [finding["kind"] for finding in values["findings"]] == ["heads", "memory", "replicated", "loading"]
+    assert values["findings"][0]["where"] == ["trainer.axis_resources.heads"]
+    assert values["repair"]["trainer"]["axis_resources"]["kv_head"] == "model"
+    assert values["best"]["trainer"] == best["trainer"]
+    assert values["predicted"]["peak"] > values["predicted"]["available"] >= values["repair"]["predicted"]["peak"]
+
+
+def test_lint_reads_the_attention_backend_of_the_file(tmp_path):
+    values = yaml.safe_load((ROOT / "configs" / "levanter" / "405b-q-heads.yaml").read_text())
+    (tmp_path / "levanter.yaml").write_text(yaml.safe_dump({**values, "model": {"attn_backend": "jax_flash"}}))
+    done = run("plan", CONFIG, "--lint", tmp_path / "levanter.yaml", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert {finding["kind"] for finding in json.loads(done.stdout)["findings"]} == {"loading", "hardly cut"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "levanter.yaml cannot be read: "),
+        ("trainer: [", "levanter.yaml is not YAML: "),
+        ("model: {}", "levanter.yaml holds the sections model, but no trainer section; is it for Levanter?"),
+        ("trainer: {axis_resources: {mlp: modle}}", "to the unknown mesh axis 'modle'; did you mean 'model'?"),
+    ],
+)
+def test_lint_of_unreadable_files(tmp_path, text, message):
+    path = tmp_path / "levanter.yaml"
+    if text is not None:
+        path.write_text(text)
+    fails(run("plan", CONFIG, "--lint", path), 2, message)
+
+
+@pytest.mark.parametrize("other", ["--verify", "--plan=plan.json"])
+def test_lint_goes_alone(other):
+    message = "lint plans by itself and compiles nothing; leave out --plan and --verify"
+    fails(run("plan", CONFIG, "--lint", "configs/levanter/405b-usual.yaml", other), 2, message)
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    """Two plans of one model, for meshes that differ."""
+    folder = tmp_path_factory.mktemp("plans")
+    for model in (2, 4):
+        done = run("plan", "--config=configs/8b.yaml", f"--mesh.model={model}", "--json", folder / f"{model}.json")
+        assert done.returncode == 0, done.stderr
+    return folder / "2.json", folder / "4.json"
+
+
+def test_diff(plans):
+    done = run("plan", "diff", *plans)
+    assert done.returncode == 0, done.stderr
+    assert "Mesh" in done.stdout and "Memory, GiB per device" in done.stdout and "Estimated seconds" in done.stdout
+    assert run("plan", "diff", plans[0], plans[0]).stdout == "the plans are the same\n"
+    console_script = subprocess.run(
+        [sys.executable, "-m", "shardplan", "plan", "diff", *plans, "--json", "-"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert console_script.returncode == 0, console_script.stderr
+    values = json.loads(console_script.stdout)
+    before, after = (Plan.load(str(path)) for path in plans)
+    assert {"name": "model", "before": before.mesh["model"], "after": after.mesh["model"]} in values["mesh"]
+
+
+def test_diff_to_a_file(plans, tmp_path):
+    done = run("plan", "diff", *plans, f"--json={tmp_path / 'diff.json'}")
+    assert done.returncode == 0 and "Mesh" in done.stdout
+    assert json.loads((tmp_path / "diff.json").read_text())["mesh"]
+
+
+def test_diff_of_what_is_no_plan(plans, tmp_path):
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps({**json.loads(plans[0].read_text()), "schema_version": 0}))
+    fails(
+        run("plan", "diff", plans[0], old), 2, f"{old}: plan has schema_version 0; this shardplan reads 1; plan again"
+    )
+    fails(run("plan", "diff", plans[0], tmp_path / "no.json"), 2, "no.json cannot be read: No such file or directory")
+    fails(run("plan", "diff", plans[0]), 2, "diff takes two Plan files and --json PATH, not ")
+    fails(run("plan", "diff", *plans, "--jsn", "-"), 2, "diff takes two Plan files and --json PATH, not ")
+    fails(run("plan", "diff", *plans, "--json", tmp_path), 2, f"json '{tmp_path}' cannot be written: Is a directory")

@@ -1,0 +1,131 @@
+"""The smallest edit: no fewer would do, what it leads to has no error, and its lines say all of it."""
+
+import itertools
+
+import pytest
+import yaml
+from test_lint import LLAMA, ROOT, STORIES, trainer_of
+
+from shardplan import config as configuration
+from shardplan.plan.edit import Edit, candidate_edits, difference
+from shardplan.plan.levanter_config import read_levanter_config
+from shardplan.plan.lint import lint, target_of
+from shardplan.plan.repair import NEAR, review, smallest_edit
+
+
+@pytest.fixture(scope="module")
+def target():
+    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.batch=16"]
+    return target_of(configuration.load(argv, "test"))
+
+
+BROKEN = {
+    "misspelt": "{model_axis_size: 8, fsdp_axis: null, axis_resources: {mlp: model, heads: model, kv_heads: model}}",
+    "duplicate": "{model_axis_size: 4, axis_resources: {mlp: model, kv_head: model, head_size: model}}",
+    "mesh size": "{model_axis_size: 3, axis_resources: {mlp: model, kv_head: model}}",
+    "batch": "{train_batch_size: 4, axis_resources: {mlp: model}}",
+    "mesh schema": "{mesh: {axes: {model: 16}, shared_mapping: {kv_head: model}}}",
+    "list": "{model_axis_size: 2, parameter_axis_resources: {mlp: [model, data]}}",
+    "tensor parallel": "{model_axis_size: 2, tensor_parallel_axes: [mlp, q_heads_per_group, vocab]}",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_no_single_edit_is_overlooked(target, name):
+    """Against every candidate edit, without the restriction to what the first error is about."""
+    start = lint(yaml.safe_load(BROKEN[name]), target)
+    assert start.errors
+    repair = smallest_edit(start, target)
+    assert repair is not None and not repair.lint.errors
+    mended = [
+        child
+        for edit in candidate_edits(start.trainer, start.subject)
+        if not (child := lint(edit.apply(start.trainer), target)).errors
+    ]
+    assert (repair.edits == 1) == bool(mended)
+    if mended:
+        fastest = min(child.plan.cost.step_seconds for child in mended)
+        assert repair.lint.plan.cost.step_seconds <= 1.05 * fastest
+
+
+def test_two_edits_where_one_does_not_do(target):
+    """Of the three axes of queries only one can stay; against every pair of candidate edits."""
+    trainer = yaml.safe_load(
+        "{model_axis_size: 8, fsdp_axis: embed,"
+        " axis_resources: {mlp: model, vocab: model, kv_head: model, q_heads_per_group: model, head_size: model}}"
+    )
+    start = lint(trainer, target)
+    repair = smallest_edit(start, target)
+    assert repair is not None and repair.edits == 2
+    assert set(repair.lines) >= {"-trainer.axis_resources.q_heads_per_group: model"}
+    best = min(
+        child.plan.cost.step_seconds
+        for first, second in itertools.combinations(candidate_edits(trainer, start.subject), 2)
+        if not {*first.values, *first.removed} & {*second.values, *second.removed}
+        if not (child := lint(second.apply(first.apply(trainer)), target)).errors
+    )
+    assert repair.lint.plan is not None and repair.lint.plan.cost.step_seconds <= 1.05 * best
+
+
+def test_nothing_is_proposed_where_nothing_fits(target):
+    argv = [f"--model.config={LLAMA}", "--hardware.slice=v5e-1", "--workload.batch=16"]
+    small = target_of(configuration.load(argv, "test"))
+    start = lint({}, small)
+    assert start.errors[0].kind == "memory"
+    assert smallest_edit(start, small) is None
+
+
+@pytest.fixture(scope="module")
+def config_405b():
+    return configuration.load(["--config", str(ROOT / "configs" / "405b.yaml")], "test")
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_repaired_configurations_read_back_without_errors(config_405b, name, tmp_path):
+    found = review(str(ROOT / "configs" / "levanter" / f"{name}.yaml"), config_405b)
+    assert found.best is not None
+    assert (found.repair is None) == (name == "405b-usual")
+    for repair in filter(None, (found.repair, found.faster)):
+        path = tmp_path / "repaired.yaml"
+        path.write_text(yaml.safe_dump({"trainer": repair.lint.trainer}))
+        again = review(str(path), config_405b)
+        assert not again.lint.errors and again.repair is None
+        assert again.lint.plan is not None and again.lint.plan.memory.peak <= again.lint.plan.memory.available
+        layout = read_levanter_config(str(path), 128)
+        assert again.lint.plan.compute_mapping == layout.compute_mapping
+        assert repair.lines == difference(trainer_of(name), repair.lint.trainer)
+    last = found.faster or found.repair
+    if last is not None and last.lint.plan is not None:
+        assert last.lint.plan.cost.step_seconds <= NEAR * found.best.cost.step_seconds
+
+
+def test_heads_on_a_model_axis_of_all_devices(config_405b):
+    """What the smallest edit is can be said by hand: as many devices on model as key heads, and the key heads there."""
+    start = lint(trainer_of("405b-heads-mlp"), target_of(config_405b))
+    repair = smallest_edit(start, target_of(config_405b))
+    assert repair is not None and repair.lines == [
+        "-trainer.model_axis_size: 128",
+        "+trainer.model_axis_size: 8",
+        "+trainer.axis_resources.kv_head: model",
+    ]
+
+
+def test_an_edit_leaves_what_it_was_applied_to_alone():
+    before = {"fsdp_axis": None, "axis_resources": {"mlp": "model", "kv_heads": "model"}, "seed": 3}
+    edit = Edit(
+        {"trainer.axis_resources.kv_head": "model", "trainer.parameter_axis_resources.embed": ["model", "data"]},
+        ("trainer.axis_resources.kv_heads", "trainer.fsdp_axis"),
+    )
+    after = edit.apply(before)
+    assert before["axis_resources"] == {"mlp": "model", "kv_heads": "model"}
+    assert after == {
+        "axis_resources": {"mlp": "model", "kv_head": "model"},
+        "parameter_axis_resources": {"embed": ["model", "data"]},
+        "seed": 3,
+    }
+    assert difference(before, after) == [
+        "-trainer.fsdp_axis: null",
+        "-trainer.axis_resources.kv_heads: model",
+        "+trainer.axis_resources.kv_head: model",
+        "+trainer.parameter_axis_resources.embed: [model, data]",
+    ]
