@@ -128,7 +128,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """The best plan on any other mesh."""
+    """The best plan that has another mesh, or other mesh axes on batch, positions or the residual axis at rest."""
 
     mesh: dict[str, int]
     step_seconds: float

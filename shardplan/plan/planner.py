@@ -48,30 +48,52 @@ def make_plan(config: Config, model: Model | None = None, nearest_miss: bool = F
         ConfigError: an unusable configuration.
         InfeasibleError: nothing fits; says how much memory is lacking at least.
     """
+    return rank_plans(config, 1, model, nearest_miss)[0]
+
+
+def rank_plans(config: Config, count: int, model: Model | None = None, nearest_miss: bool = False) -> list[Plan]:
+    """The `count` fastest plans that fit, the fastest first; see `make_plan`.
+
+    No two have mesh, batch, positions and residual axis alike. Fewer, where there are not so many.
+    """
     hardware = parse_slice(config.hardware.slice)
     pinned = {"replica": config.mesh.replica, "data": config.mesh.data, "model": config.mesh.model}
     meshes = mesh_shapes(hardware, pinned)
     model = model or model_of(config)
     axes, workload = inspect_model(model), _workload(config)
     step = plan_step(model, workload)
-    factors = calibration(hardware.generation.name)
-    space = Space(
-        step, BATCH_AXIS, axes.position, axes.residual, hardware, factors, habits(hardware),
-        hardware.generation.hbm_gib * GIB / (1 + factors.memory_error), kernels=not hardware.is_cpu,
-    )  # fmt: skip
+    space = _space(step, axes, hardware)
     started = time.perf_counter()
-    outcome = search(space, meshes)
+    outcome = search(space, meshes, count + 1)
     if not outcome.ranked and not hardware.is_cpu:
         # without a kernel attention is slow, and the compiler's text does not say how slow
-        outcome = search(replace(space, kernels=False), meshes)
+        outcome = search(replace(space, kernels=False), meshes, count + 1)
     seconds = time.perf_counter() - started
     if outcome.nearest_miss is not None and not nearest_miss:
         raise _failure(outcome.nearest_miss, hardware)
-    best = outcome.nearest_miss or outcome.ranked[0]
-    layout = space.layout(best.mesh, best.compute, best.params)
-    cost = _cost(step, layout, hardware)
-    found = _search_info(outcome, best, cost, seconds)
-    return _describe(config, axes, workload, hardware, step, layout, found)
+    candidates = [outcome.nearest_miss] if outcome.nearest_miss else outcome.ranked
+    plans = []
+    for candidate, runner_up in zip(candidates, [*candidates[1:], None], strict=True):
+        layout = space.layout(candidate.mesh, candidate.compute, candidate.params)
+        cost = _cost(step, layout, hardware)
+        found = _search_info(outcome, candidate, runner_up, cost, seconds)
+        plans.append(_describe(config, axes, workload, hardware, step, layout, cost, found))
+    return plans[:count]
+
+
+def _space(step: Step, axes: ModelAxes, hardware: Slice) -> Space:
+    factors = calibration(hardware.generation.name)
+    return Space(
+        step=step,
+        batch=BATCH_AXIS,
+        position=axes.position,
+        residual=axes.residual,
+        hardware=hardware,
+        calibration=factors,
+        habits=habits(hardware),
+        available=hardware.generation.hbm_gib * GIB / (1 + factors.memory_error),
+        kernels=not hardware.is_cpu,
+    )
 
 
 def plan_layout(config: Config, model: Model, mesh: MeshShape, compute: Mapping, params: Mapping) -> Plan:
@@ -88,7 +110,7 @@ def plan_layout(config: Config, model: Model, mesh: MeshShape, compute: Mapping,
         for axis in sorted({*compute, *params} - known)
     ]
     given = SearchInfo(1, False, 0.0, None, {}, reasons)
-    return _describe(config, axes, workload, hardware, step, layout, given)
+    return _describe(config, axes, workload, hardware, step, layout, _cost(step, layout, hardware), given)
 
 
 def with_plan(config: Config) -> tuple[Config, Plan | None]:
@@ -175,6 +197,7 @@ def _describe(
     hardware: Slice,
     step: Step,
     layout: Layout,
+    cost: CostPlan,
     found: SearchInfo,
 ) -> Plan:
     params = layout.params
@@ -204,7 +227,7 @@ def _describe(
             for p, size in zip(axes.parameters, sizes, strict=True)
         ],
         memory=_memory(step, layout, hardware),
-        cost=_cost(step, layout, hardware),
+        cost=cost,
         search=found,
         compiler_options={} if hardware.is_cpu else dict(PLANNED),
         versions=_versions(),
@@ -240,7 +263,9 @@ def _cost(step: Step, layout: Layout, hardware: Slice) -> CostPlan:
     return CostPlan(total, compute, sorted(collectives, key=lambda collective: -collective.bytes))
 
 
-def _search_info(outcome: Outcome, best: Candidate, cost: CostPlan, seconds: float) -> SearchInfo:
+def _search_info(
+    outcome: Outcome, best: Candidate, runner_up: Candidate | None, cost: CostPlan, seconds: float
+) -> SearchInfo:
     gathers = sum(c.seconds for c in cost.collectives if c.cause.startswith(GATHER))
     others = sum(c.seconds for c in cost.collectives) - gathers
     reasons = [
@@ -250,10 +275,10 @@ def _search_info(outcome: Outcome, best: Candidate, cost: CostPlan, seconds: flo
         f"of weights {gathers:.3g} s ({max(0.0, cost.step_seconds - cost.compute_seconds - others):.3g} s not hidden "
         "behind compute)",
     ]
-    runner_up = outcome.ranked[1] if len(outcome.ranked) > 1 else None
     if runner_up is not None:
         reasons.append(
-            f"next best mesh {_mesh_text(runner_up.mesh)}: {runner_up.seconds / best.seconds - 1:+.1%} time, "
+            f"runner-up: mesh {_mesh_text(runner_up.mesh)}, {_mapping_text(runner_up.compute)}; at rest "
+            f"{_mapping_text(runner_up.params)}: {runner_up.seconds / best.seconds - 1:+.1%} time, "
             f"{(runner_up.peak_bytes - best.peak_bytes) / GIB:+.2f} GiB"
         )
     return SearchInfo(
@@ -268,6 +293,10 @@ def _search_info(outcome: Outcome, best: Candidate, cost: CostPlan, seconds: flo
 
 def _mesh_text(mesh: MeshShape) -> str:
     return "(" + ", ".join(f"{axis} {size}" for axis, size in mesh.items()) + ")"
+
+
+def _mapping_text(mapping: AxisMapping) -> str:
+    return ", ".join(f"{axis} -> {' x '.join(mesh_axes)}" for axis, mesh_axes in mapping.items()) or "all whole"
 
 
 def _lists(mapping: AxisMapping) -> dict[str, list[str]]:

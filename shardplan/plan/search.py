@@ -55,7 +55,7 @@ class Outcome:
     """What the search found."""
 
     ranked: list[Candidate] = field(default_factory=list)
-    """The best candidate of each of the best meshes, the fastest first."""
+    """The best candidates, the fastest first."""
     nearest_miss: Candidate | None = None
     """The candidate that needs least memory, when none fits."""
     evaluated: int = 0
@@ -162,28 +162,41 @@ def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str
 
 
 def search(space: Space, meshes: Sequence[dict[str, int]], keep: int = 2) -> Outcome:
-    """The fastest candidates that fit, one for each of the `keep` best meshes."""
+    """The `keep` fastest candidates that fit, of which no two have mesh, batch, positions and residual axis alike."""
     outcome = Outcome()
     frames = sorted(_frames(space, meshes, outcome), key=lambda frame: frame.bound)
     frames = [frame for frame in frames if frame.bound < math.inf]
-    best: dict[tuple[int, ...], Candidate] = {}
+    ranking = _Ranking(keep)
     for frame in frames:
-        shape = tuple(frame.mesh.values())
-        seconds = sorted(candidate.seconds for other, candidate in best.items() if other != shape)
-        limit = min(
-            seconds[keep - 1] if len(seconds) >= keep else math.inf,
-            best[shape].seconds if shape in best else math.inf,
-        )
-        found = frame.best(limit)
-        if found is None or any(_is_same(found, other) for other in best.values()):
-            continue
-        if shape not in best or _is_better(found, best[shape]):
-            best[shape] = found
-    outcome.ranked = sorted(best.values(), key=lambda c: (c.seconds, c.peak_bytes))[:keep]
-    if not outcome.ranked:
+        frame.rank(ranking)
+    outcome.ranked = ranking.candidates
+    if not ranking.candidates:
         misses = (frame.smallest() for frame in frames)
         outcome.nearest_miss = min(misses, key=lambda c: (c.peak_bytes, c.seconds), default=None)
     return outcome
+
+
+class _Ranking:
+    """The best candidates so far."""
+
+    def __init__(self, keep: int) -> None:
+        self.keep = keep
+        self.candidates: list[Candidate] = []
+
+    @property
+    def limit(self) -> float:
+        """Seconds that another candidate must not exceed to be kept."""
+        full = len(self.candidates) == self.keep
+        return max(c.seconds for c in self.candidates) * (1 + TIME_RESOLUTION) if full else math.inf
+
+    def add(self, candidate: Candidate) -> None:
+        """Take it in, unless it only differs in names from one that is there."""
+        if not any(_is_same(candidate, other) for other in self.candidates):
+            some = [*self.candidates, candidate]
+            equal = min(c.seconds for c in some) * (1 + TIME_RESOLUTION)
+            # of the fastest the smallest in front
+            some.sort(key=lambda c: (c.seconds > equal, c.seconds if c.seconds > equal else c.peak_bytes, c.seconds))
+            self.candidates = some[: self.keep]
 
 
 def _is_same(one: Candidate, other: Candidate) -> bool:
@@ -298,21 +311,17 @@ class _Frame:
         self.least = [min((seconds for _, seconds in each), default=math.inf) for each in self.computes]
         self.bound = self._time(space.base, {}, None) + sum(self.least)
 
-    def best(self, limit: float) -> Candidate | None:
-        """The fastest candidate that fits, if it takes less than `limit` seconds, or as long with less memory."""
-        limit *= 1 + TIME_RESOLUTION
-        if self.bound > limit:
-            self.outcome.rejected["slower"] += 1
-            return None
-        found: Candidate | None = None
+    def rank(self, ranking: _Ranking) -> None:
+        """Add the fastest candidate that fits for every way that the residual axis can rest."""
         for residual in self._cuts(self.space.residual, RESTING_AXES):
+            limit = ranking.limit
+            if self.bound > limit:
+                self.outcome.rejected["slower"] += 1
+                return
             base, choices = self._choices(residual, limit)
-            if all(choices):
-                combined = self._fastest(base, choices, limit)
-                if combined is not None and (found is None or _is_better(combined, found)):
-                    found = combined
-                    limit = min(limit, found.seconds * (1 + TIME_RESOLUTION))
-        return found
+            found = self._fastest(base, choices, limit) if all(choices) else None
+            if found is not None:
+                ranking.add(found)
 
     def smallest(self) -> Candidate:
         """The candidate with the smallest peak, whatever its time and whether or not it fits."""

@@ -1,0 +1,338 @@
+"""python scripts/bench_planner.py --output docs/benchmarks/planner.md
+
+The planner against the TPU compiler: solve times, predicted against compiled memory and bytes, the plan against 24
+other good plans, 405B on v4-256 against the usual mapping, and against the meshes of published runs. Needs no TPU; what
+was compiled before comes from the cache of shardplan.verify, all of it takes hours on 2 cores.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from shardplan import config as configuration
+from shardplan.config import CompilerConfig, Config
+from shardplan.errors import InfeasibleError
+from shardplan.hardware import GIB, parse_slice
+from shardplan.model import Model, build_model, read_config
+from shardplan.plan.options import PLANNED
+from shardplan.plan.plan import Plan
+from shardplan.plan.planner import make_plan, plan_layout, rank_plans
+from shardplan.verify.run import Case, verify
+from shardplan.verify.verdict import Verdict
+
+POSITION = 4096
+EVAL_DEVICES_PER_SEQUENCE = 8
+ALTERNATIVES = 24
+
+SOLVE = (
+    "llama-3.1-405b v4-256 eval 16", "llama-3.1-405b v5p-1024 train 512", "llama-3.1-405b v4-8192 eval 512",
+    "llama-3.1-405b v5p-8192 train 4096", "llama-3.1-70b v6e-256 train 256", "llama-3.1-70b v4-8192 train 4096",
+    "mixtral-8x7b v5p-8192 train 4096", "qwen3-32b v5p-2048 train 1024", "olmo2-32b v5p-8192 eval 512",
+    "gemma-7b v5p-8192 train 4096", "mistral-7b-v0.3 v5p-8192 train 4096", "llama-3.1-8b 16xv6e-256 train 4096",
+)  # fmt: skip
+"""Model, slice, step, batch. v4-8192 and v5p-8192 are 4096 devices."""
+
+ESTIMATES = {
+    "llama-3.1-8b": "v4-16 v5e-32 v5p-16 v6e-16 tpu7x-16",
+    "llama-3.1-70b": "v4-128 v5e-256 v5p-128 v6e-64 tpu7x-128",
+    "llama-3.1-405b": "v4-256 v5p-256 v6e-256 tpu7x-256",
+    "mixtral-8x7b": "v4-64 v5p-64 tpu7x-64",
+    "qwen3-32b": "v5p-64 v6e-64",
+    "olmo2-32b": "v4-128 v5e-64",
+    "gemma-7b": "v4-32 v6e-16",
+    "mistral-7b-v0.3": "v5e-16 tpu7x-16",
+}
+"""Model -> slices, for evaluation and training each."""
+
+REGRET = (
+    "llama-3.1-405b v4-256 eval 16", "llama-3.1-70b v6e-64 eval 8", "llama-3.1-70b v4-128 eval 8",
+    "llama-3.1-8b v5e-32 eval 8", "qwen3-32b v5p-64 eval 8", "gemma-7b v4-32 eval 8", "llama-3.1-8b v5p-16 train 8",
+    "llama-3.1-8b v5e-64 train 64",
+)  # fmt: skip
+
+EXPERTS = (
+    # model, slice, sequences of how many tokens, mesh, tensor-parallel, published
+    ("llama-3.1-405b", "v5p-1024", 1024, 8192, (1, 512, 1), "fsdp512, 2 a device, 68.5 % MFU"),
+    ("llama-3.1-405b", "2xv6e-256", 512, 8192, (2, 256, 1), "fsdp256 x dcn-fsdp2, 1 a device, 42.8 %"),
+    ("llama-3.1-70b", "v6e-256", 1280, 8192, (1, 256, 1), "fsdp256, 5 a device, 50.4 %"),
+    ("llama-3.1-8b", "v6e-8", 24, 8192, (1, 8, 1), "fsdp8, 3 a device, 45 %"),
+    ("qwen3-32b", "v5p-128", 384, 2048, (1, 16, 4), "a 32B: fsdp16 x TP4, 6 a device, 71.5 %"),
+)
+
+
+def load(model: str, slice_name: str, kind: str, batch: int, position: int = POSITION) -> Config:
+    """Training keeps parameters, gradients and moments in float32; evaluation has parameters in bfloat16."""
+    settings = {
+        "model.config": f"configs/models/{model}.json",
+        "hardware.slice": slice_name,
+        "workload.kind": kind,
+        "workload.batch": batch,
+        "workload.position": position,
+        "workload.param_dtype": "float32" if kind == "train" else "bfloat16",
+    }
+    return configuration.load([f"--{key}={value}" for key, value in settings.items()], "bench")
+
+
+def build(config: Config) -> tuple[dict, Model]:
+    hf_config = read_config(config.model.config, None)
+    return hf_config, build_model(hf_config, config.workload.position)
+
+
+def compiled(cases: Sequence[Case], jobs: int | None) -> list[Verdict]:
+    return verify(cases, CompilerConfig(jobs=jobs), report)
+
+
+def report(case: Case, verdict: Verdict) -> None:
+    time_text = f"{verdict.time.step_seconds:.4g} of {case.plan.cost.step_seconds:.4g} s" if verdict.time else ""
+    print(f"{case.label}: {verdict.outcome} {time_text} {verdict.reason[:80]}", file=sys.stderr, flush=True)
+
+
+def solve_times() -> str:
+    lines = [
+        "| model | slice | devices | step | batch | trace s | search s | step s | proven |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for text in SOLVE:
+        model, slice_name, kind, batch = text.split()
+        config = load(model, slice_name, kind, int(batch))
+        _, built = build(config)
+        started = time.perf_counter()
+        try:
+            plan = make_plan(config, built)
+        except InfeasibleError:
+            lines.append(f"| {model} | {slice_name} | | {kind} | {batch} | | | does not fit | |")
+            continue
+        whole = time.perf_counter() - started
+        lines.append(
+            f"| {model} | {slice_name} | {plan.hardware.devices} | {kind} | {batch} | {whole - plan.search.seconds:.2f} | "
+            f"{plan.search.seconds:.2f} | {plan.cost.step_seconds:.3g} | {plan.search.proven_optimal} |"
+        )
+    return "\n".join(lines)
+
+
+def estimates(jobs: int | None, only: str) -> str:
+    cases = []
+    for kind in ("eval", "train"):
+        for model, slices in ESTIMATES.items():
+            for slice_name in slices.split():
+                devices = parse_slice(slice_name).devices
+                batch = devices if kind == "train" else max(8, devices // EVAL_DEVICES_PER_SEQUENCE)
+                config = load(model, slice_name, kind, batch)
+                hf_config, built = build(config)
+                label = f"{model} {slice_name} {kind}"
+                if only in label:
+                    plan = make_plan(config, built, nearest_miss=True)
+                    cases.append(Case(label, plan, built, hf_config, options=plan.compiler_options))
+    lines = [
+        "| model | slice | step | batch | mesh | predicted to fit | verdict | peak GiB predicted | compiled | error | "
+        "GiB moved predicted | compiled | error | step s predicted | modelled |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    memory, moved, seconds, wrong = [], [], [], []
+    for case, verdict in zip(cases, compiled(cases, jobs), strict=True):
+        plan, (model, slice_name, kind) = case.plan, case.label.split()
+        expected = plan.memory.peak <= plan.memory.available
+        row = [
+            model,
+            slice_name,
+            kind,
+            str(plan.workload.batch),
+            mesh(plan),
+            "yes" if expected else "no",
+            verdict.outcome,
+        ]
+        if expected and not verdict.fits:
+            wrong.append(case.label)
+        if verdict.memory:
+            error = plan.memory.peak / verdict.memory.peak - 1
+            row += [f"{plan.memory.peak / GIB:.2f}", f"{verdict.memory.peak / GIB:.2f}", f"{error:+.1%}"]
+            memory += [abs(error)] if verdict.fits else []
+        if verdict.time:
+            predicted, found = by_kind(plan), by_kind(verdict)
+            whole = sum(found.values())
+            errors = [abs(predicted[k] - found[k]) / found[k] for k in found if found[k] > 0.01 * whole]
+            moved += errors
+            row += [f"{sum(predicted.values()) / GIB:.2f}", f"{whole / GIB:.2f}"]
+            row += [f"{sum(predicted.values()) / whole - 1:+.1%}" if whole else "-"]
+            seconds.append(abs(plan.cost.step_seconds / verdict.time.step_seconds - 1))
+            row += [f"{plan.cost.step_seconds:.3g}", f"{verdict.time.step_seconds:.3g}"]
+        lines.append("| " + " | ".join(row) + " |")
+    lines += [
+        "",
+        f"Memory: median error {statistics.median(memory):.1%}, worst {max(memory):.1%}, of {len(memory)} that compiled. "
+        f"Predicted to fit and refused: {', '.join(wrong) or 'none'}.",
+        f"Bytes by kind of collective (those with more than 1 % of a step's bytes): median error "
+        f"{statistics.median(moved):.1%}, of {len(moved)}. Step: median {statistics.median(seconds):.1%}, worst "
+        f"{max(seconds):.1%}.",
+    ]
+    return "\n".join(lines)
+
+
+def by_kind(source: Plan | Verdict) -> Counter[str]:
+    """Bytes by kind of collective; permutes are pieces of gathers that the compiler has split."""
+    found: Counter[str] = Counter()
+    for collective in source.cost.collectives if isinstance(source, Plan) else source.collectives:
+        kind = "all-gather" if collective.kind == "collective-permute" else collective.kind
+        found[kind] += collective.bytes
+    return found
+
+
+def regret(jobs: int | None, only: str) -> str:
+    lines = [
+        "| model | slice | step | batch | plan: mesh | modelled s | predicted s | best of all: mesh | modelled s | regret | compiled |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for text in REGRET:
+        if only not in text:
+            continue
+        model, slice_name, kind, batch = text.split()
+        config = load(model, slice_name, kind, int(batch))
+        hf_config, built = build(config)
+        plans = rank_plans(config, 1 + ALTERNATIVES, built)
+        cases = [
+            Case(f"{text} {i} {mesh(plan)}", plan, built, hf_config, options=dict(PLANNED))
+            for i, plan in enumerate(plans)
+        ]
+        verdicts = compiled(cases, jobs)
+        times = [(v.time.step_seconds if v.fits and v.time else float("inf"), i) for i, v in enumerate(verdicts)]
+        best, at = min(times)
+        lines.append(
+            f"| {model} | {slice_name} | {kind} | {batch} | {mesh(plans[0])} | {times[0][0]:.4g} | "
+            f"{plans[0].cost.step_seconds:.4g} | {mesh(plans[at])} | {best:.4g} | {times[0][0] / best - 1:.1%} | {len(cases)} |"
+        )
+    return "\n".join(lines)
+
+
+def usual(jobs: int | None) -> str:
+    """405B on v4-256: FSDP on embed, tensor parallelism of 8, with default options, and the plan with its own."""
+    config = load("llama-3.1-405b", "v4-256", "eval", 16)
+    hf_config, built = build(config)
+    cut = {"batch": ["data"], "mlp": ["model"], "heads": ["model"], "kv_head": ["model"], "vocab": ["model"]}
+    by_hand = plan_layout(config, built, {"replica": 1, "data": 16, "model": 8}, cut, {**cut, "embed": ["data"]})
+    plan = make_plan(config, built)
+    cases = [
+        Case("usual, default options", by_hand, built, hf_config),
+        Case("plan", plan, built, hf_config, options=plan.compiler_options),
+    ]
+    lines = ["| | mesh | peak GiB | modelled step s | MFU |", "|---|---|---|---|---|"]
+    verdicts = compiled(cases, jobs)
+    for case, v in zip(cases, verdicts, strict=True):
+        assert v.time and v.memory
+        lines.append(
+            f"| {case.label} | {mesh(case.plan)} | {v.memory.peak / GIB:.2f} | {v.time.step_seconds:.3g} | {v.time.mfu:.1%} |"
+        )
+    slow, fast = (v.time.step_seconds for v in verdicts if v.time)
+    return "\n".join(lines) + f"\n\nThe plan takes {fast / slow:.0%} of the time: it is {slow / fast - 1:.0%} faster."
+
+
+def experts(jobs: int | None, only: str) -> str:
+    lines = [
+        "| model | slice | batch | published | expert mesh | verdict | modelled s | plan mesh | verdict | modelled s | plan : expert |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for model, slice_name, batch, position, sizes, published in EXPERTS:
+        if only not in f"{model} {slice_name}":
+            continue
+        config = load(model, slice_name, "train", batch, position)
+        hf_config, built = build(config)
+        shape = dict(zip(("replica", "data", "model"), sizes, strict=True))
+        rest = [axis for axis in ("data", "replica") if shape[axis] > 1]
+        cut = {"batch": [axis for axis in ("replica", "data") if shape[axis] > 1]}
+        if shape["model"] > 1:
+            cut |= {axis: ["model"] for axis in ("mlp", "heads", "kv_head", "vocab")}
+        by_hand = plan_layout(config, built, shape, cut, {**cut, "embed": rest})
+        plan = make_plan(config, built, nearest_miss=True)
+        cases = [
+            Case(f"{model} {slice_name} {name}", p, built, hf_config, options=dict(PLANNED))
+            for name, p in (("expert", by_hand), ("plan", plan))
+        ]
+        expert, mine = compiled(cases, jobs)
+        ratio = f"{mine.time.step_seconds / expert.time.step_seconds:.2f}" if mine.time and expert.time else "-"
+        lines.append(
+            f"| {model} | {slice_name} | {batch} x {position} | {published} | {mesh(by_hand)} | {expert.outcome} | "
+            f"{seconds(expert)} | {mesh(plan)} | {mine.outcome} | {seconds(mine)} | {ratio} |"
+        )
+    return "\n".join(lines)
+
+
+def mesh(plan: Plan) -> str:
+    return " x ".join(map(str, plan.mesh.values()))
+
+
+def seconds(verdict: Verdict) -> str:
+    return f"{verdict.time.step_seconds:.3g}" if verdict.time else "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", help="Markdown file to write; default: stdout")
+    parser.add_argument("--jobs", type=int, help="compiles at a time")
+    parser.add_argument("--parts", default="solve usual regret estimates experts", help="which tables")
+    parser.add_argument("--only", default="", help="only the cases whose 'model slice ...' holds this text")
+    arguments = parser.parse_args()
+    tables = {
+        "solve": solve_times,
+        "usual": lambda: usual(arguments.jobs),
+        "regret": lambda: regret(arguments.jobs, arguments.only),
+        "estimates": lambda: estimates(arguments.jobs, arguments.only),
+        "experts": lambda: experts(arguments.jobs, arguments.only),
+    }
+    found = {name: table() if name in arguments.parts.split() else "" for name, table in tables.items()}
+    text = TEMPLATE.format(**found, alternatives=ALTERNATIVES, position=POSITION, each=EVAL_DEVICES_PER_SEQUENCE)
+    if arguments.output:
+        Path(arguments.output).write_text(text, encoding="utf-8")
+    else:
+        print(text)
+
+
+TEMPLATE = """# The planner, judged by the TPU compiler
+
+Made by `python scripts/bench_planner.py --output docs/benchmarks/planner.md` with libtpu on a CPU machine with 2 cores.
+
+Modelled steps are those of `shardplan.verify`: the compiler's cycles, and transfers on the torus where they do not hide
+behind cycles; they rank programs and have not been compared with a TPU. Compiler options are the plan's, and the same
+for everything in a table, unless it says otherwise.
+
+## Solve time
+
+Without imports; the trace of the step is made once per model and workload.
+
+{solve}
+
+## 405B on v4-256, batch 16 x 4096, against the usual mapping
+
+FSDP on embed, tensor parallelism of 8 on heads, mlp and vocab, with the compiler's default options.
+
+{usual}
+
+## Regret
+
+The plan and the {alternatives} next best candidates with another mesh, other mesh axes on the batch, or another way for
+the residual axis to rest, all compiled. Regret: how much slower the plan is than the fastest of all.
+
+{regret}
+
+## Memory, bytes and time
+
+Sequences of {position} tokens: one per device for training (AdamW, everything in float32, computing in bfloat16), one
+per {each} devices, at least 8, for evaluation (bfloat16).
+
+{estimates}
+
+## Published runs
+
+The mesh of the run and the plan, compiled alike: training, one device's sequences as published, float32 parameters and
+moments, the layers' inputs kept (gradient checkpointing). The 32B model of the publication is not released: Qwen3-32B.
+
+{experts}
+"""
+
+if __name__ == "__main__":
+    main()
