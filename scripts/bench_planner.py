@@ -30,6 +30,7 @@ from shardplan.verify.verdict import Verdict
 POSITION = 4096
 EVAL_DEVICES_PER_SEQUENCE = 8
 ALTERNATIVES = 24
+LEAST_PART = 0.01
 
 SOLVE = (
     "llama-3.1-405b v4-256 eval 16", "llama-3.1-405b v5p-1024 train 512", "llama-3.1-405b v4-8192 eval 512",
@@ -95,10 +96,7 @@ def report(case: Case, verdict: Verdict) -> None:
 
 
 def solve_times() -> str:
-    lines = [
-        "| model | slice | devices | step | batch | trace s | search s | step s | proven |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = table("devices", "trace s", "search s", "step s", "proven")
     for text in SOLVE:
         model, slice_name, kind, batch = text.split()
         config = load(model, slice_name, kind, int(batch))
@@ -107,13 +105,11 @@ def solve_times() -> str:
         try:
             plan = make_plan(config, built)
         except InfeasibleError:
-            lines.append(f"| {model} | {slice_name} | | {kind} | {batch} | | | does not fit | |")
+            lines.append(row(model, slice_name, kind, batch, "", "", "", "does not fit", ""))
             continue
-        whole = time.perf_counter() - started
-        lines.append(
-            f"| {model} | {slice_name} | {plan.hardware.devices} | {kind} | {batch} | {whole - plan.search.seconds:.2f} | "
-            f"{plan.search.seconds:.2f} | {plan.cost.step_seconds:.3g} | {plan.search.proven_optimal} |"
-        )
+        trace, found = time.perf_counter() - started - plan.search.seconds, plan.search
+        numbers = (f"{trace:.2f}", f"{found.seconds:.2f}", f"{plan.cost.step_seconds:.3g}", found.proven_optimal)
+        lines.append(row(model, slice_name, kind, batch, plan.hardware.devices, *numbers))
     return "\n".join(lines)
 
 
@@ -130,45 +126,34 @@ def estimates(jobs: int | None, only: str) -> str:
                 if only in label:
                     plan = make_plan(config, built, nearest_miss=True)
                     cases.append(Case(label, plan, built, hf_config, options=plan.compiler_options))
-    lines = [
-        "| model | slice | step | batch | mesh | predicted to fit | verdict | peak GiB predicted | compiled | error | "
-        "GiB moved predicted | compiled | error | step s predicted | modelled |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = table(
+        "mesh", "predicted to fit", "verdict", "peak GiB predicted", "compiled", "error", "GiB moved predicted",
+        "compiled", "error", "step s predicted", "modelled",
+    )  # fmt: skip
     memory, moved, seconds, wrong = [], [], [], []
     for case, verdict in zip(cases, compiled(cases, jobs), strict=True):
         plan, (model, slice_name, kind) = case.plan, case.label.split()
-        expected = plan.memory.peak <= plan.memory.available
-        row = [
-            model,
-            slice_name,
-            kind,
-            str(plan.workload.batch),
-            mesh(plan),
-            "yes" if expected else "no",
-            verdict.outcome,
-        ]
+        expected = plan.search.proven_optimal
+        cells = [mesh(plan), "yes" if expected else "no", verdict.outcome]
         if expected and not verdict.fits:
             wrong.append(case.label)
         if verdict.memory:
             error = plan.memory.peak / verdict.memory.peak - 1
-            row += [f"{plan.memory.peak / GIB:.2f}", f"{verdict.memory.peak / GIB:.2f}", f"{error:+.1%}"]
+            cells += [f"{plan.memory.peak / GIB:.2f}", f"{verdict.memory.peak / GIB:.2f}", f"{error:+.1%}"]
             memory += [abs(error)] if verdict.fits else []
         if verdict.time:
             predicted, found = by_kind(plan), by_kind(verdict)
-            whole = sum(found.values())
-            errors = [abs(predicted[k] - found[k]) / found[k] for k in found if found[k] > 0.01 * whole]
-            moved += errors
-            row += [f"{sum(predicted.values()) / GIB:.2f}", f"{whole / GIB:.2f}"]
-            row += [f"{sum(predicted.values()) / whole - 1:+.1%}" if whole else "-"]
+            total, whole = sum(predicted.values()), sum(found.values())
+            moved += [abs(predicted[name] / found[name] - 1) for name in found if found[name] > LEAST_PART * whole]
+            cells += [f"{total / GIB:.2f}", f"{whole / GIB:.2f}", f"{total / whole - 1:+.1%}" if whole else "-"]
             seconds.append(abs(plan.cost.step_seconds / verdict.time.step_seconds - 1))
-            row += [f"{plan.cost.step_seconds:.3g}", f"{verdict.time.step_seconds:.3g}"]
-        lines.append("| " + " | ".join(row) + " |")
+            cells += [f"{plan.cost.step_seconds:.3g}", f"{verdict.time.step_seconds:.3g}"]
+        lines.append(row(model, slice_name, kind, plan.workload.batch, *cells))
     lines += [
         "",
-        f"Memory: median error {statistics.median(memory):.1%}, worst {max(memory):.1%}, of {len(memory)} that compiled. "
+        f"Memory: median error {statistics.median(memory):.1%}, worst {max(memory):.1%}, of {len(memory)} that fit. "
         f"Predicted to fit and refused: {', '.join(wrong) or 'none'}.",
-        f"Bytes by kind of collective (those with more than 1 % of a step's bytes): median error "
+        f"Bytes by kind of collective (those with more than {LEAST_PART:.0%} of a step's bytes): median error "
         f"{statistics.median(moved):.1%}, of {len(moved)}. Step: median {statistics.median(seconds):.1%}, worst "
         f"{max(seconds):.1%}.",
     ]
@@ -185,10 +170,7 @@ def by_kind(source: Plan | Verdict) -> Counter[str]:
 
 
 def regret(jobs: int | None, only: str) -> str:
-    lines = [
-        "| model | slice | step | batch | plan: mesh | modelled s | predicted s | best of all: mesh | modelled s | regret | compiled |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = table("plan: mesh", "modelled s", "predicted s", "best of all: mesh", "modelled s", "regret", "compiled")
     for text in REGRET:
         if only not in text:
             continue
@@ -201,12 +183,11 @@ def regret(jobs: int | None, only: str) -> str:
             for i, plan in enumerate(plans)
         ]
         verdicts = compiled(cases, jobs)
-        times = [(v.time.step_seconds if v.fits and v.time else float("inf"), i) for i, v in enumerate(verdicts)]
-        best, at = min(times)
-        lines.append(
-            f"| {model} | {slice_name} | {kind} | {batch} | {mesh(plans[0])} | {times[0][0]:.4g} | "
-            f"{plans[0].cost.step_seconds:.4g} | {mesh(plans[at])} | {best:.4g} | {times[0][0] / best - 1:.1%} | {len(cases)} |"
-        )
+        times = [v.time.step_seconds if v.fits and v.time else float("inf") for v in verdicts]
+        best, mine = min(times), times[0]
+        winner, predicted = mesh(plans[times.index(best)]), plans[0].cost.step_seconds
+        numbers = (f"{mine:.4g}", f"{predicted:.4g}", winner, f"{best:.4g}", f"{mine / best - 1:.1%}")
+        lines.append(row(model, slice_name, kind, batch, mesh(plans[0]), *numbers, len(cases)))
     return "\n".join(lines)
 
 
@@ -221,22 +202,20 @@ def usual(jobs: int | None) -> str:
         Case("usual, default options", by_hand, built, hf_config),
         Case("plan", plan, built, hf_config, options=plan.compiler_options),
     ]
-    lines = ["| | mesh | peak GiB | modelled step s | MFU |", "|---|---|---|---|---|"]
+    lines = [row("", "mesh", "peak GiB", "modelled step s", "MFU"), row(*["---"] * 5)]
     verdicts = compiled(cases, jobs)
     for case, v in zip(cases, verdicts, strict=True):
         assert v.time and v.memory
-        lines.append(
-            f"| {case.label} | {mesh(case.plan)} | {v.memory.peak / GIB:.2f} | {v.time.step_seconds:.3g} | {v.time.mfu:.1%} |"
-        )
+        numbers = (f"{v.memory.peak / GIB:.2f}", f"{v.time.step_seconds:.3g}", f"{v.time.mfu:.1%}")
+        lines.append(row(case.label, mesh(case.plan), *numbers))
     slow, fast = (v.time.step_seconds for v in verdicts if v.time)
     return "\n".join(lines) + f"\n\nThe plan takes {fast / slow:.0%} of the time: it is {slow / fast - 1:.0%} faster."
 
 
 def experts(jobs: int | None, only: str) -> str:
-    lines = [
-        "| model | slice | batch | published | expert mesh | verdict | modelled s | plan mesh | verdict | modelled s | plan : expert |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = table(
+        "published", "expert mesh", "verdict", "modelled s", "plan mesh", "verdict", "modelled s", "plan : expert"
+    )
     for model, slice_name, batch, position, sizes, published in EXPERTS:
         if only not in f"{model} {slice_name}":
             continue
@@ -255,11 +234,20 @@ def experts(jobs: int | None, only: str) -> str:
         ]
         expert, mine = compiled(cases, jobs)
         ratio = f"{mine.time.step_seconds / expert.time.step_seconds:.2f}" if mine.time and expert.time else "-"
-        lines.append(
-            f"| {model} | {slice_name} | {batch} x {position} | {published} | {mesh(by_hand)} | {expert.outcome} | "
-            f"{seconds(expert)} | {mesh(plan)} | {mine.outcome} | {seconds(mine)} | {ratio} |"
-        )
+        theirs = (published, mesh(by_hand), expert.outcome, seconds(expert))
+        ours = (mesh(plan), mine.outcome, seconds(mine), ratio)
+        lines.append(row(model, slice_name, "train", f"{batch} x {position}", *theirs, *ours))
     return "\n".join(lines)
+
+
+def table(*columns: str) -> list[str]:
+    """The head of a table whose rows are for a model, a slice, a step and a batch."""
+    names = ("model", "slice", "step", "batch", *columns)
+    return [row(*names), row(*("---" for _ in names))]
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def mesh(plan: Plan) -> str:

@@ -24,11 +24,15 @@ class Calibration:
     """Time of elementwise work, in that of its bytes at HBM bandwidth."""
     attention: float = 1.0
     """Time of attention, in that of the FLOPs that a causal mask leaves, at peak."""
+    rearranging: float = 1.0
+    """Time to put gathered parameters in order, in that of their bytes at HBM bandwidth."""
     overlap: float = 1.0
     """Part of a product's time in which a gather of its weights can hide."""
     memory_error: float = 0.0
     """What is kept free for the error of the estimated peak, in that peak."""
     gathers_become_sums_from: int | None = None
+    """See `Habits`."""
+    copies_stacks: bool = False
     """See `Habits`."""
 
 
@@ -41,4 +45,5 @@ def calibration(generation: str) -> Calibration:
 
 def habits(hardware: Slice) -> Habits:
     """What the compiler for `hardware` does."""
-    return Habits(calibration(hardware.generation.name).gathers_become_sums_from, plain_attention=hardware.is_cpu)
+    factors = calibration(hardware.generation.name)
+    return Habits(factors.gathers_become_sums_from, factors.copies_stacks, plain_attention=hardware.is_cpu)

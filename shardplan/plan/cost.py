@@ -46,7 +46,8 @@ def compute_seconds(task: Task, mine: Share, hardware: Slice, calibration: Calib
     generation = hardware.generation
     moving = mine.memory_bytes / generation.hbm_bandwidth
     if task.kind == "contraction":
-        return calibration.products * max(mine.flops / generation.flops, moving)
+        rearranging = calibration.rearranging * mine.rearranged_bytes / generation.hbm_bandwidth
+        return calibration.products * max(mine.flops / generation.flops, moving) + rearranging
     if task.kind == "attention":
         products = calibration.attention * CAUSAL * mine.flops / generation.flops
         return products if mine.has_kernel else max(products, CAUSAL * moving)

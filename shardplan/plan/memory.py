@@ -22,7 +22,8 @@ class Item:
 
     role: str
     """`parameter`, `state` (of the optimizer), `kept` (between operations), `gathered` (a parameter for its use),
-    `whole` (a gradient before each device keeps its part), `found` (rows of a table), `scores`."""
+    `whole` (a gradient before each device keeps its part), `found` (rows of a table), `copied` (a stack of parameters,
+    in another layout), `scores`."""
     array: Array
     tables: tuple[Array, ...] = ()
     """Of `found`: what it is looked up in."""
@@ -58,6 +59,7 @@ def moment_items(moment: Moment) -> Iterator[Item]:
     yield from (Item("gathered", weight) for weight in moment.weights)
     yield from (Item("whole", array) for array in moment.whole)
     yield from (Item("found", rows, (table,)) for table, rows in moment.found)
+    yield from (Item("copied", stack) for stack in moment.stacked)
     yield from (Item("scores", scores) for scores in moment.scores)
 
 
@@ -65,8 +67,7 @@ def item_bytes(item: Item, layout: Layout) -> float:
     """Bytes on one device."""
     array = item.array
     if item.role == "gathered":
-        axes = layout.gathered(array)
-        return layout.gather_copies(axes) * layout.bytes(array, layout.compute) if axes else 0.0
+        return layout.gather_copies(array) * layout.bytes(array, layout.compute) if layout.gathered(array) else 0.0
     if item.role == "whole":
         is_scattered = layout.rests(array) and layout.parts(array) > layout.parts(array, layout.compute)
         return layout.bytes(array, layout.compute) if is_scattered else 0.0
@@ -74,6 +75,8 @@ def item_bytes(item: Item, layout: Layout) -> float:
         rows = lookup_rows(item.tables[0], array, layout)
         # the partial sums, and the sum
         return 2 * rows if rows > layout.bytes(array) else 0.0
+    if item.role == "copied":
+        return layout.bytes(array) if layout.habits.copies_stacks else 0.0
     if item.role == "scores":
         return _score_block(array, layout) if layout.habits.plain_attention else 0.0
     return layout.bytes(array)

@@ -16,6 +16,8 @@ from shardplan.plan.tasks import Task
 
 SCORE_PASSES, SCORE_BYTES = 3, 4
 """How often attention without a kernel writes or reads its scores, per product, and their bytes."""
+REARRANGED_COPIES = 3
+"""Arrays of the gathered size that a gather along several dimensions needs until the result is in order."""
 KERNEL_LANES = 128
 """Levanter's splash attention takes positions and head sizes that are multiples of this."""
 KERNEL_BLOCK = 512
@@ -44,6 +46,8 @@ class Share:
     """Of products."""
     memory_bytes: float
     """Read from and written to HBM."""
+    rearranged_bytes: float
+    """Of parameters that were gathered along several dimensions at once, and are then put into order."""
     has_kernel: bool
     """Of attention: whether one kernel does it, on each device alone, and never writes scores."""
     traffic: tuple[Traffic, ...]
@@ -60,6 +64,8 @@ class Habits:
 
     gathers_become_sums_from: int | None = None
     """An all-gather over at least this many devices is written as an all-reduce of zeros with a part filled in."""
+    copies_stacks: bool = False
+    """Stacked parameters are copied into another layout before the loop over them."""
     plain_attention: bool = False
     """Attention has no kernel: a block of scores is in memory."""
 
@@ -84,9 +90,16 @@ class Layout:
         least = self.habits.gathers_become_sums_from
         return least is not None and self.is_whole(axes) and mesh_size(self.mesh, axes) >= least
 
-    def gather_copies(self, axes: MeshAxes) -> int:
-        """Arrays of the gathered size that a gather over `axes` needs."""
-        return 2 if self.sums_to_gather(axes) else 1
+    def gathered_dimensions(self, array: Array) -> int:
+        """Along how many dimensions of a parameter it is gathered for use."""
+        gathered = set(self.gathered(array))
+        return sum(bool(gathered & set(axes)) for axes in self.cut(array, self.params))
+
+    def gather_copies(self, array: Array) -> int:
+        """Arrays of the gathered size that a gather of a parameter needs."""
+        if self.gathered_dimensions(array) > 1:
+            return REARRANGED_COPIES
+        return 2 if self.sums_to_gather(self.gathered(array)) else 1
 
     def rests(self, array: Array) -> bool:
         """Whether `array` is a parameter, a copy of one, or a gradient: these are cut as parameters at rest."""
@@ -161,7 +174,7 @@ def share(task: Task, layout: Layout) -> Share:
         layout.bytes(array, layout.compute) for array in (*task.operands, *task.results) if not is_scores(array)
     )
     if task.kind not in ("contraction", "attention"):
-        return Share(0.0, task.times * moved, False, traffic)
+        return Share(0.0, task.times * moved, 0.0, False, traffic)
     result = task.results[0]
     inner = math.prod(size for _, size in task.contracted)
     cut_inner = mesh_size(layout.mesh, layout.mesh_axes(task.contracted))
@@ -173,7 +186,13 @@ def share(task: Task, layout: Layout) -> Share:
     if task.kind == "attention" and not has_kernel:
         scores = next(array for array in (*task.results, *task.operands) if is_scores(array))
         moved += SCORE_PASSES * SCORE_BYTES * scores.elements / layout.parts(scores, layout.compute)
-    return Share(task.times * flops, task.times * moved, has_kernel, traffic)
+    rearranged = sum(layout.bytes(a, layout.compute) for a in task.operands if is_rearranged(a, task, layout))
+    return Share(task.times * flops, task.times * moved, task.times * rearranged, has_kernel, traffic)
+
+
+def is_rearranged(weight: Array, task: Task, layout: Layout) -> bool:
+    """Whether a parameter is gathered here, along several of its dimensions at once."""
+    return weight.weight in task.fresh and layout.gathered_dimensions(weight) > 1
 
 
 def attention_has_kernel(task: Task, layout: Layout) -> bool:

@@ -283,7 +283,7 @@ def _search_info(
         )
     return SearchInfo(
         candidates=outcome.evaluated,
-        proven_optimal=True,  # by construction: what was left out is bounded by something better
+        proven_optimal=outcome.nearest_miss is None,  # what was left out is bounded by something better
         seconds=seconds,
         runner_up=RunnerUp(runner_up.mesh, runner_up.seconds) if runner_up else None,
         rejected=dict(outcome.rejected),

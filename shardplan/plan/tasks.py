@@ -1,7 +1,7 @@
 """What a traced step asks of the devices, whatever the mapping: tasks, and what is in memory at every moment."""
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardplan.model.trace import SECOND, Array, Dim, Operation, Trace
@@ -39,6 +39,8 @@ class Moment:
     """Results of products that are being made; gradients are whole before each device keeps its part."""
     found: tuple[tuple[Array, Array], ...] = ()
     """Tables, with what is being looked up in them."""
+    stacked: tuple[Array, ...] = ()
+    """In a loop: its parameters, as they are stored, of which products sum over one dimension."""
     scores: tuple[Array, ...] = ()
     """Attention scores that are being made; a kernel never has them in memory, nor has anything else all of them."""
 
@@ -116,15 +118,17 @@ def prepare(trace: Trace) -> Step:
     tasks: list[Task] = []
     # what becomes of the results, as the update of parameters by gradients, is fused with what made them
     fusion = Fusion(trace.operations, trace.arrays, set(trace.results), writes_wanted=False)
-    moments = _Sequence(fusion, tasks, 1).run(set(), ())
+    moments = _Sequence(fusion, tasks, 1, frozenset(trace.arguments)).run(set(), ())
     return Step(tuple(tasks), tuple(dict.fromkeys(moments)), trace.merged, dict(trace.unnamed))
 
 
 class _Sequence:
     """Operations that happen one after the other: the program, or the body of a loop."""
 
-    def __init__(self, fusion: Fusion, tasks: list[Task], times: int) -> None:
+    def __init__(self, fusion: Fusion, tasks: list[Task], times: int, stored: Set[int]) -> None:
         self.fusion, self.arrays, self.tasks, self.times = fusion, fusion.arrays, tasks, times
+        self.stored = stored
+        """Values that are parameters as they rest."""
         self.used: set[str] = set()
         """Parameters that a product so far has used."""
 
@@ -182,8 +186,21 @@ class _Sequence:
         # what is carried has one place, before the loop, in it and after
         elsewhere = {self.fusion.root(value) for before, _, _, after in loop.carried for value in (before, after)}
         fusion = Fusion(loop.body, self.arrays, ends, writes_wanted=True)
-        body = _Sequence(fusion, self.tasks, self.times * loop.trips)
-        return body.run(starts, tuple(value for value in here if value not in elsewhere))
+        body = _Sequence(fusion, self.tasks, self.times * loop.trips, frozenset())
+        moments = body.run(starts, tuple(value for value in here if value not in elsewhere))
+        stacked = tuple(self._stacked(loop))
+        return [replace(moment, stacked=(*moment.stacked, *stacked)) for moment in moments]
+
+    def _stacked(self, loop: Operation) -> Iterator[Array]:
+        """Parameters that the loop takes slices of as they are stored, and sums over along one dimension."""
+        products = [operation for operation in loop.body if operation.kind == "contraction"]
+        summed = {
+            self.arrays[operand].weight
+            for product in products if len(product.contracted) == 1 for operand in product.operands
+        }  # fmt: skip
+        for stack, _ in loop.slices:
+            if self.fusion.root(stack) in self.stored and self.arrays[stack].weight in summed - {None}:
+                yield self.arrays[stack]
 
     def _moment(self, operation: Operation, arrays: tuple[Array, ...], weights: tuple[Array, ...]) -> Moment:
         operands = tuple(self.arrays[operand] for operand in operation.operands)
