@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,17 +49,17 @@ class Array:
     weight: str | None = None
     """Path of the parameter that it is, or is a cast, a scaled copy or a slice of."""
 
-    @property
+    @cached_property
     def factors(self) -> Dim:
         """The axes of all dimensions, in order."""
         return tuple(factor for dim in self.dims for factor in dim)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The names among `factors`."""
         return tuple(name for name, _ in self.factors if name is not None)
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Number of elements."""
         return math.prod(size for _, size in self.factors)
@@ -368,12 +369,15 @@ class _Namer:
         return "elementwise", [_constrained(arrays[0], equation.params["sharding"].spec)], {}
 
     def meet(self, left: Dim, right: Dim) -> Dim:
-        """One dimension of two operands; where one merges what is a single axis of the other, that is remembered."""
-        for whole, parts in ((left, right), (right, left)):
-            if len(whole) == 1 and whole[0][0] and len(parts) > 1 and all(name for name, _ in parts):
-                self.merged.setdefault(whole[0][0], parts)
+        """One dimension of two operands; where its names differ, which axis consists of which others is remembered."""
+        names = [name for name, _ in (*left, *right)]
+        if left == right or any(name is None or name.endswith(SECOND) for name in names):
+            return _best((left, right))
+        for whole, parts in ((right, left), (left, right)):
+            if len(whole) == 1 and not any(name in self.merged for name, _ in parts):
+                self.merged.setdefault(str(whole[0][0]), parts)
                 return whole
-        return _best((left, right))
+        return left
 
 
 _Named = tuple[str, list[Array], dict[str, Any]]
@@ -479,6 +483,8 @@ def _regroup(factors: Sequence[Factor], shape: Sequence[int], merged: dict[str, 
             if not left:
                 return None
             name, n = left.pop(0)
+            if name in merged and len(merged[name]) == 1:
+                name = merged[name][0][0]
             if missing % n == 0:
                 taken.append((name, n))
                 missing //= n

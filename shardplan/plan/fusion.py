@@ -7,7 +7,7 @@ the whole result; and of several products that one chain takes, the last one has
 
 from collections import defaultdict
 from collections.abc import Sequence, Set
-from functools import cache
+from functools import cache, lru_cache
 
 from shardplan.model.trace import SECOND, Array, Operation
 
@@ -195,6 +195,7 @@ class Fusion:
         return set[int]().union(*parts) if all(parts) else set()
 
 
+@lru_cache(maxsize=4096)
 def is_scores(array: Array) -> bool:
     """Whether it has both query and key positions: attention kernels never write it."""
     names = set(array.axes)

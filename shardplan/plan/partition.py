@@ -209,7 +209,7 @@ def attention_has_kernel(task: Task, layout: Layout) -> bool:
     separable = {name for name in keys.axes if name in scores.axes} - positions
     if any(layout.compute.get(name) for array in met for name in array.axes if name not in separable):
         return False
-    heads = [size for name, size in keys.factors if name not in scores.axes]
+    heads = [size for name, size in keys.factors if size > 1 and name not in scores.axes]
     lengths = [size for name, size in scores.factors if name in positions]
     return all(size % KERNEL_LANES == 0 for size in (*heads, *lengths)) and all(
         size % min(KERNEL_BLOCK, size) == 0 for size in lengths
@@ -224,7 +224,7 @@ def _contraction(task: Task, layout: Layout) -> Iterator[Traffic]:
             if axes and operand.weight in task.fresh:
                 whole = layout.bytes(operand, layout.compute)
                 yield all_gather(whole, layout, axes, task.times, f"{GATHER} {operand.weight}")
-        elif any(len(dim) > 1 for dim in operand.dims):
+        else:
             yield from _flattened(task, operand, layout)
     partial = layout.mesh_axes(task.contracted)
     if not partial or not task.completes:

@@ -90,15 +90,15 @@ class Step:
         for task in self.tasks:
             if task.kind != "attention" or not is_scores(task.results[0]):
                 continue
-            scores = task.results[0].axes
-            positions = {name for name in scores if name.endswith(SECOND) or name + SECOND in scores}
-            heads = tuple(name for name in scores if name not in positions and name not in self.activation_axes)
+            scores = task.results[0]
+            positions = {name for name in scores.axes if name.endswith(SECOND) or name + SECOND in scores.axes}
+            counted = [f for f in scores.factors if f[0] and f[0] not in positions and f[0] not in self.activation_axes]
+            heads = tuple(str(name) for name, _ in counted)
+            several = [factor for factor in counted if factor[1] > 1]
             sizes = [name for name, _ in task.contracted if name]
             if heads and sizes:
-                whole = next(
-                    (name for name, parts in self.merged.items() if tuple(n for n, _ in parts) == heads), heads[0]
-                )
-                found.append(Attention(heads, whole, sizes[0]))
+                wholes = [name for name, parts in self.merged.items() if [*parts] == several]
+                found.append(Attention(heads, (*wholes, heads[0])[0], sizes[0]))
         return tuple(dict.fromkeys(found))
 
 
