@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 KINDS = ("eval", "prefill", "train")
 PROGRAMS = ("load", "step")
 OPTIONS = ("auto", "plan")
-CHECKPOINTING = ("default", "nested", "offload", "recompute", "save_all")
+CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
 CONFIG_FLAGS = ("--config", "--config_path")
 
 
@@ -68,7 +68,8 @@ class WorkloadConfig:
     compute_dtype: str = "bfloat16"
     """Type activations and matrix products are computed in."""
     gradient_checkpointing: str = "default"
-    """Which activations training keeps, as Levanter names it: default, recompute, nested, offload or save_all."""
+    """Which activations training keeps, as Levanter names it: default, recompute, nested, offload or save_all; auto for
+    the fastest of these that fits."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,15 @@ class Config:
     compiler: CompilerConfig = field(default_factory=CompilerConfig)
     plan: str | None = None
     """A Plan written with --json, to use instead of planning again."""
+    pin: tuple[str, ...] = ()
+    """What the plan must keep: mlp=model, params.embed=data+replica (at rest), position= (whole), or of one tensor
+    q_proj.weight:kv_head=model,embed=data."""
+    forbid: tuple[str, ...] = ()
+    """What the plan must not do: experts (cut at all), or mlp=replica, params.vocab=data."""
+    why: tuple[str, ...] = ()
+    """Of plan: choices, written like pins, to say why the plan does not make them."""
+    what_if: bool = False
+    """Of plan: also plan for other batches, slices, types and checkpointing, and print what each would change."""
     verify: bool = False
     """Have the TPU compiler check the plan before going on; needs no TPU."""
     options: str = "plan"

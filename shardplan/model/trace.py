@@ -193,6 +193,8 @@ class _Namer:
         rule = RULES.get(name, _Namer.elementwise)
         kind, named, extra = rule(self, equation, arrays)
         results = [self.new(array) for array in named]
+        if rule is _Namer.elementwise and len(named) == 1:
+            self.name_operands(operands, named[0])
         out.append(Operation(kind, tuple(operands), tuple(results), label, name, **extra))
         return results
 
@@ -263,6 +265,13 @@ class _Namer:
             weight = weights.pop() if len(weights) == 1 else None
             results.append(Array(dims, _width(v), weight))
         return "elementwise", results, {}
+
+    def name_operands(self, operands: Sequence[int], result: Array) -> None:
+        """What was made without names, as masks and tables of angles are, is named after what it is used with."""
+        for operand in operands:
+            array = self.arrays[operand]
+            if _shape(array) == _shape(result):
+                self.arrays[operand] = replace(array, dims=tuple(map(_best, zip(array.dims, result.dims, strict=True))))
 
     def resize(self, equation: Any, arrays: list[Array]) -> "_Named":
         """Dimensions whose size stays keep their names."""

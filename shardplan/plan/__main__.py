@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from shardplan.config import Config
 from shardplan.errors import ConfigError, InfeasibleError
@@ -30,8 +30,13 @@ def main(config: Config) -> None:
     from shardplan.plan.planner import make_plan, with_plan
 
     config, given = with_plan(config)
-    plan = given or make_plan(config)
-    show(plan, config.json)
+    try:
+        plan = given or make_plan(config)
+        show(plan, config.json)
+        explain(config, plan)
+    finally:  # other settings are of most interest where these have no plan
+        if config.what_if:
+            print_variants(config)
     print(
         f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s",
         file=sys.stderr,
@@ -39,8 +44,31 @@ def main(config: Config) -> None:
     if config.verify:
         from shardplan.verify.__main__ import verify_plan
 
-        # with `--json -` stdout is the Plan's
-        verify_plan(config, plan, sys.stderr if config.json == "-" else sys.stdout)
+        verify_plan(config, plan, beside(config))
+
+
+def explain(config: Config, plan: Plan) -> None:
+    """Print why the plan does not make the choices that `why` asks for; with `--json -` to stderr."""
+    if config.why:
+        from shardplan.plan.explain import why_not
+        from shardplan.plan.planner import model_of
+        from shardplan.report import console, print_why
+
+        model = model_of(config)
+        print_why([why_not(choice, plan, config, model) for choice in config.why], plan, console(beside(config)))
+
+
+def print_variants(config: Config) -> None:
+    """Print what other batches, slices, types and checkpointing would change; with `--json -` to stderr."""
+    from shardplan.plan.what_if import what_if
+    from shardplan.report import console, print_what_if
+
+    print_what_if(what_if(config), console(beside(config)))
+
+
+def beside(config: Config) -> TextIO:
+    """Where tables go that are no part of the Plan: with `--json -` stdout is the Plan's."""
+    return sys.stderr if config.json == "-" else sys.stdout
 
 
 def lint(config: Config, path: str) -> None:

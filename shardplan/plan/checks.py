@@ -16,7 +16,7 @@ from shardplan.plan.finding import (
     short,
     sizes_text,
 )
-from shardplan.plan.levanter_config import MESH_AXES
+from shardplan.plan.mapping import MESH_AXES
 from shardplan.plan.workload import itemsize
 
 SPLASH_BACKENDS = (None, "default", "splash")

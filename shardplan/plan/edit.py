@@ -8,7 +8,8 @@ from typing import Any
 from shardplan.config import leaves
 from shardplan.errors import closest
 from shardplan.plan.finding import Subject
-from shardplan.plan.levanter_config import DEFAULT_FSDP_AXIS, MESH_AXES
+from shardplan.plan.levanter_config import DEFAULT_FSDP_AXIS
+from shardplan.plan.mapping import MESH_AXES
 
 ROOT = "trainer."
 SECTIONS_WITH_DEFAULT = ("trainer.mesh.param_mapping",)

@@ -16,10 +16,9 @@ import yaml
 
 from shardplan.config import WorkloadConfig
 from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.plan.mapping import MESH_AXES
 from shardplan.plan.section import AxisLists, Entry, Section, text_of
 
-MESH_AXES = ("replica", "data", "model")
-"""Axes of a plan's mesh, major to minor."""
 DCN_AXIS = "replica_dcn"
 """Mesh axis of the `mesh` schema across slices; a plan's mesh has it as the major part of `replica`."""
 DEFAULT_FSDP_AXIS = "embed"

@@ -12,7 +12,8 @@ from shardplan.model import Model, ModelAxes, inspect_model
 from shardplan.plan.checks import BLOCKING, OTHERS
 from shardplan.plan.edit import Edit
 from shardplan.plan.finding import ERROR, WARNING, Finding, Findings, Subject, sizes_text
-from shardplan.plan.levanter_config import MESH_AXES, LevanterLayout, MeshSizeError, layout_of
+from shardplan.plan.levanter_config import LevanterLayout, MeshSizeError, layout_of
+from shardplan.plan.mapping import MESH_AXES
 from shardplan.plan.plan import BATCH_AXIS, MemoryPlan, Plan
 from shardplan.plan.planner import model_of, plan_layout
 from shardplan.plan.workload import Workload, plan_step

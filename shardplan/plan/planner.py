@@ -30,10 +30,17 @@ from shardplan.plan.plan import (
     SearchInfo,
     WorkloadInfo,
 )
+from shardplan.plan.rules import Rules, parse_rules
 from shardplan.plan.search import TIME_RESOLUTION, Candidate, Outcome, Space, mesh_shapes, search
 from shardplan.plan.tasks import Step
 from shardplan.plan.workload import Workload, plan_step
 from shardplan.runtime.storage import open_folder
+
+NO_KERNEL = (
+    "attention can have no kernel here: its time is a guess, for it runs a loop whose length the compiler does not say"
+)
+AUTOMATIC = ("save_all", "default", "nested", "recompute")
+"""Kinds of gradient checkpointing that are tried for `auto`; what is offloaded to the host has no price yet."""
 
 
 def make_plan(config: Config, model: Model | None = None, nearest_miss: bool = False) -> Plan:
@@ -56,19 +63,27 @@ def rank_plans(config: Config, count: int, model: Model | None = None, nearest_m
 
     No two have mesh, batch, positions and residual axis alike. Fewer, where there are not so many.
     """
+    if config.workload.gradient_checkpointing == "auto":
+        return _rank_checkpointing(config, count, model or model_of(config), nearest_miss)
     hardware = parse_slice(config.hardware.slice)
     pinned = {"replica": config.mesh.replica, "data": config.mesh.data, "model": config.mesh.model}
     meshes = mesh_shapes(hardware, pinned)
     model = model or model_of(config)
     axes, workload = inspect_model(model), _workload(config)
     step = plan_step(model, workload)
-    space = _space(step, axes, hardware)
+    space = _space(step, axes, hardware, parse_rules(config.pin, config.forbid, axes))
     started = time.perf_counter()
     outcome = search(space, meshes, count + 1)
-    if not outcome.ranked and not hardware.is_cpu:
-        # without a kernel attention is slow, and the compiler's text does not say how slow
+    has_kernels = bool(outcome.ranked) or hardware.is_cpu
+    if not has_kernels:
         outcome = search(replace(space, kernels=False), meshes, count + 1)
     seconds = time.perf_counter() - started
+    if not outcome.ranked and outcome.nearest_miss is None:
+        raise InfeasibleError(
+            f"no mapping on {hardware.name} keeps to pin {' '.join(config.pin) or 'nothing'} and forbid "
+            f"{' '.join(config.forbid) or 'nothing'}: no array can have a mesh axis twice"
+            + "".join(f"; {reason}" for reason in sorted(outcome.indivisible.values()))
+        )
     if outcome.nearest_miss is not None and not nearest_miss:
         raise _failure(outcome.nearest_miss, hardware)
     candidates = [outcome.nearest_miss] if outcome.nearest_miss else outcome.ranked
@@ -77,11 +92,29 @@ def rank_plans(config: Config, count: int, model: Model | None = None, nearest_m
         layout = space.layout(candidate.mesh, candidate.compute, candidate.params)
         cost = _cost(step, layout, hardware)
         found = _search_info(outcome, candidate, runner_up, cost, seconds)
+        found.reasons.extend([] if has_kernels else [NO_KERNEL])
         plans.append(_describe(config, axes, workload, hardware, step, layout, cost, found))
     return plans[:count]
 
 
-def _space(step: Step, axes: ModelAxes, hardware: Slice) -> Space:
+def _rank_checkpointing(config: Config, count: int, model: Model, nearest_miss: bool) -> list[Plan]:
+    """Plans for every kind of gradient checkpointing together."""
+    plans: list[Plan] = []
+    failure: InfeasibleError | None = None
+    for kind in AUTOMATIC if config.workload.kind == "train" else ("default",):
+        changed = replace(config, workload=replace(config.workload, gradient_checkpointing=kind))
+        try:
+            plans += rank_plans(changed, count, model)
+        except InfeasibleError as error:  # the last kind keeps least
+            failure = error
+            if nearest_miss and kind == AUTOMATIC[-1]:
+                plans = plans or rank_plans(changed, count, model, nearest_miss)
+    if not plans and failure is not None:
+        raise failure
+    return sorted(plans, key=lambda plan: plan.cost.step_seconds)[:count]
+
+
+def _space(step: Step, axes: ModelAxes, hardware: Slice, rules: Rules) -> Space:
     factors = calibration(hardware.generation.name)
     return Space(
         step=step,
@@ -92,6 +125,7 @@ def _space(step: Step, axes: ModelAxes, hardware: Slice) -> Space:
         calibration=factors,
         habits=habits(hardware),
         available=hardware.generation.hbm_gib * GIB / (1 + factors.memory_error),
+        rules=rules,
         kernels=not hardware.is_cpu,
     )
 

@@ -25,12 +25,12 @@ from shardplan.hardware import Slice
 from shardplan.model.trace import SECOND, Array
 from shardplan.plan.calibration import Calibration
 from shardplan.plan.cost import task_seconds
-from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
+from shardplan.plan.mapping import MESH_AXES, AxisMapping, MeshAxes, mesh_size
 from shardplan.plan.memory import Item, item_bytes, moment_items, resting_items
 from shardplan.plan.partition import Habits, Layout, attention_has_kernel, share
+from shardplan.plan.rules import Rules
 from shardplan.plan.tasks import Step, Task
 
-MESH_AXES = ("replica", "data", "model")
 BATCH_AXES: tuple[MeshAxes, ...] = (("replica", "data"), ("data",), ("replica",), ())
 POSITION_AXES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",))
 TENSOR_AXES: tuple[MeshAxes, ...] = ((), ("model",), ("model", "replica"))
@@ -78,6 +78,8 @@ class Space:
     habits: Habits
     available: float
     """Bytes per device that a plan may use."""
+    rules: Rules
+    """What the user pins or forbids."""
     kernels: bool = True
     """Only mappings under which a kernel can do attention."""
 
@@ -212,13 +214,15 @@ def _is_better(one: Candidate, other: Candidate) -> bool:
 
 def _frames(space: Space, meshes: Sequence[dict[str, int]], outcome: Outcome) -> Iterator["_Frame"]:
     """Every mesh with every mapping of batch and positions."""
+    # the residual stream is not cut by its own axis, unless the user wants it
+    options = {space.batch: BATCH_AXES, space.position: POSITION_AXES, space.residual: ((),)}
     for mesh in meshes:
         found = False
-        for batch, position in itertools.product(BATCH_AXES, POSITION_AXES):
-            taken = (*batch, *position)
+        for cuts in itertools.product(*(space.rules.options(axis, False, each) for axis, each in options.items())):
+            taken = [mesh_axis for cut in cuts for mesh_axis in cut]
             if len(set(taken)) < len(taken) or any(mesh[axis] == 1 for axis in taken):
                 continue
-            tokens = {space.batch: batch, space.position: position}
+            tokens = dict(zip(options, cuts, strict=True))
             if all(_divides(space, mesh, axis, axes, outcome) for axis, axes in tokens.items()):
                 found = True
                 yield _Frame(space, mesh, {axis: axes for axis, axes in tokens.items() if axes}, outcome)
@@ -313,7 +317,7 @@ class _Frame:
 
     def rank(self, ranking: _Ranking) -> None:
         """Add the fastest candidate that fits for every way that the residual axis can rest."""
-        for residual in self._cuts(self.space.residual, RESTING_AXES):
+        for residual in self._resting(self.space.residual, self.tokens):
             limit = ranking.limit
             if self.bound > limit:
                 self.outcome.rejected["slower"] += 1
@@ -326,7 +330,7 @@ class _Frame:
     def smallest(self) -> Candidate:
         """The candidate with the smallest peak, whatever its time and whether or not it fits."""
         found: list[Candidate] = []
-        for residual in self._cuts(self.space.residual, RESTING_AXES):
+        for residual in self._resting(self.space.residual, self.tokens):
             base, choices = self._choices(residual, math.inf)
             stack: list[tuple[int, np.ndarray, tuple[_Choice, ...]]] = [(0, base.bytes, ())]
             left = _least_bytes(base, choices)
@@ -342,7 +346,11 @@ class _Frame:
         return found[-1]
 
     def _computes(self, work: _Work) -> Iterator[tuple[dict[str, MeshAxes], float]]:
-        options = [self._cuts(axis, ((),) if axis in self.space.whole else TENSOR_AXES) for axis in work.component]
+        whole, rules = self.space.whole, self.space.rules
+        options = [
+            [cut for cut in rules.options(axis, False, ((),) if axis in whole else TENSOR_AXES) if self._can(axis, cut)]
+            for axis in work.component
+        ]
         for cuts in itertools.product(*options):
             compute = {axis: cut for axis, cut in zip(work.component, cuts, strict=True) if cut}
             mapping = {**self.tokens, **compute}
@@ -355,14 +363,17 @@ class _Frame:
         attention = [task for task, _ in work.tasks if task.kind == "attention"]
         return not self.space.kernels or all(attention_has_kernel(task, layout) for task in attention)
 
-    def _cuts(self, axis: str, options: Iterable[MeshAxes], before: MeshAxes = ()) -> list[MeshAxes]:
-        """Those of `options` that can cut a logical axis on this mesh, in addition to `before`."""
-        return [
-            cut
-            for cut in options
-            if all(self.mesh[mesh_axis] > 1 and mesh_axis not in before for mesh_axis in cut)
-            and _divides(self.space, self.mesh, axis, (*before, *cut), self.outcome)
-        ]
+    def _resting(self, axis: str, compute: AxisMapping) -> list[MeshAxes]:
+        """Mesh axes that a logical axis can rest on: those of computing, and further ones."""
+        before = compute.get(axis, ())
+        options = self.space.rules.options(axis, True, [(*before, *extra) for extra in RESTING_AXES])
+        return [cut for cut in options if self._can(axis, cut)]
+
+    def _can(self, axis: str, cut: MeshAxes) -> bool:
+        """Whether mesh axes, each once and with several devices, cut a logical axis evenly."""
+        if len(set(cut)) < len(cut) or any(self.mesh[mesh_axis] == 1 for mesh_axis in cut):
+            return False
+        return _divides(self.space, self.mesh, axis, cut, self.outcome)
 
     def _choices(self, residual: MeshAxes, limit: float) -> tuple[_Choice, list[list[_Choice]]]:
         """What does not depend on a component, and for each component the choices that no other one outdoes."""
@@ -385,11 +396,7 @@ class _Frame:
         self, work: _Work, compute: dict[str, MeshAxes], rest: dict[str, MeshAxes]
     ) -> Iterator[dict[str, MeshAxes]]:
         """Mappings of parameters at rest: cut as while computing, and further."""
-        options = [
-            [(*compute.get(axis, ()), *cut) for cut in self._cuts(axis, RESTING_AXES, compute.get(axis, ()))]
-            for axis in work.component
-        ]
-        for cuts in itertools.product(*options):
+        for cuts in itertools.product(*(self._resting(axis, compute) for axis in work.component)):
             params = {**rest, **{axis: cut for axis, cut in zip(work.component, cuts, strict=True) if cut}}
             if _is_distinct(params, work.resting):
                 yield params

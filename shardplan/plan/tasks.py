@@ -147,7 +147,8 @@ class _Sequence:
             if not fusion.runs(operation):
                 continue
             is_loop = operation.kind == "loop"
-            alive |= {result for result in operation.results if is_loop or result in fusion.written}
+            stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
+            alive |= stacks | {result for result in operation.results if result in fusion.written}
             here = (*outside, *sorted(alive))
             if is_loop:
                 moments += self._loop(operation, here)

@@ -20,6 +20,7 @@ from shardplan.plan.memory import memory
 from shardplan.plan.partition import Habits
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan
+from shardplan.plan.rules import Rules
 from shardplan.plan.search import TIME_RESOLUTION, Space, mesh_shapes, search
 from shardplan.plan.tasks import prepare
 
@@ -63,7 +64,7 @@ def spaces(draw):
     hardware = parse_slice(draw(st.sampled_from(["v4-8", "v6e-4", "cpu-3", "cpu-6"])))
     least = draw(st.sampled_from([None, 4]))
     factors = calibration(hardware.generation.name)
-    return Space(step, "batch", "position", "e", hardware, factors, Habits(least), math.inf, kernels=False)
+    return Space(step, "batch", "position", "e", hardware, factors, Habits(least), math.inf, Rules(), kernels=False)
 
 
 def is_cut_twice(axes, mapping) -> bool:

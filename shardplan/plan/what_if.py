@@ -1,0 +1,78 @@
+"""What another batch, slice, type or checkpointing would change."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardplan.config import CHECKPOINTING, Config
+from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.hardware import parse_slice
+from shardplan.plan.plan import Plan
+from shardplan.plan.planner import make_plan
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One change, and the best plan with it."""
+
+    change: str
+    plan: Plan | None
+    """None where nothing fits."""
+    why_not: str = ""
+
+
+def what_if(config: Config) -> list[Variant]:
+    """The configuration itself, and one change at a time; where nothing fits, as much of a change as makes it fit."""
+    start = _variant("as it is", config)
+    variants = [start]
+    for changes in _changes(config, start.plan is not None):
+        for change, changed in changes:
+            variants.append(_variant(change, changed))
+            if start.plan is None and variants[-1].plan is not None:
+                break
+    return variants
+
+
+def _variant(change: str, config: Config) -> Variant:
+    try:
+        return Variant(change, make_plan(config))
+    except (ConfigError, InfeasibleError) as error:
+        return Variant(change, None, str(error))
+
+
+def _changes(config: Config, fits: bool) -> Iterator[list[tuple[str, Config]]]:
+    """Changes by what they change, the smallest first."""
+    work = config.workload
+
+    def with_work(**values: object) -> Config:
+        return replace(config, workload=replace(work, **values))  # type: ignore[arg-type]
+
+    halves = [work.batch >> n for n in range(1, work.batch.bit_length())]
+    batches = [*halves[:1], work.batch * 2] if fits else halves
+    yield [(f"workload.batch {batch}", with_work(batch=batch)) for batch in batches]
+    yield [
+        (f"hardware.slice {name}", replace(config, hardware=replace(config.hardware, slice=name)))
+        for name in _other_slices(config.hardware.slice, fits)
+    ]
+    other = "bfloat16" if work.param_dtype == "float32" else "float32"
+    yield [(f"workload.param_dtype {other}", with_work(param_dtype=other))]
+    kinds = CHECKPOINTING if work.kind == "train" else ()
+    yield [
+        (f"workload.gradient_checkpointing {kind}", with_work(gradient_checkpointing=kind))
+        for kind in kinds
+        if kind not in ("auto", work.gradient_checkpointing)
+    ]
+
+
+def _other_slices(name: str, fits: bool) -> list[str]:
+    """The next smaller and the next larger slice of the same generation; all larger ones, where this does not fit."""
+    hardware = parse_slice(name)
+    generation = hardware.generation
+    if hardware.is_cpu:
+        return []
+    chips = hardware.devices // hardware.slices // generation.devices_per_chip
+    sizes = sorted({math.prod(torus) for torus in generation.sizes})
+    smaller, larger = [n for n in sizes if n < chips], [n for n in sizes if n > chips]
+    prefix = f"{hardware.slices}x" if hardware.slices > 1 else ""
+    wanted = [*smaller[-1:], *larger[:1]] if fits else larger
+    return [f"{prefix}{generation.name}-{size * generation.name_counts_per_chip}" for size in wanted]

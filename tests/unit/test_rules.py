@@ -1,0 +1,133 @@
+"""Pins and what is forbidden, as text and in plans; why a plan does not make a choice; what other settings change."""
+
+import dataclasses
+
+import pytest
+
+from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.model import build_model, inspect_model, read_config
+from shardplan.plan.explain import why_not
+from shardplan.plan.planner import NO_KERNEL, make_plan
+from shardplan.plan.rules import Rule, Rules, parse_rules
+from shardplan.plan.what_if import what_if
+
+LLAMA = "configs/models/llama-3.1-8b.json"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model(read_config(LLAMA, None), 4096)
+
+
+@pytest.fixture
+def config(make_config):
+    def make(pin=(), forbid=(), **overrides):
+        settings = {"model_config": LLAMA, "hardware_slice": "v4-64", "workload_batch": 8, "workload_position": 4096}
+        return dataclasses.replace(make_config(**{**settings, **overrides}), pin=pin, forbid=forbid)
+
+    return make
+
+
+def test_rules_are_read(model):
+    axes = inspect_model(model)
+    rules = parse_rules(["mlp=model", "params.embed=data+replica", "position="], ["vocab"], axes)
+    assert rules.pins == (
+        Rule("mlp", False, ("model",)), Rule("embed", True, ("data", "replica")), Rule("position", False, ())
+    )  # fmt: skip
+    assert rules.forbidden == (Rule("vocab", False, None),)
+    assert rules.options("mlp", False, [(), ("data",)]) == [("model",)]
+    assert rules.options("vocab", False, [(), ("model",)]) == [()]
+    assert rules.options("vocab", True, [(), ("model",)]) == [(), ("model",)]
+
+
+def test_some_mesh_axes_can_be_forbidden():
+    rules = Rules(forbidden=(Rule("mlp", True, ("replica",)),))
+    assert rules.options("mlp", True, [(), ("data",), ("data", "replica")]) == [(), ("data",)]
+
+
+def test_a_tensor_can_be_pinned(model):
+    pins = parse_rules(["q_proj.weight:kv_head=model,embed=data"], [], inspect_model(model)).pins
+    assert {(pin.axis, pin.mesh_axes) for pin in pins if pin.mesh_axes} == {
+        ("kv_head", ("model",)),
+        ("embed", ("data",)),
+    }
+    assert {pin.axis for pin in pins if not pin.mesh_axes} == {"layer", "q_heads_per_group", "head_size"}
+    assert all(pin.at_rest for pin in pins)
+
+
+@pytest.mark.parametrize(
+    ("pins", "forbidden", "message"),
+    [
+        (["mpl=model"], [], "pin 'mpl=model': the model has no axis 'mpl'; did you mean 'mlp'?"),
+        (["mlp=modle"], [], "pin 'mlp=modle': unknown mesh axis 'modle'; did you mean 'model'?"),
+        (["mlp"], [], "pin 'mlp': say to what, as in mlp=model, or mlp= for whole"),
+        ([], ["heds"], "forbid 'heds': the model has no axis 'heds'; did you mean 'heads'?"),
+        (
+            ["q_prj.weight:embed=data"],
+            [],
+            "pin 'q_prj.weight:embed=data': no parameter's path ends with 'q_prj.weight'",
+        ),
+        (["params.batch=data"], [], "pin 'params.batch=data': the model has no axis 'batch'"),
+    ],
+)
+def test_rules_that_cannot_be_read(model, pins, forbidden, message):
+    with pytest.raises(ConfigError) as raised:
+        parse_rules(pins, forbidden, inspect_model(model))
+    assert message in str(raised.value)
+
+
+def test_plans_keep_to_rules(model, config):
+    free = make_plan(config(), model)
+    pinned = make_plan(config(pin=("mlp=model", "params.vocab=model+data", "batch=data"), mesh_model=2), model)
+    assert pinned.compute_mapping["mlp"] == ["model"] and pinned.param_mapping["vocab"] == ["model", "data"]
+    assert pinned.compute_mapping["batch"] == ["data"]
+    assert pinned.cost.step_seconds >= free.cost.step_seconds
+    without = make_plan(config(forbid=("mlp", "params.embed")), model)
+    assert "mlp" not in without.compute_mapping and "embed" not in without.param_mapping
+
+
+def test_pins_that_contradict_each_other(model, config):
+    with pytest.raises(InfeasibleError) as raised:
+        make_plan(config(pin=("mlp=model", "kv_head=model", "head_size=model")), model)
+    assert "no mapping on v4-64 keeps to pin mlp=model kv_head=model head_size=model" in str(raised.value)
+
+
+def test_why_not(model, config):
+    settings = config()
+    plan = make_plan(settings, model)
+    slower = why_not("mlp=", plan, settings, model)
+    assert slower.plan.cost.step_seconds > plan.cost.step_seconds and not slower.obstacle
+    # what is told adds up to the difference, but for what hides behind compute
+    assert next(iter(slower.seconds)) == "compute" and slower.seconds["compute"] > 0
+    assert why_not("kv_head=data", plan, config(pin=("head_size=data", "batch=")), model).plan is None
+    assert why_not("position=replica", plan, settings, model).obstacle == NO_KERNEL
+
+
+def test_what_if_something_fits(config):
+    variants = {variant.change: variant.plan for variant in what_if(config())}
+    assert list(variants) == [
+        "as it is", "workload.batch 4", "workload.batch 16", "hardware.slice v4-32", "hardware.slice v4-128",
+        "workload.param_dtype float32",
+    ]  # fmt: skip
+    assert all(variants.values())
+    assert variants["hardware.slice v4-128"].cost.step_seconds < variants["as it is"].cost.step_seconds
+
+
+def test_what_if_nothing_fits(config):
+    """As much of a change as it takes, and no more."""
+    variants = what_if(config(hardware_slice="v5e-4", workload_kind="train"))
+    fits = {variant.change: variant.plan is not None for variant in variants}
+    assert not fits["as it is"] and "lacking" in variants[0].why_not
+    slices = [change for change in fits if change.startswith("hardware.slice")]
+    assert [fits[change] for change in slices] == [False] * (len(slices) - 1) + [True]
+
+
+def test_checkpointing_can_be_chosen(model, config):
+    roomy = make_plan(
+        config(hardware_slice="v5p-64", workload_kind="train", workload_gradient_checkpointing="auto"), model
+    )
+    tight = make_plan(
+        config(hardware_slice="v5e-16", workload_kind="train", workload_gradient_checkpointing="auto"), model
+    )
+    assert roomy.workload.gradient_checkpointing == "save_all"
+    assert tight.workload.gradient_checkpointing != "save_all"
