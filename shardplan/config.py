@@ -119,8 +119,9 @@ class Config:
     """Of plan: choices, written like pins, to say why the plan does not make them."""
     what_if: bool = False
     """Of plan: also plan for other batches, slices, types and checkpointing, and print what each would change."""
-    verify: bool = False
-    """Have the TPU compiler check the plan before going on; needs no TPU."""
+    verify: int | bool = False
+    """Have the TPU compiler check the plan before going on; needs no TPU. Of plan also a number: so many of the best
+    plans are compiled, and the one that the compiler finds fastest is taken."""
     options: str = "plan"
     """Of verify: compiler options, plan (those of the plan) or auto (curated ones, and which of them help)."""
     against: tuple[str, ...] = ()
@@ -145,6 +146,7 @@ class Config:
             ("compiler.jobs", self.compiler.jobs, 1),
             ("compiler.seconds", self.compiler.seconds, 1),
             ("compiler.gib", self.compiler.gib, 1),
+            ("verify", int(self.verify), 0),
         ):
             if value is not None and not value >= least:
                 raise ConfigError(f"{key} is {value}; it must be at least {least}")

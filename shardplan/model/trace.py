@@ -22,6 +22,8 @@ Factor = tuple[str | None, int]
 Dim = tuple[Factor, ...]
 """One dimension of an array: the axes that are merged into it, major to minor."""
 
+MESH_AXES = ("replica", "data", "model")
+"""Axes that the traced mesh has beside one for every logical axis: Levanter looks for them in places."""
 SECOND = "'"
 """Ends the name of an axis that an array has twice, as scores have query and key positions."""
 RESIZING = {"slice", "dynamic_slice", "concatenate", "pad", "split", "top_k", "all_gather", "all_to_all"}
@@ -71,7 +73,7 @@ class Operation:
 
     kind: str
     """`contraction`, `lookup` (gather), `update` (scatter), `elementwise` (with all that fuses), `reshard` (in or out
-    of a shard_map), or `loop`."""
+    of a shard_map), `sum` (over devices), or `loop`."""
     operands: tuple[int, ...]
     results: tuple[int, ...]
     label: str
@@ -377,6 +379,11 @@ class _Namer:
         """The program is traced on a mesh that has an axis for every logical axis: a sharding says the names."""
         return "elementwise", [_constrained(arrays[0], equation.params["sharding"].spec)], {}
 
+    def sum_devices(self, equation: Any, arrays: list[Array]) -> "_Named":
+        """In a shard_map: a sum over all devices, if over any; the mesh that is traced on has more axes than those."""
+        kind = "sum" if any(axis in MESH_AXES for axis in equation.params.get("axes", ())) else "elementwise"
+        return kind, [replace(a, itemsize=_width(v)) for a, v in zip(arrays, equation.outvars, strict=True)], {}
+
     def meet(self, left: Dim, right: Dim) -> Dim:
         """One dimension of two operands; where its names differ, which axis consists of which others is remembered."""
         names = [name for name, _ in (*left, *right)]
@@ -402,6 +409,8 @@ RULES: dict[str, Callable[[_Namer, Any, list[Array]], _Named]] = {
     "ragged_dot_general": _Namer.ragged_dot,
     "gather": _Namer.gather,
     "scatter-add": _Namer.scatter_add,
+    "psum": _Namer.sum_devices,
+    "psum_invariant": _Namer.sum_devices,
     "sharding_constraint": _Namer.constrain,
     **dict.fromkeys(RESIZING, _Namer.resize),
     **dict.fromkeys(

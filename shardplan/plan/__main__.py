@@ -28,10 +28,11 @@ def main(config: Config) -> None:
         lint(config, config.lint)
         return
     from shardplan.plan.planner import make_plan, with_plan
+    from shardplan.verify.__main__ import best_plan, verify_plan
 
     config, given = with_plan(config)
     try:
-        plan = given or make_plan(config)
+        plan = given or (best_plan(config, beside(config)) if config.verify > 1 else make_plan(config))
         show(plan, config.json)
         explain(config, plan)
     finally:  # other settings are of most interest where these have no plan
@@ -41,9 +42,7 @@ def main(config: Config) -> None:
         f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s",
         file=sys.stderr,
     )
-    if config.verify:
-        from shardplan.verify.__main__ import verify_plan
-
+    if config.verify and (given or config.verify == 1):
         verify_plan(config, plan, beside(config))
 
 

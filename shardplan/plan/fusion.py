@@ -78,6 +78,17 @@ class Fusion:
         fused = sorted(value for value in inside - self.written if not is_scores(self.arrays[value]))
         return [self.operations[self._maker[value]] for value in fused]
 
+    def users(self, value: int) -> list[Operation]:
+        """The operations that are no elementwise work and use `value`, or what elementwise work makes of it."""
+        found: list[Operation] = []
+        for i in self._users[value]:
+            operation = self.operations[i]
+            if operation.kind == "elementwise":
+                found += [user for result in operation.results for user in self.users(result)]
+            else:
+                found.append(operation)
+        return found
+
     def is_summed_here(self, value: int) -> bool:
         """Whether partial sums of the product `value` are added up over devices at once.
 

@@ -176,9 +176,10 @@ def share(task: Task, layout: Layout) -> Share:
     if task.kind not in ("contraction", "attention"):
         return Share(0.0, task.times * moved, 0.0, False, traffic)
     result = task.results[0]
+    mapping = layout.params if task.groups > 1 else layout.compute
     inner = math.prod(size for _, size in task.contracted)
-    cut_inner = mesh_size(layout.mesh, layout.mesh_axes(task.contracted))
-    outer = result.elements / layout.parts(result, layout.compute)
+    cut_inner = mesh_size(layout.mesh, layout.mesh_axes(task.contracted, mapping))
+    outer = result.elements / layout.parts(result, mapping)
     flops = 2 * outer * inner / cut_inner
     if task.groups > 1 and any(name is None for name, _ in task.contracted):
         flops /= task.groups  # rows are contracted, each in its own group
@@ -192,7 +193,7 @@ def share(task: Task, layout: Layout) -> Share:
 
 def is_rearranged(weight: Array, task: Task, layout: Layout) -> bool:
     """Whether a parameter is gathered here, along several of its dimensions at once."""
-    return weight.weight in task.fresh and layout.gathered_dimensions(weight) > 1
+    return task.groups == 1 and weight.weight in task.fresh and layout.gathered_dimensions(weight) > 1
 
 
 def attention_has_kernel(task: Task, layout: Layout) -> bool:
@@ -216,7 +217,33 @@ def attention_has_kernel(task: Task, layout: Layout) -> bool:
     )
 
 
+def _grouped(task: Task, layout: Layout) -> Iterator[Traffic]:
+    """A product with a matrix for every group of rows (experts): rows are whole, and parameters used as they rest."""
+    if all(array.weight is None for array in task.operands):
+        return  # the gradient of the parameters, each device its part
+    result = task.results[0]
+    partial = layout.mesh_axes(task.contracted, layout.params)
+    if partial:
+        size = layout.bytes(result, layout.params)
+        yield all_reduce(size, layout, partial, task.times, f"partial sums of {task.cause}")
+    used = layout.mesh_axes(result.factors)
+    spread = tuple(axis for axis in layout.mesh_axes(result.factors, layout.params) if axis not in used)
+    if spread and not task.stays_cut:
+        yield all_gather(layout.bytes(result, layout.compute), layout, spread, task.times, f"result of {task.cause}")
+
+
+def _sum(task: Task, layout: Layout) -> Iterator[Traffic]:
+    """The gradient of what a shard_map takes whole: every device has a part of the sum."""
+    everywhere = tuple(axis for axis, size in layout.mesh.items() if size > 1)
+    if everywhere:
+        size = sum(layout.bytes(array, layout.compute) for array in task.results)
+        yield all_reduce(size, layout, everywhere, task.times, f"sums of {task.cause}")
+
+
 def _contraction(task: Task, layout: Layout) -> Iterator[Traffic]:
+    if task.groups > 1:
+        yield from _grouped(task, layout)
+        return
     result = task.results[0]
     for operand in task.operands:
         if operand.weight is not None:
@@ -343,5 +370,6 @@ TRAFFIC = {
     "lookup": _lookup,
     "update": _update,
     "reshard": _reshard,
+    "sum": _sum,
     "elementwise": _elementwise,
 }

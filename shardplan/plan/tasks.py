@@ -13,8 +13,8 @@ class Task:
     """One operation on the devices, as often as a step does it."""
 
     kind: str
-    """`contraction`, `attention` (a product with both query and key positions), `lookup`, `update`, `reshard`, or
-    `elementwise`: everything that is fused into one pass over memory."""
+    """`contraction`, `attention` (a product with both query and key positions), `lookup`, `update`, `reshard`, `sum`
+    (over all devices), or `elementwise`: everything that is fused into one pass over memory."""
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
     contracted: Dim
@@ -25,6 +25,8 @@ class Task:
     completes: bool
     """Of a contraction: whether partial sums of its result are added up over devices here, rather than after others
     are added to it."""
+    stays_cut: bool
+    """Of a product by groups: whether only others use its result, which take it as it comes."""
     cause: str
 
 
@@ -174,7 +176,7 @@ class _Sequence:
             if not self.fusion.runs(operation):
                 continue
             for product in (operation, *self.fusion.products_in(operation)):
-                for operand in product.operands if product.kind == "contraction" else ():
+                for operand in product.operands if product.kind == "contraction" and product.groups == 1 else ():
                     array = self.arrays[operand]
                     if array.weight is not None:
                         uses[array] = (uses.get(array, (i, i))[0], i)
@@ -207,6 +209,7 @@ class _Sequence:
         operands = tuple(self.arrays[operand] for operand in operation.operands)
         results = tuple(self.arrays[result] for result in operation.results)
         if operation.kind == "contraction":
+            results = results if operation.groups == 1 else ()
             return Moment(arrays, weights, results, scores=tuple(filter(is_scores, (*operands, *results)))[:1])
         if operation.kind == "lookup":
             return Moment(arrays, weights, found=((operands[0], results[0]),))
@@ -228,9 +231,18 @@ class _Sequence:
         fresh = tuple(weight for weight in weights if weight not in self.used)
         self.used |= set(weights) if is_product else set()
         completes = not is_product or fusion.is_summed_here(operation.results[0])
-        cause = weights[0] if weights else operation.label
+        users = fusion.users(operation.results[0]) if operation.groups > 1 else []
         return Task(
-            kind, operands, results, operation.contracted, operation.groups, self.times, fresh, completes, cause
+            kind=kind,
+            operands=operands,
+            results=results,
+            contracted=operation.contracted,
+            groups=operation.groups,
+            times=self.times,
+            fresh=fresh,
+            completes=completes,
+            stays_cut=bool(users) and all(user.groups > 1 for user in users),
+            cause=weights[0] if weights else operation.label,
         )
 
     def _arrays(self, values: Sequence[int]) -> tuple[Array, ...]:

@@ -19,7 +19,7 @@ from ml_dtypes import bfloat16
 from shardplan.model import Model
 from shardplan.model.axes import named_leaves
 from shardplan.model.forward import for_compute, losses, mean_loss, next_logits
-from shardplan.model.trace import Array, Trace, trace_jaxpr
+from shardplan.model.trace import MESH_AXES, Array, Trace, trace_jaxpr
 from shardplan.plan.tasks import Step, prepare
 
 LEARNING_RATE = 1e-5
@@ -95,7 +95,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
 
         return eqx.filter_grad(result)(module) if workload.is_training else result(module)
 
-    mesh_axes = (*mapping, "replica", "data", "model")  # Levanter's own names are looked for in places
+    mesh_axes = (*mapping, *MESH_AXES)
     mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
     with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(step)(arrays)

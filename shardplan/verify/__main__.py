@@ -53,12 +53,47 @@ def verify_plan(config: Config, plan: Plan, out: TextIO) -> None:
     from shardplan.verify.cases import plan_case
     from shardplan.verify.run import verify
 
-    if config.options != "plan" or config.against:
-        raise ConfigError("options and against are for shardplan verify; --verify checks the plan as it is")
+    _check_plain(config)
+    if config.verify > 1:
+        raise ConfigError(
+            "verify with a number is for shardplan.plan; write its plan with --json, and use it with --plan"
+        )
     case = plan_case(config, plan)
     (verdict,) = verify([case], config.compiler)
     show([(case, verdict)], out)
     check_fits(verdict)
+
+
+def best_plan(config: Config, out: TextIO) -> Plan:
+    """Of the `config.verify` best plans by estimate the one that the compiler finds fastest; prints the ranking.
+
+    Raises:
+        InfeasibleError: none fits.
+    """
+    from shardplan.plan.planner import model_of, rank_plans
+    from shardplan.verify.cases import plan_case
+    from shardplan.verify.run import verify
+
+    _check_plain(config)
+    plans = rank_plans(config, int(config.verify), model_of(config))
+    cases = [plan_case(config, plan, f"plan {number}") for number, plan in enumerate(plans, 1)]
+    verdicts = verify(cases, config.compiler)
+    ranked = sorted(zip(cases, verdicts, strict=True), key=lambda pair: pair[1].rank(pair[0].plan.workload))
+    show(ranked, out)
+    case, verdict = ranked[0]
+    check_fits(verdict)
+    assert verdict.time is not None
+    case.plan.search.reasons.insert(
+        0,
+        f"of the {len(plans)} best by estimate, of which it is number {case.label.split()[-1]}, the fastest by the TPU "
+        f"compiler: {verdict.time.step_seconds:.3g} s a step",
+    )
+    return case.plan
+
+
+def _check_plain(config: Config) -> None:
+    if config.options != "plan" or config.against:
+        raise ConfigError("options and against are for shardplan verify; --verify checks the plan as it is")
 
 
 def show(ranked: "Sequence[tuple[Case, Verdict]]", stream: TextIO) -> None:

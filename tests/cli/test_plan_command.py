@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -115,3 +116,34 @@ def test_diff_of_what_is_no_plan(plans, tmp_path):
     fails(run("plan", "diff", plans[0]), 2, "diff takes two Plan files and --json PATH, not ")
     fails(run("plan", "diff", *plans, "--jsn", "-"), 2, "diff takes two Plan files and --json PATH, not ")
     fails(run("plan", "diff", *plans, "--json", tmp_path), 2, f"json '{tmp_path}' cannot be written: Is a directory")
+
+
+def test_why_and_what_if():
+    done = run("plan", "--config=configs/8b.yaml", "--hardware.slice=v4-64", "--why", "mlp=", "--what_if")
+    assert done.returncode == 0, done.stderr
+    assert "why not mlp=?" in done.stdout and " s: compute" in done.stdout
+    assert "What if" in done.stdout and "hardware.slice v4-128" in done.stdout
+
+
+def test_what_if_is_printed_where_nothing_fits():
+    done = run("plan", "--config=configs/70b.yaml", "--hardware.slice=v5e-4", "--what_if", "--json=-")
+    assert done.returncode == 3 and done.stdout == ""
+    assert "does not fit" in done.stderr and "no plan fits v5e-4" in done.stderr.splitlines()[-1]
+
+
+def test_pins_that_cannot_be_read():
+    fails(run("plan", "--config=configs/8b.yaml", "--pin", "mpl=model"), 2, "the model has no axis 'mpl'; did you mean")
+
+
+def test_the_best_of_several_by_the_compiler(tmp_path):
+    """Two small plans are compiled; what is printed and written is the one that ranks first."""
+    config = json.loads(Path("configs/models/llama-3.1-8b.json").read_text())
+    small = tmp_path / "config.json"
+    small.write_text(json.dumps({**config, "num_hidden_layers": 2, "vocab_size": 4096}))
+    arguments = [f"--model.config={small}", "--hardware.slice=v4-8", "--workload.batch=4", "--workload.position=512"]
+    target = tmp_path / "plan.json"
+    done = run("plan", *arguments, "--verify", "2", f"--json={target}", "--compiler.cache=null")
+    assert done.returncode == 0, done.stderr
+    assert "Ranking" in done.stdout and "of the 2 best by estimate, of which it is number" in done.stdout
+    assert "the fastest by the TPU compiler" in json.loads(target.read_text())["search"]["reasons"][0]
+    fails(run("eval", "--verify", "2", f"--plan={target}", "--data.path=x"), 2, "data.path")
