@@ -53,6 +53,10 @@ class MeshConfig:
     model: int | None = None
 
 
+MESH_AXES = tuple(item.name for item in dataclasses.fields(MeshConfig))
+"""Axes of a plan's mesh, major to minor."""
+
+
 @dataclass(frozen=True)
 class WorkloadConfig:
     """What one step does."""

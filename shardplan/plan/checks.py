@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+from shardplan.config import MESH_AXES
 from shardplan.errors import closest, nearest
 from shardplan.hardware import GIB
 from shardplan.plan.finding import (
@@ -16,7 +17,6 @@ from shardplan.plan.finding import (
     short,
     sizes_text,
 )
-from shardplan.plan.mapping import MESH_AXES
 from shardplan.plan.workload import itemsize
 
 SPLASH_BACKENDS = (None, "default", "splash")

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.config import leaves
+from shardplan.config import MESH_AXES, leaves
 from shardplan.errors import closest
 from shardplan.plan.finding import Subject
 from shardplan.plan.levanter_config import DEFAULT_FSDP_AXIS
-from shardplan.plan.mapping import MESH_AXES
 
 ROOT = "trainer."
 SECTIONS_WITH_DEFAULT = ("trainer.mesh.param_mapping",)

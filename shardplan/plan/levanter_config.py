@@ -14,9 +14,8 @@ from typing import Any
 
 import yaml
 
-from shardplan.config import WorkloadConfig
+from shardplan.config import MESH_AXES, WorkloadConfig
 from shardplan.errors import ConfigError, nearest, one_line
-from shardplan.plan.mapping import MESH_AXES
 from shardplan.plan.section import AxisLists, Entry, Section, text_of
 
 DCN_AXIS = "replica_dcn"

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardplan.config import Config
+from shardplan.config import MESH_AXES, Config
 from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.model import Model, ModelAxes, inspect_model
 from shardplan.plan.checks import BLOCKING, OTHERS
 from shardplan.plan.edit import Edit
 from shardplan.plan.finding import ERROR, WARNING, Finding, Findings, Subject, sizes_text
 from shardplan.plan.levanter_config import LevanterLayout, MeshSizeError, layout_of
-from shardplan.plan.mapping import MESH_AXES
 from shardplan.plan.plan import BATCH_AXIS, MemoryPlan, Plan
 from shardplan.plan.planner import model_of, plan_layout
 from shardplan.plan.workload import Workload, plan_step

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping
 
-MESH_AXES = ("replica", "data", "model")
-"""Axes of a plan's mesh, major to minor."""
 MeshAxes = tuple[str, ...]
 """Mesh axes, major to minor."""
 AxisMapping = Mapping[str, MeshAxes]

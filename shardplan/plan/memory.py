@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardplan.model.trace import SECOND, Array
+from shardplan.model.named import SECOND, Array
 from shardplan.plan.partition import SCORE_BYTES, Layout, lookup_rows
 from shardplan.plan.tasks import Moment, Step
 

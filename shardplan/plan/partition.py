@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from shardplan.model.trace import SECOND, Array, Dim
+from shardplan.model.named import SECOND, Array, Dim
 from shardplan.plan.fusion import is_scores
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.plan.tasks import Task

@@ -31,7 +31,8 @@ from shardplan.plan.plan import (
     WorkloadInfo,
 )
 from shardplan.plan.rules import Rules, parse_rules
-from shardplan.plan.search import TIME_RESOLUTION, Candidate, Outcome, Space, mesh_shapes, search
+from shardplan.plan.search import TIME_RESOLUTION, Candidate, Outcome, search
+from shardplan.plan.space import Space, mesh_shapes
 from shardplan.plan.tasks import Step
 from shardplan.plan.workload import Workload, plan_step
 from shardplan.runtime.storage import open_folder

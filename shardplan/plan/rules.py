@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shardplan.config import MESH_AXES
 from shardplan.errors import ConfigError, nearest
 from shardplan.model import ModelAxes
-from shardplan.plan.mapping import MESH_AXES, MeshAxes
+from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import BATCH_AXIS
 
 AT_REST = "params."

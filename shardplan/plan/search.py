@@ -1,11 +1,5 @@
 """Branch and bound over meshes and mappings: the fastest plan that fits, under the cost model, proven.
 
-The space: all factorisations of the devices into (replica, data, model); the batch on any of replica and data, the
-positions on one of these that the batch leaves; every other logical axis that is computed with on `model`, with or
-without `replica` behind it; parameters rest cut like that, and in addition by `data`, `replica` or both, along any
-axis. No array has a mesh axis twice. While computing, the residual stream is not cut by its own axis, nor are axes that
-layers are stacked along, those that attention sums over, and those that a token chooses parameters by (experts).
-
 What makes it small: times of tasks add up, and so do bytes at every moment of the program. With mesh, batch and
 position given, logical axes that never meet in a task can be chosen apart: such a component has a list of choices,
 each with a time and its bytes at every moment, and what is left is one choice per component, the fastest that fits.
@@ -16,25 +10,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
-from shardplan.errors import ConfigError
-from shardplan.hardware import Slice
-from shardplan.model.trace import SECOND, Array
-from shardplan.plan.calibration import Calibration
 from shardplan.plan.cost import task_seconds
-from shardplan.plan.mapping import MESH_AXES, AxisMapping, MeshAxes, mesh_size
-from shardplan.plan.memory import Item, item_bytes, moment_items, resting_items
-from shardplan.plan.partition import Habits, Layout, attention_has_kernel, share
-from shardplan.plan.rules import Rules
-from shardplan.plan.tasks import Step, Task
+from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
+from shardplan.plan.memory import item_bytes
+from shardplan.plan.partition import attention_has_kernel, share
+from shardplan.plan.space import BATCH_AXES, POSITION_AXES, RESTING_AXES, TENSOR_AXES, Space, Work
 
-BATCH_AXES: tuple[MeshAxes, ...] = (("replica", "data"), ("data",), ("replica",), ())
-POSITION_AXES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",))
-TENSOR_AXES: tuple[MeshAxes, ...] = ((), ("model",), ("model", "replica"))
-RESTING_AXES: tuple[MeshAxes, ...] = ((), ("data",), ("replica",), ("data", "replica"))
 TIME_RESOLUTION = 1e-3
 """Plans whose times differ by less than this part are equal to the cost model; the one with more free memory wins."""
 
@@ -62,105 +46,6 @@ class Outcome:
     rejected: Counter[str] = field(default_factory=Counter)
     indivisible: dict[str, str] = field(default_factory=dict)
     """Logical axis -> why it could not be cut, one example each."""
-
-
-@dataclass(frozen=True)
-class Space:
-    """What is planned, and for what."""
-
-    step: Step
-    batch: str
-    position: str
-    residual: str
-    """Logical axis of the residual stream."""
-    hardware: Slice
-    calibration: Calibration
-    habits: Habits
-    available: float
-    """Bytes per device that a plan may use."""
-    rules: Rules
-    """What the user pins or forbids."""
-    kernels: bool = True
-    """Only mappings under which a kernel can do attention."""
-
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        """Logical axis of parameters, of the batch and of positions -> size."""
-        arrays = [*self.step.parameters, *(array for task in self.step.tasks for array in task.operands)]
-        return {name: size for array in arrays for name, size in array.factors if name and not name.endswith(SECOND)}
-
-    @cached_property
-    def tensor(self) -> tuple[str, ...]:
-        """Logical axes of parameters that are computed with, but for the residual stream's."""
-        used = {
-            name for task in self.step.tasks if task.kind == "contraction" for a in task.operands for name in a.axes
-        }
-        known = {name for array in self.step.parameters for name in array.axes}
-        return tuple(name for name in self.sizes if name in used & known and name != self.residual)
-
-    @cached_property
-    def whole(self) -> frozenset[str]:
-        """Logical axes that are not cut while computing."""
-        return self.step.routed | {attention.head_size for attention in self.step.attention}
-
-    @cached_property
-    def components(self) -> tuple[tuple[str, ...], ...]:
-        """Logical axes of `tensor`, those together that meet in a task."""
-        groups: list[set[str]] = [{axis} for axis in self.tensor]
-        for task in self.step.tasks:
-            met = {name for array in (*task.operands, *task.results) for name in array.axes} & set(self.tensor)
-            touched = [group for group in groups if group & met]
-            if len(touched) > 1:
-                groups = [group for group in groups if not group & met] + [set().union(*touched)]
-        return tuple(tuple(axis for axis in self.tensor if axis in group) for group in groups)
-
-    @cached_property
-    def works(self) -> tuple["_Work", ...]:
-        """What depends on each of `components`."""
-        return tuple(_work(self, component) for component in self.components)
-
-    @cached_property
-    def base(self) -> "_Work":
-        """What depends on none."""
-        return _work(self, ())
-
-    def layout(self, mesh: dict[str, int], compute: AxisMapping, params: AxisMapping) -> Layout:
-        """A point of the space."""
-        return Layout(mesh, compute, params, self.step.merged, self.step.activation_axes, self.habits)
-
-
-def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str, int]]:
-    """Every (replica, data, model) whose product is the number of devices, with the pinned sizes.
-
-    Raises:
-        ConfigError: the pinned sizes leave none.
-    """
-    n = hardware.devices
-    fixed = {axis: size for axis, size in pinned.items() if size is not None}
-    shapes = [
-        {"replica": replica, "data": data, "model": n // replica // data}
-        for replica in _divisors(n)
-        for data in _divisors(n // replica)
-    ]
-    kept = [shape for shape in shapes if all(shape[axis] == size for axis, size in fixed.items())]
-    if kept and hardware.slices > 1:
-        # only replica and data cross the network between slices
-        across = [shape for shape in kept if shape["replica"] * shape["data"] % hardware.slices == 0]
-        if not across:
-            raise ConfigError(
-                f"mesh.model {kept[0]['model']} leaves replica x data = {n // kept[0]['model']}, which the "
-                f"{hardware.slices} slices of {hardware.name} do not divide; use a smaller mesh.model"
-            )
-        return across
-    if not kept:
-        wanted = " x ".join(f"mesh.{axis} {size}" for axis, size in fixed.items())
-        product = math.prod(fixed.values())
-        problem = "does not divide" if n % product or len(fixed) < len(MESH_AXES) else "is not all of"
-        raise ConfigError(
-            f"{wanted} {problem} the {n} devices of {hardware.name}; {' x '.join(MESH_AXES)} must be {n}, "
-            f"each one of {', '.join(map(str, _divisors(n)))}"
-        )
-    return kept
 
 
 def search(space: Space, meshes: Sequence[dict[str, int]], keep: int = 2) -> Outcome:
@@ -251,58 +136,6 @@ class _Choice:
     """At every moment."""
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The tasks and the memory that depend on the axes of one component; without axes, on batch and position alone."""
-
-    component: tuple[str, ...]
-    tasks: tuple[tuple[Task, tuple[str, ...]], ...]
-    """With the logical axes that they depend on."""
-    items: tuple[tuple[Item, tuple[str, ...]], ...]
-    counts: np.ndarray
-    """[moment, item]: how many of an item there are at a moment."""
-    computed: frozenset[frozenset[str]]
-    """Axes that meet while computing."""
-    resting: frozenset[frozenset[str]]
-    """Axes that meet in a parameter."""
-
-
-def _work(space: Space, component: tuple[str, ...]) -> _Work:
-    own = set(component)
-
-    def belongs(*arrays: Array) -> bool:
-        met = _names(arrays) & set(space.tensor)
-        return bool(met & own) or not (own or met)
-
-    step = space.step
-    tasks = [task for task in step.tasks if belongs(*task.operands, *task.results)]
-    resting = [item for item in resting_items(step) if belongs(item.array)]
-    moments = [
-        Counter([*resting, *(item for item in moment_items(moment) if belongs(item.array, *item.tables))])
-        for moment in step.moments
-    ]
-    items = list(dict.fromkeys(item for counter in moments for item in counter))
-    counts = np.array([[counter[item] for item in items] for counter in moments], float)
-    return _Work(
-        component,
-        tuple((task, tuple(sorted(_names((*task.operands, *task.results))))) for task in tasks),
-        tuple((item, tuple(sorted(_names((item.array, *item.tables))))) for item in items),
-        counts.reshape(len(moments), len(items)),
-        frozenset(met for task in tasks for met in _meetings(task)),
-        frozenset(frozenset(a.axes) for a in step.parameters if belongs(a)),
-    )
-
-
-def _meetings(task: Task) -> Iterator[frozenset[str]]:
-    """Logical axes that cannot share a mesh axis: those of an array, and those of a product and what it sums over."""
-    yield from (frozenset(array.axes) for array in (*task.operands, *task.results))
-    yield frozenset(task.results[0].axes) | {name for name, _ in task.contracted if name}
-
-
-def _names(arrays: Iterable[Array]) -> set[str]:
-    return {name for array in arrays for name in array.axes}
-
-
 class _Frame:
     """One mesh with the mapping of batch and positions."""
 
@@ -345,7 +178,7 @@ class _Frame:
                     stack.append((depth + 1, size + choice.bytes, (*chosen, choice)))
         return found[-1]
 
-    def _computes(self, work: _Work) -> Iterator[tuple[dict[str, MeshAxes], float]]:
+    def _computes(self, work: Work) -> Iterator[tuple[dict[str, MeshAxes], float]]:
         whole, rules = self.space.whole, self.space.rules
         options = [
             [cut for cut in rules.options(axis, False, ((),) if axis in whole else TENSOR_AXES) if self._can(axis, cut)]
@@ -357,7 +190,7 @@ class _Frame:
             if _is_distinct(mapping, work.computed) and self._has_kernels(work, mapping):
                 yield compute, self._time(work, compute, None)
 
-    def _has_kernels(self, work: _Work, compute: AxisMapping) -> bool:
+    def _has_kernels(self, work: Work, compute: AxisMapping) -> bool:
         """Whether attention has a kernel, where it must."""
         layout = self.space.layout(self.mesh, compute, {})
         attention = [task for task, _ in work.tasks if task.kind == "attention"]
@@ -393,7 +226,7 @@ class _Frame:
         return base, choices
 
     def _rests(
-        self, work: _Work, compute: dict[str, MeshAxes], rest: dict[str, MeshAxes]
+        self, work: Work, compute: dict[str, MeshAxes], rest: dict[str, MeshAxes]
     ) -> Iterator[dict[str, MeshAxes]]:
         """Mappings of parameters at rest: cut as while computing, and further."""
         for cuts in itertools.product(*(self._resting(axis, compute) for axis in work.component)):
@@ -401,7 +234,7 @@ class _Frame:
             if _is_distinct(params, work.resting):
                 yield params
 
-    def _choice(self, work: _Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> _Choice:
+    def _choice(self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> _Choice:
         layout = self.space.layout(self.mesh, {**self.tokens, **compute}, params)
         sizes = np.empty(len(work.items))
         for i, (item, names) in enumerate(work.items):
@@ -411,7 +244,7 @@ class _Frame:
             sizes[i] = self.sizes[key]
         return _Choice(compute, params, self._time(work, compute, params), work.counts @ sizes)
 
-    def _time(self, work: _Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes] | None) -> float:
+    def _time(self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes] | None) -> float:
         """Time of the tasks of a component; without `params`, the least for any mapping of the parameters."""
         space, total = self.space, 0.0
         layout = space.layout(self.mesh, {**self.tokens, **compute}, params or {})
@@ -483,8 +316,3 @@ def _undominated(choices: list[_Choice]) -> list[_Choice]:
         if not any((other.bytes <= choice.bytes).all() for other in kept):
             kept.append(choice)
     return kept
-
-
-def _divisors(n: int) -> list[int]:
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*low, *(n // d for d in low)})

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardplan.model.trace import SECOND, Array, Dim, Operation, Trace
+from shardplan.model.named import SECOND, Array, Dim
+from shardplan.model.trace import Operation, Trace
 from shardplan.plan.fusion import Fusion, is_scores
 
 

@@ -16,10 +16,12 @@ from jax.sharding import AbstractMesh, AxisType
 from levanter.layers.attention import AttentionBackend
 from ml_dtypes import bfloat16
 
+from shardplan.config import MESH_AXES
 from shardplan.model import Model
 from shardplan.model.axes import named_leaves
 from shardplan.model.forward import for_compute, losses, mean_loss, next_logits
-from shardplan.model.trace import MESH_AXES, Array, Trace, trace_jaxpr
+from shardplan.model.named import Array
+from shardplan.model.trace import Trace, trace_jaxpr
 from shardplan.plan.tasks import Step, prepare
 
 LEARNING_RATE = 1e-5

@@ -8,7 +8,8 @@ import pytest
 
 from shardplan.hardware import GIB
 from shardplan.model import build_model, read_config
-from shardplan.model.trace import Array, trace_jaxpr
+from shardplan.model.named import Array
+from shardplan.model.trace import trace_jaxpr
 from shardplan.plan.memory import memory
 from shardplan.plan.partition import Habits, Layout, attention_has_kernel, share
 from shardplan.plan.tasks import prepare

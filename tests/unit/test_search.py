@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
-from shardplan.model.trace import Array, trace_jaxpr
+from shardplan.model.named import Array
+from shardplan.model.trace import trace_jaxpr
 from shardplan.plan.calibration import calibration
 from shardplan.plan.cost import step_tasks
 from shardplan.plan.memory import memory
@@ -21,7 +22,8 @@ from shardplan.plan.partition import Habits
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan
 from shardplan.plan.rules import Rules
-from shardplan.plan.search import TIME_RESOLUTION, Space, mesh_shapes, search
+from shardplan.plan.search import TIME_RESOLUTION, search
+from shardplan.plan.space import Space, mesh_shapes
 from shardplan.plan.tasks import prepare
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -1,0 +1,189 @@
+"""What the planner chooses from: meshes, and for each what logical axes can be mapped to, and what depends on it.
+
+All factorisations of the devices into (replica, data, model); the batch on any of replica and data, the positions on
+one of these that the batch leaves; every other logical axis that is computed with on `model`, with or without `replica`
+behind it; parameters rest cut like that, and in addition by `data`, `replica` or both, along any axis. No array has a
+mesh axis twice. While computing, the residual stream is not cut by its own axis, nor are axes that layers are stacked
+along, those that attention sums over, and those that a token chooses parameters by (experts). What the user pins or
+forbids changes that.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardplan.config import MESH_AXES
+from shardplan.errors import ConfigError
+from shardplan.hardware import Slice
+from shardplan.model.named import SECOND, Array
+from shardplan.plan.calibration import Calibration
+from shardplan.plan.mapping import AxisMapping, MeshAxes
+from shardplan.plan.memory import Item, moment_items, resting_items
+from shardplan.plan.partition import Habits, Layout
+from shardplan.plan.rules import Rules
+from shardplan.plan.tasks import Step, Task
+
+BATCH_AXES: tuple[MeshAxes, ...] = (("replica", "data"), ("data",), ("replica",), ())
+POSITION_AXES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",))
+TENSOR_AXES: tuple[MeshAxes, ...] = ((), ("model",), ("model", "replica"))
+RESTING_AXES: tuple[MeshAxes, ...] = ((), ("data",), ("replica",), ("data", "replica"))
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is planned, and for what."""
+
+    step: Step
+    batch: str
+    position: str
+    residual: str
+    """Logical axis of the residual stream."""
+    hardware: Slice
+    calibration: Calibration
+    habits: Habits
+    available: float
+    """Bytes per device that a plan may use."""
+    rules: Rules
+    """What the user pins or forbids."""
+    kernels: bool = True
+    """Only mappings under which a kernel can do attention."""
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Logical axis of parameters, of the batch and of positions -> size."""
+        arrays = [*self.step.parameters, *(array for task in self.step.tasks for array in task.operands)]
+        return {name: size for array in arrays for name, size in array.factors if name and not name.endswith(SECOND)}
+
+    @cached_property
+    def tensor(self) -> tuple[str, ...]:
+        """Logical axes of parameters that are computed with, but for the residual stream's."""
+        used = {
+            name for task in self.step.tasks if task.kind == "contraction" for a in task.operands for name in a.axes
+        }
+        known = {name for array in self.step.parameters for name in array.axes}
+        return tuple(name for name in self.sizes if name in used & known and name != self.residual)
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Logical axes that are not cut while computing."""
+        return self.step.routed | {attention.head_size for attention in self.step.attention}
+
+    @cached_property
+    def components(self) -> tuple[tuple[str, ...], ...]:
+        """Logical axes of `tensor`, those together that meet in a task."""
+        groups: list[set[str]] = [{axis} for axis in self.tensor]
+        for task in self.step.tasks:
+            met = {name for array in (*task.operands, *task.results) for name in array.axes} & set(self.tensor)
+            touched = [group for group in groups if group & met]
+            if len(touched) > 1:
+                groups = [group for group in groups if not group & met] + [set().union(*touched)]
+        return tuple(tuple(axis for axis in self.tensor if axis in group) for group in groups)
+
+    @cached_property
+    def works(self) -> tuple["Work", ...]:
+        """What depends on each of `components`."""
+        return tuple(_work(self, component) for component in self.components)
+
+    @cached_property
+    def base(self) -> "Work":
+        """What depends on none."""
+        return _work(self, ())
+
+    def layout(self, mesh: dict[str, int], compute: AxisMapping, params: AxisMapping) -> Layout:
+        """A point of the space."""
+        return Layout(mesh, compute, params, self.step.merged, self.step.activation_axes, self.habits)
+
+
+def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str, int]]:
+    """Every (replica, data, model) whose product is the number of devices, with the pinned sizes.
+
+    Raises:
+        ConfigError: the pinned sizes leave none.
+    """
+    n = hardware.devices
+    fixed = {axis: size for axis, size in pinned.items() if size is not None}
+    shapes = [
+        {"replica": replica, "data": data, "model": n // replica // data}
+        for replica in _divisors(n)
+        for data in _divisors(n // replica)
+    ]
+    kept = [shape for shape in shapes if all(shape[axis] == size for axis, size in fixed.items())]
+    if kept and hardware.slices > 1:
+        # only replica and data cross the network between slices
+        across = [shape for shape in kept if shape["replica"] * shape["data"] % hardware.slices == 0]
+        if not across:
+            raise ConfigError(
+                f"mesh.model {kept[0]['model']} leaves replica x data = {n // kept[0]['model']}, which the "
+                f"{hardware.slices} slices of {hardware.name} do not divide; use a smaller mesh.model"
+            )
+        return across
+    if not kept:
+        wanted = " x ".join(f"mesh.{axis} {size}" for axis, size in fixed.items())
+        product = math.prod(fixed.values())
+        problem = "does not divide" if n % product or len(fixed) < len(MESH_AXES) else "is not all of"
+        raise ConfigError(
+            f"{wanted} {problem} the {n} devices of {hardware.name}; {' x '.join(MESH_AXES)} must be {n}, "
+            f"each one of {', '.join(map(str, _divisors(n)))}"
+        )
+    return kept
+
+
+@dataclass(frozen=True)
+class Work:
+    """The tasks and the memory that depend on the axes of one component; without axes, on batch and position alone."""
+
+    component: tuple[str, ...]
+    tasks: tuple[tuple[Task, tuple[str, ...]], ...]
+    """With the logical axes that they depend on."""
+    items: tuple[tuple[Item, tuple[str, ...]], ...]
+    counts: np.ndarray
+    """[moment, item]: how many of an item there are at a moment."""
+    computed: frozenset[frozenset[str]]
+    """Axes that meet while computing."""
+    resting: frozenset[frozenset[str]]
+    """Axes that meet in a parameter."""
+
+
+def _work(space: Space, component: tuple[str, ...]) -> Work:
+    own = set(component)
+
+    def belongs(*arrays: Array) -> bool:
+        met = _names(arrays) & set(space.tensor)
+        return bool(met & own) or not (own or met)
+
+    step = space.step
+    tasks = [task for task in step.tasks if belongs(*task.operands, *task.results)]
+    resting = [item for item in resting_items(step) if belongs(item.array)]
+    moments = [
+        Counter([*resting, *(item for item in moment_items(moment) if belongs(item.array, *item.tables))])
+        for moment in step.moments
+    ]
+    items = list(dict.fromkeys(item for counter in moments for item in counter))
+    counts = np.array([[counter[item] for item in items] for counter in moments], float)
+    return Work(
+        component,
+        tuple((task, tuple(sorted(_names((*task.operands, *task.results))))) for task in tasks),
+        tuple((item, tuple(sorted(_names((item.array, *item.tables))))) for item in items),
+        counts.reshape(len(moments), len(items)),
+        frozenset(met for task in tasks for met in _meetings(task)),
+        frozenset(frozenset(a.axes) for a in step.parameters if belongs(a)),
+    )
+
+
+def _meetings(task: Task) -> Iterator[frozenset[str]]:
+    """Logical axes that cannot share a mesh axis: those of an array, and those of a product and what it sums over."""
+    yield from (frozenset(array.axes) for array in (*task.operands, *task.results))
+    yield frozenset(task.results[0].axes) | {name for name, _ in task.contracted if name}
+
+
+def _names(arrays: Iterable[Array]) -> set[str]:
+    return {name for array in arrays for name in array.axes}
+
+
+def _divisors(n: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
