@@ -1,50 +1,109 @@
-"""The Plan as the `trainer:` section of a Levanter configuration."""
+"""The Plan as the `trainer:` section of a Levanter configuration, and in Python what YAML cannot say."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
+from shardplan.hardware import parse_slice
+from shardplan.hardware.placement import slices_by_axis
+from shardplan.plan.levanter_config import BATCH_MESH_AXES
+from shardplan.plan.mapping import MeshAxes, as_tuples, mesh_size
 from shardplan.plan.plan import BATCH_AXIS, Mapping, Plan
+
+SPLASH_NEEDS_WHOLE = ("position", "q_heads_per_group", "head_size")
+"""Logical axes that Levanter's splash attention, its default on TPUs, takes for whole wherever they are cut."""
 
 
 def trainer_section(plan: Plan) -> dict[str, Any]:
-    """Levanter's `trainer:` keys for the plan's mesh and mappings.
+    """Levanter's `trainer:` keys for the plan's mesh, batch and mappings; see `inexpressible`.
 
-    Levanter lays devices out as (replica, data, model), data being what is left, and always maps the batch axis to
-    (replica, data). Axes that rest on several mesh axes are left out: see `inexpressible`.
+    In Levanter data is what replica and model leave of the devices, parameters rest as they are computed with unless
+    told otherwise, and an evaluation has as many sequences as a training step.
     """
-    work = plan.workload
+    work, slices = plan.workload, parse_slice(plan.hardware.slice).slices
+    replica_slices = dict(zip(plan.mesh, slices_by_axis(slices, plan.mesh), strict=True))["replica"]
     compute = {axis: mesh_axes for axis, mesh_axes in plan.compute_mapping.items() if axis != BATCH_AXIS}
+    whole_at_rest = dict.fromkeys(axis for axis in compute if axis not in plan.param_mapping)
     return {
         "mp": f"p={work.param_dtype},c={work.compute_dtype}",
-        "replica_ici_axis_size": plan.mesh["replica"],
+        "replica_dcn_axis_size": replica_slices,
+        "replica_ici_axis_size": plan.mesh["replica"] // replica_slices,
         "model_axis_size": plan.mesh["model"],
         "train_batch_size": work.batch,
-        "per_device_eval_parallelism": work.batch // (plan.mesh["replica"] * plan.mesh["data"]),
         "fsdp_axis": None,
-        "axis_resources": _single(compute),
-        "parameter_axis_resources": _single(plan.param_mapping),
+        "axis_resources": _values(compute),
+        "parameter_axis_resources": {**_values(plan.param_mapping), **whole_at_rest},
     }
 
 
-def inexpressible(plan: Plan) -> Mapping:
-    """Axes that rest on several mesh axes.
+def inexpressible(plan: Plan) -> list[str]:
+    """Why Levanter 1.2.dev1644 does not do as planned with `trainer_section` alone; empty where it does."""
+    return list(_inexpressible(plan))
 
-    Levanter 1.2.dev1644 declares its mappings as `Tuple[str]`, exactly one, and decodes a longer list as the text of
-    the list, which then names no mesh axis: it can be given these in Python only.
-    """
-    return {axis: mesh_axes for axis, mesh_axes in plan.param_mapping.items() if len(mesh_axes) > 1}
+
+def trainer_python(plan: Plan) -> str | None:
+    """Python for a class that is Levanter's TrainerConfig with the plan's mappings; None where YAML suffices."""
+    if not inexpressible(plan):
+        return None
+    batch = _batch(plan)
+    # without a batch axis in the mapping, Levanter's data loader and train step refuse
+    compute = {BATCH_AXIS: batch, **as_tuples(plan.compute_mapping)}
+    return (
+        "from levanter.trainer import TrainerConfig\n"
+        "\n"
+        "class PlannedTrainerConfig(TrainerConfig):\n"
+        f"    compute_axis_mapping = {compute!r}\n"
+        f"    parameter_axis_mapping = {as_tuples(plan.param_mapping)!r}\n"
+        f"    data_axis_size = {mesh_size(plan.mesh, batch)}  # groups of devices with sequences of their own\n"
+    )
 
 
 def trainer_yaml(plan: Plan) -> str:
-    """`trainer_section` as text to paste; what YAML cannot say follows as a comment."""
+    """`trainer_section` as text to paste; what YAML cannot say follows as a comment, with `trainer_python`."""
     text = yaml.safe_dump({"trainer": trainer_section(plan)}, sort_keys=False, default_flow_style=None, width=120)
-    rest = inexpressible(plan)
-    if rest:
-        mapping = ", ".join(f"{axis}: [{', '.join(mesh_axes)}]" for axis, mesh_axes in rest.items())
-        text += f"  # in Python only, for Levanter reads no list of mesh axes from YAML: {{{mapping}}}\n"
-    return text
+    notes = list(_notes(plan))
+    python = trainer_python(plan)
+    if python is not None:
+        notes += [
+            *(f"YAML alone is not this plan: {reason}." for reason in inexpressible(plan)),
+            "Take this class in place of TrainerConfig:",
+            "",
+            *python.splitlines(),
+        ]
+    return text + "".join(f"# {line}".rstrip() + "\n" for line in notes)
 
 
-def _single(mapping: Mapping) -> dict[str, str]:
-    return {axis: mesh_axes[0] for axis, mesh_axes in mapping.items() if len(mesh_axes) == 1}
+def _inexpressible(plan: Plan) -> Iterator[str]:
+    cuts = [*plan.compute_mapping.items(), *plan.param_mapping.items()]
+    listed = dict.fromkeys(axis for axis, mesh_axes in cuts if len(mesh_axes) > 1 and axis != BATCH_AXIS)
+    if listed:
+        yield f"Levanter takes a list of mesh axes ({', '.join(listed)}) for one name, and finds no such mesh axis"
+    batch = _batch(plan)
+    if _cutting(plan, batch) != _cutting(plan, tuple(BATCH_MESH_AXES)):
+        planned = " x ".join(batch) or "no mesh axis"
+        yield f"Levanter always maps the batch to {' x '.join(BATCH_MESH_AXES)}, the plan to {planned}"
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    """What is to be said in other sections."""
+    cut = [axis for axis in SPLASH_NEEDS_WHOLE if _cutting(plan, tuple(plan.compute_mapping.get(axis, ())))]
+    if cut and not parse_slice(plan.hardware.slice).is_cpu:
+        yield (
+            f"model.attn_backend must be jax_flash: with {', '.join(cut)} cut, Levanter's default on TPUs is wrong in "
+            "silence."
+        )
+
+
+def _batch(plan: Plan) -> MeshAxes:
+    return tuple(plan.compute_mapping.get(BATCH_AXIS, ()))
+
+
+def _cutting(plan: Plan, mesh_axes: MeshAxes) -> MeshAxes:
+    """Those of `mesh_axes` that have more than one device."""
+    return tuple(mesh_axis for mesh_axis in mesh_axes if plan.mesh[mesh_axis] > 1)
+
+
+def _values(mapping: Mapping) -> dict[str, str | list[str]]:
+    """A mesh axis, or several as a list, for every logical axis."""
+    return {axis: mesh_axes[0] if len(mesh_axes) == 1 else list(mesh_axes) for axis, mesh_axes in mapping.items()}

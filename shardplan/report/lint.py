@@ -9,7 +9,7 @@ from shardplan.hardware import GIB
 from shardplan.plan.finding import ERROR, Finding
 from shardplan.plan.plan import Plan
 from shardplan.plan.repair import NEAR, Repair, Review
-from shardplan.report.levanter import trainer_section, trainer_yaml
+from shardplan.report.levanter import trainer_python, trainer_section, trainer_yaml
 
 
 def print_review(review: Review, out: Console) -> None:
@@ -49,7 +49,9 @@ def review_json(review: Review) -> dict[str, Any]:
         "predicted": None if review.lint.plan is None else _numbers(review.lint.plan),
         "repair": _repair_json(review.repair),
         "faster": _repair_json(review.faster),
-        "best": None if best is None else {**_numbers(best), "trainer": trainer_section(best)},
+        "best": None
+        if best is None
+        else {**_numbers(best), "trainer": trainer_section(best), "python": trainer_python(best)},
     }
 
 

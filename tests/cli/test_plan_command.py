@@ -40,6 +40,7 @@ def test_lint_of_what_does_not_run(tmp_path):
     assert values["findings"][0]["where"] == ["trainer.axis_resources.heads"]
     assert values["repair"]["trainer"]["axis_resources"]["kv_head"] == "model"
     assert values["best"]["trainer"] == best["trainer"]
+    assert values["best"]["python"] is None  # YAML says all of it
     assert values["predicted"]["peak"] > values["predicted"]["available"] >= values["repair"]["predicted"]["peak"]
 
 

@@ -1,0 +1,255 @@
+"""Levanter, given the printed YAML and the Python behind it, has the plan's mesh, batch and shardings."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import draccus
+import equinox as eqx
+import haliax as hax
+import jax
+import jmp
+import levanter.tracker
+import numpy as np
+import optax
+import pytest
+import yaml
+from haliax.partitioning import pspec_for_axis
+from jax.sharding import NamedSharding, PartitionSpec
+from levanter.data.dataset import ListAsyncDataset
+from levanter.models.lm_model import LmExample, compute_next_token_loss
+from levanter.trainer import Trainer, TrainerConfig
+
+from shardplan.plan.levanter_config import layout_of
+from shardplan.plan.planner import make_plan, model_of, plan_layout
+from shardplan.report import trainer_yaml
+
+OPTIMIZER = optax.sgd(0.1)
+MODELS = Path("configs/models")
+TAKE_CLASS = "# Take this class in place of TrainerConfig:\n"
+
+
+@pytest.fixture
+def shrunk(make_config, tmp_path):
+    """A configuration for a published model of two layers, or for a golden one."""
+
+    def make(model, **overrides):
+        path = MODELS / f"{model}.json"
+        if not path.exists():
+            return make_config(model_ref=f"tests/golden/data/{model}", **overrides)
+        config = json.loads(path.read_text()) | {"num_hidden_layers": 2}
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        return make_config(model_config=path, **overrides)
+
+    return make
+
+
+def laid_out(config, mesh, compute, params):
+    sizes = dict(zip(("replica", "data", "model"), mesh, strict=True))
+    return plan_layout(config, model_of(config), sizes, compute, params)
+
+
+def pasted(plan):
+    """The trainer section of what is printed, and the class for it: Levanter's own, or the one in the comment."""
+    text = trainer_yaml(plan)
+    section, (_, _, comment) = yaml.safe_load(text)["trainer"], text.partition(TAKE_CLASS)
+    names = {}
+    exec("\n".join(line.removeprefix("# ") for line in comment.splitlines() if line != "#"), names)
+    return section, names.get("PlannedTrainerConfig", TrainerConfig)
+
+
+def decoded(plan):
+    """The configuration that a Levanter program has after `initialize`."""
+    section, config_class = pasted(plan)
+    trainer = draccus.decode(config_class, section)
+    trainer._validate_and_set_defaults()
+    return trainer
+
+
+def cutting(mapping, mesh):
+    """A Levanter or shardplan mapping without mesh axes of size 1, and without logical axes that nothing cuts."""
+    as_tuples = {axis: (v,) if isinstance(v, str) else tuple(v or ()) for axis, v in mapping.items()}
+    kept = {axis: tuple(a for a in axes if mesh[a] > 1) for axis, axes in as_tuples.items()}
+    return {axis: axes for axis, axes in kept.items() if axes}
+
+
+def spec_of(parameter):
+    return PartitionSpec(*(tuple(mesh_axes) if mesh_axes else None for mesh_axes in parameter.spec))
+
+
+@dataclass
+class Case:
+    """A plan on eight devices."""
+
+    model: str
+    workload: dict
+    in_python: bool
+    """Whether YAML alone cannot say it."""
+    layout: tuple | None = None
+    """Sizes of the mesh and both mappings; None to search for them."""
+
+    def plan(self, shrunk):
+        config = shrunk(self.model, **({"hardware_slice": "v4-16", "workload_position": 2048} | self.workload))
+        return make_plan(config) if self.layout is None else laid_out(config, *self.layout)
+
+
+CUBE = (2, 2, 2)
+TENSOR = {"kv_head": ["model"], "mlp": ["model", "replica"]}
+CASES = {
+    "data alone": Case("llama-3.1-8b", {}, False),
+    "rests on model x data": Case("llama-3.1-8b", {"workload_batch": 2, "workload_position": 4096}, True),
+    "replica": Case("llama-3.1-8b", {"workload_batch": 4, "mesh_replica": 2, "workload_position": 4096}, True),
+    "train": Case(
+        "llama-3.1-8b", {"workload_kind": "train", "workload_batch": 16, "workload_param_dtype": "float32"}, False
+    ),
+    "replica, no lists": Case("llama-3.1-405b", {"workload_batch": 4, "mesh_replica": 2}, False),
+    "mlp on model x replica": Case("mixtral-8x7b", {"workload_batch": 2}, True),
+    "position": Case(
+        "llama-3.1-8b",
+        {"hardware_slice": "cpu-8", "workload_kind": "prefill", "workload_batch": 1, "workload_position": 4096},
+        True,
+    ),
+    # two sequences for four groups of devices, as Levanter counts them
+    "batch on data alone": Case(
+        "llama-3.1-8b",
+        {"workload_batch": 2},
+        True,
+        (CUBE, {"batch": ["data"], **TENSOR}, {"embed": ["data"], **TENSOR}),
+    ),
+    "batch alone": Case(
+        "llama-3.1-8b", {}, True, (CUBE, {"batch": ["replica"], "position": ["data"]}, {"mlp": ["model"]})
+    ),
+    "batch on nothing": Case(
+        "llama-3.1-8b", {"workload_batch": 1}, True, (CUBE, {"mlp": ["model"]}, {"mlp": ["model"]})
+    ),
+    # Levanter lets parameters rest as they are computed with unless it is told not to
+    "rests whole": Case("llama-3.1-8b", {}, False, ((1, 4, 2), {"batch": ["data"], "mlp": ["model"]}, {})),
+    # GPT-2 has parameters with positions, which would have the mesh axis twice
+    "position embeddings": Case(
+        "gpt2",
+        {"workload_position": 16},
+        False,
+        (CUBE, {"batch": ["replica", "data"], "position": ["model"]}, {"embed": ["model"]}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_levanter_reads_the_plan(shrunk, name, caplog):
+    plan = CASES[name].plan(shrunk)
+    with caplog.at_level(logging.ERROR):
+        trainer = decoded(plan)
+    assert (type(trainer) is not TrainerConfig) == CASES[name].in_python
+    assert dict(trainer.device_mesh.shape) == plan.mesh
+    for parameter in plan.parameters:
+        assert pspec_for_axis(parameter.axes, trainer.parameter_axis_mapping) == spec_of(parameter), parameter.path
+    assert cutting(trainer.compute_axis_mapping, plan.mesh) == cutting(plan.compute_mapping, plan.mesh)
+    assert trainer.TrainBatch == trainer.EvalBatch == hax.Axis("batch", plan.workload.batch)
+    assert trainer.microbatch_size == plan.workload.batch
+    assert trainer.mp == jmp.get_policy(f"p={plan.workload.param_dtype},c={plan.workload.compute_dtype}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shardplan_reads_the_plan(shrunk, name):
+    """shardplan's own reader takes lists for what they are; the batch it has where Levanter would have it."""
+    plan = CASES[name].plan(shrunk)
+    layout = layout_of(pasted(plan)[0], plan.hardware.devices)
+    read, planned = (dict(cutting(m, plan.mesh)) for m in (layout.compute_mapping, plan.compute_mapping))
+    if CASES[name].in_python:
+        read.pop("batch", None)
+        planned.pop("batch", None)
+    assert layout.mesh == plan.mesh and read == planned and layout.batch == plan.workload.batch
+    at_rest = {axis: mesh_axes for axis, mesh_axes in layout.param_mapping.items() if axis != "batch"}
+    assert at_rest == plan.param_mapping
+
+
+@pytest.mark.parametrize(("mesh", "replica"), [((2, 4, 2), (2, 1)), ((1, 8, 2), (1, 1)), ((8, 1, 2), (4, 2))])
+def test_slices_cut_replica_first(shrunk, monkeypatch, mesh, replica):
+    """As the plan's own devices lie; Levanter leaves to data what is left of the slices."""
+    config = shrunk("llama-3.1-8b", hardware_slice="4xv5e-4")
+    plan = laid_out(config, mesh, {"batch": ["replica", "data"]}, {"mlp": ["model"]})
+    section, _ = pasted(plan)
+    assert (section["replica_dcn_axis_size"], section["replica_ici_axis_size"]) == replica
+    assert layout_of(section, plan.hardware.devices, 4).mesh == plan.mesh
+    monkeypatch.setattr("jax.device_count", lambda: 16)
+    trainer = draccus.decode(TrainerConfig, section)
+    trainer.num_slices = 4
+    found = trainer.replica_axis_size, trainer.data_axis_size // trainer.replica_axis_size, trainer.model_axis_size
+    assert found == mesh
+
+
+def test_attention_that_would_be_wrong_is_told(shrunk):
+    cut = ((1, 4, 2), {"batch": ["data"], "position": ["model"]}, {})
+    for hardware, told in (("v4-16", True), ("cpu-8", False)):
+        text = trainer_yaml(laid_out(shrunk("llama-3.1-8b", hardware_slice=hardware), *cut))
+        assert ("# model.attn_backend must be jax_flash: with position cut, " in text) == told
+
+
+LAYOUTS = {
+    "yaml": (CUBE, {"batch": ["replica", "data"], "mlp": ["model"]}, {"mlp": ["model"], "embed": ["data"]}),
+    "batch on data alone": (
+        CUBE,
+        {"batch": ["data"], "vocab": ["model", "replica"], **TENSOR},
+        {"embed": ["data"], "vocab": ["model", "replica"], **TENSOR},
+    ),
+    "batch on nothing": (CUBE, {"position": ["data"], **TENSOR}, {"mlp": ["model", "replica", "data"]}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name):
+    """Levanter's Trainer loads, shards and steps as planned, and has the loss that it has without a plan."""
+    config = make_config(
+        model_ref=golden / "llama",
+        workload_kind="train",
+        workload_batch=2 if name == "batch on data alone" else 4,
+        workload_position=256,
+        workload_param_dtype="float32",
+        workload_compute_dtype="float32",
+    )
+    model = model_of(config)
+    plan = laid_out(config, *LAYOUTS[name])
+    position, key = model.template.Pos, jax.random.PRNGKey(0)
+    rows = [(np.arange(position.size, dtype=np.int32) * (row + 7)) % 200 for row in range(plan.workload.batch)]
+    examples = [LmExample.causal(hax.named(row, (position,))) for row in rows]
+
+    def init():
+        return model.config.model_type.init(model.vocab, model.config, key=key)
+
+    untrained = init()
+    unplanned = np.mean([float(jax.jit(mean_loss)(untrained, example)) for example in examples])
+    trainer = decoded(plan)
+    trainer.tracker, trainer.id = levanter.tracker.NoopConfig(), name
+    trainer.checkpointer.base_path = str(tmp_path)
+    trainer.log_jaxprs = trainer.log_xla_hlo = False
+    with levanter.tracker.current_tracker(trainer.tracker.init(name)), Trainer(trainer, OPTIMIZER, mean_loss) as run:
+        example = next(iter(run.data_loader(ListAsyncDataset(examples, is_complete=True))))
+        info = run.train_step(run.initial_state(key, model_init=init), example)
+    tokens = example.tokens
+    mesh = tokens.array.sharding.mesh
+    assert dict(mesh.shape) == plan.mesh
+    on_plan = NamedSharding(mesh, pspec_for_axis(tokens.axes, {a: tuple(m) for a, m in plan.compute_mapping.items()}))
+    assert tokens.array.sharding.is_equivalent_to(on_plan, 2)
+    arrays = [a for a in jax.tree.leaves(info.state.model, is_leaf=eqx.is_array) if eqx.is_array(a)]
+    assert len(arrays) == len(plan.parameters)
+    for array, parameter in zip(arrays, plan.parameters, strict=True):
+        assert array.shape == tuple(parameter.axes.values())
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec_of(parameter)), array.ndim), parameter.path
+    assert float(info.loss) == pytest.approx(unplanned, rel=1e-5)
+
+
+def mean_loss(model, example, key=None):
+    """As Levanter's own, which fails on JAX 0.10."""
+    losses = compute_next_token_loss(model, example, reduction=None)
+    return (hax.sum(losses) / hax.sum(example.loss_mask)).scalar()
+
+
+def test_a_list_without_the_class_is_not_taken_in_silence(make_config, golden):
+    """Who forgets the class is told so by JAX, rather than computing with whole parameters."""
+    config = make_config(model_ref=golden / "llama", workload_position=16)
+    plan = laid_out(config, CUBE, {"batch": ["replica", "data"]}, {"mlp": ["model", "data"]})
+    trainer = draccus.decode(TrainerConfig, pasted(plan)[0])
+    with trainer.use_device_mesh(), pytest.raises(ValueError, match=r"\['model', 'data'\]"):
+        hax.shard(hax.zeros(hax.Axis("mlp", 8)), trainer.parameter_axis_mapping)
