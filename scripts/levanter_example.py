@@ -2,8 +2,8 @@
 
 A Levanter evaluation script. One import differs from the same script for Levanter alone, the marked line: with it,
 every parameter streams straight into the sharding of `trainer.parameter_axis_mapping`. The `trainer:` section of the
-configuration is what `python -m shardplan.plan --config configs/tiny.yaml` prints. Without accelerators, set
-JAX_PLATFORMS=cpu and JAX_NUM_CPU_DEVICES=8.
+configuration begins as `python -m shardplan.plan --config configs/tiny.yaml --mesh.replica 1` prints it. Without
+accelerators, set JAX_PLATFORMS=cpu and JAX_NUM_CPU_DEVICES=8.
 """
 
 import json
