@@ -220,7 +220,7 @@ class _Sequence:
         fusion, kind = self.fusion, operation.kind
         if kind == "elementwise":
             inside = {fusion.root(operand) for product in fusion.products_in(operation) for operand in product.operands}
-            reads = sorted(value for value in fusion.reads(operation) - inside if self.arrays[value].dims)
+            reads = sorted(value for value in fusion.reads(operation) - inside if self.arrays[value].axes)
             writes = [result for result in operation.results if result in fusion.written]
             operands, results = self._arrays(reads), self._arrays(writes)
         else:
