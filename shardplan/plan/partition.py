@@ -47,7 +47,7 @@ class Share:
     memory_bytes: float
     """Read from and written to HBM."""
     rearranged_bytes: float
-    """Of parameters that were gathered along several dimensions at once, and are then put into order."""
+    """Of parameters that a gather does not leave in order: along several dimensions at once, or written as a sum."""
     has_kernel: bool
     """Of attention: whether one kernel does it, on each device alone, and never writes scores."""
     traffic: tuple[Traffic, ...]
@@ -192,8 +192,8 @@ def share(task: Task, layout: Layout) -> Share:
 
 
 def is_rearranged(weight: Array, task: Task, layout: Layout) -> bool:
-    """Whether a parameter is gathered here, along several of its dimensions at once."""
-    return task.groups == 1 and weight.weight in task.fresh and layout.gathered_dimensions(weight) > 1
+    """Whether a parameter is gathered here, in a way that needs copies: each writes and reads it again."""
+    return task.groups == 1 and weight.weight in task.fresh and layout.gather_copies(weight) > 1
 
 
 def attention_has_kernel(task: Task, layout: Layout) -> bool:

@@ -119,6 +119,21 @@ def test_the_whole_mesh_has_no_reduce_scatter():
     assert traffic("weights of mlp_up", {}, {"embed": ("data",)}, habits=habits)[0][0] == "all-gather"
 
 
+def test_gathers_that_leave_a_weight_out_of_order():
+    """Along two of its dimensions, or written as a sum, over the whole mesh; once a layer each."""
+    whole = {"replica": 1, "data": 8, "model": 1}
+
+    def rearranged(mesh, params, habits):
+        layout = Layout(mesh, TOKENS, params, {}, ("batch", "position"), habits)
+        return sum(share(t, layout).rearranged_bytes for t in step(False).tasks if t.cause == "mlp_up")
+
+    sums = Habits(gathers_become_sums_from=8)
+    assert rearranged(whole, {"embed": ("data",)}, Habits()) == 0
+    assert rearranged(whole, {"embed": ("data",)}, sums) == LAYERS * WEIGHT
+    assert rearranged(MESH, {"embed": ("data",)}, sums) == 0
+    assert rearranged(MESH, {"embed": ("data",), "mlp": ("replica",)}, Habits()) == LAYERS * WEIGHT
+
+
 def test_lookups_in_a_cut_table():
     """Cut rows leave partial sums; cut columns are found for everybody's tokens, and exchanged."""
     rows = 4 * B * P * E / 8
