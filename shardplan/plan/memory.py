@@ -1,11 +1,11 @@
 """Bytes per device of a step under a mapping, by part: what rests, and the largest moment of the traced program. Pure.
 
 Nothing is measured here; the rules of what is written to memory are those of `shardplan.plan.tasks`, and were compared
-with the TPU compiler's peaks (docs/benchmarks/planner.md).
+with the TPU compiler's peaks (scripts/bench_planner.py).
 """
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardplan.model.named import SECOND, Array
@@ -84,16 +84,16 @@ def item_bytes(item: Item, layout: Layout) -> float:
 
 def memory(step: Step, layout: Layout) -> Memory:
     """The largest moment, by part."""
-    resting = Counter[str]()
-    for item in resting_items(step):
-        resting[_part(item, step, layout)] += item_bytes(item, layout)  # type: ignore[assignment]
-    largest = Counter[str]()
-    for moment in step.moments:
-        parts = Counter[str]()
-        for item in moment_items(moment):
-            parts[_part(item, step, layout)] += item_bytes(item, layout)  # type: ignore[assignment]
-        largest = max(largest, parts, key=lambda each: sum(each.values()))
-    return Memory(**resting, **largest)
+    resting = _by_part(resting_items(step), step, layout)
+    moments = [_by_part(moment_items(moment), step, layout) for moment in step.moments]
+    return Memory(**resting, **max(moments, key=lambda parts: sum(parts.values())))
+
+
+def _by_part(items: Iterable[Item], step: Step, layout: Layout) -> dict[str, float]:
+    parts: defaultdict[str, float] = defaultdict(float)
+    for item in items:
+        parts[_part(item, step, layout)] += item_bytes(item, layout)
+    return dict(parts)
 
 
 def _part(item: Item, step: Step, layout: Layout) -> str:

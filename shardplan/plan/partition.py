@@ -52,15 +52,10 @@ class Share:
     """Of attention: whether one kernel does it, on each device alone, and never writes scores."""
     traffic: tuple[Traffic, ...]
 
-    def without_parameters(self) -> "Share":
-        """Without the collectives that depend on how parameters rest."""
-        kept = tuple(t for t in self.traffic if not t.cause.startswith((GATHER, GRADIENT, ROWS)))
-        return replace(self, traffic=kept)
-
 
 @dataclass(frozen=True)
 class Habits:
-    """What the compiler of a generation does with a collective whose group is the whole mesh."""
+    """What the compiler of a generation does beyond the partitioner's rules."""
 
     gathers_become_sums_from: int | None = None
     """An all-gather over at least this many devices is written as an all-reduce of zeros with a part filled in."""
@@ -189,6 +184,15 @@ def share(task: Task, layout: Layout) -> Share:
         moved += SCORE_PASSES * SCORE_BYTES * scores.elements / layout.parts(scores, layout.compute)
     rearranged = sum(layout.bytes(a, layout.compute) for a in task.operands if is_rearranged(a, task, layout))
     return Share(task.times * flops, task.times * moved, task.times * rearranged, has_kernel, traffic)
+
+
+def least_share(task: Task, layout: Layout) -> Share:
+    """What a device has of `task` at least, whatever the parameters' mapping."""
+    mine = share(task, layout)
+    if task.groups > 1:  # what is computed follows from how the parameters rest
+        return replace(mine, flops=0.0, traffic=())
+    kept = tuple(t for t in mine.traffic if not t.cause.startswith((GATHER, GRADIENT, ROWS)))
+    return replace(mine, rearranged_bytes=0.0, traffic=kept)
 
 
 def is_rearranged(weight: Array, task: Task, layout: Layout) -> bool:

@@ -73,6 +73,12 @@ def rank_plans(config: Config, count: int, model: Model | None = None, nearest_m
     axes, workload = inspect_model(model), _workload(config)
     step = plan_step(model, workload)
     space = _space(step, axes, hardware, parse_rules(config.pin, config.forbid, axes))
+    for pin in space.rules.pins:
+        if pin.mesh_axes and pin.axis not in (*space.tensor, space.batch, space.position, space.residual):
+            raise ConfigError(
+                f"pin {pin.axis}={'+'.join(pin.mesh_axes)}: layers are stacked along {pin.axis}, or no product has it; "
+                "plans never cut it"
+            )
     started = time.perf_counter()
     outcome = search(space, meshes, count + 1)
     has_kernels = bool(outcome.ranked) or hardware.is_cpu

@@ -16,7 +16,7 @@ import numpy as np
 from shardplan.plan.cost import task_seconds
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
 from shardplan.plan.memory import item_bytes
-from shardplan.plan.partition import attention_has_kernel, share
+from shardplan.plan.partition import attention_has_kernel, least_share, share
 from shardplan.plan.space import BATCH_AXES, POSITION_AXES, RESTING_AXES, TENSOR_AXES, Space, Work
 
 TIME_RESOLUTION = 1e-3
@@ -58,7 +58,7 @@ def search(space: Space, meshes: Sequence[dict[str, int]], keep: int = 2) -> Out
         frame.rank(ranking)
     outcome.ranked = ranking.candidates
     if not ranking.candidates:
-        misses = (frame.smallest() for frame in frames)
+        misses = [miss for frame in frames if (miss := frame.smallest()) is not None]
         outcome.nearest_miss = min(misses, key=lambda c: (c.peak_bytes, c.seconds), default=None)
     return outcome
 
@@ -160,11 +160,13 @@ class _Frame:
             if found is not None:
                 ranking.add(found)
 
-    def smallest(self) -> Candidate:
-        """The candidate with the smallest peak, whatever its time and whether or not it fits."""
+    def smallest(self) -> Candidate | None:
+        """The candidate with the smallest peak, whether or not it fits; None where pins leave none."""
         found: list[Candidate] = []
         for residual in self._resting(self.space.residual, self.tokens):
             base, choices = self._choices(residual, math.inf)
+            if not all(choices):
+                continue
             stack: list[tuple[int, np.ndarray, tuple[_Choice, ...]]] = [(0, base.bytes, ())]
             left = _least_bytes(base, choices)
             while stack:
@@ -176,7 +178,7 @@ class _Frame:
                     continue
                 for choice in sorted(choices[depth], key=lambda choice: -choice.bytes.max()):
                     stack.append((depth + 1, size + choice.bytes, (*chosen, choice)))
-        return found[-1]
+        return found[-1] if found else None
 
     def _computes(self, work: Work) -> Iterator[tuple[dict[str, MeshAxes], float]]:
         whole, rules = self.space.whole, self.space.rules
@@ -253,9 +255,7 @@ class _Frame:
             key = (id(task), *(compute.get(n) for n in names), "at rest", *at_rest)
             seconds = self.seconds.get(key)
             if seconds is None:
-                mine = share(task, layout)
-                if params is None:
-                    mine = mine.without_parameters()
+                mine = least_share(task, layout) if params is None else share(task, layout)
                 seconds = task_seconds(task, mine, space.hardware, self.mesh, space.calibration).total
                 self.seconds[key] = seconds
             total += seconds

@@ -92,6 +92,16 @@ def test_pins_that_contradict_each_other(model, config):
     assert "no mapping on v4-64 keeps to pin mlp=model kv_head=model head_size=model" in str(raised.value)
 
 
+def test_pins_that_leave_no_way_to_rest(model, config):
+    with pytest.raises(InfeasibleError, match=r"no mapping on v4-64 keeps to pin params\.mlp=data params\.embed=data"):
+        make_plan(config(pin=("params.mlp=data", "params.embed=data")), model)
+
+
+def test_what_plans_never_cut_cannot_be_pinned(model, config):
+    with pytest.raises(ConfigError, match="pin layer=data: layers are stacked along layer"):
+        make_plan(config(pin=("params.layer=data",)), model)
+
+
 def test_why_not(model, config):
     settings = config()
     plan = make_plan(settings, model)

@@ -31,17 +31,20 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @st.composite
 def spaces(draw):
-    """A random program on a few devices: an embedding, layers with one or two MLPs, a head; perhaps its gradient."""
+    """A random program on a few devices: an embedding, layers with MLPs, a head, perhaps experts, or its gradient."""
     size = st.sampled_from([2, 3, 4, 6, 8])
     batch, position = draw(st.sampled_from([2, 3, 4, 6])), draw(st.sampled_from([2, 3, 8, 64]))
     e, v, layers = 2 * draw(size), 2 * draw(size), draw(st.integers(1, 3))
-    widths = {"m": 2 * draw(size), "n": 2 * draw(size)} if draw(st.booleans()) else {"m": 2 * draw(size)}
+    second = draw(st.sampled_from(["mlp", "experts", "none"]))
+    widths = {"m": 2 * draw(size), "n": 2 * draw(size)} if second == "mlp" else {"m": 2 * draw(size)}
     parameters = {"embed": {"v": v, "e": e}, "head": {"v": v, "e": e}}
+    if second == "experts":
+        parameters |= {"experts": {"x": 2, "e": e, "w": 2 * draw(size)}}
     for name, width in widths.items():
         parameters |= {f"{name}_up": {"layer": layers, name: width, "e": e}}
         parameters |= {f"{name}_down": {"layer": layers, "e": e, name: width}}
 
-    def forward(weights, tokens):
+    def forward(weights, tokens, rows, sizes):
         def layer(x, weights):
             for name in widths:
                 x = x + jnp.tanh(x @ weights[f"{name}_up"].T) @ weights[f"{name}_down"].T
@@ -49,12 +52,16 @@ def spaces(draw):
 
         stacked = {path: weights[path] for path in weights if "_" in path}
         x, _ = jax.lax.scan(layer, weights["embed"][tokens], stacked)
-        return (x @ weights["head"].T).max()
+        routed = jax.lax.ragged_dot(rows, weights["experts"], sizes).max() if "experts" in weights else 0.0
+        return (x @ weights["head"].T).max() + routed
 
     weights = {path: jax.ShapeDtypeStruct(tuple(axes.values()), jnp.float32) for path, axes in parameters.items()}
     tokens = jax.ShapeDtypeStruct((batch, position), jnp.int32)
-    jaxpr = jax.make_jaxpr(jax.grad(forward) if draw(st.booleans()) else forward)(weights, tokens)
-    arguments = [(tuple(parameters[path]), path) for path in sorted(parameters)] + [(("batch", "position"), None)]
+    rows, sizes = jax.ShapeDtypeStruct((48, e), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    function = jax.grad(forward) if draw(st.booleans()) else forward
+    jaxpr = jax.make_jaxpr(function)(weights, tokens, rows, sizes)
+    arguments = [(tuple(parameters[path]), path) for path in sorted(parameters)]
+    arguments += [(("batch", "position"), None), ((None, "e"), None), ((None,), None)]
     step = dataclasses.replace(
         prepare(trace_jaxpr(jaxpr, arguments)),
         parameters=tuple(
@@ -92,7 +99,8 @@ def brute_force(space, meshes):
 
         batches = cuts("batch", [(), ("data",), ("replica",), ("replica", "data")])
         positions = cuts("position", [(), ("data",), ("replica",)])
-        computes = [cuts(axis, [(), ("model",), ("model", "replica")]) for axis in tensor]
+        # a token chooses its expert, which therefore is whole while computing
+        computes = [cuts(axis, [()] if axis == "x" else [(), ("model",), ("model", "replica")]) for axis in tensor]
         for b, p, *cut in itertools.product(batches, positions, *computes):
             compute = {"batch": b, "position": p, **dict(zip(tensor, cut, strict=True))}
             if any(is_cut_twice(axes, compute) for axes in arrays):
