@@ -222,7 +222,7 @@ def experts(jobs: int | None, only: str) -> str:
         config = load(model, slice_name, "train", batch, position)
         hf_config, built = build(config)
         shape = dict(zip(("replica", "data", "model"), sizes, strict=True))
-        rest = [axis for axis in ("data", "replica") if shape[axis] > 1]
+        rest = [axis for axis in ("replica", "data") if shape[axis] > 1]
         cut = {"batch": [axis for axis in ("replica", "data") if shape[axis] > 1]}
         if shape["model"] > 1:
             cut |= {axis: ["model"] for axis in ("mlp", "heads", "kv_head", "vocab")}

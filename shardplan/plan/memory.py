@@ -67,7 +67,7 @@ def item_bytes(item: Item, layout: Layout) -> float:
     """Bytes on one device."""
     array = item.array
     if item.role == "gathered":
-        return layout.gather_copies(array) * layout.bytes(array, layout.compute) if layout.gathered(array) else 0.0
+        return layout.gather_copies(array) * layout.gathered_bytes(array) if layout.gathered(array) else 0.0
     if item.role == "whole":
         is_scattered = layout.rests(array) and layout.parts(array) > layout.parts(array, layout.compute)
         return layout.bytes(array, layout.compute) if is_scattered else 0.0

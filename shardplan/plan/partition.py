@@ -130,8 +130,25 @@ class Layout:
 
     def gathered(self, array: Array) -> MeshAxes:
         """Mesh axes over which a parameter is gathered for use."""
-        used = set(self.mesh_axes(array.factors))
+        used = set() if self.is_mistaken(array) else set(self.mesh_axes(array.factors))
         return tuple(axis for axis in self.mesh_axes(array.factors, self.params) if axis not in used)
+
+    def gathered_bytes(self, array: Array) -> float:
+        """Bytes of a parameter on one device, once it is gathered for use."""
+        return self.bytes(array, {} if self.is_mistaken(array) else self.compute)
+
+    def is_mistaken(self, array: Array) -> bool:
+        """Whether the partitioner, of XLA in jaxlib 0.10.2, gathers all of a parameter rather than a dimension's part.
+
+        Where a dimension rests on two mesh axes, of which the first still cuts it in use, and the parameter is whole
+        along the third, it takes that one for the first if they are of one size.
+        """
+        resting = {axis for axes in self.cut(array, self.params) for axis in axes}
+        others = [self.mesh[axis] for axis in self.mesh if axis not in resting]
+        return any(
+            len(rests) == 2 and used == rests[:1] and self.mesh[rests[0]] > 1 and self.mesh[rests[0]] in others
+            for rests, used in zip(self.cut(array, self.params), self.cut(array, self.compute), strict=True)
+        )
 
 
 def all_gather(result_bytes: float, layout: Layout, axes: MeshAxes, count: int, cause: str) -> Traffic:
@@ -182,7 +199,7 @@ def share(task: Task, layout: Layout) -> Share:
     if task.kind == "attention" and not has_kernel:
         scores = next(array for array in (*task.results, *task.operands) if is_scores(array))
         moved += SCORE_PASSES * SCORE_BYTES * scores.elements / layout.parts(scores, layout.compute)
-    rearranged = sum(layout.bytes(a, layout.compute) for a in task.operands if is_rearranged(a, task, layout))
+    rearranged = sum(layout.gathered_bytes(a) for a in task.operands if is_rearranged(a, task, layout))
     return Share(task.times * flops, task.times * moved, task.times * rearranged, has_kernel, traffic)
 
 
@@ -253,7 +270,7 @@ def _contraction(task: Task, layout: Layout) -> Iterator[Traffic]:
         if operand.weight is not None:
             axes = layout.gathered(operand)
             if axes and operand.weight in task.fresh:
-                whole = layout.bytes(operand, layout.compute)
+                whole = layout.gathered_bytes(operand)
                 yield all_gather(whole, layout, axes, task.times, f"{GATHER} {operand.weight}")
         else:
             yield from _flattened(task, operand, layout)

@@ -30,7 +30,7 @@ from shardplan.plan.tasks import Step, Task
 BATCH_AXES: tuple[MeshAxes, ...] = (("replica", "data"), ("data",), ("replica",), ())
 POSITION_AXES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",))
 TENSOR_AXES: tuple[MeshAxes, ...] = ((), ("model",), ("model", "replica"))
-RESTING_AXES: tuple[MeshAxes, ...] = ((), ("data",), ("replica",), ("data", "replica"))
+RESTING_AXES: tuple[MeshAxes, ...] = ((), ("data",), ("replica",), ("replica", "data"))
 
 
 @dataclass(frozen=True)

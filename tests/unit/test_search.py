@@ -105,7 +105,7 @@ def brute_force(space, meshes):
             compute = {"batch": b, "position": p, **dict(zip(tensor, cut, strict=True))}
             if any(is_cut_twice(axes, compute) for axes in arrays):
                 continue
-            extras = [(), ("data",), ("replica",), ("data", "replica")]
+            extras = [(), ("data",), ("replica",), ("replica", "data")]
             for extra in itertools.product(extras, repeat=len(tensor) + 1):
                 params = {"e": extra[0]} | {a: (*compute[a], *more) for a, more in zip(tensor, extra[1:], strict=True)}
                 if any(cuts(a, [o]) == [] or len(set(o)) < len(o) for a, o in params.items()):
