@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -51,6 +52,8 @@ ESTIMATES = {
     "mistral-7b-v0.3": "v5e-16 tpu7x-16",
 }
 """Model -> slices, for evaluation and training each."""
+MICROBATCHED = ("llama-3.1-8b v5p-16 32 4", "llama-3.1-8b v5e-64 256 8", "llama-3.1-70b v6e-64 256 4")
+"""Model, slice, batch, microbatches: training."""
 
 REGRET = (
     "llama-3.1-405b v4-256 eval 16", "llama-3.1-70b v6e-64 eval 8", "llama-3.1-70b v4-128 eval 8",
@@ -114,25 +117,31 @@ def solve_times() -> str:
 
 
 def estimates(jobs: int | None, only: str) -> str:
-    cases = []
+    asked = []
     for kind in ("eval", "train"):
         for model, slices in ESTIMATES.items():
             for slice_name in slices.split():
                 devices = parse_slice(slice_name).devices
                 batch = devices if kind == "train" else max(8, devices // EVAL_DEVICES_PER_SEQUENCE)
-                config = load(model, slice_name, kind, batch)
-                hf_config, built = build(config)
-                label = f"{model} {slice_name} {kind}"
-                if only in label:
-                    plan = make_plan(config, built, nearest_miss=True)
-                    cases.append(Case(label, plan, built, hf_config, options=plan.compiler_options))
+                asked.append((f"{model} {slice_name} {kind}", load(model, slice_name, kind, batch)))
+    for text in MICROBATCHED:
+        model, slice_name, batch, parts = text.split()
+        config = load(model, slice_name, "train", int(batch))
+        work = replace(config.workload, microbatches=int(parts))
+        asked.append((f"{model} {slice_name} train, {parts} microbatches", replace(config, workload=work)))
+    cases = []
+    for label, config in asked:
+        if only in label:
+            hf_config, built = build(config)
+            plan = make_plan(config, built, nearest_miss=True)
+            cases.append(Case(label, plan, built, hf_config, options=plan.compiler_options))
     lines = table(
         "mesh", "predicted to fit", "verdict", "peak GiB predicted", "compiled", "error", "GiB moved predicted",
         "compiled", "error", "step s predicted", "modelled",
     )  # fmt: skip
     memory, moved, seconds, wrong = [], [], [], []
     for case, verdict in zip(cases, compiled(cases, jobs), strict=True):
-        plan, (model, slice_name, kind) = case.plan, case.label.split()
+        plan, (model, slice_name, kind) = case.plan, case.label.split(maxsplit=2)
         expected = plan.search.proven_optimal
         cells = [mesh(plan), "yes" if expected else "no", verdict.outcome]
         if expected and not verdict.fits:

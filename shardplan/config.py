@@ -74,6 +74,9 @@ class WorkloadConfig:
     gradient_checkpointing: str = "default"
     """Which activations training keeps, as Levanter names it: default, recompute, nested, offload or save_all; auto for
     the fastest of these that fits."""
+    microbatches: int | None = 1
+    """Parts of the batch that a training step takes one after the other, adding up their gradients; null for the
+    number that is fastest and fits."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class Config:
         for key, value, least in (
             ("workload.batch", self.workload.batch, 1),
             ("workload.position", self.workload.position, 2),  # a single token predicts nothing
+            ("workload.microbatches", self.workload.microbatches, 1),
             ("mesh.replica", self.mesh.replica, 1),
             ("mesh.data", self.mesh.data, 1),
             ("mesh.model", self.mesh.model, 1),
@@ -164,6 +168,12 @@ class Config:
         ):
             if name not in valid:
                 raise ConfigError(f"{key} is {name!r}; {nearest(name, valid)}")
+        batch, parts = self.workload.batch, self.workload.microbatches
+        if self.workload.kind == "train" and parts is not None and batch % parts:
+            near = min((n for n in range(1, batch + 1) if batch % n == 0), key=lambda n: abs(n - parts))
+            raise ConfigError(f"workload.microbatches {parts} does not divide workload.batch {batch}; use {near}")
+        if self.workload.kind != "train" and parts not in (None, 1):
+            raise ConfigError(f"workload.microbatches is {parts}: only training has them; set workload.kind to train")
         if not self.model.ref and not self.model.config and self.plan is None:
             raise ConfigError("no model: set model.ref to a Hugging Face folder, or model.config to a config.json")
 

@@ -1,7 +1,9 @@
-"""What a Levanter model computes of a batch of tokens: activations, logits, losses."""
+"""What a Levanter model computes of a batch of tokens: activations, logits, losses, gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -50,9 +52,32 @@ def next_logits(model: Model, module: Any, tokens: NamedArray) -> NamedArray:
     return logits(model, module, stream[module.Pos.name, stream.axis_size(module.Pos.name) - 1])
 
 
-def mean_loss(model: Model, module: Any, tokens: NamedArray, predicted: NamedArray) -> jax.Array:
-    """Mean nats of the `predicted` tokens."""
-    return losses(model, module, tokens, predicted).sum().array / predicted.sum().array
+def loss_and_gradients(
+    model: Model, module: Any, tokens: NamedArray, predicted: NamedArray, dtype: str, placed: Callable[[Any], Any]
+) -> tuple[jax.Array, Any]:
+    """Mean nats of the `predicted` tokens, computed in `dtype`, and its gradients, each `placed` where it rests.
+
+    Args:
+        tokens: int32[batch, position], or int32[microbatch, batch, position], of which one microbatch is taken after
+            the other and what it gives is added up.
+    """
+    count = predicted.sum().array
+
+    def loss_of(module: Any, tokens: NamedArray, predicted: NamedArray) -> jax.Array:
+        return losses(model, for_compute(module, dtype), tokens, predicted).sum().array / count
+
+    differentiate = eqx.filter_value_and_grad(loss_of)
+    if tokens.ndim == 2:
+        loss, gradients = differentiate(module, tokens, predicted)
+        return loss, placed(gradients)
+
+    def add(sums: tuple[jax.Array, Any], part: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
+        loss, gradients = differentiate(module, *(NamedArray(array, tokens.axes[1:]) for array in part))
+        added = jax.tree.map(jnp.add, sums, (loss, placed(gradients)))
+        return (added[0], placed(added[1])), None
+
+    zeros = placed(jax.tree.map(jnp.zeros_like, eqx.filter(module, eqx.is_inexact_array)))
+    return jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), (tokens.array, predicted.array))[0]
 
 
 def for_compute(module: Any, dtype: str) -> Any:

@@ -8,7 +8,7 @@ https://jax-ml.github.io/scaling-book.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardplan.hardware import Slice, embed
 from shardplan.model import Model
@@ -81,7 +81,7 @@ def model_flops(model: Model, workload: Workload) -> float:
 
     Nothing is counted that is done again, nor the masked half of attention.
     """
-    forward = Workload(**{**vars(workload), "kind": "eval" if workload.is_training else workload.kind})
+    forward = replace(workload, kind="eval", microbatches=1) if workload.is_training else workload
     step = plan_step(model, forward)
     nowhere = Layout({}, {}, {}, step.merged, step.activation_axes)
     flops = sum(share(task, nowhere).flops * (CAUSAL if task.kind == "attention" else 1.0) for task in step.tasks)

@@ -60,6 +60,8 @@ class LevanterLayout:
     param_dtype: str | None
     """bfloat16, float16 or float32; None where the configuration does not say."""
     compute_dtype: str | None
+    microbatches: int
+    """Parts of the batch that a training step takes one after the other."""
     batch_axis: str
     """What the logical axis of the sequences is called."""
     batch_shards: int
@@ -69,12 +71,13 @@ class LevanterLayout:
     param_entries: tuple[Entry, ...]
 
     def workload(self, asked: WorkloadConfig) -> WorkloadConfig:
-        """The workload `asked` for, with the batch and the types that the configuration says."""
+        """The workload `asked` for, with the batch, its parts and the types that the configuration says."""
         return replace(
             asked,
             batch=self.batch or asked.batch,
             param_dtype=self.param_dtype or asked.param_dtype,
             compute_dtype=self.compute_dtype or asked.compute_dtype,
+            microbatches=self.microbatches if asked.kind == "train" else 1,
         )
 
 
@@ -144,6 +147,7 @@ def layout_of(values: Any, devices: int, slices: int = 1) -> LevanterLayout:
         _batch(trainer, parts.batch_shards),
         param_dtype,
         compute_dtype,
+        _microbatches(trainer, parts.batch_shards),
         parts.batch_axis,
         parts.batch_shards,
         tuple(parts.compute),
@@ -316,6 +320,21 @@ def _batch(trainer: Section, shards: int) -> int | None:
     if per_device == -1:
         raise ConfigError("trainer.train_batch_size and trainer.per_device_parallelism are both -1; set one of them")
     return per_device * shards
+
+
+def _microbatches(trainer: Section, shards: int) -> int:
+    """Into how many parts a batch is taken, of which each device has per_device_parallelism sequences."""
+    batch = _batch(trainer, shards)
+    per_device = trainer.size("per_device_parallelism", -1, absorbs=True)
+    if batch is None or per_device == -1:
+        return 1
+    part = per_device * shards
+    if batch % part:
+        raise ConfigError(
+            f"trainer.train_batch_size {batch} is not a multiple of per_device_parallelism {per_device} times the "
+            f"{shards} groups of devices with sequences of their own; use {math.ceil(batch / part) * part}"
+        )
+    return batch // part
 
 
 def _dtypes(trainer: Section) -> tuple[str | None, str | None]:

@@ -53,6 +53,7 @@ class WorkloadInfo:
     param_dtype: str
     compute_dtype: str
     gradient_checkpointing: str = "default"
+    microbatches: int = 1
 
 
 @dataclass(frozen=True)

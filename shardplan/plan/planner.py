@@ -1,5 +1,6 @@
 """make_plan: from a model, a workload and a slice to a Plan."""
 
+import math
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -30,7 +31,7 @@ from shardplan.plan.plan import (
     SearchInfo,
     WorkloadInfo,
 )
-from shardplan.plan.rules import Rules, parse_rules
+from shardplan.plan.rules import parse_rules
 from shardplan.plan.search import TIME_RESOLUTION, Candidate, Outcome, search
 from shardplan.plan.space import Space, mesh_shapes
 from shardplan.plan.tasks import Step
@@ -64,21 +65,12 @@ def rank_plans(config: Config, count: int, model: Model | None = None, nearest_m
 
     No two have mesh, batch, positions and residual axis alike. Fewer, where there are not so many.
     """
-    if config.workload.gradient_checkpointing == "auto":
-        return _rank_checkpointing(config, count, model or model_of(config), nearest_miss)
-    hardware = parse_slice(config.hardware.slice)
-    pinned = {"replica": config.mesh.replica, "data": config.mesh.data, "model": config.mesh.model}
-    meshes = mesh_shapes(hardware, pinned)
     model = model or model_of(config)
+    if config.workload.gradient_checkpointing == "auto" or config.workload.microbatches is None:
+        return _rank_open(config, count, model, nearest_miss)
     axes, workload = inspect_model(model), _workload(config)
-    step = plan_step(model, workload)
-    space = _space(step, axes, hardware, parse_rules(config.pin, config.forbid, axes))
-    for pin in space.rules.pins:
-        if pin.mesh_axes and pin.axis not in (*space.tensor, space.batch, space.position, space.residual):
-            raise ConfigError(
-                f"pin {pin.axis}={'+'.join(pin.mesh_axes)}: layers are stacked along {pin.axis}, or no product has it; "
-                "plans never cut it"
-            )
+    space, meshes = _space(config, model)
+    step, hardware = space.step, space.hardware
     started = time.perf_counter()
     outcome = search(space, meshes, count + 1)
     has_kernels = bool(outcome.ranked) or hardware.is_cpu
@@ -92,7 +84,7 @@ def rank_plans(config: Config, count: int, model: Model | None = None, nearest_m
             + "".join(f"; {reason}" for reason in sorted(outcome.indivisible.values()))
         )
     if outcome.nearest_miss is not None and not nearest_miss:
-        raise _failure(outcome.nearest_miss, hardware)
+        raise _failure(outcome.nearest_miss.mesh, outcome.nearest_miss.peak_bytes, hardware)
     candidates = [outcome.nearest_miss] if outcome.nearest_miss else outcome.ranked
     plans = []
     for candidate, runner_up in zip(candidates, [*candidates[1:], None], strict=True):
@@ -104,27 +96,57 @@ def rank_plans(config: Config, count: int, model: Model | None = None, nearest_m
     return plans[:count]
 
 
-def _rank_checkpointing(config: Config, count: int, model: Model, nearest_miss: bool) -> list[Plan]:
-    """Plans for every kind of gradient checkpointing together."""
+def _rank_open(config: Config, count: int, model: Model, nearest_miss: bool) -> list[Plan]:
+    """Plans for the kinds of gradient checkpointing and the numbers of microbatches that are left open, together."""
+    work = config.workload
+    is_training, kind = work.kind == "train", work.gradient_checkpointing
+    kinds = (kind,) if kind != "auto" else AUTOMATIC if is_training else ("default",)
+    divisors = [n for n in range(1, work.batch + 1) if work.batch % n == 0] if is_training else [1]
     plans: list[Plan] = []
+    misses: list[Plan] = []
     failure: InfeasibleError | None = None
-    for kind in AUTOMATIC if config.workload.kind == "train" else ("default",):
-        changed = replace(config, workload=replace(config.workload, gradient_checkpointing=kind))
-        try:
-            plans += rank_plans(changed, count, model)
-        except InfeasibleError as error:  # the last kind keeps least
-            failure = error
-            if nearest_miss and kind == AUTOMATIC[-1]:
-                plans = plans or rank_plans(changed, count, model, nearest_miss)
-    if not plans and failure is not None:
+    for kind in kinds:
+        for parts in divisors if work.microbatches is None else [work.microbatches]:
+            changed = replace(config, workload=replace(work, gradient_checkpointing=kind, microbatches=parts))
+            try:
+                found = rank_plans(changed, count, model, nearest_miss=True)
+            except InfeasibleError as error:
+                failure = error
+                continue
+            if not found[0].search.proven_optimal:
+                misses += found
+                continue
+            plans = sorted(plans + found, key=lambda plan: plan.cost.step_seconds)[:count]
+            # more parts gather weights more often: they are no faster than fewer would be, if memory had no limit
+            if len(plans) == count and _least_seconds(changed, model) >= plans[-1].cost.step_seconds:
+                break
+    if plans:
+        return plans
+    if not misses and failure is not None:
         raise failure
-    return sorted(plans, key=lambda plan: plan.cost.step_seconds)[:count]
+    miss = min(misses, key=lambda plan: plan.memory.peak)
+    if not nearest_miss:
+        raise _failure(miss.mesh, miss.memory.peak, parse_slice(config.hardware.slice))
+    return [miss]
 
 
-def _space(step: Step, axes: ModelAxes, hardware: Slice, rules: Rules) -> Space:
+def _least_seconds(config: Config, model: Model) -> float:
+    """The time of a step if memory had no limit."""
+    space, meshes = _space(config, model)
+    return min(candidate.seconds for candidate in search(replace(space, available=math.inf), meshes, 1).ranked)
+
+
+def _space(config: Config, model: Model) -> tuple[Space, list[dict[str, int]]]:
+    """What is searched.
+
+    Raises:
+        ConfigError: a mesh that cannot be, or a pin on what plans never cut.
+    """
+    hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
+    meshes = mesh_shapes(hardware, vars(config.mesh))
     factors = calibration(hardware.generation.name)
-    return Space(
-        step=step,
+    space = Space(
+        step=plan_step(model, _workload(config)),
         batch=BATCH_AXIS,
         position=axes.position,
         residual=axes.residual,
@@ -132,9 +154,16 @@ def _space(step: Step, axes: ModelAxes, hardware: Slice, rules: Rules) -> Space:
         calibration=factors,
         habits=habits(hardware),
         available=hardware.generation.hbm_gib * GIB / (1 + factors.memory_error),
-        rules=rules,
+        rules=parse_rules(config.pin, config.forbid, axes),
         kernels=not hardware.is_cpu,
     )
+    for pin in space.rules.pins:
+        if pin.mesh_axes and pin.axis not in (*space.tensor, space.batch, space.position, space.residual):
+            raise ConfigError(
+                f"pin {pin.axis}={'+'.join(pin.mesh_axes)}: layers are stacked along {pin.axis}, or no product has it; "
+                "plans never cut it"
+            )
+    return space, meshes
 
 
 def plan_layout(config: Config, model: Model, mesh: MeshShape, compute: Mapping, params: Mapping) -> Plan:
@@ -209,11 +238,11 @@ def model_of(config: Config) -> Model:
     return build_model(read_config(config.model.config, folder), config.workload.position)
 
 
-def _failure(miss: Candidate, hardware: Slice) -> InfeasibleError:
-    lacking = miss.peak_bytes / GIB - hardware.generation.hbm_gib
+def _failure(mesh: MeshShape, peak: float, hardware: Slice) -> InfeasibleError:
+    lacking = peak / GIB - hardware.generation.hbm_gib
     return InfeasibleError(
-        f"no plan fits {hardware.name}: the nearest miss, mesh {_mesh_text(miss.mesh)}, needs "
-        f"{miss.peak_bytes / GIB:.2f} GiB per device of {hardware.generation.hbm_gib:.2f}: {lacking:.2f} GiB are "
+        f"no plan fits {hardware.name}: the nearest miss, mesh {_mesh_text(mesh)}, needs "
+        f"{peak / GIB:.2f} GiB per device of {hardware.generation.hbm_gib:.2f}: {lacking:.2f} GiB are "
         "lacking; use a larger slice, a smaller workload.batch or workload.position, or a narrower dtype"
     )
 
@@ -228,6 +257,7 @@ def _workload(config: Config) -> Workload:
         work.compute_dtype,
         work.kind,
         work.gradient_checkpointing,
+        work.microbatches or 1,
     )
 
 
@@ -252,6 +282,7 @@ def _describe(
             workload.param_dtype,
             workload.compute_dtype,
             workload.gradient_checkpointing,
+            workload.microbatches,
         ),
         hardware=HardwareInfo(hardware.name, hardware.devices, hardware.generation.hbm_gib),
         mesh=dict(layout.mesh),

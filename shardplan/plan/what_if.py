@@ -57,6 +57,8 @@ def _changes(config: Config, fits: bool) -> Iterator[list[tuple[str, Config]]]:
     other = "bfloat16" if work.param_dtype == "float32" else "float32"
     yield [(f"workload.param_dtype {other}", with_work(param_dtype=other))]
     kinds = CHECKPOINTING if work.kind == "train" else ()
+    counts = [n for n in range(2, work.batch + 1) if work.batch % n == 0] if work.kind == "train" else []
+    yield [(f"workload.microbatches {n}", with_work(microbatches=n)) for n in (counts[:1] if fits else counts)]
     yield [
         (f"workload.gradient_checkpointing {kind}", with_work(gradient_checkpointing=kind))
         for kind in kinds

@@ -19,12 +19,14 @@ from ml_dtypes import bfloat16
 from shardplan.config import MESH_AXES
 from shardplan.model import Model
 from shardplan.model.axes import named_leaves
-from shardplan.model.forward import for_compute, losses, mean_loss, next_logits
+from shardplan.model.forward import for_compute, loss_and_gradients, losses, next_logits
 from shardplan.model.named import Array
 from shardplan.model.trace import Trace, trace_jaxpr
 from shardplan.plan.tasks import Step, prepare
 
 LEARNING_RATE = 1e-5
+MICROBATCH = "microbatch"
+"""Logical axis that numbers microbatches; it is never cut."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Workload:
     kind: str = "eval"
     """eval, train or prefill."""
     gradient_checkpointing: str = "default"
+    microbatches: int = 1
+    """Parts of the batch of a training step that are taken one after the other."""
 
     @property
     def is_training(self) -> bool:
@@ -66,6 +70,13 @@ def itemsize(dtype: str) -> int:
     return np.dtype(bfloat16 if dtype == "bfloat16" else dtype).itemsize
 
 
+def token_axes(model: Model, workload: Workload) -> tuple[Axis, ...]:
+    """Logical axes of a step's tokens: batch and position, after the microbatch where there are several."""
+    parts = workload.microbatches if workload.is_training else 1
+    axes = (Axis(workload.batch_axis, workload.batch // parts), model.template.Pos.resize(workload.position))
+    return (Axis(MICROBATCH, parts), *axes) if parts > 1 else axes
+
+
 def trace_step(model: Model, workload: Workload) -> Trace:
     """The step of `workload`, as the Levanter model does it; training up to the gradients.
 
@@ -73,8 +84,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     axis is mapped to a mesh axis of its name, of size 1, so that constraints on shardings say names.
     """
     template = _attending_plainly(model, workload.gradient_checkpointing)
-    position = template.Pos.resize(workload.position)
-    axes = (Axis(workload.batch_axis, workload.batch), position)
+    axes = token_axes(model, workload)
     shape = tuple(axis.size for axis in axes)
     tokens = NamedArray(jax.ShapeDtypeStruct(shape, jnp.int32), axes)
     predicted = NamedArray(jax.ShapeDtypeStruct(shape, jnp.bool_), axes)
@@ -86,16 +96,16 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     def step(arrays: Any) -> Any:
         module, tokens, predicted = eqx.combine(arrays, static)
 
-        def result(module: Any) -> Any:
-            with hax.axis_mapping(mapping):
-                module = for_compute(module, workload.compute_dtype)
-                if workload.kind == "prefill":
-                    return next_logits(model, module, tokens)
-                if workload.is_training:
-                    return mean_loss(model, module, tokens, predicted)
-                return losses(model, module, tokens, predicted)
-
-        return eqx.filter_grad(result)(module) if workload.is_training else result(module)
+        with hax.axis_mapping(mapping):
+            if workload.is_training:
+                _, gradients = loss_and_gradients(
+                    model, module, tokens, predicted, workload.compute_dtype, lambda tree: tree
+                )
+                return gradients
+            module = for_compute(module, workload.compute_dtype)
+            if workload.kind == "prefill":
+                return next_logits(model, module, tokens)
+            return losses(model, module, tokens, predicted)
 
     mesh_axes = (*mapping, *MESH_AXES)
     mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))

@@ -25,12 +25,15 @@ def trainer_section(plan: Plan) -> dict[str, Any]:
     replica_slices = dict(zip(plan.mesh, slices_by_axis(slices, plan.mesh), strict=True))["replica"]
     compute = {axis: mesh_axes for axis, mesh_axes in plan.compute_mapping.items() if axis != BATCH_AXIS}
     whole_at_rest = dict.fromkeys(axis for axis in compute if axis not in plan.param_mapping)
+    parts = work.microbatches
+    per_device = work.batch // parts // mesh_size(plan.mesh, _batch(plan))
     return {
         "mp": f"p={work.param_dtype},c={work.compute_dtype}",
         "replica_dcn_axis_size": replica_slices,
         "replica_ici_axis_size": plan.mesh["replica"] // replica_slices,
         "model_axis_size": plan.mesh["model"],
         "train_batch_size": work.batch,
+        **({"per_device_parallelism": per_device} if parts > 1 else {}),
         "fsdp_axis": None,
         "axis_resources": _values(compute),
         "parameter_axis_resources": {**_values(plan.param_mapping), **whole_at_rest},

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardplan.hardware import GIB
-from shardplan.plan.plan import Mapping, ParameterPlan, Plan, Spec
+from shardplan.plan.plan import Mapping, ParameterPlan, Plan, Spec, WorkloadInfo
 from shardplan.report.levanter import trainer_yaml
 
 PIPED_WIDTH = 240
@@ -25,13 +25,21 @@ def console(stream: TextIO) -> Console:
     return _Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH)
 
 
+def _parts(work: WorkloadInfo) -> str:
+    """How a training step is done."""
+    if work.kind != "train":
+        return ""
+    parts = f"{work.microbatches} microbatches" if work.microbatches > 1 else "one microbatch"
+    return f", {parts}, gradient checkpointing {work.gradient_checkpointing}"
+
+
 def print_plan(plan: Plan, out: Console) -> None:
     """Mesh, both mappings, every parameter, memory by part, the verdict and why, and Levanter's YAML."""
     work, hardware = plan.workload, plan.hardware
     out.print(
         f"[bold]{escape(plan.model.name)}[/bold] ({plan.model.type}, {plan.model.parameters:,} parameters) · "
         f"{work.kind}, batch {work.batch} x {work.position} tokens, {work.param_dtype} parameters, "
-        f"{work.compute_dtype} compute",
+        f"{work.compute_dtype} compute" + _parts(work),
         soft_wrap=True,
     )
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())

@@ -6,14 +6,14 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 from jax.sharding import Mesh
 
 from shardplan.model import Model
-from shardplan.model.forward import activations, for_compute, logits, losses, mean_loss, next_logits
+from shardplan.model.forward import activations, for_compute, logits, loss_and_gradients, losses, next_logits
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import BATCH_AXIS, Plan
-from shardplan.plan.workload import optimizer
+from shardplan.plan.workload import Workload, optimizer, token_axes
 from shardplan.step.program import Program, abstract_model, abstract_tokens
 
 
@@ -67,17 +67,16 @@ def train_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
     """(module, state, tokens, predicted) -> (module, state, mean loss in nats): AdamW, everything updated in place.
 
     Parameters, gradients and both moments rest in the parameters' mapping and type, the loss is computed in the
-    compute type; which activations are kept for the gradient is the model's `gradient_checkpointing`.
+    compute type; which activations are kept for the gradient is the model's `gradient_checkpointing`. With several
+    microbatches the tokens are int32[microbatch, batch, position].
     """
-    transformation = optimizer()
+    transformation, dtype = optimizer(), plan.workload.compute_dtype
 
     def train(module: Any, state: Any, tokens: NamedArray, predicted: NamedArray) -> tuple[Any, Any, jax.Array]:
-        def loss_of(module: Any) -> jax.Array:
-            with hax.axis_mapping(as_tuples(plan.compute_mapping)):
-                return mean_loss(model, for_compute(module, plan.workload.compute_dtype), tokens, predicted)
-
-        loss, gradients = eqx.filter_value_and_grad(loss_of)(module)
-        gradients = _at_rest(gradients, plan)
+        with hax.axis_mapping(as_tuples(plan.compute_mapping)):
+            loss, gradients = loss_and_gradients(
+                model, module, tokens, predicted, dtype, lambda tree: _at_rest(tree, plan)
+            )
         arrays = eqx.filter(module, eqx.is_inexact_array)
         updates, state = transformation.update(gradients, state, arrays)
         return _at_rest(eqx.apply_updates(module, updates), plan), _at_rest(state, plan), loss
@@ -100,6 +99,6 @@ def _module(model: Model, plan: Plan, mesh: Mesh) -> Any:
 
 
 def _batch(model: Model, plan: Plan, mesh: Mesh) -> tuple[NamedArray, NamedArray]:
-    axes = (Axis(BATCH_AXIS, plan.workload.batch), model.template.Pos.resize(plan.workload.position))
+    axes = token_axes(model, Workload(BATCH_AXIS, **vars(plan.workload)))
     compute = as_tuples(plan.compute_mapping)
     return abstract_tokens(axes, jnp.int32, mesh, compute), abstract_tokens(axes, jnp.bool_, mesh, compute)

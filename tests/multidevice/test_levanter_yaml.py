@@ -208,7 +208,8 @@ def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name):
     config = make_config(
         model_ref=golden / "llama",
         workload_kind="train",
-        workload_batch=2 if name == "batch on data alone" else 4,
+        workload_batch={"batch on data alone": 2, "yaml": 8}.get(name, 4),
+        workload_microbatches=2 if name == "yaml" else 1,
         workload_position=256,
         workload_param_dtype="float32",
         workload_compute_dtype="float32",
@@ -225,6 +226,7 @@ def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name):
     untrained = init()
     unplanned = np.mean([float(jax.jit(mean_loss)(untrained, example)) for example in examples])
     trainer = decoded(plan)
+    assert trainer.microbatch_size == plan.workload.batch // plan.workload.microbatches
     trainer.tracker, trainer.id = levanter.tracker.NoopConfig(), name
     trainer.checkpointer.base_path = str(tmp_path)
     trainer.log_jaxprs = trainer.log_xla_hlo = False

@@ -210,6 +210,7 @@ def test_levanter_agrees(read, trainer):
         assert levanter.mp.compute_dtype == getattr(jnp, layout.compute_dtype)
     if "train_batch_size" in trainer:
         assert levanter.train_batch_size == layout.batch
+        assert levanter.train_batch_size // levanter.microbatch_size == layout.microbatches
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (4, 2, -1), (1, 4, 4)])
@@ -235,6 +236,15 @@ def test_batch(read):
     assert read({**per_device, "model_axis_size": 2}).batch == 16
     assert read({**per_device, "mesh": {"axes": {"replica": 2}, "compute_mapping": {"batch": "data"}}}).batch == 16
     assert read({**per_device, "mesh": {"batch_axis_name": "row"}}, devices=64, slices=2).batch == 256
+
+
+@pytest.mark.parametrize(
+    ("trainer", "microbatches"),
+    [({}, 1), ({"per_device_parallelism": -1}, 1), ({"per_device_parallelism": 2}, 4), ({"model_axis_size": 2}, 1),
+     ({"per_device_parallelism": 2, "model_axis_size": 2}, 8)],
+)  # fmt: skip
+def test_microbatches(read, trainer, microbatches):
+    assert read({"train_batch_size": 64, **trainer}).microbatches == microbatches
 
 
 def test_half_is_bfloat16(read):

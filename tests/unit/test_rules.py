@@ -132,6 +132,26 @@ def test_what_if_nothing_fits(config):
     assert [fits[change] for change in slices] == [False] * (len(slices) - 1) + [True]
 
 
+@pytest.mark.parametrize(("batch", "parts"), [(64, 1), (1024, None)])
+def test_microbatches_can_be_chosen(model, config, batch, parts):
+    """The fastest of every number of them, each planned by itself; as few as fit, where that is the fastest."""
+    settings = {"hardware_slice": "v5e-64", "workload_kind": "train", "workload_batch": batch}
+    plan = make_plan(config(workload_microbatches="null", **settings), model)
+    seconds = {}
+    for n in (1, 2, 4, 8, 16, 32):
+        try:
+            seconds[n] = make_plan(config(workload_microbatches=n, **settings), model).cost.step_seconds
+        except InfeasibleError as error:
+            assert "lacking" in str(error)
+    assert plan.cost.step_seconds == min(seconds.values()) == seconds[plan.workload.microbatches]
+    assert plan.workload.microbatches == (parts or min(seconds)) and (1 in seconds) == (parts == 1)
+
+
+def test_no_number_of_microbatches_fits(model, config):
+    with pytest.raises(InfeasibleError, match="the nearest miss, mesh"):
+        make_plan(config(hardware_slice="v5e-4", workload_kind="train", workload_microbatches="null"), model)
+
+
 def test_checkpointing_can_be_chosen(model, config):
     roomy = make_plan(
         config(hardware_slice="v5p-64", workload_kind="train", workload_gradient_checkpointing="auto"), model

@@ -1,0 +1,78 @@
+"""The train step on several devices, against optax on the model itself."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from levanter.models.lm_model import LmExample
+
+from shardplan.checkpoint.load import stream_model
+from shardplan.plan.planner import model_of, plan_layout
+from shardplan.plan.workload import optimizer
+from shardplan.runtime.storage import open_folder
+from shardplan.step import train_program
+
+BATCH, POSITION, LEARNING_RATE = 8, 16, 1e-5
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_step(make_config, golden, parts):
+    config = make_config(
+        model_ref=golden / "llama",
+        workload_kind="train",
+        workload_batch=BATCH,
+        workload_position=POSITION,
+        workload_microbatches=parts,
+        workload_param_dtype="float32",
+        workload_compute_dtype="float32",
+    )
+    model = model_of(config)
+    cut = {"batch": ["replica", "data"][: 2 if parts == 1 else 1], "mlp": ["model"]}
+    plan = plan_layout(config, model, {"replica": 2, "data": 2, "model": 2}, cut, {**cut, "embed": ["data"]})
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), tuple(plan.mesh))
+    module = stream_model(model.template, open_folder(str(golden / "llama")), mesh, plan.param_mapping, "float32")
+    rows = np.random.default_rng(0).integers(0, 200, (BATCH, POSITION), dtype=np.int32)
+    predicted = np.ones_like(rows, bool)
+    predicted[:, -1] = predicted[0] = False  # so that no two microbatches predict as many
+
+    expected_loss, gradients, expected = reference(jax.tree.map(np.asarray, module), rows, predicted)
+
+    program = train_program(model, plan, mesh)
+    abstract = program.arguments[2:]
+    tokens, mask = (
+        hax.NamedArray(jax.device_put(array.reshape(a.array.shape), a.array.sharding), a.axes)
+        for array, a in zip((rows, predicted), abstract, strict=True)
+    )
+    assert len(tokens.axes) == (2 if parts == 1 else 3)
+    state = jax.jit(optimizer().init)(eqx.filter(module, eqx.is_inexact_array))
+    state = jax.tree.map(lambda array, a: jax.device_put(array, a.sharding), state, program.arguments[1])
+    trained, (moments, *_), loss = program.compile({})(module, state, tokens, mask)
+
+    assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
+    for found, wanted in zip(jax.tree.leaves(moments.mu), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(np.asarray(found), 0.1 * wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+    # where a gradient is next to nothing its sign, by which AdamW goes, is noise
+    for found, wanted in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=LEARNING_RATE)
+        assert np.mean(np.abs(found - wanted) < 0.01 * LEARNING_RATE) > 0.99
+
+
+def reference(module, rows, predicted):
+    """Loss, gradients, and parameters after one step, on one device, in one piece."""
+
+    def loss_of(module):
+        axes = (hax.Axis("batch", BATCH), module.Pos.resize(POSITION))
+        logits = module(hax.named(rows, axes), attn_mask=LmExample.causal(hax.named(rows[0], axes[1:])).attn_mask)
+        chances = jax.nn.log_softmax(logits.rearrange((*axes, module.Vocab)).array[:, :-1].astype(jnp.float32))
+        nats = -jnp.take_along_axis(chances, rows[:, 1:, None], -1)[..., 0]
+        return (nats * predicted[:, :-1]).sum() / predicted.sum()
+
+    loss, gradients = eqx.filter_value_and_grad(loss_of)(module)
+    transformation = optax.adamw(LEARNING_RATE)
+    arrays = eqx.filter(module, eqx.is_inexact_array)
+    updates, _ = transformation.update(gradients, transformation.init(arrays), arrays)
+    return float(loss), gradients, eqx.apply_updates(module, updates)
