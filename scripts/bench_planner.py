@@ -18,7 +18,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from shardplan import config as configuration
-from shardplan.config import CompilerConfig, Config
+from shardplan.config import CompilerConfig, Config, WorkloadConfig
 from shardplan.errors import InfeasibleError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model, build_model, read_config
@@ -223,27 +223,31 @@ def usual(jobs: int | None) -> str:
 
 def experts(jobs: int | None, only: str) -> str:
     lines = table(
-        "published", "expert mesh", "verdict", "modelled s", "plan mesh", "verdict", "modelled s", "plan : expert"
-    )
+        "published", "checkpointing", "microbatches", "expert mesh", "verdict", "modelled s", "plan mesh", "verdict",
+        "modelled s", "plan : expert",
+    )  # fmt: skip
     for model, slice_name, batch, position, sizes, published in EXPERTS:
         if only not in f"{model} {slice_name}":
             continue
         config = load(model, slice_name, "train", batch, position)
         hf_config, built = build(config)
+        left_open = replace(config.workload, gradient_checkpointing="auto", microbatches=None)
+        plan = make_plan(replace(config, workload=left_open), built)
+        alike = replace(config, workload=WorkloadConfig(**vars(plan.workload)))
         shape = dict(zip(("replica", "data", "model"), sizes, strict=True))
         rest = [axis for axis in ("replica", "data") if shape[axis] > 1]
         cut = {"batch": [axis for axis in ("replica", "data") if shape[axis] > 1]}
         if shape["model"] > 1:
             cut |= {axis: ["model"] for axis in ("mlp", "heads", "kv_head", "vocab")}
-        by_hand = plan_layout(config, built, shape, cut, {**cut, "embed": rest})
-        plan = make_plan(config, built, nearest_miss=True)
+        by_hand = plan_layout(alike, built, shape, cut, {**cut, "embed": rest})
         cases = [
             Case(f"{model} {slice_name} {name}", p, built, hf_config, options=dict(PLANNED))
             for name, p in (("expert", by_hand), ("plan", plan))
         ]
         expert, mine = compiled(cases, jobs)
         ratio = f"{mine.time.step_seconds / expert.time.step_seconds:.2f}" if mine.time and expert.time else "-"
-        theirs = (published, mesh(by_hand), expert.outcome, seconds(expert))
+        settings = (published, plan.workload.gradient_checkpointing, plan.workload.microbatches)
+        theirs = (*settings, mesh(by_hand), expert.outcome, seconds(expert))
         ours = (mesh(plan), mine.outcome, seconds(mine), ratio)
         lines.append(row(model, slice_name, "train", f"{batch} x {position}", *theirs, *ours))
     return "\n".join(lines)
@@ -326,7 +330,8 @@ per {each} devices, at least 8, for evaluation (bfloat16).
 ## Published runs
 
 The mesh of the run and the plan, compiled alike: training, one device's sequences as published, float32 parameters and
-moments, the layers' inputs kept (gradient checkpointing). The 32B model of the publication is not released: Qwen3-32B.
+moments, with the gradient checkpointing and the microbatches that the planner chose (the publications offload to the
+host, or keep less than float32). The 32B model of the publication is not released: Qwen3-32B.
 
 {experts}
 """

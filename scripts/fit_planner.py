@@ -31,10 +31,9 @@ from shardplan.plan.mapping import as_tuples
 from shardplan.plan.memory import memory
 from shardplan.plan.options import PLANNED
 from shardplan.plan.partition import Habits, Layout, Share
-from shardplan.plan.plan import BATCH_AXIS
 from shardplan.plan.planner import plan_layout
 from shardplan.plan.tasks import Step, Task
-from shardplan.plan.workload import Workload, plan_step
+from shardplan.plan.workload import plan_step, workload_of
 from shardplan.verify.run import Case
 from shardplan.verify.verdict import CompiledMemory, CompiledTime, Verdict
 
@@ -103,7 +102,7 @@ class Observation:
         return sum(compute_seconds(task, mine, self.hardware, alone) for task, mine, _ in self.tasks(factors))
 
     def _under(self, factors: Calibration) -> Layout:
-        return replace(self.layout, habits=Habits(factors.gathers_become_sums_from, factors.copies_stacks))
+        return replace(self.layout, habits=factors.habits)
 
 
 Error = Callable[[Observation, Calibration], float]
@@ -129,7 +128,7 @@ def observe(case: Case, verdict: Verdict) -> Observation:
     if verdict.memory is None or verdict.time is None:
         raise SystemExit(f"{case.label}: {verdict.outcome}: {verdict.reason}")
     plan = case.plan
-    step = plan_step(case.model, Workload(BATCH_AXIS, **vars(plan.workload)))
+    step = plan_step(case.model, workload_of(plan.workload))
     compute, params = as_tuples(plan.compute_mapping), as_tuples(plan.param_mapping)
     layout = Layout(plan.mesh, compute, params, step.merged, step.activation_axes)
     hardware = parse_slice(plan.hardware.slice)
@@ -140,8 +139,9 @@ def fit(seen: Sequence[Observation]) -> Calibration:
     """The factors with the least errors, each in what it decides."""
     devices = sorted({observation.hardware.devices for observation in seen})
     factors = Calibration()
-    factors = best(factors, "gathers_become_sums_from", [None, *reversed(devices)], seen, bytes_error)
-    factors = best(factors, "copies_stacks", [False, True], seen, peak_error)
+    factors = best(factors, "habits", [Habits(least) for least in (None, *reversed(devices))], seen, bytes_error)
+    habits = [replace(factors.habits, copies_stacks=copies) for copies in (False, True)]
+    factors = best(factors, "habits", habits, seen, peak_error)
     own_cycles = [o.time.compute_seconds - o.time.kernel_seconds for o in seen]
     factors = replace(factors, **least_squares(factors, LINEAR, seen, own_cycles))
     kernels = [o.time.kernel_seconds for o in seen]
@@ -194,11 +194,15 @@ ERRORS = {"compute": compute_error, "step": step_error, "peak": peak_error, "byt
 
 def to_json(factors: Mapping[str, Calibration]) -> str:
     """A line per generation, without what is as in a Calibration that nothing was fitted for."""
-    plain = vars(Calibration())
-    lines = (
-        f' "{name}": ' + json.dumps({key: value for key, value in vars(each).items() if value != plain[key]})
-        for name, each in factors.items()
-    )
+
+    def unlike(each: Calibration | Habits, plain: Calibration | Habits) -> dict[str, Any]:
+        return {
+            key: unlike(value, Habits()) if isinstance(value, Habits) else value
+            for key, value in vars(each).items()
+            if value != vars(plain)[key]
+        }
+
+    lines = (f' "{name}": ' + json.dumps(unlike(each, Calibration())) for name, each in factors.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 

@@ -137,6 +137,8 @@ class _Tracer:
         name = equation.primitive.name
         if name == "scan":
             return self.scan(equation, operands, out, label)
+        if name == "while":
+            self.names.unnamed["while, taken for one trip"] += 1
         inner = _inner(equation)
         if inner is not None:
             body, used = inner

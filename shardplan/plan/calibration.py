@@ -4,7 +4,7 @@
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 
@@ -30,20 +30,17 @@ class Calibration:
     """Part of a product's time in which a gather of its weights can hide."""
     memory_error: float = 0.0
     """What is kept free for the error of the estimated peak, in that peak."""
-    gathers_become_sums_from: int | None = None
-    """See `Habits`."""
-    copies_stacks: bool = False
-    """See `Habits`."""
+    habits: Habits = field(default_factory=Habits)
 
 
 @cache
 def calibration(generation: str) -> Calibration:
     """The factors of a generation; the rooflines themselves for one that has not been fitted, such as CPUs."""
     text = resources.files("shardplan.plan").joinpath(FILE).read_text(encoding="utf-8")
-    return Calibration(**json.loads(text).get(generation, {}))
+    values = json.loads(text).get(generation, {})
+    return Calibration(**{**values, "habits": Habits(**values.get("habits", {}))})
 
 
 def habits(hardware: Slice) -> Habits:
     """What the compiler for `hardware` does."""
-    factors = calibration(hardware.generation.name)
-    return Habits(factors.gathers_become_sums_from, factors.copies_stacks, plain_attention=hardware.is_cpu)
+    return replace(calibration(hardware.generation.name).habits, plain_attention=hardware.is_cpu)

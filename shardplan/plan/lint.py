@@ -15,7 +15,7 @@ from shardplan.plan.finding import ERROR, WARNING, Finding, Findings, Subject, s
 from shardplan.plan.levanter_config import LevanterLayout, MeshSizeError, layout_of
 from shardplan.plan.plan import BATCH_AXIS, MemoryPlan, Plan
 from shardplan.plan.planner import model_of, plan_layout
-from shardplan.plan.workload import Workload, plan_step
+from shardplan.plan.workload import plan_step, workload_of
 
 GIANT_PART = 0.01
 """Part of a device's memory from which on a parameter is worth a finding."""
@@ -81,7 +81,7 @@ def lint(trainer: Mapping[str, Any], target: Target) -> Lint:
     """
     layout, findings, fixed = _readable(trainer, target.hardware)
     workload = layout.workload(target.config.workload)
-    step = plan_step(target.model, Workload(BATCH_AXIS, **vars(workload)))
+    step = plan_step(target.model, workload_of(workload))
     subject = Subject(fixed, layout, target.axes, workload, target.hardware, step, target.attention_backend)
     blocking = [finding for check in BLOCKING for finding in check(subject)]
     findings += [*blocking, *(finding for check in OTHERS for finding in check(subject))]

@@ -143,6 +143,8 @@ class Layout:
         Where a dimension rests on two mesh axes, of which the first still cuts it in use, and the parameter is whole
         along the third, it takes that one for the first if they are of one size.
         """
+        if not any(dim and len(self.params.get(dim[0][0] or "", ())) == 2 for dim in array.dims):
+            return False
         resting = {axis for axes in self.cut(array, self.params) for axis in axes}
         others = [self.mesh[axis] for axis in self.mesh if axis not in resting]
         return any(

@@ -1,7 +1,5 @@
 """make_plan: from a model, a workload and a slice to a Plan."""
 
-import math
-import time
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
@@ -31,18 +29,15 @@ from shardplan.plan.plan import (
     SearchInfo,
     WorkloadInfo,
 )
-from shardplan.plan.rules import parse_rules
-from shardplan.plan.search import TIME_RESOLUTION, Candidate, Outcome, search
-from shardplan.plan.space import Space, mesh_shapes
+from shardplan.plan.search import TIME_RESOLUTION, Candidate
 from shardplan.plan.tasks import Step
-from shardplan.plan.workload import Workload, plan_step
+from shardplan.plan.variants import Result, find
+from shardplan.plan.workload import plan_step, workload_of
 from shardplan.runtime.storage import open_folder
 
 NO_KERNEL = (
     "attention can have no kernel here: its time is a guess, for it runs a loop whose length the compiler does not say"
 )
-AUTOMATIC = ("save_all", "default", "nested", "recompute")
-"""Kinds of gradient checkpointing that are tried for `auto`; what is offloaded to the host has no price yet."""
 
 
 def make_plan(config: Config, model: Model | None = None, nearest_miss: bool = False) -> Plan:
@@ -66,104 +61,21 @@ def rank_plans(config: Config, count: int, model: Model | None = None, nearest_m
     No two have mesh, batch, positions and residual axis alike. Fewer, where there are not so many.
     """
     model = model or model_of(config)
-    if config.workload.gradient_checkpointing == "auto" or config.workload.microbatches is None:
-        return _rank_open(config, count, model, nearest_miss)
-    axes, workload = inspect_model(model), _workload(config)
-    space, meshes = _space(config, model)
-    step, hardware = space.step, space.hardware
-    started = time.perf_counter()
-    outcome = search(space, meshes, count + 1)
-    has_kernels = bool(outcome.ranked) or hardware.is_cpu
-    if not has_kernels:
-        outcome = search(replace(space, kernels=False), meshes, count + 1)
-    seconds = time.perf_counter() - started
-    if not outcome.ranked and outcome.nearest_miss is None:
-        raise InfeasibleError(
-            f"no mapping on {hardware.name} keeps to pin {' '.join(config.pin) or 'nothing'} and forbid "
-            f"{' '.join(config.forbid) or 'nothing'}: no array can have a mesh axis twice"
-            + "".join(f"; {reason}" for reason in sorted(outcome.indivisible.values()))
-        )
-    if outcome.nearest_miss is not None and not nearest_miss:
-        raise _failure(outcome.nearest_miss.mesh, outcome.nearest_miss.peak_bytes, hardware)
-    candidates = [outcome.nearest_miss] if outcome.nearest_miss else outcome.ranked
+    result = find(config, model, count + 1)
+    if not result.fits and not nearest_miss:
+        miss = result.ranked[0]
+        raise _failure(miss.candidate, miss.space.hardware)
     plans = []
-    for candidate, runner_up in zip(candidates, [*candidates[1:], None], strict=True):
+    next_best = [*(found.candidate for found in result.ranked[1:]), None]
+    for found, runner_up in zip(result.ranked, next_best, strict=True):
+        space, candidate = found.space, found.candidate
         layout = space.layout(candidate.mesh, candidate.compute, candidate.params)
-        cost = _cost(step, layout, hardware)
-        found = _search_info(outcome, candidate, runner_up, cost, seconds)
-        found.reasons.extend([] if has_kernels else [NO_KERNEL])
-        plans.append(_describe(config, axes, workload, hardware, step, layout, cost, found))
+        cost = _cost(space.step, layout, space.hardware)
+        info = _search_info(result, candidate, runner_up, cost)
+        info.reasons.extend([NO_KERNEL] if not space.kernels and not space.hardware.is_cpu else [])
+        info.reasons.extend(_unnamed(space.step))
+        plans.append(_describe(found.config, inspect_model(model), space.hardware, space.step, layout, cost, info))
     return plans[:count]
-
-
-def _rank_open(config: Config, count: int, model: Model, nearest_miss: bool) -> list[Plan]:
-    """Plans for the kinds of gradient checkpointing and the numbers of microbatches that are left open, together."""
-    work = config.workload
-    is_training, kind = work.kind == "train", work.gradient_checkpointing
-    kinds = (kind,) if kind != "auto" else AUTOMATIC if is_training else ("default",)
-    divisors = [n for n in range(1, work.batch + 1) if work.batch % n == 0] if is_training else [1]
-    plans: list[Plan] = []
-    misses: list[Plan] = []
-    failure: InfeasibleError | None = None
-    for kind in kinds:
-        for parts in divisors if work.microbatches is None else [work.microbatches]:
-            changed = replace(config, workload=replace(work, gradient_checkpointing=kind, microbatches=parts))
-            try:
-                found = rank_plans(changed, count, model, nearest_miss=True)
-            except InfeasibleError as error:
-                failure = error
-                continue
-            if not found[0].search.proven_optimal:
-                misses += found
-                continue
-            plans = sorted(plans + found, key=lambda plan: plan.cost.step_seconds)[:count]
-            # more parts gather weights more often: they are no faster than fewer would be, if memory had no limit
-            if len(plans) == count and _least_seconds(changed, model) >= plans[-1].cost.step_seconds:
-                break
-    if plans:
-        return plans
-    if not misses and failure is not None:
-        raise failure
-    miss = min(misses, key=lambda plan: plan.memory.peak)
-    if not nearest_miss:
-        raise _failure(miss.mesh, miss.memory.peak, parse_slice(config.hardware.slice))
-    return [miss]
-
-
-def _least_seconds(config: Config, model: Model) -> float:
-    """The time of a step if memory had no limit."""
-    space, meshes = _space(config, model)
-    return min(candidate.seconds for candidate in search(replace(space, available=math.inf), meshes, 1).ranked)
-
-
-def _space(config: Config, model: Model) -> tuple[Space, list[dict[str, int]]]:
-    """What is searched.
-
-    Raises:
-        ConfigError: a mesh that cannot be, or a pin on what plans never cut.
-    """
-    hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
-    meshes = mesh_shapes(hardware, vars(config.mesh))
-    factors = calibration(hardware.generation.name)
-    space = Space(
-        step=plan_step(model, _workload(config)),
-        batch=BATCH_AXIS,
-        position=axes.position,
-        residual=axes.residual,
-        hardware=hardware,
-        calibration=factors,
-        habits=habits(hardware),
-        available=hardware.generation.hbm_gib * GIB / (1 + factors.memory_error),
-        rules=parse_rules(config.pin, config.forbid, axes),
-        kernels=not hardware.is_cpu,
-    )
-    for pin in space.rules.pins:
-        if pin.mesh_axes and pin.axis not in (*space.tensor, space.batch, space.position, space.residual):
-            raise ConfigError(
-                f"pin {pin.axis}={'+'.join(pin.mesh_axes)}: layers are stacked along {pin.axis}, or no product has it; "
-                "plans never cut it"
-            )
-    return space, meshes
 
 
 def plan_layout(config: Config, model: Model, mesh: MeshShape, compute: Mapping, params: Mapping) -> Plan:
@@ -171,16 +83,16 @@ def plan_layout(config: Config, model: Model, mesh: MeshShape, compute: Mapping,
 
     Logical axes that the model does not have are named in `search.reasons`: they cut nothing.
     """
-    hardware, axes, workload = parse_slice(config.hardware.slice), inspect_model(model), _workload(config)
-    step = plan_step(model, workload)
+    hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
+    step = plan_step(model, workload_of(config.workload))
     layout = Layout(mesh, as_tuples(compute), as_tuples(params), step.merged, step.activation_axes, habits(hardware))
     known = {*axes.axes, axes.position, BATCH_AXIS}
     reasons = ["given, not searched for"] + [
         f"the model has no axis {axis!r}, so that mapping it does nothing; {nearest(axis, known)}"
         for axis in sorted({*compute, *params} - known)
     ]
-    given = SearchInfo(1, False, 0.0, None, {}, reasons)
-    return _describe(config, axes, workload, hardware, step, layout, _cost(step, layout, hardware), given)
+    given = SearchInfo(1, False, 0.0, None, {}, [*reasons, *_unnamed(step)])
+    return _describe(config, axes, hardware, step, layout, _cost(step, layout, hardware), given)
 
 
 def with_plan(config: Config) -> tuple[Config, Plan | None]:
@@ -238,52 +150,29 @@ def model_of(config: Config) -> Model:
     return build_model(read_config(config.model.config, folder), config.workload.position)
 
 
-def _failure(mesh: MeshShape, peak: float, hardware: Slice) -> InfeasibleError:
-    lacking = peak / GIB - hardware.generation.hbm_gib
+def _failure(miss: Candidate, hardware: Slice) -> InfeasibleError:
+    lacking = miss.peak_bytes / GIB - hardware.generation.hbm_gib
     return InfeasibleError(
-        f"no plan fits {hardware.name}: the nearest miss, mesh {_mesh_text(mesh)}, needs "
-        f"{peak / GIB:.2f} GiB per device of {hardware.generation.hbm_gib:.2f}: {lacking:.2f} GiB are "
+        f"no plan fits {hardware.name}: the nearest miss, mesh {_mesh_text(miss.mesh)}, needs "
+        f"{miss.peak_bytes / GIB:.2f} GiB per device of {hardware.generation.hbm_gib:.2f}: {lacking:.2f} GiB are "
         "lacking; use a larger slice, a smaller workload.batch or workload.position, or a narrower dtype"
-    )
-
-
-def _workload(config: Config) -> Workload:
-    work = config.workload
-    return Workload(
-        BATCH_AXIS,
-        work.batch,
-        work.position,
-        work.param_dtype,
-        work.compute_dtype,
-        work.kind,
-        work.gradient_checkpointing,
-        work.microbatches or 1,
     )
 
 
 def _describe(
     config: Config,
     axes: ModelAxes,
-    workload: Workload,
     hardware: Slice,
     step: Step,
     layout: Layout,
     cost: CostPlan,
     found: SearchInfo,
 ) -> Plan:
-    params = layout.params
+    params, work = layout.params, config.workload
     sizes = [round(layout.bytes(array)) for array in step.parameters]
     return Plan(
         model=ModelInfo(config.model.ref, axes.type, dict(axes.axes), axes.size, config.model.config),
-        workload=WorkloadInfo(
-            workload.kind,
-            workload.batch,
-            workload.position,
-            workload.param_dtype,
-            workload.compute_dtype,
-            workload.gradient_checkpointing,
-            workload.microbatches,
-        ),
+        workload=WorkloadInfo(**{**vars(work), "microbatches": work.microbatches or 1}),
         hardware=HardwareInfo(hardware.name, hardware.devices, hardware.generation.hbm_gib),
         mesh=dict(layout.mesh),
         compute_mapping=_lists(layout.compute),
@@ -292,7 +181,7 @@ def _describe(
             ParameterPlan(
                 p.path,
                 p.axes,
-                workload.param_dtype,
+                work.param_dtype,
                 [list(params[axis]) if axis in params else None for axis in p.axes],
                 size,
             )
@@ -335,14 +224,12 @@ def _cost(step: Step, layout: Layout, hardware: Slice) -> CostPlan:
     return CostPlan(total, compute, sorted(collectives, key=lambda collective: -collective.bytes))
 
 
-def _search_info(
-    outcome: Outcome, best: Candidate, runner_up: Candidate | None, cost: CostPlan, seconds: float
-) -> SearchInfo:
+def _search_info(result: Result, best: Candidate, runner_up: Candidate | None, cost: CostPlan) -> SearchInfo:
     gathers = sum(c.seconds for c in cost.collectives if c.cause.startswith(GATHER))
     others = sum(c.seconds for c in cost.collectives) - gathers
     reasons = [
         f"the fastest of the search space, and of what is as fast to {TIME_RESOLUTION:.1%} the smallest; "
-        f"{outcome.evaluated} choices were weighed",
+        f"{result.tally.evaluated} choices were weighed",
         f"{best.seconds:.3g} s a step: compute {cost.compute_seconds:.3g} s, other collectives {others:.3g} s, gathers "
         f"of weights {gathers:.3g} s ({max(0.0, cost.step_seconds - cost.compute_seconds - others):.3g} s not hidden "
         "behind compute)",
@@ -354,13 +241,21 @@ def _search_info(
             f"{(runner_up.peak_bytes - best.peak_bytes) / GIB:+.2f} GiB"
         )
     return SearchInfo(
-        candidates=outcome.evaluated,
-        proven_optimal=outcome.nearest_miss is None,  # what was left out is bounded by something better
-        seconds=seconds,
+        candidates=result.tally.evaluated,
+        proven_optimal=result.fits,  # what was left out is bounded by something better
+        seconds=result.seconds,
         runner_up=RunnerUp(runner_up.mesh, runner_up.seconds) if runner_up else None,
-        rejected=dict(outcome.rejected),
-        reasons=reasons + sorted(outcome.indivisible.values()),
+        rejected=dict(result.tally.rejected),
+        reasons=reasons + sorted(result.tally.indivisible.values()),
     )
+
+
+def _unnamed(step: Step) -> list[str]:
+    """What the trace could not follow."""
+    return [
+        f"{count} results of {primitive} have no names: they count as whole, and what cuts them is not counted"
+        for primitive, count in step.unnamed.items()
+    ]
 
 
 def _mesh_text(mesh: MeshShape) -> str:

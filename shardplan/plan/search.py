@@ -35,35 +35,31 @@ class Candidate:
 
 
 @dataclass
-class Outcome:
-    """What the search found."""
+class Tally:
+    """What a search has looked at."""
 
-    ranked: list[Candidate] = field(default_factory=list)
-    """The best candidates, the fastest first."""
-    nearest_miss: Candidate | None = None
-    """The candidate that needs least memory, when none fits."""
     evaluated: int = 0
+    """Choices of a component that were weighed."""
     rejected: Counter[str] = field(default_factory=Counter)
     indivisible: dict[str, str] = field(default_factory=dict)
     """Logical axis -> why it could not be cut, one example each."""
 
 
-def search(space: Space, meshes: Sequence[dict[str, int]], keep: int = 2) -> Outcome:
-    """The `keep` fastest candidates that fit, of which no two have mesh, batch, positions and residual axis alike."""
-    outcome = Outcome()
-    frames = sorted(_frames(space, meshes, outcome), key=lambda frame: frame.bound)
-    frames = [frame for frame in frames if frame.bound < math.inf]
-    ranking = _Ranking(keep)
-    for frame in frames:
+def search(space: Space, meshes: Sequence[dict[str, int]], ranking: "Ranking", tally: Tally) -> None:
+    """Add the fastest candidates that fit to `ranking`, no two with mesh, batch, positions and residual axis alike."""
+    frames = [frame for frame in _frames(space, meshes, tally) if frame.bound < math.inf]
+    for frame in sorted(frames, key=lambda frame: frame.bound):
         frame.rank(ranking)
-    outcome.ranked = ranking.candidates
-    if not ranking.candidates:
-        misses = [miss for frame in frames if (miss := frame.smallest()) is not None]
-        outcome.nearest_miss = min(misses, key=lambda c: (c.peak_bytes, c.seconds), default=None)
-    return outcome
 
 
-class _Ranking:
+def nearest_miss(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Candidate | None:
+    """The candidate that needs least memory, whether or not it fits; None where pins leave none."""
+    frames = (frame for frame in _frames(space, meshes, tally) if frame.bound < math.inf)
+    misses = [miss for frame in frames if (miss := frame.smallest()) is not None]
+    return min(misses, key=lambda c: (c.peak_bytes, c.seconds), default=None)
+
+
+class Ranking:
     """The best candidates so far."""
 
     def __init__(self, keep: int) -> None:
@@ -97,7 +93,7 @@ def _is_better(one: Candidate, other: Candidate) -> bool:
     return one.seconds < other.seconds
 
 
-def _frames(space: Space, meshes: Sequence[dict[str, int]], outcome: Outcome) -> Iterator["_Frame"]:
+def _frames(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Iterator["_Frame"]:
     """Every mesh with every mapping of batch and positions."""
     # the residual stream is not cut by its own axis, unless the user wants it
     options = {space.batch: BATCH_AXES, space.position: POSITION_AXES, space.residual: ((),)}
@@ -108,20 +104,20 @@ def _frames(space: Space, meshes: Sequence[dict[str, int]], outcome: Outcome) ->
             if len(set(taken)) < len(taken) or any(mesh[axis] == 1 for axis in taken):
                 continue
             tokens = dict(zip(options, cuts, strict=True))
-            if all(_divides(space, mesh, axis, axes, outcome) for axis, axes in tokens.items()):
+            if all(_divides(space, mesh, axis, axes, tally) for axis, axes in tokens.items()):
                 found = True
-                yield _Frame(space, mesh, {axis: axes for axis, axes in tokens.items() if axes}, outcome)
+                yield _Frame(space, mesh, {axis: axes for axis, axes in tokens.items() if axes}, tally)
         if not found:
-            outcome.rejected["batch"] += 1
+            tally.rejected["batch"] += 1
 
 
-def _divides(space: Space, mesh: dict[str, int], axis: str, axes: MeshAxes, outcome: Outcome) -> bool:
+def _divides(space: Space, mesh: dict[str, int], axis: str, axes: MeshAxes, tally: Tally) -> bool:
     """Whether the mesh axes `axes` can cut a logical axis evenly; notes where not."""
     size, count = space.sizes[axis], mesh_size(mesh, axes)
     if size % count == 0:
         return True
-    outcome.rejected["indivisible"] += 1
-    outcome.indivisible.setdefault(axis, f"{axis} ({size}) is not divisible by {' x '.join(axes)} = {count}")
+    tally.rejected["indivisible"] += 1
+    tally.indivisible.setdefault(axis, f"{axis} ({size}) is not divisible by {' x '.join(axes)} = {count}")
     return False
 
 
@@ -139,8 +135,8 @@ class _Choice:
 class _Frame:
     """One mesh with the mapping of batch and positions."""
 
-    def __init__(self, space: Space, mesh: dict[str, int], tokens: dict[str, MeshAxes], outcome: Outcome) -> None:
-        self.space, self.mesh, self.tokens, self.outcome = space, mesh, tokens, outcome
+    def __init__(self, space: Space, mesh: dict[str, int], tokens: dict[str, MeshAxes], tally: Tally) -> None:
+        self.space, self.mesh, self.tokens, self.tally = space, mesh, tokens, tally
         self.seconds: dict[tuple[object, ...], float] = {}
         self.sizes: dict[tuple[object, ...], float] = {}
         self.computes = [list(self._computes(work)) for work in space.works]
@@ -148,23 +144,25 @@ class _Frame:
         self.least = [min((seconds for _, seconds in each), default=math.inf) for each in self.computes]
         self.bound = self._time(space.base, {}, None) + sum(self.least)
 
-    def rank(self, ranking: _Ranking) -> None:
+    def rank(self, ranking: Ranking) -> None:
         """Add the fastest candidate that fits for every way that the residual axis can rest."""
         for residual in self._resting(self.space.residual, self.tokens):
             limit = ranking.limit
             if self.bound > limit:
-                self.outcome.rejected["slower"] += 1
+                self.tally.rejected["slower"] += 1
                 return
-            base, choices = self._choices(residual, limit)
+            base, choices = self._choices(residual, limit, self.space.available)
             found = self._fastest(base, choices, limit) if all(choices) else None
             if found is not None:
                 ranking.add(found)
+            else:
+                self.tally.rejected["memory"] += 1
 
     def smallest(self) -> Candidate | None:
         """The candidate with the smallest peak, whether or not it fits; None where pins leave none."""
         found: list[Candidate] = []
         for residual in self._resting(self.space.residual, self.tokens):
-            base, choices = self._choices(residual, math.inf)
+            base, choices = self._choices(residual, math.inf, math.inf)
             if not all(choices):
                 continue
             stack: list[tuple[int, np.ndarray, tuple[_Choice, ...]]] = [(0, base.bytes, ())]
@@ -208,23 +206,40 @@ class _Frame:
         """Whether mesh axes, each once and with several devices, cut a logical axis evenly."""
         if len(set(cut)) < len(cut) or any(self.mesh[mesh_axis] == 1 for mesh_axis in cut):
             return False
-        return _divides(self.space, self.mesh, axis, cut, self.outcome)
+        return _divides(self.space, self.mesh, axis, cut, self.tally)
 
-    def _choices(self, residual: MeshAxes, limit: float) -> tuple[_Choice, list[list[_Choice]]]:
-        """What does not depend on a component, and for each component the choices that no other one outdoes."""
+    def _choices(self, residual: MeshAxes, limit: float, available: float) -> tuple[_Choice, list[list[_Choice]]]:
+        """What does not depend on a component, and for each component the choices that no other one outdoes.
+
+        Those are left out that take too long, or do not fit with whatever is chosen for the others.
+        """
         rest = {self.space.residual: residual} if residual else {}
-        base = self._choice(self.space.base, {}, rest)
+        base = self._choice(self.space.base, {}, rest, self._bytes(self.space.base, {}, rest))
         slack = limit - self.bound
-        choices = []
-        for work, computes, least in zip(self.space.works, self.computes, self.least, strict=True):
-            found = [
-                self._choice(work, compute, params)
+        sized = [
+            [
+                (compute, params, self._bytes(work, compute, params))
                 for compute, seconds in computes
                 if seconds - least <= slack
                 for params in self._rests(work, compute, rest)
             ]
-            self.outcome.evaluated += len(found)
-            choices.append(_undominated(found))
+            for work, computes, least in zip(self.space.works, self.computes, self.least, strict=True)
+        ]
+        self.tally.evaluated += sum(map(len, sized))
+        if not all(sized):
+            return base, [[]]
+        smallest = [np.min([size for *_, size in each], axis=0) for each in sized]
+        together = base.bytes + sum(smallest)
+        choices = [
+            _undominated(
+                [
+                    self._choice(work, compute, params, size)
+                    for compute, params, size in each
+                    if (together - least + size).max() <= available
+                ]
+            )
+            for work, each, least in zip(self.space.works, sized, smallest, strict=True)
+        ]
         return base, choices
 
     def _rests(
@@ -236,7 +251,13 @@ class _Frame:
             if _is_distinct(params, work.resting):
                 yield params
 
-    def _choice(self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> _Choice:
+    def _choice(
+        self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes], size: np.ndarray
+    ) -> _Choice:
+        return _Choice(compute, params, self._time(work, compute, params), size)
+
+    def _bytes(self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> np.ndarray:
+        """Bytes of a component at every moment."""
         layout = self.space.layout(self.mesh, {**self.tokens, **compute}, params)
         sizes = np.empty(len(work.items))
         for i, (item, names) in enumerate(work.items):
@@ -244,7 +265,7 @@ class _Frame:
             if key not in self.sizes:
                 self.sizes[key] = item_bytes(item, layout)
             sizes[i] = self.sizes[key]
-        return _Choice(compute, params, self._time(work, compute, params), work.counts @ sizes)
+        return work.counts @ sizes
 
     def _time(self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes] | None) -> float:
         """Time of the tasks of a component; without `params`, the least for any mapping of the parameters."""

@@ -16,12 +16,13 @@ from jax.sharding import AbstractMesh, AxisType
 from levanter.layers.attention import AttentionBackend
 from ml_dtypes import bfloat16
 
-from shardplan.config import MESH_AXES
+from shardplan.config import MESH_AXES, WorkloadConfig
 from shardplan.model import Model
 from shardplan.model.axes import named_leaves
 from shardplan.model.forward import for_compute, loss_and_gradients, losses, next_logits
 from shardplan.model.named import Array
 from shardplan.model.trace import Trace, trace_jaxpr
+from shardplan.plan.plan import BATCH_AXIS, WorkloadInfo
 from shardplan.plan.tasks import Step, prepare
 
 LEARNING_RATE = 1e-5
@@ -63,6 +64,11 @@ class Workload:
     def compute_bytes(self) -> int:
         """Bytes per activation element."""
         return itemsize(self.compute_dtype)
+
+
+def workload_of(config: WorkloadConfig | WorkloadInfo) -> Workload:
+    """What a configuration or a plan says; one microbatch where it leaves their number open."""
+    return Workload(BATCH_AXIS, **{**vars(config), "microbatches": config.microbatches or 1})
 
 
 def itemsize(dtype: str) -> int:

@@ -6,8 +6,8 @@ from typing import Any
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model
 from shardplan.plan.cost import model_flops
-from shardplan.plan.plan import BATCH_AXIS, Plan
-from shardplan.plan.workload import Workload
+from shardplan.plan.plan import Plan
+from shardplan.plan.workload import workload_of
 from shardplan.step import KERNEL_BLOCK
 from shardplan.verify.collectives import Network
 from shardplan.verify.compiled import Compiled
@@ -94,7 +94,7 @@ def _time(module: Module, compiled: Compiled, plan: Plan, model: Model, program:
     except HloError as error:
         return {"not_understood": {str(error): 1}}
     # assembling a model computes nothing that a model needs
-    flops = model_flops(model, Workload(BATCH_AXIS, **vars(work))) if program == work.kind else 0.0
+    flops = model_flops(model, workload_of(work)) if program == work.kind else 0.0
     peak = hardware.generation.flops * hardware.devices
     return {
         "collectives": _collectives(timing),

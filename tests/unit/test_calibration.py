@@ -25,7 +25,8 @@ def test_factors_are_sane(generation):
     assert 0 <= factors.rearranging < 50
     assert 0 <= factors.overlap <= 1
     assert 0 < factors.memory_error < 0.5
-    assert factors.gathers_become_sums_from is None or factors.gathers_become_sums_from > 1
+    least = factors.habits.gathers_become_sums_from
+    assert least is None or least > 1
 
 
 def test_an_unknown_factor_is_refused(monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ from shardplan.plan.partition import Habits
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan
 from shardplan.plan.rules import Rules
-from shardplan.plan.search import TIME_RESOLUTION, search
+from shardplan.plan.search import TIME_RESOLUTION, Ranking, Tally, nearest_miss, search
 from shardplan.plan.space import Space, mesh_shapes
 from shardplan.plan.tasks import prepare
 
@@ -125,7 +125,9 @@ def test_search_equals_brute_force(space, tightness):
     points = list(brute_force(space, meshes))
     peaks = sorted(peak for _, peak in points)
     available = peaks[round(tightness * (len(peaks) - 1))]
-    best = search(dataclasses.replace(space, available=available), meshes).ranked[0]
+    ranking = Ranking(2)
+    search(dataclasses.replace(space, available=available), meshes, ranking, Tally())
+    best = ranking.candidates[0]
     fastest = min(seconds for seconds, peak in points if peak <= available)
     assert best.peak_bytes <= available
     assert best.seconds <= fastest * (1 + TIME_RESOLUTION) and best.seconds >= fastest * (1 - 1e-9)
@@ -139,9 +141,11 @@ def test_search_equals_brute_force(space, tightness):
 @given(spaces())
 def test_where_nothing_fits_the_smallest_is_named(space):
     meshes = mesh_shapes(space.hardware, {})
-    outcome = search(dataclasses.replace(space, available=0), meshes)
-    assert not outcome.ranked
-    assert outcome.nearest_miss.peak_bytes == pytest.approx(min(peak for _, peak in brute_force(space, meshes)))
+    ranking = Ranking(2)
+    search(dataclasses.replace(space, available=0), meshes, ranking, Tally())
+    assert not ranking.candidates
+    miss = nearest_miss(space, meshes, Tally())
+    assert miss.peak_bytes == pytest.approx(min(peak for _, peak in brute_force(space, meshes)))
 
 
 def plan_of(make_config, name, slice_name, batch=16, **overrides):

@@ -1,0 +1,122 @@
+"""What is searched for a configuration: one space, or one for every way to fill in what the workload leaves open."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardplan.config import Config
+from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.hardware import GIB, parse_slice
+from shardplan.model import Model, inspect_model
+from shardplan.plan.calibration import calibration, habits
+from shardplan.plan.plan import BATCH_AXIS
+from shardplan.plan.rules import parse_rules
+from shardplan.plan.search import Candidate, Ranking, Tally, nearest_miss, search
+from shardplan.plan.space import Space, mesh_shapes
+from shardplan.plan.workload import plan_step, workload_of
+
+AUTOMATIC = ("save_all", "default", "nested", "recompute")
+"""Kinds of gradient checkpointing that are tried for `auto`; what is offloaded to the host has no price yet."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A candidate."""
+
+    config: Config
+    """The configuration, with nothing left open."""
+    space: Space
+    candidate: Candidate
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found for a configuration."""
+
+    ranked: list[Found]
+    """The fastest first; where nothing fits, what needs least memory."""
+    fits: bool
+    tally: Tally
+    seconds: float
+    """What searching took, without the traces."""
+
+
+def find(config: Config, model: Model, keep: int) -> Result:
+    """The `keep` fastest candidates for `config`.
+
+    Attention without a kernel is not considered while anything else fits.
+
+    Raises:
+        ConfigError: a mesh that cannot be, or a pin on what plans never cut.
+        InfeasibleError: pins that no mapping keeps to.
+    """
+    variants = list(_variants(config))
+    hardware = parse_slice(config.hardware.slice)
+    meshes = mesh_shapes(hardware, vars(config.mesh))
+    ranking, tally, seconds = Ranking(keep), Tally(), 0.0
+    owners: dict[int, Found] = {}
+    for kernels in (False,) if hardware.is_cpu else (True, False):
+        for group in variants:
+            for each in group:
+                space, before = replace(_space(each, model), kernels=kernels), tally.evaluated
+                started = time.perf_counter()
+                search(space, meshes, ranking, tally)
+                seconds += time.perf_counter() - started
+                for candidate in ranking.candidates:
+                    owners.setdefault(id(candidate), Found(each, space, candidate))
+                if tally.evaluated == before:
+                    break  # too slow whatever the memory, and more parts are no faster: weights are gathered for each
+        if ranking.candidates:
+            ranked = [owners[id(candidate)] for candidate in ranking.candidates]
+            return Result(ranked, True, tally, seconds)
+    misses = [
+        Found(each, space, miss)
+        for group in variants
+        for each in group
+        for space in [replace(_space(each, model), kernels=False)]
+        if (miss := nearest_miss(space, meshes, tally)) is not None
+    ]
+    if not misses:
+        raise InfeasibleError(
+            f"no mapping on {config.hardware.slice} keeps to pin {' '.join(config.pin) or 'nothing'} and forbid "
+            f"{' '.join(config.forbid) or 'nothing'}: no array can have a mesh axis twice"
+            + "".join(f"; {reason}" for reason in sorted(tally.indivisible.values()))
+        )
+    smallest = min(misses, key=lambda found: found.candidate.peak_bytes)
+    return Result([smallest], False, tally, seconds)
+
+
+def _variants(config: Config) -> Iterator[list[Config]]:
+    """By kind of gradient checkpointing, with more and more microbatches."""
+    work = config.workload
+    is_training, kind, parts = work.kind == "train", work.gradient_checkpointing, work.microbatches
+    kinds = (kind,) if kind != "auto" else AUTOMATIC if is_training else ("default",)
+    divisors = [n for n in range(1, work.batch + 1) if work.batch % n == 0] if is_training else [1]
+    for kind in kinds:
+        yield [
+            replace(config, workload=replace(work, gradient_checkpointing=kind, microbatches=n))
+            for n in (divisors if parts is None else [parts])
+        ]
+
+
+def _space(config: Config, model: Model) -> Space:
+    hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
+    factors = calibration(hardware.generation.name)
+    space = Space(
+        step=plan_step(model, workload_of(config.workload)),
+        batch=BATCH_AXIS,
+        position=axes.position,
+        residual=axes.residual,
+        hardware=hardware,
+        calibration=factors,
+        habits=habits(hardware),
+        available=hardware.generation.hbm_gib * GIB / (1 + factors.memory_error),
+        rules=parse_rules(config.pin, config.forbid, axes),
+    )
+    for pin in space.rules.pins:
+        if pin.mesh_axes and pin.axis not in (*space.tensor, space.batch, space.position, space.residual):
+            raise ConfigError(
+                f"pin {pin.axis}={'+'.join(pin.mesh_axes)}: layers are stacked along {pin.axis}, or no product has it; "
+                "plans never cut it"
+            )
+    return space
