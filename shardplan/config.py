@@ -73,7 +73,7 @@ class WorkloadConfig:
     """Type activations and matrix products are computed in."""
     gradient_checkpointing: str = "default"
     """Which activations training keeps, as Levanter names it: default, recompute, nested, offload or save_all; auto for
-    the fastest of these that fits."""
+    the fastest that fits, offload left out."""
     microbatches: int | None = 1
     """Parts of the batch that a training step takes one after the other, adding up their gradients; null for the
     number that is fastest and fits."""
@@ -118,14 +118,15 @@ class Config:
     plan: str | None = None
     """A Plan written with --json, to use instead of planning again."""
     pin: tuple[str, ...] = ()
-    """What the plan must keep: mlp=model, params.embed=data+replica (at rest), position= (whole), or of one tensor
+    """What the plan must keep: mlp=model, params.embed=replica+data (at rest), position= (whole), or of one tensor
     q_proj.weight:kv_head=model,embed=data."""
     forbid: tuple[str, ...] = ()
     """What the plan must not do: experts (cut at all), or mlp=replica, params.vocab=data."""
     why: tuple[str, ...] = ()
     """Of plan: choices, written like pins, to say why the plan does not make them."""
     what_if: bool = False
-    """Of plan: also plan for other batches, slices, types and checkpointing, and print what each would change."""
+    """Of plan: also plan for other batches, slices, types, checkpointing and microbatches, and print what each would
+    change."""
     verify: int | bool = False
     """Have the TPU compiler check the plan before going on; needs no TPU. Of plan also a number: so many of the best
     plans are compiled, and the one that the compiler finds fastest is taken."""
@@ -169,10 +170,11 @@ class Config:
             if name not in valid:
                 raise ConfigError(f"{key} is {name!r}; {nearest(name, valid)}")
         batch, parts = self.workload.batch, self.workload.microbatches
-        if self.workload.kind == "train" and parts is not None and batch % parts:
+        is_given = self.plan is not None  # what the plan says is not known here
+        if not is_given and self.workload.kind == "train" and parts is not None and batch % parts:
             near = min((n for n in range(1, batch + 1) if batch % n == 0), key=lambda n: abs(n - parts))
             raise ConfigError(f"workload.microbatches {parts} does not divide workload.batch {batch}; use {near}")
-        if self.workload.kind != "train" and parts not in (None, 1):
+        if not is_given and self.workload.kind != "train" and parts not in (None, 1):
             raise ConfigError(f"workload.microbatches is {parts}: only training has them; set workload.kind to train")
         if not self.model.ref and not self.model.config and self.plan is None:
             raise ConfigError("no model: set model.ref to a Hugging Face folder, or model.config to a config.json")

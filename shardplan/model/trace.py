@@ -60,6 +60,8 @@ class Trace:
     """Logical axis -> the axes that it is made of elsewhere in the program (heads of kv_head x q_heads_per_group)."""
     unnamed: Counter[str]
     """Primitives whose results could not be named -> how many of them."""
+    open_loops: int
+    """Loops whose length depends on data: their body is there once."""
 
     def walk(self) -> Iterator[tuple[Operation, int]]:
         """Every operation that is no loop, in order, with the number of times it happens."""
@@ -98,6 +100,7 @@ def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[tuple[tuple[str | No
         tuple(results),
         tracer.names.merged,
         tracer.names.unnamed,
+        tracer.open_loops,
     )
 
 
@@ -107,6 +110,7 @@ class _Tracer:
     def __init__(self) -> None:
         self.arrays: list[Array] = []
         self.names = Names()
+        self.open_loops = 0
 
     def new(self, array: Array) -> int:
         self.arrays.append(array)
@@ -138,7 +142,7 @@ class _Tracer:
         if name == "scan":
             return self.scan(equation, operands, out, label)
         if name == "while":
-            self.names.unnamed["while, taken for one trip"] += 1
+            self.open_loops += 1
         inner = _inner(equation)
         if inner is not None:
             body, used = inner

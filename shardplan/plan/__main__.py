@@ -58,7 +58,7 @@ def explain(config: Config, plan: Plan) -> None:
 
 
 def print_variants(config: Config) -> None:
-    """Print what other batches, slices, types and checkpointing would change; with `--json -` to stderr."""
+    """Print what other settings would change; with `--json -` to stderr."""
     from shardplan.plan.what_if import what_if
     from shardplan.report import console, print_what_if
 

@@ -212,6 +212,16 @@ def batch(s: Subject) -> Findings:
             f"use {' or '.join(str(n) for n in around if n)} sequences, or a larger model axis",
             axes=frozenset({name, *MESH_AXES}),
         )
+    elif s.layout.microbatch is not None and size % s.layout.microbatch:
+        yield Finding(
+            ERROR,
+            "batch",
+            (key, "trainer.per_device_parallelism", s.size_key("model")),
+            f"{size} sequences are no multiple of {s.layout.microbatch}, which {asked} groups of devices take at once "
+            f"with {s.layout.microbatch // asked} each",
+            f"make per_device_parallelism a divisor of {size // asked}",
+            axes=frozenset({name, *MESH_AXES}),
+        )
     elif cut == 1 and mesh["replica"] * mesh["data"] > 1:
         yield Finding(
             WARNING,

@@ -60,8 +60,8 @@ class LevanterLayout:
     param_dtype: str | None
     """bfloat16, float16 or float32; None where the configuration does not say."""
     compute_dtype: str | None
-    microbatches: int
-    """Parts of the batch that a training step takes one after the other."""
+    microbatch: int | None
+    """Sequences that a training step takes at once, per_device_parallelism on each device; None for all of them."""
     batch_axis: str
     """What the logical axis of the sequences is called."""
     batch_shards: int
@@ -79,6 +79,13 @@ class LevanterLayout:
             compute_dtype=self.compute_dtype or asked.compute_dtype,
             microbatches=self.microbatches if asked.kind == "train" else 1,
         )
+
+    @property
+    def microbatches(self) -> int:
+        """Parts of the batch that a training step takes one after the other, if they are even."""
+        if self.batch is None or self.microbatch is None or self.batch % self.microbatch:
+            return 1
+        return self.batch // self.microbatch
 
 
 class MeshSizeError(ConfigError):
@@ -140,6 +147,7 @@ def layout_of(values: Any, devices: int, slices: int = 1) -> LevanterLayout:
                 raise ConfigError(f"trainer.mesh and trainer.{key} are of two versions of Levanter; keep one of them")
         parts = _mesh_layout(trainer.section("mesh"), devices, slices)
     param_dtype, compute_dtype = _dtypes(trainer)
+    per_device = trainer.size("per_device_parallelism", -1, absorbs=True)
     return LevanterLayout(
         parts.mesh,
         _mapping(parts.compute),
@@ -147,7 +155,7 @@ def layout_of(values: Any, devices: int, slices: int = 1) -> LevanterLayout:
         _batch(trainer, parts.batch_shards),
         param_dtype,
         compute_dtype,
-        _microbatches(trainer, parts.batch_shards),
+        None if per_device == -1 else per_device * parts.batch_shards,
         parts.batch_axis,
         parts.batch_shards,
         tuple(parts.compute),
@@ -320,21 +328,6 @@ def _batch(trainer: Section, shards: int) -> int | None:
     if per_device == -1:
         raise ConfigError("trainer.train_batch_size and trainer.per_device_parallelism are both -1; set one of them")
     return per_device * shards
-
-
-def _microbatches(trainer: Section, shards: int) -> int:
-    """Into how many parts a batch is taken, of which each device has per_device_parallelism sequences."""
-    batch = _batch(trainer, shards)
-    per_device = trainer.size("per_device_parallelism", -1, absorbs=True)
-    if batch is None or per_device == -1:
-        return 1
-    part = per_device * shards
-    if batch % part:
-        raise ConfigError(
-            f"trainer.train_batch_size {batch} is not a multiple of per_device_parallelism {per_device} times the "
-            f"{shards} groups of devices with sequences of their own; use {math.ceil(batch / part) * part}"
-        )
-    return batch // part
 
 
 def _dtypes(trainer: Section) -> tuple[str | None, str | None]:

@@ -129,7 +129,8 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """The best plan that has another mesh, or other mesh axes on batch, positions or the residual axis at rest."""
+    """The best plan that has another mesh, other mesh axes on batch, positions or the residual axis at rest, or, where
+    the workload leaves them open, other checkpointing or microbatches."""
 
     mesh: dict[str, int]
     step_seconds: float

@@ -29,9 +29,9 @@ from shardplan.plan.plan import (
     SearchInfo,
     WorkloadInfo,
 )
-from shardplan.plan.search import TIME_RESOLUTION, Candidate
+from shardplan.plan.search import TIME_RESOLUTION
 from shardplan.plan.tasks import Step
-from shardplan.plan.variants import Result, find
+from shardplan.plan.variants import Found, Result, find
 from shardplan.plan.workload import plan_step, workload_of
 from shardplan.runtime.storage import open_folder
 
@@ -58,20 +58,20 @@ def make_plan(config: Config, model: Model | None = None, nearest_miss: bool = F
 def rank_plans(config: Config, count: int, model: Model | None = None, nearest_miss: bool = False) -> list[Plan]:
     """The `count` fastest plans that fit, the fastest first; see `make_plan`.
 
-    No two have mesh, batch, positions and residual axis alike. Fewer, where there are not so many.
+    No two have mesh, batch, positions and residual axis alike, and what the workload leaves open. Fewer, where there
+    are not so many.
     """
     model = model or model_of(config)
     result = find(config, model, count + 1)
     if not result.fits and not nearest_miss:
         miss = result.ranked[0]
-        raise _failure(miss.candidate, miss.space.hardware)
+        raise _failure(miss)
     plans = []
-    next_best = [*(found.candidate for found in result.ranked[1:]), None]
-    for found, runner_up in zip(result.ranked, next_best, strict=True):
+    for found, runner_up in zip(result.ranked, [*result.ranked[1:], None], strict=True):
         space, candidate = found.space, found.candidate
         layout = space.layout(candidate.mesh, candidate.compute, candidate.params)
         cost = _cost(space.step, layout, space.hardware)
-        info = _search_info(result, candidate, runner_up, cost)
+        info = _search_info(result, found, runner_up, cost)
         info.reasons.extend([NO_KERNEL] if not space.kernels and not space.hardware.is_cpu else [])
         info.reasons.extend(_unnamed(space.step))
         plans.append(_describe(found.config, inspect_model(model), space.hardware, space.step, layout, cost, info))
@@ -150,12 +150,14 @@ def model_of(config: Config) -> Model:
     return build_model(read_config(config.model.config, folder), config.workload.position)
 
 
-def _failure(miss: Candidate, hardware: Slice) -> InfeasibleError:
+def _failure(found: Found) -> InfeasibleError:
+    miss, hardware = found.candidate, found.space.hardware
     lacking = miss.peak_bytes / GIB - hardware.generation.hbm_gib
+    more = ", more workload.microbatches" if found.config.workload.kind == "train" else ""
     return InfeasibleError(
         f"no plan fits {hardware.name}: the nearest miss, mesh {_mesh_text(miss.mesh)}, needs "
         f"{miss.peak_bytes / GIB:.2f} GiB per device of {hardware.generation.hbm_gib:.2f}: {lacking:.2f} GiB are "
-        "lacking; use a larger slice, a smaller workload.batch or workload.position, or a narrower dtype"
+        f"lacking; use a larger slice, a smaller workload.batch or workload.position{more}, or a narrower dtype"
     )
 
 
@@ -168,11 +170,11 @@ def _describe(
     cost: CostPlan,
     found: SearchInfo,
 ) -> Plan:
-    params, work = layout.params, config.workload
+    params, work = layout.params, workload_of(config.workload)
     sizes = [round(layout.bytes(array)) for array in step.parameters]
     return Plan(
         model=ModelInfo(config.model.ref, axes.type, dict(axes.axes), axes.size, config.model.config),
-        workload=WorkloadInfo(**{**vars(work), "microbatches": work.microbatches or 1}),
+        workload=WorkloadInfo(**{key: value for key, value in vars(work).items() if key != "batch_axis"}),
         hardware=HardwareInfo(hardware.name, hardware.devices, hardware.generation.hbm_gib),
         mesh=dict(layout.mesh),
         compute_mapping=_lists(layout.compute),
@@ -224,7 +226,8 @@ def _cost(step: Step, layout: Layout, hardware: Slice) -> CostPlan:
     return CostPlan(total, compute, sorted(collectives, key=lambda collective: -collective.bytes))
 
 
-def _search_info(result: Result, best: Candidate, runner_up: Candidate | None, cost: CostPlan) -> SearchInfo:
+def _search_info(result: Result, found: Found, second: Found | None, cost: CostPlan) -> SearchInfo:
+    best = found.candidate
     gathers = sum(c.seconds for c in cost.collectives if c.cause.startswith(GATHER))
     others = sum(c.seconds for c in cost.collectives) - gathers
     reasons = [
@@ -234,17 +237,21 @@ def _search_info(result: Result, best: Candidate, runner_up: Candidate | None, c
         f"of weights {gathers:.3g} s ({max(0.0, cost.step_seconds - cost.compute_seconds - others):.3g} s not hidden "
         "behind compute)",
     ]
-    if runner_up is not None:
+    runner_up = None
+    if second is not None:
+        other = second.candidate
+        step, others_step = (workload_of(each.config.workload).training for each in (found, second))
         reasons.append(
-            f"runner-up: mesh {_mesh_text(runner_up.mesh)}, {_mapping_text(runner_up.compute)}; at rest "
-            f"{_mapping_text(runner_up.params)}: {runner_up.seconds / best.seconds - 1:+.1%} time, "
-            f"{(runner_up.peak_bytes - best.peak_bytes) / GIB:+.2f} GiB"
+            f"runner-up: mesh {_mesh_text(other.mesh)}, {_mapping_text(other.compute)}; at rest "
+            + "; ".join([_mapping_text(other.params), *([others_step] if others_step != step else [])])
+            + f": {other.seconds / best.seconds - 1:+.1%} time, {(other.peak_bytes - best.peak_bytes) / GIB:+.2f} GiB"
         )
+        runner_up = RunnerUp(other.mesh, other.seconds)
     return SearchInfo(
         candidates=result.tally.evaluated,
         proven_optimal=result.fits,  # what was left out is bounded by something better
         seconds=result.seconds,
-        runner_up=RunnerUp(runner_up.mesh, runner_up.seconds) if runner_up else None,
+        runner_up=runner_up,
         rejected=dict(result.tally.rejected),
         reasons=reasons + sorted(result.tally.indivisible.values()),
     )
@@ -252,10 +259,12 @@ def _search_info(result: Result, best: Candidate, runner_up: Candidate | None, c
 
 def _unnamed(step: Step) -> list[str]:
     """What the trace could not follow."""
-    return [
+    reasons = [
         f"{count} results of {primitive} have no names: they count as whole, and what cuts them is not counted"
         for primitive, count in step.unnamed.items()
     ]
+    counted_once = f"{step.open_loops} loops have a length that depends on data: one trip is counted of each"
+    return [*reasons, counted_once] if step.open_loops else reasons
 
 
 def _mesh_text(mesh: MeshShape) -> str:

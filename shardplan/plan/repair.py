@@ -59,9 +59,11 @@ def review(path: str, config: Config) -> Review:
     model = values.get("model")
     target = target_of(config, model.get("attn_backend") if isinstance(model, dict) else None)
     found = lint(values["trainer"], target)
-    best, why = None, ""
+    best, why, work = None, "", found.subject.workload
+    if config.workload.microbatches is None or (found.subject.layout.microbatch and work.kind == "train"):
+        work = dataclasses.replace(work, microbatches=None)
     try:
-        best = make_plan(dataclasses.replace(config, workload=found.subject.workload), target.model)
+        best = make_plan(dataclasses.replace(config, workload=work), target.model)
     except (ConfigError, InfeasibleError) as error:
         why = str(error)
     if best is None:  # where no plan fits no edit does

@@ -1,4 +1,4 @@
-"""What the user pins or forbids of a plan, as text: `mlp=model`, `params.embed=data+replica`, `position=`."""
+"""What the user pins or forbids of a plan, as text: `mlp=model`, `params.embed=replica+data`, `position=`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

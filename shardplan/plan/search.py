@@ -45,11 +45,18 @@ class Tally:
     """Logical axis -> why it could not be cut, one example each."""
 
 
-def search(space: Space, meshes: Sequence[dict[str, int]], ranking: "Ranking", tally: Tally) -> None:
-    """Add the fastest candidates that fit to `ranking`, no two with mesh, batch, positions and residual axis alike."""
+def search(space: Space, meshes: Sequence[dict[str, int]], ranking: "Ranking", tally: Tally) -> bool:
+    """Add the fastest candidates that fit to `ranking`, no two with mesh, batch, positions and residual axis alike.
+
+    Returns:
+        False where every mapping is too slow for the ranking, however much memory there were.
+    """
     frames = [frame for frame in _frames(space, meshes, tally) if frame.bound < math.inf]
+    in_reach = not frames
     for frame in sorted(frames, key=lambda frame: frame.bound):
+        in_reach |= frame.bound <= ranking.limit
         frame.rank(ranking)
+    return in_reach
 
 
 def nearest_miss(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Candidate | None:
@@ -65,6 +72,8 @@ class Ranking:
     def __init__(self, keep: int) -> None:
         self.keep = keep
         self.candidates: list[Candidate] = []
+        self.fastest = math.inf
+        """Seconds of the fastest so far, which smaller ones may have crowded out."""
 
     @property
     def limit(self) -> float:
@@ -76,7 +85,8 @@ class Ranking:
         """Take it in, unless it only differs in names from one that is there."""
         if not any(_is_same(candidate, other) for other in self.candidates):
             some = [*self.candidates, candidate]
-            equal = min(c.seconds for c in some) * (1 + TIME_RESOLUTION)
+            self.fastest = min(self.fastest, candidate.seconds)
+            equal = self.fastest * (1 + TIME_RESOLUTION)
             # of the fastest the smallest in front
             some.sort(key=lambda c: (c.seconds > equal, c.seconds if c.seconds > equal else c.peak_bytes, c.seconds))
             self.candidates = some[: self.keep]
@@ -156,7 +166,7 @@ class _Frame:
             if found is not None:
                 ranking.add(found)
             else:
-                self.tally.rejected["memory"] += 1
+                self.tally.rejected["memory" if limit == math.inf or not all(choices) else "slower"] += 1
 
     def smallest(self) -> Candidate | None:
         """The candidate with the smallest peak, whether or not it fits; None where pins leave none."""
@@ -272,7 +282,7 @@ class _Frame:
         space, total = self.space, 0.0
         layout = space.layout(self.mesh, {**self.tokens, **compute}, params or {})
         for task, names in work.tasks:
-            at_rest = (None,) if params is None else tuple(params.get(n) for n in names)
+            at_rest = ("anything",) if params is None else tuple(params.get(n) for n in names)
             key = (id(task), *(compute.get(n) for n in names), "at rest", *at_rest)
             seconds = self.seconds.get(key)
             if seconds is None:

@@ -58,6 +58,8 @@ class Step:
     """Logical axis -> the axes that it is made of elsewhere."""
     unnamed: dict[str, int]
     """Primitives whose results could not be named -> how many."""
+    open_loops: int = 0
+    """Loops whose length depends on data, of which one trip is counted."""
     parameters: tuple[Array, ...] = ()
     """As they rest."""
     state: tuple[Array, ...] = ()
@@ -122,7 +124,7 @@ def prepare(trace: Trace) -> Step:
     # what becomes of the results, as the update of parameters by gradients, is fused with what made them
     fusion = Fusion(trace.operations, trace.arrays, set(trace.results), writes_wanted=False)
     moments = _Sequence(fusion, tasks, 1, frozenset(trace.arguments)).run(set(), ())
-    return Step(tuple(tasks), tuple(dict.fromkeys(moments)), trace.merged, dict(trace.unnamed))
+    return Step(tuple(tasks), tuple(dict.fromkeys(moments)), trace.merged, dict(trace.unnamed), trace.open_loops)
 
 
 class _Sequence:

@@ -57,18 +57,22 @@ def find(config: Config, model: Model, keep: int) -> Result:
     owners: dict[int, Found] = {}
     for kernels in (False,) if hardware.is_cpu else (True, False):
         for group in variants:
+            beyond: list[int] = []
             for each in group:
-                space, before = replace(_space(each, model), kernels=kernels), tally.evaluated
+                # with more parts weights are gathered more often, on devices that have no more to do at once
+                if any((each.workload.microbatches or 1) % parts == 0 for parts in beyond):
+                    continue
+                space = replace(_space(each, model), kernels=kernels)
                 started = time.perf_counter()
-                search(space, meshes, ranking, tally)
+                if not search(space, meshes, ranking, tally):
+                    beyond.append(each.workload.microbatches or 1)
                 seconds += time.perf_counter() - started
                 for candidate in ranking.candidates:
                     owners.setdefault(id(candidate), Found(each, space, candidate))
-                if tally.evaluated == before:
-                    break  # too slow whatever the memory, and more parts are no faster: weights are gathered for each
         if ranking.candidates:
             ranked = [owners[id(candidate)] for candidate in ranking.candidates]
             return Result(ranked, True, tally, seconds)
+    started = time.perf_counter()
     misses = [
         Found(each, space, miss)
         for group in variants
@@ -83,6 +87,7 @@ def find(config: Config, model: Model, keep: int) -> Result:
             + "".join(f"; {reason}" for reason in sorted(tally.indivisible.values()))
         )
     smallest = min(misses, key=lambda found: found.candidate.peak_bytes)
+    seconds += time.perf_counter() - started
     return Result([smallest], False, tally, seconds)
 
 

@@ -1,4 +1,4 @@
-"""What another batch, slice, type or checkpointing would change."""
+"""What another batch, slice, type, checkpointing or number of microbatches would change."""
 
 import math
 from collections.abc import Iterator
@@ -49,7 +49,11 @@ def _changes(config: Config, fits: bool) -> Iterator[list[tuple[str, Config]]]:
 
     halves = [work.batch >> n for n in range(1, work.batch.bit_length())]
     batches = [*halves[:1], work.batch * 2] if fits else halves
-    yield [(f"workload.batch {batch}", with_work(batch=batch)) for batch in batches]
+    parts = work.microbatches
+    yield [
+        (f"workload.batch {batch}", with_work(batch=batch, microbatches=parts and math.gcd(batch, parts)))
+        for batch in batches
+    ]
     yield [
         (f"hardware.slice {name}", replace(config, hardware=replace(config.hardware, slice=name)))
         for name in _other_slices(config.hardware.slice, fits)
@@ -57,7 +61,7 @@ def _changes(config: Config, fits: bool) -> Iterator[list[tuple[str, Config]]]:
     other = "bfloat16" if work.param_dtype == "float32" else "float32"
     yield [(f"workload.param_dtype {other}", with_work(param_dtype=other))]
     kinds = CHECKPOINTING if work.kind == "train" else ()
-    counts = [n for n in range(2, work.batch + 1) if work.batch % n == 0] if work.kind == "train" else []
+    counts = [n for n in range(2, work.batch + 1) if work.batch % n == 0 and n != parts] if work.kind == "train" else []
     yield [(f"workload.microbatches {n}", with_work(microbatches=n)) for n in (counts[:1] if fits else counts)]
     yield [
         (f"workload.gradient_checkpointing {kind}", with_work(gradient_checkpointing=kind))

@@ -51,6 +51,14 @@ class Workload:
         return self.kind == "train"
 
     @property
+    def training(self) -> str:
+        """How a training step is done, in words; empty for other kinds."""
+        if not self.is_training:
+            return ""
+        parts = "one microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
+        return f"{parts}, gradient checkpointing {self.gradient_checkpointing}"
+
+    @property
     def tokens(self) -> int:
         """Tokens per step, over all devices."""
         return self.batch * self.position
@@ -67,8 +75,10 @@ class Workload:
 
 
 def workload_of(config: WorkloadConfig | WorkloadInfo) -> Workload:
-    """What a configuration or a plan says; one microbatch where it leaves their number open."""
-    return Workload(BATCH_AXIS, **{**vars(config), "microbatches": config.microbatches or 1})
+    """What a configuration or a plan says; where it leaves something open, what Levanter does by itself."""
+    checkpointing = config.gradient_checkpointing if config.gradient_checkpointing != "auto" else "default"
+    chosen = {"gradient_checkpointing": checkpointing, "microbatches": config.microbatches or 1}
+    return Workload(BATCH_AXIS, **{**vars(config), **chosen})
 
 
 def itemsize(dtype: str) -> int:
@@ -125,7 +135,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     return trace_jaxpr(jaxpr, arguments)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=128)
 def plan_step(model: Model, workload: Workload) -> Step:
     """The step of `workload`, traced and prepared for planning."""
     step = prepare(trace_step(model, workload))

@@ -90,6 +90,8 @@ def _inexpressible(plan: Plan) -> Iterator[str]:
 
 def _notes(plan: Plan) -> Iterator[str]:
     """What is to be said in other sections."""
+    if plan.workload.kind == "train" and plan.workload.gradient_checkpointing != "default":
+        yield f"model.gradient_checkpointing must be {plan.workload.gradient_checkpointing}, as planned."
     cut = [axis for axis in SPLASH_NEEDS_WHOLE if _cutting(plan, tuple(plan.compute_mapping.get(axis, ())))]
     if cut and not parse_slice(plan.hardware.slice).is_cpu:
         yield (

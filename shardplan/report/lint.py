@@ -10,15 +10,16 @@ from shardplan.plan.finding import ERROR, Finding
 from shardplan.plan.plan import Plan
 from shardplan.plan.repair import NEAR, Repair, Review
 from shardplan.report.levanter import trainer_python, trainer_section, trainer_yaml
+from shardplan.report.tables import workload_text
 
 
 def print_review(review: Review, out: Console) -> None:
     """The findings, errors first; what is predicted; the smallest edit; the best plan."""
     subject = review.lint.subject
-    work, mesh = subject.workload, " x ".join(f"{axis} {size}" for axis, size in subject.layout.mesh.items())
+    mesh = " x ".join(f"{axis} {size}" for axis, size in subject.layout.mesh.items())
     out.print(
-        f"[bold]{escape(review.path)}[/bold] on {subject.hardware.name}, mesh {mesh} · {work.kind}, "
-        f"batch {work.batch} x {work.position} tokens, {work.param_dtype} parameters, {work.compute_dtype} compute",
+        f"[bold]{escape(review.path)}[/bold] on {subject.hardware.name}, mesh {mesh} · "
+        + workload_text(subject.workload),
         soft_wrap=True,
     )
     for finding in review.lint.findings:

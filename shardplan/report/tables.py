@@ -6,8 +6,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shardplan.config import WorkloadConfig
 from shardplan.hardware import GIB
 from shardplan.plan.plan import Mapping, ParameterPlan, Plan, Spec, WorkloadInfo
+from shardplan.plan.workload import workload_of
 from shardplan.report.levanter import trainer_yaml
 
 PIPED_WIDTH = 240
@@ -25,21 +27,28 @@ def console(stream: TextIO) -> Console:
     return _Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH)
 
 
-def _parts(work: WorkloadInfo) -> str:
-    """How a training step is done."""
-    if work.kind != "train":
-        return ""
-    parts = f"{work.microbatches} microbatches" if work.microbatches > 1 else "one microbatch"
-    return f", {parts}, gradient checkpointing {work.gradient_checkpointing}"
+def workload_text(work: WorkloadInfo | WorkloadConfig) -> str:
+    """What one step does."""
+    return ", ".join(
+        filter(
+            None,
+            (
+                work.kind,
+                f"batch {work.batch} x {work.position} tokens",
+                f"{work.param_dtype} parameters",
+                f"{work.compute_dtype} compute",
+                workload_of(work).training,
+            ),
+        )
+    )
 
 
 def print_plan(plan: Plan, out: Console) -> None:
     """Mesh, both mappings, every parameter, memory by part, the verdict and why, and Levanter's YAML."""
-    work, hardware = plan.workload, plan.hardware
+    hardware = plan.hardware
     out.print(
         f"[bold]{escape(plan.model.name)}[/bold] ({plan.model.type}, {plan.model.parameters:,} parameters) · "
-        f"{work.kind}, batch {work.batch} x {work.position} tokens, {work.param_dtype} parameters, "
-        f"{work.compute_dtype} compute" + _parts(work),
+        + workload_text(plan.workload),
         soft_wrap=True,
     )
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())

@@ -191,6 +191,13 @@ def test_attention_that_would_be_wrong_is_told(shrunk):
         assert ("# model.attn_backend must be jax_flash: with position cut, " in text) == told
 
 
+def test_checkpointing_is_told(shrunk):
+    text = trainer_yaml(
+        make_plan(shrunk("llama-3.1-8b", workload_kind="train", workload_gradient_checkpointing="nested"))
+    )
+    assert "# model.gradient_checkpointing must be nested, as planned." in text
+
+
 LAYOUTS = {
     "yaml": (CUBE, {"batch": ["replica", "data"], "mlp": ["model"]}, {"mlp": ["model"], "embed": ["data"]}),
     "batch on data alone": (
