@@ -43,10 +43,11 @@ CASES = (
     "eval llama-3.1-8b 64 64 1x64x1 embed", "eval llama-3.1-8b 32 16 1x16x2 outputs",
     "eval olmo2-32b 64 16 1x16x4 embed", "eval qwen3-32b 64 16 1x8x8 nothing",
     "eval mistral-7b-v0.3 32 32 2x16x1 both", "eval llama-3.1-70b 64 16 1x8x8 embed",
-    "train llama-3.1-8b 32 32 1x32x1 embed",
+    "train llama-3.1-8b 32 32 1x32x1 embed", "eval mistral-7b-v0.3 16 8 4x2x2 embed",
+    "eval llama-3.1-8b 32 8 2x4x4 embed",
 )  # fmt: skip
 """What is compiled for every generation: tensor parallelism of 1, 2, 4 and 8; parameters gathered over the whole mesh
-(64 and 32 devices), along one dimension, along two at once, and not at all; one of them trains."""
+(64 and 32 devices), over 2 to 16, along one dimension, along two at once, and not at all; one of them trains."""
 OUTPUTS = ("mlp", "head_size", "vocab")
 RESTING = {
     "nothing": {},
@@ -57,7 +58,7 @@ RESTING = {
 TENSOR_PARALLEL = ("mlp", "heads", "kv_head", "vocab")
 STAND_INS = {"v3": "v4"}
 """Generations that libtpu compiles no attention kernel in bfloat16 for -> the one whose factors they get."""
-LINEAR = {"products": 1.0, "elementwise": 0.0, "rearranging": 0.0}
+LINEAR = {"products": 1.0, "elementwise": 0.0, "rearranging": 0.0, "gathering": 0.0}
 """Factors that the time of compute without kernels is linear in -> the least that they can be."""
 OVERLAPS = tuple(percent / 100 for percent in range(0, 101, 5))
 LEAST_MEMORY_ERROR = 0.08

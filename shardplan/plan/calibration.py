@@ -26,6 +26,8 @@ class Calibration:
     """Time of attention, in that of the FLOPs that a causal mask leaves, at peak."""
     rearranging: float = 1.0
     """Time to put gathered parameters in order, in that of their bytes at HBM bandwidth."""
+    gathering: float = 0.0
+    """Time to copy a device's own part of what it gathers, in that of its bytes at HBM bandwidth."""
     overlap: float = 1.0
     """Part of a product's time in which a gather of its weights can hide."""
     memory_error: float = 0.0

@@ -46,8 +46,8 @@ def compute_seconds(task: Task, mine: Share, hardware: Slice, calibration: Calib
     generation = hardware.generation
     moving = mine.memory_bytes / generation.hbm_bandwidth
     if task.kind == "contraction":
-        rearranging = calibration.rearranging * mine.rearranged_bytes / generation.hbm_bandwidth
-        return calibration.products * max(mine.flops / generation.flops, moving) + rearranging
+        copied = calibration.rearranging * mine.rearranged_bytes + calibration.gathering * mine.own_bytes
+        return calibration.products * max(mine.flops / generation.flops, moving) + copied / generation.hbm_bandwidth
     if task.kind == "attention":
         products = calibration.attention * CAUSAL * mine.flops / generation.flops
         return products if mine.has_kernel else max(products, CAUSAL * moving)

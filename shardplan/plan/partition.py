@@ -48,6 +48,8 @@ class Share:
     """Read from and written to HBM."""
     rearranged_bytes: float
     """Of parameters that a gather does not leave in order: along several dimensions at once, or written as a sum."""
+    own_bytes: float
+    """Of parameters that are gathered, the parts that the device has itself and copies into what it gathers."""
     has_kernel: bool
     """Of attention: whether one kernel does it, on each device alone, and never writes scores."""
     traffic: tuple[Traffic, ...]
@@ -188,7 +190,7 @@ def share(task: Task, layout: Layout) -> Share:
         layout.bytes(array, layout.compute) for array in (*task.operands, *task.results) if not is_scores(array)
     )
     if task.kind not in ("contraction", "attention"):
-        return Share(0.0, task.times * moved, 0.0, False, traffic)
+        return Share(0.0, task.times * moved, 0.0, 0.0, False, traffic)
     result = task.results[0]
     mapping = layout.params if task.groups > 1 else layout.compute
     inner = math.prod(size for _, size in task.contracted)
@@ -202,7 +204,9 @@ def share(task: Task, layout: Layout) -> Share:
         scores = next(array for array in (*task.results, *task.operands) if is_scores(array))
         moved += SCORE_PASSES * SCORE_BYTES * scores.elements / layout.parts(scores, layout.compute)
     rearranged = sum(layout.gathered_bytes(a) for a in task.operands if is_rearranged(a, task, layout))
-    return Share(task.times * flops, task.times * moved, task.times * rearranged, has_kernel, traffic)
+    own = sum(layout.bytes(a, layout.params) for a in task.operands if is_gathered(a, task, layout))
+    times = task.times
+    return Share(times * flops, times * moved, times * rearranged, times * own, has_kernel, traffic)
 
 
 def least_share(task: Task, layout: Layout) -> Share:
@@ -211,12 +215,17 @@ def least_share(task: Task, layout: Layout) -> Share:
     if task.groups > 1:  # what is computed follows from how the parameters rest
         return replace(mine, flops=0.0, traffic=())
     kept = tuple(t for t in mine.traffic if not t.cause.startswith((GATHER, GRADIENT, ROWS)))
-    return replace(mine, rearranged_bytes=0.0, traffic=kept)
+    return replace(mine, rearranged_bytes=0.0, own_bytes=0.0, traffic=kept)
+
+
+def is_gathered(weight: Array, task: Task, layout: Layout) -> bool:
+    """Whether a parameter is gathered here, rather than used as it rests or where it is already."""
+    return task.groups == 1 and weight.weight in task.fresh and bool(layout.gathered(weight))
 
 
 def is_rearranged(weight: Array, task: Task, layout: Layout) -> bool:
     """Whether a parameter is gathered here, in a way that needs copies: each writes and reads it again."""
-    return task.groups == 1 and weight.weight in task.fresh and layout.gather_copies(weight) > 1
+    return is_gathered(weight, task, layout) and layout.gather_copies(weight) > 1
 
 
 def attention_has_kernel(task: Task, layout: Layout) -> bool:

@@ -19,7 +19,7 @@ from shardplan.plan.memory import item_bytes
 from shardplan.plan.partition import attention_has_kernel, least_share, share
 from shardplan.plan.space import BATCH_AXES, POSITION_AXES, RESTING_AXES, TENSOR_AXES, Space, Work
 
-TIME_RESOLUTION = 1e-3
+TIME_RESOLUTION = 1e-2
 """Plans whose times differ by less than this part are equal to the cost model; the one with more free memory wins."""
 
 

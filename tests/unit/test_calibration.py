@@ -23,6 +23,7 @@ def test_factors_are_sane(generation):
     assert 0 <= factors.elementwise < 5
     assert 1 <= factors.attention < 2
     assert 0 <= factors.rearranging < 50
+    assert 0 <= factors.gathering < 20
     assert 0 <= factors.overlap <= 1
     assert 0 < factors.memory_error < 0.5
     least = factors.habits.gathers_become_sums_from
