@@ -256,13 +256,13 @@ def experts(jobs: int | None, only: str) -> str:
 def best_step(config: Config, model: Model, shape: dict, compute: dict, params: dict) -> Plan:
     """A layout with the gradient checkpointing and the microbatches with which it fits and is fastest."""
     batch, groups = config.workload.batch, prod(shape[axis] for axis in compute["batch"])
-    plans = [
-        plan_layout(replace(config, workload=replace(config.workload, **settings)), model, shape, compute, params)
+    works = [
+        replace(config.workload, gradient_checkpointing=kind, microbatches=parts)
         for kind in AUTOMATIC
         for parts in range(1, batch // groups + 1)
         if batch % (parts * groups) == 0
-        for settings in [{"gradient_checkpointing": kind, "microbatches": parts}]
     ]
+    plans = [plan_layout(replace(config, workload=work), model, shape, compute, params) for work in works]
     fitting = [plan for plan in plans if plan.memory.peak <= plan.memory.available]
     return min(fitting or plans, key=lambda p: p.cost.step_seconds if fitting else p.memory.peak)
 

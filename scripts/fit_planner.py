@@ -2,8 +2,9 @@
 
 Fits the factors of the planner's cost model (shardplan/plan/calibration.json) to what the TPU compiler makes of a few
 layouts for every generation, writes them, and prints the errors that are left, beside those of the factors so far.
-Needs no TPU. The layouts are others than those of scripts/bench_planner.py, which judges the result. What was compiled
-before comes from the cache of shardplan.verify; all of it takes an hour on 2 cores.
+Needs no TPU. The layouts are others than those of scripts/bench_planner.py, which judges the result, but for two on v5e
+(Mistral on 16 devices, 8B on 32) that are among its alternatives. What was compiled before comes from the cache of
+shardplan.verify; all of it takes an hour on 2 cores.
 """
 
 import argparse
