@@ -13,6 +13,9 @@ Dim = tuple[Factor, ...]
 
 SECOND = "'"
 """Ends the name of an axis that an array has twice, as scores have query and key positions."""
+MINOR = "."
+"""Ends the name of the minor part of an axis that is taken apart, as layers are into blocks; the major part keeps its
+name, for it is what a mesh axis cuts first."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +101,23 @@ def regroup(factors: Sequence[Factor], shape: Sequence[int], merged: dict[str, D
             if name in merged and len(merged[name]) == 1:
                 name = merged[name][0][0]
             if missing % n == 0:
-                taken.append((name, n))
+                taken[-1:] = _joined(taken[-1:], (name, n))
                 missing //= n
             elif name in merged:
                 left[:0] = merged[name]
             elif n % missing == 0:
-                # the major part of an axis is what a mesh axis cuts first
                 taken.append((name, missing))
-                left.insert(0, (None, n // missing))
+                left.insert(0, (name and name + MINOR, n // missing))
                 missing = 1
             else:
                 return None
         result.append(tuple(taken) or ((None, 1),))
     return tuple(result) if not left else None
+
+
+def _joined(before: Sequence[Factor], factor: Factor) -> list[Factor]:
+    """`factor` after the one before it, if any; as one where it is the minor part of that axis."""
+    (name, size), (major, count) = factor, before[0] if before else (None, 1)
+    if name and major and name != major and name == major.ljust(len(name), MINOR):
+        return [(major, count * size)]
+    return [*before, factor]

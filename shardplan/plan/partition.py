@@ -102,7 +102,7 @@ class Layout:
         """Whether `array` is a parameter, a copy of one, or a gradient: these are cut as parameters at rest."""
         if array.weight is not None:
             return True
-        return all(name is not None and name not in self.activation_axes for name, _ in array.factors)
+        return all(name is not None and name not in self.activation_axes for name, n in array.factors if n > 1)
 
     def cut(self, array: Array, mapping: AxisMapping | None = None) -> list[MeshAxes]:
         """Mesh axes that cut each dimension; by default as `array` is kept between tasks."""

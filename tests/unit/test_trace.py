@@ -12,7 +12,7 @@ from shardplan.plan.workload import Workload, trace_step
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 X, W = (("batch", "embed"), None), (("mlp", "embed"), "up")
-SHAPES = {"batch": 6, "embed": 8, "mlp": 20, "layer": 3, "kv": 2, "group": 5, "heads": 10, "position": 4}
+SHAPES = {"batch": 6, "embed": 8, "mlp": 20, "layer": 3, "kv": 2, "group": 5, "heads": 10, "position": 4, "blocks": 12}
 
 
 def traced(function, *arguments, **types):
@@ -61,7 +61,7 @@ def test_two_positions_are_told_apart():
         (lambda x: jnp.concatenate([x[:, 4:], x[:, :4]], 1), ("batch", "embed"), ["batch", "None"]),
         (lambda x: x.reshape(48), ("batch", "embed"), ["batch*embed"]),
         (lambda x: x.reshape(48).reshape(6, 8), ("batch", "embed"), ["batch", "embed"]),
-        (lambda x: x.reshape(6, 2, 4), ("batch", "embed"), ["batch", "embed", "None"]),
+        (lambda x: x.reshape(6, 2, 4), ("batch", "embed"), ["batch", "embed", "embed."]),
         (lambda x: x.reshape(6, 1, 8, 1)[:, 0, :, 0], ("batch", "embed"), ["batch", "embed"]),
         (lambda x: x.reshape(16, 3), ("batch", "embed"), ["None", "None"]),
         (lambda x: jnp.cumsum(x, 0), ("batch", "embed"), ["batch", "embed"]),
@@ -89,6 +89,14 @@ def test_merged_heads_are_found_and_taken_apart_again():
     trace = traced(jax.grad(project), (("batch", "kv", "group"), None), (("heads", "embed"), "o"))
     assert trace.merged == {"heads": (("kv", 2), ("group", 5))}
     assert names(trace, trace.results[0]) == ["batch", "kv", "group"]
+
+
+def test_an_axis_taken_apart_keeps_its_name_and_is_whole_again():
+    """As layers are for nested checkpointing: without a name, their stacked gradients would count as uncut."""
+    apart = traced(lambda w: w.reshape(3, 2, 2, 8) * 2, (("blocks", "embed"), "w"))
+    assert names(apart, apart.results[0]) == ["blocks", "blocks.", "blocks..", "embed"]
+    again = result_names(lambda w: w.reshape(3, 2, 2, 8).reshape(12, 8), (("blocks", "embed"), "w"))
+    assert again == ["blocks", "embed"]
 
 
 def test_lookups_and_their_gradients():
