@@ -2,9 +2,8 @@
 
 Fits the factors of the planner's cost model (shardplan/plan/calibration.json) to what the TPU compiler makes of a few
 layouts for every generation, writes them, and prints the errors that are left, beside those of the factors so far.
-Needs no TPU. The layouts are others than those of scripts/bench_planner.py, which judges the result, but for two on v5e
-(Mistral on 16 devices, 8B on 32) that are among its alternatives. What was compiled before comes from the cache of
-shardplan.verify; all of it takes an hour on 2 cores.
+Needs no TPU. The layouts are others than those of scripts/bench_planner.py, which judges the result. What was compiled
+before comes from the cache of shardplan.verify; all of it takes an hour on 2 cores.
 """
 
 import argparse
@@ -44,8 +43,8 @@ CASES = (
     "eval llama-3.1-8b 64 64 1x64x1 embed", "eval llama-3.1-8b 32 16 1x16x2 outputs",
     "eval olmo2-32b 64 16 1x16x4 embed", "eval qwen3-32b 64 16 1x8x8 nothing",
     "eval mistral-7b-v0.3 32 32 2x16x1 both", "eval llama-3.1-70b 64 16 1x8x8 embed",
-    "train llama-3.1-8b 32 32 1x32x1 embed", "eval mistral-7b-v0.3 16 8 4x2x2 embed",
-    "eval llama-3.1-8b 32 8 2x4x4 embed",
+    "train llama-3.1-8b 32 32 1x32x1 embed", "eval mistral-7b-v0.3 32 8 4x2x4 embed",
+    "eval olmo2-32b 32 8 2x4x4 embed",
 )  # fmt: skip
 """What is compiled for every generation: tensor parallelism of 1, 2, 4 and 8; parameters gathered over the whole mesh
 (64 and 32 devices), over 2 to 16, along one dimension, along two at once, and not at all; one of them trains."""
