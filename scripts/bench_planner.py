@@ -144,7 +144,7 @@ def estimates(jobs: int | None, only: str) -> str:
     memory, moved, seconds, wrong = [], [], [], []
     for case, verdict in zip(cases, compiled(cases, jobs), strict=True):
         plan, (model, slice_name, kind) = case.plan, case.label.split(maxsplit=2)
-        expected = plan.search.proven_optimal
+        expected = plan.memory.fits
         cells = [mesh(plan), "yes" if expected else "no", verdict.outcome]
         if expected and not verdict.fits:
             wrong.append(case.label)
@@ -263,7 +263,7 @@ def best_step(config: Config, model: Model, shape: dict, compute: dict, params: 
         if batch % (parts * groups) == 0
     ]
     plans = [plan_layout(replace(config, workload=work), model, shape, compute, params) for work in works]
-    fitting = [plan for plan in plans if plan.memory.peak <= plan.memory.available]
+    fitting = [plan for plan in plans if plan.memory.fits]
     return min(fitting or plans, key=lambda p: p.cost.step_seconds if fitting else p.memory.peak)
 
 

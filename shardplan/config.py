@@ -26,6 +26,10 @@ CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all"
 CONFIG_FLAGS = ("--config", "--config_path")
 
 
+NO_KEY = "no key"
+"""Marks a field of the configuration that nobody sets."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model."""
@@ -140,6 +144,8 @@ class Config:
     """Where eval writes its results."""
     dry_run: bool = False
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
+    given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
+    """Keys that a file or the command line set, by dotted name; itself none."""
     json: str | None = None
     """Write the Plan (of verify: the verdicts) as JSON to this path, or to stdout with `-`."""
 
@@ -199,6 +205,8 @@ KIND_NAMES = {
 def _keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Key]]:
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
+        if NO_KEY in item.metadata:
+            continue
         kind = hints[item.name]
         if dataclasses.is_dataclass(kind):
             yield from _keys(typing.cast(type, kind), f"{prefix}{item.name}.")
@@ -230,7 +238,8 @@ def load(argv: Sequence[str], prog: str) -> Config:
     for path in files:
         values.update(_checked(leaves(_read(path)), where=path))
     values.update(_checked(overrides, where="command line"))
-    return draccus.decode(Config, deflatten(values, sep="."))
+    config: Config = draccus.decode(Config, deflatten(values, sep="."))
+    return dataclasses.replace(config, given=frozenset(values))
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

@@ -48,6 +48,8 @@ class Names:
     """Shape -> dimensions of what has been looked up in: the gradient of a lookup adds to zeros of that shape."""
     experts: list[Dim] = field(default_factory=list)
     """Dimensions that number the matrices of grouped products."""
+    resized: set[str] = field(default_factory=set)
+    """Logical axes of which parts are taken: where they are cut, parts that meet would have to be moved."""
 
     def apply(self, primitive: str, equation: Any, arrays: list[Array]) -> "Named":
         """The results of one equation."""
@@ -82,6 +84,12 @@ class Names:
                         best((mine, theirs)) if size_of(mine) == size_of(theirs) else mine
                         for mine, theirs in zip(dims, array.dims, strict=True)
                     )
+                    self.resized |= {
+                        name
+                        for mine, theirs in zip(dims, array.dims, strict=True)
+                        for name, _ in theirs
+                        if name is not None and size_of(mine) != size_of(theirs)
+                    }
             results.append(Array(dims, width(v)))
         return "elementwise", results, {}
 
@@ -156,6 +164,8 @@ class Names:
             if i not in gone
         ]
         rows = list(indices.dims[:-1])
+        if indices.elements == size_of(indices.dims[-1]):  # one place, as an index of an array is: a slice
+            self.resized |= {name for i in gone for name, _ in table.dims[i] if name is not None}
         dims = [
             (whole if i in numbers.offset_dims else rows).pop(0) if (whole if i in numbers.offset_dims else rows) else d
             for i, d in enumerate(_plain(v))

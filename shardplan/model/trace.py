@@ -7,7 +7,7 @@ on. Nothing is known of any architecture. What cannot be named is reported, and 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,13 @@ from jax.interpreters import partial_eval
 
 from shardplan.model.named import Array, Dim, best, named_after, names_of, shape_of
 from shardplan.model.primitives import RULES, Names, is_one, width
+
+SIMPLIFIED = {
+    "while": "loops whose length depends on data, of which one trip is counted",
+    "cond": "choices between branches, of which the last is counted",
+    "pallas_call": "kernels, of which only what goes in and comes out is counted",
+}
+"""Primitives of which the jaxpr does not say what they will do -> what is taken for it."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +67,10 @@ class Trace:
     """Logical axis -> the axes that it is made of elsewhere in the program (heads of kv_head x q_heads_per_group)."""
     unnamed: Counter[str]
     """Primitives whose results could not be named -> how many of them."""
-    open_loops: int
-    """Loops whose length depends on data: their body is there once."""
-
-    def walk(self) -> Iterator[tuple[Operation, int]]:
-        """Every operation that is no loop, in order, with the number of times it happens."""
-        yield from _walk(self.operations, 1)
-
-
-def _walk(operations: Sequence[Operation], times: int) -> Iterator[tuple[Operation, int]]:
-    for operation in operations:
-        if operation.kind == "loop":
-            yield from _walk(operation.body, times * operation.trips)
-        else:
-            yield operation, times
+    resized: frozenset[str]
+    """Logical axes of which slices are taken."""
+    simplified: Counter[str]
+    """What stands for something that only running tells (see `SIMPLIFIED`) -> how often."""
 
 
 def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[tuple[tuple[str | None, ...], str | None]]) -> Trace:
@@ -100,7 +97,8 @@ def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[tuple[tuple[str | No
         tuple(results),
         tracer.names.merged,
         tracer.names.unnamed,
-        tracer.open_loops,
+        frozenset(tracer.names.resized),
+        tracer.simplified,
     )
 
 
@@ -110,7 +108,7 @@ class _Tracer:
     def __init__(self) -> None:
         self.arrays: list[Array] = []
         self.names = Names()
-        self.open_loops = 0
+        self.simplified: Counter[str] = Counter()
 
     def new(self, array: Array) -> int:
         self.arrays.append(array)
@@ -141,8 +139,8 @@ class _Tracer:
         name = equation.primitive.name
         if name == "scan":
             return self.scan(equation, operands, out, label)
-        if name == "while":
-            self.open_loops += 1
+        if name in SIMPLIFIED:
+            self.simplified[SIMPLIFIED[name]] += 1
         inner = _inner(equation)
         if inner is not None:
             body, used = inner

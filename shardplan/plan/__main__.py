@@ -4,6 +4,7 @@ With `--lint levanter.yaml`: what is wrong with a hand-written layout. `python -
 what differs between two plans.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -30,14 +31,17 @@ def main(config: Config) -> None:
     from shardplan.plan.planner import make_plan, with_plan
     from shardplan.verify.__main__ import best_plan, verify_plan
 
+    # a given plan's mesh holds for that plan, not for what else there could be
+    asked_mesh = config.mesh
     config, given = with_plan(config)
+    others = dataclasses.replace(config, mesh=asked_mesh)
     try:
         plan = given or (best_plan(config, beside(config)) if config.verify > 1 else make_plan(config))
         show(plan, config.json)
-        explain(config, plan)
+        explain(others, plan)
     finally:  # other settings are of most interest where these have no plan
         if config.what_if:
-            print_variants(config)
+            print_variants(others)
     print(
         f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s",
         file=sys.stderr,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 
-from shardplan.hardware import Slice
+from shardplan.hardware import GIB, Slice
 from shardplan.plan.partition import Habits
 
 FILE = "calibration.json"
@@ -31,7 +31,7 @@ class Calibration:
     overlap: float = 1.0
     """Part of a product's time in which a gather of its weights can hide."""
     memory_error: float = 0.0
-    """What is kept free for the error of the estimated peak, in that peak."""
+    """Part of the memory that is kept free for the error of the estimated peak."""
     habits: Habits = field(default_factory=Habits)
 
 
@@ -41,6 +41,11 @@ def calibration(generation: str) -> Calibration:
     text = resources.files("shardplan.plan").joinpath(FILE).read_text(encoding="utf-8")
     values = json.loads(text).get(generation, {})
     return Calibration(**{**values, "habits": Habits(**values.get("habits", {}))})
+
+
+def usable_bytes(hardware: Slice) -> float:
+    """Bytes per device that an estimated peak may have."""
+    return hardware.generation.hbm_gib * GIB * (1 - calibration(hardware.generation.name).memory_error)
 
 
 def habits(hardware: Slice) -> Habits:

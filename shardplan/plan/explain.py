@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 
 from shardplan.config import Config
 from shardplan.errors import InfeasibleError
-from shardplan.model import Model
+from shardplan.model import Model, inspect_model
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import NO_KERNEL, make_plan
+from shardplan.plan.rules import parse_pin
 
 COMPUTE = "compute"
 LEAST_PART = 0.005
@@ -23,6 +24,8 @@ class Why:
     """The best plan that makes it; None where none fits."""
     obstacle: str
     """What forbids it, or speaks against it beside its time; empty where nothing does."""
+    instead: list[str]
+    """The user's pins that it takes the place of."""
     seconds: dict[str, float]
     """Cause -> how much longer a step takes for it, in seconds; what is hidden behind compute included. The largest."""
 
@@ -33,16 +36,20 @@ def why_not(choice: str, plan: Plan, config: Config, model: Model) -> Why:
     Raises:
         ConfigError: the choice is none.
     """
+    axes = inspect_model(model)
+    chosen = {rule.subject for rule in parse_pin(choice, axes)}
+    instead = [pin for pin in config.pin if chosen & {rule.subject for rule in parse_pin(pin, axes)}]
+    kept = [pin for pin in config.pin if pin not in instead]
     try:
-        other = make_plan(replace(config, pin=(*config.pin, choice)), model)
+        other = make_plan(replace(config, pin=(*kept, choice)), model)
     except InfeasibleError as error:
-        return Why(choice, None, str(error), {})
+        return Why(choice, None, str(error), instead, {})
     before, after = _seconds(plan), _seconds(other)
     differences = {cause: after.get(cause, 0.0) - before.get(cause, 0.0) for cause in {**before, **after}}
     told = sorted(differences.items(), key=lambda item: -abs(item[1]))
     least = LEAST_PART * plan.cost.step_seconds
     obstacle = NO_KERNEL if NO_KERNEL in other.search.reasons and NO_KERNEL not in plan.search.reasons else ""
-    return Why(choice, other, obstacle, {cause: seconds for cause, seconds in told if abs(seconds) > least})
+    return Why(choice, other, obstacle, instead, {cause: seconds for cause, seconds in told if abs(seconds) > least})
 
 
 def _seconds(plan: Plan) -> dict[str, float]:

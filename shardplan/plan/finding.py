@@ -10,7 +10,7 @@ from shardplan.config import WorkloadConfig
 from shardplan.hardware import GIB, Slice
 from shardplan.model import ModelAxes, Parameter
 from shardplan.plan.levanter_config import LevanterLayout
-from shardplan.plan.mapping import as_tuples
+from shardplan.plan.mapping import as_tuples, mesh_text
 from shardplan.plan.plan import BATCH_AXIS
 from shardplan.plan.tasks import Step
 from shardplan.plan.workload import itemsize
@@ -178,7 +178,7 @@ def names_text(names: Iterable[str]) -> str:
 
 def product_text(mesh: Mapping[str, int], mesh_axes: Iterable[str]) -> str:
     """`replica 2 x data 16`."""
-    return " x ".join(f"{axis} {mesh[axis]}" for axis in mesh_axes)
+    return mesh_text({axis: mesh[axis] for axis in mesh_axes})
 
 
 Findings = Iterator[Finding]

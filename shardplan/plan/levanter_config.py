@@ -16,6 +16,7 @@ import yaml
 
 from shardplan.config import MESH_AXES, WorkloadConfig
 from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.plan.mapping import mesh_text
 from shardplan.plan.section import AxisLists, Entry, Section, text_of
 
 DCN_AXIS = "replica_dcn"
@@ -252,9 +253,8 @@ def _mesh_axes(axes: Section, devices: int, slices: int) -> dict[str, int]:
     if absorbing:
         return mesh | {absorbing[0]: left}
     if left > 1:
-        product = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
         raise MeshSizeError(
-            f"{axes.name}: {product} is 1/{left} of {_devicestext_of(devices, slices)}; "
+            f"{axes.name}: {mesh_text(mesh)} is 1/{left} of {_devicestext_of(devices, slices)}; "
             f"set data to {mesh['data'] * left} or -1",
             f"{axes.name}.data",
             mesh["data"] * left,

@@ -23,7 +23,7 @@ LITTLE_CUT = 4
 """A parameter cut into this many times fewer parts than there are devices is cut by far less than it could be."""
 LARGEST = 3
 """Parts of memory that are named where it does not suffice."""
-PARTS = [part.name for part in dataclasses.fields(MemoryPlan) if part.name not in ("peak", "available")]
+PARTS = [part.name for part in dataclasses.fields(MemoryPlan) if part.name not in ("peak", "available", "reserved")]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,17 @@ def _measured(s: Subject, target: Target) -> Plan:
 
 def _memory(s: Subject, plan: Plan) -> Findings:
     memory = plan.memory
+    if memory.fits:
+        return
     if memory.peak <= memory.available:
+        yield Finding(
+            WARNING,
+            "memory",
+            s.mapping_keys,
+            f"may not fit: {memory.peak / GIB:.2f} GiB per device of {memory.available / GIB:.2f}, and the estimate "
+            f"errs by up to {memory.reserved / GIB:.2f}",
+            "ask the compiler (python -m shardplan.verify --against), or cut more",
+        )
         return
     parts = sorted(((getattr(memory, part), part) for part in PARTS), reverse=True)[:LARGEST]
     largest = s.bytes(s.axes.parameters)
@@ -144,7 +154,6 @@ def _memory(s: Subject, plan: Plan) -> Findings:
 
 def _giants(s: Subject, plan: Plan) -> Findings:
     """Large parameters that every device holds whole, or that are cut by far less than the devices allow."""
-    fits = plan.memory.peak <= plan.memory.available
     least = GIANT_PART * plan.memory.available
     sizes = s.bytes(s.axes.parameters)
     giants = [p for p in s.axes.parameters if sizes[p.path] >= least and s.cut(p) * LITTLE_CUT <= s.hardware.devices]
@@ -156,7 +165,7 @@ def _giants(s: Subject, plan: Plan) -> Findings:
         cuts = sorted({s.cut(p) for p in some})
         free = [axis for axis in s.computed if axis not in s.params and any(axis in p.axes for p in some)]
         yield Finding(
-            WARNING if fits else ERROR,
+            WARNING if plan.memory.peak <= plan.memory.available else ERROR,
             "replicated" if whole else "hardly cut",
             s.mapping_keys,
             (

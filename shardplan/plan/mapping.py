@@ -16,6 +16,17 @@ def mesh_size(mesh: MeshShape, axes: Iterable[str]) -> int:
     return math.prod(mesh[axis] for axis in axes)
 
 
+def mesh_text(mesh: MeshShape) -> str:
+    """`replica 2 x data 16 x model 4`."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+
+
+def mapping_text(mapping: Mapping[str, Iterable[str]]) -> str:
+    """`mlp -> model x data, embed -> data`."""
+    cut = [f"{axis} -> {' x '.join(mesh_axes)}" for axis, mesh_axes in mapping.items() if mesh_axes]
+    return ", ".join(cut) or "all whole"
+
+
 def as_tuples(mapping: Mapping[str, Iterable[str]]) -> dict[str, MeshAxes]:
     """A mapping as JAX and Haliax take it; in plans it holds lists."""
     return {axis: tuple(mesh_axes) for axis, mesh_axes in mapping.items()}

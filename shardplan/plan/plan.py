@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import draccus
 from draccus.utils import ParsingError
 
-from shardplan.errors import ConfigError, one_line
+from shardplan.config import MESH_AXES
+from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.plan.mapping import mesh_text
 
 SCHEMA_VERSION = 1
 BATCH_AXIS = "batch"
@@ -92,6 +96,18 @@ class MemoryPlan:
     load_transient: int
     peak: int
     available: int
+    reserved: int = 0
+    """Of what is available: kept free, for the estimate errs by so much."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that the peak may have."""
+        return self.available - self.reserved
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak, with the error of its estimate, is available."""
+        return self.peak <= self.usable
 
 
 @dataclass(frozen=True)
@@ -143,13 +159,15 @@ class SearchInfo:
     candidates: int
     """Combinations of mesh and mappings that were evaluated."""
     proven_optimal: bool
-    """Whether no combination in the search space is better under the cost model."""
+    """Whether no combination in the search space is better under the cost model; false where none fits."""
     seconds: float
     runner_up: RunnerUp | None
     rejected: dict[str, int]
     """Reason -> how many choices it excluded."""
     reasons: list[str]
     """The verdict in words: why this one, and what was impossible."""
+    given: bool = False
+    """Whether somebody else chose the mesh and mappings, and nothing was searched."""
 
 
 @dataclass(frozen=True)
@@ -190,9 +208,33 @@ class Plan:
         if version != SCHEMA_VERSION:
             raise ConfigError(f"plan has schema_version {version!r}; this shardplan reads {SCHEMA_VERSION}; plan again")
         try:
-            return draccus.decode(cls, values)
+            plan: Plan = draccus.decode(cls, values)
         except ParsingError as error:
             raise ConfigError(f"not a plan: {one_line(error)}") from error
+        problem = next(plan._problems(), None)
+        if problem is not None:
+            raise ConfigError(f"not a plan: {problem}")
+        return plan
+
+    def _problems(self) -> Iterator[str]:
+        """What cannot be, in a plan that somebody edited."""
+        sizes = mesh_text(self.mesh)
+        if self.mesh.keys() != set(MESH_AXES):
+            yield f"its mesh is {sizes or 'empty'}; it must be {' x '.join(MESH_AXES)}"
+        if math.prod(self.mesh.values()) != self.hardware.devices:
+            yield f"its mesh {sizes} is not its {self.hardware.devices} devices"
+        for where, mapping in (("compute_mapping", self.compute_mapping), ("param_mapping", self.param_mapping)):
+            for axis, mesh_axes in mapping.items():
+                yield from self._misuses(f"{where}.{axis}", mesh_axes)
+        for parameter in self.parameters:
+            yield from self._misuses(parameter.path, [axis for axes in parameter.spec if axes for axis in axes])
+
+    def _misuses(self, where: str, mesh_axes: list[str]) -> Iterator[str]:
+        for mesh_axis in mesh_axes:
+            if mesh_axis not in self.mesh:
+                yield f"{where} has mesh axis {mesh_axis!r}; {nearest(mesh_axis, self.mesh)}"
+        if len(set(mesh_axes)) < len(mesh_axes):
+            yield f"{where} has a mesh axis twice: {', '.join(mesh_axes)}"
 
     def save(self, path: str) -> None:
         """Write the Plan as JSON."""

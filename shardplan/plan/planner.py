@@ -9,9 +9,9 @@ from shardplan.config import KEYS, Config, HardwareConfig, MeshConfig, WorkloadC
 from shardplan.errors import ConfigError, InfeasibleError, nearest
 from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.model import Model, ModelAxes, build_model, inspect_model, read_config
-from shardplan.plan.calibration import calibration, habits
+from shardplan.plan.calibration import calibration, habits, usable_bytes
 from shardplan.plan.cost import step_tasks, transfer_seconds
-from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, as_tuples
+from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, as_tuples, mapping_text, mesh_text
 from shardplan.plan.memory import memory
 from shardplan.plan.options import PLANNED
 from shardplan.plan.partition import GATHER, Layout
@@ -35,6 +35,8 @@ from shardplan.plan.variants import Found, Result, find
 from shardplan.plan.workload import plan_step, workload_of
 from shardplan.runtime.storage import open_folder
 
+LEFT_OPEN = (None, "auto")
+"""Values of keys that leave the choice to the planner."""
 NO_KERNEL = (
     "attention can have no kernel here: its time is a guess, for it runs a loop whose length the compiler does not say"
 )
@@ -68,7 +70,7 @@ def rank_plans(config: Config, count: int, model: Model | None = None, nearest_m
         raise _failure(miss)
     plans = []
     for found, runner_up in zip(result.ranked, [*result.ranked[1:], None], strict=True):
-        space, candidate = found.space, found.candidate
+        candidate, space = found.candidate, found.candidate.space
         layout = space.layout(candidate.mesh, candidate.compute, candidate.params)
         cost = _cost(space.step, layout, space.hardware)
         info = _search_info(result, found, runner_up, cost)
@@ -91,7 +93,7 @@ def plan_layout(config: Config, model: Model, mesh: MeshShape, compute: Mapping,
         f"the model has no axis {axis!r}, so that mapping it does nothing; {nearest(axis, known)}"
         for axis in sorted({*compute, *params} - known)
     ]
-    given = SearchInfo(1, False, 0.0, None, {}, [*reasons, *_unnamed(step)])
+    given = SearchInfo(1, False, 0.0, None, {}, [*reasons, *_unnamed(step)], given=True)
     return _describe(config, axes, hardware, step, layout, _cost(step, layout, hardware), given)
 
 
@@ -103,6 +105,9 @@ def with_plan(config: Config) -> tuple[Config, Plan | None]:
     """
     if config.plan is None:
         return config, None
+    for name in ("pin", "forbid"):
+        if getattr(config, name):
+            raise ConfigError(f"{name} is for planning, and plan {config.plan} is given; leave one of the two out")
     plan = Plan.load(config.plan)
     planned = {
         **{f"workload.{key}": value for key, value in vars(plan.workload).items()},
@@ -112,7 +117,8 @@ def with_plan(config: Config) -> tuple[Config, Plan | None]:
     for name, value in planned.items():
         section, _, key = name.partition(".")
         asked = getattr(getattr(config, section), key)
-        if asked not in (value, KEYS[name].default):
+        is_asked = asked not in LEFT_OPEN and (name in config.given or asked != KEYS[name].default)
+        if is_asked and asked != value:
             raise ConfigError(f"{name} is {asked}, plan {config.plan} has {value}; leave it out, or plan again")
     return (
         replace(
@@ -151,13 +157,15 @@ def model_of(config: Config) -> Model:
 
 
 def _failure(found: Found) -> InfeasibleError:
-    miss, hardware = found.candidate, found.space.hardware
-    lacking = miss.peak_bytes / GIB - hardware.generation.hbm_gib
+    miss, hardware = found.candidate, found.candidate.space.hardware
+    usable, available = usable_bytes(hardware) / GIB, hardware.generation.hbm_gib
+    needed = miss.peak_bytes / GIB
     more = ", more workload.microbatches" if found.config.workload.kind == "train" else ""
     return InfeasibleError(
-        f"no plan fits {hardware.name}: the nearest miss, mesh {_mesh_text(miss.mesh)}, needs "
-        f"{miss.peak_bytes / GIB:.2f} GiB per device of {hardware.generation.hbm_gib:.2f}: {lacking:.2f} GiB are "
-        f"lacking; use a larger slice, a smaller workload.batch or workload.position{more}, or a narrower dtype"
+        f"no plan fits {hardware.name}: the nearest miss, mesh {mesh_text(miss.mesh)}, needs "
+        f"{needed:.2f} GiB per device of {available:.2f}, less {available - usable:.2f} for the error of the estimate: "
+        f"{needed - usable:.2f} GiB are lacking; use a larger slice, a smaller workload.batch or workload.position"
+        f"{more}, or a narrower dtype"
     )
 
 
@@ -198,12 +206,13 @@ def _describe(
 
 
 def _memory(step: Step, layout: Layout, hardware: Slice) -> MemoryPlan:
-    found = memory(step, layout)
+    found, available = memory(step, layout), int(hardware.generation.hbm_gib * GIB)
     return MemoryPlan(
         **{part: round(size) for part, size in vars(found).items()},
         load_transient=0,  # shards are filled on the host and put on the device once
         peak=round(found.peak),
-        available=int(hardware.generation.hbm_gib * GIB),
+        available=available,
+        reserved=available - int(usable_bytes(hardware)),
     )
 
 
@@ -230,9 +239,13 @@ def _search_info(result: Result, found: Found, second: Found | None, cost: CostP
     best = found.candidate
     gathers = sum(c.seconds for c in cost.collectives if c.cause.startswith(GATHER))
     others = sum(c.seconds for c in cost.collectives) - gathers
+    chosen = (
+        f"the fastest of the search space, and of what is as fast to {TIME_RESOLUTION:.1%} the smallest"
+        if result.fits
+        else "nothing fits: of the search space what needs least memory"
+    )
     reasons = [
-        f"the fastest of the search space, and of what is as fast to {TIME_RESOLUTION:.1%} the smallest; "
-        f"{result.tally.evaluated} choices were weighed",
+        f"{chosen}; {result.tally.evaluated} choices were weighed",
         f"{best.seconds:.3g} s a step: compute {cost.compute_seconds:.3g} s, other collectives {others:.3g} s, gathers "
         f"of weights {gathers:.3g} s ({max(0.0, cost.step_seconds - cost.compute_seconds - others):.3g} s not hidden "
         "behind compute)",
@@ -242,8 +255,8 @@ def _search_info(result: Result, found: Found, second: Found | None, cost: CostP
         other = second.candidate
         step, others_step = (workload_of(each.config.workload).training for each in (found, second))
         reasons.append(
-            f"runner-up: mesh {_mesh_text(other.mesh)}, {_mapping_text(other.compute)}; at rest "
-            + "; ".join([_mapping_text(other.params), *([others_step] if others_step != step else [])])
+            f"runner-up: mesh {mesh_text(other.mesh)}, {mapping_text(other.compute)}; at rest "
+            + "; ".join([mapping_text(other.params), *([others_step] if others_step != step else [])])
             + f": {other.seconds / best.seconds - 1:+.1%} time, {(other.peak_bytes - best.peak_bytes) / GIB:+.2f} GiB"
         )
         runner_up = RunnerUp(other.mesh, other.seconds)
@@ -263,16 +276,7 @@ def _unnamed(step: Step) -> list[str]:
         f"{count} results of {primitive} have no names: they count as whole, and what cuts them is not counted"
         for primitive, count in step.unnamed.items()
     ]
-    counted_once = f"{step.open_loops} loops have a length that depends on data: one trip is counted of each"
-    return [*reasons, counted_once] if step.open_loops else reasons
-
-
-def _mesh_text(mesh: MeshShape) -> str:
-    return "(" + ", ".join(f"{axis} {size}" for axis, size in mesh.items()) + ")"
-
-
-def _mapping_text(mapping: AxisMapping) -> str:
-    return ", ".join(f"{axis} -> {' x '.join(mesh_axes)}" for axis, mesh_axes in mapping.items()) or "all whole"
+    return reasons + [f"{count} {what}" for what, count in step.simplified.items()]
 
 
 def _lists(mapping: AxisMapping) -> dict[str, list[str]]:

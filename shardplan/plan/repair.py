@@ -8,7 +8,7 @@ from typing import Any
 
 from shardplan.config import Config, leaves
 from shardplan.errors import ConfigError, InfeasibleError
-from shardplan.hardware import GIB
+from shardplan.plan.calibration import usable_bytes
 from shardplan.plan.edit import candidate_edits, difference
 from shardplan.plan.levanter_config import read_file
 from shardplan.plan.lint import Lint, Target, lint, target_of
@@ -88,7 +88,7 @@ def smallest_edit(start: Lint, target: Target, most_seconds: float = math.inf) -
     further, so that of many edits a smaller number may be missed.
     """
     frontier, seen = [start], {_identity(start.trainer)}
-    available = target.hardware.generation.hbm_gib * GIB
+    usable = usable_bytes(target.hardware)
     fastest: Repair | None = None
     for edits in range(1, MOST_EDITS + 1):
         found: list[Lint] = []
@@ -103,7 +103,7 @@ def smallest_edit(start: Lint, target: Target, most_seconds: float = math.inf) -
                     child = lint(trainer, target)
                 except ConfigError:
                     continue
-                (found if not child.errors and _seconds(child) <= most_seconds else unfinished).append(child)
+                (found if _fits(child) and _seconds(child) <= most_seconds else unfinished).append(child)
         runs = found or [state for state in unfinished if not state.errors]
         if runs:
             best = _choose(runs)
@@ -111,13 +111,17 @@ def smallest_edit(start: Lint, target: Target, most_seconds: float = math.inf) -
                 fastest = Repair(edits, difference(start.trainer, best.trainer), best)
         if found:
             return fastest
-        frontier = sorted(unfinished, key=lambda state: _distance(state, available))[:FRONTIER]
+        frontier = sorted(unfinished, key=lambda state: _distance(state, usable))[:FRONTIER]
     return fastest
 
 
 def _choose(found: list[Lint]) -> Lint:
     equal = min(map(_seconds, found)) * (1 + TIME_RESOLUTION)
     return min((f for f in found if _seconds(f) <= equal), key=lambda f: (f.needed_bytes, _seconds(f), len(f.findings)))
+
+
+def _fits(state: Lint) -> bool:
+    return not state.errors and state.plan is not None and state.plan.memory.fits
 
 
 def _seconds(state: Lint) -> float:
@@ -135,9 +139,9 @@ def _identity(trainer: Mapping[str, Any]) -> str:
     return repr(sorted(leaves(trainer).items(), key=lambda item: item[0]))
 
 
-def _distance(state: Lint, available: float) -> tuple[int, float]:
+def _distance(state: Lint, usable: float) -> tuple[int, float]:
     """How far from done: how many errors, too much memory being one, and how much memory; without errors, how slow."""
-    if not state.errors:
+    if _fits(state):
         return 0, _seconds(state)
     needed = state.needed_bytes
-    return sum(bool(error.axes) for error in state.errors) + (needed > available), needed
+    return sum(bool(error.axes) for error in state.errors) + (needed > usable), needed

@@ -27,6 +27,7 @@ TIME_RESOLUTION = 1e-2
 class Candidate:
     """One mesh with both mappings."""
 
+    space: Space = field(repr=False)
     mesh: dict[str, int]
     compute: dict[str, MeshAxes]
     params: dict[str, MeshAxes]
@@ -46,7 +47,7 @@ class Tally:
 
 
 def search(space: Space, meshes: Sequence[dict[str, int]], ranking: "Ranking", tally: Tally) -> bool:
-    """Add the fastest candidates that fit to `ranking`, no two with mesh, batch, positions and residual axis alike.
+    """Add the fastest candidates that fit to `ranking`, by mesh and what batch, positions and residual axis have.
 
     Returns:
         False where every mapping is too slow for the ranking, however much memory there were.
@@ -67,13 +68,12 @@ def nearest_miss(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -
 
 
 class Ranking:
-    """The best candidates so far."""
+    """The best candidates so far, one of every group; of what is as fast as the fastest of all the smallest first."""
 
     def __init__(self, keep: int) -> None:
         self.keep = keep
         self.candidates: list[Candidate] = []
-        self.fastest = math.inf
-        """Seconds of the fastest so far, which smaller ones may have crowded out."""
+        self._groups: list[list[Candidate]] = []
 
     @property
     def limit(self) -> float:
@@ -81,26 +81,30 @@ class Ranking:
         full = len(self.candidates) == self.keep
         return max(c.seconds for c in self.candidates) * (1 + TIME_RESOLUTION) if full else math.inf
 
-    def add(self, candidate: Candidate) -> None:
-        """Take it in, unless it only differs in names from one that is there."""
-        if not any(_is_same(candidate, other) for other in self.candidates):
-            some = [*self.candidates, candidate]
-            self.fastest = min(self.fastest, candidate.seconds)
-            equal = self.fastest * (1 + TIME_RESOLUTION)
-            # of the fastest the smallest in front
-            some.sort(key=lambda c: (c.seconds > equal, c.seconds if c.seconds > equal else c.peak_bytes, c.seconds))
-            self.candidates = some[: self.keep]
+    def add(self, group: list[Candidate]) -> None:
+        """Take in candidates of which one can be kept: those that none is both faster and smaller than."""
+        self._groups.append(group)
+        equal = min(c.seconds for each in self._groups for c in each) * (1 + TIME_RESOLUTION)
+        best = sorted(
+            (_smallest(each, equal) for each in self._groups),
+            key=lambda c: (c.seconds > equal, c.seconds if c.seconds > equal else c.peak_bytes, c.seconds),
+        )
+        self.candidates = []
+        for candidate in best:
+            if len(self.candidates) < self.keep and not any(_is_same(candidate, kept) for kept in self.candidates):
+                self.candidates.append(candidate)
+
+
+def _smallest(group: list[Candidate], equal: float) -> Candidate:
+    """The smallest of those that take no more than `equal` seconds, or else of those as fast as the group's fastest."""
+    fastest = min(candidate.seconds for candidate in group)
+    limit = equal if fastest <= equal else fastest * (1 + TIME_RESOLUTION)
+    return min((c for c in group if c.seconds <= limit), key=lambda c: (c.peak_bytes, c.seconds))
 
 
 def _is_same(one: Candidate, other: Candidate) -> bool:
     """Whether two candidates only differ in names, as where two mesh axes always stand together."""
     return math.isclose(one.seconds, other.seconds) and math.isclose(one.peak_bytes, other.peak_bytes)
-
-
-def _is_better(one: Candidate, other: Candidate) -> bool:
-    if abs(one.seconds - other.seconds) <= TIME_RESOLUTION * other.seconds:
-        return one.peak_bytes < other.peak_bytes
-    return one.seconds < other.seconds
 
 
 def _frames(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Iterator["_Frame"]:
@@ -161,9 +165,13 @@ class _Frame:
             if self.bound > limit:
                 self.tally.rejected["slower"] += 1
                 return
-            base, choices = self._choices(residual, limit, self.space.available)
-            found = self._fastest(base, choices, limit) if all(choices) else None
-            if found is not None:
+            weighed = self._choices(residual, limit, self.space.available)
+            if weighed is None:
+                self.tally.rejected["duplicate"] += 1
+                continue
+            base, choices = weighed
+            found = self._fastest(base, choices, limit) if all(choices) else []
+            if found:
                 ranking.add(found)
             else:
                 self.tally.rejected["memory" if limit == math.inf or not all(choices) else "slower"] += 1
@@ -172,9 +180,10 @@ class _Frame:
         """The candidate with the smallest peak, whether or not it fits; None where pins leave none."""
         found: list[Candidate] = []
         for residual in self._resting(self.space.residual, self.tokens):
-            base, choices = self._choices(residual, math.inf, math.inf)
-            if not all(choices):
+            weighed = self._choices(residual, math.inf, math.inf)
+            if weighed is None:
                 continue
+            base, choices = weighed
             stack: list[tuple[int, np.ndarray, tuple[_Choice, ...]]] = [(0, base.bytes, ())]
             left = _least_bytes(base, choices)
             while stack:
@@ -218,13 +227,15 @@ class _Frame:
             return False
         return _divides(self.space, self.mesh, axis, cut, self.tally)
 
-    def _choices(self, residual: MeshAxes, limit: float, available: float) -> tuple[_Choice, list[list[_Choice]]]:
+    def _choices(
+        self, residual: MeshAxes, limit: float, available: float
+    ) -> tuple[_Choice, list[list[_Choice]]] | None:
         """What does not depend on a component, and for each component the choices that no other one outdoes.
 
-        Those are left out that take too long, or do not fit with whatever is chosen for the others.
+        Those are left out that take too long, or do not fit with whatever is chosen for the others. None where some
+        component can only rest with a mesh axis twice on an array.
         """
         rest = {self.space.residual: residual} if residual else {}
-        base = self._choice(self.space.base, {}, rest, self._bytes(self.space.base, {}, rest))
         slack = limit - self.bound
         sized = [
             [
@@ -237,7 +248,8 @@ class _Frame:
         ]
         self.tally.evaluated += sum(map(len, sized))
         if not all(sized):
-            return base, [[]]
+            return None
+        base = self._choice(self.space.base, {}, rest, self._bytes(self.space.base, {}, rest))
         smallest = [np.min([size for *_, size in each], axis=0) for each in sized]
         together = base.bytes + sum(smallest)
         choices = [
@@ -292,11 +304,12 @@ class _Frame:
             total += seconds
         return total
 
-    def _fastest(self, base: _Choice, choices: list[list[_Choice]], limit: float) -> Candidate | None:
-        """One choice for each component: the fastest that fits, of equals the one with the smallest peak."""
+    def _fastest(self, base: _Choice, choices: list[list[_Choice]], limit: float) -> list[Candidate]:
+        """Of one choice for each component, what fits and is as fast as the fastest, and not slower than a smaller."""
         seconds_left = np.cumsum([0.0, *(min(c.seconds for c in each) for each in reversed(choices))])[::-1]
         bytes_left = _least_bytes(base, choices)
-        available, best = self.space.available, None
+        available = self.space.available
+        best: list[Candidate] = []
         stack: list[tuple[int, float, np.ndarray, tuple[_Choice, ...]]] = [(0, base.seconds, base.bytes, ())]
         while stack:
             depth, seconds, size, chosen = stack.pop()
@@ -307,10 +320,10 @@ class _Frame:
                 for choice in sorted(choices[depth], key=lambda choice: -choice.seconds):
                     stack.append((depth + 1, seconds + choice.seconds, size + choice.bytes, (*chosen, choice)))
                 continue
-            candidate = self._candidate(base, chosen)
-            if best is None or _is_better(candidate, best):
-                best = candidate
-                limit = min(limit, best.seconds * (1 + TIME_RESOLUTION))
+            new = self._candidate(base, chosen)
+            limit = min(limit, new.seconds * (1 + TIME_RESOLUTION))
+            if not any(_outdoes(old, new) for old in best):
+                best = [old for old in best if old.seconds <= limit and not _outdoes(new, old)] + [new]
         return best
 
     def _candidate(self, base: _Choice, chosen: Sequence[_Choice]) -> Candidate:
@@ -320,7 +333,11 @@ class _Frame:
             params |= choice.params
         size = base.bytes + sum(choice.bytes for choice in chosen)
         seconds = base.seconds + sum(choice.seconds for choice in chosen)
-        return Candidate(self.mesh, compute, params, float(seconds), float(size.max()))
+        return Candidate(self.space, self.mesh, compute, params, float(seconds), float(size.max()))
+
+
+def _outdoes(one: Candidate, other: Candidate) -> bool:
+    return one.seconds <= other.seconds and one.peak_bytes <= other.peak_bytes
 
 
 def _least_bytes(base: _Choice, choices: list[list[_Choice]]) -> list[np.ndarray]:

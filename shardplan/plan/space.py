@@ -60,17 +60,18 @@ class Space:
 
     @cached_property
     def tensor(self) -> tuple[str, ...]:
-        """Logical axes of parameters that are computed with, but for the residual stream's."""
+        """Logical axes of parameters that are computed with, but for those of tokens and of the residual stream."""
         used = {
             name for task in self.step.tasks if task.kind == "contraction" for a in task.operands for name in a.axes
         }
         known = {name for array in self.step.parameters for name in array.axes}
-        return tuple(name for name in self.sizes if name in used & known and name != self.residual)
+        others = (self.batch, self.position, self.residual)
+        return tuple(name for name in self.sizes if name in used & known and name not in others)
 
     @cached_property
     def whole(self) -> frozenset[str]:
         """Logical axes that are not cut while computing."""
-        return self.step.routed | {attention.head_size for attention in self.step.attention}
+        return self.step.routed | self.step.resized | {attention.head_size for attention in self.step.attention}
 
     @cached_property
     def components(self) -> tuple[tuple[str, ...], ...]:
@@ -116,9 +117,11 @@ def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str
         # only replica and data cross the network between slices
         across = [shape for shape in kept if shape["replica"] * shape["data"] % hardware.slices == 0]
         if not across:
+            keys = " x ".join(f"mesh.{axis} {size}" for axis, size in fixed.items())
             raise ConfigError(
-                f"mesh.model {kept[0]['model']} leaves replica x data = {n // kept[0]['model']}, which the "
-                f"{hardware.slices} slices of {hardware.name} do not divide; use a smaller mesh.model"
+                f"{keys}: with replica x data = {kept[0]['replica'] * kept[0]['data']} a part of the model would be on "
+                f"several of the {hardware.slices} slices of {hardware.name}; that product must be a multiple of "
+                f"{hardware.slices}"
             )
         return across
     if not kept:

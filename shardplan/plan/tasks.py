@@ -1,7 +1,7 @@
 """What a traced step asks of the devices, whatever the mapping: tasks, and what is in memory at every moment."""
 
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardplan.model.named import SECOND, Array, Dim
@@ -58,8 +58,10 @@ class Step:
     """Logical axis -> the axes that it is made of elsewhere."""
     unnamed: dict[str, int]
     """Primitives whose results could not be named -> how many."""
-    open_loops: int = 0
-    """Loops whose length depends on data, of which one trip is counted."""
+    resized: frozenset[str] = frozenset()
+    """Logical axes of which slices are taken."""
+    simplified: dict[str, int] = field(default_factory=dict)
+    """What stands for something that only running tells -> how often."""
     parameters: tuple[Array, ...] = ()
     """As they rest."""
     state: tuple[Array, ...] = ()
@@ -124,7 +126,14 @@ def prepare(trace: Trace) -> Step:
     # what becomes of the results, as the update of parameters by gradients, is fused with what made them
     fusion = Fusion(trace.operations, trace.arrays, set(trace.results), writes_wanted=False)
     moments = _Sequence(fusion, tasks, 1, frozenset(trace.arguments)).run(set(), ())
-    return Step(tuple(tasks), tuple(dict.fromkeys(moments)), trace.merged, dict(trace.unnamed), trace.open_loops)
+    return Step(
+        tuple(tasks),
+        tuple(dict.fromkeys(moments)),
+        trace.merged,
+        dict(trace.unnamed),
+        trace.resized,
+        dict(trace.simplified),
+    )
 
 
 class _Sequence:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from shardplan.config import Config
 from shardplan.errors import ConfigError, InfeasibleError
-from shardplan.hardware import GIB, parse_slice
+from shardplan.hardware import parse_slice
 from shardplan.model import Model, inspect_model
-from shardplan.plan.calibration import calibration, habits
+from shardplan.plan.calibration import calibration, habits, usable_bytes
 from shardplan.plan.plan import BATCH_AXIS
-from shardplan.plan.rules import parse_rules
+from shardplan.plan.rules import Rules, parse_rules
 from shardplan.plan.search import Candidate, Ranking, Tally, nearest_miss, search
 from shardplan.plan.space import Space, mesh_shapes
 from shardplan.plan.workload import plan_step, workload_of
@@ -25,7 +25,6 @@ class Found:
 
     config: Config
     """The configuration, with nothing left open."""
-    space: Space
     candidate: Candidate
 
 
@@ -52,9 +51,10 @@ def find(config: Config, model: Model, keep: int) -> Result:
     """
     variants = list(_variants(config))
     hardware = parse_slice(config.hardware.slice)
-    meshes = mesh_shapes(hardware, vars(config.mesh))
+    rules = parse_rules(config.pin, config.forbid, inspect_model(model))
+    meshes = [mesh for mesh in mesh_shapes(hardware, {**vars(config.mesh), **rules.sizes}) if rules.allows(mesh)]
     ranking, tally, seconds = Ranking(keep), Tally(), 0.0
-    owners: dict[int, Found] = {}
+    searched: dict[int, Config] = {}
     for kernels in (False,) if hardware.is_cpu else (True, False):
         for group in variants:
             beyond: list[int] = []
@@ -62,33 +62,45 @@ def find(config: Config, model: Model, keep: int) -> Result:
                 # with more parts weights are gathered more often, on devices that have no more to do at once
                 if any((each.workload.microbatches or 1) % parts == 0 for parts in beyond):
                     continue
-                space = replace(_space(each, model), kernels=kernels)
+                space = replace(_space(each, model, rules), kernels=kernels)
                 started = time.perf_counter()
                 if not search(space, meshes, ranking, tally):
                     beyond.append(each.workload.microbatches or 1)
                 seconds += time.perf_counter() - started
-                for candidate in ranking.candidates:
-                    owners.setdefault(id(candidate), Found(each, space, candidate))
+                searched[id(space)] = each
         if ranking.candidates:
-            ranked = [owners[id(candidate)] for candidate in ranking.candidates]
+            ranked = [Found(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
             return Result(ranked, True, tally, seconds)
     started = time.perf_counter()
     misses = [
-        Found(each, space, miss)
+        Found(each, miss)
         for group in variants
         for each in group
-        for space in [replace(_space(each, model), kernels=False)]
+        for space in [replace(_space(each, model, rules), kernels=False)]
         if (miss := nearest_miss(space, meshes, tally)) is not None
     ]
     if not misses:
         raise InfeasibleError(
             f"no mapping on {config.hardware.slice} keeps to pin {' '.join(config.pin) or 'nothing'} and forbid "
-            f"{' '.join(config.forbid) or 'nothing'}: no array can have a mesh axis twice"
+            f"{' '.join(config.forbid) or 'nothing'}: "
+            + "; ".join(_obstacles(rules, meshes) or ["no array can have a mesh axis twice"])
             + "".join(f"; {reason}" for reason in sorted(tally.indivisible.values()))
         )
     smallest = min(misses, key=lambda found: found.candidate.peak_bytes)
     seconds += time.perf_counter() - started
     return Result([smallest], False, tally, seconds)
+
+
+def _obstacles(rules: Rules, meshes: list[dict[str, int]]) -> list[str]:
+    """What no mesh can do."""
+    if not meshes:
+        return ["no mesh is left"]
+    return [
+        f"{pin} needs a mesh with {mesh_axis} larger than 1"
+        for pin in rules.pins
+        for mesh_axis in pin.mesh_axes or ()
+        if all(mesh[mesh_axis] == 1 for mesh in meshes)
+    ]
 
 
 def _variants(config: Config) -> Iterator[list[Config]]:
@@ -104,24 +116,23 @@ def _variants(config: Config) -> Iterator[list[Config]]:
         ]
 
 
-def _space(config: Config, model: Model) -> Space:
+def _space(config: Config, model: Model, rules: Rules) -> Space:
     hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
-    factors = calibration(hardware.generation.name)
     space = Space(
         step=plan_step(model, workload_of(config.workload)),
         batch=BATCH_AXIS,
         position=axes.position,
         residual=axes.residual,
         hardware=hardware,
-        calibration=factors,
+        calibration=calibration(hardware.generation.name),
         habits=habits(hardware),
-        available=hardware.generation.hbm_gib * GIB / (1 + factors.memory_error),
-        rules=parse_rules(config.pin, config.forbid, axes),
+        available=usable_bytes(hardware),
+        rules=rules,
     )
-    for pin in space.rules.pins:
-        if pin.mesh_axes and pin.axis not in (*space.tensor, space.batch, space.position, space.residual):
+    for pin in rules.pins:
+        tokens = () if pin.at_rest else (space.batch, space.position)
+        if pin.mesh_axes and pin.axis not in (*space.tensor, space.residual, *tokens):
             raise ConfigError(
-                f"pin {pin.axis}={'+'.join(pin.mesh_axes)}: layers are stacked along {pin.axis}, or no product has it; "
-                "plans never cut it"
+                f"pin {pin}: layers are stacked along {pin.axis}, or no product has it; plans never cut it"
             )
     return space

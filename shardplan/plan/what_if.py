@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from shardplan.config import CHECKPOINTING, Config
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
+from shardplan.model import Model
 from shardplan.plan.plan import Plan
-from shardplan.plan.planner import make_plan
+from shardplan.plan.planner import make_plan, model_of
 
 
 @dataclass(frozen=True)
@@ -17,25 +18,27 @@ class Variant:
 
     change: str
     plan: Plan | None
-    """None where nothing fits."""
+    """None where there is none."""
     why_not: str = ""
+    """Why there is none."""
 
 
 def what_if(config: Config) -> list[Variant]:
     """The configuration itself, and one change at a time; where nothing fits, as much of a change as makes it fit."""
-    start = _variant("as it is", config)
+    model = model_of(config)
+    start = _variant("as it is", config, model)
     variants = [start]
     for changes in _changes(config, start.plan is not None):
         for change, changed in changes:
-            variants.append(_variant(change, changed))
+            variants.append(_variant(change, changed, model))
             if start.plan is None and variants[-1].plan is not None:
                 break
     return variants
 
 
-def _variant(change: str, config: Config) -> Variant:
+def _variant(change: str, config: Config, model: Model) -> Variant:
     try:
-        return Variant(change, make_plan(config))
+        return Variant(change, make_plan(config, model))
     except (ConfigError, InfeasibleError) as error:
         return Variant(change, None, str(error))
 

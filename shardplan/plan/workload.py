@@ -63,16 +63,6 @@ class Workload:
         """Tokens per step, over all devices."""
         return self.batch * self.position
 
-    @property
-    def param_bytes(self) -> int:
-        """Bytes per parameter at rest."""
-        return itemsize(self.param_dtype)
-
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes per activation element."""
-        return itemsize(self.compute_dtype)
-
 
 def workload_of(config: WorkloadConfig | WorkloadInfo) -> Workload:
     """What a configuration or a plan says; where it leaves something open, what Levanter does by itself."""

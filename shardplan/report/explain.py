@@ -7,6 +7,7 @@ from rich.table import Table
 
 from shardplan.hardware import GIB
 from shardplan.plan.explain import Why
+from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.plan.what_if import Variant
 
@@ -18,11 +19,13 @@ def print_why(answers: Sequence[Why], plan: Plan, out: Console) -> None:
         other = answer.plan
         if answer.obstacle:
             out.print(f"  · {answer.obstacle}", soft_wrap=True, markup=False)
+        if answer.instead:
+            out.print(f"  · in place of {' and '.join(answer.instead)}", soft_wrap=True, markup=False)
         if other is None:
             continue
         seconds = other.cost.step_seconds - plan.cost.step_seconds
         bytes_ = other.memory.peak - plan.memory.peak
-        mesh = " x ".join(f"{axis} {size}" for axis, size in other.mesh.items())
+        mesh = mesh_text(other.mesh)
         if not seconds and not bytes_:
             out.print("  · the plan does", soft_wrap=True)
             continue
@@ -44,12 +47,15 @@ def print_what_if(variants: Sequence[Variant], out: Console) -> None:
     for variant in variants:
         table.add_row(variant.change, *_cells(variant))
     out.print(table)
+    for variant in variants:
+        if variant.plan is None:
+            out.print(f"  · {variant.change}: {variant.why_not}", soft_wrap=True, markup=False)
 
 
 def _cells(variant: Variant) -> list[str]:
     plan = variant.plan
     if plan is None:
-        return ["does not fit", "", "", ""]
+        return ["none", "", "", ""]
     tokens = plan.workload.batch * plan.workload.position
     return [
         " x ".join(map(str, plan.mesh.values())),

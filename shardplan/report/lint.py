@@ -7,6 +7,7 @@ from rich.markup import escape
 
 from shardplan.hardware import GIB
 from shardplan.plan.finding import ERROR, Finding
+from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.plan.repair import NEAR, Repair, Review
 from shardplan.report.levanter import trainer_python, trainer_section, trainer_yaml
@@ -16,7 +17,7 @@ from shardplan.report.tables import workload_text
 def print_review(review: Review, out: Console) -> None:
     """The findings, errors first; what is predicted; the smallest edit; the best plan."""
     subject = review.lint.subject
-    mesh = " x ".join(f"{axis} {size}" for axis, size in subject.layout.mesh.items())
+    mesh = mesh_text(subject.layout.mesh)
     out.print(
         f"[bold]{escape(review.path)}[/bold] on {subject.hardware.name}, mesh {mesh} · "
         + workload_text(subject.workload),

@@ -8,7 +8,8 @@ from rich.table import Table
 
 from shardplan.config import WorkloadConfig
 from shardplan.hardware import GIB
-from shardplan.plan.plan import Mapping, ParameterPlan, Plan, Spec, WorkloadInfo
+from shardplan.plan.mapping import mapping_text, mesh_text
+from shardplan.plan.plan import ParameterPlan, Plan, Spec, WorkloadInfo
 from shardplan.plan.workload import workload_of
 from shardplan.report.levanter import trainer_yaml
 
@@ -51,16 +52,17 @@ def print_plan(plan: Plan, out: Console) -> None:
         + workload_text(plan.workload),
         soft_wrap=True,
     )
-    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
+    mesh = mesh_text(plan.mesh)
     out.print(f"[bold]mesh[/bold]             {mesh} = {hardware.devices} devices of {hardware.slice}", soft_wrap=True)
-    out.print(f"[bold]compute mapping[/bold]  {_mapping(plan.compute_mapping)}", soft_wrap=True)
-    out.print(f"[bold]param mapping[/bold]    {_mapping(plan.param_mapping)}", soft_wrap=True)
+    out.print(f"[bold]compute mapping[/bold]  {mapping_text(plan.compute_mapping)}", soft_wrap=True)
+    out.print(f"[bold]param mapping[/bold]    {mapping_text(plan.param_mapping)}", soft_wrap=True)
     out.print(_parameters(plan))
     out.print(_memory(plan))
     memory, free = plan.memory, plan.memory.available - plan.memory.peak
     verdict, rest = "[bold green]fits[/bold green]", "free"
-    if free < 0:
-        verdict, rest = "[bold red]does not fit[/bold red]", "short"
+    if not memory.fits:
+        verdict, free = "[bold red]does not fit[/bold red]", memory.usable - memory.peak
+        rest = f"short of what is left after {memory.reserved / GIB:.2f} for the error of the estimate"
     out.print(
         f"{verdict} {hardware.slice}: {memory.peak / GIB:.2f} of {hardware.hbm_gib:.2f} GiB per device, "
         f"{abs(free) / GIB:.2f} GiB {rest}; a step takes about {plan.cost.step_seconds:.3g} s",
@@ -75,10 +77,6 @@ def print_plan(plan: Plan, out: Console) -> None:
     )
     out.print("\n[bold]For Levanter:[/bold]")
     out.print(trainer_yaml(plan), markup=False, highlight=False, soft_wrap=True)
-
-
-def _mapping(mapping: Mapping) -> str:
-    return ", ".join(f"{axis} -> {' x '.join(mesh_axes)}" for axis, mesh_axes in mapping.items()) or "all replicated"
 
 
 def _parameters(plan: Plan) -> Table:

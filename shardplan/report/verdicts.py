@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardplan.hardware import GIB
+from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.verify.verdict import CompiledCollective, Verdict
 
@@ -18,7 +19,7 @@ NOTABLE_BYTES = 2**20
 
 def print_verdict(label: str, plan: Plan, verdict: Verdict, out: Console) -> None:
     """Outcome, memory with its largest buffers, time, and collectives of one program."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in verdict.mesh.items())
+    mesh = mesh_text(verdict.mesh)
     colour = "green" if verdict.fits else "red"
     libtpu = verdict.versions.get("libtpu", "")
     out.print(
@@ -88,7 +89,7 @@ def print_ranking(rows: Sequence[tuple[str, Plan, Verdict]], out: Console) -> No
     out.print(table)
     for label, plan, _ in rows:
         # of a layout that was given: what in it does nothing
-        for reason in plan.search.reasons[1:] if not plan.search.proven_optimal else ():
+        for reason in plan.search.reasons[1:] if plan.search.given else ():
             out.print(f"  · {label}: {reason}", markup=False, soft_wrap=True)
 
 

@@ -65,8 +65,24 @@ def test_a_tensor_can_be_pinned(model):
         (
             ["q_prj.weight:embed=data"],
             [],
-            "pin 'q_prj.weight:embed=data': no parameter's path ends with 'q_prj.weight'",
+            "pin 'q_prj.weight:embed=data': no parameter is called 'q_prj.weight'",
         ),
+        (["q_proj.weight:mlp=data"], [], "pin 'q_proj.weight:mlp=data': q_proj.weight has no axis 'mlp'; valid: "),
+        (["weight:embed=data"], [], "which have different axes; say which"),
+        (["mlp=model", "mlp="], [], "pins 'mlp=model' and 'mlp=' want mlp in two ways; keep one"),
+        (
+            ["mlp=model+replica"],
+            ["mlp=replica"],
+            "pin 'mlp=model+replica' has mlp=model+replica, and forbid mlp=replica excludes that",
+        ),
+        (
+            ["q_proj.weight:embed=data"],
+            ["params.embed"],
+            "pin 'q_proj.weight:embed=data' has params.embed=data, and forbid params.embed excludes that",
+        ),
+        (["mesh.modle=8"], [], "pin 'mesh.modle=8': unknown mesh axis 'modle'; did you mean 'model'?"),
+        ([], ["mesh.model"], "forbid 'mesh.model': say how many devices, as in mesh.model=8"),
+        (["mesh.model=8"], ["mesh.model=8"], "pin 'mesh.model=8' has mesh.model=8, and forbid mesh.model=8 excludes"),
         (["params.batch=data"], [], "pin 'params.batch=data': the model has no axis 'batch'"),
     ],
 )
@@ -86,6 +102,21 @@ def test_plans_keep_to_rules(model, config):
     assert "mlp" not in without.compute_mapping and "embed" not in without.param_mapping
 
 
+def test_meshes_and_tensors_can_be_forbidden(model, config):
+    free = make_plan(config(), model)
+    other = make_plan(config(forbid=(f"mesh.model={free.mesh['model']}",)), model)
+    assert other.mesh["model"] != free.mesh["model"]
+    assert make_plan(config(pin=("mesh.model=8",)), model).mesh["model"] == 8
+    assert why_not("mesh.model=8", free, config(mesh_model=2), model).plan.mesh["model"] == 8
+    whole = make_plan(config(forbid=("down_proj.weight:mlp",), mesh_model=1), model)
+    assert "mlp" not in whole.param_mapping
+
+
+def test_a_pin_that_the_mesh_has_no_devices_for(model, config):
+    with pytest.raises(InfeasibleError, match="mlp=model needs a mesh with model larger than 1"):
+        make_plan(config(pin=("mlp=model",), mesh_model=1), model)
+
+
 def test_pins_that_contradict_each_other(model, config):
     with pytest.raises(InfeasibleError) as raised:
         make_plan(config(pin=("mlp=model", "kv_head=model", "head_size=model")), model)
@@ -98,7 +129,7 @@ def test_pins_that_leave_no_way_to_rest(model, config):
 
 
 def test_what_plans_never_cut_cannot_be_pinned(model, config):
-    with pytest.raises(ConfigError, match="pin layer=data: layers are stacked along layer"):
+    with pytest.raises(ConfigError, match=r"pin params\.layer=data: layers are stacked along layer"):
         make_plan(config(pin=("params.layer=data",)), model)
 
 
@@ -111,6 +142,10 @@ def test_why_not(model, config):
     assert next(iter(slower.seconds)) == "compute" and slower.seconds["compute"] > 0
     assert why_not("kv_head=data", plan, config(pin=("head_size=data", "batch=")), model).plan is None
     assert why_not("position=replica", plan, settings, model).obstacle == NO_KERNEL
+    # the user's own pin does not stand in the way of the question
+    pinned = config(pin=("mlp=model",))
+    answer = why_not("mlp=", make_plan(pinned, model), pinned, model)
+    assert answer.instead == ["mlp=model"] and "mlp" not in answer.plan.compute_mapping
 
 
 def test_what_if_something_fits(config):

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardplan.errors import ConfigError, InfeasibleError
@@ -21,8 +21,8 @@ from shardplan.plan.memory import memory
 from shardplan.plan.partition import Habits
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan
-from shardplan.plan.rules import Rules
-from shardplan.plan.search import TIME_RESOLUTION, Ranking, Tally, nearest_miss, search
+from shardplan.plan.rules import Rule, Rules
+from shardplan.plan.search import TIME_RESOLUTION, Candidate, Ranking, Tally, nearest_miss, search
 from shardplan.plan.space import Space, mesh_shapes
 from shardplan.plan.tasks import prepare
 
@@ -70,10 +70,25 @@ def spaces(draw):
         activation_axes=("batch", "position"),
         vocab="v",
     )
-    hardware = parse_slice(draw(st.sampled_from(["v4-8", "v6e-4", "cpu-3", "cpu-6"])))
-    least = draw(st.sampled_from([None, 4]))
+    hardware = parse_slice(draw(st.sampled_from(["v4-8", "v6e-4", "cpu-3", "cpu-6", "4xv6e-1"])))
+    habits = Habits(draw(st.sampled_from([None, 4])), draw(st.booleans()), draw(st.booleans()))
     factors = calibration(hardware.generation.name)
-    return Space(step, "batch", "position", "e", hardware, factors, Habits(least), math.inf, Rules(), kernels=False)
+    space = Space(step, "batch", "position", "e", hardware, factors, habits, math.inf, Rules(), kernels=False)
+    return dataclasses.replace(space, rules=draw(rules(space)))
+
+
+def rules(space):
+    """Up to two pins, on axes of their own, and up to two things that are forbidden."""
+    axes = st.tuples(st.sampled_from([*space.sizes]), st.booleans())
+    axes = axes.filter(lambda drawn: drawn[0] != "layer" and not (drawn[1] and drawn[0] in ("batch", "position")))
+    cuts = st.sampled_from([(), ("data",), ("model",), ("model", "replica"), ("data", "replica")])
+    pins = st.lists(st.tuples(axes, cuts), max_size=2, unique_by=lambda pin: pin[0])
+    forbidden = st.lists(st.tuples(axes, st.sampled_from([None, ("data",), ("model",)])), max_size=2)
+    return st.builds(
+        Rules,
+        pins.map(lambda drawn: tuple(Rule(*axis, cut) for axis, cut in drawn)),
+        forbidden.map(lambda drawn: tuple(Rule(*axis, cut) for axis, cut in drawn)),
+    )
 
 
 def is_cut_twice(axes, mapping) -> bool:
@@ -89,27 +104,32 @@ def brute_force(space, meshes):
     arrays = {a.axes for task in space.step.tasks for a in (*task.operands, *task.results)}
     arrays |= {(*task.results[0].axes, *(name for name, _ in task.contracted)) for task in space.step.tasks}
     parameters = {a.axes for a in space.step.parameters}
+    resting = ["e", *tensor]
+    extras = [(), ("data",), ("replica",), ("replica", "data")]
     for mesh in meshes:
 
-        def cuts(axis, options, mesh=mesh):
+        def cuts(axis, at_rest, options, mesh=mesh):
             return [
-                o for o in options
-                if all(mesh[a] > 1 for a in o) and sizes[axis] % math.prod(mesh[a] for a in o) == 0
+                o for o in space.rules.options(axis, at_rest, options)
+                if len(set(o)) == len(o) and all(mesh[a] > 1 for a in o)
+                and sizes[axis] % math.prod(mesh[a] for a in o) == 0
             ]  # fmt: skip
 
-        batches = cuts("batch", [(), ("data",), ("replica",), ("replica", "data")])
-        positions = cuts("position", [(), ("data",), ("replica",)])
+        tokens = [
+            cuts("batch", False, [(), ("data",), ("replica",), ("replica", "data")]),
+            cuts("position", False, [(), ("data",), ("replica",)]),
+            cuts("e", False, [()]),
+        ]
         # a token chooses its expert, which therefore is whole while computing
-        computes = [cuts(axis, [()] if axis == "x" else [(), ("model",), ("model", "replica")]) for axis in tensor]
-        for b, p, *cut in itertools.product(batches, positions, *computes):
-            compute = {"batch": b, "position": p, **dict(zip(tensor, cut, strict=True))}
+        tensors = [
+            cuts(axis, False, [()] if axis == "x" else [(), ("model",), ("model", "replica")]) for axis in tensor
+        ]
+        for cut in itertools.product(*tokens, *tensors):
+            compute = dict(zip(("batch", "position", "e", *tensor), cut, strict=True))
             if any(is_cut_twice(axes, compute) for axes in arrays):
                 continue
-            extras = [(), ("data",), ("replica",), ("replica", "data")]
-            for extra in itertools.product(extras, repeat=len(tensor) + 1):
-                params = {"e": extra[0]} | {a: (*compute[a], *more) for a, more in zip(tensor, extra[1:], strict=True)}
-                if any(cuts(a, [o]) == [] or len(set(o)) < len(o) for a, o in params.items()):
-                    continue
+            for rest in itertools.product(*(cuts(a, True, [(*compute[a], *x) for x in extras]) for a in resting)):
+                params = dict(zip(resting, rest, strict=True))
                 if any(is_cut_twice(axes, params) for axes in parameters):
                     continue
                 layout = space.layout(mesh, compute, params)
@@ -118,34 +138,47 @@ def brute_force(space, meshes):
 
 
 @settings(max_examples=60, deadline=None)
-@given(spaces(), st.floats(0, 1))
-def test_search_equals_brute_force(space, tightness):
-    """The fastest that fits, for any amount of memory between the least and the most that there is use for."""
+@given(spaces(), st.floats(0, 1), st.integers(1, 3))
+def test_search_equals_brute_force(space, tightness, keep):
+    """The smallest of what is as fast as the fastest that fits, for any amount of memory that there is use for."""
     meshes = mesh_shapes(space.hardware, {})
     points = list(brute_force(space, meshes))
+    assume(points)
     peaks = sorted(peak for _, peak in points)
     available = peaks[round(tightness * (len(peaks) - 1))]
-    ranking = Ranking(2)
+    ranking = Ranking(keep)
     search(dataclasses.replace(space, available=available), meshes, ranking, Tally())
     best = ranking.candidates[0]
     fastest = min(seconds for seconds, peak in points if peak <= available)
-    assert best.peak_bytes <= available
-    assert best.seconds <= fastest * (1 + TIME_RESOLUTION) and best.seconds >= fastest * (1 - 1e-9)
+    assert best.seconds <= fastest * (1 + TIME_RESOLUTION) * (1 + 1e-9)
+    smallest = min(peak for seconds, peak in points if seconds <= fastest * (1 + TIME_RESOLUTION) * (1 - 1e-9))
+    assert best.peak_bytes <= min(available, smallest) * (1 + 1e-9)
     layout = space.layout(best.mesh, best.compute, best.params)
     tasks = step_tasks(space.step, layout, space.hardware, space.calibration)
     assert best.seconds == pytest.approx(sum(seconds.total for _, _, seconds in tasks))
     assert best.peak_bytes == pytest.approx(memory(space.step, layout).peak)
 
 
+def test_a_chain_of_nearly_equal_candidates_does_not_drift():
+    """Each is within the resolution of the one before, the last is not of the first."""
+    candidates = [Candidate(None, {}, {}, {}, *point) for point in ((1.0, 50.0), (1.0099, 40.0), (1.0195, 30.0))]
+    for order in itertools.permutations(candidates):
+        ranking = Ranking(2)
+        for candidate in order:
+            ranking.add([candidate])
+        assert [c.peak_bytes for c in ranking.candidates] == [40, 50]
+
+
 @settings(max_examples=10, deadline=None)
 @given(spaces())
 def test_where_nothing_fits_the_smallest_is_named(space):
     meshes = mesh_shapes(space.hardware, {})
+    peaks = [peak for _, peak in brute_force(space, meshes)]
     ranking = Ranking(2)
     search(dataclasses.replace(space, available=0), meshes, ranking, Tally())
     assert not ranking.candidates
     miss = nearest_miss(space, meshes, Tally())
-    assert miss.peak_bytes == pytest.approx(min(peak for _, peak in brute_force(space, meshes)))
+    assert (miss and miss.peak_bytes) == (pytest.approx(min(peaks)) if peaks else None)
 
 
 def plan_of(make_config, name, slice_name, batch=16, **overrides):
@@ -193,7 +226,7 @@ def test_no_duplicates_and_everything_divides(make_config, name, slice_name):
 
 def test_memory_parts_add_up_and_the_plan_round_trips(make_config):
     plan = plan_of(make_config, "llama-3.1-8b", "v5e-8", batch=8, workload_param_dtype="float32")
-    parts = {part: size for part, size in vars(plan.memory).items() if part not in ("peak", "available")}
+    parts = {part: size for part, size in vars(plan.memory).items() if part not in ("peak", "available", "reserved")}
     assert plan.memory.peak == pytest.approx(sum(parts.values()), abs=len(parts))
     assert plan.memory.cast_parameters > 0
     assert Plan.from_json(plan.to_json()) == plan
@@ -252,7 +285,8 @@ def test_infeasible_says_how_much_is_lacking(make_config):
     with pytest.raises(InfeasibleError) as raised:
         plan_of(make_config, "llama-3.1-405b", "v4-32")
     message = str(raised.value)
-    assert message.startswith("no plan fits v4-32: the nearest miss, mesh (replica ")
+    assert message.startswith("no plan fits v4-32: the nearest miss, mesh replica ")
     needs = 2 * 405_853_388_800 / 16 / 2**30
     lacking = float(message.split(" GiB are lacking")[0].split(" ")[-1])
-    assert needs - 30.75 < lacking < 1.2 * needs - 30.75
+    # 8% of the 30.75 GiB are kept free
+    assert needs - 0.92 * 30.75 < lacking < 1.2 * needs - 0.92 * 30.75
