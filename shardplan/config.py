@@ -224,7 +224,8 @@ def load(argv: Sequence[str], prog: str) -> Config:
     """The configuration that the command line `argv` describes.
 
     `--config FILE` may be given several times (later files win, key by key), in the forms `--config x`,
-    `--config=x` and `--config_path x`; every other `--a.b value` overrides one key.
+    `--config=x` and `--config_path x`; every other `--a.b value` overrides one key, with `-` for `_` where one likes.
+    `--model x` is `--model.config x` of a config.json, else `--model.ref x`.
 
     Raises:
         ConfigError: a file that cannot be read, an unknown key, or a value of the wrong type.
@@ -252,10 +253,12 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         if not token.startswith("--"):
             raise ConfigError(f"unexpected argument {token!r}; options look like --workload.batch 16")
         flag, separator, text = token.partition("=")
-        name = flag.removeprefix("--")
+        name = flag.removeprefix("--").replace("-", "_")
         has_value = bool(separator) or bool(rest and not rest[0].startswith("--"))
         if has_value and not separator:
             text = rest.pop(0)
+        if name == "model" and has_value:
+            name = "model.config" if text.endswith(".json") else "model.ref"
         if name in KEYS and tuple in KEYS[name].kinds:
             if not has_value:
                 raise ConfigError(f"{flag} needs at least one value")

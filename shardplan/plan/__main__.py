@@ -11,12 +11,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shardplan.config import Config
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.plan.plan import Plan
 from shardplan.runtime.command import check_writable, run
+
+if TYPE_CHECKING:
+    from shardplan.model import Model
 
 
 def main(config: Config) -> None:
@@ -25,20 +28,31 @@ def main(config: Config) -> None:
     check_targets(config)
     # Planning runs nothing on a device; without this JAX would look for accelerators first.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if config.lint == "":
+        raise ConfigError("lint needs the path of a Levanter configuration")
     if config.lint is not None:
         lint(config, config.lint)
         return
-    from shardplan.plan.planner import make_plan, with_plan
+    from shardplan.model import inspect_model
+    from shardplan.plan.planner import check_model, make_plan, model_of, with_plan
+    from shardplan.plan.rules import parse_pin
     from shardplan.verify.__main__ import best_plan, verify_plan
 
-    # a given plan's mesh holds for that plan, not for what else there could be
-    asked_mesh = config.mesh
+    asked = config
     config, given = with_plan(config)
-    others = dataclasses.replace(config, mesh=asked_mesh)
+    is_asked = not given or config.why or {"model.ref", "model.config"} & asked.given
+    model = model_of(config) if is_asked else None
+    if given and model:
+        check_model(given, model)
+    # a given plan's mesh holds for that plan, not for what else there could be
+    others = dataclasses.replace(config, mesh=asked.mesh)
+    if model:
+        for choice in config.why:
+            parse_pin(choice, inspect_model(model))
     try:
-        plan = given or (best_plan(config, beside(config)) if config.verify > 1 else make_plan(config))
+        plan = given or (best_plan(config, beside(config)) if config.verify > 1 else make_plan(config, model))
         show(plan, config.json)
-        explain(others, plan)
+        explain(others, plan, model)
     finally:  # other settings are of most interest where these have no plan
         if config.what_if:
             print_variants(others)
@@ -50,14 +64,12 @@ def main(config: Config) -> None:
         verify_plan(config, plan, beside(config))
 
 
-def explain(config: Config, plan: Plan) -> None:
+def explain(config: Config, plan: Plan, model: "Model | None") -> None:
     """Print why the plan does not make the choices that `why` asks for; with `--json -` to stderr."""
-    if config.why:
+    if model and config.why:
         from shardplan.plan.explain import why_not
-        from shardplan.plan.planner import model_of
         from shardplan.report import console, print_why
 
-        model = model_of(config)
         print_why([why_not(choice, plan, config, model) for choice in config.why], plan, console(beside(config)))
 
 
@@ -80,8 +92,9 @@ def lint(config: Config, path: str) -> None:
     Raises:
         InfeasibleError: it cannot run.
     """
-    if config.plan is not None or config.verify:
-        raise ConfigError("lint plans by itself and compiles nothing; leave out --plan and --verify")
+    others = [f"--{name}" for name in ("plan", "verify", "why", "what_if", "pin", "forbid") if getattr(config, name)]
+    if others:
+        raise ConfigError(f"lint checks what is written, and plans by itself; leave out {' and '.join(others)}")
     from shardplan.plan.repair import review
     from shardplan.report import console, print_review, review_json
 

@@ -13,6 +13,7 @@ from draccus.utils import ParsingError
 
 from shardplan.config import MESH_AXES
 from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.hardware import parse_slice
 from shardplan.plan.mapping import mesh_text
 
 SCHEMA_VERSION = 1
@@ -221,8 +222,15 @@ class Plan:
         sizes = mesh_text(self.mesh)
         if self.mesh.keys() != set(MESH_AXES):
             yield f"its mesh is {sizes or 'empty'}; it must be {' x '.join(MESH_AXES)}"
-        if math.prod(self.mesh.values()) != self.hardware.devices:
-            yield f"its mesh {sizes} is not its {self.hardware.devices} devices"
+        devices = parse_slice(self.hardware.slice).devices
+        if not math.prod(self.mesh.values()) == self.hardware.devices == devices:
+            yield f"mesh {sizes} and {self.hardware.devices} devices, where {self.hardware.slice} has {devices}"
+        for section in ("workload", "memory", "cost"):
+            for name, amount in vars(getattr(self, section)).items():
+                if amount is None or (isinstance(amount, int | float) and not 0 <= amount < math.inf):
+                    yield f"{section}.{name} is {amount}"
+        if not self.parameters:
+            yield "it has no parameters"
         for where, mapping in (("compute_mapping", self.compute_mapping), ("param_mapping", self.param_mapping)):
             for axis, mesh_axes in mapping.items():
                 yield from self._misuses(f"{where}.{axis}", mesh_axes)

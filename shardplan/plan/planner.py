@@ -35,6 +35,8 @@ from shardplan.plan.variants import Found, Result, find
 from shardplan.plan.workload import plan_step, workload_of
 from shardplan.runtime.storage import open_folder
 
+KERNEL = " (a kernel can do attention: positions are not cut)"
+OFFLOAD, NO_PRICE = "offload", "copies of activations to the host and back have no price: its time is too short"
 LEFT_OPEN = (None, "auto")
 """Values of keys that leave the choice to the planner."""
 NO_KERNEL = (
@@ -75,6 +77,7 @@ def rank_plans(config: Config, count: int, model: Model | None = None, nearest_m
         cost = _cost(space.step, layout, space.hardware)
         info = _search_info(result, found, runner_up, cost)
         info.reasons.extend([NO_KERNEL] if not space.kernels and not space.hardware.is_cpu else [])
+        info.reasons.extend([NO_PRICE] if found.config.workload.gradient_checkpointing == OFFLOAD else [])
         info.reasons.extend(_unnamed(space.step))
         plans.append(_describe(found.config, inspect_model(model), space.hardware, space.step, layout, cost, info))
     return plans[:count]
@@ -240,7 +243,8 @@ def _search_info(result: Result, found: Found, second: Found | None, cost: CostP
     gathers = sum(c.seconds for c in cost.collectives if c.cause.startswith(GATHER))
     others = sum(c.seconds for c in cost.collectives) - gathers
     chosen = (
-        f"the fastest of the search space, and of what is as fast to {TIME_RESOLUTION:.1%} the smallest"
+        f"the fastest of the search space{KERNEL if found.candidate.space.kernels else ''}, and of what is as fast to "
+        f"{TIME_RESOLUTION:.1%} the smallest"
         if result.fits
         else "nothing fits: of the search space what needs least memory"
     )

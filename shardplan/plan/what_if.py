@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shardplan.config import CHECKPOINTING, Config
+from shardplan.config import Config
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model import Model
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan, model_of
+from shardplan.plan.variants import AUTOMATIC
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,13 @@ def _changes(config: Config, fits: bool) -> Iterator[list[tuple[str, Config]]]:
     ]
     other = "bfloat16" if work.param_dtype == "float32" else "float32"
     yield [(f"workload.param_dtype {other}", with_work(param_dtype=other))]
-    kinds = CHECKPOINTING if work.kind == "train" else ()
+    kinds = AUTOMATIC if work.kind == "train" else ()
     counts = [n for n in range(2, work.batch + 1) if work.batch % n == 0 and n != parts] if work.kind == "train" else []
     yield [(f"workload.microbatches {n}", with_work(microbatches=n)) for n in (counts[:1] if fits else counts)]
     yield [
         (f"workload.gradient_checkpointing {kind}", with_work(gradient_checkpointing=kind))
         for kind in kinds
-        if kind not in ("auto", work.gradient_checkpointing)
+        if kind != work.gradient_checkpointing
     ]
 
 

@@ -68,9 +68,9 @@ def test_lint_of_unreadable_files(tmp_path, text, message):
     fails(run("plan", CONFIG, "--lint", path), 2, message)
 
 
-@pytest.mark.parametrize("other", ["--verify", "--plan=plan.json"])
+@pytest.mark.parametrize("other", ["--verify", "--plan=plan.json", "--why=mlp="])
 def test_lint_goes_alone(other):
-    message = "lint plans by itself and compiles nothing; leave out --plan and --verify"
+    message = f"lint checks what is written, and plans by itself; leave out {other.split('=')[0]}"
     fails(run("plan", CONFIG, "--lint", "configs/levanter/405b-usual.yaml", other), 2, message)
 
 

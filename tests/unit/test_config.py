@@ -32,6 +32,18 @@ def test_text_on_the_command_line_stays_text():
     assert config.load(["--model.ref=x", "--data.path=null"], "test").data.path is None
 
 
+def test_hyphens_and_a_model_by_its_file():
+    loaded = config.load(["--model", "configs/models/llama-3.1-8b.json", "--dry-run", "--what-if"], "test")
+    assert loaded.model.config == "configs/models/llama-3.1-8b.json" and loaded.dry_run and loaded.what_if
+    assert config.load(["--model=org/model"], "test").model.ref == "org/model"
+
+
+def test_what_was_set_is_known():
+    loaded = config.load(["--model", "org/model", "--workload.batch", "8"], "test")
+    assert loaded.given == {"model.ref", "workload.batch"}
+    assert loaded == config.load(["--model.ref", "org/model"], "test")  # 8 is the default
+
+
 def test_dash_is_a_value():
     assert config.load(["--model.ref", "x", "--json", "-"], "test").json == "-"
 

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from shardplan.config import KEYS, load
 from shardplan.errors import ConfigError
 from shardplan.plan.plan import Plan
-from shardplan.plan.planner import make_plan
+from shardplan.plan.planner import make_plan, with_plan
 
 
 @pytest.fixture
@@ -42,3 +43,60 @@ def test_unusable_files(plan, tmp_path):
             Plan.load(str(path))
     with pytest.raises(ConfigError, match="cannot be read"):
         Plan.load(str(tmp_path / "none.json"))
+
+
+def put(values, path, value):
+    *sections, key = path.split(".")
+    for section in sections:
+        values = values[section]
+    values[key] = value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("mesh", {}, "its mesh is empty; it must be replica x data x model"),
+        ("mesh.expert", 2, "model 1 x expert 2; it must be replica x data x model"),
+        ("mesh.data", 3, "x data 3 x model 1 and 8 devices, where cpu-8 has 8"),
+        ("hardware.devices", 9, "and 9 devices, where cpu-8 has 8"),
+        ("hardware.slice", "v9-1", "v9"),
+        ("compute_mapping.mlp", ["modle"], "compute_mapping.mlp has mesh axis 'modle'; did you mean 'model'?"),
+        ("param_mapping.mlp", ["data", "data"], "param_mapping.mlp has a mesh axis twice: data, data"),
+        ("memory.peak", None, "memory.peak is None"),
+        ("memory.peak", -1, "memory.peak is -1"),
+        ("cost.step_seconds", float("nan"), "cost.step_seconds is nan"),
+        ("parameters", [], "it has no parameters"),
+    ],
+)
+def test_damaged_plans(plan, tmp_path, key, value, message):
+    """Every one a valid JSON of the right types, but for null, and no plan."""
+    values = plan.to_json()
+    put(values, key, value)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as raised:
+        Plan.load(str(path))
+    assert message in str(raised.value)
+
+
+def test_two_dimensions_of_a_parameter_on_one_mesh_axis(plan):
+    values = plan.to_json()
+    name, spec = next((p["path"], p["spec"]) for p in values["parameters"] if len(p["spec"]) > 1)
+    spec[:2] = [["model"], ["model"]]
+    with pytest.raises(ConfigError, match=f"{name} has a mesh axis twice: model, model"):
+        Plan.from_json(values)
+
+
+def test_a_given_plan_is_not_changed(plan, golden, make_config, tmp_path):
+    """What else is asked for contradicts it, also where it is a default."""
+    path = str(tmp_path / "plan.json")
+    plan.save(path)
+    read = ["--plan", path]
+    assert with_plan(load(read, "test"))[1] == plan
+    assert with_plan(load([*read, "--workload.microbatches", "null"], "test"))[1] == plan
+    default = KEYS["workload.position"].default
+    with pytest.raises(ConfigError, match=f"workload.position is {default}, plan .* has 64"):
+        with_plan(load([*read, "--workload.position", str(default)], "test"))
+    for rule in ("pin", "forbid"):
+        with pytest.raises(ConfigError, match=f"{rule} is for planning, and plan .* is given"):
+            with_plan(load([*read, f"--{rule}", "mlp=model"], "test"))
