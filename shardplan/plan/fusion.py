@@ -122,9 +122,9 @@ class Fusion:
             return False
         if operation.kind == "elementwise":
             return self._is_needed(value) or self._is_shared(value)
-        if operation.kind == "contraction" and value not in self._must:
+        if operation.kind == "contraction" and operation.groups == 1 and value not in self._must:
             return not self._is_fused(value)
-        return True
+        return True  # grouped products are kernels of their own
 
     def _is_needed(self, value: int) -> bool:
         """Whether something must find an elementwise result in memory."""

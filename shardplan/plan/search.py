@@ -62,9 +62,11 @@ def search(space: Space, meshes: Sequence[dict[str, int]], ranking: "Ranking", t
 
 def nearest_miss(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Candidate | None:
     """The candidate that needs least memory, whether or not it fits; None where pins leave none."""
-    frames = (frame for frame in _frames(space, meshes, tally) if frame.bound < math.inf)
-    misses = [miss for frame in frames if (miss := frame.smallest()) is not None]
-    return min(misses, key=lambda c: (c.peak_bytes, c.seconds), default=None)
+    best: Candidate | None = None
+    for frame in _frames(space, meshes, tally):
+        if frame.bound < math.inf:
+            best = frame.smaller(best) or best
+    return best
 
 
 class Ranking:
@@ -176,22 +178,24 @@ class _Frame:
             else:
                 self.tally.rejected["memory" if limit == math.inf or not all(choices) else "slower"] += 1
 
-    def smallest(self) -> Candidate | None:
-        """The candidate with the smallest peak, whether or not it fits; None where pins leave none."""
+    def smaller(self, best: Candidate | None) -> Candidate | None:
+        """The candidate with the smallest peak, whether or not it fits; None where none is smaller than `best`."""
+        most = best.peak_bytes if best is not None else math.inf
         found: list[Candidate] = []
         for residual in self._resting(self.space.residual, self.tokens):
-            weighed = self._choices(residual, math.inf, math.inf)
-            if weighed is None:
+            weighed = self._choices(residual, math.inf, most)
+            if weighed is None or not all(weighed[1]):
                 continue
             base, choices = weighed
             stack: list[tuple[int, np.ndarray, tuple[_Choice, ...]]] = [(0, base.bytes, ())]
             left = _least_bytes(base, choices)
             while stack:
                 depth, size, chosen = stack.pop()
-                if found and (size + left[depth]).max() >= found[-1].peak_bytes:
+                if (size + left[depth]).max() >= most:
                     continue
                 if depth == len(choices):
                     found.append(self._candidate(base, chosen))
+                    most = found[-1].peak_bytes
                     continue
                 for choice in sorted(choices[depth], key=lambda choice: -choice.bytes.max()):
                     stack.append((depth + 1, size + choice.bytes, (*chosen, choice)))
@@ -249,9 +253,12 @@ class _Frame:
         self.tally.evaluated += sum(map(len, sized))
         if not all(sized):
             return None
-        base = self._choice(self.space.base, {}, rest, self._bytes(self.space.base, {}, rest))
+        base_bytes = self._bytes(self.space.base, {}, rest)
         smallest = [np.min([size for *_, size in each], axis=0) for each in sized]
-        together = base.bytes + sum(smallest)
+        together = base_bytes + sum(smallest)
+        if together.max() > available:
+            return _Choice({}, rest, math.inf, base_bytes), [[] for _ in sized]
+        base = self._choice(self.space.base, {}, rest, base_bytes)
         choices = [
             _undominated(
                 [
