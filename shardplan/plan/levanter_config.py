@@ -115,7 +115,7 @@ def read_file(path: str) -> dict[str, Any]:
     """The sections of the Levanter configuration `path`.
 
     Raises:
-        ConfigError: no such file, not YAML, or no `trainer` section in it.
+        ConfigError: no such file, not YAML, no `trainer` section in it, or a section that is a part of itself.
     """
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -127,7 +127,24 @@ def read_file(path: str) -> dict[str, Any]:
         held = f"the sections {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
         held = " ".join(held.split())
         raise ConfigError(f"config file {path} holds {held:.200}, but no trainer section; is it for Levanter?")
+    for name, section in values.items():
+        endless = _endless(section, str(name), ())
+        if endless is not None:
+            raise ConfigError(
+                f"config file {path}: {endless:.200} is an alias of a section that it is in; write it out"
+            )
     return values
+
+
+def _endless(value: Any, name: str, around: tuple[int, ...]) -> str | None:
+    """Dotted name of a section or list within `value` that is one of those `around` it, as aliases can make it."""
+    if not isinstance(value, dict | list):
+        return None
+    if id(value) in around:
+        return name
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    found = (_endless(each, f"{name}.{key}", (*around, id(value))) for key, each in inner)
+    return next(filter(None, found), None)
 
 
 def layout_of(values: Any, devices: int, slices: int = 1) -> LevanterLayout:

@@ -79,7 +79,7 @@ def lint(trainer: Mapping[str, Any], target: Target) -> Lint:
     Raises:
         ConfigError: a value of the wrong type, or a mesh that is not replica x data x model.
     """
-    layout, findings, fixed = _readable(trainer, target.hardware)
+    layout, findings, fixed = readable(trainer, target.hardware)
     workload = layout.workload(target.config.workload)
     step = plan_step(target.model, workload_of(workload))
     subject = Subject(fixed, layout, target.axes, workload, target.hardware, step, target.attention_backend)
@@ -92,8 +92,12 @@ def lint(trainer: Mapping[str, Any], target: Target) -> Lint:
     return Lint(trainer, subject, tuple(sorted(findings, key=lambda f: f.severity != ERROR)), plan)
 
 
-def _readable(trainer: Mapping[str, Any], hardware: Slice) -> tuple[LevanterLayout, list[Finding], Mapping[str, Any]]:
-    """The layout, after every size that makes no mesh of the slice was replaced by the nearest that does."""
+def readable(trainer: Mapping[str, Any], hardware: Slice) -> tuple[LevanterLayout, list[Finding], Mapping[str, Any]]:
+    """The layout, after every size that makes no mesh of the slice was replaced by the nearest that does.
+
+    Raises:
+        ConfigError: a value of the wrong type, or a mesh that is not replica x data x model.
+    """
     findings: list[Finding] = []
     while True:
         try:

@@ -8,10 +8,11 @@ from typing import Any
 
 from shardplan.config import Config, leaves
 from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.hardware import parse_slice
 from shardplan.plan.calibration import usable_bytes
 from shardplan.plan.edit import candidate_edits, difference
 from shardplan.plan.levanter_config import read_file
-from shardplan.plan.lint import Lint, Target, lint, target_of
+from shardplan.plan.lint import Lint, Target, lint, readable, target_of
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan
 from shardplan.plan.search import TIME_RESOLUTION
@@ -56,6 +57,7 @@ def review(path: str, config: Config) -> Review:
         ConfigError: it cannot be read.
     """
     values = read_file(path)
+    readable(values["trainer"], parse_slice(config.hardware.slice))  # complain before the model is built
     model = values.get("model")
     target = target_of(config, model.get("attn_backend") if isinstance(model, dict) else None)
     found = lint(values["trainer"], target)

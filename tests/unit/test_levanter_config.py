@@ -389,6 +389,23 @@ def test_unreadable_files(tmp_path, content, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        ("trainer: &a {model_axis_size: 3, x: *a}", "trainer.x"),
+        ("trainer: {ids: &a [1, *a]}", "trainer.ids.1"),
+        ("trainer: {}\nmodel: &m {type: llama, rope: {of: *m}}", "model.rope.of"),
+    ],
+)
+def test_sections_that_are_parts_of_themselves(tmp_path, content, name):
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"^config file {path}: {name} is an alias of a section that it is in; w"):
+        read_levanter_config(str(path), 8)
+    path.write_text("a: &a {model: 2}\ntrainer: {x: *a, y: *a}")  # an alias by itself is fine
+    assert read_levanter_config(str(path), 8).mesh == mesh(1, 8, 1)
+
+
 def test_is_levanter_config():
     assert is_levanter_config({"trainer": {}, "model": {"type": "llama"}})
     assert is_levanter_config({"trainer": None})

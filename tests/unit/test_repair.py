@@ -7,6 +7,7 @@ import yaml
 from test_lint import LLAMA, ROOT, STORIES, trainer_of
 
 from shardplan import config as configuration
+from shardplan.errors import ConfigError
 from shardplan.plan.edit import Edit, candidate_edits, difference
 from shardplan.plan.levanter_config import read_levanter_config
 from shardplan.plan.lint import lint, target_of
@@ -108,6 +109,19 @@ def test_heads_on_a_model_axis_of_all_devices(config_405b):
         "+trainer.model_axis_size: 8",
         "+trainer.axis_resources.kv_head: model",
     ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), ("trainer: [", "is not YAML"), ("trainer: 3", "it must be a section with keys")],
+)
+def test_a_file_is_complained_about_before_the_model_is_built(tmp_path, content, message):
+    path = tmp_path / "levanter.yaml"
+    if content is not None:
+        path.write_text(content)
+    nothing = configuration.load([f"--model.config={tmp_path / 'no-model.json'}"], "test")
+    with pytest.raises(ConfigError, match=message):
+        review(str(path), nothing)
 
 
 def test_an_edit_leaves_what_it_was_applied_to_alone():
