@@ -12,7 +12,14 @@ from shardplan.model import Model, ModelAxes, inspect_model
 from shardplan.plan.checks import BLOCKING, OTHERS
 from shardplan.plan.edit import Edit
 from shardplan.plan.finding import ERROR, WARNING, Finding, Findings, Subject, sizes_text
-from shardplan.plan.levanter_config import LevanterLayout, MeshSizeError, layout_of
+from shardplan.plan.levanter_config import (
+    LEVANTER_BATCH,
+    NO_MODEL_SECTION,
+    LevanterLayout,
+    MeshSizeError,
+    ModelSection,
+    layout_of,
+)
 from shardplan.plan.plan import BATCH_AXIS, MemoryPlan, Plan
 from shardplan.plan.planner import model_of, plan_layout
 from shardplan.plan.workload import plan_step, workload_of
@@ -34,8 +41,8 @@ class Target:
     model: Model
     axes: ModelAxes
     hardware: Slice
-    attention_backend: str | None = None
-    """The `model.attn_backend` of the Levanter configuration; None for the default."""
+    written: ModelSection = NO_MODEL_SECTION
+    """What the `model` section of the Levanter configuration says."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +69,16 @@ class Lint:
         return self.plan.memory.peak if self.plan else self.subject.resting_bytes
 
 
-def target_of(config: Config, attention_backend: str | None = None) -> Target:
-    """Model and slice of `config`.
+def target_of(config: Config, written: ModelSection = NO_MODEL_SECTION) -> Target:
+    """Model and slice of `config`, and its workload with what is `written` in the Levanter configuration.
 
     Raises:
         ConfigError: it names none, or none that is supported.
     """
+    config = dataclasses.replace(config, workload=written.workload(config.workload))
     hardware = parse_slice(config.hardware.slice)
     model = model_of(config)
-    return Target(config, model, inspect_model(model), hardware, attention_backend)
+    return Target(config, model, inspect_model(model), hardware, written)
 
 
 def lint(trainer: Mapping[str, Any], target: Target) -> Lint:
@@ -82,7 +90,7 @@ def lint(trainer: Mapping[str, Any], target: Target) -> Lint:
     layout, findings, fixed = readable(trainer, target.hardware)
     workload = layout.workload(target.config.workload)
     step = plan_step(target.model, workload_of(workload))
-    subject = Subject(fixed, layout, target.axes, workload, target.hardware, step, target.attention_backend)
+    subject = Subject(fixed, layout, target.axes, workload, target.hardware, step, target.written.attention_backend)
     blocking = [finding for check in BLOCKING for finding in check(subject)]
     findings += [*blocking, *(finding for check in OTHERS for finding in check(subject))]
     plan = None
@@ -90,6 +98,21 @@ def lint(trainer: Mapping[str, Any], target: Target) -> Lint:
         plan = _measured(subject, target)
         findings += [*_memory(subject, plan), *_giants(subject, plan)]
     return Lint(trainer, subject, tuple(sorted(findings, key=lambda f: f.severity != ERROR)), plan)
+
+
+def assumptions(found: Lint, target: Target) -> list[str]:
+    """What the prediction takes from shardplan's configuration, for the Levanter configuration does not say it."""
+    work, written = found.subject.workload, target.written
+    assumed = []
+    if found.subject.layout.batch is None:
+        assumed.append(f"batch {work.batch} (Levanter's default is {LEVANTER_BATCH})")
+    if written.position is None:
+        assumed.append(f"{work.position} tokens per sequence")
+    if work.kind == "train":
+        if written.gradient_checkpointing is None:
+            assumed.append(f"gradient checkpointing {workload_of(work).gradient_checkpointing} (default in Levanter)")
+        assumed.append("AdamW, whatever the section optimizer says")
+    return assumed
 
 
 def readable(trainer: Mapping[str, Any], hardware: Slice) -> tuple[LevanterLayout, list[Finding], Mapping[str, Any]]:

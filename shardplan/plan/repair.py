@@ -11,8 +11,8 @@ from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.plan.calibration import usable_bytes
 from shardplan.plan.edit import candidate_edits, difference
-from shardplan.plan.levanter_config import read_file
-from shardplan.plan.lint import Lint, Target, lint, readable, target_of
+from shardplan.plan.levanter_config import model_section, read_file
+from shardplan.plan.lint import Lint, Target, assumptions, lint, readable, target_of
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan
 from shardplan.plan.search import TIME_RESOLUTION
@@ -42,6 +42,8 @@ class Review:
 
     path: str
     lint: Lint
+    assumed: list[str]
+    """What is taken from shardplan's configuration, for the file does not say it."""
     repair: Repair | None
     """The smallest edit that leaves no error; None where there is none to leave, or no edit was found."""
     faster: Repair | None
@@ -58,9 +60,9 @@ def review(path: str, config: Config) -> Review:
     """
     values = read_file(path)
     readable(values["trainer"], parse_slice(config.hardware.slice))  # complain before the model is built
-    model = values.get("model")
-    target = target_of(config, model.get("attn_backend") if isinstance(model, dict) else None)
+    target = target_of(config, model_section(values))
     found = lint(values["trainer"], target)
+    assumed = assumptions(found, target)
     best, why, work = None, "", found.subject.workload
     if config.workload.microbatches is None or (found.subject.layout.microbatch and work.kind == "train"):
         work = dataclasses.replace(work, microbatches=None)
@@ -69,7 +71,7 @@ def review(path: str, config: Config) -> Review:
     except (ConfigError, InfeasibleError) as error:
         why = str(error)
     if best is None:  # where no plan fits no edit does
-        return Review(path, found, None, None, None, why)
+        return Review(path, found, assumed, None, None, None, why)
     repair = smallest_edit(found, target) if found.errors else None
     runs = repair.lint.plan if repair else found.plan
     faster = None
@@ -77,7 +79,7 @@ def review(path: str, config: Config) -> Review:
         faster = smallest_edit(found, target, NEAR * best.cost.step_seconds)
         if faster and _seconds(faster.lint) * NEAR > runs.cost.step_seconds:
             faster = None  # not worth it
-    return Review(path, found, repair, faster, best)
+    return Review(path, found, assumed, repair, faster, best)
 
 
 def smallest_edit(start: Lint, target: Target, most_seconds: float = math.inf) -> Repair | None:

@@ -23,6 +23,8 @@ def print_review(review: Review, out: Console) -> None:
         + workload_text(subject.workload),
         soft_wrap=True,
     )
+    if review.assumed:
+        out.print(f"the file does not say: {'; '.join(review.assumed)}", markup=False, highlight=False, soft_wrap=True)
     for finding in review.lint.findings:
         _print_finding(finding, out)
     if not review.lint.findings:
@@ -47,6 +49,7 @@ def review_json(review: Review) -> dict[str, Any]:
     best = review.best
     return {
         "path": review.path,
+        "assumed": review.assumed,
         "findings": [finding.to_json() for finding in review.lint.findings],
         "predicted": None if review.lint.plan is None else _numbers(review.lint.plan),
         "repair": _repair_json(review.repair),

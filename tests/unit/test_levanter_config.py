@@ -10,7 +10,13 @@ import pytest
 import yaml
 
 from shardplan.errors import ConfigError
-from shardplan.plan.levanter_config import is_levanter_config, read_levanter_config
+from shardplan.plan.levanter_config import (
+    LEVANTER_BATCH,
+    ModelSection,
+    is_levanter_config,
+    model_section,
+    read_levanter_config,
+)
 
 BATCH = ["replica", "data"]
 
@@ -72,7 +78,7 @@ def test_an_empty_trainer_has_the_defaults_of_the_flat_schema(read):
     assert layout.mesh == mesh(1, 8, 1)
     assert layout.compute_mapping == {"batch": BATCH}
     assert layout.param_mapping == {"batch": BATCH, "embed": ["data"]}
-    assert (layout.batch, layout.param_dtype, layout.compute_dtype) == (None, None, None)
+    assert (layout.batch, layout.param_dtype, layout.compute_dtype) == (None, "float32", "float32")
 
 
 @pytest.mark.parametrize(
@@ -205,9 +211,8 @@ def test_levanter_agrees(read, trainer):
     assert levanter.device_mesh.axis_names == tuple(layout.mesh)
     assert as_lists(levanter.compute_axis_mapping) == layout.compute_mapping
     assert as_lists(levanter.parameter_axis_mapping) == layout.param_mapping
-    if "mp" in trainer:
-        assert levanter.mp.param_dtype == getattr(jnp, layout.param_dtype)
-        assert levanter.mp.compute_dtype == getattr(jnp, layout.compute_dtype)
+    assert levanter.mp.param_dtype == getattr(jnp, layout.param_dtype)
+    assert levanter.mp.compute_dtype == getattr(jnp, layout.compute_dtype)
     if "train_batch_size" in trainer:
         assert levanter.train_batch_size == layout.batch
         assert levanter.train_batch_size // levanter.microbatch_size == layout.microbatches
@@ -404,6 +409,53 @@ def test_sections_that_are_parts_of_themselves(tmp_path, content, name):
         read_levanter_config(str(path), 8)
     path.write_text("a: &a {model: 2}\ntrainer: {x: *a, y: *a}")  # an alias by itself is fine
     assert read_levanter_config(str(path), 8).mesh == mesh(1, 8, 1)
+
+
+def test_levanters_own_batch():
+    from levanter.trainer import TrainerConfig
+
+    assert TrainerConfig.train_batch_size == LEVANTER_BATCH
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({}, ModelSection()),
+        ({"type": "llama", "seq_len": 1024}, ModelSection(position=1024)),
+        ({"max_seq_len": 512, "attn_backend": "jax_flash"}, ModelSection(position=512, attention_backend="jax_flash")),
+        ({"gradient_checkpointing": True}, ModelSection("default")),
+        ({"gradient_checkpointing": False}, ModelSection("save_all")),
+        ({"gradient_checkpointing": "full"}, ModelSection("recompute")),
+        ({"gradient_checkpointing": "nested"}, ModelSection("nested")),
+        ({"gradient_checkpointing": {"nested": 4}}, ModelSection("nested")),
+        ({"gradient_checkpointing": {"save_carries": "offload"}}, ModelSection("offload")),
+        ({"gradient_checkpointing": {"save_carries": False}}, ModelSection("recompute")),
+        ({"gradient_checkpointing": {"save_block_internals": True}}, ModelSection("save_all")),
+        ({"gradient_checkpointing": {"simple": True}}, ModelSection("default")),
+        (None, ModelSection()),
+        ("llama", ModelSection()),
+    ],
+    ids=str,
+)
+def test_the_model_section(model, expected):
+    assert model_section({"model": model}) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"gradient_checkpointing": "ofload"},
+            "model.gradient_checkpointing is 'ofload'; did you mean 'offload'? (or true, or false)",
+        ),
+        ({"gradient_checkpointing": [1]}, "model.gradient_checkpointing is [1]; valid: full, nested, offload, "),
+        ({"seq_len": "4k"}, "model.seq_len is '4k'; it must be a positive integer"),
+    ],
+)
+def test_errors_of_the_model_section(model, message):
+    with pytest.raises(ConfigError) as raised:
+        model_section({"model": model})
+    assert str(raised.value).startswith(message)
 
 
 def test_is_levanter_config():

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from shardplan.errors import ConfigError
-from shardplan.plan.levanter_config import read_file
-from shardplan.plan.lint import lint, target_of
+from shardplan.plan.levanter_config import ModelSection, model_section, read_file
+from shardplan.plan.lint import assumptions, lint, target_of
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "configs" / "models" / "llama-3.1-8b.json"
@@ -16,7 +16,10 @@ LLAMA = ROOT / "configs" / "models" / "llama-3.1-8b.json"
 
 @pytest.fixture(scope="module")
 def lint_8b():
-    """Lints a trainer section, given as YAML, for Llama-3.1-8B: 32 layers, 8 key heads of 4 query heads, mlp 14336."""
+    """Lints a trainer section, given as YAML, for Llama-3.1-8B: 32 layers, 8 key heads of 4 query heads, mlp 14336.
+
+    In bfloat16, unless it says otherwise.
+    """
     from shardplan import config
 
     targets = {}
@@ -24,8 +27,11 @@ def lint_8b():
     def run(trainer, slice_name="v4-16", backend=None):
         if (slice_name, backend) not in targets:
             argv = [f"--model.config={LLAMA}", f"--hardware.slice={slice_name}", "--workload.batch=16"]
-            targets[slice_name, backend] = target_of(config.load(argv, "test"), backend)
-        return lint(yaml.safe_load(trainer), targets[slice_name, backend])
+            targets[slice_name, backend] = target_of(config.load(argv, "test"), ModelSection(attention_backend=backend))
+        values = yaml.safe_load(trainer)
+        if isinstance(values, dict):
+            values.setdefault("mp", "bf16")
+        return lint(values, targets[slice_name, backend])
 
     return run
 
@@ -313,6 +319,28 @@ def test_levanters_own_loader(lint_8b):
 def test_what_cannot_be_read_is_no_finding(lint_8b, trainer):
     with pytest.raises(ConfigError):
         lint_8b(trainer)
+
+
+def test_what_the_file_says_is_measured_and_levanters_types_are_float32():
+    from shardplan import config
+
+    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.kind=train", "--workload.batch=16"]
+    asked = config.load(argv, "test")
+    target = target_of(asked, model_section({"model": {"gradient_checkpointing": "offload", "max_seq_len": 1024}}))
+    found = lint({"train_batch_size": 32}, target)
+    assert found.plan is not None
+    work = found.plan.workload
+    assert (work.batch, work.position, work.gradient_checkpointing) == (32, 1024, "offload")
+    assert (work.param_dtype, work.compute_dtype) == ("float32", "float32")
+    assert assumptions(found, target) == ["AdamW, whatever the section optimizer says"]
+
+    target = target_of(asked)
+    assert assumptions(lint({}, target), target) == [
+        "batch 16 (Levanter's default is 512)",
+        "2048 tokens per sequence",
+        "gradient checkpointing default (default in Levanter)",
+        "AdamW, whatever the section optimizer says",
+    ]
 
 
 STORIES = {

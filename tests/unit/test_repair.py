@@ -34,7 +34,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_no_single_edit_is_overlooked(target, name):
     """Against every candidate edit, without the restriction to what the first error is about."""
-    start = lint(yaml.safe_load(BROKEN[name]), target)
+    start = lint({"mp": "bf16", **yaml.safe_load(BROKEN[name])}, target)
     assert start.errors
     repair = smallest_edit(start, target)
     assert repair is not None and not repair.lint.errors
@@ -52,7 +52,7 @@ def test_no_single_edit_is_overlooked(target, name):
 def test_two_edits_where_one_does_not_do(target):
     """Of the three axes of queries only one can stay; against every pair of candidate edits."""
     trainer = yaml.safe_load(
-        "{model_axis_size: 8, fsdp_axis: embed,"
+        "{mp: bf16, model_axis_size: 8, fsdp_axis: embed,"
         " axis_resources: {mlp: model, vocab: model, kv_head: model, q_heads_per_group: model, head_size: model}}"
     )
     start = lint(trainer, target)
@@ -71,7 +71,7 @@ def test_two_edits_where_one_does_not_do(target):
 def test_nothing_is_proposed_where_nothing_fits(target):
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v5e-1", "--workload.batch=16"]
     small = target_of(configuration.load(argv, "test"))
-    start = lint({}, small)
+    start = lint({"mp": "bf16"}, small)
     assert start.errors[0].kind == "memory"
     assert smallest_edit(start, small) is None
 
