@@ -17,10 +17,38 @@ from shardplan.plan.finding import (
     short,
     sizes_text,
 )
+from shardplan.plan.levanter_config import ATTENTION_BACKENDS, FLAT_KEYS, OTHER_KEYS
 from shardplan.plan.workload import itemsize
 
-SPLASH_BACKENDS = (None, "default", "splash")
-"""Values of `model.attn_backend` with which Levanter runs splash attention on a TPU."""
+OTHER_BACKENDS = frozenset(ATTENTION_BACKENDS) - {"default", "splash"}
+"""Values of `model.attn_backend` with which Levanter runs no splash attention on a TPU."""
+
+
+def unknown_keys(s: Subject) -> Findings:
+    """Keys of the trainer section that Levanter does not have, and so refuses; what they were to say holds nowhere."""
+    for key in s.trainer:
+        if key not in (*FLAT_KEYS, *OTHER_KEYS):
+            valid = OTHER_KEYS if not s.is_flat else (*FLAT_KEYS, *OTHER_KEYS)
+            yield Finding(
+                WARNING,
+                "unknown key",
+                (f"trainer.{key}",),
+                f"Levanter's trainer has no key {str(key)!r}: it refuses the file, and here the key counts for nothing",
+                nearest(str(key), valid) if closest(str(key), valid) else "take it out",
+            )
+
+
+def unknown_backend(s: Subject) -> Findings:
+    """A kind of attention that Levanter does not have."""
+    name = s.attention_backend
+    if name is not None and name.lower() not in ATTENTION_BACKENDS:
+        yield Finding(
+            WARNING,
+            "attention backend",
+            ("model.attn_backend",),
+            f"Levanter has no attention {name!r} and refuses the file; what follows is said of its default",
+            nearest(name, ATTENTION_BACKENDS),
+        )
 
 
 def unreadable_lists(s: Subject) -> Findings:
@@ -234,7 +262,7 @@ def batch(s: Subject) -> Findings:
 
 def attention_kernel(s: Subject) -> Findings:
     """Levanter's splash attention runs on each device alone: right only with all positions and whole heads there."""
-    if s.hardware.is_cpu or s.attention_backend not in SPLASH_BACKENDS:
+    if s.hardware.is_cpu or (s.attention_backend or "").lower() in OTHER_BACKENDS:
         return
     needed = {s.axes.position, *(axis for a in s.step.attention for axis in (*a.heads[1:], a.head_size))}
     cut = [axis for axis in s.compute if axis in needed and s.devices(s.compute[axis]) > 1]
@@ -274,6 +302,8 @@ def _replicated(s: Subject, parameters: dict[str, int]) -> dict[str, int]:
 BLOCKING: tuple[Callable[[Subject], Findings], ...] = (duplicates, indivisible, batch)
 """Checks whose errors leave nothing to predict."""
 OTHERS: tuple[Callable[[Subject], Findings], ...] = (
+    unknown_keys,
+    unknown_backend,
     unreadable_lists,
     unknown_axes,
     merged_heads,

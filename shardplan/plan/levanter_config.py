@@ -35,6 +35,47 @@ FLAT_KEYS = (
     "replica_ici_axis_size",
     "tensor_parallel_axes",
 )
+OTHER_KEYS = (
+    "mesh",
+    "use_explicit_mesh_axes",
+    "allow_nondivisible_batch_size",
+    "checkpointer",
+    "crash_on_inf",
+    "crash_on_nan",
+    "allow_partial_checkpoint",
+    "distributed",
+    "id",
+    "initialize_from",
+    "jax_compilation_cache_dir",
+    "jax_config",
+    "load_checkpoint",
+    "load_checkpoint_path",
+    "log_dir",
+    "log_jaxprs",
+    "log_xla_hlo",
+    "max_eval_batches",
+    "model_averaging",
+    "mp",
+    "num_train_steps",
+    "per_device_eval_parallelism",
+    "per_device_parallelism",
+    "profiler",
+    "profiler_num_steps",
+    "profiler_perfetto_link",
+    "profiler_start_step",
+    "quantization",
+    "ray",
+    "require_accelerator",
+    "seed",
+    "shutdown_at_exit",
+    "steps_per_eval",
+    "tracker",
+    "train_batch_size",
+    "wandb",
+    "watch",
+)
+"""Keys of the trainer section beside `FLAT_KEYS`; the first two are of the later schema alone."""
+ATTENTION_BACKENDS = ("default", "jax_flash", "nvte", "splash", "vanilla")
 MESH_KEYS = ("axes", "batch_axis_name", "compute_mapping", "dcn_axes", "param_mapping", "shared_mapping")
 
 POSITION_KEYS = ("max_seq_len", "seq_len")

@@ -1,13 +1,23 @@
 """Every kind of finding: on which layout, with which words, and which not."""
 
+import dataclasses
 from pathlib import Path
 
 import draccus
 import pytest
 import yaml
+from levanter.layers.attention import AttentionBackend
+from levanter.trainer import TrainerConfig
 
 from shardplan.errors import ConfigError
-from shardplan.plan.levanter_config import ModelSection, model_section, read_file
+from shardplan.plan.levanter_config import (
+    ATTENTION_BACKENDS,
+    FLAT_KEYS,
+    OTHER_KEYS,
+    ModelSection,
+    model_section,
+    read_file,
+)
 from shardplan.plan.lint import assumptions, lint, target_of
 
 ROOT = Path(__file__).parents[2]
@@ -248,8 +258,6 @@ def test_a_batch_that_is_not_cut(lint_8b):
 
 def test_lists_are_for_the_mesh_schema(lint_8b):
     """Levanter declares its flat mappings as tuples of one text, as which draccus then reads a longer list."""
-    from levanter.trainer import TrainerConfig
-
     trainer = "{model_axis_size: 2, fsdp_axis: null, parameter_axis_resources: {mlp: [model, data]}}"
     found = only(lint_8b(trainer).findings, "list")
     assert (found.severity, found.where) == ("error", ("trainer.parameter_axis_resources.mlp",))
@@ -270,6 +278,38 @@ def test_attention_needs_whole_heads(lint_8b):
     )
     assert not lint_8b(trainer, backend="jax_flash").errors
     assert ("error", "attention") not in kinds(lint_8b(trainer, "cpu-8"))
+
+
+def test_an_attention_backend_that_there_is_not(lint_8b):
+    """It switches off nothing: what it was to be is not known."""
+    trainer = "{model_axis_size: 4, axis_resources: {mlp: model, heads: model, q_heads_per_group: model}}"
+    result = lint_8b(trainer, backend="jax_flsh")
+    found = only(result.findings, "attention backend")
+    assert (found.severity, found.where) == ("warning", ("model.attn_backend",))
+    assert found.remedy == "did you mean 'jax_flash'?"
+    assert ("error", "attention") in kinds(result)
+    assert not lint_8b(trainer, backend="JAX_FLASH").errors
+    assert {backend.value for backend in AttentionBackend} == set(ATTENTION_BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "where", "remedy"),
+    [
+        ("{model_axis_sise: 8}", "trainer.model_axis_sise", "did you mean 'model_axis_size'?"),
+        ("{mehs: {axes: {model: 8}}}", "trainer.mehs", "did you mean 'mesh'?"),
+        ("{mesh: {}, train_batchsize: 8}", "trainer.train_batchsize", "did you mean 'train_batch_size'?"),
+        ("{qqq: 8}", "trainer.qqq", "take it out"),
+        ("{1: 8}", "trainer.1", "take it out"),
+    ],
+)
+def test_keys_that_there_are_not(lint_8b, trainer, where, remedy):
+    found = only(lint_8b(trainer).findings, "unknown key")
+    assert (found.severity, found.where, found.remedy) == ("warning", (where,), remedy)
+
+
+def test_every_key_of_levanter_is_known():
+    ours = {*FLAT_KEYS, *OTHER_KEYS} - {"mesh", "use_explicit_mesh_axes"}
+    assert {item.name for item in dataclasses.fields(TrainerConfig)} == ours
 
 
 def test_out_of_memory_names_the_largest_parts(lint_8b):
