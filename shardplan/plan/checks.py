@@ -208,7 +208,7 @@ def indivisible(s: Subject) -> Findings:
     cuts = {*s.compute.items(), *s.params.items()}
     for axis, mesh_axes in sorted(cut for cut in cuts if cut[0] in s.known - s.batch_axes):
         length, devices = s.size(axis), s.devices(mesh_axes)
-        if length % devices == 0:
+        if length % devices == 0 or (axis == s.axes.vocab and s.rounded_vocab % devices == 0):
             continue
         yield Finding(
             ERROR,
@@ -218,6 +218,21 @@ def indivisible(s: Subject) -> Findings:
             "(IndivisibleError)",
             f"at most {math.gcd(length, devices)} of the {devices} can cut it: use fewer, or map another axis",
             axes=frozenset({axis, *MESH_AXES}),
+        )
+
+
+def rounded_vocabulary(s: Subject) -> Findings:
+    """Levanter's mains make the vocabulary as large as the devices that cut it need."""
+    vocab, length = s.axes.vocab, s.axes.axes[s.axes.vocab]
+    if s.rounded_vocab != length:
+        devices, by = s.devices(s.rounding[vocab]), product_text(s.layout.mesh, s.rounding[vocab])
+        yield Finding(
+            WARNING,
+            "vocabulary",
+            s.keys([vocab]),
+            f"{vocab} ({length}) is not divisible by the {devices} devices of {by}: Levanter rounds "
+            f"it up to {s.rounded_vocab}, and what it adds takes part in the softmax, so that the losses are others",
+            f"let at most {math.gcd(length, devices)} devices cut {vocab}, or leave it whole",
         )
 
 
@@ -309,6 +324,7 @@ OTHERS: tuple[Callable[[Subject], Findings], ...] = (
     merged_heads,
     unused_mesh_axes,
     overridden,
+    rounded_vocabulary,
     attention_kernel,
     loading,
 )

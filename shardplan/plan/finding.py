@@ -110,6 +110,17 @@ class Subject:
             return self.workload.position
         return self.workload.batch if axis in self.batch_axes else self.axes.axes[axis]
 
+    @property
+    def rounding(self) -> dict[str, tuple[str, ...]]:
+        """The mapping by which Levanter's main rounds the vocabulary: train_lm's is another than eval_lm's."""
+        return self.params if self.workload.kind == "train" else self.compute
+
+    @property
+    def rounded_vocab(self) -> int:
+        """Size that Levanter gives the vocabulary."""
+        size, devices = self.axes.axes[self.axes.vocab], self.devices(self.rounding.get(self.axes.vocab, ()))
+        return -(-size // devices) * devices
+
     def devices(self, mesh_axes: Iterable[str]) -> int:
         """Number of devices along `mesh_axes` together."""
         return math.prod(self.layout.mesh[axis] for axis in mesh_axes)

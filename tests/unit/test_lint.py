@@ -1,6 +1,7 @@
 """Every kind of finding: on which layout, with which words, and which not."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import draccus
@@ -205,6 +206,31 @@ def test_indivisible(lint_8b):
     assert result.plan is None
     both = lint_8b("{mesh: {axes: {model: 4}, param_mapping: {kv_head: [model, data]}}}", "v4-64")
     assert "by the 32 devices of model 4 x data 8 (" in only(both.findings, "indivisible").text
+
+
+def test_levanter_rounds_the_vocabulary_up(tmp_path):
+    """GPT-2's 50257 tokens, which nothing divides; eval_lm rounds by the mapping for computing alone."""
+    from shardplan import config
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(LLAMA.read_text()), "vocab_size": 50257}))
+
+    def lint_odd(trainer, kind):
+        argv = [f"--model.config={path}", "--hardware.slice=v4-16", "--workload.batch=16"]
+        return lint({"mp": "bf16", **trainer}, target_of(config.load([*argv, f"--workload.kind={kind}"], "test")))
+
+    both = {"model_axis_size": 2, "axis_resources": {"vocab": "model"}}
+    at_rest = {"model_axis_size": 2, "axis_resources": {"mlp": "model"}, "parameter_axis_resources": {"vocab": "model"}}
+    result = lint_odd(both, "eval")
+    found = only(result.findings, "vocabulary")
+    assert (found.severity, found.where) == ("warning", ("trainer.axis_resources.vocab",))
+    assert found.text == (
+        "vocab (50257) is not divisible by the 2 devices of model 2: Levanter rounds it up to 50258, and what it "
+        "adds takes part in the softmax, so that the losses are others"
+    )
+    assert not result.errors and result.plan is not None
+    assert not lint_odd(both, "train").errors and not lint_odd(at_rest, "train").errors
+    assert [finding.kind for finding in lint_odd(at_rest, "eval").errors] == ["indivisible"]
 
 
 @pytest.mark.parametrize(
