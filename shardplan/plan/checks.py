@@ -71,7 +71,7 @@ def unknown_axes(s: Subject) -> Findings:
     mapped = {**s.params, **s.compute}
     for axis in (axis for axis in mapped if axis not in s.known):
         mesh_axes = {*s.params.get(axis, ()), *s.compute.get(axis, ())}
-        meant = closest(axis, s.known)
+        meant = closest(axis, s.mappable)
         whole = s.bytes(s.not_cut_by((p for p in s.axes.parameters if meant in p.axes), mesh_axes))
         replicated = _replicated(s, whole)
         text = f"the model has no axis {axis!r}, so that mapping it does nothing"
@@ -84,10 +84,26 @@ def unknown_axes(s: Subject) -> Findings:
             "unknown axis",
             s.keys([axis]),
             text,
-            nearest(axis, s.known),
+            nearest(axis, s.mappable),
             replicated or whole,
             frozenset({axis, meant or axis}),
         )
+
+
+def stacked_axes(s: Subject) -> Findings:
+    """Axes that layers are stacked along."""
+    for axis in sorted(s.stacked & {*s.params, *s.compute}):
+        mesh_axes = tuple(dict.fromkeys((*s.params.get(axis, ()), *s.compute.get(axis, ()))))
+        if s.devices(mesh_axes) > 1:
+            yield Finding(
+                WARNING,
+                "stacked axis",
+                s.keys([axis]),
+                f"layers are stacked along {axis!r}: cut by {product_text(s.layout.mesh, mesh_axes)}, every trip of "
+                "the loop over them needs its slice from other devices, which is not predicted",
+                f"leave {axis} whole, and cut another axis",
+                axes=frozenset({axis}),
+            )
 
 
 def merged_heads(s: Subject) -> Findings:
@@ -321,6 +337,7 @@ OTHERS: tuple[Callable[[Subject], Findings], ...] = (
     unknown_backend,
     unreadable_lists,
     unknown_axes,
+    stacked_axes,
     merged_heads,
     unused_mesh_axes,
     overridden,

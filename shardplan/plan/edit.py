@@ -110,9 +110,9 @@ def _entries(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
         elif entry.mesh_axes:
             yield Edit({key: None}, axes=frozenset({axis}))
         for mesh_axis, size in s.layout.mesh.items():
-            if size > 1 and entry.mesh_axes != [mesh_axis] and axis in s.known and not _cuts_residual(key, s):
+            if size > 1 and entry.mesh_axes != [mesh_axis] and axis in s.mappable and not _cuts_residual(key, s):
                 yield Edit({key: mesh_axis}, axes=frozenset({axis}))
-        meant = closest(axis, s.known) if axis not in s.known else None
+        meant = closest(axis, s.mappable) if axis not in s.known else None
         if meant and key in written and f"{section}.{meant}" not in written:
             yield Edit({f"{section}.{meant}": written[key]}, (key,), frozenset({axis, meant}))
 

@@ -94,6 +94,19 @@ class Subject:
         return [name for name in used if name not in self.step.routed]
 
     @cached_property
+    def stacked(self) -> set[str]:
+        """Logical axes that layers are stacked along: those of parameters that no product has, but for the residual."""
+        used = {
+            name for task in self.step.tasks if task.kind == "contraction" for a in task.operands for name in a.axes
+        }
+        return {*self.axes.axes} - used - {self.axes.residual, self.axes.position}
+
+    @cached_property
+    def mappable(self) -> set[str]:
+        """Logical axes that a plan may cut."""
+        return self.known - self.stacked
+
+    @cached_property
     def activations(self) -> dict[tuple[str, ...], str]:
         """Axes of the activations that Haliax shards, the results of linear layers -> what they are."""
         found: dict[tuple[str, ...], str] = {}

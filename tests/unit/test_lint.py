@@ -101,6 +101,15 @@ def test_an_axis_that_is_like_none(lint_8b):
     assert found.remedy.startswith("valid: batch, embed, head_size, heads, kv_head, ")
 
 
+def test_the_axis_that_layers_are_stacked_along(lint_8b):
+    found = only(lint_8b(USUAL.replace("vocab: model", "vocab: model, layer: data")).findings, "stacked axis")
+    assert (found.severity, found.where) == ("warning", ("trainer.axis_resources.layer",))
+    assert found.text.startswith("layers are stacked along 'layer': cut by data 4, every trip of the loop over them ")
+    assert ("warning", "stacked axis") not in kinds(lint_8b("{axis_resources: {layer: model}}"))
+    # it is not what a misspelt axis was meant to be
+    assert "'layer'" not in only(lint_8b("{axis_resources: {layers: data}}").findings, "unknown axis").remedy
+
+
 def test_positions_and_a_batch_of_another_name_are_known(lint_8b):
     result = lint_8b("{model_axis_size: 2, batch_axis: row, axis_resources: {position: model}}", backend="vanilla")
     assert kinds(result) == []

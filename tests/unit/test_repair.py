@@ -112,6 +112,21 @@ def test_heads_on_a_model_axis_of_all_devices(config_405b):
 
 
 @pytest.mark.parametrize(
+    "trainer",
+    [
+        "{model_axis_size: 2, axis_resources: {layers: data, layer: null}}",
+        "{model_axis_size: 2, fsdp_axis: layer}",
+        "{mesh: {axes: {model: 2}, shared_mapping: {layer: replica}}}",
+    ],
+)
+def test_no_edit_maps_the_axis_that_layers_are_stacked_along(target, trainer):
+    start = lint(yaml.safe_load(trainer), target)
+    for edit in candidate_edits(start.trainer, start.subject):
+        mapped = {key: value for key, value in edit.values.items() if value is not None}
+        assert "layer" not in mapped.values() and not any(key.endswith(".layer") for key in mapped)
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [(None, "cannot be read"), ("trainer: [", "is not YAML"), ("trainer: 3", "it must be a section with keys")],
 )
