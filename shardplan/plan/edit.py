@@ -1,6 +1,7 @@
 """Changes of the keys of a hand-written Levanter configuration, and which ones could mend it."""
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from shardplan.plan.finding import Subject
 from shardplan.plan.levanter_config import DEFAULT_FSDP_AXIS
 
 ROOT = "trainer."
+BATCH_KEY, PARTS_KEY = "trainer.train_batch_size", "trainer.per_device_parallelism"
 SECTIONS_WITH_DEFAULT = ("trainer.mesh.param_mapping",)
 """Mappings that mean something else without an entry than left out."""
 
@@ -64,9 +66,10 @@ def _text(value: Any) -> str:
 
 
 def candidate_edits(trainer: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    """Every single change that is tried: sizes of the mesh, entries of mappings, entries that are not there yet."""
+    """Every single change that is tried: sizes of mesh and batch, entries of mappings, entries that are not there."""
     written = leaves(trainer, ROOT)
     yield from _sizes(written, s)
+    yield from _batches(written, s)
     yield from _entries(written, s)
     yield from _additions(written, s)
     if s.is_flat:
@@ -89,6 +92,25 @@ def _sizes(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
         for size in sizes:
             if size != written.get(key, 1):
                 yield Edit({key: size}, axes=frozenset(MESH_AXES))
+
+
+def _batches(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+    """Batches that divide, near one in the file that does not; of training, what a device takes at once."""
+    size, layout = s.workload.batch, s.layout
+    groups = math.lcm(layout.batch_shards, s.devices(s.compute.get(layout.batch_axis, ())))
+    axes = frozenset({layout.batch_axis})
+    if size % groups and written.get(BATCH_KEY) == size:
+        for near in (size // groups * groups, (size // groups + 1) * groups):
+            if 0 < near <= 2 * size:
+                yield Edit({BATCH_KEY: near}, axes=axes)
+    if s.workload.kind != "train" or written.get(BATCH_KEY) == -1:
+        return
+    each = size // layout.batch_shards
+    divisors = [n for n in range(1, each) if each % n == 0] if size % layout.batch_shards == 0 else []
+    now = written.get(PARTS_KEY, -1)
+    for number in (-1, *divisors):  # all at once is -1
+        if number != now:
+            yield Edit({PARTS_KEY: number}, axes=axes)
 
 
 def _entries(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:

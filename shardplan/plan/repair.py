@@ -10,7 +10,7 @@ from shardplan.config import Config, leaves
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.plan.calibration import usable_bytes
-from shardplan.plan.edit import candidate_edits, difference
+from shardplan.plan.edit import ROOT, candidate_edits, difference
 from shardplan.plan.levanter_config import model_section, read_file
 from shardplan.plan.lint import Lint, Target, assumptions, lint, readable, target_of
 from shardplan.plan.plan import Plan
@@ -73,19 +73,20 @@ def review(path: str, config: Config) -> Review:
     if best is None:  # where no plan fits no edit does
         return Review(path, found, assumed, None, None, None, why)
     repair = smallest_edit(found, target) if found.errors else None
-    runs = repair.lint.plan if repair else found.plan
-    faster = None
-    if runs and runs.cost.step_seconds > NEAR * best.cost.step_seconds:
-        faster = smallest_edit(found, target, NEAR * best.cost.step_seconds)
-        if faster and _seconds(faster.lint) * NEAR > runs.cost.step_seconds:
+    runs = repair.lint if repair else found
+    faster, near = None, NEAR * _pace(best)
+    if runs.plan and _seconds(runs) > near:
+        faster = smallest_edit(found, target, near)
+        if faster and _seconds(faster.lint) * NEAR > _seconds(runs):
             faster = None  # not worth it
     return Review(path, found, assumed, repair, faster, best)
 
 
 def smallest_edit(start: Lint, target: Target, most_seconds: float = math.inf) -> Repair | None:
-    """The fewest edits that leave no error, and a step of at most `most_seconds`, or else the fastest that was seen.
+    """The fewest edits that leave no error, and at most `most_seconds` a sequence, or else the fastest that was seen.
 
-    Of as many edits the fastest step, and among those that are equally fast to the model's resolution the lowest peak.
+    Of as many edits those that leave the fewest warnings about what they wrote; of these the fastest per sequence, for
+    edits can change the batch; and among those that are equally fast to the model's resolution the lowest peak.
 
     Searched by number of edits. Where there are errors only edits of an axis that the first one is about are made, for
     one of those has to change. Only the `FRONTIER` unfinished configurations that are closest to done are edited
@@ -110,7 +111,7 @@ def smallest_edit(start: Lint, target: Target, most_seconds: float = math.inf) -
                 (found if _fits(child) and _seconds(child) <= most_seconds else unfinished).append(child)
         runs = found or [state for state in unfinished if not state.errors]
         if runs:
-            best = _choose(runs)
+            best = _choose(start, runs)
             if fastest is None or _seconds(best) < _seconds(fastest.lint):
                 fastest = Repair(edits, difference(start.trainer, best.trainer), best)
         if found:
@@ -119,9 +120,19 @@ def smallest_edit(start: Lint, target: Target, most_seconds: float = math.inf) -
     return fastest
 
 
-def _choose(found: list[Lint]) -> Lint:
+def _choose(start: Lint, found: list[Lint]) -> Lint:
+    own = [_own_warnings(start, f) for f in found]
+    found = [f for f, warnings in zip(found, own, strict=True) if warnings == min(own)]
     equal = min(map(_seconds, found)) * (1 + TIME_RESOLUTION)
     return min((f for f in found if _seconds(f) <= equal), key=lambda f: (f.needed_bytes, _seconds(f), len(f.findings)))
+
+
+def _own_warnings(start: Lint, state: Lint) -> int:
+    """How many warnings there are about what the edits after `start` wrote, as of a mesh axis with nothing on it."""
+    before = leaves(start.trainer, ROOT)
+    written = {key for key, value in leaves(state.trainer, ROOT).items() if key not in before or before[key] != value}
+    # Levanter's loader is about the model's size, whatever key it is said at
+    return sum(bool(written & {*finding.where}) for finding in state.findings if finding.kind != "loading")
 
 
 def _fits(state: Lint) -> bool:
@@ -129,7 +140,12 @@ def _fits(state: Lint) -> bool:
 
 
 def _seconds(state: Lint) -> float:
-    return state.plan.cost.step_seconds if state.plan else math.inf
+    """Per sequence."""
+    return _pace(state.plan) if state.plan else math.inf
+
+
+def _pace(plan: Plan) -> float:
+    return plan.cost.step_seconds / plan.workload.batch
 
 
 def _edited(state: Lint) -> Iterable[dict[str, Any]]:
