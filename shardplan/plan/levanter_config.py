@@ -21,6 +21,8 @@ from shardplan.plan.section import AxisLists, Entry, Section, text_of
 
 DCN_AXIS = "replica_dcn"
 """Mesh axis of the `mesh` schema across slices; a plan's mesh has it as the major part of `replica`."""
+SHARED_BY_DEFAULT = ("mlp", "heads")
+"""Logical axes that the `mesh` schema maps to model where the file does not say."""
 DEFAULT_FSDP_AXIS = "embed"
 """What `fsdp_axis` is where the flat schema does not say."""
 BATCH_MESH_AXES = ["replica", "data"]
@@ -341,7 +343,7 @@ def _mesh_layout(section: Section, devices: int, slices: int) -> _Parts:
 
     names = (*MESH_AXES, DCN_AXIS)
     shared = section.entries("shared_mapping", {}, names)
-    defaults = [Entry(f"{section.name}.shared_mapping.{axis}", axis, ["model"]) for axis in ("mlp", "heads")]
+    defaults = [Entry(f"{section.name}.shared_mapping.{axis}", axis, ["model"]) for axis in SHARED_BY_DEFAULT]
     shared = defaults + shared
     own = section.entries("compute_mapping", {}, names)
     batch_axis = section.axis("batch_axis_name", "batch")

@@ -7,7 +7,7 @@ import yaml
 
 from shardplan.hardware import parse_slice
 from shardplan.hardware.placement import slices_by_axis
-from shardplan.plan.levanter_config import BATCH_MESH_AXES
+from shardplan.plan.levanter_config import BATCH_MESH_AXES, DCN_AXIS, SHARED_BY_DEFAULT
 from shardplan.plan.mapping import MeshAxes, as_tuples, mesh_size
 from shardplan.plan.plan import BATCH_AXIS, Mapping, Plan
 
@@ -21,22 +21,49 @@ def trainer_section(plan: Plan) -> dict[str, Any]:
     In Levanter data is what replica and model leave of the devices, parameters rest as they are computed with unless
     told otherwise, and an evaluation has as many sequences as a training step.
     """
-    work, slices = plan.workload, parse_slice(plan.hardware.slice).slices
-    replica_slices = dict(zip(plan.mesh, slices_by_axis(slices, plan.mesh), strict=True))["replica"]
+    replica_slices, replica = _replica(plan)
     compute = {axis: mesh_axes for axis, mesh_axes in plan.compute_mapping.items() if axis != BATCH_AXIS}
     whole_at_rest = dict.fromkeys(axis for axis in compute if axis not in plan.param_mapping)
-    parts = work.microbatches
-    per_device = work.batch // parts // mesh_size(plan.mesh, _batch(plan))
     return {
-        "mp": f"p={work.param_dtype},c={work.compute_dtype}",
+        "mp": _types(plan),
         "replica_dcn_axis_size": replica_slices,
-        "replica_ici_axis_size": plan.mesh["replica"] // replica_slices,
+        "replica_ici_axis_size": replica,
         "model_axis_size": plan.mesh["model"],
-        "train_batch_size": work.batch,
-        **({"per_device_parallelism": per_device} if parts > 1 else {}),
+        **_batches(plan),
         "fsdp_axis": None,
         "axis_resources": _values(compute),
         "parameter_axis_resources": {**_values(plan.param_mapping), **whole_at_rest},
+    }
+
+
+def mesh_trainer_section(plan: Plan) -> dict[str, Any] | None:
+    """The same for the later schema, with a `mesh` section; None where slices cut data, which that has no name for.
+
+    It has lists of mesh axes, and says the batch like any other axis.
+    """
+    replica_slices, replica = _replica(plan)
+    slices = parse_slice(plan.hardware.slice).slices
+    if replica_slices != slices:
+        return None
+    across = [DCN_AXIS] if slices > 1 else []
+    names = {"replica": across + (["replica"] if replica > 1 or not across else [])}
+
+    def named(mapping: Mapping) -> dict[str, str | list[str]]:
+        return _values({axis: [n for m in axes for n in names.get(m, [m])] for axis, axes in mapping.items()})
+
+    compute, params = named(plan.compute_mapping), named(plan.param_mapping)
+    shared = {axis: value for axis, value in compute.items() if axis != BATCH_AXIS and params.get(axis) == value}
+    whole: dict[str, Any] = {axis: [] for axis in SHARED_BY_DEFAULT if axis not in shared}
+    return {
+        "mp": _types(plan),
+        **_batches(plan),
+        "mesh": {
+            "axes": {"replica": replica, "data": plan.mesh["data"], "model": plan.mesh["model"]},
+            **({"dcn_axes": {DCN_AXIS: slices}} if across else {}),
+            "shared_mapping": {**shared, **whole},
+            "compute_mapping": {BATCH_AXIS: [], **{a: value for a, value in compute.items() if a not in shared}},
+            "param_mapping": {axis: value for axis, value in params.items() if axis not in shared},
+        },
     }
 
 
@@ -62,11 +89,18 @@ def trainer_python(plan: Plan) -> str | None:
     )
 
 
-def trainer_yaml(plan: Plan) -> str:
-    """`trainer_section` as text to paste; what YAML cannot say follows as a comment, with `trainer_python`."""
-    text = yaml.safe_dump({"trainer": trainer_section(plan)}, sort_keys=False, default_flow_style=None, width=120)
+def trainer_yaml(plan: Plan, is_flat: bool = True) -> str:
+    """`trainer_section` as text to paste; what YAML cannot say follows as a comment, with `trainer_python`.
+
+    Args:
+        is_flat: otherwise `mesh_trainer_section`, where that can say the plan.
+    """
+    section = None if is_flat else mesh_trainer_section(plan)
+    text = yaml.safe_dump(
+        {"trainer": section or trainer_section(plan)}, sort_keys=False, default_flow_style=None, width=120
+    )
     notes = list(_notes(plan))
-    python = trainer_python(plan)
+    python = trainer_python(plan) if section is None else None
     if python is not None:
         notes += [
             *(f"YAML alone is not this plan: {reason}." for reason in inexpressible(plan)),
@@ -75,6 +109,26 @@ def trainer_yaml(plan: Plan) -> str:
             *python.splitlines(),
         ]
     return text + "".join(f"# {line}".rstrip() + "\n" for line in notes)
+
+
+def _replica(plan: Plan) -> tuple[int, int]:
+    """Slices along replica, and its size within one."""
+    slices = parse_slice(plan.hardware.slice).slices
+    along = dict(zip(plan.mesh, slices_by_axis(slices, plan.mesh), strict=True))["replica"]
+    return along, plan.mesh["replica"] // along
+
+
+def _types(plan: Plan) -> str:
+    return f"p={plan.workload.param_dtype},c={plan.workload.compute_dtype}"
+
+
+def _batches(plan: Plan) -> dict[str, int]:
+    work = plan.workload
+    per_device = work.batch // work.microbatches // mesh_size(plan.mesh, _batch(plan))
+    return {
+        "train_batch_size": work.batch,
+        **({"per_device_parallelism": per_device} if work.microbatches > 1 else {}),
+    }
 
 
 def _inexpressible(plan: Plan) -> Iterator[str]:

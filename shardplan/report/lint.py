@@ -10,7 +10,7 @@ from shardplan.plan.finding import ERROR, Finding
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.plan.repair import NEAR, Repair, Review
-from shardplan.report.levanter import trainer_python, trainer_section, trainer_yaml
+from shardplan.report.levanter import mesh_trainer_section, trainer_python, trainer_section, trainer_yaml
 from shardplan.report.tables import workload_text
 
 
@@ -41,7 +41,7 @@ def print_review(review: Review, out: Console) -> None:
         out.print(f"\n{review.why_no_best}", markup=False, soft_wrap=True)
     else:
         out.print(f"\n[bold]the best plan[/bold]: {_predicted(review.best)}", highlight=False, soft_wrap=True)
-        out.print(trainer_yaml(review.best), markup=False, highlight=False, soft_wrap=True)
+        out.print(trainer_yaml(review.best, subject.is_flat), markup=False, highlight=False, soft_wrap=True)
 
 
 def review_json(review: Review) -> dict[str, Any]:
@@ -54,10 +54,15 @@ def review_json(review: Review) -> dict[str, Any]:
         "predicted": None if review.lint.plan is None else _numbers(review.lint.plan),
         "repair": _repair_json(review.repair),
         "faster": _repair_json(review.faster),
-        "best": None
-        if best is None
-        else {**_numbers(best), "trainer": trainer_section(best), "python": trainer_python(best)},
+        "best": None if best is None else {**_numbers(best), **_trainer_json(best, review.lint.subject.is_flat)},
     }
+
+
+def _trainer_json(plan: Plan, is_flat: bool) -> dict[str, Any]:
+    section = None if is_flat else mesh_trainer_section(plan)
+    if section is not None:
+        return {"trainer": section, "python": None}
+    return {"trainer": trainer_section(plan), "python": trainer_python(plan)}
 
 
 def _print_finding(finding: Finding, out: Console) -> None:

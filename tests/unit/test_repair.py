@@ -1,5 +1,6 @@
 """The smallest edit: no fewer would do, what it leads to has no error, and its lines say all of it."""
 
+import io
 import itertools
 
 import pytest
@@ -9,9 +10,10 @@ from test_lint import LLAMA, ROOT, STORIES, trainer_of
 from shardplan import config as configuration
 from shardplan.errors import ConfigError
 from shardplan.plan.edit import Edit, candidate_edits, difference
-from shardplan.plan.levanter_config import read_levanter_config
+from shardplan.plan.levanter_config import layout_of, read_levanter_config
 from shardplan.plan.lint import lint, target_of
 from shardplan.plan.repair import NEAR, _own_warnings, review, smallest_edit
+from shardplan.report import console, print_review, review_json
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +152,22 @@ def test_no_edit_maps_the_axis_that_layers_are_stacked_along(target, trainer):
     for edit in candidate_edits(start.trainer, start.subject):
         mapped = {key: value for key, value in edit.values.items() if value is not None}
         assert "layer" not in mapped.values() and not any(key.endswith(".layer") for key in mapped)
+
+
+@pytest.mark.parametrize(("trainer", "is_flat"), [("{mesh: {axes: {model: 16}}}", False), ("{mp: f32}", True)])
+def test_the_best_plan_is_in_the_schema_of_the_file(tmp_path, trainer, is_flat):
+    path = tmp_path / "levanter.yaml"
+    path.write_text(f"trainer: {trainer}")
+    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.batch=16"]
+    found = review(str(path), configuration.load(argv, "test"))
+    assert found.best is not None
+    best = review_json(found)["best"]["trainer"]
+    assert ("mesh" in best) != is_flat and layout_of(best, 8).mesh == found.best.mesh
+    stream = io.StringIO()
+    print_review(found, console(stream))
+    text = stream.getvalue()
+    assert yaml.safe_load(text[text.index("\ntrainer:") :])["trainer"] == best
+    assert "the file does not say: batch 16 (Levanter's default is 512); 2048 tokens per sequence\n" in text
 
 
 @pytest.mark.parametrize(

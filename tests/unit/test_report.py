@@ -3,9 +3,13 @@
 import io
 
 import pytest
+import yaml
 
-from shardplan.plan.planner import make_plan
-from shardplan.report import console, print_plan
+from shardplan.config import MESH_AXES
+from shardplan.hardware import parse_slice
+from shardplan.plan.levanter_config import layout_of
+from shardplan.plan.planner import make_plan, model_of, plan_layout
+from shardplan.report import console, print_plan, trainer_yaml
 from shardplan.report.tables import spec_text
 
 
@@ -23,6 +27,39 @@ def test_tables_are_never_cut_when_piped(plan):
     assert "…" not in text
     assert f"mesh             replica 2 x data 2 x model 2 = 8 devices of {plan.hardware.slice}" in text
     assert "fits cpu-8" in text and "trainer:" in text
+
+
+LLAMA = "configs/models/llama-3.1-8b.json"
+
+
+@pytest.mark.parametrize(
+    ("slice_name", "mesh", "compute", "params"),
+    [
+        ("v4-16", (1, 4, 2), {"batch": ["replica", "data"], "mlp": ["model"], "kv_head": ["model"]}, {}),
+        ("v4-16", (2, 2, 2), {"batch": ["data"], "heads": ["model"]}, {"mlp": ["model", "data"], "embed": ["data"]}),
+        ("v4-16", (2, 2, 2), {"mlp": ["model", "replica"]}, {"mlp": ["model", "replica"], "heads": ["model"]}),
+        ("2xv4-16", (2, 8, 1), {"batch": ["replica", "data"]}, {"embed": ["data", "replica"]}),
+        ("2xv4-16", (4, 2, 2), {"batch": ["replica", "data"], "mlp": ["model"]}, {"mlp": ["model"]}),
+    ],
+)
+def test_the_later_schema_reads_back_as_the_plan(make_config, slice_name, mesh, compute, params):
+    config = make_config(model_config=LLAMA, hardware_slice=slice_name, workload_batch=64)
+    sizes = dict(zip(MESH_AXES, mesh, strict=True))
+    plan = plan_layout(config, model_of(config), sizes, compute, params)
+    text = trainer_yaml(plan, is_flat=False)
+    layout = layout_of(yaml.safe_load(text)["trainer"], plan.hardware.devices, parse_slice(slice_name).slices)
+    assert "TrainerConfig" not in text  # it says lists and the batch
+    assert layout.mesh == sizes and layout.batch == 64
+    assert layout.compute_mapping == compute and layout.param_mapping == params
+    assert (layout.param_dtype, layout.compute_dtype) == (plan.workload.param_dtype, plan.workload.compute_dtype)
+
+
+def test_what_the_later_schema_has_no_name_for_is_said_in_the_flat_one(make_config):
+    config = make_config(model_config=LLAMA, hardware_slice="2xv4-16", workload_batch=64)
+    plan = plan_layout(
+        config, model_of(config), {"replica": 1, "data": 16, "model": 1}, {"batch": ["replica", "data"]}, {}
+    )
+    assert trainer_yaml(plan, is_flat=False) == trainer_yaml(plan)
 
 
 def test_partition_spec_text():
