@@ -69,7 +69,7 @@ def unreadable_lists(s: Subject) -> Findings:
 def unknown_axes(s: Subject) -> Findings:
     """Logical axes that no array of the model has: Haliax ignores them in silence."""
     mapped = {**s.params, **s.compute}
-    for axis in (axis for axis in mapped if axis not in s.known):
+    for axis in (axis for axis in mapped if axis not in s.known | s.running):
         mesh_axes = {*s.params.get(axis, ()), *s.compute.get(axis, ())}
         meant = closest(axis, s.mappable)
         whole = s.bytes(s.not_cut_by((p for p in s.axes.parameters if meant in p.axes), mesh_axes))
@@ -87,6 +87,22 @@ def unknown_axes(s: Subject) -> Findings:
             nearest(axis, s.mappable),
             replicated or whole,
             frozenset({axis, meant or axis}),
+        )
+
+
+def running_axes(s: Subject) -> Findings:
+    """Axes that only arrays of the running model have."""
+    for axis in sorted(axis for axis in s.running if s.devices(s.compute[axis]) > 1):
+        experts = names_text(sorted(s.step.routed)) if s.step.routed else None
+        yield Finding(
+            WARNING,
+            "running axis",
+            s.keys([axis]),
+            f"arrays have {axis!r} only while the model runs: what cutting it by "
+            f"{product_text(s.layout.mesh, s.compute[axis])} does is not predicted"
+            + (f", and in models whose tokens choose {experts} it gave wrong logits" if experts else ""),
+            f"take {axis} out",
+            axes=frozenset({axis}),
         )
 
 
@@ -151,7 +167,7 @@ def _heads_remedy(s: Subject, key_heads: str, mesh_axes: list[str]) -> str:
 def unused_mesh_axes(s: Subject) -> Findings:
     """Mesh axes of several devices that no logical axis of the model is on."""
     for mesh_axis, size in s.layout.mesh.items():
-        if size == 1 or any(mesh_axis in axes for name, axes in s.compute.items() if name in s.known):
+        if size == 1 or any(mesh_axis in axes for name, axes in s.compute.items() if name in s.known | s.running):
             continue
         at_rest = [name for name, axes in s.params.items() if mesh_axis in axes and name in s.axes.axes]
         yield Finding(
@@ -337,6 +353,7 @@ OTHERS: tuple[Callable[[Subject], Findings], ...] = (
     unknown_backend,
     unreadable_lists,
     unknown_axes,
+    running_axes,
     stacked_axes,
     merged_heads,
     unused_mesh_axes,

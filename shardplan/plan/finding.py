@@ -61,6 +61,8 @@ class Subject:
     """The traced step."""
     attention_backend: str | None
     """As `model.attn_backend` names it; None for Levanter's default."""
+    running: frozenset[str] = frozenset()
+    """Logical axes mapped while computing that arrays have only while the model runs."""
 
     @property
     def is_flat(self) -> bool:

@@ -22,6 +22,7 @@ from shardplan.plan.levanter_config import (
 )
 from shardplan.plan.plan import BATCH_AXIS, MemoryPlan, Plan
 from shardplan.plan.planner import model_of, plan_layout
+from shardplan.plan.running import is_of_running_model
 from shardplan.plan.workload import plan_step, workload_of
 
 GIANT_PART = 0.01
@@ -90,7 +91,8 @@ def lint(trainer: Mapping[str, Any], target: Target) -> Lint:
     layout, findings, fixed = readable(trainer, target.hardware)
     workload = layout.workload(target.config.workload)
     step = plan_step(target.model, workload_of(workload))
-    subject = Subject(fixed, layout, target.axes, workload, target.hardware, step, target.written.attention_backend)
+    backend, running = target.written.attention_backend, _running(layout, target)
+    subject = Subject(fixed, layout, target.axes, workload, target.hardware, step, backend, running)
     blocking = [finding for check in BLOCKING for finding in check(subject)]
     findings += [*blocking, *(finding for check in OTHERS for finding in check(subject))]
     plan = None
@@ -139,6 +141,11 @@ def readable(trainer: Mapping[str, Any], hardware: Slice) -> tuple[LevanterLayou
                     axes=frozenset(MESH_AXES),
                 )
             )
+
+
+def _running(layout: LevanterLayout, target: Target) -> frozenset[str]:
+    known = {*target.axes.axes, target.axes.position, BATCH_AXIS, layout.batch_axis}
+    return frozenset(a for a in layout.compute_mapping if a not in known and is_of_running_model(target.model, a))
 
 
 def _measured(s: Subject, target: Target) -> Plan:

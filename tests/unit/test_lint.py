@@ -101,6 +101,28 @@ def test_an_axis_that_is_like_none(lint_8b):
     assert found.remedy.startswith("valid: batch, embed, head_size, heads, kv_head, ")
 
 
+@pytest.mark.parametrize(
+    ("model", "axis", "what"),
+    [
+        ("mixtral-8x7b", "token", "not predicted, and in models whose tokens choose experts it gave wrong logits"),
+        ("mixtral-8x7b", "token_repeat", "not predicted, and in models whose tokens choose experts it gave wrong "),
+        ("llama-3.1-8b", "key_position", "data 8 does is not predicted"),
+        ("llama-3.1-8b", "token", None),
+    ],
+)
+def test_axes_that_there_are_only_while_the_model_runs(model, axis, what):
+    from shardplan import config
+
+    argv = [f"--model.config={ROOT}/configs/models/{model}.json", "--hardware.slice=v4-16"]
+    result = lint({"mp": "bf16", "axis_resources": {axis: "data"}}, target_of(config.load(argv, "test")))
+    if what is None:
+        assert only(result.findings, "unknown axis").text.endswith("so that mapping it does nothing")
+        return
+    found = only(result.findings, "running axis")
+    assert (found.severity, found.where) == ("warning", (f"trainer.axis_resources.{axis}",))
+    assert what in found.text and "unknown axis" not in {finding.kind for finding in result.findings}
+
+
 def test_the_axis_that_layers_are_stacked_along(lint_8b):
     found = only(lint_8b(USUAL.replace("vocab: model", "vocab: model, layer: data")).findings, "stacked axis")
     assert (found.severity, found.where) == ("warning", ("trainer.axis_resources.layer",))
