@@ -64,7 +64,8 @@ def review(path: str, config: Config) -> Review:
     found = lint(values["trainer"], target)
     assumed = assumptions(found, target)
     best, why, work = None, "", found.subject.workload
-    if config.workload.microbatches is None or (found.subject.layout.microbatch and work.kind == "train"):
+    is_asked = "workload.microbatches" in config.given and config.workload.microbatches is not None
+    if work.kind == "train" and (found.subject.layout.microbatch or not is_asked):  # edits change them too
         work = dataclasses.replace(work, microbatches=None)
     try:
         best = make_plan(dataclasses.replace(config, workload=work), target.model)

@@ -154,6 +154,18 @@ def test_no_edit_maps_the_axis_that_layers_are_stacked_along(target, trainer):
         assert "layer" not in mapped.values() and not any(key.endswith(".layer") for key in mapped)
 
 
+def test_microbatches_are_tried_where_one_does_not_fit(tmp_path):
+    """The configuration's number of them, by default one, is nothing that the file asks for."""
+    path = tmp_path / "levanter.yaml"
+    path.write_text("{trainer: {train_batch_size: 128, mp: 'p=f32,c=bf16'}, model: {gradient_checkpointing: false}}")
+    argv = [f"--model.config={LLAMA}", "--hardware.slice=v5p-16", "--workload.kind=train"]
+    found = review(str(path), configuration.load(argv, "test"))
+    assert [error.kind for error in found.lint.errors] == ["memory"] and found.best is not None
+    assert found.repair is not None and found.repair.lines == ["+trainer.per_device_parallelism: 2"]
+    asked = review(str(path), configuration.load([*argv, "--workload.microbatches=1"], "test"))
+    assert asked.best is None and asked.why_no_best.startswith("no plan fits")
+
+
 @pytest.mark.parametrize(("trainer", "is_flat"), [("{mesh: {axes: {model: 16}}}", False), ("{mp: f32}", True)])
 def test_the_best_plan_is_in_the_schema_of_the_file(tmp_path, trainer, is_flat):
     path = tmp_path / "levanter.yaml"
