@@ -12,7 +12,7 @@ from shardplan.config import Config
 from shardplan.errors import ConfigError, one_line
 from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
-from shardplan.plan.levanter_config import is_levanter_config, read_levanter_config
+from shardplan.plan.levanter_config import is_levanter_config, model_section, read_file, read_levanter_config
 from shardplan.plan.options import CURATED
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
 from shardplan.plan.planner import check_model, make_plan, plan_layout, with_plan
@@ -69,7 +69,8 @@ def _levanter_case(path: str, config: Config) -> Case:
     """A hand-written mesh and mappings, for the model, the slice and the positions of `config`."""
     hardware = parse_slice(config.hardware.slice)
     layout = read_levanter_config(path, hardware.devices, hardware.slices)
-    config = dataclasses.replace(config, workload=layout.workload(config.workload))
+    workload = model_section(read_file(path)).workload(layout.workload(config.workload))
+    config = dataclasses.replace(config, workload=workload)
     model = build_model(_hf_config(config), config.workload.position)
     plan = plan_layout(config, model, layout.mesh, layout.compute_mapping, layout.param_mapping)
     return plan_case(config, plan, path)

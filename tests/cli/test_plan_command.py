@@ -129,7 +129,7 @@ def test_why_and_what_if():
 def test_what_if_is_printed_where_nothing_fits():
     done = run("plan", "--config=configs/70b.yaml", "--hardware.slice=v5e-4", "--what_if", "--json=-")
     assert done.returncode == 3 and done.stdout == ""
-    assert "does not fit" in done.stderr and "no plan fits v5e-4" in done.stderr.splitlines()[-1]
+    assert "as it is: no plan fits v5e-4" in done.stderr and "no plan fits v5e-4" in done.stderr.splitlines()[-1]
 
 
 def test_pins_that_cannot_be_read():
