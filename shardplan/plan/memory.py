@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardplan.model.named import SECOND, Array
-from shardplan.plan.partition import SCORE_BYTES, Layout, lookup_rows
+from shardplan.plan.partition import SCORE_BYTES, Layout, lookup_rows, rows_turned
 from shardplan.plan.tasks import Moment, Step
 
 FLASH_BLOCK = 1024
@@ -73,8 +73,8 @@ def item_bytes(item: Item, layout: Layout) -> float:
         return layout.bytes(array, layout.compute) if is_scattered else 0.0
     if item.role == "found":
         rows = lookup_rows(item.tables[0], array, layout)
-        # the partial sums, and the sum
-        return 2 * rows if rows > layout.bytes(array) else 0.0
+        # the partial sums, and the sum, or what they are turned into
+        return rows + rows_turned(item.tables[0], array, layout) if rows > layout.bytes(array) else 0.0
     if item.role == "copied":
         return layout.bytes(array) if layout.habits.copies_stacks else 0.0
     if item.role == "scores":

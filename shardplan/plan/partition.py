@@ -337,9 +337,26 @@ def lookup_rows(table: Array, result: Array, layout: Layout) -> float:
     if table.weight is None:
         return layout.bytes(result, layout.compute)
     found, columns = _table_cuts(table, result, layout)
-    busy = layout.mesh_axes(tuple(f for f in result.factors if f[0] not in table.axes))
-    widened = mesh_size(layout.mesh, tuple(axis for axis in busy if axis in (*found, *columns)))
-    return layout.bytes(result, layout.compute) * widened / mesh_size(layout.mesh, columns)
+    busy = _tokens_cut(table, result, layout)
+    shared = busy if _turns_whole(busy, columns) else tuple(axis for axis in busy if axis in (*found, *columns))
+    return layout.bytes(result, layout.compute) * mesh_size(layout.mesh, shared) / mesh_size(layout.mesh, columns)
+
+
+def rows_turned(table: Array, result: Array, layout: Layout) -> float:
+    """Bytes of what was found once its columns are whole, and the tokens cut."""
+    whole = table.weight is not None and _turns_whole(
+        _tokens_cut(table, result, layout), _table_cuts(table, result, layout)[1]
+    )
+    return layout.bytes(result, {}) if whole else lookup_rows(table, result, layout)
+
+
+def _turns_whole(tokens: MeshAxes, columns: MeshAxes) -> bool:
+    """Whether the partitioner has all tokens with all columns in between, for it cannot turn one cut into the other."""
+    return bool(columns) and set(columns) < set(tokens)
+
+
+def _tokens_cut(table: Array, result: Array, layout: Layout) -> MeshAxes:
+    return layout.mesh_axes(tuple(f for f in result.factors if f[0] not in table.axes))
 
 
 def _table_cuts(table: Array, result: Array, layout: Layout) -> tuple[MeshAxes, MeshAxes]:
@@ -358,7 +375,9 @@ def _lookup(task: Task, layout: Layout) -> Iterator[Traffic]:
     wide = lookup_rows(table, result, layout)
     if found:
         yield all_reduce(wide, layout, found, task.times, f"{ROWS} {table.weight}")
-    if columns:
+    if _turns_whole(_tokens_cut(table, result, layout), columns):
+        yield all_gather(layout.bytes(result, {}), layout, columns, task.times, f"{ROWS} {table.weight}")
+    elif columns:
         yield all_to_all(wide, layout, columns, task.times, f"{ROWS} {table.weight}")
 
 

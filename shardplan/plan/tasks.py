@@ -154,7 +154,7 @@ class _Sequence:
             outside: values of enclosing sequences that are in memory throughout.
         """
         fusion = self.fusion
-        last, weights = self._last_uses(), self._weight_uses()
+        last, weights = {**self._last_uses(), **self._late_uses()}, self._weight_uses()
         alive = set(carried)
         moments: list[Moment] = []
         for i, operation in enumerate(fusion.operations):
@@ -180,6 +180,22 @@ class _Sequence:
             if self.fusion.runs(operation)
             for source in self.fusion.reads(operation)
         }
+
+    def _late_uses(self) -> dict[int, int]:
+        """Rows that experts are chosen for -> the last operation of them all, where experts' gradients are made.
+
+        The compiler makes these gradients last, and frees none of the rows before; a sum over devices takes the place
+        of what it adds up.
+        """
+        operations = self.fusion.operations
+        grouped = [operation for operation in operations if operation.groups > 1]
+        rows = {self.arrays[operation.operands[0]].elements for operation in grouped}
+        if all(self.arrays[operation.results[0]].elements in rows for operation in grouped):
+            return {}
+        made = {result for operation in grouped for result in operation.results}
+        end = max(i for i, operation in enumerate(operations) if made & set(map(self.fusion.root, operation.operands)))
+        summed = {self.fusion.root(o.operands[0]) for o in operations if o.kind == "sum"}
+        return {value: end for value in self.fusion.written - summed if self.arrays[value].elements in rows}
 
     def _weight_uses(self) -> dict[Array, tuple[int, int]]:
         """Parameter -> the first and the last operation that multiplies with it."""

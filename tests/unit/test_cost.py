@@ -8,7 +8,7 @@ from shardplan.hardware.placement import slices_by_axis
 from shardplan.model import build_model, read_config
 from shardplan.plan.cost import model_flops, transfer_seconds
 from shardplan.plan.partition import Traffic
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload import Workload, plan_step
 from shardplan.verify.read import attended
 
 MESH = {"replica": 2, "data": 4, "model": 1}
@@ -55,6 +55,18 @@ def test_experts_count_as_often_as_tokens_use_them():
     found = model_flops(model, Workload("batch", 4, 1024, "bfloat16", "bfloat16"))
     # and the weighted sum of what the two experts say
     assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_training_experts_keeps_all_rows():
+    """Mixtral, 64 sequences: compiled for tpu7x-64 on mesh 32 x 1 x 2 seven arrays of 2 x 64 x 4096 rows were in memory
+    at the peak, and their copies by token; forward two."""
+    model = build_model(read_config("configs/models/mixtral-8x7b.json", None), 4096)
+    counts = {}
+    for kind in ("train", "eval"):
+        step = plan_step(model, Workload("batch", 64, 4096, "float32", "bfloat16", kind))
+        rows = (((None, 2 * 64 * 4096),), (("embed", 4096),))
+        counts[kind] = max(sum(array.dims == rows for array in moment.arrays) for moment in step.moments)
+    assert counts == {"train": 7, "eval": 2}
 
 
 @pytest.mark.parametrize(
