@@ -135,10 +135,16 @@ def test_gathers_that_leave_a_weight_out_of_order():
 
 
 def test_lookups_in_a_cut_table():
-    """Cut rows leave partial sums; cut columns are found for everybody's tokens, and exchanged."""
+    """Cut rows leave partial sums; cut columns are found for everybody's tokens, and exchanged.
+
+    Where the tokens are cut by more than the columns, the compiler makes everything whole instead: Llama-3.1-405B with
+    16 sequences on 2 x 8 x 8 devices of v4 moved 1.77 GiB more than the exchange: 7/8 of 2 GiB.
+    """
     rows = 4 * B * P * E / 8
     assert traffic("rows of", {}, {"vocab": ("model",)}) == [("all-reduce", ("model",), 2 * 1 / 2 * rows, 1)]
-    assert traffic("rows of", {}, {"embed": ("data",)}) == [("all-to-all", ("data",), 3 / 4 * rows, 1)]
+    by_data = {"batch": ("data",)}
+    assert traffic("rows of", by_data, {"embed": ("data",)}) == [("all-to-all", ("data",), 3 / 4 * 2 * rows, 1)]
+    assert traffic("rows of", {}, {"embed": ("data",)}) == [("all-gather", ("data",), 3 / 4 * 8 * rows, 1)]
     assert traffic("rows of", {}, {"vocab": ("data",)}) == [("all-reduce", ("data",), 2 * 3 / 4 * 4 * rows, 1)]
 
 
