@@ -211,7 +211,7 @@ def test_evaluation_needs_a_ref(golden, checkpoint, tmp_path):
 
 def test_nothing_fits():
     done = run("plan", "--config", "configs/405b.yaml", "--hardware.slice=v4-16")
-    fails(done, 3, "no plan fits v4-16: the nearest miss, mesh (replica ")
+    fails(done, 3, "no plan fits v4-16: the nearest miss, mesh replica ")
     assert "GiB are lacking" in done.stderr
 
 

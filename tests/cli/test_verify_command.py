@@ -20,7 +20,10 @@ CONFIG = "--config=configs/8b.yaml"
         ([CONFIG, "--compiler.seconds", "0"], "compiler.seconds is 0; it must be at least 1"),
         ([CONFIG, "--compiler.gib", ".nan"], "compiler.gib is nan; it must be at least"),
         ([CONFIG, "--workload.kind", "training"], "workload.kind is 'training'; did you mean 'train'?"),
-        ([CONFIG, "--hardware.slice=2xv4-8", "--mesh.model=8"], "mesh.model 8 leaves replica x data = 1, which the 2 "),
+        (
+            [CONFIG, "--hardware.slice=2xv4-8", "--mesh.model=8"],
+            "mesh.model 8: with replica x data = 1 a part of the model would be on",
+        ),
     ],
 )
 def test_bad_input(arguments, message):
