@@ -43,7 +43,8 @@ class Moment:
     found: tuple[tuple[Array, Array], ...] = ()
     """Tables, with what is being looked up in them."""
     stacked: tuple[Array, ...] = ()
-    """In a loop: its parameters, as they are stored, of which products sum over one dimension."""
+    """In a loop, and until weights are gathered after it: its parameters, as they are stored, of which products sum
+    over one dimension."""
     scores: tuple[Array, ...] = ()
     """Attention scores that are being made; a kernel never has them in memory, nor has anything else all of them."""
 
@@ -156,6 +157,7 @@ class _Sequence:
         fusion = self.fusion
         last, weights = {**self._last_uses(), **self._late_uses()}, self._weight_uses()
         alive = set(carried)
+        stacked: tuple[Array, ...] = ()
         moments: list[Moment] = []
         for i, operation in enumerate(fusion.operations):
             if not fusion.runs(operation):
@@ -166,9 +168,13 @@ class _Sequence:
             here = (*outside, *sorted(alive))
             if is_loop:
                 moments += self._loop(operation, here)
+                stacked = tuple(self._stacked(operation))
             else:
                 used = tuple(weight for weight, (first, end) in weights.items() if first <= i <= end)
-                moments.append(self._moment(operation, tuple(self.arrays[value] for value in here), used))
+                moment = self._moment(operation, tuple(self.arrays[value] for value in here), used)
+                moments.append(replace(moment, stacked=stacked))
+                # the next weights are gathered while copies for the loop are there still
+                stacked = () if used else stacked
                 self.tasks += map(self._task, (*fusion.products_in(operation), operation))
             alive = {value for value in alive if last.get(value, -1) > i or value in fusion.kept}
         return moments

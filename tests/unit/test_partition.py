@@ -172,6 +172,9 @@ def test_memory_of_the_largest_moment():
     # behind the layers: the stream, the logits, and the gathered head
     assert found.peak == stored + 4 * (tokens * E + tokens * V + V * E)
     assert found.logits == 4 * tokens * V and found.gathered_weights == 4 * V * E
+    # a compiler that copies the layers' parameters gathers the head before it frees the copies
+    copying = memory(step(False), dataclasses.replace(layout, habits=Habits(copies_stacks=True)))
+    assert copying.peak == found.peak + 2 * LAYERS * E * M * 4 / 4
 
 
 @pytest.mark.parametrize("checkpointing", ["default", "save_all"])
