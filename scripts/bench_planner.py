@@ -303,13 +303,16 @@ def main() -> None:
         "estimates": lambda: estimates(arguments.jobs, arguments.only),
         "experts": lambda: experts(arguments.jobs, arguments.only),
     }
-    found = {name: table() if name in arguments.parts.split() else "" for name, table in tables.items()}
+    parts = arguments.parts.split()
+    found = {name: table() if name in parts else LEFT_OUT for name, table in tables.items()}
     text = TEMPLATE.format(**found, alternatives=ALTERNATIVES, position=POSITION, each=EVAL_DEVICES_PER_SEQUENCE)
     if arguments.output:
         Path(arguments.output).write_text(text, encoding="utf-8")
     else:
         print(text)
 
+
+LEFT_OUT = "Not made yet: `--parts` did not name it."
 
 TEMPLATE = """# The planner, judged by the TPU compiler
 
