@@ -305,18 +305,21 @@ def main() -> None:
     }
     parts = arguments.parts.split()
     found = {name: table() if name in parts else LEFT_OUT for name, table in tables.items()}
-    text = TEMPLATE.format(**found, alternatives=ALTERNATIVES, position=POSITION, each=EVAL_DEVICES_PER_SEQUENCE)
+    text = TEMPLATE.format(
+        **found, parts=" ".join(parts), alternatives=ALTERNATIVES, position=POSITION, each=EVAL_DEVICES_PER_SEQUENCE
+    )
     if arguments.output:
         Path(arguments.output).write_text(text, encoding="utf-8")
     else:
         print(text)
 
 
-LEFT_OUT = "Not made yet: `--parts` did not name it."
+LEFT_OUT = "Not made in this run."
 
 TEMPLATE = """# The planner, judged by the TPU compiler
 
-Made by `python scripts/bench_planner.py --output docs/benchmarks/planner.md` with libtpu on a CPU machine with 2 cores.
+Made by `python scripts/bench_planner.py --parts "{parts}" --output docs/benchmarks/planner.md` with libtpu on a CPU
+machine with 2 cores.
 
 Modelled steps are those of `shardplan.verify`: the compiler's cycles, and transfers on the torus where they do not hide
 behind cycles; they rank programs and have not been compared with a TPU. Compiler options are the plan's, and the same

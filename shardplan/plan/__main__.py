@@ -40,7 +40,7 @@ def main(config: Config) -> None:
 
     asked = config
     config, given = with_plan(config)
-    is_asked = not given or config.why or {"model.ref", "model.config"} & asked.given
+    is_asked = not given or config.why or config.what_if or {"model.ref", "model.config"} & asked.given
     model = model_of(config) if is_asked else None
     if given and model:
         check_model(given, model)
@@ -54,8 +54,8 @@ def main(config: Config) -> None:
         show(plan, config.json)
         explain(others, plan, model)
     finally:  # other settings are of most interest where these have no plan
-        if config.what_if:
-            print_variants(others)
+        if config.what_if and model:
+            print_variants(others, model)
     print(
         f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s",
         file=sys.stderr,
@@ -73,12 +73,12 @@ def explain(config: Config, plan: Plan, model: "Model | None") -> None:
         print_why([why_not(choice, plan, config, model) for choice in config.why], plan, console(beside(config)))
 
 
-def print_variants(config: Config) -> None:
+def print_variants(config: Config, model: "Model") -> None:
     """Print what other settings would change; with `--json -` to stderr."""
     from shardplan.plan.what_if import what_if
     from shardplan.report import console, print_what_if
 
-    print_what_if(what_if(config), console(beside(config)))
+    print_what_if(what_if(config, model), console(beside(config)))
 
 
 def beside(config: Config) -> TextIO:

@@ -17,7 +17,8 @@ from shardplan.plan.finding import (
     short,
     sizes_text,
 )
-from shardplan.plan.levanter_config import ATTENTION_BACKENDS, FLAT_KEYS, OTHER_KEYS
+from shardplan.plan.levanter_config import FLAT_KEYS, OTHER_KEYS
+from shardplan.plan.model_section import ATTENTION_BACKENDS
 from shardplan.plan.workload import itemsize
 
 OTHER_BACKENDS = frozenset(ATTENTION_BACKENDS) - {"default", "splash"}

@@ -98,10 +98,7 @@ class Subject:
     @cached_property
     def stacked(self) -> set[str]:
         """Logical axes that layers are stacked along: those of parameters that no product has, but for the residual."""
-        used = {
-            name for task in self.step.tasks if task.kind == "contraction" for a in task.operands for name in a.axes
-        }
-        return {*self.axes.axes} - used - {self.axes.residual, self.axes.position}
+        return {*self.axes.axes} - self.step.multiplied - {self.axes.residual, self.axes.position}
 
     @cached_property
     def mappable(self) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from shardplan.config import CHECKPOINTING, MESH_AXES, WorkloadConfig
+from shardplan.config import MESH_AXES, WorkloadConfig
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.section import AxisLists, Entry, Section, text_of
@@ -77,11 +77,8 @@ OTHER_KEYS = (
     "watch",
 )
 """Keys of the trainer section beside `FLAT_KEYS`; the first two are of the later schema alone."""
-ATTENTION_BACKENDS = ("default", "jax_flash", "nvte", "splash", "vanilla")
 MESH_KEYS = ("axes", "batch_axis_name", "compute_mapping", "dcn_axes", "param_mapping", "shared_mapping")
 
-POSITION_KEYS = ("max_seq_len", "seq_len")
-"""Of the `model` section: what the later schema calls the number of positions, and what the flat one does."""
 LEVANTER_BATCH = 512
 """What `train_batch_size` is where the file does not say."""
 
@@ -137,29 +134,6 @@ class LevanterLayout:
         if self.batch is None or self.microbatch is None or self.batch % self.microbatch:
             return 1
         return self.batch // self.microbatch
-
-
-@dataclass(frozen=True)
-class ModelSection:
-    """What the `model` section of a configuration says that is not the architecture; None where it does not."""
-
-    gradient_checkpointing: str | None = None
-    """One of `CHECKPOINTING`."""
-    position: int | None = None
-    """Tokens per sequence."""
-    attention_backend: str | None = None
-    """`attn_backend` as written."""
-
-    def workload(self, asked: WorkloadConfig) -> WorkloadConfig:
-        """The workload `asked` for, with the positions and the checkpointing that the section says."""
-        return replace(
-            asked,
-            position=self.position or asked.position,
-            gradient_checkpointing=self.gradient_checkpointing or asked.gradient_checkpointing,
-        )
-
-
-NO_MODEL_SECTION = ModelSection()
 
 
 class MeshSizeError(ConfigError):
@@ -218,42 +192,6 @@ def _endless(value: Any, name: str, around: tuple[int, ...]) -> str | None:
     inner = value.items() if isinstance(value, dict) else enumerate(value)
     found = (_endless(each, f"{name}.{key}", (*around, id(value))) for key, each in inner)
     return next(filter(None, found), None)
-
-
-def model_section(values: Mapping[str, Any]) -> ModelSection:
-    """What the `model` section among the sections `values` of a configuration says; nothing where there is none.
-
-    Raises:
-        ConfigError: a value that Levanter does not take.
-    """
-    if not isinstance(values.get("model"), dict):
-        return NO_MODEL_SECTION
-    section = Section("model", values["model"])
-    positions = [section.size(key, None) for key in POSITION_KEYS if key in section.values]
-    backend = section.values.get("attn_backend")
-    checkpointing = None
-    if "gradient_checkpointing" in section.values:
-        checkpointing = _checkpointing(section.values["gradient_checkpointing"])
-    return ModelSection(checkpointing, positions[0] if positions else None, None if backend is None else str(backend))
-
-
-def _checkpointing(value: Any) -> str:
-    """The name of a kind of gradient checkpointing; Levanter takes booleans, names, and Haliax's policies."""
-    if isinstance(value, bool):
-        return "default" if value else "save_all"
-    if isinstance(value, dict):
-        if value.get("disable") or value.get("save_block_internals") is True:
-            return "save_all"
-        if value.get("nested"):
-            return "nested"
-        if "offload" in (value.get("save_carries"), value.get("save_inputs")):
-            return "offload"
-        return "recompute" if value.get("save_carries") is False else "default"
-    names = {"full": "recompute", **{name: name for name in CHECKPOINTING if name not in ("auto", "default")}}
-    if not isinstance(value, str) or value not in names:
-        hint = nearest(str(value), names)
-        raise ConfigError(f"model.gradient_checkpointing is {text_of(value)}; {hint} (or true, or false)")
-    return names[value]
 
 
 def layout_of(values: Any, devices: int, slices: int = 1) -> LevanterLayout:

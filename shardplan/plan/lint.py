@@ -12,14 +12,8 @@ from shardplan.model import Model, ModelAxes, inspect_model
 from shardplan.plan.checks import BLOCKING, OTHERS
 from shardplan.plan.edit import Edit
 from shardplan.plan.finding import ERROR, WARNING, Finding, Findings, Subject, sizes_text
-from shardplan.plan.levanter_config import (
-    LEVANTER_BATCH,
-    NO_MODEL_SECTION,
-    LevanterLayout,
-    MeshSizeError,
-    ModelSection,
-    layout_of,
-)
+from shardplan.plan.levanter_config import LEVANTER_BATCH, LevanterLayout, MeshSizeError, layout_of
+from shardplan.plan.model_section import NO_MODEL_SECTION, ModelSection
 from shardplan.plan.plan import BATCH_AXIS, MemoryPlan, Plan
 from shardplan.plan.planner import model_of, plan_layout
 from shardplan.plan.running import is_of_running_model

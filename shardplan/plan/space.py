@@ -61,12 +61,9 @@ class Space:
     @cached_property
     def tensor(self) -> tuple[str, ...]:
         """Logical axes of parameters that are computed with, but for those of tokens and of the residual stream."""
-        used = {
-            name for task in self.step.tasks if task.kind == "contraction" for a in task.operands for name in a.axes
-        }
         known = {name for array in self.step.parameters for name in array.axes}
         others = (self.batch, self.position, self.residual)
-        return tuple(name for name in self.sizes if name in used & known and name not in others)
+        return tuple(name for name in self.sizes if name in self.step.multiplied & known and name not in others)
 
     @cached_property
     def whole(self) -> frozenset[str]:

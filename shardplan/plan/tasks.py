@@ -84,6 +84,12 @@ class Step:
         )
 
     @cached_property
+    def multiplied(self) -> frozenset[str]:
+        """Logical axes of what products take."""
+        products = (task for task in self.tasks if task.kind == "contraction")
+        return frozenset(name for task in products for array in task.operands for name in array.axes)
+
+    @cached_property
     def routed(self) -> frozenset[str]:
         """Logical axes that a token chooses parameters by: experts."""
         return frozenset(
@@ -155,7 +161,8 @@ class _Sequence:
             outside: values of enclosing sequences that are in memory throughout.
         """
         fusion = self.fusion
-        last, weights = {**self._last_uses(), **self._late_uses()}, self._weight_uses()
+        last, weights = self._last_uses(), self._weight_uses()
+        last |= {value: max(end, last.get(value, end)) for value, end in self._late_uses().items()}
         alive = set(carried)
         stacked: tuple[Array, ...] = ()
         moments: list[Moment] = []

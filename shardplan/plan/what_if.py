@@ -9,7 +9,7 @@ from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model import Model
 from shardplan.plan.plan import Plan
-from shardplan.plan.planner import make_plan, model_of
+from shardplan.plan.planner import make_plan
 from shardplan.plan.variants import AUTOMATIC
 
 
@@ -24,9 +24,8 @@ class Variant:
     """Why there is none."""
 
 
-def what_if(config: Config) -> list[Variant]:
+def what_if(config: Config, model: Model) -> list[Variant]:
     """The configuration itself, and one change at a time; where nothing fits, as much of a change as makes it fit."""
-    model = model_of(config)
     start = _variant("as it is", config, model)
     variants = [start]
     for changes in _changes(config, start.plan is not None):

@@ -12,7 +12,8 @@ from shardplan.config import Config
 from shardplan.errors import ConfigError, one_line
 from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
-from shardplan.plan.levanter_config import is_levanter_config, model_section, read_file, read_levanter_config
+from shardplan.plan.levanter_config import is_levanter_config, read_file, read_levanter_config
+from shardplan.plan.model_section import model_section
 from shardplan.plan.options import CURATED
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
 from shardplan.plan.planner import check_model, make_plan, plan_layout, with_plan

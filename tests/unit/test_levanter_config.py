@@ -10,13 +10,8 @@ import pytest
 import yaml
 
 from shardplan.errors import ConfigError
-from shardplan.plan.levanter_config import (
-    LEVANTER_BATCH,
-    ModelSection,
-    is_levanter_config,
-    model_section,
-    read_levanter_config,
-)
+from shardplan.plan.levanter_config import LEVANTER_BATCH, is_levanter_config, read_levanter_config
+from shardplan.plan.model_section import ModelSection, model_section
 
 BATCH = ["replica", "data"]
 

@@ -11,15 +11,9 @@ from levanter.layers.attention import AttentionBackend
 from levanter.trainer import TrainerConfig
 
 from shardplan.errors import ConfigError
-from shardplan.plan.levanter_config import (
-    ATTENTION_BACKENDS,
-    FLAT_KEYS,
-    OTHER_KEYS,
-    ModelSection,
-    model_section,
-    read_file,
-)
+from shardplan.plan.levanter_config import FLAT_KEYS, OTHER_KEYS, read_file
 from shardplan.plan.lint import assumptions, lint, target_of
+from shardplan.plan.model_section import ATTENTION_BACKENDS, ModelSection, model_section
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "configs" / "models" / "llama-3.1-8b.json"

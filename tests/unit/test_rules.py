@@ -148,8 +148,8 @@ def test_why_not(model, config):
     assert answer.instead == ["mlp=model"] and "mlp" not in answer.plan.compute_mapping
 
 
-def test_what_if_something_fits(config):
-    variants = {variant.change: variant.plan for variant in what_if(config())}
+def test_what_if_something_fits(model, config):
+    variants = {variant.change: variant.plan for variant in what_if(config(), model)}
     assert list(variants) == [
         "as it is", "workload.batch 4", "workload.batch 16", "hardware.slice v4-32", "hardware.slice v4-128",
         "workload.param_dtype float32",
@@ -158,9 +158,9 @@ def test_what_if_something_fits(config):
     assert variants["hardware.slice v4-128"].cost.step_seconds < variants["as it is"].cost.step_seconds
 
 
-def test_what_if_nothing_fits(config):
+def test_what_if_nothing_fits(model, config):
     """As much of a change as it takes, and no more."""
-    variants = what_if(config(hardware_slice="v5e-4", workload_kind="train"))
+    variants = what_if(config(hardware_slice="v5e-4", workload_kind="train"), model)
     fits = {variant.change: variant.plan is not None for variant in variants}
     assert not fits["as it is"] and "lacking" in variants[0].why_not
     slices = [change for change in fits if change.startswith("hardware.slice")]
