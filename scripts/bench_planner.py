@@ -86,6 +86,19 @@ def load(model: str, slice_name: str, kind: str, batch: int, position: int = POS
     return configuration.load([f"--{key}={value}" for key, value in settings.items()], "bench")
 
 
+def usual_batch(slice_name: str, kind: str) -> int:
+    """Sequences of a step: one per device for training, one per EVAL_DEVICES_PER_SEQUENCE for evaluation."""
+    devices = parse_slice(slice_name).devices
+    return devices if kind == "train" else max(8, devices // EVAL_DEVICES_PER_SEQUENCE)
+
+
+def planned_case(label: str, config: Config) -> Case:
+    """The plan; where none fits, the one that lacks least memory."""
+    hf_config, built = build(config)
+    plan = make_plan(config, built, nearest_miss=True)
+    return Case(label, plan, built, hf_config, options=plan.compiler_options)
+
+
 def build(config: Config) -> tuple[dict, Model]:
     hf_config = read_config(config.model.config, None)
     return hf_config, build_model(hf_config, config.workload.position)
@@ -123,20 +136,14 @@ def estimates(jobs: int | None, only: str) -> str:
     for kind in ("eval", "train"):
         for model, slices in ESTIMATES.items():
             for slice_name in slices.split():
-                devices = parse_slice(slice_name).devices
-                batch = devices if kind == "train" else max(8, devices // EVAL_DEVICES_PER_SEQUENCE)
+                batch = usual_batch(slice_name, kind)
                 asked.append((f"{model} {slice_name} {kind}", load(model, slice_name, kind, batch)))
     for text in MICROBATCHED:
         model, slice_name, batch, parts = text.split()
         config = load(model, slice_name, "train", int(batch))
         work = replace(config.workload, microbatches=int(parts))
         asked.append((f"{model} {slice_name} train, {parts} microbatches", replace(config, workload=work)))
-    cases = []
-    for label, config in asked:
-        if only in label:
-            hf_config, built = build(config)
-            plan = make_plan(config, built, nearest_miss=True)
-            cases.append(Case(label, plan, built, hf_config, options=plan.compiler_options))
+    cases = [planned_case(label, config) for label, config in asked if only in label]
     lines = table(
         "mesh", "predicted to fit", "verdict", "peak GiB predicted", "compiled", "error", "GiB moved predicted",
         "compiled", "error", "step s predicted", "modelled",
@@ -281,8 +288,8 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def mesh(plan: Plan) -> str:
-    return " x ".join(map(str, plan.mesh.values()))
+def mesh(of: Plan | Verdict) -> str:
+    return " x ".join(map(str, of.mesh.values()))
 
 
 def seconds(verdict: Verdict) -> str:

@@ -14,23 +14,23 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from bench_planner import EVAL_DEVICES_PER_SEQUENCE, POSITION, load, mesh, planned_case, usual_batch
+
 from shardplan import config as configuration
-from shardplan.config import CompilerConfig, Config
-from shardplan.hardware import GIB, parse_slice
+from shardplan.config import CompilerConfig
+from shardplan.hardware import GIB
 from shardplan.plan.options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
 from shardplan.verify.cases import cases_of
 from shardplan.verify.run import Case, verify
 from shardplan.verify.verdict import Verdict
 
-POSITION = 4096
 SLICES = {
-    "8b": "v4-16 v4-64 v5e-32 v5e-64 v5p-16 v5p-64 v6e-16 v6e-64 tpu7x-16 tpu7x-64",
-    "70b": "v4-128 v4-512 v5e-128 v5e-256 v5p-128 v5p-512 v6e-64 v6e-256 tpu7x-128 tpu7x-256",
-    "405b": "v4-256 v4-1024 v5e-256 2xv5e-256 v5p-256 v5p-1024 v6e-256 2xv6e-256 tpu7x-256 tpu7x-512",
+    "llama-3.1-8b": "v4-16 v4-64 v5e-32 v5e-64 v5p-16 v5p-64 v6e-16 v6e-64 tpu7x-16 tpu7x-64",
+    "llama-3.1-70b": "v4-128 v4-512 v5e-128 v5e-256 v5p-128 v5p-512 v6e-64 v6e-256 tpu7x-128 tpu7x-256",
+    "llama-3.1-405b": "v4-256 v4-1024 v5e-256 2xv5e-256 v5p-256 v5p-1024 v6e-256 2xv6e-256 tpu7x-256 tpu7x-512",
     "mixtral-8x7b": "v4-64 v4-128 v5e-64 v5e-128 v5p-64 v5p-128 v6e-32 v6e-64 tpu7x-64 tpu7x-128",
 }
 """Model -> slices; v4, v5p and tpu7x are named by cores, v5e and v6e by chips."""
-EVAL_DEVICES_PER_SEQUENCE = 8
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 HAND_WRITTEN = (
@@ -77,7 +77,7 @@ def hand_written(jobs: int | None) -> str:
 def plans(jobs: int | None, only: str) -> str:
     """The table of SLICES."""
     cases = [
-        plan_case(model, slice_name, kind)
+        planned_case(f"{model} {slice_name} {kind}", load(model, slice_name, kind, usual_batch(slice_name, kind)))
         for kind in ("eval", "train")
         for model, slices in SLICES.items()
         for slice_name in slices.split()
@@ -105,29 +105,9 @@ def plans(jobs: int | None, only: str) -> str:
     return "\n".join(lines)
 
 
-def plan_case(model: str, slice_name: str, kind: str) -> Case:
-    """Training keeps parameters, gradients and moments in float32, one sequence per device; evaluation in bfloat16."""
-    devices = parse_slice(slice_name).devices
-    batch = devices if kind == "train" else max(8, devices // EVAL_DEVICES_PER_SEQUENCE)
-    settings = {
-        "config": f"configs/{model}.yaml",
-        "hardware.slice": slice_name,
-        "workload.kind": kind,
-        "workload.batch": batch,
-        "workload.position": POSITION,
-        "workload.param_dtype": "float32" if kind == "train" else "bfloat16",
-    }
-    config: Config = configuration.load([f"--{key}={value}" for key, value in settings.items()], "bench")
-    return dataclasses.replace(cases_of(config)[0], label=f"{model} {slice_name} {kind}")
-
-
 def report(case: Case, verdict: Verdict) -> None:
     result = f"{case.label}: {verdict.outcome} {peak(verdict)} GiB {short(verdict.reason)}"
     print(f"{result}, {verdict.compile_seconds:.0f} s {verdict.not_understood}", file=sys.stderr, flush=True)
-
-
-def mesh(verdict: Verdict) -> str:
-    return " x ".join(map(str, verdict.mesh.values()))
 
 
 def peak(verdict: Verdict) -> str:

@@ -44,10 +44,11 @@ CASES = (
     "eval olmo2-32b 64 16 1x16x4 embed", "eval qwen3-32b 64 16 1x8x8 nothing",
     "eval mistral-7b-v0.3 32 32 2x16x1 both", "eval llama-3.1-70b 64 16 1x8x8 embed",
     "train llama-3.1-8b 32 32 1x32x1 embed", "eval mistral-7b-v0.3 32 8 4x2x4 embed",
-    "eval olmo2-32b 32 8 2x4x4 embed",
+    "eval olmo2-32b 32 8 2x4x4 embed", "eval mixtral-8x7b 64 16 1x16x4 embed",
 )  # fmt: skip
 """What is compiled for every generation: tensor parallelism of 1, 2, 4 and 8; parameters gathered over the whole mesh
-(64 and 32 devices), over 2 to 16, along one dimension, along two at once, and not at all; one of them trains."""
+(64 and 32 devices), over 2 to 16, along one dimension, along two at once, and not at all; one of them trains, and one
+has experts."""
 OUTPUTS = ("mlp", "head_size", "vocab")
 RESTING = {
     "nothing": {},
@@ -137,18 +138,23 @@ def observe(case: Case, verdict: Verdict) -> Observation:
 
 
 def fit(seen: Sequence[Observation]) -> Calibration:
-    """The factors with the least errors, each in what it decides."""
+    """The factors with the least errors, each in what it decides.
+
+    Of layouts with experts only the memory: their time is mostly what the model has no factor for.
+    """
+    everything, seen = seen, [observation for observation in seen if not observation.step.routed]
     devices = sorted({observation.hardware.devices for observation in seen})
     factors = Calibration()
     factors = best(factors, "habits", [Habits(least) for least in (None, *reversed(devices))], seen, bytes_error)
-    habits = [replace(factors.habits, copies_stacks=copies) for copies in (False, True)]
-    factors = best(factors, "habits", habits, seen, peak_error)
+    for habit in ("copies_stacks", "wide_rows"):
+        habits = [replace(factors.habits, **{habit: value}) for value in (False, True)]
+        factors = best(factors, "habits", habits, everything, peak_error)
     own_cycles = [o.time.compute_seconds - o.time.kernel_seconds for o in seen]
     factors = replace(factors, **least_squares(factors, LINEAR, seen, own_cycles))
     kernels = [o.time.kernel_seconds for o in seen]
     factors = replace(factors, **least_squares(factors, {"attention": 0.0}, seen, kernels))
     factors = best(factors, "overlap", OVERLAPS, seen, step_error)
-    lacking = max((o.memory.peak - o.peak(factors)) / o.memory.available for o in seen)
+    lacking = max((o.memory.peak - o.peak(factors)) / o.memory.available for o in everything)
     return replace(factors, memory_error=round(max(LEAST_MEMORY_ERROR, lacking), DIGITS))
 
 

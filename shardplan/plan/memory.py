@@ -12,6 +12,8 @@ from shardplan.model.named import SECOND, Array
 from shardplan.plan.partition import SCORE_BYTES, Layout, lookup_rows, rows_turned
 from shardplan.plan.tasks import Moment, Step
 
+FLOAT32 = 4
+"""Bytes of a number."""
 FLASH_BLOCK = 1024
 """Side of the block of attention scores that Levanter's flash attention keeps where there is no kernel, tokens."""
 
@@ -23,7 +25,7 @@ class Item:
     role: str
     """`parameter`, `state` (of the optimizer), `kept` (between operations), `gathered` (a parameter for its use),
     `whole` (a gradient before each device keeps its part), `found` (rows of a table), `copied` (a stack of parameters,
-    in another layout), `scores`."""
+    in another layout), `wide` (rows in float32, before they are converted), `scores`."""
     array: Array
     tables: tuple[Array, ...] = ()
     """Of `found`: what it is looked up in."""
@@ -60,6 +62,7 @@ def moment_items(moment: Moment) -> Iterator[Item]:
     yield from (Item("whole", array) for array in moment.whole)
     yield from (Item("found", rows, (table,)) for table, rows in moment.found)
     yield from (Item("copied", stack) for stack in moment.stacked)
+    yield from (Item("wide", rows) for rows in moment.rows)
     yield from (Item("scores", scores) for scores in moment.scores)
 
 
@@ -77,6 +80,9 @@ def item_bytes(item: Item, layout: Layout) -> float:
         return rows + rows_turned(item.tables[0], array, layout) if rows > layout.bytes(array) else 0.0
     if item.role == "copied":
         return layout.bytes(array) if layout.habits.copies_stacks else 0.0
+    if item.role == "wide":
+        is_converted = layout.habits.wide_rows and array.itemsize < FLOAT32 and not layout.rests(array)
+        return layout.bytes(array) * FLOAT32 / array.itemsize if is_converted else 0.0
     if item.role == "scores":
         return _score_block(array, layout) if layout.habits.plain_attention else 0.0
     return layout.bytes(array)

@@ -63,6 +63,8 @@ class Habits:
     """An all-gather over at least this many devices is written as an all-reduce of zeros with a part filled in."""
     copies_stacks: bool = False
     """Stacked parameters are copied into another layout before the loop over them."""
+    wide_rows: bool = False
+    """The kernel of products by groups writes rows in float32; they are converted afterwards."""
     plain_attention: bool = False
     """Attention has no kernel: a block of scores is in memory."""
 

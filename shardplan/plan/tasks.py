@@ -45,6 +45,8 @@ class Moment:
     stacked: tuple[Array, ...] = ()
     """In a loop, and until weights are gathered after it: its parameters, as they are stored, of which products sum
     over one dimension."""
+    rows: tuple[Array, ...] = ()
+    """Results of products by groups that are being made."""
     scores: tuple[Array, ...] = ()
     """Attention scores that are being made; a kernel never has them in memory, nor has anything else all of them."""
 
@@ -249,8 +251,9 @@ class _Sequence:
     def _moment(self, operation: Operation, arrays: tuple[Array, ...], weights: tuple[Array, ...]) -> Moment:
         operands = tuple(self.arrays[operand] for operand in operation.operands)
         results = tuple(self.arrays[result] for result in operation.results)
+        if operation.kind == "contraction" and operation.groups > 1:
+            return Moment(arrays, weights, rows=results)
         if operation.kind == "contraction":
-            results = results if operation.groups == 1 else ()
             return Moment(arrays, weights, results, scores=tuple(filter(is_scores, (*operands, *results)))[:1])
         if operation.kind == "lookup":
             return Moment(arrays, weights, found=((operands[0], results[0]),))

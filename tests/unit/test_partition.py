@@ -177,6 +177,19 @@ def test_memory_of_the_largest_moment():
     assert copying.peak == found.peak + 2 * LAYERS * E * M * 4 / 4
 
 
+def test_rows_of_experts_in_float32():
+    """Where the kernel writes float32 there are four bytes more for every number of the result that is being made."""
+    config = {**read_config("configs/models/mixtral-8x7b.json", None), "num_hidden_layers": 2}
+    mixtral = plan_step(build_model(config, 1024), Workload("batch", 8, 1024, "bfloat16", "bfloat16"))
+    cut = {"mlp": ("model",), "vocab": ("model",)}
+    layout = Layout({"model": 16}, cut, cut, mixtral.merged, mixtral.activation_axes)
+    plain, wide = (memory(mixtral, dataclasses.replace(layout, habits=Habits(wide_rows=w))) for w in (False, True))
+    experts_per_token, embed, mlp = 2, 4096, 14336
+    tokens = 8 * 1024 * experts_per_token
+    # without, the largest moment has rows of embed twice: before and after they are put in order
+    assert wide.activations - plain.activations == 2 * tokens * (embed + mlp / 16)
+
+
 @pytest.mark.parametrize("checkpointing", ["default", "save_all"])
 def test_what_training_keeps_of_every_layer(checkpointing):
     config = {**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 8}

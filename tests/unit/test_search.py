@@ -71,7 +71,7 @@ def spaces(draw):
         vocab="v",
     )
     hardware = parse_slice(draw(st.sampled_from(["v4-8", "v6e-4", "cpu-3", "cpu-6", "4xv6e-1"])))
-    habits = Habits(draw(st.sampled_from([None, 4])), draw(st.booleans()), draw(st.booleans()))
+    habits = Habits(draw(st.sampled_from([None, 4])), *(draw(st.booleans()) for _ in range(3)))
     factors = calibration(hardware.generation.name)
     space = Space(step, "batch", "position", "e", hardware, factors, habits, math.inf, Rules(), kernels=False)
     return dataclasses.replace(space, rules=draw(rules(space)))
