@@ -23,7 +23,6 @@ from shardplan.config import CompilerConfig, Config
 from shardplan.errors import InfeasibleError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model, build_model, read_config
-from shardplan.plan.options import PLANNED
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan, plan_layout, rank_plans
 from shardplan.plan.variants import AUTOMATIC
@@ -197,7 +196,7 @@ def regret(jobs: int | None, only: str) -> str:
         hf_config, built = build(config)
         plans = rank_plans(config, 1 + ALTERNATIVES, built)
         cases = [
-            Case(f"{text} {i} {mesh(plan)}", plan, built, hf_config, options=dict(PLANNED))
+            Case(f"{text} {i} {mesh(plan)}", plan, built, hf_config, options=plan.compiler_options)
             for i, plan in enumerate(plans)
         ]
         verdicts = compiled(cases, jobs)
@@ -249,7 +248,7 @@ def experts(jobs: int | None, only: str) -> str:
             cut |= {axis: ["model"] for axis in ("mlp", "heads", "kv_head", "vocab")}
         by_hand = best_step(config, built, shape, cut, {**cut, "embed": rest})
         cases = [
-            Case(f"{model} {slice_name} {name}", p, built, hf_config, options=dict(PLANNED))
+            Case(f"{model} {slice_name} {name}", p, built, hf_config, options=p.compiler_options)
             for name, p in (("expert", by_hand), ("plan", plan))
         ]
         expert, mine = compiled(cases, jobs)

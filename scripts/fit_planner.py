@@ -29,7 +29,6 @@ from shardplan.plan.calibration import Calibration, calibration
 from shardplan.plan.cost import Seconds, compute_seconds, step_tasks
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.memory import memory
-from shardplan.plan.options import PLANNED
 from shardplan.plan.partition import Habits, Layout, Share
 from shardplan.plan.planner import plan_layout
 from shardplan.plan.tasks import Step, Task
@@ -44,11 +43,12 @@ CASES = (
     "eval olmo2-32b 64 16 1x16x4 embed", "eval qwen3-32b 64 16 1x8x8 nothing",
     "eval mistral-7b-v0.3 32 32 2x16x1 both", "eval llama-3.1-70b 64 16 1x8x8 embed",
     "train llama-3.1-8b 32 32 1x32x1 embed", "eval mistral-7b-v0.3 32 8 4x2x4 embed",
-    "eval olmo2-32b 32 8 2x4x4 embed", "eval mixtral-8x7b 64 16 1x16x4 embed",
+    "eval olmo2-32b 32 8 2x4x4 embed", "eval mixtral-8x7b 64 16 1x16x4 outputs",
+    "train mixtral-8x7b 64 16 1x16x4 outputs",
 )  # fmt: skip
 """What is compiled for every generation: tensor parallelism of 1, 2, 4 and 8; parameters gathered over the whole mesh
-(64 and 32 devices), over 2 to 16, along one dimension, along two at once, and not at all; one of them trains, and one
-has experts."""
+(64 and 32 devices), over 2 to 16, along one dimension, along two at once, and not at all; two of them train, and two
+have experts. What does not fit a generation is left out."""
 OUTPUTS = ("mlp", "head_size", "vocab")
 RESTING = {
     "nothing": {},
@@ -61,6 +61,7 @@ STAND_INS = {"v3": "v4"}
 """Generations that libtpu compiles no attention kernel in bfloat16 for -> the one whose factors they get."""
 LINEAR = {"products": 1.0, "elementwise": 0.0, "rearranging": 0.0, "gathering": 0.0}
 """Factors that the time of compute without kernels is linear in -> the least that they can be."""
+VECTORS = tuple(map(float, range(1, 41)))
 OVERLAPS = tuple(percent / 100 for percent in range(0, 101, 5))
 LEAST_MEMORY_ERROR = 0.08
 """Part of the memory: a few layouts that fill little of it do not show the worst."""
@@ -122,13 +123,12 @@ def make_case(text: str, generation: str) -> Case:
     compute |= {axis: ["model"] for axis in TENSOR_PARALLEL if mesh["model"] > 1}
     further = {axis: [*compute.get(axis, ()), *cut] for axis, cut in RESTING[resting].items()}
     plan = plan_layout(config, built, mesh, compute, {**compute, **further})
-    return Case(f"{slice_name} {text}", plan, built, hf_config, options=dict(PLANNED))
+    return Case(f"{slice_name} {text}", plan, built, hf_config, options=plan.compiler_options)
 
 
 def observe(case: Case, verdict: Verdict) -> Observation:
     """`case` as the planner sees it, beside its verdict."""
-    if verdict.memory is None or verdict.time is None:
-        raise SystemExit(f"{case.label}: {verdict.outcome}: {verdict.reason}")
+    assert verdict.memory and verdict.time
     plan = case.plan
     step = plan_step(case.model, workload_of(plan.workload))
     compute, params = as_tuples(plan.compute_mapping), as_tuples(plan.param_mapping)
@@ -140,19 +140,21 @@ def observe(case: Case, verdict: Verdict) -> Observation:
 def fit(seen: Sequence[Observation]) -> Calibration:
     """The factors with the least errors, each in what it decides.
 
-    Of layouts with experts only the memory: their time is mostly what the model has no factor for.
+    Of layouts with experts these are the memory, and the time of the sums over experts, which others have none of.
     """
     everything, seen = seen, [observation for observation in seen if not observation.step.routed]
     devices = sorted({observation.hardware.devices for observation in seen})
     factors = Calibration()
     factors = best(factors, "habits", [Habits(least) for least in (None, *reversed(devices))], seen, bytes_error)
-    for habit in ("copies_stacks", "wide_rows"):
+    for habit in ("copies_stacks", "wide_rows", "frees_rows"):
         habits = [replace(factors.habits, **{habit: value}) for value in (False, True)]
         factors = best(factors, "habits", habits, everything, peak_error)
     own_cycles = [o.time.compute_seconds - o.time.kernel_seconds for o in seen]
     factors = replace(factors, **least_squares(factors, LINEAR, seen, own_cycles))
     kernels = [o.time.kernel_seconds for o in seen]
     factors = replace(factors, **least_squares(factors, {"attention": 0.0}, seen, kernels))
+    routed = [observation for observation in everything if observation.step.routed]
+    factors = best(factors, "vectors", VECTORS, routed, compute_error)
     factors = best(factors, "overlap", OVERLAPS, seen, step_error)
     lacking = max((o.memory.peak - o.peak(factors)) / o.memory.available for o in everything)
     return replace(factors, memory_error=round(max(LEAST_MEMORY_ERROR, lacking), DIGITS))
@@ -240,7 +242,10 @@ def main() -> None:
     arguments = parser.parse_args()
     generations = [name for name in GENERATIONS if name not in STAND_INS]
     cases = [make_case(text, generation) for text in CASES for generation in generations]
-    seen = [observe(case, verdict) for case, verdict in zip(cases, compiled(cases, arguments.jobs), strict=True)]
+    verdicts = compiled(cases, arguments.jobs)
+    if any(verdict.outcome not in ("fits", "does not fit") for verdict in verdicts):
+        raise SystemExit("some layouts could not be compiled")
+    seen = [observe(case, verdict) for case, verdict in zip(cases, verdicts, strict=True) if verdict.fits]
     fitted = {name: fit([o for o in seen if o.hardware.generation.name == name]) for name in generations}
     print(errors_by_layout(seen, fitted), summary(seen, fitted), sep="\n\n")
     everything = {name: fitted[STAND_INS.get(name, name)] for name in GENERATIONS}

@@ -1,7 +1,7 @@
 """What primitives of JAX do to the names of dimensions: one rule each."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,14 +125,17 @@ class Names:
         (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
         left, right = arrays
         contracted = [self.meet(left.dims[i], right.dims[j]) for i, j in zip(contract_l, contract_r, strict=True)]
-        dims = [self.meet(left.dims[i], right.dims[j]) for i, j in zip(batch_l, batch_r, strict=True)]
-        dims += [dim for i, dim in enumerate(left.dims) if i not in (*contract_l, *batch_l)]
-        dims += [dim for i, dim in enumerate(right.dims) if i not in (*contract_r, *batch_r)]
+        batched = [self.meet(left.dims[i], right.dims[j]) for i, j in zip(batch_l, batch_r, strict=True)]
+        dims = [
+            *batched,
+            *(dim for i, dim in enumerate(left.dims) if i not in (*contract_l, *batch_l)),
+            *(dim for i, dim in enumerate(right.dims) if i not in (*contract_r, *batch_r)),
+        ]
         result = Array(distinct(dims), width(equation.outvars[0]))
-        # without rows on both sides it is no product of matrices: compilers multiply and add up
-        is_product = contracted and all(len(a.dims) > len(contract_l) + len(batch_l) for a in arrays)
-        extra = {"contracted": tuple(f for dim in contracted for f in dim)} if is_product else {}
-        return "contraction" if is_product else "elementwise", [result], extra
+        # a dot product of vectors is no product of matrices: compilers multiply and add up
+        if not contracted or all(len(a.dims) == len(contract_l) + len(batch_l) for a in arrays):
+            return "elementwise", [result], {}
+        return "contraction", [result], {"contracted": _factors(contracted), "batched": _factors(batched)}
 
     def ragged_dot(self, equation: Any, arrays: list[Array]) -> "Named":
         """Rows of the first operand by groups, each with a matrix of the second; or its gradients."""
@@ -150,8 +153,7 @@ class Names:
             dims = [next((d for d in self.experts if size_of(d) == groups), ((None, groups),)), *dims]
         else:
             self.experts += [right.dims[i] for i in grouped]
-        extra = {"contracted": tuple(f for dim in contracted for f in dim), "groups": groups}
-        return "contraction", [Array(distinct(dims), width(v))], extra
+        return "contraction", [Array(distinct(dims), width(v))], {"contracted": _factors(contracted), "groups": groups}
 
     def gather(self, equation: Any, arrays: list[Array]) -> "Named":
         """A lookup: the dimensions of the indices, and those of the table that come whole."""
@@ -229,6 +231,10 @@ def is_one(atom: Any) -> bool:
 
 def width(atom: Any) -> int:
     return np.dtype(atom.aval.dtype).itemsize if hasattr(atom.aval, "dtype") else 0
+
+
+def _factors(dims: Sequence[Dim]) -> Dim:
+    return tuple(factor for dim in dims for factor in dim)
 
 
 def _plain(atom: Any) -> tuple[Dim, ...]:

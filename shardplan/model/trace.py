@@ -41,6 +41,8 @@ class Operation:
     """JAX's name of it; empty for a loop or a reshard."""
     contracted: Dim = ()
     """Of a contraction: the axes that are summed over."""
+    batched: Dim = ()
+    """Of a contraction: the axes that number products, of which each is done by itself."""
     groups: int = 1
     """Of a contraction: matrices of the second operand, of which each row of the first meets one (ragged_dot)."""
     body: tuple["Operation", ...] = ()

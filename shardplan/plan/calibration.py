@@ -20,6 +20,8 @@ class Calibration:
 
     products: float = 1.0
     """Time of products, in that of their FLOPs at peak (or of their bytes)."""
+    vectors: float = 1.0
+    """Time of products of matrices with vectors, one for every token, in that of their bytes at HBM bandwidth."""
     elementwise: float = 1.0
     """Time of elementwise work, in that of its bytes at HBM bandwidth."""
     attention: float = 1.0

@@ -46,10 +46,13 @@ def compute_seconds(task: Task, mine: Share, hardware: Slice, calibration: Calib
     generation = hardware.generation
     moving = mine.memory_bytes / generation.hbm_bandwidth
     if task.kind == "contraction":
+        if mine.product.is_by_vectors:
+            return calibration.vectors * moving
+        products = calibration.products * max(mine.product.filled_flops / generation.flops, moving)
         copied = calibration.rearranging * mine.rearranged_bytes + calibration.gathering * mine.own_bytes
-        return calibration.products * max(mine.flops / generation.flops, moving) + copied / generation.hbm_bandwidth
+        return products + copied / generation.hbm_bandwidth
     if task.kind == "attention":
-        products = calibration.attention * CAUSAL * mine.flops / generation.flops
+        products = calibration.attention * CAUSAL * mine.product.flops / generation.flops
         return products if mine.has_kernel else max(products, CAUSAL * moving)
     return calibration.elementwise * moving
 
@@ -84,5 +87,7 @@ def model_flops(model: Model, workload: Workload) -> float:
     forward = replace(workload, kind="eval", microbatches=1) if workload.is_training else workload
     step = plan_step(model, forward)
     nowhere = Layout({}, {}, {}, step.merged, step.activation_axes)
-    flops = sum(share(task, nowhere).flops * (CAUSAL if task.kind == "attention" else 1.0) for task in step.tasks)
+    flops = sum(
+        share(task, nowhere).product.flops * (CAUSAL if task.kind == "attention" else 1.0) for task in step.tasks
+    )
     return 3 * flops if workload.is_training else flops

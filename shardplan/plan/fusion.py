@@ -50,6 +50,8 @@ class Fusion:
         # the program is a graph in which paths meet again: without caches they would be walked over and over
         self._made_of, self._is_reduced = cache(self._made_of), cache(self._is_reduced)  # type: ignore[method-assign]
         self._products_in = cache(self._products_in)  # type: ignore[method-assign]
+        self.stays_cut = cache(self.stays_cut)  # type: ignore[method-assign]
+        self._is_of_groups = cache(self._is_of_groups)  # type: ignore[method-assign]
         self.written = {value for value in self._maker if self._is_written(value)}
         self.sources = cache(self._sources)
         self.kept = set[int]().union(*(self.sources(self.root(value)) for value in wanted))
@@ -79,16 +81,10 @@ class Fusion:
         fused = sorted(value for value in inside - self.written if not is_scores(self.arrays[value]))
         return [self.operations[self._maker[value]] for value in fused]
 
-    def users(self, value: int) -> list[Operation]:
-        """The operations that are no elementwise work and use `value`, or what elementwise work makes of it."""
-        found: list[Operation] = []
-        for i in self._users[value]:
-            operation = self.operations[i]
-            if operation.kind == "elementwise":
-                found += [user for result in operation.results for user in self.users(result)]
-            else:
-                found.append(operation)
-        return found
+    def stays_cut(self, value: int) -> bool:
+        """Whether products by groups alone make `value` and use it, or what elementwise work makes of theirs."""
+        users = self._users_of(value)
+        return self._is_of_groups(value) and bool(users) and all(user.groups > 1 for user in users)
 
     def is_summed_here(self, value: int) -> bool:
         """Whether partial sums of the product `value` are added up over devices at once.
@@ -97,6 +93,25 @@ class Fusion:
         """
         parts = self._parts(self._total(value))
         return len(parts) < 2 or max(parts, key=lambda part: self._maker[part]) == value
+
+    def _users_of(self, value: int) -> list[Operation]:
+        """The operations that are no elementwise work and use `value`, or what elementwise work makes of it."""
+        found: list[Operation] = []
+        for i in self._users[value]:
+            operation = self.operations[i]
+            if operation.kind == "elementwise":
+                found += [user for result in operation.results for user in self._users_of(result)]
+            else:
+                found.append(operation)
+        return found
+
+    def _is_of_groups(self, value: int) -> bool:
+        """Whether elementwise work alone makes `value` of the results of products by groups."""
+        maker = self._maker.get(value)
+        if maker is None or self.operations[maker].kind != "elementwise":
+            return maker is not None and self.operations[maker].groups > 1
+        operands = [operand for operand in map(self.root, self.operations[maker].operands) if self.arrays[operand].dims]
+        return bool(operands) and all(map(self._is_of_groups, operands))
 
     def _sources(self, value: int) -> frozenset[int]:
         """What memory holds of what `value` is made of: itself, or what the work on the way to it reads."""

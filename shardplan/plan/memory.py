@@ -10,25 +10,12 @@ from dataclasses import dataclass
 
 from shardplan.model.named import SECOND, Array
 from shardplan.plan.partition import SCORE_BYTES, Layout, lookup_rows, rows_turned
-from shardplan.plan.tasks import Moment, Step
+from shardplan.plan.tasks import Item, Step
 
 FLOAT32 = 4
 """Bytes of a number."""
 FLASH_BLOCK = 1024
 """Side of the block of attention scores that Levanter's flash attention keeps where there is no kernel, tokens."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """Something in memory at a moment."""
-
-    role: str
-    """`parameter`, `state` (of the optimizer), `kept` (between operations), `gathered` (a parameter for its use),
-    `whole` (a gradient before each device keeps its part), `found` (rows of a table), `copied` (a stack of parameters,
-    in another layout), `wide` (rows in float32, before they are converted), `scores`."""
-    array: Array
-    tables: tuple[Array, ...] = ()
-    """Of `found`: what it is looked up in."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +42,6 @@ def resting_items(step: Step) -> Iterator[Item]:
     yield from (Item("state", array) for array in step.state)
 
 
-def moment_items(moment: Moment) -> Iterator[Item]:
-    """What is in memory at one moment, and does not rest."""
-    yield from (Item("kept", array) for array in moment.arrays)
-    yield from (Item("gathered", weight) for weight in moment.weights)
-    yield from (Item("whole", array) for array in moment.whole)
-    yield from (Item("found", rows, (table,)) for table, rows in moment.found)
-    yield from (Item("copied", stack) for stack in moment.stacked)
-    yield from (Item("wide", rows) for rows in moment.rows)
-    yield from (Item("scores", scores) for scores in moment.scores)
-
-
 def item_bytes(item: Item, layout: Layout) -> float:
     """Bytes on one device."""
     array = item.array
@@ -82,16 +58,18 @@ def item_bytes(item: Item, layout: Layout) -> float:
         return layout.bytes(array) if layout.habits.copies_stacks else 0.0
     if item.role == "wide":
         is_converted = layout.habits.wide_rows and array.itemsize < FLOAT32 and not layout.rests(array)
-        return layout.bytes(array) * FLOAT32 / array.itemsize if is_converted else 0.0
+        return layout.bytes(array, layout.params) * FLOAT32 / array.itemsize if is_converted else 0.0
     if item.role == "scores":
         return _score_block(array, layout) if layout.habits.plain_attention else 0.0
-    return layout.bytes(array)
+    if item.role == "lingering" and layout.habits.frees_rows:
+        return 0.0
+    return layout.bytes(array, layout.params if item.stays_cut else None)
 
 
 def memory(step: Step, layout: Layout) -> Memory:
     """The largest moment, by part."""
     resting = _by_part(resting_items(step), step, layout)
-    moments = [_by_part(moment_items(moment), step, layout) for moment in step.moments]
+    moments = [_by_part(moment, step, layout) for moment in step.moments]
     return Memory(**resting, **max(moments, key=lambda parts: sum(parts.values())))
 
 

@@ -18,6 +18,8 @@ SCORE_PASSES, SCORE_BYTES = 3, 4
 """How often attention without a kernel writes or reads its scores, per product, and their bytes."""
 REARRANGED_COPIES = 3
 """Arrays of the gathered size that a gather along several dimensions needs until the result is in order."""
+SUBLANES, LANES = 8, 128
+"""Numbers that registers hold of two dimensions: products of less take as long."""
 KERNEL_LANES = 128
 """Levanter's splash attention takes positions and head sizes that are multiples of this."""
 KERNEL_BLOCK = 512
@@ -39,11 +41,47 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Product:
+    """What one device has of a product of matrices, [rows, inner] x [inner, columns], over all executions."""
+
+    count: float
+    """Products, each done by itself."""
+    rows: float
+    inner: float
+    columns: float
+
+    @property
+    def flops(self) -> float:
+        """What the product needs."""
+        return 2 * self.count * self.rows * self.inner * self.columns
+
+    @property
+    def filled_flops(self) -> float:
+        """What the matrix unit does: it holds tiles of one matrix, whole, and the rows of the other stream through."""
+        rows, inner, columns = map(math.ceil, (self.rows, self.inner, self.columns))
+        streamed = min(
+            _filled(rows, SUBLANES) * _filled(columns, LANES), _filled(columns, SUBLANES) * _filled(rows, LANES)
+        )
+        return 2 * self.count * _filled(inner, LANES) * streamed
+
+    @property
+    def is_by_vectors(self) -> bool:
+        """Whether these are products of matrices with vectors, which the matrix unit does not do."""
+        return min(self.rows, self.columns) == 1
+
+
+def _filled(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+NO_PRODUCT = Product(0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
 class Share:
     """What one device has of a task, over all its executions."""
 
-    flops: float
-    """Of products."""
+    product: Product
     memory_bytes: float
     """Read from and written to HBM."""
     rearranged_bytes: float
@@ -65,6 +103,8 @@ class Habits:
     """Stacked parameters are copied into another layout before the loop over them."""
     wide_rows: bool = False
     """The kernel of products by groups writes rows in float32; they are converted afterwards."""
+    frees_rows: bool = False
+    """Rows that experts are chosen for are freed after their last use, not with the last of the gradients."""
     plain_attention: bool = False
     """Attention has no kernel: a block of scores is in memory."""
 
@@ -192,15 +232,7 @@ def share(task: Task, layout: Layout) -> Share:
         layout.bytes(array, layout.compute) for array in (*task.operands, *task.results) if not is_scores(array)
     )
     if task.kind not in ("contraction", "attention"):
-        return Share(0.0, task.times * moved, 0.0, 0.0, False, traffic)
-    result = task.results[0]
-    mapping = layout.params if task.groups > 1 else layout.compute
-    inner = math.prod(size for _, size in task.contracted)
-    cut_inner = mesh_size(layout.mesh, layout.mesh_axes(task.contracted, mapping))
-    outer = result.elements / layout.parts(result, mapping)
-    flops = 2 * outer * inner / cut_inner
-    if task.groups > 1 and any(name is None for name, _ in task.contracted):
-        flops /= task.groups  # rows are contracted, each in its own group
+        return Share(NO_PRODUCT, task.times * moved, 0.0, 0.0, False, traffic)
     has_kernel = task.kind == "attention" and attention_has_kernel(task, layout)
     if task.kind == "attention" and not has_kernel:
         scores = next(array for array in (*task.results, *task.operands) if is_scores(array))
@@ -208,14 +240,36 @@ def share(task: Task, layout: Layout) -> Share:
     rearranged = sum(layout.gathered_bytes(a) for a in task.operands if is_rearranged(a, task, layout))
     own = sum(layout.bytes(a, layout.params) for a in task.operands if is_gathered(a, task, layout))
     times = task.times
-    return Share(times * flops, times * moved, times * rearranged, times * own, has_kernel, traffic)
+    return Share(_product(task, layout), times * moved, times * rearranged, times * own, has_kernel, traffic)
+
+
+def _product(task: Task, layout: Layout) -> Product:
+    """One device's part of a product."""
+    mapping = layout.params if task.groups > 1 else layout.compute
+    (left, right, *_), result = task.operands, task.results[0]
+    free = set(result.axes) - {name for name, _ in (*task.batched, *task.contracted)}
+    inner, count = math.prod(size for _, size in task.contracted), math.prod(size for _, size in task.batched)
+    rows = left.elements / (inner * count)
+    columns = result.elements / (rows * count)
+    if task.groups > 1 and any(name is None for name, _ in task.contracted):
+        # every group takes all rows, with those of others as zeros
+        count, columns = task.groups, columns / task.groups
+    of_rows, of_columns = (tuple(factor for factor in array.factors if factor[0] in free) for array in (left, right))
+    used: set[str] = set()
+    local = []
+    dims = ((count, task.batched), (inner, task.contracted), (rows, of_rows), (columns, of_columns))
+    for size, factors in dims:
+        axes = tuple(axis for axis in layout.mesh_axes(factors, mapping) if axis not in used)
+        used |= set(axes)
+        local.append(size / mesh_size(layout.mesh, axes))
+    return Product(task.times * local[0], rows=local[2], inner=local[1], columns=local[3])
 
 
 def least_share(task: Task, layout: Layout) -> Share:
     """What a device has of `task` at least, whatever the parameters' mapping."""
     mine = share(task, layout)
     if task.groups > 1:  # what is computed follows from how the parameters rest
-        return replace(mine, flops=0.0, traffic=())
+        return replace(mine, product=NO_PRODUCT, traffic=())
     kept = tuple(t for t in mine.traffic if not t.cause.startswith((GATHER, GRADIENT, ROWS)))
     return replace(mine, rearranged_bytes=0.0, own_bytes=0.0, traffic=kept)
 

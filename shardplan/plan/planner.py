@@ -13,7 +13,7 @@ from shardplan.plan.calibration import calibration, habits, usable_bytes
 from shardplan.plan.cost import step_tasks, transfer_seconds
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, as_tuples, mapping_text, mesh_text
 from shardplan.plan.memory import memory
-from shardplan.plan.options import PLANNED
+from shardplan.plan.options import PLANNED, PLANNED_FOR_EXPERTS
 from shardplan.plan.partition import GATHER, Layout
 from shardplan.plan.plan import (
     BATCH_AXIS,
@@ -183,6 +183,7 @@ def _describe(
 ) -> Plan:
     params, work = layout.params, workload_of(config.workload)
     sizes = [round(layout.bytes(array)) for array in step.parameters]
+    options = PLANNED_FOR_EXPERTS if work.is_training and step.routed else PLANNED
     return Plan(
         model=ModelInfo(config.model.ref, axes.type, dict(axes.axes), axes.size, config.model.config),
         workload=WorkloadInfo(**{key: value for key, value in vars(work).items() if key != "batch_axis"}),
@@ -203,7 +204,7 @@ def _describe(
         memory=_memory(step, layout, hardware),
         cost=cost,
         search=found,
-        compiler_options={} if hardware.is_cpu else dict(PLANNED),
+        compiler_options={} if hardware.is_cpu else dict(options),
         versions=_versions(),
     )
 

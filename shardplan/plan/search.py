@@ -7,9 +7,10 @@ each with a time and its bytes at every moment, and what is left is one choice p
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def search(space: Space, meshes: Sequence[dict[str, int]], ranking: "Ranking", t
     Returns:
         False where every mapping is too slow for the ranking, however much memory there were.
     """
-    frames = [frame for frame in _frames(space, meshes, tally) if frame.bound < math.inf]
+    frames = list(_frames(space, meshes, tally))
     in_reach = not frames
     for frame in sorted(frames, key=lambda frame: frame.bound):
         in_reach |= frame.bound <= ranking.limit
@@ -60,12 +61,11 @@ def search(space: Space, meshes: Sequence[dict[str, int]], ranking: "Ranking", t
     return in_reach
 
 
-def nearest_miss(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Candidate | None:
-    """The candidate that needs least memory, whether or not it fits; None where pins leave none."""
+def nearest_miss(space: Space, meshes: Sequence[dict[str, int]], most: float, tally: Tally) -> Candidate | None:
+    """The candidate that needs least memory, whether or not it fits; None where pins leave none below `most` bytes."""
     best: Candidate | None = None
-    for frame in _frames(space, meshes, tally):
-        if frame.bound < math.inf:
-            best = frame.smaller(best) or best
+    for frame in sorted(_frames(space, meshes, tally), key=lambda frame: frame.base_bytes.max()):
+        best = frame.smaller(best.peak_bytes if best is not None else most) or best
     return best
 
 
@@ -122,7 +122,9 @@ def _frames(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Ite
             tokens = dict(zip(options, cuts, strict=True))
             if all(_divides(space, mesh, axis, axes, tally) for axis, axes in tokens.items()):
                 found = True
-                yield _Frame(space, mesh, {axis: axes for axis, axes in tokens.items() if axes}, tally)
+                frame = _Frame(space, mesh, {axis: axes for axis, axes in tokens.items() if axes}, tally)
+                if all(frame.computes):
+                    yield frame
         if not found:
             tally.rejected["batch"] += 1
 
@@ -153,12 +155,28 @@ class _Frame:
 
     def __init__(self, space: Space, mesh: dict[str, int], tokens: dict[str, MeshAxes], tally: Tally) -> None:
         self.space, self.mesh, self.tokens, self.tally = space, mesh, tokens, tally
-        self.seconds: dict[tuple[object, ...], float] = {}
-        self.sizes: dict[tuple[object, ...], float] = {}
+        self.seconds: defaultdict[int, dict[object, float]] = defaultdict(dict)
+        self.sizes: defaultdict[int, dict[object, float]] = defaultdict(dict)
         self.computes = [list(self._computes(work)) for work in space.works]
-        """For each component the mappings while computing, with the least time that they can take."""
-        self.least = [min((seconds for _, seconds in each), default=math.inf) for each in self.computes]
-        self.bound = self._time(space.base, {}, None) + sum(self.least)
+        """For each component the mappings while computing."""
+
+    @cached_property
+    def times(self) -> list[list[float]]:
+        """The least times that `computes` can take."""
+        return [
+            [self._time(work, compute, None) for compute in each]
+            for work, each in zip(self.space.works, self.computes, strict=True)
+        ]
+
+    @cached_property
+    def bound(self) -> float:
+        """The least time that there can be."""
+        return self._time(self.space.base, {}, None) + sum(map(min, self.times))
+
+    @cached_property
+    def base_bytes(self) -> np.ndarray:
+        """Bytes, at every moment, of what depends on no component."""
+        return self._bytes(self.space.base, {}, {})
 
     def rank(self, ranking: Ranking) -> None:
         """Add the fastest candidate that fits for every way that the residual axis can rest."""
@@ -178,9 +196,8 @@ class _Frame:
             else:
                 self.tally.rejected["memory" if limit == math.inf or not all(choices) else "slower"] += 1
 
-    def smaller(self, best: Candidate | None) -> Candidate | None:
-        """The candidate with the smallest peak, whether or not it fits; None where none is smaller than `best`."""
-        most = best.peak_bytes if best is not None else math.inf
+    def smaller(self, most: float) -> Candidate | None:
+        """The candidate with the smallest peak, whether or not it fits; None where none is below `most` bytes."""
         found: list[Candidate] = []
         for residual in self._resting(self.space.residual, self.tokens):
             weighed = self._choices(residual, math.inf, most)
@@ -201,7 +218,7 @@ class _Frame:
                     stack.append((depth + 1, size + choice.bytes, (*chosen, choice)))
         return found[-1] if found else None
 
-    def _computes(self, work: Work) -> Iterator[tuple[dict[str, MeshAxes], float]]:
+    def _computes(self, work: Work) -> Iterator[dict[str, MeshAxes]]:
         whole, rules = self.space.whole, self.space.rules
         options = [
             [cut for cut in rules.options(axis, False, ((),) if axis in whole else TENSOR_AXES) if self._can(axis, cut)]
@@ -211,7 +228,17 @@ class _Frame:
             compute = {axis: cut for axis, cut in zip(work.component, cuts, strict=True) if cut}
             mapping = {**self.tokens, **compute}
             if _is_distinct(mapping, work.computed) and self._has_kernels(work, mapping):
-                yield compute, self._time(work, compute, None)
+                yield compute
+
+    def _in_reach(self, limit: float) -> list[list[dict[str, MeshAxes]]]:
+        """Those of `computes` that leave a time within `limit` possible."""
+        if limit == math.inf:
+            return self.computes
+        slack = limit - self.bound
+        return [
+            [compute for compute, seconds in zip(each, times, strict=True) if seconds - min(times) <= slack]
+            for each, times in zip(self.computes, self.times, strict=True)
+        ]
 
     def _has_kernels(self, work: Work, compute: AxisMapping) -> bool:
         """Whether attention has a kernel, where it must."""
@@ -240,24 +267,25 @@ class _Frame:
         component can only rest with a mesh axis twice on an array.
         """
         rest = {self.space.residual: residual} if residual else {}
-        slack = limit - self.bound
+        base_bytes = self._bytes(self.space.base, {}, rest)
+        nothing: tuple[_Choice, list[list[_Choice]]] = (_Choice({}, rest, 0.0, base_bytes), [[] for _ in self.computes])
+        if base_bytes.max() + sum(work.least_bytes for work in self.space.works) > available:
+            return nothing
         sized = [
             [
                 (compute, params, self._bytes(work, compute, params))
-                for compute, seconds in computes
-                if seconds - least <= slack
+                for compute in computes
                 for params in self._rests(work, compute, rest)
             ]
-            for work, computes, least in zip(self.space.works, self.computes, self.least, strict=True)
+            for work, computes in zip(self.space.works, self._in_reach(limit), strict=True)
         ]
         self.tally.evaluated += sum(map(len, sized))
         if not all(sized):
             return None
-        base_bytes = self._bytes(self.space.base, {}, rest)
         smallest = [np.min([size for *_, size in each], axis=0) for each in sized]
         together = base_bytes + sum(smallest)
         if together.max() > available:
-            return _Choice({}, rest, math.inf, base_bytes), [[] for _ in sized]
+            return nothing
         base = self._choice(self.space.base, {}, rest, base_bytes)
         choices = [
             _undominated(
@@ -288,27 +316,26 @@ class _Frame:
     def _bytes(self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> np.ndarray:
         """Bytes of a component at every moment."""
         layout = self.space.layout(self.mesh, {**self.tokens, **compute}, params)
+        values = (*map(compute.get, work.axes), *map(params.get, work.axes))
         sizes = np.empty(len(work.items))
-        for i, (item, names) in enumerate(work.items):
-            key = (id(item), *(compute.get(n) for n in names), *(params.get(n) for n in names))
-            if key not in self.sizes:
-                self.sizes[key] = item_bytes(item, layout)
-            sizes[i] = self.sizes[key]
+        for i, (item, pick) in enumerate(work.items):
+            known, key = self.sizes[id(item)], pick(values)
+            if key not in known:
+                known[key] = item_bytes(item, layout)
+            sizes[i] = known[key]
         return work.counts @ sizes
 
     def _time(self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes] | None) -> float:
         """Time of the tasks of a component; without `params`, the least for any mapping of the parameters."""
         space, total = self.space, 0.0
         layout = space.layout(self.mesh, {**self.tokens, **compute}, params or {})
-        for task, names in work.tasks:
-            at_rest = ("anything",) if params is None else tuple(params.get(n) for n in names)
-            key = (id(task), *(compute.get(n) for n in names), "at rest", *at_rest)
-            seconds = self.seconds.get(key)
-            if seconds is None:
+        values = (*map(compute.get, work.axes), *(map(params.get, work.axes) if params is not None else work.axes))
+        for task, pick in work.tasks:
+            known, key = self.seconds[id(task)], pick(values)
+            if key not in known:
                 mine = least_share(task, layout) if params is None else share(task, layout)
-                seconds = task_seconds(task, mine, space.hardware, self.mesh, space.calibration).total
-                self.seconds[key] = seconds
-            total += seconds
+                known[key] = task_seconds(task, mine, space.hardware, self.mesh, space.calibration).total
+            total += known[key]
         return total
 
     def _fastest(self, base: _Choice, choices: list[list[_Choice]], limit: float) -> list[Candidate]:

@@ -10,9 +10,11 @@ forbids changes that.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +24,10 @@ from shardplan.hardware import Slice
 from shardplan.model.named import SECOND, Array
 from shardplan.plan.calibration import Calibration
 from shardplan.plan.mapping import AxisMapping, MeshAxes
-from shardplan.plan.memory import Item, moment_items, resting_items
+from shardplan.plan.memory import resting_items
 from shardplan.plan.partition import Habits, Layout
 from shardplan.plan.rules import Rules
-from shardplan.plan.tasks import Step, Task
+from shardplan.plan.tasks import Item, Step, Task
 
 BATCH_AXES: tuple[MeshAxes, ...] = (("replica", "data"), ("data",), ("replica",), ())
 POSITION_AXES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",))
@@ -91,6 +93,11 @@ class Space:
         """What depends on none."""
         return _work(self, ())
 
+    @cached_property
+    def least_bytes(self) -> float:
+        """Bytes per device of what rests, cut by all devices."""
+        return sum(work.least_bytes for work in (self.base, *self.works))
+
     def layout(self, mesh: dict[str, int], compute: AxisMapping, params: AxisMapping) -> Layout:
         """A point of the space."""
         return Layout(mesh, compute, params, self.step.merged, self.step.activation_axes, self.habits)
@@ -132,14 +139,22 @@ def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str
     return kept
 
 
+Pick = Callable[[Sequence[MeshAxes | None]], Any]
+"""Takes some of the values, as a key."""
+
+
 @dataclass(frozen=True)
 class Work:
     """The tasks and the memory that depend on the axes of one component; without axes, on batch and position alone."""
 
     component: tuple[str, ...]
-    tasks: tuple[tuple[Task, tuple[str, ...]], ...]
-    """With the logical axes that they depend on."""
-    items: tuple[tuple[Item, tuple[str, ...]], ...]
+    axes: tuple[str, ...]
+    """Logical axes whose mapping is still open: those of the component, and the residual axis at rest."""
+    tasks: tuple[tuple[Task, Pick], ...]
+    """With what they depend on of the mappings of `axes`: while computing, then at rest."""
+    items: tuple[tuple[Item, Pick], ...]
+    least_bytes: float
+    """Bytes per device of those that rest, cut by all devices."""
     counts: np.ndarray
     """[moment, item]: how many of an item there are at a moment."""
     computed: frozenset[frozenset[str]]
@@ -159,15 +174,22 @@ def _work(space: Space, component: tuple[str, ...]) -> Work:
     tasks = [task for task in step.tasks if belongs(*task.operands, *task.results)]
     resting = [item for item in resting_items(step) if belongs(item.array)]
     moments = [
-        Counter([*resting, *(item for item in moment_items(moment) if belongs(item.array, *item.tables))])
-        for moment in step.moments
+        Counter([*resting, *(item for item in moment if belongs(item.array, *item.tables))]) for moment in step.moments
     ]
     items = list(dict.fromkeys(item for counter in moments for item in counter))
+    axes = (*component, space.residual)
+
+    def pick(*arrays: Array) -> Pick:
+        places = [i for i, axis in enumerate(axes) if axis in _names(arrays)]
+        return itemgetter(*places, *(len(axes) + i for i in places)) if places else lambda _: None
+
     counts = np.array([[counter[item] for item in items] for counter in moments], float)
     return Work(
         component,
-        tuple((task, tuple(sorted(_names((*task.operands, *task.results))))) for task in tasks),
-        tuple((item, tuple(sorted(_names((item.array, *item.tables))))) for item in items),
+        axes,
+        tuple((task, pick(*task.operands, *task.results)) for task in tasks),
+        tuple((item, pick(item.array, *item.tables)) for item in items),
+        sum(item.array.elements * item.array.itemsize for item in resting) / space.hardware.devices,
         counts.reshape(len(moments), len(items)),
         frozenset(met for task in tasks for met in _meetings(task)),
         frozenset(frozenset(a.axes) for a in step.parameters if belongs(a)),

@@ -1,7 +1,7 @@
 """What a traced step asks of the devices, whatever the mapping: tasks, and what is in memory at every moment."""
 
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardplan.model.named import SECOND, Array, Dim
@@ -19,6 +19,7 @@ class Task:
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
     contracted: Dim
+    batched: Dim
     groups: int
     times: int
     fresh: tuple[str, ...]
@@ -32,23 +33,29 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A point of the program, with what is in memory beside what rests there."""
+class Item:
+    """Something in memory at a moment of the program."""
 
-    arrays: tuple[Array, ...]
-    weights: tuple[Array, ...]
-    """Parameters between their first and last use in a loop's body: where they rest in more parts, gathered."""
-    whole: tuple[Array, ...] = ()
-    """Results of products that are being made; gradients are whole before each device keeps its part."""
-    found: tuple[tuple[Array, Array], ...] = ()
-    """Tables, with what is being looked up in them."""
-    stacked: tuple[Array, ...] = ()
-    """In a loop, and until weights are gathered after it: its parameters, as they are stored, of which products sum
-    over one dimension."""
-    rows: tuple[Array, ...] = ()
-    """Results of products by groups that are being made."""
-    scores: tuple[Array, ...] = ()
-    """Attention scores that are being made; a kernel never has them in memory, nor has anything else all of them."""
+    role: str
+    """`parameter` or `state` (of the optimizer): at rest, at every moment.
+    `kept`: between operations.
+    `gathered`: a parameter, between its first and last use in a loop's body; where it rests in more parts.
+    `whole`: the result of a product that is being made; a gradient is whole before each device keeps its part.
+    `wide`: the result of a product by groups that is being made, in float32.
+    `lingering`: rows that experts are chosen for, after their last use and until the gradients of experts are made.
+    `found`: what is being looked up.
+    `copied`: a stack of parameters in another layout: in the loop over them, and until weights are gathered after it.
+    `scores`: of attention, while they are made; a kernel never has them in memory, nor has anything else all of them.
+    """
+    array: Array
+    tables: tuple[Array, ...] = ()
+    """Of `found`: what it is looked up in."""
+    stays_cut: bool = False
+    """Of `kept` and `lingering`: rows between products by groups, cut as these leave them."""
+
+
+Moment = tuple[Item, ...]
+"""A point of the program: what is in memory there, and does not rest."""
 
 
 @dataclass(frozen=True)
@@ -155,18 +162,18 @@ class _Sequence:
         self.used: set[str] = set()
         """Parameters that a product so far has used."""
 
-    def run(self, carried: Set[int], outside: tuple[int, ...]) -> list[Moment]:
+    def run(self, carried: Set[int], outside: Moment) -> list[Moment]:
         """Adds the tasks; returns the moments.
 
         Args:
             carried: values that have their place in memory from the start, until they are last used.
-            outside: values of enclosing sequences that are in memory throughout.
+            outside: what enclosing sequences have in memory throughout.
         """
         fusion = self.fusion
-        last, weights = self._last_uses(), self._weight_uses()
-        last |= {value: max(end, last.get(value, end)) for value, end in self._late_uses().items()}
+        last, late, weights = self._last_uses(), self._late_uses(), self._weight_uses()
         alive = set(carried)
-        stacked: tuple[Array, ...] = ()
+        lingering: set[int] = set()
+        copied: Moment = ()
         moments: list[Moment] = []
         for i, operation in enumerate(fusion.operations):
             if not fusion.runs(operation):
@@ -174,18 +181,19 @@ class _Sequence:
             is_loop = operation.kind == "loop"
             stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
             alive |= stacks | {result for result in operation.results if result in fusion.written}
-            here = (*outside, *sorted(alive))
+            here = (*outside, *self._items("lingering", lingering))
             if is_loop:
-                moments += self._loop(operation, here)
-                stacked = tuple(self._stacked(operation))
+                moments += self._loop(operation, alive, here)
+                copied = self._copied(operation)
             else:
-                used = tuple(weight for weight, (first, end) in weights.items() if first <= i <= end)
-                moment = self._moment(operation, tuple(self.arrays[value] for value in here), used)
-                moments.append(replace(moment, stacked=stacked))
+                used = tuple(Item("gathered", weight) for weight, (start, end) in weights.items() if start <= i <= end)
+                moments.append((*here, *self._items("kept", alive), *used, *self._made(operation), *copied))
                 # the next weights are gathered while copies for the loop are there still
-                stacked = () if used else stacked
+                copied = () if used else copied
                 self.tasks += map(self._task, (*fusion.products_in(operation), operation))
-            alive = {value for value in alive if last.get(value, -1) > i or value in fusion.kept}
+            needed = {value for value in alive if last.get(value, -1) > i or value in fusion.kept}
+            lingering = {value for value in lingering | alive - needed if late.get(value, -1) > i}
+            alive = needed
         return moments
 
     def _last_uses(self) -> dict[int, int]:
@@ -199,7 +207,7 @@ class _Sequence:
     def _late_uses(self) -> dict[int, int]:
         """Rows that experts are chosen for -> the last operation of them all, where experts' gradients are made.
 
-        The compiler makes these gradients last, and frees none of the rows before; a sum over devices takes the place
+        Some compilers make these gradients last, and free none of the rows before; a sum over devices takes the place
         of what it adds up.
         """
         operations = self.fusion.operations
@@ -225,7 +233,7 @@ class _Sequence:
                         uses[array] = (uses.get(array, (i, i))[0], i)
         return uses
 
-    def _loop(self, loop: Operation, here: tuple[int, ...]) -> list[Moment]:
+    def _loop(self, loop: Operation, alive: Set[int], outside: Moment) -> list[Moment]:
         written = {value for stack, value in loop.slices if stack in loop.results}
         ends = written | {end for _, _, end, _ in loop.carried}
         starts = {start for _, start, _, _ in loop.carried if self.arrays[start].dims}
@@ -233,31 +241,32 @@ class _Sequence:
         elsewhere = {self.fusion.root(value) for before, _, _, after in loop.carried for value in (before, after)}
         fusion = Fusion(loop.body, self.arrays, ends, writes_wanted=True)
         body = _Sequence(fusion, self.tasks, self.times * loop.trips, frozenset())
-        moments = body.run(starts, tuple(value for value in here if value not in elsewhere))
-        stacked = tuple(self._stacked(loop))
-        return [replace(moment, stacked=(*moment.stacked, *stacked)) for moment in moments]
+        return body.run(starts, (*outside, *self._items("kept", alive - elsewhere), *self._copied(loop)))
 
-    def _stacked(self, loop: Operation) -> Iterator[Array]:
+    def _copied(self, loop: Operation) -> Moment:
         """Parameters that the loop takes slices of as they are stored, and sums over along one dimension."""
         products = [operation for operation in loop.body if operation.kind == "contraction"]
         summed = {
             self.arrays[operand].weight
             for product in products if len(product.contracted) == 1 for operand in product.operands
         }  # fmt: skip
-        for stack, _ in loop.slices:
-            if self.fusion.root(stack) in self.stored and self.arrays[stack].weight in summed - {None}:
-                yield self.arrays[stack]
+        taken = [stack for stack, _ in loop.slices if self.fusion.root(stack) in self.stored]
+        return tuple(Item("copied", self.arrays[v]) for v in taken if self.arrays[v].weight in summed - {None})
 
-    def _moment(self, operation: Operation, arrays: tuple[Array, ...], weights: tuple[Array, ...]) -> Moment:
-        operands = tuple(self.arrays[operand] for operand in operation.operands)
-        results = tuple(self.arrays[result] for result in operation.results)
-        if operation.kind == "contraction" and operation.groups > 1:
-            return Moment(arrays, weights, rows=results)
-        if operation.kind == "contraction":
-            return Moment(arrays, weights, results, scores=tuple(filter(is_scores, (*operands, *results)))[:1])
+    def _items(self, role: str, values: Set[int]) -> Moment:
+        return tuple(Item(role, self.arrays[value], stays_cut=self.fusion.stays_cut(value)) for value in sorted(values))
+
+    def _made(self, operation: Operation) -> Moment:
+        """What there is only while `operation` is done."""
+        operands, results = self._arrays(operation.operands), self._arrays(operation.results)
         if operation.kind == "lookup":
-            return Moment(arrays, weights, found=((operands[0], results[0]),))
-        return Moment(arrays, weights)
+            return (Item("found", results[0], (operands[0],)),)
+        if operation.kind != "contraction":
+            return ()
+        if operation.groups > 1:
+            return tuple(Item("wide", result) for result in results)
+        scores = [array for array in (*operands, *results) if is_scores(array)][:1]
+        return (*(Item("whole", result) for result in results), *(Item("scores", array) for array in scores))
 
     def _task(self, operation: Operation) -> Task:
         fusion, kind = self.fusion, operation.kind
@@ -275,17 +284,17 @@ class _Sequence:
         fresh = tuple(weight for weight in weights if weight not in self.used)
         self.used |= set(weights) if is_product else set()
         completes = not is_product or fusion.is_summed_here(operation.results[0])
-        users = fusion.users(operation.results[0]) if operation.groups > 1 else []
         return Task(
             kind=kind,
             operands=operands,
             results=results,
             contracted=operation.contracted,
+            batched=operation.batched,
             groups=operation.groups,
             times=self.times,
             fresh=fresh,
             completes=completes,
-            stays_cut=bool(users) and all(user.groups > 1 for user in users),
+            stays_cut=operation.groups > 1 and fusion.stays_cut(operation.results[0]),
             cause=weights[0] if weights else operation.label,
         )
 

@@ -1,5 +1,7 @@
 """What is searched for a configuration: one space, or one for every way to fill in what the workload leaves open."""
 
+import itertools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -49,45 +51,44 @@ def find(config: Config, model: Model, keep: int) -> Result:
         ConfigError: a mesh that cannot be, or a pin on what plans never cut.
         InfeasibleError: pins that no mapping keeps to.
     """
-    variants = list(_variants(config))
     hardware = parse_slice(config.hardware.slice)
     rules = parse_rules(config.pin, config.forbid, inspect_model(model))
     meshes = [mesh for mesh in mesh_shapes(hardware, {**vars(config.mesh), **rules.sizes}) if rules.allows(mesh)]
-    ranking, tally, seconds = Ranking(keep), Tally(), 0.0
+    spaces = [[(each, _space(each, model, rules)) for each in group] for group in _variants(config)]
+    ranking, tally = Ranking(keep), Tally()
     searched: dict[int, Config] = {}
-    for kernels in (False,) if hardware.is_cpu else (True, False):
-        for group in variants:
-            beyond: list[int] = []
-            for each in group:
-                # with more parts weights are gathered more often, on devices that have no more to do at once
-                if any((each.workload.microbatches or 1) % parts == 0 for parts in beyond):
-                    continue
-                space = replace(_space(each, model, rules), kernels=kernels)
-                started = time.perf_counter()
-                if not search(space, meshes, ranking, tally):
-                    beyond.append(each.workload.microbatches or 1)
-                seconds += time.perf_counter() - started
-                searched[id(space)] = each
-        if ranking.candidates:
-            ranked = [Found(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
-            return Result(ranked, True, tally, seconds)
     started = time.perf_counter()
-    misses = [
-        Found(each, miss)
-        for group in variants
-        for each in group
-        for space in [replace(_space(each, model, rules), kernels=False)]
-        if (miss := nearest_miss(space, meshes, tally)) is not None
-    ]
-    if not misses:
+    for group in spaces:
+        beyond: list[int] = []
+        for each, space in group:
+            parts = each.workload.microbatches or 1
+            # with more parts weights are gathered more often, on devices that have no more to do at once
+            if space.least_bytes > space.available or any(parts % fewer == 0 for fewer in beyond):
+                continue
+            searched[id(space)] = each
+            if not search(space, meshes, ranking, tally):
+                beyond.append(parts)
+    smallest: Found | None = None
+    for each, space in itertools.chain(*spaces) if not ranking.candidates else ():
+        space = replace(space, kernels=False)
+        most = math.inf if smallest is None else max(smallest.candidate.peak_bytes, space.available)
+        miss = nearest_miss(space, meshes, most, tally)
+        if miss is not None and miss.peak_bytes <= space.available:
+            searched[id(space)] = each
+            search(space, meshes, ranking, tally)
+        elif miss is not None:
+            smallest = Found(each, miss)
+    seconds = time.perf_counter() - started
+    if ranking.candidates:
+        ranked = [Found(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
+        return Result(ranked, True, tally, seconds)
+    if smallest is None:
         raise InfeasibleError(
             f"no mapping on {config.hardware.slice} keeps to pin {' '.join(config.pin) or 'nothing'} and forbid "
             f"{' '.join(config.forbid) or 'nothing'}: "
             + "; ".join(_obstacles(rules, meshes) or ["no array can have a mesh axis twice"])
             + "".join(f"; {reason}" for reason in sorted(tally.indivisible.values()))
         )
-    smallest = min(misses, key=lambda found: found.candidate.peak_bytes)
-    seconds += time.perf_counter() - started
     return Result([smallest], False, tally, seconds)
 
 
@@ -128,6 +129,7 @@ def _space(config: Config, model: Model, rules: Rules) -> Space:
         habits=habits(hardware),
         available=usable_bytes(hardware),
         rules=rules,
+        kernels=not hardware.is_cpu,
     )
     for pin in rules.pins:
         tokens = () if pin.at_rest else (space.batch, space.position)

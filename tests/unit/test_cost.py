@@ -7,7 +7,7 @@ from shardplan.hardware import parse_slice
 from shardplan.hardware.placement import slices_by_axis
 from shardplan.model import build_model, read_config
 from shardplan.plan.cost import model_flops, transfer_seconds
-from shardplan.plan.partition import Traffic
+from shardplan.plan.partition import Layout, Product, Traffic, share
 from shardplan.plan.workload import Workload, plan_step
 from shardplan.verify.read import attended
 
@@ -57,16 +57,40 @@ def test_experts_count_as_often_as_tokens_use_them():
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_training_experts_keeps_all_rows():
+@pytest.mark.parametrize(("kind", "kept", "freed"), [("train", 7, 3), ("eval", 2, 2)])
+def test_training_experts_keeps_all_rows(kind, kept, freed):
     """Mixtral, 64 sequences: compiled for tpu7x-64 on mesh 32 x 1 x 2 seven arrays of 2 x 64 x 4096 rows were in memory
-    at the peak, and their copies by token; forward two."""
+    at the peak, and their copies by token; for v5p-64 they were freed before. Forward two."""
     model = build_model(read_config("configs/models/mixtral-8x7b.json", None), 4096)
-    counts = {}
-    for kind in ("train", "eval"):
-        step = plan_step(model, Workload("batch", 64, 4096, "float32", "bfloat16", kind))
-        rows = (((None, 2 * 64 * 4096),), (("embed", 4096),))
-        counts[kind] = max(sum(array.dims == rows for array in moment.arrays) for moment in step.moments)
-    assert counts == {"train": 7, "eval": 2}
+    step = plan_step(model, Workload("batch", 64, 4096, "float32", "bfloat16", kind))
+    rows = (((None, 2 * 64 * 4096),), (("embed", 4096),))
+
+    def most(*roles):
+        return max(sum(item.array.dims == rows for item in moment if item.role in roles) for moment in step.moments)
+
+    assert (most("kept", "lingering"), most("kept")) == (kept, freed)
+
+
+def test_products_fill_tiles():
+    """The matrix unit takes 8 rows at least, with 128 x 128 numbers of the other matrix; either may be the other."""
+    assert Product(count=3, rows=512, inner=256, columns=384).filled_flops == 3 * 2 * 512 * 256 * 384
+    assert Product(count=1, rows=512, inner=448, columns=4096).filled_flops == 2 * 512 * 512 * 4096
+    assert Product(count=1, rows=8192, inner=4096, columns=8).filled_flops == 2 * 8192 * 4096 * 8
+    assert Product(count=1, rows=2, inner=1, columns=3).filled_flops == 2 * 8 * 128 * 128
+
+
+def test_products_of_experts():
+    """Mixtral's rows meet one expert each; for the gradient of a parameter every expert takes all rows, most as zeros;
+    and what a token's two experts say is added up by a product with a vector."""
+    model = build_model(read_config("configs/models/mixtral-8x7b.json", None), 1024)
+    step = plan_step(model, Workload("batch", 4, 1024, "bfloat16", "bfloat16", "train"))
+    layout = Layout({}, {}, {}, step.merged, step.activation_axes)
+    products = [(task, share(task, layout).product) for task in step.tasks if task.kind == "contraction"]
+    one = 32 * 2 * (2 * 4 * 1024) * 4096 * 14336
+    forward = [p for task, p in products if task.groups > 1 and any(a.weight for a in task.operands)]
+    gradients = [p for task, p in products if task.groups > 1 and not any(a.weight for a in task.operands)]
+    assert {p.flops for p in forward} == {one} and {p.flops for p in gradients} == {8 * one}
+    assert Product(32 * 4 * 1024, rows=4096, inner=2, columns=1) in [p for _, p in products if p.is_by_vectors]
 
 
 @pytest.mark.parametrize(

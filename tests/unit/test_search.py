@@ -71,7 +71,7 @@ def spaces(draw):
         vocab="v",
     )
     hardware = parse_slice(draw(st.sampled_from(["v4-8", "v6e-4", "cpu-3", "cpu-6", "4xv6e-1"])))
-    habits = Habits(draw(st.sampled_from([None, 4])), *(draw(st.booleans()) for _ in range(3)))
+    habits = Habits(draw(st.sampled_from([None, 4])), *(draw(st.booleans()) for _ in range(4)))
     factors = calibration(hardware.generation.name)
     space = Space(step, "batch", "position", "e", hardware, factors, habits, math.inf, Rules(), kernels=False)
     return dataclasses.replace(space, rules=draw(rules(space)))
@@ -177,8 +177,9 @@ def test_where_nothing_fits_the_smallest_is_named(space):
     ranking = Ranking(2)
     search(dataclasses.replace(space, available=0), meshes, ranking, Tally())
     assert not ranking.candidates
-    miss = nearest_miss(space, meshes, Tally())
+    miss = nearest_miss(space, meshes, math.inf, Tally())
     assert (miss and miss.peak_bytes) == (pytest.approx(min(peaks)) if peaks else None)
+    assert miss is None or nearest_miss(space, meshes, miss.peak_bytes, Tally()) is None
 
 
 def plan_of(make_config, name, slice_name, batch=16, **overrides):
