@@ -32,7 +32,8 @@ from shardplan.plan.memory import memory
 from shardplan.plan.partition import Habits, Layout, Share
 from shardplan.plan.planner import plan_layout
 from shardplan.plan.tasks import Step, Task
-from shardplan.plan.workload import plan_step, workload_of
+from shardplan.plan.tracing import plan_step
+from shardplan.plan.workload import workload_of
 from shardplan.verify.run import Case
 from shardplan.verify.verdict import CompiledMemory, CompiledTime, Verdict
 

@@ -66,7 +66,7 @@ class WorkloadConfig:
     """What one step does."""
 
     kind: str = "eval"
-    """What the plan is for: eval, train (AdamW) or prefill."""
+    """What the plan is for: eval, train or prefill."""
     batch: int = 8
     """Sequences per step, over all devices."""
     position: int = 2048
@@ -81,6 +81,8 @@ class WorkloadConfig:
     microbatches: int | None = 1
     """Parts of the batch that a training step takes one after the other, adding up their gradients; null for the
     number that is fastest and fits."""
+    optimizer: str = "adamw"
+    """What trains, as optax names it: adamw, lion, adafactor, sgd, ..."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def main(config: Config) -> None:
     documents = read_documents(config.data.path, config.data.max_documents)
     # JAX and Levanter take seconds to import: only now, when nothing but they can complain.
     from shardplan.eval.run import run_evaluation
-    from shardplan.report import console, print_results
+    from shardplan.report.tables import console, print_results
     from shardplan.runtime.devices import is_first_process
     from shardplan.verify.__main__ import verify_plan
 

@@ -2,6 +2,6 @@
 
 from shardplan.hardware.embedding import Embedding, embed
 from shardplan.hardware.generations import GENERATIONS, Generation
-from shardplan.hardware.slices import GIB, Slice, parse_slice
+from shardplan.hardware.slices import GIB, Slice, divisors, parse_slice
 
-__all__ = ["GENERATIONS", "GIB", "Embedding", "Generation", "Slice", "embed", "parse_slice"]
+__all__ = ["GENERATIONS", "GIB", "Embedding", "Generation", "Slice", "divisors", "embed", "parse_slice"]

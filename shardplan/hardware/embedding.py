@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from itertools import product
 
 from shardplan.hardware.placement import slices_by_axis
-from shardplan.hardware.slices import Slice
+from shardplan.hardware.slices import Slice, divisors
 from shardplan.hardware.torus import (
     HOP_SECONDS,
     Coordinates,
@@ -207,17 +207,12 @@ def _cuts(
     for factor in (factor for factors in taken for factor in factors):
         strides[factor.dimension] *= factor.size
     choices = (
-        [Factor(number, part, stride) for part in _divisors(dimension.size // stride)]
+        [Factor(number, part, stride) for part in divisors(dimension.size // stride)]
         for number, (dimension, stride) in enumerate(zip(dimensions, strides, strict=True))
     )
     for factors in product(*choices):
         if math.prod(factor.size for factor in factors) == size:
             yield tuple(factor for factor in factors if factor.size > 1)
-
-
-@cache
-def _divisors(n: int) -> list[int]:
-    return [part for part in range(1, n + 1) if n % part == 0]
 
 
 def _shifted(mesh: Mapping[str, int], mesh_axes: tuple[str, ...]) -> Iterator[tuple[int, int]]:

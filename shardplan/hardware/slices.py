@@ -6,6 +6,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.hardware.generations import GENERATIONS, Generation
@@ -16,6 +17,13 @@ MOST_CPU_DEVICES = 4096
 MOST_SLICES = 1024
 _CUBE = 4
 """Chips along each side of the cubes that optical switches connect into the larger 3D tori."""
+
+
+@cache
+def divisors(n: int) -> tuple[int, ...]:
+    """Of a number of devices, chips or sequences: every one that divides it, ascending."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(sorted({*low, *(n // d for d in low)}))
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,12 @@ def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
             yield jax.tree_util.keystr(path).lstrip("."), leaf
 
 
+def axes_of(leaf: Any) -> tuple[hax.Axis, ...]:
+    """The named axes of an array; none where it has lost them, as in an optimizer's state of fewer dimensions."""
+    axes = leaf.axes if isinstance(leaf, hax.NamedArray) else ()
+    return axes if axes and tuple(axis.size for axis in axes) == leaf.array.shape else ()
+
+
 def _parameters(template: Any) -> Iterator[Parameter]:
     for path, leaf in named_leaves(template):
         if isinstance(leaf, hax.NamedArray):

@@ -68,7 +68,8 @@ def explain(config: Config, plan: Plan, model: "Model | None") -> None:
     """Print why the plan does not make the choices that `why` asks for; with `--json -` to stderr."""
     if model and config.why:
         from shardplan.plan.explain import why_not
-        from shardplan.report import console, print_why
+        from shardplan.report.explain import print_why
+        from shardplan.report.tables import console
 
         print_why([why_not(choice, plan, config, model) for choice in config.why], plan, console(beside(config)))
 
@@ -76,7 +77,8 @@ def explain(config: Config, plan: Plan, model: "Model | None") -> None:
 def print_variants(config: Config, model: "Model") -> None:
     """Print what other settings would change; with `--json -` to stderr."""
     from shardplan.plan.what_if import what_if
-    from shardplan.report import console, print_what_if
+    from shardplan.report.explain import print_what_if
+    from shardplan.report.tables import console
 
     print_what_if(what_if(config, model), console(beside(config)))
 
@@ -96,7 +98,8 @@ def lint(config: Config, path: str) -> None:
     if others:
         raise ConfigError(f"lint checks what is written, and plans by itself; leave out {' and '.join(others)}")
     from shardplan.plan.repair import review
-    from shardplan.report import console, print_review, review_json
+    from shardplan.report.lint import print_review, review_json
+    from shardplan.report.tables import console
 
     found = review(path, config)
     if config.json is not None:
@@ -116,7 +119,8 @@ def diff(argv: Sequence[str]) -> None:
         ConfigError: other arguments, or a file that is not a Plan.
     """
     from shardplan.plan.difference import difference
-    from shardplan.report import console, print_difference
+    from shardplan.report.difference import print_difference
+    from shardplan.report.tables import console
 
     (before, after), target = _diff_arguments(argv)
     found = difference(Plan.load(before), Plan.load(after))
@@ -161,7 +165,7 @@ def show(plan: Plan, json_target: str | None) -> None:
     if json_target == "-":
         write_json(plan.to_json(), json_target)
         return
-    from shardplan.report import console, print_plan
+    from shardplan.report.tables import console, print_plan
 
     print_plan(plan, console(sys.stdout))
     if json_target is not None:

@@ -16,7 +16,8 @@ from shardplan.plan.calibration import Calibration
 from shardplan.plan.mapping import MeshShape
 from shardplan.plan.partition import GATHER, Layout, Share, Traffic, share
 from shardplan.plan.tasks import Step, Task
-from shardplan.plan.workload import Workload, plan_step
+from shardplan.plan.tracing import plan_step
+from shardplan.plan.workload import Workload
 
 CAUSAL = 0.5
 """Part of the position x position products that a causal mask leaves."""

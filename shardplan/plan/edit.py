@@ -2,12 +2,13 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardplan.config import MESH_AXES, leaves
 from shardplan.errors import closest
+from shardplan.hardware import divisors
 from shardplan.plan.finding import Subject
 from shardplan.plan.levanter_config import DEFAULT_FSDP_AXIS
 
@@ -77,17 +78,15 @@ def candidate_edits(trainer: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
 
 
 def _sizes(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    per_slice = s.hardware.devices // s.hardware.slices
-    divisors = [n for n in range(1, per_slice + 1) if per_slice % n == 0]
-    keys = {s.size_key("model"): divisors}
-    if s.is_flat:
-        others = {"trainer.replica_ici_axis_size": divisors, "trainer.replica_dcn_axis_size": [-1]}
-    else:
-        others = {
-            "trainer.mesh.axes.replica": divisors,
-            "trainer.mesh.axes.data": [-1, *divisors],
-            "trainer.mesh.dcn_axes.replica_dcn": [-1],
-        }
+    parts = divisors(s.hardware.devices // s.hardware.slices)
+    others: dict[str, Sequence[int]] = {
+        "trainer.replica_ici_axis_size": parts,
+        "trainer.replica_dcn_axis_size": (-1,),
+        "trainer.mesh.axes.replica": parts,
+        "trainer.mesh.axes.data": (-1, *parts),
+        "trainer.mesh.dcn_axes.replica_dcn": (-1,),
+    }
+    keys = {s.size_key("model"): parts}
     for key, sizes in (keys | {key: sizes for key, sizes in others.items() if key in written}).items():
         for size in sizes:
             if size != written.get(key, 1):
@@ -106,9 +105,9 @@ def _batches(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
     if s.workload.kind != "train" or written.get(BATCH_KEY) == -1:
         return
     each = size // layout.batch_shards
-    divisors = [n for n in range(1, each) if each % n == 0] if size % layout.batch_shards == 0 else []
+    fewer = divisors(each)[:-1] if size % layout.batch_shards == 0 else ()
     now = written.get(PARTS_KEY, -1)
-    for number in (-1, *divisors):  # all at once is -1
+    for number in (-1, *fewer):  # all at once is -1
         if number != now:
             yield Edit({PARTS_KEY: number}, axes=axes)
 

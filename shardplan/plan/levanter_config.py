@@ -16,6 +16,7 @@ import yaml
 
 from shardplan.config import MESH_AXES, WorkloadConfig
 from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.hardware import divisors
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.section import AxisLists, Entry, Section, text_of
 
@@ -356,8 +357,7 @@ def _left(whole: str, count: int, sizes: dict[str, int]) -> int:
     """`count` divided by every one of `sizes`, which have names; `whole` says in words what `count` counts."""
     for name, size in sizes.items():
         if count % size:
-            divisors = [divisor for divisor in range(1, count + 1) if count % divisor == 0]
-            around = [max(d for d in divisors if d < size), *[d for d in divisors if d > size][:1]]
+            around = [max(d for d in divisors(count) if d < size), *[d for d in divisors(count) if d > size][:1]]
             raise MeshSizeError(
                 f"{name} {size} does not divide {whole}; did you mean {' or '.join(map(str, around))}?",
                 name,

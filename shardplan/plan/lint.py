@@ -17,7 +17,8 @@ from shardplan.plan.model_section import NO_MODEL_SECTION, ModelSection
 from shardplan.plan.plan import BATCH_AXIS, MemoryPlan, Plan
 from shardplan.plan.planner import model_of, plan_layout
 from shardplan.plan.running import is_of_running_model
-from shardplan.plan.workload import plan_step, workload_of
+from shardplan.plan.tracing import plan_step
+from shardplan.plan.workload import workload_of
 
 GIANT_PART = 0.01
 """Part of a device's memory from which on a parameter is worth a finding."""
@@ -107,7 +108,7 @@ def assumptions(found: Lint, target: Target) -> list[str]:
     if work.kind == "train":
         if written.gradient_checkpointing is None:
             assumed.append(f"gradient checkpointing {workload_of(work).gradient_checkpointing} (default in Levanter)")
-        assumed.append("AdamW, whatever the section optimizer says")
+        assumed.append(f"optimizer {work.optimizer}, whatever the section optimizer says")
     return assumed
 
 

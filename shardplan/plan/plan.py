@@ -59,6 +59,7 @@ class WorkloadInfo:
     compute_dtype: str
     gradient_checkpointing: str = "default"
     microbatches: int = 1
+    optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ from shardplan.plan.plan import (
 )
 from shardplan.plan.search import TIME_RESOLUTION
 from shardplan.plan.tasks import Step
+from shardplan.plan.tracing import plan_step
 from shardplan.plan.variants import Found, Result, find
-from shardplan.plan.workload import plan_step, workload_of
+from shardplan.plan.workload import workload_of
 from shardplan.runtime.storage import open_folder
 
 KERNEL = " (a kernel can do attention: positions are not cut)"

@@ -20,7 +20,7 @@ import numpy as np
 
 from shardplan.config import MESH_AXES
 from shardplan.errors import ConfigError
-from shardplan.hardware import Slice
+from shardplan.hardware import Slice, divisors
 from shardplan.model.named import SECOND, Array
 from shardplan.plan.calibration import Calibration
 from shardplan.plan.mapping import AxisMapping, MeshAxes
@@ -113,8 +113,8 @@ def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str
     fixed = {axis: size for axis, size in pinned.items() if size is not None}
     shapes = [
         {"replica": replica, "data": data, "model": n // replica // data}
-        for replica in _divisors(n)
-        for data in _divisors(n // replica)
+        for replica in divisors(n)
+        for data in divisors(n // replica)
     ]
     kept = [shape for shape in shapes if all(shape[axis] == size for axis, size in fixed.items())]
     if kept and hardware.slices > 1:
@@ -134,7 +134,7 @@ def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str
         problem = "does not divide" if n % product or len(fixed) < len(MESH_AXES) else "is not all of"
         raise ConfigError(
             f"{wanted} {problem} the {n} devices of {hardware.name}; {' x '.join(MESH_AXES)} must be {n}, "
-            f"each one of {', '.join(map(str, _divisors(n)))}"
+            f"each one of {', '.join(map(str, divisors(n)))}"
         )
     return kept
 
@@ -204,8 +204,3 @@ def _meetings(task: Task) -> Iterator[frozenset[str]]:
 
 def _names(arrays: Iterable[Array]) -> set[str]:
     return {name for array in arrays for name in array.axes}
-
-
-def _divisors(n: int) -> list[int]:
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*low, *(n // d for d in low)})

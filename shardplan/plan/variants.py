@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 
 from shardplan.config import Config
 from shardplan.errors import ConfigError, InfeasibleError
-from shardplan.hardware import parse_slice
+from shardplan.hardware import divisors, parse_slice
 from shardplan.model import Model, inspect_model
 from shardplan.plan.calibration import calibration, habits, usable_bytes
 from shardplan.plan.plan import BATCH_AXIS
 from shardplan.plan.rules import Rules, parse_rules
 from shardplan.plan.search import Candidate, Ranking, Tally, nearest_miss, search
 from shardplan.plan.space import Space, mesh_shapes
-from shardplan.plan.workload import plan_step, workload_of
+from shardplan.plan.tracing import plan_step
+from shardplan.plan.workload import workload_of
 
 AUTOMATIC = ("save_all", "default", "nested", "recompute")
 """Kinds of gradient checkpointing that are tried for `auto`; what is offloaded to the host has no price yet."""
@@ -109,11 +110,11 @@ def _variants(config: Config) -> Iterator[list[Config]]:
     work = config.workload
     is_training, kind, parts = work.kind == "train", work.gradient_checkpointing, work.microbatches
     kinds = (kind,) if kind != "auto" else AUTOMATIC if is_training else ("default",)
-    divisors = [n for n in range(1, work.batch + 1) if work.batch % n == 0] if is_training else [1]
+    numbers = divisors(work.batch) if is_training else (1,)
     for kind in kinds:
         yield [
             replace(config, workload=replace(work, gradient_checkpointing=kind, microbatches=n))
-            for n in (divisors if parts is None else [parts])
+            for n in (numbers if parts is None else (parts,))
         ]
 
 

@@ -1,33 +1,12 @@
-"""What one step does, and the trace of it."""
+"""What one step does."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass
 
-import equinox as eqx
-import haliax as hax
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from haliax import Axis, NamedArray
-from jax.sharding import AbstractMesh, AxisType
-from levanter.layers.attention import AttentionBackend
 from ml_dtypes import bfloat16
 
-from shardplan.config import MESH_AXES, WorkloadConfig
-from shardplan.model import Model
-from shardplan.model.axes import named_leaves
-from shardplan.model.forward import for_compute, loss_and_gradients, losses, next_logits
-from shardplan.model.named import Array
-from shardplan.model.trace import Trace, trace_jaxpr
+from shardplan.config import WorkloadConfig
 from shardplan.plan.plan import BATCH_AXIS, WorkloadInfo
-from shardplan.plan.tasks import Step, prepare
-
-LEARNING_RATE = 1e-5
-MICROBATCH = "microbatch"
-"""Logical axis that numbers microbatches; it is never cut."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +23,8 @@ class Workload:
     gradient_checkpointing: str = "default"
     microbatches: int = 1
     """Parts of the batch of a training step that are taken one after the other."""
+    optimizer: str = "adamw"
+    """Of optax."""
 
     @property
     def is_training(self) -> bool:
@@ -56,7 +37,7 @@ class Workload:
         if not self.is_training:
             return ""
         parts = "one microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
-        return f"{parts}, gradient checkpointing {self.gradient_checkpointing}"
+        return f"{self.optimizer}, {parts}, gradient checkpointing {self.gradient_checkpointing}"
 
     @property
     def tokens(self) -> int:
@@ -74,99 +55,3 @@ def workload_of(config: WorkloadConfig | WorkloadInfo) -> Workload:
 def itemsize(dtype: str) -> int:
     """Bytes per element."""
     return np.dtype(bfloat16 if dtype == "bfloat16" else dtype).itemsize
-
-
-def token_axes(model: Model, workload: Workload) -> tuple[Axis, ...]:
-    """Logical axes of a step's tokens: batch and position, after the microbatch where there are several."""
-    parts = workload.microbatches if workload.is_training else 1
-    axes = (Axis(workload.batch_axis, workload.batch // parts), model.template.Pos.resize(workload.position))
-    return (Axis(MICROBATCH, parts), *axes) if parts > 1 else axes
-
-
-def trace_step(model: Model, workload: Workload) -> Trace:
-    """The step of `workload`, as the Levanter model does it; training up to the gradients.
-
-    Attention is traced as the plain products and softmax; which kernel does them is the plan's affair. Every logical
-    axis is mapped to a mesh axis of its name, of size 1, so that constraints on shardings say names.
-    """
-    template = _attending_plainly(model, workload.gradient_checkpointing)
-    axes = token_axes(model, workload)
-    shape = tuple(axis.size for axis in axes)
-    tokens = NamedArray(jax.ShapeDtypeStruct(shape, jnp.int32), axes)
-    predicted = NamedArray(jax.ShapeDtypeStruct(shape, jnp.bool_), axes)
-    module = jax.tree.map(lambda leaf: _stored(leaf, workload.param_dtype), template)
-    arrays, static = eqx.partition((module, tokens, predicted), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    names = {a.name for _, leaf in named_leaves(arrays) if isinstance(leaf, NamedArray) for a in leaf.axes}
-    mapping = {name: name for name in sorted(names)}
-
-    def step(arrays: Any) -> Any:
-        module, tokens, predicted = eqx.combine(arrays, static)
-
-        with hax.axis_mapping(mapping):
-            if workload.is_training:
-                _, gradients = loss_and_gradients(
-                    model, module, tokens, predicted, workload.compute_dtype, lambda tree: tree
-                )
-                return gradients
-            module = for_compute(module, workload.compute_dtype)
-            if workload.kind == "prefill":
-                return next_logits(model, module, tokens)
-            return losses(model, module, tokens, predicted)
-
-    mesh_axes = (*mapping, *MESH_AXES)
-    mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
-    with jax.sharding.use_abstract_mesh(mesh):
-        jaxpr = jax.make_jaxpr(step)(arrays)
-    arguments = []
-    for i, part in enumerate(arrays):
-        for path, leaf in named_leaves(part):
-            named = tuple(axis.name for axis in leaf.axes) if isinstance(leaf, NamedArray) else (None,) * leaf.ndim
-            arguments.append((named, path if i == 0 else None))
-    return trace_jaxpr(jaxpr, arguments)
-
-
-@lru_cache(maxsize=128)
-def plan_step(model: Model, workload: Workload) -> Step:
-    """The step of `workload`, traced and prepared for planning."""
-    step = prepare(trace_step(model, workload))
-    parameters = jax.tree.map(lambda leaf: _stored(leaf, workload.param_dtype), model.template)
-    arrays = eqx.filter(parameters, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    state = eqx.filter_eval_shape(optimizer().init, arrays) if workload.is_training else ()
-    return replace(
-        step,
-        parameters=tuple(_resting(arrays)),
-        state=tuple(_resting(state)),
-        activation_axes=(workload.batch_axis, model.template.Pos.name),
-        vocab=model.template.Vocab.name,
-    )
-
-
-def optimizer() -> optax.GradientTransformation:
-    """What trains: AdamW."""
-    return optax.adamw(LEARNING_RATE)
-
-
-def _resting(tree: Any) -> Iterator[Array]:
-    for path, leaf in named_leaves(tree):
-        names = [axis.name for axis in leaf.axes] if isinstance(leaf, NamedArray) else [None] * leaf.ndim
-        array = leaf.array if isinstance(leaf, NamedArray) else leaf
-        dims = tuple(((name, size),) for name, size in zip(names, array.shape, strict=True))
-        yield Array(dims, array.dtype.itemsize, path)
-
-
-def _attending_plainly(model: Model, checkpointing: str) -> Any:
-    """The module tree of `model` with attention in plain operations."""
-    plain: dict[str, Any] = {
-        "attn_backend": AttentionBackend.VANILLA,
-        "use_flash_attention": False,
-        "gradient_checkpointing": True if checkpointing == "default" else checkpointing,
-    }
-    known = {item.name for item in fields(model.config)}
-    config = replace(model.config, **{name: value for name, value in plain.items() if name in known})
-    return eqx.filter_eval_shape(config.model_type.init, model.vocab, config, key=jax.random.PRNGKey(0))
-
-
-def _stored(leaf: Any, dtype: str) -> Any:
-    """An abstract array as it rests."""
-    is_float = isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.floating)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype) if is_float else leaf

@@ -14,6 +14,8 @@ from haliax.partitioning import pspec_for_axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from jax.stages import Lowered
 
+from shardplan.model.axes import axes_of
+
 
 @dataclass(frozen=True)
 class Program:
@@ -62,14 +64,14 @@ def abstract_model(template: Any, mesh: Mesh, mapping: Mapping[str, Any], dtype:
     """`template` with every array sharded by `mapping`, and the floating-point ones of type `dtype`."""
 
     def abstract(leaf: Any) -> Any:
-        axes = leaf.axes if isinstance(leaf, NamedArray) else ()
+        axes = axes_of(leaf)
         array = leaf.array if isinstance(leaf, NamedArray) else leaf
         if not _is_abstract(array):
             return leaf
         kind = dtype if dtype is not None and jnp.issubdtype(array.dtype, jnp.floating) else array.dtype
         spec = pspec_for_axis(axes, mapping) if axes else PartitionSpec()
         struct = jax.ShapeDtypeStruct(array.shape, kind, sharding=NamedSharding(mesh, spec))
-        return NamedArray(struct, axes) if isinstance(leaf, NamedArray) else struct
+        return eqx.tree_at(lambda named: named.array, leaf, struct) if isinstance(leaf, NamedArray) else struct
 
     return jax.tree.map(abstract, template, is_leaf=lambda node: isinstance(node, NamedArray))
 

@@ -10,10 +10,12 @@ from haliax import NamedArray
 from jax.sharding import Mesh
 
 from shardplan.model import Model
+from shardplan.model.axes import axes_of
 from shardplan.model.forward import activations, for_compute, logits, loss_and_gradients, losses, next_logits
 from shardplan.plan.mapping import as_tuples
-from shardplan.plan.plan import BATCH_AXIS, Plan
-from shardplan.plan.workload import Workload, optimizer, token_axes
+from shardplan.plan.plan import Plan
+from shardplan.plan.tracing import abstract_state, optimizer, token_axes
+from shardplan.plan.workload import workload_of
 from shardplan.step.program import Program, abstract_model, abstract_tokens
 
 
@@ -64,13 +66,13 @@ def prefill_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
 
 
 def train_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
-    """(module, state, tokens, predicted) -> (module, state, mean loss in nats): AdamW, everything updated in place.
+    """(module, state, tokens, predicted) -> (module, state, mean loss in nats), everything updated in place.
 
-    Parameters, gradients and both moments rest in the parameters' mapping and type, the loss is computed in the
-    compute type; which activations are kept for the gradient is the model's `gradient_checkpointing`. With several
+    Parameters, gradients and the optimizer's state rest in the parameters' mapping and type, the loss is computed in
+    the compute type; which activations are kept for the gradient is the model's `gradient_checkpointing`. With several
     microbatches the tokens are int32[microbatch, batch, position].
     """
-    transformation, dtype = optimizer(), plan.workload.compute_dtype
+    transformation, dtype = optimizer(plan.workload.optimizer), plan.workload.compute_dtype
 
     def train(module: Any, state: Any, tokens: NamedArray, predicted: NamedArray) -> tuple[Any, Any, jax.Array]:
         with hax.axis_mapping(as_tuples(plan.compute_mapping)):
@@ -83,15 +85,18 @@ def train_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
 
     module = _module(model, plan, mesh)
     parameters = eqx.filter(module, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    # eval_shape forgets shardings: the moments have the axes of their parameters, so the same mapping says them
-    state = abstract_model(
-        eqx.filter_eval_shape(transformation.init, parameters), mesh, as_tuples(plan.param_mapping), None
-    )
+    # eval_shape forgets shardings: the state has the axes of its parameters, so the same mapping says them
+    state = abstract_model(abstract_state(transformation, parameters), mesh, as_tuples(plan.param_mapping), None)
     return Program("train", train, (module, state, *_batch(model, plan, mesh)), mesh, donated=(0, 1))
 
 
 def _at_rest(tree: Any, plan: Plan) -> Any:
-    return hax.shard(tree, as_tuples(plan.param_mapping))
+    mapping = as_tuples(plan.param_mapping)
+    return jax.tree.map(
+        lambda leaf: hax.shard(leaf, mapping) if axes_of(leaf) else leaf,
+        tree,
+        is_leaf=lambda node: isinstance(node, NamedArray),
+    )
 
 
 def _module(model: Model, plan: Plan, mesh: Mesh) -> Any:
@@ -99,6 +104,6 @@ def _module(model: Model, plan: Plan, mesh: Mesh) -> Any:
 
 
 def _batch(model: Model, plan: Plan, mesh: Mesh) -> tuple[NamedArray, NamedArray]:
-    axes = token_axes(model, Workload(BATCH_AXIS, **vars(plan.workload)))
+    axes = token_axes(model, workload_of(plan.workload))
     compute = as_tuples(plan.compute_mapping)
     return abstract_tokens(axes, jnp.int32, mesh, compute), abstract_tokens(axes, jnp.bool_, mesh, compute)

@@ -12,8 +12,9 @@ from shardplan.model import Model
 from shardplan.plan.calibration import habits
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.partition import KERNEL_BLOCK, Layout, attention_has_kernel
-from shardplan.plan.plan import BATCH_AXIS, Plan
-from shardplan.plan.workload import Workload, plan_step
+from shardplan.plan.plan import Plan
+from shardplan.plan.tracing import plan_step
+from shardplan.plan.workload import workload_of
 
 SPLASH = "splash"
 
@@ -38,7 +39,7 @@ def attention_backend(model: Model, plan: Plan) -> str:
     See `shardplan.plan.partition.attention_has_kernel`.
     """
     forward = dataclasses.replace(plan.workload, kind="eval")
-    step = plan_step(model, Workload(BATCH_AXIS, **vars(forward)))
+    step = plan_step(model, workload_of(forward))
     compute = as_tuples(plan.compute_mapping)
     hardware = parse_slice(plan.hardware.slice)
     layout = Layout(plan.mesh, compute, {}, step.merged, step.activation_axes, habits(hardware))

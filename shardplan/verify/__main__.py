@@ -98,7 +98,8 @@ def _check_plain(config: Config) -> None:
 
 def show(ranked: "Sequence[tuple[Case, Verdict]]", stream: TextIO) -> None:
     """Print the first verdict, and the ranking where there are several."""
-    from shardplan.report import console, print_ranking, print_verdict
+    from shardplan.report.tables import console
+    from shardplan.report.verdicts import print_ranking, print_verdict
 
     out = console(stream)
     case, verdict = ranked[0]

@@ -23,7 +23,7 @@ from levanter.trainer import Trainer, TrainerConfig
 
 from shardplan.plan.levanter_config import layout_of
 from shardplan.plan.planner import make_plan, model_of, plan_layout
-from shardplan.report import trainer_yaml
+from shardplan.report.levanter import trainer_yaml
 
 OPTIMIZER = optax.sgd(0.1)
 MODELS = Path("configs/models")

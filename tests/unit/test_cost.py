@@ -8,7 +8,8 @@ from shardplan.hardware.placement import slices_by_axis
 from shardplan.model import build_model, read_config
 from shardplan.plan.cost import model_flops, transfer_seconds
 from shardplan.plan.partition import Layout, Product, Traffic, share
-from shardplan.plan.workload import Workload, plan_step
+from shardplan.plan.tracing import plan_step
+from shardplan.plan.workload import Workload
 from shardplan.verify.read import attended
 
 MESH = {"replica": 2, "data": 4, "model": 1}

@@ -7,7 +7,8 @@ import pytest
 
 from shardplan.plan.difference import Change, difference
 from shardplan.plan.planner import make_plan
-from shardplan.report import console, print_difference
+from shardplan.report.difference import print_difference
+from shardplan.report.tables import console
 
 
 @pytest.fixture

@@ -27,6 +27,11 @@ def test_no_jax(code):
     assert not {"jax", "haliax", "levanter", "transformers", "rich"} & modules_after(code)
 
 
+def test_comparing_plans_needs_no_jax():
+    code = "import shardplan.plan.__main__, shardplan.plan.difference, shardplan.report.difference"
+    assert not {"jax", "haliax", "levanter", "transformers"} & modules_after(code)
+
+
 def test_public_names():
     import shardplan
 

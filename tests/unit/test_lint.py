@@ -423,14 +423,14 @@ def test_what_the_file_says_is_measured_and_levanters_types_are_float32():
     work = found.plan.workload
     assert (work.batch, work.position, work.gradient_checkpointing) == (32, 1024, "offload")
     assert (work.param_dtype, work.compute_dtype) == ("float32", "float32")
-    assert assumptions(found, target) == ["AdamW, whatever the section optimizer says"]
+    assert assumptions(found, target) == ["optimizer adamw, whatever the section optimizer says"]
 
     target = target_of(asked)
     assert assumptions(lint({}, target), target) == [
         "batch 16 (Levanter's default is 512)",
         "2048 tokens per sequence",
         "gradient checkpointing default (default in Levanter)",
-        "AdamW, whatever the section optimizer says",
+        "optimizer adamw, whatever the section optimizer says",
     ]
 
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import pytest
 
+from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
 from shardplan.model import build_model, read_config
 from shardplan.model.named import Array
@@ -13,7 +15,8 @@ from shardplan.model.trace import trace_jaxpr
 from shardplan.plan.memory import memory
 from shardplan.plan.partition import Habits, Layout, attention_has_kernel, share
 from shardplan.plan.tasks import prepare
-from shardplan.plan.workload import Workload, plan_step
+from shardplan.plan.tracing import abstract_state, optimizer, plan_step
+from shardplan.plan.workload import Workload
 
 B, P, E, M, V, LAYERS = 8, 16, 32, 64, 128, 3
 PARAMETERS = {
@@ -188,6 +191,26 @@ def test_rows_of_experts_in_float32():
     tokens = 8 * 1024 * experts_per_token
     # without, the largest moment has rows of embed twice: before and after they are put in order
     assert wide.activations - plain.activations == 2 * tokens * (embed + mlp / 16)
+
+
+@pytest.mark.parametrize(("name", "times"), [("adamw", 2), ("lion", 1), ("sgd", 0), ("adafactor", 0)])
+def test_what_optimizers_keep(name, times):
+    """Moments of the parameters' sizes; Adafactor a row and a column for every matrix."""
+    config = {**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}
+    work = Workload("batch", 8, 1024, "float32", "bfloat16", "train", optimizer=name)
+    llama = plan_step(build_model(config, 1024), work)
+    layout = Layout({"data": 8}, {"batch": ("data",)}, {"embed": ("data",)}, llama.merged, llama.activation_axes)
+    found = memory(llama, layout)
+    assert found.optimizer / found.parameters == pytest.approx(times, abs=0.02)
+    assert (found.optimizer > 0) == (name != "sgd")
+
+
+def test_no_optimizer():
+    with pytest.raises(ConfigError, match="'adamv' is no optimizer of optax; did you mean 'adam'"):
+        optimizer("adamv")
+    with pytest.raises(ConfigError, match="has lists of arrays as state, which no mapping can cut"):
+        weight = jax.ShapeDtypeStruct((2, 3), "float32")
+        abstract_state(optimizer("sm3"), hax.NamedArray(weight, (hax.Axis("embed", 2), hax.Axis("mlp", 3))))
 
 
 @pytest.mark.parametrize("checkpointing", ["default", "save_all"])

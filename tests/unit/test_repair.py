@@ -13,7 +13,8 @@ from shardplan.plan.edit import Edit, candidate_edits, difference
 from shardplan.plan.levanter_config import layout_of, read_levanter_config
 from shardplan.plan.lint import lint, target_of
 from shardplan.plan.repair import NEAR, _own_warnings, review, smallest_edit
-from shardplan.report import console, print_review, review_json
+from shardplan.report.lint import print_review, review_json
+from shardplan.report.tables import console
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from shardplan.config import MESH_AXES
 from shardplan.hardware import parse_slice
 from shardplan.plan.levanter_config import layout_of
 from shardplan.plan.planner import make_plan, model_of, plan_layout
-from shardplan.report import console, print_plan, trainer_yaml
-from shardplan.report.tables import spec_text
+from shardplan.report.levanter import trainer_yaml
+from shardplan.report.tables import console, print_plan, spec_text
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 
 from shardplan.model import build_model, inspect_model, read_config
 from shardplan.model.trace import trace_jaxpr
-from shardplan.plan.workload import Workload, trace_step
+from shardplan.plan.tracing import trace_step
+from shardplan.plan.workload import Workload
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 X, W = (("batch", "embed"), None), (("mlp", "embed"), "up")
