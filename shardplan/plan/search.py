@@ -54,18 +54,23 @@ def search(space: Space, meshes: Sequence[dict[str, int]], ranking: "Ranking", t
         False where every mapping is too slow for the ranking, however much memory there were.
     """
     frames = list(_frames(space, meshes, tally))
+    small = [frame for frame in frames if frame.least_bytes <= space.available]
+    tally.rejected["memory"] += len(frames) - len(small)
     in_reach = not frames
-    for frame in sorted(frames, key=lambda frame: frame.bound):
+    for frame in sorted(small, key=lambda frame: frame.bound):
         in_reach |= frame.bound <= ranking.limit
         frame.rank(ranking)
-    return in_reach
+    return in_reach or any(frame.bound <= ranking.limit for frame in frames)
 
 
 def nearest_miss(space: Space, meshes: Sequence[dict[str, int]], most: float, tally: Tally) -> Candidate | None:
     """The candidate that needs least memory, whether or not it fits; None where pins leave none below `most` bytes."""
     best: Candidate | None = None
-    for frame in sorted(_frames(space, meshes, tally), key=lambda frame: frame.base_bytes.max()):
-        best = frame.smaller(best.peak_bytes if best is not None else most) or best
+    for frame in sorted(_frames(space, meshes, tally), key=lambda frame: frame.least_bytes):
+        limit = best.peak_bytes if best is not None else most
+        if frame.least_bytes >= limit:
+            break
+        best = frame.smaller(limit) or best
     return best
 
 
@@ -122,9 +127,7 @@ def _frames(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Ite
             tokens = dict(zip(options, cuts, strict=True))
             if all(_divides(space, mesh, axis, axes, tally) for axis, axes in tokens.items()):
                 found = True
-                frame = _Frame(space, mesh, {axis: axes for axis, axes in tokens.items() if axes}, tally)
-                if all(frame.computes):
-                    yield frame
+                yield _Frame(space, mesh, {axis: axes for axis, axes in tokens.items() if axes}, tally)
         if not found:
             tally.rejected["batch"] += 1
 
@@ -157,8 +160,11 @@ class _Frame:
         self.space, self.mesh, self.tokens, self.tally = space, mesh, tokens, tally
         self.seconds: defaultdict[int, dict[object, float]] = defaultdict(dict)
         self.sizes: defaultdict[int, dict[object, float]] = defaultdict(dict)
-        self.computes = [list(self._computes(work)) for work in space.works]
+
+    @cached_property
+    def computes(self) -> list[list[dict[str, MeshAxes]]]:
         """For each component the mappings while computing."""
+        return [list(self._computes(work)) for work in self.space.works]
 
     @cached_property
     def times(self) -> list[list[float]]:
@@ -171,21 +177,31 @@ class _Frame:
     @cached_property
     def bound(self) -> float:
         """The least time that there can be."""
+        if not all(self.computes):
+            return math.inf
         return self._time(self.space.base, {}, None) + sum(map(min, self.times))
 
     @cached_property
-    def base_bytes(self) -> np.ndarray:
-        """Bytes, at every moment, of what depends on no component."""
-        return self._bytes(self.space.base, {}, {})
+    def residuals(self) -> list[tuple[MeshAxes, np.ndarray]]:
+        """Every way for the residual axis to rest, with the bytes of what depends on no component."""
+        axis, base = self.space.residual, self.space.base
+        options = self._resting(axis, self.tokens)
+        return [(cut, self._bytes(base, {}, {axis: cut} if cut else {})) for cut in options]
+
+    @cached_property
+    def least_bytes(self) -> float:
+        """At the largest moment: that, and of the components what rests, cut by all devices."""
+        at_rest = sum(work.least_bytes for work in self.space.works)
+        return min((size.max() + at_rest for _, size in self.residuals), default=math.inf)
 
     def rank(self, ranking: Ranking) -> None:
         """Add the fastest candidate that fits for every way that the residual axis can rest."""
-        for residual in self._resting(self.space.residual, self.tokens):
+        for residual, base_bytes in self.residuals:
             limit = ranking.limit
             if self.bound > limit:
                 self.tally.rejected["slower"] += 1
                 return
-            weighed = self._choices(residual, limit, self.space.available)
+            weighed = self._choices(residual, base_bytes, limit, self.space.available)
             if weighed is None:
                 self.tally.rejected["duplicate"] += 1
                 continue
@@ -199,8 +215,8 @@ class _Frame:
     def smaller(self, most: float) -> Candidate | None:
         """The candidate with the smallest peak, whether or not it fits; None where none is below `most` bytes."""
         found: list[Candidate] = []
-        for residual in self._resting(self.space.residual, self.tokens):
-            weighed = self._choices(residual, math.inf, most)
+        for residual, base_bytes in self.residuals if all(self.computes) else ():
+            weighed = self._choices(residual, base_bytes, math.inf, most)
             if weighed is None or not all(weighed[1]):
                 continue
             base, choices = weighed
@@ -259,7 +275,7 @@ class _Frame:
         return _divides(self.space, self.mesh, axis, cut, self.tally)
 
     def _choices(
-        self, residual: MeshAxes, limit: float, available: float
+        self, residual: MeshAxes, base_bytes: np.ndarray, limit: float, available: float
     ) -> tuple[_Choice, list[list[_Choice]]] | None:
         """What does not depend on a component, and for each component the choices that no other one outdoes.
 
@@ -267,7 +283,6 @@ class _Frame:
         component can only rest with a mesh axis twice on an array.
         """
         rest = {self.space.residual: residual} if residual else {}
-        base_bytes = self._bytes(self.space.base, {}, rest)
         nothing: tuple[_Choice, list[list[_Choice]]] = (_Choice({}, rest, 0.0, base_bytes), [[] for _ in self.computes])
         if base_bytes.max() + sum(work.least_bytes for work in self.space.works) > available:
             return nothing

@@ -93,11 +93,6 @@ class Space:
         """What depends on none."""
         return _work(self, ())
 
-    @cached_property
-    def least_bytes(self) -> float:
-        """Bytes per device of what rests, cut by all devices."""
-        return sum(work.least_bytes for work in (self.base, *self.works))
-
     def layout(self, mesh: dict[str, int], compute: AxisMapping, params: AxisMapping) -> Layout:
         """A point of the space."""
         return Layout(mesh, compute, params, self.step.merged, self.step.activation_axes, self.habits)

@@ -55,23 +55,24 @@ def find(config: Config, model: Model, keep: int) -> Result:
     hardware = parse_slice(config.hardware.slice)
     rules = parse_rules(config.pin, config.forbid, inspect_model(model))
     meshes = [mesh for mesh in mesh_shapes(hardware, {**vars(config.mesh), **rules.sizes}) if rules.allows(mesh)]
-    spaces = [[(each, _space(each, model, rules)) for each in group] for group in _variants(config)]
+    variants = list(_variants(config))
     ranking, tally = Ranking(keep), Tally()
     searched: dict[int, Config] = {}
     started = time.perf_counter()
-    for group in spaces:
+    for group in variants:
         beyond: list[int] = []
-        for each, space in group:
+        for each in group:
             parts = each.workload.microbatches or 1
             # with more parts weights are gathered more often, on devices that have no more to do at once
-            if space.least_bytes > space.available or any(parts % fewer == 0 for fewer in beyond):
+            if any(parts % fewer == 0 for fewer in beyond):
                 continue
+            space = _space(each, model, rules)
             searched[id(space)] = each
             if not search(space, meshes, ranking, tally):
                 beyond.append(parts)
     smallest: Found | None = None
-    for each, space in itertools.chain(*spaces) if not ranking.candidates else ():
-        space = replace(space, kernels=False)
+    for each in itertools.chain(*variants) if not ranking.candidates else ():
+        space = replace(_space(each, model, rules), kernels=False)
         most = math.inf if smallest is None else max(smallest.candidate.peak_bytes, space.available)
         miss = nearest_miss(space, meshes, most, tally)
         if miss is not None and miss.peak_bytes <= space.available:
