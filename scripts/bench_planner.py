@@ -237,7 +237,7 @@ def usual(jobs: int | None) -> str:
     count, gib = sum(c.count for c in sums), sum(c.bytes for c in sums) / GIB
     text = (
         f"The plan takes {fast / slow:.0%} of the time of the first row: it is {slow / fast - 1:.0%} faster. What it\n"
-        f"waits for are sums over `model`: {count} of them, {gib:.0f} GiB received by every device. Their products cannot\n"
+        f"waits for are sums over `model`: {count} of them, {gib:.0f} GiB received by every device. Products cannot\n"
         "go on without them, and 16 sequences on 128 devices leave nothing else to do meanwhile."
     )
     return "\n".join([*lines, "", text])

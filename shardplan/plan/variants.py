@@ -58,7 +58,7 @@ def find(config: Config, model: Model, keep: int) -> Result:
     variants = list(_variants(config))
     ranking, tally = Ranking(keep), Tally()
     searched: dict[int, Config] = {}
-    started = time.perf_counter()
+    seconds = 0.0
     for group in variants:
         beyond: list[int] = []
         for each in group:
@@ -68,11 +68,14 @@ def find(config: Config, model: Model, keep: int) -> Result:
                 continue
             space = _space(each, model, rules)
             searched[id(space)] = each
+            started = time.perf_counter()
             if not search(space, meshes, ranking, tally):
                 beyond.append(parts)
+            seconds += time.perf_counter() - started
     smallest: Found | None = None
     for each in itertools.chain(*variants) if not ranking.candidates else ():
         space = replace(_space(each, model, rules), kernels=False)
+        started = time.perf_counter()
         most = math.inf if smallest is None else max(smallest.candidate.peak_bytes, space.available)
         miss = nearest_miss(space, meshes, most, tally)
         if miss is not None and miss.peak_bytes <= space.available:
@@ -80,7 +83,7 @@ def find(config: Config, model: Model, keep: int) -> Result:
             search(space, meshes, ranking, tally)
         elif miss is not None:
             smallest = Found(each, miss)
-    seconds = time.perf_counter() - started
+        seconds += time.perf_counter() - started
     if ranking.candidates:
         ranked = [Found(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
         return Result(ranked, True, tally, seconds)
