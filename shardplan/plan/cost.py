@@ -47,8 +47,8 @@ def compute_seconds(task: Task, mine: Share, hardware: Slice, calibration: Calib
     generation = hardware.generation
     moving = mine.memory_bytes / generation.hbm_bandwidth
     if task.kind == "contraction":
-        if mine.product.is_by_vectors:
-            return calibration.vectors * moving
+        if task.batched and min(mine.product.rows, mine.product.columns) == 1:
+            return calibration.vectors * moving  # no work for the matrix unit
         products = calibration.products * max(mine.product.filled_flops / generation.flops, moving)
         copied = calibration.rearranging * mine.rearranged_bytes + calibration.gathering * mine.own_bytes
         return products + copied / generation.hbm_bandwidth

@@ -51,7 +51,7 @@ class Fusion:
         self._made_of, self._is_reduced = cache(self._made_of), cache(self._is_reduced)  # type: ignore[method-assign]
         self._products_in = cache(self._products_in)  # type: ignore[method-assign]
         self.stays_cut = cache(self.stays_cut)  # type: ignore[method-assign]
-        self._is_of_groups = cache(self._is_of_groups)  # type: ignore[method-assign]
+        self._users_of, self._is_of_groups = cache(self._users_of), cache(self._is_of_groups)  # type: ignore[method-assign]
         self.written = {value for value in self._maker if self._is_written(value)}
         self.sources = cache(self._sources)
         self.kept = set[int]().union(*(self.sources(self.root(value)) for value in wanted))
@@ -83,8 +83,8 @@ class Fusion:
 
     def stays_cut(self, value: int) -> bool:
         """Whether products by groups alone make `value` and use it, or what elementwise work makes of theirs."""
-        users = self._users_of(value)
-        return self._is_of_groups(value) and bool(users) and all(user.groups > 1 for user in users)
+        users = self._users_of(value) if self._is_of_groups(value) else ()
+        return bool(users) and all(self.operations[i].groups > 1 for i in users)
 
     def is_summed_here(self, value: int) -> bool:
         """Whether partial sums of the product `value` are added up over devices at once.
@@ -94,16 +94,11 @@ class Fusion:
         parts = self._parts(self._total(value))
         return len(parts) < 2 or max(parts, key=lambda part: self._maker[part]) == value
 
-    def _users_of(self, value: int) -> list[Operation]:
+    def _users_of(self, value: int) -> frozenset[int]:
         """The operations that are no elementwise work and use `value`, or what elementwise work makes of it."""
-        found: list[Operation] = []
-        for i in self._users[value]:
-            operation = self.operations[i]
-            if operation.kind == "elementwise":
-                found += [user for result in operation.results for user in self._users_of(result)]
-            else:
-                found.append(operation)
-        return found
+        elementwise = {i for i in self._users[value] if self.operations[i].kind == "elementwise"}
+        made = [result for i in elementwise for result in self.operations[i].results]
+        return frozenset(self._users[value]).difference(elementwise).union(*map(self._users_of, made))
 
     def _is_of_groups(self, value: int) -> bool:
         """Whether elementwise work alone makes `value` of the results of products by groups."""

@@ -64,11 +64,6 @@ class Product:
         )
         return 2 * self.count * _filled(inner, LANES) * streamed
 
-    @property
-    def is_by_vectors(self) -> bool:
-        """Whether these are products of matrices with vectors, which the matrix unit does not do."""
-        return min(self.rows, self.columns) == 1
-
 
 def _filled(size: int, unit: int) -> int:
     return -(-size // unit) * unit

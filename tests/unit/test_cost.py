@@ -91,7 +91,7 @@ def test_products_of_experts():
     forward = [p for task, p in products if task.groups > 1 and any(a.weight for a in task.operands)]
     gradients = [p for task, p in products if task.groups > 1 and not any(a.weight for a in task.operands)]
     assert {p.flops for p in forward} == {one} and {p.flops for p in gradients} == {8 * one}
-    assert Product(32 * 4 * 1024, rows=4096, inner=2, columns=1) in [p for _, p in products if p.is_by_vectors]
+    assert Product(32 * 4 * 1024, rows=4096, inner=2, columns=1) in [p for task, p in products if task.batched]
 
 
 @pytest.mark.parametrize(
