@@ -27,9 +27,10 @@ from shardplan.hardware.generations import GENERATIONS
 from shardplan.plan import calibration as calibrations
 from shardplan.plan.calibration import Calibration, calibration
 from shardplan.plan.cost import Seconds, compute_seconds, step_tasks
+from shardplan.plan.layout import Habits, Layout
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.memory import memory
-from shardplan.plan.partition import Habits, Layout, Share
+from shardplan.plan.partition import Share
 from shardplan.plan.planner import plan_layout
 from shardplan.plan.tasks import Step, Task
 from shardplan.plan.tracing import plan_step

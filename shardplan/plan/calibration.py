@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 
 from shardplan.hardware import GIB, Slice
-from shardplan.plan.partition import Habits
+from shardplan.plan.layout import Habits
 
 FILE = "calibration.json"
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from shardplan.hardware import Slice, embed
 from shardplan.model import Model
 from shardplan.plan.calibration import Calibration
+from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import MeshShape
-from shardplan.plan.partition import GATHER, Layout, Share, Traffic, share
+from shardplan.plan.partition import GATHER, Share, Traffic, share
 from shardplan.plan.tasks import Step, Task
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import Workload

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardplan.model.named import SECOND, Array
-from shardplan.plan.partition import SCORE_BYTES, Layout, lookup_rows, rows_turned
+from shardplan.plan.layout import Layout
+from shardplan.plan.partition import SCORE_BYTES, lookup_rows, rows_turned
 from shardplan.plan.tasks import Item, Step
 
 FLOAT32 = 4

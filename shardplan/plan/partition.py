@@ -6,20 +6,18 @@ is used in is gathered, and its gradient is scattered back.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shardplan.model.named import SECOND, Array, Dim
+from shardplan.model.named import SECOND, Array
 from shardplan.plan.fusion import is_scores
-from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
+from shardplan.plan.layout import Layout
+from shardplan.plan.mapping import MeshAxes, mesh_size
+from shardplan.plan.product import NO_PRODUCT, Product, product
 from shardplan.plan.tasks import Task
 
 SCORE_PASSES, SCORE_BYTES = 3, 4
 """How often attention without a kernel writes or reads its scores, per product, and their bytes."""
-REARRANGED_COPIES = 3
-"""Arrays of the gathered size that a gather along several dimensions needs until the result is in order."""
-SUBLANES, LANES = 8, 128
-"""Numbers that registers hold of two dimensions: products of less take as long."""
 KERNEL_LANES = 128
 """Levanter's splash attention takes positions and head sizes that are multiples of this."""
 KERNEL_BLOCK = 512
@@ -41,38 +39,6 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Product:
-    """What one device has of a product of matrices, [rows, inner] x [inner, columns], over all executions."""
-
-    count: float
-    """Products, each done by itself."""
-    rows: float
-    inner: float
-    columns: float
-
-    @property
-    def flops(self) -> float:
-        """What the product needs."""
-        return 2 * self.count * self.rows * self.inner * self.columns
-
-    @property
-    def filled_flops(self) -> float:
-        """What the matrix unit does: it holds tiles of one matrix, whole, and the rows of the other stream through."""
-        rows, inner, columns = map(math.ceil, (self.rows, self.inner, self.columns))
-        streamed = min(
-            _filled(rows, SUBLANES) * _filled(columns, LANES), _filled(columns, SUBLANES) * _filled(rows, LANES)
-        )
-        return 2 * self.count * _filled(inner, LANES) * streamed
-
-
-def _filled(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
-
-NO_PRODUCT = Product(0.0, 0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True)
 class Share:
     """What one device has of a task, over all its executions."""
 
@@ -86,110 +52,6 @@ class Share:
     has_kernel: bool
     """Of attention: whether one kernel does it, on each device alone, and never writes scores."""
     traffic: tuple[Traffic, ...]
-
-
-@dataclass(frozen=True)
-class Habits:
-    """What the compiler of a generation does beyond the partitioner's rules."""
-
-    gathers_become_sums_from: int | None = None
-    """An all-gather over at least this many devices is written as an all-reduce of zeros with a part filled in."""
-    copies_stacks: bool = False
-    """Stacked parameters are copied into another layout before the loop over them."""
-    wide_rows: bool = False
-    """The kernel of products by groups writes rows in float32; they are converted afterwards."""
-    frees_rows: bool = False
-    """Rows that experts are chosen for are freed after their last use, not with the last of the gradients."""
-    plain_attention: bool = False
-    """Attention has no kernel: a block of scores is in memory."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A mesh with the mappings of logical axes: while computing, and of parameters at rest."""
-
-    mesh: MeshShape
-    compute: AxisMapping
-    params: AxisMapping
-    merged: Mapping[str, Dim]
-    activation_axes: tuple[str, ...]
-    habits: Habits = Habits()
-
-    def is_whole(self, axes: MeshAxes) -> bool:
-        """Whether devices along `axes` are all there are."""
-        return mesh_size(self.mesh, axes) == math.prod(self.mesh.values())
-
-    def sums_to_gather(self, axes: MeshAxes) -> bool:
-        """Whether a gather over `axes` is written as a sum."""
-        least = self.habits.gathers_become_sums_from
-        return least is not None and self.is_whole(axes) and mesh_size(self.mesh, axes) >= least
-
-    def gathered_dimensions(self, array: Array) -> int:
-        """Along how many dimensions of a parameter it is gathered for use."""
-        gathered = set(self.gathered(array))
-        return sum(bool(gathered & set(axes)) for axes in self.cut(array, self.params))
-
-    def gather_copies(self, array: Array) -> int:
-        """Arrays of the gathered size that a gather of a parameter needs."""
-        if self.gathered_dimensions(array) > 1:
-            return REARRANGED_COPIES
-        return 2 if self.sums_to_gather(self.gathered(array)) else 1
-
-    def rests(self, array: Array) -> bool:
-        """Whether `array` is a parameter, a copy of one, or a gradient: these are cut as parameters at rest."""
-        if array.weight is not None:
-            return True
-        return all(name is not None and name not in self.activation_axes for name, n in array.factors if n > 1)
-
-    def cut(self, array: Array, mapping: AxisMapping | None = None) -> list[MeshAxes]:
-        """Mesh axes that cut each dimension; by default as `array` is kept between tasks."""
-        mapping = mapping if mapping is not None else self.params if self.rests(array) else self.compute
-        used: set[str] = set()
-        cuts = []
-        for dim in array.dims:
-            # of merged axes only the major one stays cut in place
-            axes = tuple(axis for axis in mapping.get(dim[0][0] or "", ()) if axis not in used) if dim else ()
-            used |= set(axes)
-            cuts.append(axes)
-        return cuts
-
-    def parts(self, array: Array, mapping: AxisMapping | None = None) -> int:
-        """Into how many parts `array` is cut."""
-        return math.prod(mesh_size(self.mesh, axes) for axes in self.cut(array, mapping))
-
-    def bytes(self, array: Array, mapping: AxisMapping | None = None) -> float:
-        """Bytes of `array` on one device."""
-        return array.elements * array.itemsize / self.parts(array, mapping)
-
-    def mesh_axes(self, names: Dim, mapping: AxisMapping | None = None) -> MeshAxes:
-        """The mesh axes that the named axes are mapped to while computing, each once, in the mesh's order."""
-        source = self.compute if mapping is None else mapping
-        found = {axis for name, _ in names for axis in source.get(name or "", ())}
-        return tuple(axis for axis in self.mesh if axis in found)
-
-    def gathered(self, array: Array) -> MeshAxes:
-        """Mesh axes over which a parameter is gathered for use."""
-        used = set() if self.is_mistaken(array) else set(self.mesh_axes(array.factors))
-        return tuple(axis for axis in self.mesh_axes(array.factors, self.params) if axis not in used)
-
-    def gathered_bytes(self, array: Array) -> float:
-        """Bytes of a parameter on one device, once it is gathered for use."""
-        return self.bytes(array, {} if self.is_mistaken(array) else self.compute)
-
-    def is_mistaken(self, array: Array) -> bool:
-        """Whether the partitioner, of XLA in jaxlib 0.10.2, gathers all of a parameter rather than a dimension's part.
-
-        Where a dimension rests on two mesh axes, of which the first still cuts it in use, and the parameter is whole
-        along the third, it takes that one for the first if they are of one size.
-        """
-        if not any(dim and len(self.params.get(dim[0][0] or "", ())) == 2 for dim in array.dims):
-            return False
-        resting = {axis for axes in self.cut(array, self.params) for axis in axes}
-        others = [self.mesh[axis] for axis in self.mesh if axis not in resting]
-        return any(
-            len(rests) == 2 and used == rests[:1] and self.mesh[rests[0]] > 1 and self.mesh[rests[0]] in others
-            for rests, used in zip(self.cut(array, self.params), self.cut(array, self.compute), strict=True)
-        )
 
 
 def all_gather(result_bytes: float, layout: Layout, axes: MeshAxes, count: int, cause: str) -> Traffic:
@@ -235,29 +97,7 @@ def share(task: Task, layout: Layout) -> Share:
     rearranged = sum(layout.gathered_bytes(a) for a in task.operands if is_rearranged(a, task, layout))
     own = sum(layout.bytes(a, layout.params) for a in task.operands if is_gathered(a, task, layout))
     times = task.times
-    return Share(_product(task, layout), times * moved, times * rearranged, times * own, has_kernel, traffic)
-
-
-def _product(task: Task, layout: Layout) -> Product:
-    """One device's part of a product."""
-    mapping = layout.params if task.groups > 1 else layout.compute
-    (left, right, *_), result = task.operands, task.results[0]
-    free = set(result.axes) - {name for name, _ in (*task.batched, *task.contracted)}
-    inner, count = math.prod(size for _, size in task.contracted), math.prod(size for _, size in task.batched)
-    rows = left.elements / (inner * count)
-    columns = result.elements / (rows * count)
-    if task.groups > 1 and any(name is None for name, _ in task.contracted):
-        # every group takes all rows, with those of others as zeros
-        count, columns = task.groups, columns / task.groups
-    of_rows, of_columns = (tuple(factor for factor in array.factors if factor[0] in free) for array in (left, right))
-    used: set[str] = set()
-    local = []
-    dims = ((count, task.batched), (inner, task.contracted), (rows, of_rows), (columns, of_columns))
-    for size, factors in dims:
-        axes = tuple(axis for axis in layout.mesh_axes(factors, mapping) if axis not in used)
-        used |= set(axes)
-        local.append(size / mesh_size(layout.mesh, axes))
-    return Product(task.times * local[0], rows=local[2], inner=local[1], columns=local[3])
+    return Share(product(task, layout), times * moved, times * rearranged, times * own, has_kernel, traffic)
 
 
 def least_share(task: Task, layout: Layout) -> Share:

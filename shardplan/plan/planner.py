@@ -11,10 +11,11 @@ from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.model import Model, ModelAxes, build_model, inspect_model, read_config
 from shardplan.plan.calibration import calibration, habits, usable_bytes
 from shardplan.plan.cost import step_tasks, transfer_seconds
+from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, as_tuples, mapping_text, mesh_text
 from shardplan.plan.memory import memory
 from shardplan.plan.options import PLANNED, PLANNED_FOR_EXPERTS
-from shardplan.plan.partition import GATHER, Layout
+from shardplan.plan.partition import GATHER
 from shardplan.plan.plan import (
     BATCH_AXIS,
     Collective,

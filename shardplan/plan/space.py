@@ -23,9 +23,9 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import Slice, divisors
 from shardplan.model.named import SECOND, Array
 from shardplan.plan.calibration import Calibration
+from shardplan.plan.layout import Habits, Layout
 from shardplan.plan.mapping import AxisMapping, MeshAxes
 from shardplan.plan.memory import resting_items
-from shardplan.plan.partition import Habits, Layout
 from shardplan.plan.rules import Rules
 from shardplan.plan.tasks import Item, Step, Task
 

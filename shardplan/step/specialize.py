@@ -10,8 +10,9 @@ from levanter.layers.attention import AttentionBackend
 from shardplan.hardware import parse_slice
 from shardplan.model import Model
 from shardplan.plan.calibration import habits
+from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import as_tuples
-from shardplan.plan.partition import KERNEL_BLOCK, Layout, attention_has_kernel
+from shardplan.plan.partition import KERNEL_BLOCK, attention_has_kernel
 from shardplan.plan.plan import Plan
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of

@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.model.trace import trace_jaxpr
-from shardplan.plan.partition import GATHER, Layout, share
+from shardplan.plan.layout import Layout
+from shardplan.plan.partition import GATHER, share
 from shardplan.plan.tasks import prepare
 
 AXES = ("replica", "data", "model")

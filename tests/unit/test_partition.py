@@ -12,8 +12,9 @@ from shardplan.hardware import GIB
 from shardplan.model import build_model, read_config
 from shardplan.model.named import Array
 from shardplan.model.trace import trace_jaxpr
+from shardplan.plan.layout import Habits, Layout
 from shardplan.plan.memory import memory
-from shardplan.plan.partition import Habits, Layout, attention_has_kernel, share
+from shardplan.plan.partition import attention_has_kernel, share
 from shardplan.plan.tasks import prepare
 from shardplan.plan.tracing import abstract_state, optimizer, plan_step
 from shardplan.plan.workload import Workload

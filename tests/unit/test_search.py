@@ -17,8 +17,8 @@ from shardplan.model.named import Array
 from shardplan.model.trace import trace_jaxpr
 from shardplan.plan.calibration import calibration
 from shardplan.plan.cost import step_tasks
+from shardplan.plan.layout import Habits
 from shardplan.plan.memory import memory
-from shardplan.plan.partition import Habits
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan
 from shardplan.plan.rules import Rule, Rules
