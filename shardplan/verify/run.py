@@ -1,5 +1,6 @@
 """Compile plans, each in a process of its own, several at a time, and remember what came out."""
 
+import ast
 import hashlib
 import json
 import os
@@ -226,8 +227,22 @@ def _code_digest() -> str:
     root = Path(shardplan.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(path for pattern in CODE for path in root.glob(f"{pattern}.py")):
-        digest.update(path.read_bytes())
+        digest.update(_meaning(path.read_text(encoding="utf-8")).encode())
     return digest.hexdigest()
+
+
+def _meaning(code: str) -> str:
+    """A module without comments, docstrings, and where names come from."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.If):
+            node.body = [each for each in node.body if not _is_silent(each)]
+    return ast.dump(tree)
+
+
+def _is_silent(statement: ast.stmt) -> bool:
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_text or isinstance(statement, ast.Import | ast.ImportFrom)
 
 
 def _store(compiled: Compiled, path: Path) -> None:

@@ -9,6 +9,7 @@ from shardplan.errors import ConfigError
 from shardplan.plan.options import CURATED
 from shardplan.plan.planner import make_plan, with_plan
 from shardplan.verify.cases import cases_of
+from shardplan.verify.run import _meaning
 
 LLAMA = ["--model.config=configs/models/llama-3.1-8b.json", "--hardware.slice=v5p-16", "--workload.position=1024"]
 
@@ -58,3 +59,10 @@ def test_a_plan_alone_says_everything(tmp_path):
     assert make_plan(config).param_mapping == plan.param_mapping
     with pytest.raises(ConfigError, match=r"workload.batch is 24, plan .* has 16; leave it out, or plan again"):
         with_plan(configuration.load([f"--plan={path}", "--workload.batch=24"], "test"))
+
+
+def test_a_verdict_holds_until_the_code_means_something_else():
+    code = '"""Text."""\nfrom a import b\n\ndef f(x):\n    """Text."""\n    return b(x) + 1  # why\n'
+    same = "from c import b\ndef f(x):\n    return b( x ) + 1\n"
+    assert _meaning(code) == _meaning(same)
+    assert _meaning(code) != _meaning(same.replace("1", "2"))
