@@ -55,6 +55,7 @@ def test_a_step(make_config, golden, parts, name):
     trained, state, loss = program.compile({})(module, state, tokens, mask)
 
     assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
+    # gradients agree to 1e-6 of the largest, and their squares, which the state has too, to twice that
     for found, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
         np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
     # where a gradient is next to nothing its sign, by which an optimizer goes, is noise
