@@ -14,7 +14,7 @@ import numpy as np
 
 from shardplan.checkpoint.views import Shape
 from shardplan.errors import CheckpointError, one_line
-from shardplan.runtime.storage import File, Folder, read_bytes
+from shardplan.storage import File, Folder, read_bytes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -25,7 +25,7 @@ from shardplan.model import SUPPORTED, build_model, read_config
 from shardplan.model.axes import named_leaves
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh
-from shardplan.runtime.storage import Folder, open_folder
+from shardplan.storage import Folder, open_folder
 
 
 def load_pretrained(

@@ -19,8 +19,8 @@ from shardplan.model import build_model, read_config
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import check_model, make_plan, with_plan
 from shardplan.runtime.devices import make_mesh, start_devices
-from shardplan.runtime.storage import open_folder
 from shardplan.step import specialize
+from shardplan.storage import open_folder
 
 
 def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Callable[[Plan], None]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from tokenizers import Tokenizer
 
 from shardplan.errors import CheckpointError, one_line
-from shardplan.runtime.storage import Folder, read_bytes
+from shardplan.storage import Folder, read_bytes
 
 
 def load_encoder(folder: Folder) -> Callable[[str], list[int]]:

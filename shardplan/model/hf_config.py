@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.errors import ConfigError, one_line
-from shardplan.runtime.storage import Folder, read_bytes
+from shardplan.storage import Folder, read_bytes
 
 COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

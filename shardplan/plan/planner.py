@@ -35,7 +35,7 @@ from shardplan.plan.tasks import Step
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.variants import Found, Result, find
 from shardplan.plan.workload import workload_of
-from shardplan.runtime.storage import open_folder
+from shardplan.storage import open_folder
 
 KERNEL = " (a kernel can do attention: positions are not cut)"
 OFFLOAD, NO_PRICE = "offload", "copies of activations to the host and back have no price: its time is too short"

@@ -17,7 +17,7 @@ from shardplan.plan.model_section import model_section
 from shardplan.plan.options import CURATED
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
 from shardplan.plan.planner import check_model, make_plan, plan_layout, with_plan
-from shardplan.runtime.storage import open_folder
+from shardplan.storage import open_folder
 from shardplan.verify.run import Case
 
 

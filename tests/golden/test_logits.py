@@ -12,7 +12,7 @@ from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
 from shardplan.plan.planner import make_plan
 from shardplan.runtime.devices import make_mesh
-from shardplan.runtime.storage import open_folder
+from shardplan.storage import open_folder
 
 TOLERANCE = 2e-5
 MESHES = [(1, 4, 2), (2, 2, 2), (1, 1, 8), (1, 8, 1)]

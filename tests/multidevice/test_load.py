@@ -21,7 +21,8 @@ from shardplan.errors import ConfigError
 from shardplan.model import build_model, read_config
 from shardplan.model.axes import named_leaves
 from shardplan.plan.planner import make_plan
-from shardplan.runtime.storage import LocalFile, open_folder
+from shardplan.storage import open_folder
+from shardplan.storage.local import LocalFile
 
 
 def template_of(folder: Path):

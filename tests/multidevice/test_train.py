@@ -13,8 +13,8 @@ from levanter.models.lm_model import LmExample
 from shardplan.checkpoint.load import stream_model
 from shardplan.plan.planner import model_of, plan_layout
 from shardplan.plan.tracing import optimizer
-from shardplan.runtime.storage import open_folder
 from shardplan.step import train_program
+from shardplan.storage import open_folder
 
 BATCH, POSITION, LEARNING_RATE = 8, 16, 1e-5
 

@@ -96,7 +96,7 @@ def test_positions_are_bounded(golden):
 def test_parameters_equal_the_checkpoint(golden):
     """The inventory holds exactly as many elements as the files."""
     from shardplan.checkpoint.index import read_index
-    from shardplan.runtime.storage import open_folder
+    from shardplan.storage import open_folder
 
     for folder in sorted(golden.iterdir()):
         tensors = read_index(open_folder(str(folder)))

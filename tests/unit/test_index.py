@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from shardplan.checkpoint.index import check_tensors, read_index
 from shardplan.errors import CheckpointError
-from shardplan.runtime.storage import open_folder
+from shardplan.storage import open_folder
 
 
 def save(folder, tensors, name="model.safetensors"):

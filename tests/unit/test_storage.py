@@ -2,13 +2,21 @@
 
 import http.server
 import os
+import random
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from shardplan.errors import CheckpointError, ConfigError
-from shardplan.runtime.storage import HubFolder, LocalFolder, ObjectFolder, open_folder, read_bytes
+from shardplan.storage import objects, open_folder, read_bytes
+from shardplan.storage.filesystem import FilesystemFolder
+from shardplan.storage.hub import HubFolder
+from shardplan.storage.local import LocalFolder
+from shardplan.storage.objects import ObjectFolder
 
 
 class Ranges(http.server.SimpleHTTPRequestHandler):
@@ -68,6 +76,126 @@ def test_web_folder(served):
     check(folder)
 
 
+def test_memory_folder(served):
+    """What fsspec reads."""
+    fsspec.filesystem("memory").pipe_file("/model/a.bin", bytes(range(200)))
+    folder = open_folder("memory://model")
+    assert isinstance(folder, FilesystemFolder)
+    check(folder)
+    file = folder.open("a.bin")
+    fsspec.filesystem("memory").pipe_file("/model/a.bin", bytes(range(100)))
+    with pytest.raises(CheckpointError, match="changed while it was being read"):
+        file.read_into(0, memoryview(bytearray(20)))
+
+
+def test_a_local_file_that_changes(tmp_path):
+    """And copies of it: the version goes by the content."""
+    (tmp_path / "a.bin").write_bytes(bytes(20))
+    (tmp_path / "b.bin").write_bytes(bytes(20))
+    folder = open_folder(str(tmp_path))
+    file = folder.open("a.bin")
+    assert file.version == folder.open("b.bin").version
+    (tmp_path / "a.bin").write_bytes(bytes([1] * 20))
+    os.utime(tmp_path / "a.bin", (1, 1))
+    assert file.version != folder.open("a.bin").version
+    with pytest.raises(CheckpointError, match=r"a\.bin: changed while it was being read \(its size or time of change"):
+        file.read_into(0, memoryview(bytearray(20)))
+
+
+CONTENT = random.Random(0).randbytes(2**20)
+
+
+class Faults(http.server.BaseHTTPRequestHandler):
+    """A server that answers as `fault` says."""
+
+    protocol_version = "HTTP/1.1"
+    fault, requests = "", 0
+
+    def do_HEAD(self):
+        self.answer(200, CONTENT, {"ETag": '"v1"'}, 0)
+
+    def do_GET(self):
+        Faults.requests += 1
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        data, etag, shift, fault = CONTENT[first : last + 1], '"v1"', 0, self.fault
+        if fault == "range ignored":
+            return self.answer(200, CONTENT, {"ETag": etag})
+        if fault == "busy twice" and self.requests <= 2:
+            return self.answer(503, b"", {})
+        if fault == "refused condition" and self.headers["If-Match"]:
+            return self.answer(412, b"", {})
+        if fault == "another range":
+            shift = 5
+        if fault == "another version":
+            etag = '"v2"'
+        if fault == "short range" and len(data) > SMALL:
+            data = data[: len(data) // 2]
+        place = f"bytes {first + shift}-{first + shift + len(data) - 1}/{len(CONTENT)}"
+        part = {"cut": 2 * len(data) // 3, "trickle": 1000}.get(fault, len(data))
+        self.answer(206, data, {"ETag": etag, "Content-Range": place}, part if len(data) > SMALL else None)
+
+    def answer(self, status, data, headers, sent=None):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data[:sent])
+        if sent:
+            self.wfile.flush()
+            time.sleep(5 if self.fault == "trickle" else 0)
+            self.close_connection = True
+
+    def log_message(self, *args):
+        pass
+
+
+SMALL = 2**17
+"""Ranges up to this many bytes are answered whole."""
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Sets the fault, and gives the URL; pauses and times are a hundredth."""
+    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.002)
+    monkeypatch.setattr(objects, "TIMEOUT", timedelta(seconds=0.6))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Faults)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def set_fault(fault):
+        monkeypatch.setattr(Faults, "fault", fault)
+        monkeypatch.setattr(Faults, "requests", 0)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield set_fault
+    server.shutdown()
+
+
+@pytest.mark.parametrize(("fault", "requests"), [("", 1), ("busy twice", 3), ("cut", 3)])
+def test_a_read_goes_on_where_it_stopped(faulty, fault, requests):
+    file = open_folder(faulty(fault)).open("a.bin")
+    buffer = bytearray(900_000)
+    file.read_into(50_000, memoryview(buffer))
+    assert bytes(buffer) == CONTENT[50_000:950_000]
+    assert Faults.requests == requests
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("range ignored", r"a\.bin: bytes 1000\+900000 cannot be read: "),
+        ("short range", r"a\.bin: bytes 1000\+900000 cannot be read: 6 attempts brought nothing"),
+        ("another range", r"a\.bin: bytes 1000\+900000 cannot be read: 6 attempts brought nothing"),
+        ("trickle", r"a\.bin: bytes 1000\+900000 cannot be read: 6 attempts brought nothing"),
+        ("another version", r"a\.bin: changed while it was being read \(\"v1\" of 1048576 bytes is now \"v2\""),
+        ("refused condition", r"a\.bin: changed while it was being read"),
+    ],
+)
+def test_wrong_answers_are_errors(faulty, fault, message):
+    file = open_folder(faulty(fault)).open("a.bin")
+    with pytest.raises(CheckpointError, match=message):
+        file.read_into(1000, memoryview(bytearray(900_000)))
+
+
 def test_hub_cache(tmp_path, monkeypatch):
     """A cached repository is found without a network, and its commit is recorded."""
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -87,8 +215,8 @@ def test_hub_cache(tmp_path, monkeypatch):
 
 
 def test_bad_references(tmp_path):
-    with pytest.raises(ConfigError, match=r"unknown scheme 'gcs'; did you mean 'gs'\?"):
-        open_folder("gcs://bucket/x")
+    with pytest.raises(ConfigError, match=r"unknown scheme 'htps'; did you mean 'https'\?"):
+        open_folder("htps://bucket/x")
     (tmp_path / "llama").mkdir()
     with pytest.raises(ConfigError, match=f"lama does not exist; did you mean '{tmp_path}{os.sep}llama'"):
         open_folder(str(tmp_path / "lama"))

@@ -1,0 +1,52 @@
+"""Folders of files behind one small interface: local disks, object stores, web servers, the Hugging Face hub.
+
+| reference | read through |
+|---|---|
+| local folder | `os.preadv` |
+| `gs://`, `s3://`, `az://`, `http(s)://` | obstore |
+| `org/model` or `org/model@revision` | huggingface_hub: its cache, else ranges |
+| other schemes that fsspec knows | fsspec |
+"""
+
+import re
+from pathlib import Path
+
+from fsspec.registry import known_implementations, registry
+
+from shardplan.errors import ConfigError, nearest
+from shardplan.storage.folder import File, Folder, read_bytes
+
+__all__ = ["File", "Folder", "open_folder", "read_bytes"]
+
+OBJECT_SCHEMES = ("gs", "s3", "az", "http", "https")
+
+
+def open_folder(ref: str) -> Folder:
+    """The folder that `ref` names.
+
+    Raises:
+        ConfigError: it does not exist, or its scheme is not supported.
+    """
+    scheme, separator, _ = ref.partition("://")
+    if separator and scheme in OBJECT_SCHEMES:
+        from shardplan.storage.objects import ObjectFolder
+
+        return ObjectFolder(ref)
+    if separator:
+        known = {*OBJECT_SCHEMES, *known_implementations, *registry}
+        if scheme not in known:
+            raise ConfigError(f"model.ref {ref!r}: unknown scheme {scheme!r}; {nearest(scheme, known)}")
+        from shardplan.storage.filesystem import FilesystemFolder
+
+        return FilesystemFolder(ref)
+    if Path(ref).is_dir():
+        from shardplan.storage.local import LocalFolder
+
+        return LocalFolder(ref)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", ref) and not Path(ref).parent.is_dir():
+        from shardplan.storage.hub import HubFolder
+
+        return HubFolder(ref)
+    parent = Path(ref).parent
+    siblings = [str(entry) for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+    raise ConfigError(f"checkpoint folder {ref} does not exist; {nearest(ref, siblings)}")

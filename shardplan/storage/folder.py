@@ -1,0 +1,55 @@
+"""What a folder of files is, wherever it lies."""
+
+from typing import Protocol
+
+from shardplan.errors import CheckpointError
+
+
+class File(Protocol):
+    """A file that can be read at any offset, from several threads at once."""
+
+    name: str
+    size: int
+    """Bytes."""
+    version: str
+    """Tells its content from another under the same name; equal on every host that sees the same content."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `offset` on.
+
+        Raises:
+            CheckpointError: the file ends before the buffer is full, cannot be read, or is not the one that was opened
+                any more.
+        """
+
+
+class Folder(Protocol):
+    """A folder of files."""
+
+    ref: str
+    """What the user called it, with the revision resolved to a commit where there is one."""
+
+    def open(self, name: str) -> File | None:
+        """The file called `name`, or None where there is none."""
+
+
+def read_bytes(folder: Folder, name: str) -> bytes | None:
+    """A whole small file, or None where there is none."""
+    file = folder.open(name)
+    if file is None:
+        return None
+    data = bytearray(file.size)
+    file.read_into(0, memoryview(data))
+    return bytes(data)
+
+
+def ends_early(file: File, end: int, missing: int) -> CheckpointError:
+    """What is raised where a file is shorter than it was when opened, or than its header says."""
+    return CheckpointError(
+        f"{file.name}: ends at byte {end}, {missing} bytes before the end of a tensor; download the file again"
+    )
+
+
+def changed(file: File, what: str) -> CheckpointError:
+    """What is raised where a file is replaced while it is being read."""
+    return CheckpointError(f"{file.name}: changed while it was being read ({what}); load again")
