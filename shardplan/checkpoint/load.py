@@ -16,7 +16,8 @@ from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConv
 from transformers import AutoConfig
 
 from shardplan.checkpoint.best_effort import best_effort_sharding
-from shardplan.checkpoint.index import Tensor, check_tensors, read_index
+from shardplan.checkpoint.header import Tensor
+from shardplan.checkpoint.index import check_tensors, read_index
 from shardplan.checkpoint.program import StateDictProgram, expected_tensors, trace_program
 from shardplan.checkpoint.stream import stream_arrays
 from shardplan.errors import CheckpointError, ConfigError

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from shardplan.checkpoint.index import Tensor
+from shardplan.checkpoint.header import Tensor
 from shardplan.checkpoint.views import Piece, Shape, View, row_major_strides
 from shardplan.runtime.progress import progress_bar
 
