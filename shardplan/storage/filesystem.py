@@ -5,7 +5,7 @@ from typing import Any
 import fsspec
 
 from shardplan.errors import CheckpointError, ConfigError, one_line
-from shardplan.storage.folder import File, changed, ends_early
+from shardplan.storage.folder import File, changed, ends_early, opened
 
 
 class FilesystemFile:
@@ -50,10 +50,5 @@ class FilesystemFolder:
 
     def open(self, name: str) -> File | None:
         """See `Folder.open`."""
-        path = f"{self._root}/{name}"
-        try:
-            return FilesystemFile(self._filesystem, path, f"{self.ref}/{name}")
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            raise CheckpointError(f"{self.ref}/{name} cannot be opened: {one_line(error)}") from error
+        url = f"{self.ref}/{name}"
+        return opened(url, lambda: FilesystemFile(self._filesystem, f"{self._root}/{name}", url))

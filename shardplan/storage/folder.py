@@ -1,8 +1,9 @@
 """What a folder of files is, wherever it lies."""
 
+from collections.abc import Callable
 from typing import Protocol
 
-from shardplan.errors import CheckpointError
+from shardplan.errors import CheckpointError, one_line
 
 
 class File(Protocol):
@@ -31,6 +32,20 @@ class Folder(Protocol):
 
     def open(self, name: str) -> File | None:
         """The file called `name`, or None where there is none."""
+
+
+def opened(name: str, make: Callable[[], File]) -> File | None:
+    """The file that `make` opens, or None where there is none.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+    try:
+        return make()
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        raise CheckpointError(f"{name} cannot be opened: {one_line(error)}") from error
 
 
 def read_bytes(folder: Folder, name: str) -> bytes | None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError
 
-from shardplan.errors import CheckpointError, ConfigError, one_line
+from shardplan.errors import ConfigError, one_line
 from shardplan.storage.filesystem import FilesystemFile
-from shardplan.storage.folder import File
+from shardplan.storage.folder import File, opened
 from shardplan.storage.local import LocalFile
 
 STREAMED = ".safetensors"
@@ -54,9 +54,5 @@ class HubFolder:
     def _streamed(self, name: str) -> File | None:
         filesystem = huggingface_hub.HfFileSystem(use_listings_cache=False)
         path = f"{self._repository}@{self._revision}/{name}"
-        try:
-            return FilesystemFile(filesystem, path, f"hf://{path}", version=self._revision)
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            raise CheckpointError(f"hf://{path} cannot be opened: {one_line(error)}") from error
+        url = f"hf://{path}"
+        return opened(url, lambda: FilesystemFile(filesystem, path, url, version=self._revision))

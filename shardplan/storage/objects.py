@@ -15,7 +15,7 @@ import obstore.store
 from obstore import exceptions
 
 from shardplan.errors import CheckpointError, ConfigError, one_line
-from shardplan.storage.folder import File, changed, ends_early
+from shardplan.storage.folder import File, changed, ends_early, opened
 
 TIMEOUT = timedelta(seconds=60)
 """For one request, its body included; obstore's 30 are too few for 16 MiB on a busy link."""
@@ -108,9 +108,5 @@ class ObjectFolder:
 
     def open(self, name: str) -> File | None:
         """See `Folder.open`."""
-        try:
-            return ObjectFile(self._store, name, f"{self.ref}/{name}")
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            raise CheckpointError(f"{self.ref}/{name} cannot be opened: {one_line(error)}") from error
+        url = f"{self.ref}/{name}"
+        return opened(url, lambda: ObjectFile(self._store, name, url))

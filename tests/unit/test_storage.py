@@ -214,6 +214,28 @@ def test_hub_cache(tmp_path, monkeypatch):
         open_folder("org/other@v2").open("a.bin")
 
 
+def test_hub_ranges(tmp_path, monkeypatch):
+    """Of a large file that the cache does not hold ranges are fetched, at the commit of the first file."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--org--model" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder = open_folder(f"org/model@{commit}")
+    assert folder.open("config.json")
+    hub = fsspec.filesystem("memory")
+    hub.pipe_file(f"/org/model@{commit}/model.safetensors", bytes(range(200)))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda **options: hub)
+    file = folder.open("model.safetensors")
+    assert (file.name, file.size, file.version) == (f"hf://org/model@{commit}/model.safetensors", 200, commit)
+    buffer = bytearray(5)
+    file.read_into(100, memoryview(buffer))
+    assert list(buffer) == [100, 101, 102, 103, 104]
+    assert folder.open("other.safetensors") is None
+
+
 def test_bad_references(tmp_path):
     with pytest.raises(ConfigError, match=r"unknown scheme 'htps'; did you mean 'https'\?"):
         open_folder("htps://bucket/x")
