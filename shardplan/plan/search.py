@@ -191,8 +191,7 @@ class _Frame:
     @cached_property
     def least_bytes(self) -> float:
         """At the largest moment: that, and of the components what rests, cut by all devices."""
-        at_rest = sum(work.least_bytes for work in self.space.works)
-        return min((size.max() + at_rest for _, size in self.residuals), default=math.inf)
+        return min((size.max() + self.space.least_at_rest for _, size in self.residuals), default=math.inf)
 
     def rank(self, ranking: Ranking) -> None:
         """Add the fastest candidate that fits for every way that the residual axis can rest."""
@@ -283,8 +282,8 @@ class _Frame:
         component can only rest with a mesh axis twice on an array.
         """
         rest = {self.space.residual: residual} if residual else {}
-        nothing: tuple[_Choice, list[list[_Choice]]] = (_Choice({}, rest, 0.0, base_bytes), [[] for _ in self.computes])
-        if base_bytes.max() + sum(work.least_bytes for work in self.space.works) > available:
+        nothing = _Choice({}, rest, 0.0, base_bytes), [list[_Choice]() for _ in self.computes]
+        if base_bytes.max() + self.space.least_at_rest > available:
             return nothing
         sized = [
             [

@@ -89,6 +89,11 @@ class Space:
         return tuple(_work(self, component) for component in self.components)
 
     @cached_property
+    def least_at_rest(self) -> float:
+        """Bytes per device of what rests of the components, cut by all devices."""
+        return sum(work.least_bytes for work in self.works)
+
+    @cached_property
     def base(self) -> "Work":
         """What depends on none."""
         return _work(self, ())

@@ -76,7 +76,7 @@ def find(config: Config, model: Model, keep: int) -> Result:
     for each in itertools.chain(*variants) if not ranking.candidates else ():
         space = replace(_space(each, model, rules), kernels=False)
         started = time.perf_counter()
-        most = math.inf if smallest is None else max(smallest.candidate.peak_bytes, space.available)
+        most = math.inf if smallest is None else smallest.candidate.peak_bytes
         miss = nearest_miss(space, meshes, most, tally)
         if miss is not None and miss.peak_bytes <= space.available:
             searched[id(space)] = each
