@@ -45,8 +45,8 @@ SOLVE = (
 ESTIMATES = {
     "llama-3.1-8b": "v4-16 v5e-32 v5p-16 v6e-16 tpu7x-16",
     "llama-3.1-70b": "v4-128 v5e-256 v5p-128 v6e-64 tpu7x-128",
-    "llama-3.1-405b": "v4-256 v5p-256 v6e-256 tpu7x-256",
-    "mixtral-8x7b": "v4-64 v5p-64 tpu7x-64",
+    "llama-3.1-405b": "v4-256 v5p-256 v6e-256 tpu7x-256 tpu7x-512",
+    "mixtral-8x7b": "v4-64 v4-128 v5p-64 tpu7x-64",
     "qwen3-32b": "v5p-64 v6e-64",
     "olmo2-32b": "v4-128 v5e-64",
     "gemma-7b": "v4-32 v6e-16",

@@ -148,7 +148,7 @@ def fit(seen: Sequence[Observation]) -> Calibration:
     devices = sorted({observation.hardware.devices for observation in seen})
     factors = Calibration()
     factors = best(factors, "habits", [Habits(least) for least in (None, *reversed(devices))], seen, bytes_error)
-    for habit in ("copies_stacks", "wide_rows", "frees_rows"):
+    for habit in ("copies_stacks", "gathers_early", "wide_rows", "frees_rows"):
         habits = [replace(factors.habits, **{habit: value}) for value in (False, True)]
         factors = best(factors, "habits", habits, everything, peak_error)
     own_cycles = [o.time.compute_seconds - o.time.kernel_seconds for o in seen]

@@ -86,6 +86,12 @@ class Fusion:
         users = self._users_of(value) if self._is_of_groups(value) else ()
         return bool(users) and all(self.operations[i].groups > 1 for i in users)
 
+    def is_summand(self, value: int) -> bool:
+        """Whether `value` is the result of a product by groups that is only added to others."""
+        users = [self.operations[i] for i in self._users[value]]
+        is_grouped = value in self._maker and self.operations[self._maker[value]].groups > 1
+        return is_grouped and len(users) == 1 and len(self._parts(users[0].results[0])) > 1
+
     def is_summed_here(self, value: int) -> bool:
         """Whether partial sums of the product `value` are added up over devices at once.
 

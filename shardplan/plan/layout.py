@@ -19,6 +19,8 @@ class Habits:
     """An all-gather over at least this many devices is written as an all-reduce of zeros with a part filled in."""
     copies_stacks: bool = False
     """Stacked parameters are copied into another layout before the loop over them."""
+    gathers_early: bool = False
+    """Parameters are gathered before the loop that comes before their use, and those of a loop's body all at once."""
     wide_rows: bool = False
     """The kernel of products by groups writes rows in float32; they are converted afterwards."""
     frees_rows: bool = False

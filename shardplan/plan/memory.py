@@ -46,7 +46,9 @@ def resting_items(step: Step) -> Iterator[Item]:
 def item_bytes(item: Item, layout: Layout) -> float:
     """Bytes on one device."""
     array = item.array
-    if item.role == "gathered":
+    if item.role == "early" and not (layout.habits.gathers_early and layout.gather_copies(array) == 1):
+        return 0.0
+    if item.role in ("gathered", "early"):
         return layout.gather_copies(array) * layout.gathered_bytes(array) if layout.gathered(array) else 0.0
     if item.role == "whole":
         is_scattered = layout.rests(array) and layout.parts(array) > layout.parts(array, layout.compute)
@@ -57,12 +59,13 @@ def item_bytes(item: Item, layout: Layout) -> float:
         return rows + rows_turned(item.tables[0], array, layout) if rows > layout.bytes(array) else 0.0
     if item.role == "copied":
         return layout.bytes(array) if layout.habits.copies_stacks else 0.0
+    if item.role in ("wide", "summand") and _is_converted(array, layout):
+        return layout.bytes(array, layout.params) * FLOAT32 / array.itemsize
     if item.role == "wide":
-        is_converted = layout.habits.wide_rows and array.itemsize < FLOAT32 and not layout.rests(array)
-        return layout.bytes(array, layout.params) * FLOAT32 / array.itemsize if is_converted else 0.0
+        return 0.0
     if item.role == "scores":
         return _score_block(array, layout) if layout.habits.plain_attention else 0.0
-    if item.role == "lingering" and layout.habits.frees_rows:
+    if item.role == ("lingering" if layout.habits.frees_rows else "looked_up"):
         return 0.0
     return layout.bytes(array, layout.params if item.stays_cut else None)
 
@@ -92,7 +95,12 @@ def _part(item: Item, step: Step, layout: Layout) -> str:
     return "logits" if step.vocab in item.array.axes else "activations"
 
 
-PARTS = {"parameter": "parameters", "state": "optimizer", "gathered": "gathered_weights"}
+PARTS = {"parameter": "parameters", "state": "optimizer", "gathered": "gathered_weights", "early": "gathered_weights"}
+
+
+def _is_converted(rows: Array, layout: Layout) -> bool:
+    """Whether the result of a product by groups is written in float32 first."""
+    return layout.habits.wide_rows and rows.itemsize < FLOAT32 and not layout.rests(rows)
 
 
 def _score_block(scores: Array, layout: Layout) -> float:

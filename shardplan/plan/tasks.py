@@ -40,18 +40,21 @@ class Item:
     """`parameter` or `state` (of the optimizer): at rest, at every moment.
     `kept`: between operations.
     `gathered`: a parameter, between its first and last use in a loop's body; where it rests in more parts.
+    `early`: such a parameter before its first use, from the start of the body or the last loop on.
     `whole`: the result of a product that is being made; a gradient is whole before each device keeps its part.
     `wide`: the result of a product by groups that is being made, in float32.
+    `summand`: such a result, until it and another are added up; in float32 too.
     `lingering`: rows that experts are chosen for, after their last use and until the gradients of experts are made.
+    `looked_up`: tokens that such rows are looked up in, as long.
     `found`: what is being looked up.
-    `copied`: a stack of parameters in another layout: in the loop over them, and until weights are gathered after it.
+    `copied`: a stack of parameters in another layout, in the loop over them.
     `scores`: of attention, while they are made; a kernel never has them in memory, nor has anything else all of them.
     """
     array: Array
     tables: tuple[Array, ...] = ()
     """Of `found`: what it is looked up in."""
     stays_cut: bool = False
-    """Of `kept` and `lingering`: rows between products by groups, cut as these leave them."""
+    """Whether it is rows between products by groups, cut as these leave them."""
 
 
 Moment = tuple[Item, ...]
@@ -170,10 +173,10 @@ class _Sequence:
             outside: what enclosing sequences have in memory throughout.
         """
         fusion = self.fusion
-        last, late, weights = self._last_uses(), self._late_uses(), self._weight_uses()
+        last, weights = self._last_uses(), self._weight_uses()
+        rows, tokens, last_gradient = self._rows_for_gradients()
         alive = set(carried)
-        lingering: set[int] = set()
-        copied: Moment = ()
+        used_up: set[int] = set()
         moments: list[Moment] = []
         for i, operation in enumerate(fusion.operations):
             if not fusion.runs(operation):
@@ -181,18 +184,15 @@ class _Sequence:
             is_loop = operation.kind == "loop"
             stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
             alive |= stacks | {result for result in operation.results if result in fusion.written}
-            here = (*outside, *self._items("lingering", lingering))
+            late = (*self._items("lingering", used_up & rows), *self._items("looked_up", used_up & tokens))
+            here = (*outside, *late, *self._gathered(i, weights))
             if is_loop:
                 moments += self._loop(operation, alive, here)
-                copied = self._copied(operation)
             else:
-                used = tuple(Item("gathered", weight) for weight, (start, end) in weights.items() if start <= i <= end)
-                moments.append((*here, *self._items("kept", alive), *used, *self._made(operation), *copied))
-                # the next weights are gathered while copies for the loop are there still
-                copied = () if used else copied
+                moments.append((*here, *self._kept(alive), *self._made(operation), *self._copied_after(i)))
                 self.tasks += map(self._task, (*fusion.products_in(operation), operation))
             needed = {value for value in alive if last.get(value, -1) > i or value in fusion.kept}
-            lingering = {value for value in lingering | alive - needed if late.get(value, -1) > i}
+            used_up = used_up | alive - needed if i < last_gradient else set()
             alive = needed
         return moments
 
@@ -204,21 +204,25 @@ class _Sequence:
             for source in self.fusion.reads(operation)
         }
 
-    def _late_uses(self) -> dict[int, int]:
-        """Rows that experts are chosen for -> the last operation of them all, where experts' gradients are made.
+    def _rows_for_gradients(self) -> tuple[set[int], set[int], int]:
+        """Rows that experts are chosen for, the tokens they are looked up in, and where the last of gradients is made.
 
         Some compilers make these gradients last, and free none of the rows before; a sum over devices takes the place
-        of what it adds up.
+        of what it adds up. The others look rows up again.
         """
         operations = self.fusion.operations
         grouped = [operation for operation in operations if operation.groups > 1]
         rows = {self.arrays[operation.operands[0]].elements for operation in grouped}
         if all(self.arrays[operation.results[0]].elements in rows for operation in grouped):
-            return {}
+            return set(), set(), -1
         made = {result for operation in grouped for result in operation.results}
         end = max(i for i, operation in enumerate(operations) if made & set(map(self.fusion.root, operation.operands)))
         summed = {self.fusion.root(o.operands[0]) for o in operations if o.kind == "sum"}
-        return {value: end for value in self.fusion.written - summed if self.arrays[value].elements in rows}
+        found = {value for value in self.fusion.written if self.arrays[value].elements in rows}
+        lookups = [
+            operation for operation in operations if operation.kind == "lookup" and operation.results[0] in found
+        ]
+        return found - summed, {self.fusion.root(lookup.operands[0]) for lookup in lookups} - found, end
 
     def _weight_uses(self) -> dict[Array, tuple[int, int]]:
         """Parameter -> the first and the last operation that multiplies with it."""
@@ -233,6 +237,17 @@ class _Sequence:
                         uses[array] = (uses.get(array, (i, i))[0], i)
         return uses
 
+    def _gathered(self, i: int, weights: dict[Array, tuple[int, int]]) -> Moment:
+        """Parameters that are gathered, or may be, while operation `i` is done."""
+        used = [weight for weight, (first, last) in weights.items() if first <= i <= last]
+        early = [weight for weight, (first, _) in weights.items() if self._may_start(i, first)]
+        return (*(Item("gathered", weight) for weight in used), *(Item("early", weight) for weight in early))
+
+    def _may_start(self, i: int, first: int) -> bool:
+        """Whether a transfer for operation `first` may be under way while operation `i` is done: over one loop."""
+        between = [operation for operation in self.fusion.operations[i:first] if operation.kind == "loop"]
+        return i < first and len(between) <= 1
+
     def _loop(self, loop: Operation, alive: Set[int], outside: Moment) -> list[Moment]:
         written = {value for stack, value in loop.slices if stack in loop.results}
         ends = written | {end for _, _, end, _ in loop.carried}
@@ -241,7 +256,13 @@ class _Sequence:
         elsewhere = {self.fusion.root(value) for before, _, _, after in loop.carried for value in (before, after)}
         fusion = Fusion(loop.body, self.arrays, ends, writes_wanted=True)
         body = _Sequence(fusion, self.tasks, self.times * loop.trips, frozenset())
-        return body.run(starts, (*outside, *self._items("kept", alive - elsewhere), *self._copied(loop)))
+        return body.run(starts, (*outside, *self._kept(alive - elsewhere), *self._copied(loop)))
+
+    def _copied_after(self, i: int) -> Moment:
+        """What is copied, or may be, for the next loop after operation `i`."""
+        return next(
+            (self._copied(operation) for operation in self.fusion.operations[i:] if operation.kind == "loop"), ()
+        )
 
     def _copied(self, loop: Operation) -> Moment:
         """Parameters that the loop takes slices of as they are stored, and sums over along one dimension."""
@@ -253,18 +274,23 @@ class _Sequence:
         taken = [stack for stack, _ in loop.slices if self.fusion.root(stack) in self.stored]
         return tuple(Item("copied", self.arrays[v]) for v in taken if self.arrays[v].weight in summed - {None})
 
+    def _kept(self, values: Set[int]) -> Moment:
+        summands = {value for value in values if self.fusion.is_summand(value)}
+        return (*self._items("kept", values - summands), *self._items("summand", summands))
+
     def _items(self, role: str, values: Set[int]) -> Moment:
         return tuple(Item(role, self.arrays[value], stays_cut=self.fusion.stays_cut(value)) for value in sorted(values))
 
     def _made(self, operation: Operation) -> Moment:
         """What there is only while `operation` is done."""
+        fusion = self.fusion
         operands, results = self._arrays(operation.operands), self._arrays(operation.results)
         if operation.kind == "lookup":
             return (Item("found", results[0], (operands[0],)),)
         if operation.kind != "contraction":
             return ()
         if operation.groups > 1:
-            return tuple(Item("wide", result) for result in results)
+            return self._items("wide", {value for value in operation.results if not fusion.is_summand(value)})
         scores = [array for array in (*operands, *results) if is_scores(array)][:1]
         return (*(Item("whole", result) for result in results), *(Item("scores", array) for array in scores))
 

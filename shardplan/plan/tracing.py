@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 from levanter.layers.attention import AttentionBackend
 
 from shardplan.config import MESH_AXES
-from shardplan.errors import ConfigError, nearest
+from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.model import Model
 from shardplan.model.axes import axes_of, named_leaves
 from shardplan.model.forward import for_compute, loss_and_gradients, losses, next_logits
@@ -119,11 +119,15 @@ def abstract_state(transformation: optax.GradientTransformation, parameters: Any
     """The state of an optimizer of `parameters`, a pytree with a `jax.ShapeDtypeStruct` in place of every array.
 
     Raises:
-        ConfigError: it has several arrays in place of a named one.
+        ConfigError: it has several arrays in place of a named one, or updates by more than gradients.
     """
     state = eqx.filter_eval_shape(transformation.init, parameters)
     if any(isinstance(leaf, NamedArray) and not hasattr(leaf.array, "shape") for _, leaf in named_leaves(state)):
         raise ConfigError("workload.optimizer has lists of arrays as state, which no mapping can cut; use another")
+    try:
+        eqx.filter_eval_shape(transformation.update, parameters, state, parameters)
+    except TypeError as error:
+        raise ConfigError(f"workload.optimizer needs more than gradients; use another: {one_line(error)}") from error
     return state
 
 

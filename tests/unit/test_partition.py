@@ -13,7 +13,7 @@ from shardplan.model import build_model, read_config
 from shardplan.model.named import Array
 from shardplan.model.trace import trace_jaxpr
 from shardplan.plan.layout import Habits, Layout
-from shardplan.plan.memory import memory
+from shardplan.plan.memory import item_bytes, memory
 from shardplan.plan.partition import attention_has_kernel, share
 from shardplan.plan.tasks import prepare
 from shardplan.plan.tracing import abstract_state, optimizer, plan_step
@@ -176,9 +176,28 @@ def test_memory_of_the_largest_moment():
     # behind the layers: the stream, the logits, and the gathered head
     assert found.peak == stored + 4 * (tokens * E + tokens * V + V * E)
     assert found.logits == 4 * tokens * V and found.gathered_weights == 4 * V * E
-    # a compiler that copies the layers' parameters gathers the head before it frees the copies
-    copying = memory(step(False), dataclasses.replace(layout, habits=Habits(copies_stacks=True)))
-    assert copying.peak == found.peak + 2 * LAYERS * E * M * 4 / 4
+
+
+def test_memory_of_what_is_prepared_early():
+    """While tokens are looked up the layers' parameters may be copied already, and in a layer both its weights and the
+    head be gathered."""
+    layout = Layout(
+        MESH, TOKENS, {"embed": ("data",)}, {}, ("batch", "position"), Habits(copies_stacks=True, gathers_early=True)
+    )
+    early = memory(step(False), layout)
+    assert (early.cast_parameters, early.gathered_weights) == (2 * LAYERS * E * M * 4 / 4, 4 * V * E)
+    assert early.logits == 0 < early.activations
+    moments = [moment for moment in step(False).moments if any(item.role == "copied" for item in moment)]
+    in_layer = max(sum(item_bytes(i, layout) for i in m if i.role in ("gathered", "early")) for m in moments)
+    assert in_layer == 4 * V * E + 2 * WEIGHT
+    # a gather that leaves a weight out of order waits until it is used
+    both = dataclasses.replace(layout, params={"embed": ("data",), "mlp": ("replica",)})
+    assert all(
+        item_bytes(item, both) == 0
+        for moment in moments
+        for item in moment
+        if item.role == "early" and "mlp" in item.array.axes
+    )
 
 
 def test_rows_of_experts_in_float32():
@@ -192,6 +211,24 @@ def test_rows_of_experts_in_float32():
     tokens = 8 * 1024 * experts_per_token
     # without, the largest moment has rows of embed twice: before and after they are put in order
     assert wide.activations - plain.activations == 2 * tokens * (embed + mlp / 16)
+
+
+def test_sums_of_rows_in_float32():
+    """The gradient of rows comes back through two weights: what is added up is in float32 until then, and the sum is
+    not. The tokens that the rows are looked up in are there still, where rows themselves are not."""
+    config = {**read_config("configs/models/mixtral-8x7b.json", None), "num_hidden_layers": 2}
+    mixtral = plan_step(build_model(config, 1024), Workload("batch", 8, 1024, "float32", "bfloat16", "train"))
+    layout = Layout({"model": 16}, {"mlp": ("model",)}, {"mlp": ("model",)}, mixtral.merged, mixtral.activation_axes)
+    tokens, embed = 8 * 1024, 4096
+    summed = [moment for moment in mixtral.moments if sum(item.role == "summand" for item in moment) == 2]
+
+    def largest(role, **habits):
+        mine = dataclasses.replace(layout, habits=Habits(**habits))
+        return max(sum(item_bytes(item, mine) for item in moment if item.role == role) for moment in summed)
+
+    assert largest("summand", wide_rows=True) == 2 * largest("summand") == 2 * 4 * 2 * tokens * embed
+    assert largest("looked_up", frees_rows=True) == 2 * tokens * embed
+    assert largest("looked_up") == 0 < largest("lingering")
 
 
 @pytest.mark.parametrize(("name", "times"), [("adamw", 2), ("lion", 1), ("sgd", 0), ("adafactor", 0)])
@@ -212,6 +249,8 @@ def test_no_optimizer():
     with pytest.raises(ConfigError, match="has lists of arrays as state, which no mapping can cut"):
         weight = jax.ShapeDtypeStruct((2, 3), "float32")
         abstract_state(optimizer("sm3"), hax.NamedArray(weight, (hax.Axis("embed", 2), hax.Axis("mlp", 3))))
+    with pytest.raises(ConfigError, match=r"needs more than gradients; use another: .*'value_fn'"):
+        abstract_state(optimizer("lbfgs"), weight)
 
 
 @pytest.mark.parametrize("checkpointing", ["default", "save_all"])
