@@ -65,9 +65,15 @@ def item_bytes(item: Item, layout: Layout) -> float:
         return 0.0
     if item.role == "scores":
         return _score_block(array, layout) if layout.habits.plain_attention else 0.0
-    if item.role == ("lingering" if layout.habits.frees_rows else "looked_up"):
+    if item.role in LATE and layout.habits.frees_rows == (item.role == "lingering"):
         return 0.0
+    if item.role == "sliced":
+        return layout.bytes(array, layout.params) if layout.parts(array, layout.params) > layout.parts(array) else 0.0
     return layout.bytes(array, layout.params if item.stays_cut else None)
+
+
+LATE = ("lingering", "sliced", "looked_up")
+"""Roles of what stays for the gradients of experts: the first where rows are not freed, the others where they are."""
 
 
 def memory(step: Step, layout: Layout) -> Memory:

@@ -1,8 +1,9 @@
 """What a traced step asks of the devices, whatever the mapping: tasks, and what is in memory at every moment."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from shardplan.model.named import SECOND, Array, Dim
 from shardplan.model.trace import Operation, Trace
@@ -45,6 +46,7 @@ class Item:
     `wide`: the result of a product by groups that is being made, in float32.
     `summand`: such a result, until it and another are added up; in float32 too.
     `lingering`: rows that experts are chosen for, after their last use and until the gradients of experts are made.
+    `sliced`: of such rows what products by groups take, where that is a part of them.
     `looked_up`: tokens that such rows are looked up in, as long.
     `found`: what is being looked up.
     `copied`: a stack of parameters in another layout, in the loop over them.
@@ -155,6 +157,15 @@ def prepare(trace: Trace) -> Step:
     )
 
 
+class _Late(NamedTuple):
+    """What stays in memory after its last use."""
+
+    values: Mapping[str, Set[int]]
+    """By the role of `Item` that it has then."""
+    end: int
+    """The operation until which it stays."""
+
+
 class _Sequence:
     """Operations that happen one after the other: the program, or the body of a loop."""
 
@@ -174,7 +185,7 @@ class _Sequence:
         """
         fusion = self.fusion
         last, weights = self._last_uses(), self._weight_uses()
-        rows, tokens, last_gradient = self._rows_for_gradients()
+        late = self._needs_of_gradients()
         alive = set(carried)
         used_up: set[int] = set()
         moments: list[Moment] = []
@@ -184,15 +195,15 @@ class _Sequence:
             is_loop = operation.kind == "loop"
             stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
             alive |= stacks | {result for result in operation.results if result in fusion.written}
-            late = (*self._items("lingering", used_up & rows), *self._items("looked_up", used_up & tokens))
-            here = (*outside, *late, *self._gathered(i, weights))
+            still = [item for role, values in late.values.items() for item in self._items(role, used_up & values)]
+            here = (*outside, *still, *self._gathered(i, weights))
             if is_loop:
                 moments += self._loop(operation, alive, here)
             else:
                 moments.append((*here, *self._kept(alive), *self._made(operation), *self._copied_after(i)))
                 self.tasks += map(self._task, (*fusion.products_in(operation), operation))
             needed = {value for value in alive if last.get(value, -1) > i or value in fusion.kept}
-            used_up = used_up | alive - needed if i < last_gradient else set()
+            used_up = used_up | alive - needed if i < late.end else set()
             alive = needed
         return moments
 
@@ -204,25 +215,25 @@ class _Sequence:
             for source in self.fusion.reads(operation)
         }
 
-    def _rows_for_gradients(self) -> tuple[set[int], set[int], int]:
-        """Rows that experts are chosen for, the tokens they are looked up in, and where the last of gradients is made.
+    def _needs_of_gradients(self) -> "_Late":
+        """What is in memory until the gradients of experts are made.
 
-        Some compilers make these gradients last, and free none of the rows before; a sum over devices takes the place
-        of what it adds up. The others look rows up again.
+        Some compilers make these last, and free none of the rows before; a sum over devices takes the place of what it
+        adds up. The others look rows up again, except where products take slices of them.
         """
         operations = self.fusion.operations
         grouped = [operation for operation in operations if operation.groups > 1]
         rows = {self.arrays[operation.operands[0]].elements for operation in grouped}
         if all(self.arrays[operation.results[0]].elements in rows for operation in grouped):
-            return set(), set(), -1
+            return _Late({}, -1)
         made = {result for operation in grouped for result in operation.results}
         end = max(i for i, operation in enumerate(operations) if made & set(map(self.fusion.root, operation.operands)))
         summed = {self.fusion.root(o.operands[0]) for o in operations if o.kind == "sum"}
         found = {value for value in self.fusion.written if self.arrays[value].elements in rows}
-        lookups = [
-            operation for operation in operations if operation.kind == "lookup" and operation.results[0] in found
-        ]
-        return found - summed, {self.fusion.root(lookup.operands[0]) for lookup in lookups} - found, end
+        taken = {self.fusion.root(operand) for operation in grouped for operand in operation.operands}
+        tokens = {self.fusion.root(o.operands[0]) for o in operations if o.kind == "lookup" and o.results[0] in found}
+        lingering = found - summed
+        return _Late({"lingering": lingering, "sliced": lingering & taken, "looked_up": tokens - found}, end)
 
     def _weight_uses(self) -> dict[Array, tuple[int, int]]:
         """Parameter -> the first and the last operation that multiplies with it."""

@@ -229,6 +229,10 @@ def test_sums_of_rows_in_float32():
     assert largest("summand", wide_rows=True) == 2 * largest("summand") == 2 * 4 * 2 * tokens * embed
     assert largest("looked_up", frees_rows=True) == 2 * tokens * embed
     assert largest("looked_up") == 0 < largest("lingering")
+    # products take slices of rows where the experts' embed axis rests cut: these stay, two of them
+    assert largest("sliced", frees_rows=True) == 0
+    layout = dataclasses.replace(layout, params={"embed": ("model",)})
+    assert largest("sliced", frees_rows=True) == 2 * 2 * 2 * tokens * embed / 16
 
 
 @pytest.mark.parametrize(("name", "times"), [("adamw", 2), ("lion", 1), ("sgd", 0), ("adafactor", 0)])
