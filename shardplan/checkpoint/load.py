@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax.partitioning import ResourceMapping, current_thread_local_mapping, pspec_for_axis
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh
 from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
 from transformers import AutoConfig
 
@@ -19,7 +19,9 @@ from shardplan.checkpoint.best_effort import best_effort_sharding
 from shardplan.checkpoint.header import Tensor
 from shardplan.checkpoint.index import check_tensors, read_index
 from shardplan.checkpoint.program import StateDictProgram, expected_tensors, trace_program
-from shardplan.checkpoint.stream import stream_arrays
+from shardplan.checkpoint.schedule import MeshAxes
+from shardplan.checkpoint.stream import BUDGET, stream_arrays
+from shardplan.checkpoint.views import Shape
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model import SUPPORTED, build_model, read_config
@@ -85,25 +87,29 @@ def _template(converter_or_config: Any, hf_config: dict[str, Any]) -> Any:
     return eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
 
 
-def stream_model(template: Any, folder: Folder, mesh: Mesh, mapping: ResourceMapping | None, dtype: Any) -> Any:
+def stream_model(
+    template: Any,
+    folder: Folder,
+    mesh: Mesh,
+    mapping: ResourceMapping | None,
+    dtype: Any,
+    budget: int = BUDGET,
+) -> Any:
     """The model `template` with its arrays read from `folder`; see `load_pretrained`.
 
     Args:
         template: a Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         mapping: logical axis -> mesh axes; None for best effort.
+        budget: host memory to use beside the arrays, bytes.
     """
     tensors = read_index(folder)
-    prefix = _prefix(tensors, expected_tensors(template))
-    program = trace_program(template, prefix)
+    expected = expected_tensors(template)
+    program = trace_program(template, _prefix(tensors, expected), expected)
     # where the output head is the embedding, some checkpoints hold a copy of it
     ignored = {"lm_head.weight"} if getattr(template, "lm_head", None) is None else set()
     check_tensors(tensors, program.tensors, folder.ref, ignored)
-    arrays = stream_arrays(
-        program.views,
-        tensors,
-        sharding=_shardings(template, mesh, mapping, program),
-        dtype=_dtypes(program, tensors, dtype),
-    )
+    specs = _specs(template, mesh, mapping, program)
+    arrays = stream_arrays(program.views, tensors, mesh, specs, _dtypes(program, tensors, dtype), budget)
 
     def fill(path: tuple[Any, ...], leaf: Any) -> Any:
         array = arrays.get(jax.tree_util.keystr(path).lstrip("."))
@@ -169,20 +175,26 @@ def _prefix(found: Mapping[str, Tensor], expected: Mapping[str, Any]) -> str | N
     return usual if count > len(expected.keys() & found.keys()) else None
 
 
-def _shardings(
+def _specs(
     template: Any, mesh: Mesh, mapping: ResourceMapping | None, program: StateDictProgram
-) -> Callable[[str], Sharding]:
+) -> dict[str, tuple[MeshAxes, ...]]:
+    """Array path -> the mesh axes that cut each dimension."""
     axes = {path: leaf.axes for path, leaf in named_leaves(template) if isinstance(leaf, hax.NamedArray)}
 
-    def sharding(path: str) -> Sharding:
+    def spec(path: str, shape: Shape) -> tuple[MeshAxes, ...]:
         if mapping is None:
-            return best_effort_sharding(program.views[path].shape, mesh)
-        return NamedSharding(mesh, pspec_for_axis(axes.get(path, ()), mapping))
+            found = best_effort_sharding(shape, mesh).spec
+        else:
+            found = pspec_for_axis(axes.get(path, ()), mapping)
+        cuts = [(cut,) if isinstance(cut, str) else tuple(cut or ()) for cut in found]
+        return (*cuts, *[()] * (len(shape) - len(cuts)))
 
-    return sharding
+    return {path: spec(path, view.shape) for path, view in program.views.items()}
 
 
-def _dtypes(program: StateDictProgram, tensors: Mapping[str, Tensor], wanted: Any) -> Callable[[str], np.dtype]:
+def _dtypes(program: StateDictProgram, tensors: Mapping[str, Tensor], wanted: Any) -> dict[str, np.dtype]:
+    """Array path -> its type."""
+
     def dtype(path: str) -> np.dtype:
         # the pieces of one array have one type in every checkpoint that transformers writes; where not, the widest
         kinds = {tensors[piece.tensor].dtype for piece in program.views[path].pieces}
@@ -193,4 +205,4 @@ def _dtypes(program: StateDictProgram, tensors: Mapping[str, Tensor], wanted: An
         # without 64-bit mode JAX holds float64 as float32
         return np.dtype(wanted if wanted is not None else jax.dtypes.canonicalize_dtype(stored))
 
-    return dtype
+    return {path: dtype(path) for path in program.views}

@@ -39,18 +39,23 @@ def expected_tensors(template: Any) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def trace_program(template: Any, prefix: str | None = None) -> StateDictProgram:
+def trace_program(
+    template: Any, prefix: str | None = None, expected: Mapping[str, Shape] | None = None
+) -> StateDictProgram:
     """Trace the conversion of a checkpoint whose tensors are called `prefix.<expected name>`.
 
     Args:
         template: the Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         prefix: what the checkpoint puts before every name, as GPT-2's "transformer".
+        expected: `expected_tensors` of the template, where they are known already.
 
     Raises:
         CheckpointError: the converter computes something other than data movement, or leaves an array of the model
             untouched by the checkpoint.
     """
-    shapes = {f"{prefix}.{name}" if prefix else name: shape for name, shape in expected_tensors(template).items()}
+    if expected is None:
+        expected = expected_tensors(template)
+    shapes = {f"{prefix}.{name}" if prefix else name: shape for name, shape in expected.items()}
     state = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     paths: list[str] = []
 

@@ -1,193 +1,228 @@
-"""Read a checkpoint straight into sharded arrays: every local shard is filled in host memory, tensor by tensor, and put
-on its device once. Nothing is assembled, no array exists whole unless its sharding says so.
+"""Bring a checkpoint into sharded arrays, transfer by transfer: read, exchange where devices share a box, put in place.
+
+Nothing is assembled: no array exists whole unless its sharding says so. Host memory beside the arrays is bounded, and
+reads go on while what was read before is on its way to the devices.
 """
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardplan.checkpoint.destination import Destination, DeviceDestination, HostDestination
+from shardplan.checkpoint.exchange import exchange
 from shardplan.checkpoint.header import Tensor
-from shardplan.checkpoint.views import Piece, Shape, View, row_major_strides
+from shardplan.checkpoint.reading import Target, fill, reads
+from shardplan.checkpoint.schedule import Box, Fleet, Limits, MeshAxes, Source, Transfer, make_schedule, process_ranges
+from shardplan.checkpoint.views import View
 from shardplan.runtime.progress import progress_bar
 
-CHUNK_BYTES = 16 * 2**20
-"""Most bytes read at once by one thread, and so the size of its staging memory."""
-THREADS = 2 * (os.cpu_count() or 1) + 2
-"""Reads in flight: a few more than cores, to keep the medium busy while others copy."""
-ALIGNMENT = 64
-"""Bytes; XLA adopts host memory aligned like this as a CPU device's buffer without a copy."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The part of an array that some local devices hold."""
-
-    start: Shape
-    buffer: np.ndarray
-    devices: tuple[jax.Device, ...]
-
-    @property
-    def stop(self) -> Shape:
-        """One past the last index, per dimension."""
-        return tuple(s + n for s, n in zip(self.start, self.buffer.shape, strict=True))
-
-
-@dataclass(frozen=True)
-class Read:
-    """Some elements of one tensor, read together, and the shards that take from them."""
-
-    tensor: Tensor
-    pieces: tuple[tuple[Shard, Piece], ...]
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """First element of the tensor that is read, and one past the last."""
-        spans = [piece.span for _, piece in self.pieces]
-        return min(low for low, _ in spans), max(high for _, high in spans)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read from the file."""
-        low, high = self.span
-        return (high - low) * self.tensor.dtype.itemsize
+BUDGET = 2 * 2**30
+"""Default of the host memory that a load may use beside the arrays, bytes."""
+TRANSFER_BYTES = 64 * 2**20
+"""Most bytes of a transfer that one process reads."""
+PLACED_BYTES = 256 * 2**20
+"""Most bytes of a transfer in the accelerators of one process, beside the arrays."""
+NO_MESH = Mesh(np.empty((), dtype=object), ())
+IN_FLIGHT = 64
+"""Transfers whose reads are under way at once."""
 
 
 def stream_arrays(
     views: Mapping[str, View],
     tensors: Mapping[str, Tensor],
-    sharding: Callable[[str], Sharding],
-    dtype: Callable[[str], np.dtype],
+    mesh: Mesh,
+    specs: Mapping[str, Sequence[MeshAxes]],
+    dtypes: Mapping[str, np.dtype],
+    budget: int = BUDGET,
+    adopts: bool | None = None,
 ) -> dict[str, jax.Array]:
-    """The arrays that `views` describe, read from `tensors`, sharded and cast.
+    """The arrays that `views` describe, read from `tensors`, sharded over `mesh` and cast.
+
+    Every process of the mesh calls this at once, with the same arguments.
 
     Args:
         views: array path -> the tensor elements it is made of.
         tensors: tensor name -> where it lies.
-        sharding: the sharding of the array at a path.
-        dtype: the type of the array at a path.
+        specs: array path -> the mesh axes that cut each dimension.
+        dtypes: array path -> type.
+        budget: most bytes of host memory beside the arrays.
+        adopts: whether the devices take over host memory that was read into; default: whether they are CPU devices.
 
     Raises:
         CheckpointError: a file is cut short or cannot be read.
     """
-    total = sum(
-        read.nbytes for path, view in views.items() for read in _reads(view, tensors, _shards(view, sharding(path)))
-    )
-    arrays = {}
-    with ThreadPoolExecutor(THREADS) as pool, progress_bar(total, "loading", "B") as bar:
-        for path, view in views.items():
-            shards = _shards(view, sharding(path), dtype(path))
-            chunks = (chunk for read in _reads(view, tensors, shards) for chunk in _chunked(read))
-            for count in pool.map(_fill, chunks):
-                bar.update(count)
-            parts = [jax.device_put(shard.buffer, device) for shard in shards for device in shard.devices]
-            arrays[path] = jax.make_array_from_single_device_arrays(view.shape, sharding(path), parts)
-    return arrays
+    loading = _Loading(views, tensors, mesh, specs, dtypes, budget, adopts)
+    # where the caller has a mesh, jax would have every operation on one device be on all of them
+    with jax.set_mesh(NO_MESH), progress_bar(loading.nbytes, "loading", "B") as bar:
+        return loading.run(bar.update)
 
 
-def _shards(view: View, sharding: Sharding, dtype: np.dtype | None = None) -> list[Shard]:
-    """The distinct local shards of an array; without `dtype` their buffers hold no memory."""
-    boxes: dict[tuple[Shape, Shape], list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(view.shape).items():
-        bounds = [part.indices(n) for part, n in zip(index or (), view.shape, strict=True)]
-        start, shape = tuple(b[0] for b in bounds), tuple(b[1] - b[0] for b in bounds)
-        boxes.setdefault((start, shape), []).append(device)
-    return [
-        Shard(start, np.broadcast_to(np.uint8(0), shape) if dtype is None else _aligned(shape, dtype), tuple(devices))
-        for (start, shape), devices in boxes.items()
-    ]
+@dataclass(frozen=True)
+class _Flight:
+    """A transfer whose reads are under way."""
+
+    transfer: Transfer
+    reads: list[Future[int]]
+    staged: dict[int, np.ndarray]
+    """Place -> what its device has read; nothing where it is read in place."""
+    nbytes: int
+    """Host memory that it needs beside the arrays."""
 
 
-def _aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Uninitialised memory that JAX can adopt for a CPU device without copying."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    skip = -raw.ctypes.data % ALIGNMENT
-    return raw[skip : skip + nbytes].view(dtype).reshape(shape)
+class _Loading:
+    """One load: its schedule, and what is under way."""
 
-
-def _reads(view: View, tensors: Mapping[str, Tensor], shards: list[Shard]) -> Iterator[Read]:
-    """What to read for one array.
-
-    A shard whose part of a tensor is contiguous on disk is read by itself. Where parts interleave (a tensor cut along
-    an inner dimension), the tensor is read once for all local shards.
-    """
-    for piece in view.pieces:
-        tensor = tensors[piece.tensor]
-        parts = [(shard, part) for shard in shards if (part := piece.intersect(shard.start, shard.stop))]
-        if all(_is_contiguous(part) for _, part in parts):
-            yield from (Read(tensor, (part,)) for part in parts)
-        elif parts:
-            yield Read(tensor, tuple(parts))
-
-
-def _is_contiguous(piece: Piece) -> bool:
-    low, high = piece.span
-    return high - low == piece.size
-
-
-def _chunked(read: Read) -> Iterator[Read]:
-    """`read` in disjoint parts of at most CHUNK_BYTES, cut along the outermost dimension of its pieces together."""
-    pieces = [piece for _, piece in read.pieces]
-    lows = [min(starts) for starts in zip(*(piece.start for piece in pieces), strict=True)]
-    highs = [max(stops) for stops in zip(*(piece.stop for piece in pieces), strict=True)]
-    extended = [d for d, (low, high) in enumerate(zip(lows, highs, strict=True)) if high - low > 1]
-    if read.nbytes <= CHUNK_BYTES or not extended:
-        yield read
-        return
-    outer = max(extended, key=lambda d: max(piece.strides[d] for piece in pieces))
-    low, high = lows[outer], highs[outer]
-    count = max(1, (high - low) * CHUNK_BYTES // read.nbytes)
-    for start in range(low, high, count):
-        parts = tuple(
-            (shard, part) for shard, piece in read.pieces if (part := _rows(piece, outer, start, start + count))
+    def __init__(
+        self,
+        views: Mapping[str, View],
+        tensors: Mapping[str, Tensor],
+        mesh: Mesh,
+        specs: Mapping[str, Sequence[MeshAxes]],
+        dtypes: Mapping[str, np.dtype],
+        budget: int,
+        adopts: bool | None,
+    ) -> None:
+        self.tensors, self.mesh, self.dtypes = tensors, mesh, dtypes
+        self.shapes = {path: view.shape for path, view in views.items()}
+        self.shardings = {
+            path: NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec))) for path, spec in specs.items()
+        }
+        # rows are rows of what is stored
+        self.orders = {path: view.stored_order for path, view in views.items()}
+        self.views = {path: view.transposed(self.orders[path]) for path, view in views.items()}
+        devices = list(mesh.devices.flat)
+        self.fleet = Fleet(tuple(mesh.shape.items()), tuple(device.process_index for device in devices))
+        self.places = {place: devices[place] for place in self.fleet.by_process[jax.process_index()]}
+        self.adopts = devices[0].platform == "cpu" if adopts is None else adopts
+        self.travelling = {path: _travelling(view, tensors, dtypes[path]) for path, view in views.items()}
+        paces = {tensor.file.pace for tensor in tensors.values()}
+        self.threads = max(pace.at_once for pace in paces)
+        self.read_bytes = min(budget // (4 * self.threads), *(pace.nbytes for pace in paces))
+        self.flight_bytes = budget - self.threads * self.read_bytes
+        self.sources = {
+            name: Source(tensor.file.name, tensor.offset, tensor.dtype.itemsize) for name, tensor in tensors.items()
+        }
+        self.schedule = make_schedule(
+            self.views,
+            self.sources,
+            {path: [specs[path][d] for d in order] for path, order in self.orders.items()},
+            {path: dtype.itemsize for path, dtype in self.travelling.items()},
+            self.fleet,
+            transfer_limits(self.flight_bytes, self.adopts),
         )
-        if parts and count > 1:
-            yield replace(read, pieces=parts)
-        elif parts:
-            yield from _chunked(replace(read, pieces=parts))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this process reads."""
+        process = jax.process_index()
+        return sum(
+            high - low
+            for transfer in self.schedule.transfers
+            for _, low, high in process_ranges(transfer, self.views[transfer.path], self.sources, self.fleet, process)
+        )
+
+    def run(self, report: Callable[[int], object]) -> dict[str, jax.Array]:
+        """Every array by its path; `report` is called with the bytes of each read."""
+        left = Counter(transfer.path for transfer in self.schedule.transfers)
+        destinations: dict[str, Destination] = {}
+        arrays: dict[str, jax.Array] = {}
+        flights: deque[_Flight] = deque()
+
+        def land() -> None:
+            flight = flights.popleft()
+            for each in flight.reads:
+                report(each.result())
+            path = flight.transfer.path
+            self._put(flight, destinations[path])
+            left[path] -= 1
+            if not left[path]:
+                arrays[path] = destinations.pop(path).finish()
+
+        with ThreadPoolExecutor(self.threads) as pool:
+            try:
+                for transfer in self.schedule.transfers:
+                    needed = self._staging_bytes(transfer)
+                    while len(flights) == IN_FLIGHT or (
+                        flights and needed + sum(flight.nbytes for flight in flights) > self.flight_bytes
+                    ):
+                        land()
+                    if transfer.path not in destinations:
+                        destinations[transfer.path] = self._destination(transfer.path)
+                    flights.append(self._start(transfer, destinations[transfer.path], pool))
+                while flights:
+                    land()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return arrays
+
+    def _destination(self, path: str) -> Destination:
+        kind = HostDestination if self.adopts else DeviceDestination
+        return kind(self.shapes[path], self.dtypes[path], self.shardings[path], self.places, self.orders[path])
+
+    def _staging_bytes(self, transfer: Transfer) -> int:
+        if transfer.sharing.steps:
+            # and what comes of the exchange
+            rows = transfer.rows_each(self.fleet) * math.prod(transfer.row)
+            return 2 * len(self.places) * rows * transfer.itemsize
+        return 0 if self.adopts else len(self._boxes(transfer)) * math.prod(transfer.shape) * transfer.itemsize
+
+    def _start(self, transfer: Transfer, destination: Destination, pool: ThreadPoolExecutor) -> _Flight:
+        """Begin to read a transfer: in place where that can be, else into memory of its own."""
+        dtype = self.travelling[transfer.path]
+        staged: dict[int, np.ndarray] = {}
+        targets = []
+        if transfer.sharing.steps:
+            for place in self.places:
+                staged[place] = np.empty((transfer.rows_each(self.fleet), *transfer.row), dtype)
+                rows = staged[place].reshape(-1)
+                for (start, stop), first in transfer.boxes(self.fleet, place):
+                    shape = tuple(b - a for a, b in zip(start, stop, strict=True))
+                    targets.append(Target(start, rows[first : first + math.prod(shape)].reshape(shape)))
+        else:
+            for (start, _), places in self._boxes(transfer).items():
+                window = destination.window(places[0], transfer.start, transfer.shape)
+                if window is None:
+                    window = np.empty(transfer.shape, dtype)
+                    staged |= dict.fromkeys(places, window)
+                targets.append(Target(start, window))
+        view = self.views[transfer.path]
+        futures = [pool.submit(fill, read) for read in reads(view, self.tensors, targets, self.read_bytes)]
+        return _Flight(transfer, futures, staged, self._staging_bytes(transfer))
+
+    def _boxes(self, transfer: Transfer) -> dict[Box, list[int]]:
+        """The distinct boxes that local devices read by themselves, and their places."""
+        found: dict[Box, list[int]] = {}
+        for place in self.places:
+            for box, _ in transfer.boxes(self.fleet, place):
+                found.setdefault(box, []).append(place)
+        return found
+
+    def _put(self, flight: _Flight, destination: Destination) -> None:
+        transfer = flight.transfer
+        parts: Mapping[int, np.ndarray | jax.Array] = flight.staged
+        if transfer.sharing.steps:
+            parts = exchange(self.mesh, transfer, flight.staged, self.travelling[transfer.path])
+        for place, part in parts.items():
+            destination.put(place, transfer.start, part)
+        destination.settle()
 
 
-def _rows(piece: Piece, dimension: int, start: int, stop: int) -> Piece | None:
-    low, high = list(piece.start), list(piece.stop)
-    low[dimension], high[dimension] = start, stop
-    return piece.intersect(tuple(low), tuple(high))
+def transfer_limits(budget: int, adopts: bool) -> Limits:
+    """How large a transfer may be, of several that share `budget` bytes of host memory."""
+    read = min(TRANSFER_BYTES, budget // 4)
+    return Limits(read, read if adopts else PLACED_BYTES)
 
 
-def _fill(read: Read) -> int:
-    """Read, and copy into the shards; returns the bytes read."""
-    low, high = read.span
-    tensor = read.tensor
-    itemsize = tensor.dtype.itemsize
-    offset = tensor.offset + low * itemsize
-    if len(read.pieces) == 1:
-        shard, piece = read.pieces[0]
-        target = _destination(shard, piece)
-        if target.dtype == tensor.dtype and target.flags.c_contiguous and _is_row_major(piece) and piece.scale == 1:
-            tensor.file.read_into(offset, target.reshape(-1).view(np.uint8).data)
-            return read.nbytes
-    staging = np.empty(high - low, tensor.dtype)
-    tensor.file.read_into(offset, staging.view(np.uint8).data)
-    for shard, piece in read.pieces:
-        strides = tuple(k * itemsize for k in piece.strides)
-        source: Any = np.lib.stride_tricks.as_strided(staging[piece.offset - low :], piece.shape, strides)
-        if piece.scale != 1:
-            source = source.astype(np.float32) * np.float32(piece.scale)
-        np.copyto(_destination(shard, piece), source, casting="unsafe")
-    return read.nbytes
-
-
-def _destination(shard: Shard, piece: Piece) -> np.ndarray:
-    box = (slice(s - o, s - o + n) for s, o, n in zip(piece.start, shard.start, piece.shape, strict=True))
-    index: tuple[Any, ...] = (..., *box)  # with the ellipsis a 0-d array too gives a view, not a scalar
-    return shard.buffer[index]
-
-
-def _is_row_major(piece: Piece) -> bool:
-    expected = row_major_strides(piece.shape)
-    return all(k == e for n, k, e in zip(piece.shape, piece.strides, expected, strict=True) if n > 1)
+def _travelling(view: View, tensors: Mapping[str, Tensor], wanted: np.dtype) -> np.dtype:
+    """The type of an array on its way: of what is stored and what is wanted the narrower, so that less is moved."""
+    kinds = {tensors[piece.tensor].dtype for piece in view.pieces}
+    is_plain = len(kinds) == 1 and all(piece.scale == 1 for piece in view.pieces)
+    stored = next(iter(kinds)) if is_plain else wanted
+    return stored if stored.itemsize < wanted.itemsize else wanted

@@ -7,8 +7,10 @@ reshape, transpose, ...), so that the slice a device needs can be traced back to
 
 import itertools
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 Shape = tuple[int, ...]
 
@@ -36,9 +38,8 @@ class Piece:
         if any(a >= b for a, b in zip(low, high, strict=True)):
             return None
         skipped = sum((a - s) * k for a, s, k in zip(low, self.start, self.strides, strict=True))
-        return replace(
-            self, start=low, shape=tuple(b - a for a, b in zip(low, high, strict=True)), offset=self.offset + skipped
-        )
+        shape = tuple(b - a for a, b in zip(low, high, strict=True))
+        return Piece(low, shape, self.tensor, self.offset + skipped, self.strides, self.scale)
 
     @property
     def stop(self) -> Shape:
@@ -67,6 +68,29 @@ class View:
     def is_complete(self) -> bool:
         """Whether every element comes from the checkpoint."""
         return sum(piece.size for piece in self.pieces) == math.prod(self.shape)
+
+    @property
+    def stored_order(self) -> tuple[int, ...]:
+        """Its dimensions as the elements lie in the checkpoint: across tensors, then by stride, the longest first."""
+        if not self.pieces:
+            return tuple(range(len(self.shape)))
+        piece = self.pieces[0]
+        strides = [k if n > 1 else math.inf for n, k in zip(piece.shape, piece.strides, strict=True)]
+        return tuple(sorted(range(len(self.shape)), key=lambda d: -strides[d]))
+
+    def inside(self, start: Shape, stop: Shape) -> Iterator[Piece]:
+        """What of the pieces is in the box `[start, stop)`."""
+        candidates: Sequence[Piece] = self.pieces
+        if start:
+            ordered, firsts, longest = self._by_first
+            candidates = ordered[bisect_right(firsts, start[0] - longest) : bisect_left(firsts, stop[0])]
+        return (part for piece in candidates if (part := piece.intersect(start, stop)))
+
+    @cached_property
+    def _by_first(self) -> tuple[list[Piece], list[int], int]:
+        """Pieces by their first index along dimension 0, these indices, and the greatest extent along it."""
+        ordered = sorted(self.pieces, key=lambda piece: piece.start[0])
+        return ordered, [piece.start[0] for piece in ordered], max((piece.shape[0] for piece in ordered), default=0)
 
     def scaled(self, factor: float) -> "View":
         """Every element multiplied by `factor`."""
@@ -97,11 +121,9 @@ class View:
 
     def sliced(self, start: Shape, stop: Shape) -> "View":
         """The box `[start, stop)` as a view of its own."""
-        inside = (piece.intersect(start, stop) for piece in self.pieces)
         moved = (
             replace(piece, start=tuple(a - s for a, s in zip(piece.start, start, strict=True)))
-            for piece in inside
-            if piece is not None
+            for piece in self.inside(start, stop)
         )
         return View(tuple(b - a for a, b in zip(start, stop, strict=True)), tuple(moved))
 
@@ -203,7 +225,7 @@ def _regroup(start: Shape, shape: Shape, strides: Shape, old: Shape, new: Shape)
         first = sum(s * w for s, w in zip(start, weights, strict=True))
         return [
             (box_start, box_shape, tuple(stride * w for w in row_major_strides(new)), stride * skipped)
-            for box_start, box_shape, skipped in _boxes_of_range(first, math.prod(shape), new)
+            for box_start, box_shape, skipped in boxes_of_range(first, math.prod(shape), new)
         ]
     # Not evenly spaced: take the outermost dimension that has several entries apart, one entry at a time.
     outer = next(i for i, n in enumerate(shape) if n > 1)
@@ -227,7 +249,7 @@ def _uniform_stride(shape: Shape, strides: Shape, old: Shape) -> int | None:
     return stride if all(strides[i] == stride * weights[i] for i in several) else None
 
 
-def _boxes_of_range(first: int, count: int, shape: Shape) -> list[tuple[Shape, Shape, int]]:
+def boxes_of_range(first: int, count: int, shape: Shape) -> list[tuple[Shape, Shape, int]]:
     """The row-major range `[first, first + count)` of `shape` as boxes: start, shape, elements before it."""
     if not shape:
         return [((), (), 0)]
@@ -244,7 +266,7 @@ def _boxes_of_range(first: int, count: int, shape: Shape) -> list[tuple[Shape, S
             part = min(end - position, row - within)
             boxes += (
                 ((index, *start), (1, *extent), position - first + skipped)
-                for start, extent, skipped in _boxes_of_range(within, part, shape[1:])
+                for start, extent, skipped in boxes_of_range(within, part, shape[1:])
             )
             position += part
     return boxes

@@ -5,11 +5,13 @@ from typing import Any
 import fsspec
 
 from shardplan.errors import CheckpointError, ConfigError, one_line
-from shardplan.storage.folder import File, changed, ends_early, opened
+from shardplan.storage.folder import REMOTE, File, changed, ends_early, opened
 
 
 class FilesystemFile:
     """A file of an fsspec file system, read by ranges."""
+
+    pace = REMOTE
 
     def __init__(self, filesystem: Any, path: str, name: str, version: str | None = None):
         """

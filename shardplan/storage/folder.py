@@ -1,9 +1,24 @@
 """What a folder of files is, wherever it lies."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from shardplan.errors import CheckpointError, one_line
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a medium is best read."""
+
+    nbytes: int
+    """Of one read."""
+    at_once: int
+    """Reads in flight."""
+
+
+REMOTE = Pace(16 * 2**20, 32)
+"""Long ranges, many at once: the time to the first byte is long, and a connection is slower than the network."""
 
 
 class File(Protocol):
@@ -14,6 +29,7 @@ class File(Protocol):
     """Bytes."""
     version: str
     """Tells its content from another under the same name; equal on every host that sees the same content."""
+    pace: Pace
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset` on.

@@ -4,14 +4,18 @@ import hashlib
 import os
 from pathlib import Path
 
-from shardplan.storage.folder import File, changed, ends_early
+from shardplan.storage.folder import File, Pace, changed, ends_early
 
+PACE = Pace(4 * 2**20, 2 * (os.cpu_count() or 1))
+"""What is read stays in a core's cache until it is copied, and some read while others copy."""
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Of a file that are hashed for its version: hosts with copies of their own agree on content, not on times."""
 
 
 class LocalFile:
     """A file on a local disk."""
+
+    pace = PACE
 
     def __init__(self, path: Path):
         self.name = str(path)

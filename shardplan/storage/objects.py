@@ -15,7 +15,7 @@ import obstore.store
 from obstore import exceptions
 
 from shardplan.errors import CheckpointError, ConfigError, one_line
-from shardplan.storage.folder import File, changed, ends_early, opened
+from shardplan.storage.folder import REMOTE, File, changed, ends_early, opened
 
 TIMEOUT = timedelta(seconds=60)
 """For one request, its body included; obstore's 30 are too few for 16 MiB on a busy link."""
@@ -36,6 +36,8 @@ FINAL = (
 
 class ObjectFile:
     """An object in a store, read by ranges."""
+
+    pace = REMOTE
 
     def __init__(self, store: Any, path: str, url: str):
         meta = obstore.head(store, path)

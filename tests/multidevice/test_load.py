@@ -14,14 +14,16 @@ from jax.sharding import Mesh, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from shardplan import HFCheckpointConverter, best_effort_sharding, load_pretrained
-from shardplan.checkpoint import stream
+from shardplan.checkpoint import destination, load, stream
 from shardplan.checkpoint.index import read_index
 from shardplan.checkpoint.load import stream_model
+from shardplan.checkpoint.schedule import Schedule, Sharing, sharings, transfers_of
 from shardplan.errors import ConfigError
 from shardplan.model import build_model, read_config
 from shardplan.model.axes import named_leaves
 from shardplan.plan.planner import make_plan
 from shardplan.storage import open_folder
+from shardplan.storage.folder import Pace
 from shardplan.storage.local import LocalFile
 
 
@@ -76,13 +78,80 @@ def test_best_effort_load(golden, name, sizes):
     ],
 )
 def test_any_chunk_size_and_mapping(golden, monkeypatch, chunk_bytes, mapping):
-    monkeypatch.setattr(stream, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(LocalFile, "pace", Pace(chunk_bytes, 3))
+    monkeypatch.setattr(stream, "TRANSFER_BYTES", 8 * chunk_bytes)
     folder = golden / "mixtral"
     with jax.set_mesh(mesh_of(2, 2, 2)):
         module = load_pretrained(None, str(folder), axis_mapping=mapping)
     assert_equal(module, reference(folder))
     gate = module.transformer.layers.stacked.block_sparse_moe.experts.w1.weight
     assert gate.array.sharding.spec == hax.partitioning.pspec_for_axis(gate.axes, mapping)
+
+
+MAPPINGS = [
+    {"embed": "data", "mlp": "model"},
+    {"mlp": ("model", "data"), "experts": "replica", "vocab": "replica"},
+    {"embed": ("replica", "data", "model")},
+    {"vocab": "data", "head_size": "model"},
+    {},
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name", "mapping"),
+    [
+        (sizes, name, mapping)
+        for i, sizes in enumerate([(1, 3, 1), (1, 1, 5), (1, 3, 2), (2, 2, 2)])
+        for j, mapping in enumerate(MAPPINGS)
+        for name in [("llama", "mixtral", "gpt2")[(i + j) % 3]]
+    ],
+)
+def test_devices_that_read_rows_and_exchange(golden, monkeypatch, name, sizes, mapping):
+    """What the devices of several processes do: on any mesh, in any order of dimensions, with rows left over."""
+    template, folder, mesh = template_of(golden / name), open_folder(str(golden / name)), mesh_of(*sizes)
+    exchanged = []
+    original = stream.exchange
+
+    def shared(views, sources, specs, itemsizes, fleet, most_bytes):
+        found = []
+        for path, view in views.items():
+            ways = [Sharing(tuple(specs[path])), *sharings(view.shape, specs[path], fleet)]
+            most = max(ways, key=lambda way: len(way.steps))
+            found += transfers_of(path, view.shape, most, itemsizes[path], fleet, most_bytes)
+        return Schedule(fleet, tuple(found))
+
+    monkeypatch.setattr(stream, "make_schedule", shared)
+    monkeypatch.setattr(stream, "exchange", lambda *given: exchanged.append(given[1]) or original(*given))
+    monkeypatch.setattr(stream, "TRANSFER_BYTES", 20_000)
+    assert_equal(
+        stream_model(template, folder, mesh, divisible(template, mapping, mesh), None), reference(golden / name)
+    )
+    assert len({transfer.path for transfer in exchanged}) > 3
+
+
+def divisible(template, mapping, mesh):
+    """`mapping` without what does not divide an axis of the model."""
+    axes = {axis for _, leaf in named_leaves(template) if isinstance(leaf, hax.NamedArray) for axis in leaf.axes}
+
+    def count(cut):
+        return math.prod(mesh.shape[axis] for axis in ((cut,) if isinstance(cut, str) else cut))
+
+    return {name: cut for name, cut in mapping.items() if all(a.size % count(cut) == 0 for a in axes if a.name == name)}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "dtype"),
+    [*((mapping, None) for mapping in MAPPINGS), (MAPPINGS[0], "float32"), (MAPPINGS[1], "bfloat16")],
+)
+def test_devices_with_memory_of_their_own(golden, monkeypatch, mapping, dtype):
+    """As accelerators are filled: parts are put on the device and written into the shard there, cast where it is
+    narrower, with several parts on their way."""
+    template, folder, mesh = template_of(golden / "mixtral"), open_folder(str(golden / "mixtral")), mesh_of(1, 2, 2)
+    whole = stream.stream_arrays
+    monkeypatch.setattr(load, "stream_arrays", lambda *given: whole(*given, adopts=False))
+    monkeypatch.setattr(stream, "TRANSFER_BYTES", 20_000)
+    module = stream_model(template, folder, mesh, divisible(template, mapping, mesh), dtype)
+    assert_equal(module, reference(golden / "mixtral", dtype and jnp.dtype(dtype)))
 
 
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -170,7 +239,7 @@ def test_every_byte_is_read_once(golden, monkeypatch, name, mapping):
         "read_into",
         lambda self, offset, buffer: counted.append(len(buffer)) or original(self, offset, buffer),
     )
-    monkeypatch.setattr(stream, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(LocalFile, "pace", Pace(4096, 3))
     tensors = read_index(open_folder(str(golden / name)))
     counted.clear()
     template = template_of(golden / name)
@@ -195,8 +264,8 @@ def test_no_mesh_is_one_clear_line(golden):
 def test_nothing_is_whole_unless_its_sharding_says_so(golden, monkeypatch):
     """Host memory is allocated shard by shard: together exactly the bytes of the distinct shards."""
     allocated = []
-    original = stream._aligned
-    monkeypatch.setattr(stream, "_aligned", lambda shape, dtype: allocated.append(shape) or original(shape, dtype))
+    original = destination._aligned
+    monkeypatch.setattr(destination, "_aligned", lambda shape, dtype: allocated.append(shape) or original(shape, dtype))
     template, folder = template_of(golden / "llama"), open_folder(str(golden / "llama"))
     mapping = {"embed": "data", "mlp": "model", "vocab": "model", "kv_head": "model", "heads": "model"}
     module = stream_model(template, folder, mesh_of(1, 2, 4), mapping, None)
