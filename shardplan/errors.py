@@ -7,6 +7,7 @@
 | 2 | `ConfigError` | bad configuration or arguments |
 | 3 | `InfeasibleError` | no plan fits |
 | 4 | `CheckpointError` | the checkpoint does not match the model, or is damaged |
+| 5 | `PeerError` | another process of the run was lost |
 
 Every message is one line: what is wrong, where, the nearest valid value, the remedy.
 """
@@ -37,6 +38,12 @@ class CheckpointError(ShardplanError):
     """The checkpoint is incomplete, damaged, or holds another model than the configuration says."""
 
     exit_code = 4
+
+
+class PeerError(ShardplanError):
+    """Another process of the run was lost, or failed."""
+
+    exit_code = 5
 
 
 def closest(name: str, valid: Iterable[str]) -> str | None:

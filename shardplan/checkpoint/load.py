@@ -28,6 +28,7 @@ from shardplan.model import SUPPORTED, build_model, read_config
 from shardplan.model.axes import named_leaves
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh
+from shardplan.runtime.peers import watched
 from shardplan.storage import Folder, open_folder
 
 
@@ -102,14 +103,11 @@ def stream_model(
         mapping: logical axis -> mesh axes; None for best effort.
         budget: host memory to use beside the arrays, bytes.
     """
-    tensors = read_index(folder)
-    expected = expected_tensors(template)
-    program = trace_program(template, _prefix(tensors, expected), expected)
-    # where the output head is the embedding, some checkpoints hold a copy of it
-    ignored = {"lm_head.weight"} if getattr(template, "lm_head", None) is None else set()
-    check_tensors(tensors, program.tensors, folder.ref, ignored)
-    specs = _specs(template, mesh, mapping, program)
-    arrays = stream_arrays(program.views, tensors, mesh, specs, _dtypes(program, tensors, dtype), budget)
+    with watched() as peers:
+        tensors, program = peers.agree("checkpoint", lambda: _validated(template, folder), _versions)
+        specs = _specs(template, mesh, mapping, program)
+        dtypes = _dtypes(program, tensors, dtype)
+        arrays = stream_arrays(program.views, tensors, mesh, specs, dtypes, peers, budget)
 
     def fill(path: tuple[Any, ...], leaf: Any) -> Any:
         array = arrays.get(jax.tree_util.keystr(path).lstrip("."))
@@ -118,6 +116,22 @@ def stream_model(
         return hax.NamedArray(array, leaf.axes) if isinstance(leaf, hax.NamedArray) else array
 
     return jax.tree_util.tree_map_with_path(fill, template, is_leaf=lambda node: isinstance(node, hax.NamedArray))
+
+
+def _validated(template: Any, folder: Folder) -> tuple[dict[str, Tensor], StateDictProgram]:
+    """The tensors in `folder`, and how the model is made of them, once they are known to be all there."""
+    tensors = read_index(folder)
+    expected = expected_tensors(template)
+    program = trace_program(template, _prefix(tensors, expected), expected)
+    # where the output head is the embedding, some checkpoints hold a copy of it
+    ignored = {"lm_head.weight"} if getattr(template, "lm_head", None) is None else set()
+    check_tensors(tensors, program.tensors, folder.ref, ignored)
+    return tensors, program
+
+
+def _versions(found: tuple[dict[str, Tensor], StateDictProgram]) -> dict[str, str]:
+    """File of the checkpoint -> what tells its content."""
+    return {tensor.file.name.rpartition("/")[2]: tensor.file.version for tensor in found[0].values()}
 
 
 class HFCheckpointConverter(LevanterConverter):

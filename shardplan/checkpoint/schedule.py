@@ -25,6 +25,8 @@ GAP_BYTES = 64 * 1024
 """Ranges that are no further apart are read as one: the bytes between cost less than another request."""
 MOST_READ_AGAIN = 256 * 1024
 """Bytes of an array that may be read more often than once, where that saves time."""
+EVEN = 1.1
+"""Times the mean, up to which processes read alike."""
 MOST_RUNS = 4096
 """Ranges of one box, from which on they are only counted."""
 
@@ -326,37 +328,45 @@ def transfers_of(
     on_process = itemsize * max(map(len, fleet.by_process.values()))
     read = most.read // on_process * fleet.count(sharing.shared)
     placed = most.placed // on_process * math.prod(fleet.count(axes) for _, axes in sharing.moved)
-    for start, size in _split(extents, sharing.first_moved, max(1, min(read, placed))):
+    shares = fleet.count(sharing.shared)
+    for start, size in _split(extents, sharing.first_moved, max(1, min(read, placed)), shares):
         yield Transfer(path, itemsize, sharing, extents, start, size)
 
 
-def _split(extents: Shape, whole_from: int, most: int) -> Iterator[tuple[Shape, Shape]]:
-    """Start and shape of boxes of at most `most` elements, or the least without a cut in dimensions `whole_from` on."""
+def _split(extents: Shape, whole_from: int, most: int, shares: int) -> Iterator[tuple[Shape, Shape]]:
+    """Start and shape of boxes of at most `most` elements, or the least without a cut in dimensions `whole_from` on.
+
+    Their rows divide among `shares` devices where that can be.
+    """
     several = [d for d in range(whole_from) if extents[d] > 1]
     if math.prod(extents) <= most or not several:
         yield (0,) * len(extents), extents
         return
     outer = several[0]
-    inner = math.prod(extents[outer + 1 :])
-    step = max(1, most // max(1, inner))
+    step = max(1, most // max(1, math.prod(extents[outer + 1 :])))
+    even = shares // math.gcd(shares, math.prod(extents[outer + 1 : whole_from]))
+    step = step // even * even or 1
     for first in range(0, extents[outer], step):
         part = (*extents[:outer], min(step, extents[outer] - first), *extents[outer + 1 :])
-        for start, shape in _split(part, whole_from, most) if step == 1 else [((0,) * len(part), part)]:
+        for start, shape in _split(part, whole_from, most, shares) if step == 1 else [((0,) * len(part), part)]:
             yield (*start[:outer], start[outer] + first, *start[outer + 1 :]), shape
 
 
 def _cost(
     transfers: Sequence[Transfer], view: View, sources: Mapping[str, Source], fleet: Fleet, speeds: Speeds
-) -> tuple[float, float, int]:
-    """Of all transfers of an array, by the first: bytes that should not be read again, seconds, exchanges."""
+) -> tuple[float, bool, float, int]:
+    """Of all transfers of an array, by the first: bytes that should not be read again, whether some process reads far
+    more than others, seconds, exchanges."""
     first = transfers[0]
     times = math.prod(first.extents) / max(1, math.prod(first.shape))
     found = [_roughly(first, view, sources, fleet, process) for process in fleet.by_process]
     once = sum(piece.size * sources[piece.tensor].itemsize for piece in view.pieces)
-    again = sum(ranges.bytes for ranges in found) * times - once
+    read = sum(ranges.bytes for ranges in found)
+    again = read * times - once
+    uneven = max(ranges.bytes for ranges in found) > EVEN * read / len(found)
     reading = max(ranges.bytes / speeds.read + ranges.count * speeds.request for ranges in found)
     exchanging = exchanged_bytes(first, fleet) / speeds.exchange
-    return max(0.0, again - MOST_READ_AGAIN), (reading + exchanging) * times, len(first.sharing.steps)
+    return max(0.0, again - MOST_READ_AGAIN), uneven, (reading + exchanging) * times, len(first.sharing.steps)
 
 
 def _roughly(transfer: Transfer, view: View, sources: Mapping[str, Source], fleet: Fleet, process: int) -> Ranges:

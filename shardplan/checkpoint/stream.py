@@ -18,9 +18,10 @@ from shardplan.checkpoint.destination import Destination, DeviceDestination, Hos
 from shardplan.checkpoint.exchange import exchange
 from shardplan.checkpoint.header import Tensor
 from shardplan.checkpoint.reading import Target, fill, reads
-from shardplan.checkpoint.schedule import Box, Fleet, Limits, MeshAxes, Source, Transfer, make_schedule, process_ranges
+from shardplan.checkpoint.schedule import Box, Fleet, Limits, MeshAxes, Source, Transfer, make_schedule, read_by_process
 from shardplan.checkpoint.views import View
-from shardplan.runtime.progress import progress_bar
+from shardplan.runtime.peers import Peers
+from shardplan.runtime.progress import load_progress
 
 BUDGET = 2 * 2**30
 """Default of the host memory that a load may use beside the arrays, bytes."""
@@ -39,6 +40,7 @@ def stream_arrays(
     mesh: Mesh,
     specs: Mapping[str, Sequence[MeshAxes]],
     dtypes: Mapping[str, np.dtype],
+    peers: Peers,
     budget: int = BUDGET,
     adopts: bool | None = None,
 ) -> dict[str, jax.Array]:
@@ -51,6 +53,7 @@ def stream_arrays(
         tensors: tensor name -> where it lies.
         specs: array path -> the mesh axes that cut each dimension.
         dtypes: array path -> type.
+        peers: the processes of the mesh.
         budget: most bytes of host memory beside the arrays.
         adopts: whether the devices take over host memory that was read into; default: whether they are CPU devices.
 
@@ -59,8 +62,8 @@ def stream_arrays(
     """
     loading = _Loading(views, tensors, mesh, specs, dtypes, budget, adopts)
     # where the caller has a mesh, jax would have every operation on one device be on all of them
-    with jax.set_mesh(NO_MESH), progress_bar(loading.nbytes, "loading", "B") as bar:
-        return loading.run(bar.update)
+    with jax.set_mesh(NO_MESH), load_progress(loading.nbytes, peers) as report:
+        return loading.run(report)
 
 
 @dataclass(frozen=True)
@@ -119,13 +122,9 @@ class _Loading:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this process reads."""
-        process = jax.process_index()
-        return sum(
-            high - low
-            for transfer in self.schedule.transfers
-            for _, low, high in process_ranges(transfer, self.views[transfer.path], self.sources, self.fleet, process)
-        )
+        """Bytes that all processes read together."""
+        read = read_by_process(self.schedule, self.views, self.sources)
+        return sum(ranges.bytes for ranges in read.values())
 
     def run(self, report: Callable[[int], object]) -> dict[str, jax.Array]:
         """Every array by its path; `report` is called with the bytes of each read."""

@@ -1,13 +1,21 @@
 """One progress bar: drawn on a terminal, a log line every few seconds elsewhere."""
 
+import contextlib
 import datetime
 import logging
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tqdm_loggable.auto import tqdm
 from tqdm_loggable.tqdm_logging import tqdm_logging
 
 from shardplan.runtime.devices import is_first_process
+from shardplan.runtime.peers import Peers
+
+GIB = 2**30
 
 
 def progress_bar(total: int, label: str, unit: str) -> Any:
@@ -23,3 +31,36 @@ def progress_bar(total: int, label: str, unit: str) -> Any:
         unit_scale=True,
         unit_divisor=1024 if unit == "B" else 1000,
     )
+
+
+@contextlib.contextmanager
+def load_progress(total: int, peers: Peers) -> Iterator[Callable[[int], None]]:
+    """One bar for what all processes read together, and a summary of it on stderr.
+
+    Args:
+        total: bytes that all read.
+
+    Yields:
+        What to call with the bytes of each read of this process.
+    """
+    started = time.perf_counter()
+    with progress_bar(total, "loading", "B") as bar:
+
+        def report(nbytes: int) -> None:
+            peers.done += nbytes
+            everybody = {**peers.progress, peers.here: peers.done}
+            if peers.count > 1:
+                slowest = min(everybody, key=lambda process: everybody[process])
+                bar.set_postfix_str(f"slowest: process {slowest}", refresh=False)
+            bar.update(sum(everybody.values()) - bar.n)
+
+        yield report
+    if is_first_process():
+        seconds = time.perf_counter() - started
+        of = f", of them {peers.done / GIB:.2f} by this process" if peers.count > 1 else ""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(
+            f"loaded {total / GIB:.2f} GiB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s){of}; at most "
+            f"{peak / GIB:.2f} GiB of host memory",
+            file=sys.stderr,
+        )

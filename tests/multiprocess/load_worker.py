@@ -1,0 +1,73 @@
+"""One process of several that load a checkpoint; see test_load.py.
+
+python load_worker.py CHECKPOINT MAPPINGS [fault]: loads once for each mapping (JSON), compares every local shard with
+what the official library reads, and prints the bytes it read.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax.state_dict import from_torch_compatible_state_dict
+from jax.sharding import Mesh
+from safetensors.numpy import load_file
+
+from shardplan.checkpoint import schedule, stream_model
+from shardplan.errors import ShardplanError
+from shardplan.model import build_model, read_config
+from shardplan.model.axes import named_leaves
+from shardplan.runtime import peers
+from shardplan.runtime.devices import start_devices
+from shardplan.storage import open_folder
+from shardplan.storage.local import LocalFile
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "llama"
+
+
+def main(folder: Path, mappings: list[dict[str, str]], fault: str) -> None:
+    count = 2 * int(os.environ["JAX_NUM_PROCESSES"])
+    start_devices(f"cpu-{count}", count, is_cpu=True)
+    schedule.MOST_READ_AGAIN = 0  # the tensors are small
+    peers.SILENCE, peers.BEAT = 8.0, 1.0  # so that tests are short
+    template = build_model(read_config(str(folder / "config.json"), None), 64).template
+    state = {name: value for file in GOLDEN.glob("*.safetensors") for name, value in load_file(file).items()}
+    whole = from_torch_compatible_state_dict(template, {name: jnp.asarray(value) for name, value in state.items()})
+    expected = {path: np.asarray(leaf.array) for path, leaf in named_leaves(whole)}
+    mesh = Mesh(np.array(jax.devices()).reshape(1, 2, count // 2), ("replica", "data", "model"))
+    read = count_reads(fault)
+    for mapping in mappings:
+        read.clear()
+        module = stream_model(template, open_folder(str(folder)), mesh, mapping, None)
+        for path, leaf in named_leaves(module):
+            for shard in leaf.array.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), expected[path][shard.index], err_msg=path)
+        print(f"read {sum(read)}", flush=True)
+
+
+def count_reads(fault: str) -> list[int]:
+    """Bytes of every read of tensors from now on; with the fault "killed" the process ends in its third."""
+    read: list[int] = []
+    original = LocalFile.read_into
+
+    def counted(self: LocalFile, offset: int, buffer: memoryview) -> None:
+        original(self, offset, buffer)
+        if offset > 8:  # the headers
+            read.append(len(buffer))
+        if fault == "killed" and len(read) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    LocalFile.read_into = counted  # type: ignore[method-assign]
+    return read
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), json.loads(sys.argv[2]), "".join(sys.argv[3:]))
+    except ShardplanError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
