@@ -6,7 +6,7 @@ from importlib import import_module
 from shardplan.errors import nearest
 from shardplan.runtime.command import run
 
-COMMANDS = ("eval", "plan", "verify")
+COMMANDS = ("checkpoint", "eval", "plan", "verify")
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ KINDS = ("eval", "prefill", "train")
 PROGRAMS = ("load", "step")
 OPTIONS = ("auto", "plan")
 CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
+LEAST_LOAD_GIB = 0.0625
 CONFIG_FLAGS = ("--config", "--config_path")
 
 
@@ -112,6 +113,14 @@ class CompilerConfig:
 
 
 @dataclass(frozen=True)
+class LoadConfig:
+    """How a checkpoint is loaded."""
+
+    gib: float = 2.0
+    """Most host memory of a process beside the model, GiB."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Configuration of every command of shardplan."""
 
@@ -121,6 +130,7 @@ class Config:
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     data: DataConfig = field(default_factory=DataConfig)
     compiler: CompilerConfig = field(default_factory=CompilerConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
     plan: str | None = None
     """A Plan written with --json, to use instead of planning again."""
     pin: tuple[str, ...] = ()
@@ -142,6 +152,8 @@ class Config:
     """Of verify: Plans, configurations, or Levanter configurations to rank beside this one."""
     lint: str | None = None
     """Of plan: a Levanter configuration whose hand-written trainer section is to be checked and repaired."""
+    schedule: bool = False
+    """Of checkpoint: print which process reads what of the checkpoint, and how long that takes; needs no weights."""
     output: str = "results/eval.json"
     """Where eval writes its results."""
     dry_run: bool = False
@@ -163,6 +175,7 @@ class Config:
             ("compiler.jobs", self.compiler.jobs, 1),
             ("compiler.seconds", self.compiler.seconds, 1),
             ("compiler.gib", self.compiler.gib, 1),
+            ("load.gib", self.load.gib, LEAST_LOAD_GIB),
             ("verify", int(self.verify), 0),
         ):
             if value is not None and not value >= least:

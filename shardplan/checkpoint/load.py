@@ -104,8 +104,8 @@ def stream_model(
         budget: host memory to use beside the arrays, bytes.
     """
     with watched() as peers:
-        tensors, program = peers.agree("checkpoint", lambda: _validated(template, folder), _versions)
-        specs = _specs(template, mesh, mapping, program)
+        tensors, program = peers.agree("checkpoint", lambda: validated(template, folder), _versions)
+        specs = array_specs(template, mesh, mapping, program)
         dtypes = _dtypes(program, tensors, dtype)
         arrays = stream_arrays(program.views, tensors, mesh, specs, dtypes, peers, budget)
 
@@ -118,7 +118,7 @@ def stream_model(
     return jax.tree_util.tree_map_with_path(fill, template, is_leaf=lambda node: isinstance(node, hax.NamedArray))
 
 
-def _validated(template: Any, folder: Folder) -> tuple[dict[str, Tensor], StateDictProgram]:
+def validated(template: Any, folder: Folder) -> tuple[dict[str, Tensor], StateDictProgram]:
     """The tensors in `folder`, and how the model is made of them, once they are known to be all there."""
     tensors = read_index(folder)
     expected = expected_tensors(template)
@@ -189,17 +189,21 @@ def _prefix(found: Mapping[str, Tensor], expected: Mapping[str, Any]) -> str | N
     return usual if count > len(expected.keys() & found.keys()) else None
 
 
-def _specs(
-    template: Any, mesh: Mesh, mapping: ResourceMapping | None, program: StateDictProgram
+def array_specs(
+    template: Any, mesh: Mesh | None, mapping: ResourceMapping | None, program: StateDictProgram
 ) -> dict[str, tuple[MeshAxes, ...]]:
-    """Array path -> the mesh axes that cut each dimension."""
+    """Array path -> the mesh axes that cut each dimension.
+
+    Args:
+        mesh: what is spread over, where there is no mapping.
+    """
     axes = {path: leaf.axes for path, leaf in named_leaves(template) if isinstance(leaf, hax.NamedArray)}
 
     def spec(path: str, shape: Shape) -> tuple[MeshAxes, ...]:
-        if mapping is None:
+        if mapping is None and mesh is not None:
             found = best_effort_sharding(shape, mesh).spec
         else:
-            found = pspec_for_axis(axes.get(path, ()), mapping)
+            found = pspec_for_axis(axes.get(path, ()), mapping or {})
         cuts = [(cut,) if isinstance(cut, str) else tuple(cut or ()) for cut in found]
         return (*cuts, *[()] * (len(shape) - len(cuts)))
 

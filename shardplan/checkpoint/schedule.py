@@ -208,7 +208,7 @@ def make_schedule(
     """The schedule that costs least, array by array.
 
     Args:
-        views: array path -> the tensor elements it is made of.
+        views: array path -> the tensor elements it is made of, as by `in_stored_order`.
         sources: tensor name -> where it lies.
         specs: array path -> mesh axes that cut each dimension at rest.
         itemsizes: array path -> bytes of an element on its way.
@@ -224,6 +224,18 @@ def make_schedule(
             choices.sort(key=partial(_cost, view=view, sources=sources, fleet=fleet, speeds=speeds))
         transfers += choices[0]
     return Schedule(fleet, tuple(transfers))
+
+
+def in_stored_order(
+    views: Mapping[str, View], specs: Mapping[str, Sequence[MeshAxes]]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, View], dict[str, tuple[MeshAxes, ...]]]:
+    """Order of the dimensions of every array as its elements are stored, and views and specs in that order.
+
+    Rows are then rows of what is stored, also where the model has it transposed.
+    """
+    orders = {path: view.stored_order for path, view in views.items()}
+    stored = {path: view.transposed(orders[path]) for path, view in views.items()}
+    return orders, stored, {path: tuple(specs[path][d] for d in order) for path, order in orders.items()}
 
 
 def sharings(shape: Shape, spec: Sequence[MeshAxes], fleet: Fleet) -> Iterator[Sharing]:

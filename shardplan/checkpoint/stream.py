@@ -18,7 +18,17 @@ from shardplan.checkpoint.destination import Destination, DeviceDestination, Hos
 from shardplan.checkpoint.exchange import exchange
 from shardplan.checkpoint.header import Tensor
 from shardplan.checkpoint.reading import Target, fill, reads
-from shardplan.checkpoint.schedule import Box, Fleet, Limits, MeshAxes, Source, Transfer, make_schedule, read_by_process
+from shardplan.checkpoint.schedule import (
+    Box,
+    Fleet,
+    Limits,
+    MeshAxes,
+    Source,
+    Transfer,
+    in_stored_order,
+    make_schedule,
+    read_by_process,
+)
 from shardplan.checkpoint.views import View
 from shardplan.runtime.peers import Peers
 from shardplan.runtime.progress import load_progress
@@ -96,14 +106,13 @@ class _Loading:
         self.shardings = {
             path: NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec))) for path, spec in specs.items()
         }
-        # rows are rows of what is stored
-        self.orders = {path: view.stored_order for path, view in views.items()}
-        self.views = {path: view.transposed(self.orders[path]) for path, view in views.items()}
+        self.orders, self.views, stored_specs = in_stored_order(views, specs)
         devices = list(mesh.devices.flat)
         self.fleet = Fleet(tuple(mesh.shape.items()), tuple(device.process_index for device in devices))
         self.places = {place: devices[place] for place in self.fleet.by_process[jax.process_index()]}
         self.adopts = devices[0].platform == "cpu" if adopts is None else adopts
-        self.travelling = {path: _travelling(view, tensors, dtypes[path]) for path, view in views.items()}
+        stored = {name: tensor.dtype for name, tensor in tensors.items()}
+        self.travelling = {path: travelling(view, stored, dtypes[path]) for path, view in views.items()}
         paces = {tensor.file.pace for tensor in tensors.values()}
         self.threads = max(pace.at_once for pace in paces)
         self.read_bytes = min(budget // (4 * self.threads), *(pace.nbytes for pace in paces))
@@ -114,7 +123,7 @@ class _Loading:
         self.schedule = make_schedule(
             self.views,
             self.sources,
-            {path: [specs[path][d] for d in order] for path, order in self.orders.items()},
+            stored_specs,
             {path: dtype.itemsize for path, dtype in self.travelling.items()},
             self.fleet,
             transfer_limits(self.flight_bytes, self.adopts),
@@ -219,9 +228,13 @@ def transfer_limits(budget: int, adopts: bool) -> Limits:
     return Limits(read, read if adopts else PLACED_BYTES)
 
 
-def _travelling(view: View, tensors: Mapping[str, Tensor], wanted: np.dtype) -> np.dtype:
-    """The type of an array on its way: of what is stored and what is wanted the narrower, so that less is moved."""
-    kinds = {tensors[piece.tensor].dtype for piece in view.pieces}
+def travelling(view: View, stored_as: Mapping[str, np.dtype], wanted: np.dtype) -> np.dtype:
+    """The type of an array on its way: of what is stored and what is wanted the narrower, so that less is moved.
+
+    Args:
+        stored_as: tensor name -> its type.
+    """
+    kinds = {stored_as[piece.tensor] for piece in view.pieces}
     is_plain = len(kinds) == 1 and all(piece.scale == 1 for piece in view.pieces)
     stored = next(iter(kinds)) if is_plain else wanted
     return stored if stored.itemsize < wanted.itemsize else wanted

@@ -14,7 +14,7 @@ from shardplan.eval.documents import Document, make_windows
 from shardplan.eval.evaluate import evaluate
 from shardplan.eval.results import summarize
 from shardplan.eval.tokenizer import load_encoder
-from shardplan.hardware import parse_slice
+from shardplan.hardware import GIB, parse_slice
 from shardplan.model import build_model, read_config
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import check_model, make_plan, with_plan
@@ -52,7 +52,8 @@ def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Calla
         )
     mesh = make_mesh(hardware, plan.mesh)
     started = time.perf_counter()
-    module = stream_model(model.template, folder, mesh, plan.param_mapping, plan.workload.param_dtype)
+    budget = int(config.load.gib * GIB)
+    module = stream_model(model.template, folder, mesh, plan.param_mapping, plan.workload.param_dtype, budget)
     load_seconds = time.perf_counter() - started
     measured = evaluate(module, model, plan, mesh, windows)
     summary = summarize(documents, windows, measured.losses)

@@ -90,6 +90,15 @@ class Embedding:
             for parts in product(*steps)
         ]
 
+    def hosts(self) -> list[int]:
+        """Number of the host of the device at each place, in row-major order; virtual CPU devices have one."""
+        if self.hardware.is_cpu:
+            return [0] * self.hardware.devices
+        size = self.hardware.generation.host_chips
+        found = [(slice_, *(c // n for c, n in zip(place, size, strict=False))) for slice_, place in self.places()]
+        numbers = {host: number for number, host in enumerate(sorted(set(found)))}
+        return [numbers[host] for host in found]
+
     def _steps(self, axis: str) -> list[tuple[int, Coordinates]]:
         """What each place along a mesh axis adds to the slice's number and to the coordinates."""
         axes = list(self.slices)

@@ -1,0 +1,35 @@
+"""`python -m shardplan.checkpoint --plan plan.json --schedule`: which process reads what of a checkpoint, and how long
+that takes; needs no accelerator, and no weights beyond config.json."""
+
+import os
+import sys
+
+from shardplan.config import Config
+from shardplan.errors import ConfigError
+from shardplan.plan.__main__ import beside, check_targets, write_json
+from shardplan.runtime.command import run
+
+
+def main(config: Config) -> None:
+    """Print the read schedule of the plan."""
+    if not config.schedule:
+        raise ConfigError("nothing to do; --schedule prints which process reads what of the checkpoint")
+    check_targets(config)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from shardplan.checkpoint.forecast import forecast
+    from shardplan.plan.planner import check_model, make_plan, model_of, with_plan
+    from shardplan.report.schedule import print_forecast
+    from shardplan.report.tables import console
+
+    config, given = with_plan(config)
+    model = model_of(config)
+    plan = given or make_plan(config, model)
+    check_model(plan, model)
+    found = forecast(config, plan, model)
+    if config.json is not None:
+        write_json(found.to_json(), config.json)
+    print_forecast(found, plan, console(beside(config) if config.json == "-" else sys.stdout))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(main, "shardplan.checkpoint"))

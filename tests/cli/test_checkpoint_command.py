@@ -1,0 +1,39 @@
+"""`python -m shardplan.checkpoint` as users meet it."""
+
+import json
+
+import pytest
+
+from shardplan.checkpoint.__main__ import main
+from shardplan.runtime.command import run
+
+
+def test_schedule_of_405b_on_v4_256(tmp_path, capsys):
+    """32 processes read every byte once, each as much, in long ranges: a second at the speed of their network."""
+    argv = ["--config", "configs/405b.yaml", "--schedule", "--json", str(tmp_path / "schedule.json")]
+    assert run(main, "shardplan.checkpoint", argv) == 0
+    found = json.loads((tmp_path / "schedule.json").read_text())
+    sizes = [ranges["bytes"] for ranges in found["processes"].values()]
+    assert len(sizes) == 32 and max(sizes) <= 1.01 * min(sizes)
+    assert found["checkpoint_bytes"] == 2 * 405_853_388_800
+    assert 1 <= found["times_read"] < 1.0001
+    assert found["seconds"] == pytest.approx(found["checkpoint_bytes"] / 32 / 25e9, rel=0.01)
+    assert max(ranges["count"] for ranges in found["processes"].values()) < 1500
+    text = capsys.readouterr().out
+    assert "all-to-all over data" in text and "1.000 x the 755.96 GiB of the checkpoint" in text
+
+
+def test_schedule_of_a_checkpoint_at_hand(golden, tmp_path, capsys):
+    """The offsets and types are its own; one process of eight devices reads it by itself."""
+    argv = ["--model", str(golden / "mixtral"), "--hardware.slice", "cpu-8", "--schedule", "--json=-", "--workload.position=64"]
+    assert run(main, "shardplan.checkpoint", argv) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["source"] == str(golden / "mixtral") and list(found["processes"]) == ["0"]
+    assert found["times_read"] == 1 and {array["sharing"] for array in found["arrays"]} == {"each its own"}
+    assert "1 processes read" in err
+
+
+def test_nothing_to_do(capsys):
+    assert run(main, "shardplan.checkpoint", ["--config", "configs/405b.yaml"]) == 2
+    assert "nothing to do; --schedule prints which process reads what" in capsys.readouterr().err
