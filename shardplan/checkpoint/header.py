@@ -66,7 +66,7 @@ def read_header(file: File) -> dict[str, Tensor]:
     text = bytearray(length)
     file.read_into(8, memoryview(text))
     try:
-        header = json.loads(text.decode(), object_pairs_hook=_distinct, parse_constant=_no_number)
+        header = json.loads(text.decode(), object_pairs_hook=distinct, parse_constant=_no_number)
         _check_metadata(header.pop(METADATA, None))
         tensors = {name: _tensor(file, 8 + length, name, entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -83,7 +83,7 @@ def read_header(file: File) -> dict[str, Tensor]:
     return tensors
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; of two entries with one name no reader can say which counts."""
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -3,21 +3,26 @@
 import json
 from collections.abc import Mapping, Set
 
-from shardplan.checkpoint.header import Tensor, read_header
+from shardplan.checkpoint.header import Tensor, distinct, read_header
 from shardplan.checkpoint.views import Shape
 from shardplan.errors import CheckpointError, one_line
 from shardplan.storage import Folder, read_bytes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+QUANTISATION = (
+    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale", ".qweight", ".qzeros", ".scales", ".g_idx",
+    ".SCB", ".weight_packed", ".weight_shape", ".weight.absmax", ".weight.quant_map",
+)  # fmt: skip
+"""Endings of what quantisers save beside weights or in their place: scales, zero points, packed numbers."""
 
 
 def read_index(folder: Folder) -> dict[str, Tensor]:
     """Every tensor of the checkpoint in `folder`: name -> where it is.
 
     Raises:
-        CheckpointError: no safetensors file, a shard that is missing or lacks a tensor the index promises, or a damaged
-            header.
+        CheckpointError: no safetensors file, a shard that is missing or lacks a tensor the index promises, a tensor in
+            two of them, or a damaged header.
     """
     index = read_bytes(folder, INDEX)
     if index is None:
@@ -26,7 +31,7 @@ def read_index(folder: Folder) -> dict[str, Tensor]:
             raise CheckpointError(f"{folder.ref} holds neither {INDEX} nor {SINGLE}; is it a safetensors checkpoint?")
         return read_header(file)
     try:
-        weight_map: dict[str, str] = json.loads(index)["weight_map"]
+        weight_map: dict[str, str] = json.loads(index, object_pairs_hook=distinct)["weight_map"]
         shards = sorted(set(weight_map.values()))
         if any("/" in shard or shard.startswith(".") for shard in shards):
             raise ValueError("a shard is the name of a file beside the index")
@@ -39,6 +44,13 @@ def read_index(folder: Folder) -> dict[str, Tensor]:
             f"{folder.ref}: {len(missing)} of {len(shards)} shards missing: {', '.join(missing)}; download them again"
         )
     headers = {shard: read_header(file) for shard, file in files.items() if file is not None}
+    holders: dict[str, str] = {}
+    for shard, header in headers.items():
+        for name in header:
+            if holders.setdefault(name, shard) != shard:
+                raise CheckpointError(
+                    f"{folder.ref}: {name} is in {holders[name]} and in {shard}; which counts is open"
+                )
     absent = [name for name, shard in weight_map.items() if name not in headers[shard]]
     if absent:
         raise CheckpointError(f"{folder.ref}: {INDEX} promises {absent[0]} in {weight_map[absent[0]]}, which lacks it")
@@ -63,11 +75,15 @@ def check_tensors(
     for label, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             problems.append(f"{len(names)} {label} ({_some(names)})")
+    quantised = [name for name in unexpected if name.endswith(QUANTISATION)]
     if mismatched:
         shapes = [f"{name} is {found[name].shape}, the model has {expected[name]}" for name in mismatched]
         problems.append(f"{len(mismatched)} of another shape ({_some(shapes)})")
     if problems:
-        raise CheckpointError(f"{where} does not hold the model of its config.json: tensors {'; '.join(problems)}")
+        advice = f"; it is quantised ({quantised[0]}): use one in bfloat16, or dequantise it first" if quantised else ""
+        raise CheckpointError(
+            f"{where} does not hold the model of its config.json: tensors {'; '.join(problems)}{advice}"
+        )
 
 
 def _is_buffer(name: str) -> bool:

@@ -39,6 +39,7 @@ def load_pretrained(
     plan: Plan | None = None,
     axis_mapping: ResourceMapping | None = None,
     dtype: Any = None,
+    budget: int = BUDGET,
 ) -> Any:
     """Stream the checkpoint `ref` into a Levanter model, every array straight into its sharding.
 
@@ -51,6 +52,7 @@ def load_pretrained(
         axis_mapping: logical axis -> mesh axes, where there is no plan; default: the current `hax.axis_mapping`. With
             neither, every array gets `best_effort_sharding`.
         dtype: type that floating-point parameters are cast to; default: the plan's, else the checkpoint's.
+        budget: most host memory to use beside the model, bytes.
 
     Returns:
         The Levanter model (an `LmHeadModel`), its arrays sharded over the plan's mesh or the current one.
@@ -71,7 +73,7 @@ def load_pretrained(
     mapping = plan.param_mapping if plan is not None else _current(axis_mapping)
     if dtype is None and plan is not None:
         dtype = plan.workload.param_dtype
-    return stream_model(template, folder, mesh, mapping, dtype)
+    return stream_model(template, folder, mesh, mapping, dtype, budget)
 
 
 def _template(converter_or_config: Any, hf_config: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from shardplan.storage.folder import File, Pace, changed, ends_early
@@ -46,9 +47,9 @@ class LocalFile:
             digest.update(os.pread(self._descriptor, SAMPLE_BYTES, self.size * i // SAMPLES))
         return digest.hexdigest()
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the very end `os` is empty already
         if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+            close(self._descriptor)
 
 
 class LocalFolder:

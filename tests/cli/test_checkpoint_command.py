@@ -25,7 +25,15 @@ def test_schedule_of_405b_on_v4_256(tmp_path, capsys):
 
 def test_schedule_of_a_checkpoint_at_hand(golden, tmp_path, capsys):
     """The offsets and types are its own; one process of eight devices reads it by itself."""
-    argv = ["--model", str(golden / "mixtral"), "--hardware.slice", "cpu-8", "--schedule", "--json=-", "--workload.position=64"]
+    argv = [
+        "--model",
+        str(golden / "mixtral"),
+        "--hardware.slice",
+        "cpu-8",
+        "--schedule",
+        "--json=-",
+        "--workload.position=64",
+    ]
     assert run(main, "shardplan.checkpoint", argv) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)

@@ -91,6 +91,26 @@ def test_damaged_index(tmp_path):
         read_index(open_folder(str(tmp_path)))
 
 
+def test_tensors_in_two_places(tmp_path):
+    """Neither the index nor the shards may leave open which tensor is meant."""
+    index = tmp_path / "model.safetensors.index.json"
+    save(tmp_path, {"a": np.zeros(2, np.float32)}, "x.safetensors")
+    save(tmp_path, {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}, "y.safetensors")
+    index.write_text('{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"a is in x\.safetensors and in y\.safetensors; which counts is open"):
+        read_index(open_folder(str(tmp_path)))
+    index.write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
+    with pytest.raises(CheckpointError, match="is damaged: a is there twice"):
+        read_index(open_folder(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["w.weight_scale_inv", "w.qweight", "w.SCB"])
+def test_quantised_checkpoints_are_not_guessed(tmp_path, name):
+    save(tmp_path, {"w.weight": np.zeros((2, 3)), name: np.zeros(1)})
+    with pytest.raises(CheckpointError, match=rf"1 unexpected \({name}\); it is quantised \({name}\): use one in bf"):
+        check_tensors(read_index(open_folder(str(tmp_path))), {"w.weight": (2, 3)}, "ck")
+
+
 def test_all_differences_are_reported_together(tmp_path):
     tensors = {"a": np.zeros((2, 3)), "extra": np.zeros(1), "h.0.attn.bias": np.zeros(1), "lm_head.weight": np.zeros(1)}
     save(tmp_path, tensors)
