@@ -1,4 +1,4 @@
-"""One process of several that load a checkpoint; see test_load.py.
+"""One process of several that load a checkpoint; see test_load_together.py.
 
 python load_worker.py CHECKPOINT MAPPINGS [fault]: loads once for each mapping (JSON), compares every local shard with
 what the official library reads, and prints the bytes it read.
