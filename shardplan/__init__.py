@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardplan.checkpoint import HFCheckpointConverter, best_effort_sharding, load_pretrained
+    from shardplan.checkpoint.best_effort import best_effort_sharding
+    from shardplan.checkpoint.load import HFCheckpointConverter, load_pretrained
     from shardplan.plan import Plan
     from shardplan.plan.planner import make_plan
 
@@ -15,10 +16,10 @@ __version__ = "0.1.0"
 __all__ = ["HFCheckpointConverter", "Plan", "best_effort_sharding", "load_pretrained", "make_plan"]
 
 _HOME = {
-    "HFCheckpointConverter": "shardplan.checkpoint",
+    "HFCheckpointConverter": "shardplan.checkpoint.load",
     "Plan": "shardplan.plan",
-    "best_effort_sharding": "shardplan.checkpoint",
-    "load_pretrained": "shardplan.checkpoint",
+    "best_effort_sharding": "shardplan.checkpoint.best_effort",
+    "load_pretrained": "shardplan.checkpoint.load",
     "make_plan": "shardplan.plan.planner",
 }
 

@@ -154,6 +154,9 @@ class Config:
     """Of plan: a Levanter configuration whose hand-written trainer section is to be checked and repaired."""
     schedule: bool = False
     """Of checkpoint: print which process reads what of the checkpoint, and how long that takes; needs no weights."""
+    checksum: bool = False
+    """Of eval and checkpoint convert: compare the checkpoint's files with what their store has on record, while they
+    are read."""
     output: str = "results/eval.json"
     """Where eval writes its results."""
     dry_run: bool = False

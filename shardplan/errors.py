@@ -61,4 +61,5 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """What a library says went wrong, on one line of at most `limit` characters."""
-    return " ".join(str(error).split())[:limit]
+    said, _, _ = str(error).partition("Debug source:")  # obstore's, of many lines
+    return " ".join(said.split())[:limit]

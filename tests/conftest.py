@@ -4,8 +4,13 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import contextlib
+import io
 import json
 import shutil
+import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import jax
@@ -15,7 +20,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-GOLDEN = Path(__file__).parent / "golden" / "data"
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden" / "data"
 MODEL_TYPES = sorted(path.name for path in GOLDEN.iterdir())
 
 
@@ -72,3 +78,34 @@ def transformers_losses(folder: Path) -> np.ndarray:
     logits = golden["logits"].astype(np.float64)[:, :-1]
     normalised = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return -np.take_along_axis(normalised, golden["tokens"][:, 1:, None].astype(int), -1)[..., 0]
+
+
+def start(*argv):
+    """`python -m shardplan.<argv>`, from the repository's root."""
+    return subprocess.run(
+        [sys.executable, "-m", f"shardplan.{argv[0]}", *map(str, argv[1:])],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+
+
+def run(*argv):
+    """The same within this process, which has imported JAX already, and has eight devices."""
+    from shardplan.runtime import command
+
+    module = import_module(f"shardplan.{argv[0]}.__main__")
+    subcommands = getattr(module, "SUBCOMMANDS", None)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = command.run(module.main, f"shardplan.{argv[0]}", [*map(str, argv[1:])], subcommands)
+    return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+
+
+def fails(done, code: int, message: str) -> None:
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("shardplan.")]
+    assert len(lines) == 1 and message in lines[0], done.stderr
+    assert done.stdout == ""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,11 +17,26 @@ ALIGNMENT = 64
 """Bytes; XLA adopts host memory aligned like this as a CPU device's buffer without a copy."""
 
 
-class Destination(Protocol):
-    """The local shards of an array, while they are filled.
+@dataclass(frozen=True)
+class Rest:
+    """How an array is to rest."""
 
-    Boxes of a shard have their dimensions in another order than the array: `order` says which of the array's each is.
-    """
+    shape: Shape
+    dtype: np.dtype
+    sharding: NamedSharding
+    places: Mapping[int, jax.Device]
+    """Place on the mesh -> its device, of this process."""
+    order: tuple[int, ...]
+    """Which of the array's dimensions each dimension of a box is, while it is filled."""
+
+    @property
+    def local(self) -> Shape:
+        """Shape of a shard."""
+        return self.sharding.shard_shape(self.shape)
+
+
+class Destination(Protocol):
+    """The local shards of an array, while they are filled, in boxes with their dimensions in `Rest.order`."""
 
     def window(self, place: int, start: Shape, shape: Shape) -> np.ndarray | None:
         """The memory of a box of the shard at `place`, to be written to; None where it is not the host's."""
@@ -38,24 +54,16 @@ class Destination(Protocol):
 class HostDestination:
     """Of CPU devices: filled in place, and adopted at the end. Places with the same part share their memory."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        dtype: np.dtype,
-        sharding: NamedSharding,
-        places: Mapping[int, jax.Device],
-        order: tuple[int, ...],
-    ) -> None:
-        self._shape, self._sharding, self._places, self._order = shape, sharding, places, order
-        indices = sharding.devices_indices_map(shape)
-        self._keys = {place: str(indices[device]) for place, device in places.items()}
-        local = sharding.shard_shape(shape)
-        self._buffers = {key: _aligned(local, dtype) for key in set(self._keys.values())}
+    def __init__(self, rest: Rest) -> None:
+        self._rest = rest
+        indices = rest.sharding.devices_indices_map(rest.shape)
+        self._keys = {place: str(indices[device]) for place, device in rest.places.items()}
+        self._buffers = {key: _aligned(rest.local, rest.dtype) for key in set(self._keys.values())}
 
     def window(self, place: int, start: Shape, shape: Shape) -> np.ndarray:
         """See `Destination.window`."""
         box: Any = (slice(s, s + n) for s, n in zip(start, shape, strict=True))
-        shard = self._buffers[self._keys[place]].transpose(self._order)
+        shard = self._buffers[self._keys[place]].transpose(self._rest.order)
         window: np.ndarray = shard[(..., *box)]  # with the ellipsis of 0-d arrays too
         return window
 
@@ -68,32 +76,27 @@ class HostDestination:
 
     def finish(self) -> jax.Array:
         """See `Destination.finish`."""
-        parts = [jax.device_put(self._buffers[self._keys[place]], device) for place, device in self._places.items()]
-        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)
+        parts = [
+            jax.device_put(self._buffers[self._keys[place]], device) for place, device in self._rest.places.items()
+        ]
+        return jax.make_array_from_single_device_arrays(self._rest.shape, self._rest.sharding, parts)
 
 
 class DeviceDestination:
     """Of accelerators: every part is put on its device, and written into the shard there, which is donated for it."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        dtype: np.dtype,
-        sharding: NamedSharding,
-        places: Mapping[int, jax.Device],
-        order: tuple[int, ...],
-    ) -> None:
-        self._shape, self._sharding, self._places, self._order = shape, sharding, places, order
-        local = sharding.shard_shape(shape)
-        self._shards = {place: jax.numpy.zeros(local, dtype, device=device) for place, device in places.items()}
+    def __init__(self, rest: Rest) -> None:
+        self._rest = rest
+        places = rest.places.items()
+        self._shards = {place: jax.numpy.zeros(rest.local, rest.dtype, device=device) for place, device in places}
 
     def window(self, place: int, start: Shape, shape: Shape) -> None:
         """See `Destination.window`."""
 
     def put(self, place: int, start: Shape, part: np.ndarray | jax.Array) -> None:
         """See `Destination.put`."""
-        moved = jax.device_put(part, self._places[place])
-        self._shards[place] = _written(self._shards[place], moved, start, self._order)
+        moved = jax.device_put(part, self._rest.places[place])
+        self._shards[place] = _written(self._shards[place], moved, start, self._rest.order)
 
     def settle(self) -> None:
         """See `Destination.settle`."""
@@ -101,7 +104,7 @@ class DeviceDestination:
 
     def finish(self) -> jax.Array:
         """See `Destination.finish`."""
-        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, [*self._shards.values()])
+        return jax.make_array_from_single_device_arrays(self._rest.shape, self._rest.sharding, [*self._shards.values()])
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="order")

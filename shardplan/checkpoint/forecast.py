@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,14 @@ from shardplan.checkpoint.program import trace_program
 from shardplan.checkpoint.schedule import (
     Fleet,
     Ranges,
+    Schedule,
     Sharing,
     Source,
     Speeds,
+    Transfer,
     in_stored_order,
     make_schedule,
-    process_ranges,
+    read_by_process,
 )
 from shardplan.checkpoint.stream import transfer_limits, travelling
 from shardplan.config import Config
@@ -99,7 +101,7 @@ def forecast(config: Config, plan: Plan, model: Model) -> Forecast:
         offsets = itertools.accumulate(sizes.values(), initial=0)
         places = {name: ("checkpoint", offset) for name, offset in zip(sizes, offsets, strict=False)}
     wanted = np.dtype(jnp.dtype(plan.workload.param_dtype))
-    _, views, specs = in_stored_order(program.views, array_specs(model.template, None, plan.param_mapping, program))
+    _, views, specs = in_stored_order(program.views, array_specs(model.template, plan.param_mapping, program))
     sources = {name: Source(*places[name], types[name].itemsize) for name in program.tensors}
     fleet = Fleet(tuple(plan.mesh.items()), tuple(embed(hardware, plan.mesh).hosts()))
     bandwidth = _network_bandwidth(hardware)
@@ -107,23 +109,17 @@ def forecast(config: Config, plan: Plan, model: Model) -> Forecast:
     limits = transfer_limits(int(config.load.gib * GIB), hardware.is_cpu)
     speeds = Speeds(read=bandwidth, exchange=hardware.generation.link_bandwidth)
     schedule = make_schedule(views, sources, specs, itemsizes, fleet, limits, speeds)
-    read = dict.fromkeys(fleet.by_process, Ranges())
-    arrays: defaultdict[str, Ranges] = defaultdict(Ranges)
+    by_path: defaultdict[str, list[Transfer]] = defaultdict(list)
     for transfer in schedule.transfers:
-        for process in read:
-            runs = process_ranges(transfer, views[transfer.path], sources, fleet, process)
-            mine = Ranges(sum(high - low for _, low, high in runs), len(runs))
-            read[process] += mine
-            arrays[transfer.path] += mine
-    transfers = Counter(transfer.path for transfer in schedule.transfers)
-    ways = {transfer.path: _way(transfer.sharing) for transfer in schedule.transfers}
-    return Forecast(
-        source,
-        sum(sizes[name] for name in program.tensors),
-        bandwidth,
-        read,
-        [ArrayForecast(p, arrays[p].bytes, transfers[p], arrays[p].count, ways[p]) for p in views],
-    )
+        by_path[transfer.path].append(transfer)
+    total = dict.fromkeys(fleet.by_process, Ranges())
+    arrays = []
+    for path, transfers in by_path.items():
+        read = read_by_process(Schedule(fleet, tuple(transfers)), views, sources)
+        total = {process: total[process] + ranges for process, ranges in read.items()}
+        of_all = sum(read.values(), Ranges())
+        arrays.append(ArrayForecast(path, of_all.bytes, len(transfers), of_all.count, _way(transfers[0].sharing)))
+    return Forecast(source, sum(sizes[name] for name in program.tensors), bandwidth, total, arrays)
 
 
 def _network_bandwidth(hardware: Slice) -> float:

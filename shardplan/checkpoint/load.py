@@ -11,21 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax.partitioning import ResourceMapping, current_thread_local_mapping, pspec_for_axis
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
 from transformers import AutoConfig
 
 from shardplan.checkpoint.best_effort import best_effort_sharding
 from shardplan.checkpoint.header import Tensor
 from shardplan.checkpoint.index import check_tensors, read_index
+from shardplan.checkpoint.integrity import CheckedFolder, check_files
 from shardplan.checkpoint.program import StateDictProgram, expected_tensors, trace_program
-from shardplan.checkpoint.schedule import MeshAxes
 from shardplan.checkpoint.stream import BUDGET, stream_arrays
-from shardplan.checkpoint.views import Shape
+from shardplan.checkpoint.views import View
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model import SUPPORTED, build_model, read_config
 from shardplan.model.axes import named_leaves
+from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh
 from shardplan.runtime.peers import watched
@@ -40,6 +41,7 @@ def load_pretrained(
     axis_mapping: ResourceMapping | None = None,
     dtype: Any = None,
     budget: int = BUDGET,
+    checksum: bool = False,
 ) -> Any:
     """Stream the checkpoint `ref` into a Levanter model, every array straight into its sharding.
 
@@ -53,6 +55,7 @@ def load_pretrained(
             neither, every array gets `best_effort_sharding`.
         dtype: type that floating-point parameters are cast to; default: the plan's, else the checkpoint's.
         budget: most host memory to use beside the model, bytes.
+        checksum: compare the files with the checksums that their store has on record, where it has any.
 
     Returns:
         The Levanter model (an `LmHeadModel`), its arrays sharded over the plan's mesh or the current one.
@@ -73,7 +76,7 @@ def load_pretrained(
     mapping = plan.param_mapping if plan is not None else _current(axis_mapping)
     if dtype is None and plan is not None:
         dtype = plan.workload.param_dtype
-    return stream_model(template, folder, mesh, mapping, dtype, budget)
+    return stream_model(template, folder, mesh, mapping, dtype, budget, checksum)
 
 
 def _template(converter_or_config: Any, hf_config: dict[str, Any]) -> Any:
@@ -97,6 +100,7 @@ def stream_model(
     mapping: ResourceMapping | None,
     dtype: Any,
     budget: int = BUDGET,
+    checksum: bool = False,
 ) -> Any:
     """The model `template` with its arrays read from `folder`; see `load_pretrained`.
 
@@ -104,12 +108,17 @@ def stream_model(
         template: a Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         mapping: logical axis -> mesh axes; None for best effort.
         budget: host memory to use beside the arrays, bytes.
+        checksum: compare the files with what their store has on record.
     """
+    if checksum:
+        folder = CheckedFolder(folder)
     with watched() as peers:
         tensors, program = peers.agree("checkpoint", lambda: validated(template, folder), _versions)
-        specs = array_specs(template, mesh, mapping, program)
+        specs = _best_effort_specs(mesh, program) if mapping is None else array_specs(template, mapping, program)
         dtypes = _dtypes(program, tensors, dtype)
         arrays = stream_arrays(program.views, tensors, mesh, specs, dtypes, peers, budget)
+        if checksum:
+            check_files(tensors.values(), peers)
 
     def fill(path: tuple[Any, ...], leaf: Any) -> Any:
         array = arrays.get(jax.tree_util.keystr(path).lstrip("."))
@@ -191,25 +200,19 @@ def _prefix(found: Mapping[str, Tensor], expected: Mapping[str, Any]) -> str | N
     return usual if count > len(expected.keys() & found.keys()) else None
 
 
-def array_specs(
-    template: Any, mesh: Mesh | None, mapping: ResourceMapping | None, program: StateDictProgram
-) -> dict[str, tuple[MeshAxes, ...]]:
-    """Array path -> the mesh axes that cut each dimension.
-
-    Args:
-        mesh: what is spread over, where there is no mapping.
-    """
+def array_specs(template: Any, mapping: ResourceMapping, program: StateDictProgram) -> dict[str, tuple[MeshAxes, ...]]:
+    """Array path -> the mesh axes that cut each dimension, as `mapping` says of its logical axes."""
     axes = {path: leaf.axes for path, leaf in named_leaves(template) if isinstance(leaf, hax.NamedArray)}
+    return {path: _cuts(pspec_for_axis(axes.get(path, ()), mapping), view) for path, view in program.views.items()}
 
-    def spec(path: str, shape: Shape) -> tuple[MeshAxes, ...]:
-        if mapping is None and mesh is not None:
-            found = best_effort_sharding(shape, mesh).spec
-        else:
-            found = pspec_for_axis(axes.get(path, ()), mapping or {})
-        cuts = [(cut,) if isinstance(cut, str) else tuple(cut or ()) for cut in found]
-        return (*cuts, *[()] * (len(shape) - len(cuts)))
 
-    return {path: spec(path, view.shape) for path, view in program.views.items()}
+def _best_effort_specs(mesh: Mesh, program: StateDictProgram) -> dict[str, tuple[MeshAxes, ...]]:
+    return {path: _cuts(best_effort_sharding(view.shape, mesh).spec, view) for path, view in program.views.items()}
+
+
+def _cuts(spec: PartitionSpec, view: View) -> tuple[MeshAxes, ...]:
+    cuts = [(cut,) if isinstance(cut, str) else tuple(cut or ()) for cut in spec]
+    return (*cuts, *[()] * (len(view.shape) - len(cuts)))
 
 
 def _dtypes(program: StateDictProgram, tensors: Mapping[str, Tensor], wanted: Any) -> dict[str, np.dtype]:

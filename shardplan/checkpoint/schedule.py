@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from shardplan.checkpoint.views import Piece, Shape, View, boxes_of_range
+from shardplan.plan.mapping import MeshAxes
 
-MeshAxes = tuple[str, ...]
 Box = tuple[Shape, Shape]
 """First index, and one past the last, per dimension."""
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardplan.checkpoint.destination import Destination, DeviceDestination, HostDestination
+from shardplan.checkpoint.destination import Destination, DeviceDestination, HostDestination, Rest
 from shardplan.checkpoint.exchange import exchange
 from shardplan.checkpoint.header import Tensor
 from shardplan.checkpoint.reading import Target, fill, reads
@@ -172,7 +172,8 @@ class _Loading:
 
     def _destination(self, path: str) -> Destination:
         kind = HostDestination if self.adopts else DeviceDestination
-        return kind(self.shapes[path], self.dtypes[path], self.shardings[path], self.places, self.orders[path])
+        sharding = self.shardings[path]
+        return kind(Rest(self.shapes[path], self.dtypes[path], sharding, self.places, self.orders[path]))
 
     def _staging_bytes(self, transfer: Transfer) -> int:
         if transfer.sharing.steps:

@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from shardplan.checkpoint import stream_model
+from shardplan.checkpoint.load import stream_model
 from shardplan.config import Config
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.eval.documents import Document, make_windows
@@ -52,8 +52,8 @@ def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Calla
         )
     mesh = make_mesh(hardware, plan.mesh)
     started = time.perf_counter()
-    budget = int(config.load.gib * GIB)
-    module = stream_model(model.template, folder, mesh, plan.param_mapping, plan.workload.param_dtype, budget)
+    dtype, budget = plan.workload.param_dtype, int(config.load.gib * GIB)
+    module = stream_model(model.template, folder, mesh, plan.param_mapping, dtype, budget, config.checksum)
     load_seconds = time.perf_counter() - started
     measured = evaluate(module, model, plan, mesh, windows)
     summary = summarize(documents, windows, measured.losses)

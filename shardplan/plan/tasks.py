@@ -41,7 +41,7 @@ class Item:
     """`parameter` or `state` (of the optimizer): at rest, at every moment.
     `kept`: between operations.
     `gathered`: a parameter, between its first and last use in a loop's body; where it rests in more parts.
-    `early`: such a parameter before its first use, from the start of the body or the last loop on.
+    `early`: such a parameter before its first use: at most one loop lies between.
     `whole`: the result of a product that is being made; a gradient is whole before each device keeps its part.
     `wide`: the result of a product by groups that is being made, in float32.
     `summand`: such a result, until it and another are added up; in float32 too.
@@ -49,7 +49,7 @@ class Item:
     `sliced`: of such rows what products by groups take, where that is a part of them.
     `looked_up`: tokens that such rows are looked up in, as long.
     `found`: what is being looked up.
-    `copied`: a stack of parameters in another layout, in the loop over them.
+    `copied`: a stack of parameters in another layout, in the loop over them and from the loop before on.
     `scores`: of attention, while they are made; a kernel never has them in memory, nor has anything else all of them.
     """
     array: Array

@@ -77,8 +77,8 @@ class Peers:
         except ShardplanError as error:
             said["error"] = str(error)
             problem = error
-        self._set(f"{what}/{self.here}", json.dumps(said))
-        problem = problem or self._disagreement(said, self._wait_for_all(what))
+        everybody = self.gather(what, said)
+        problem = problem or self._disagreement(said, everybody)
         if problem is None:
             return found
         self._has_said = True
@@ -87,6 +87,13 @@ class Peers:
             with contextlib.suppress(PeerError):
                 self._wait_for_all(f"{what} seen", SILENCE)
         raise problem
+
+    def gather(self, what: str, said: Any) -> dict[int, Any]:
+        """Process -> what it says under a name, once all have said it; JSON."""
+        if self.count == 1:
+            return {self.here: said}
+        self._set(f"{what}/{self.here}", json.dumps(said))
+        return self._wait_for_all(what)
 
     def _disagreement(self, mine: Mapping[str, Any], said: Mapping[int, Mapping[str, Any]]) -> CheckpointError | None:
         for process, theirs in sorted(said.items()):
@@ -100,14 +107,14 @@ class Peers:
                     )
         return None
 
-    def _wait_for_all(self, what: str, seconds: float = PATIENCE) -> dict[int, dict[str, Any]]:
+    def _wait_for_all(self, what: str, seconds: float = PATIENCE) -> dict[int, Any]:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             said = self._all(what)
             if len(said) == self.count:
                 return {process: json.loads(text or "null") for process, text in said.items()}
             time.sleep(0.05)
-        raise PeerError(f"only {len(said)} of {self.count} processes have read the checkpoint's headers")
+        raise PeerError(f"only {len(said)} of {self.count} processes have told of the {what}")
 
     def watch(self) -> None:
         """Give and hear signs of life until told to stop; ends the process where another is lost."""

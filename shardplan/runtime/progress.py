@@ -12,10 +12,9 @@ from typing import Any
 from tqdm_loggable.auto import tqdm
 from tqdm_loggable.tqdm_logging import tqdm_logging
 
+from shardplan.hardware import GIB
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.peers import Peers
-
-GIB = 2**30
 
 
 def progress_bar(total: int, label: str, unit: str) -> Any:

@@ -5,7 +5,8 @@ from typing import Any
 import fsspec
 
 from shardplan.errors import CheckpointError, ConfigError, one_line
-from shardplan.storage.folder import REMOTE, File, changed, ends_early, opened
+from shardplan.storage.checksums import Checksum, of_properties
+from shardplan.storage.folder import REMOTE, File, asked, changed, ends_early, opened
 
 
 class FilesystemFile:
@@ -38,6 +39,10 @@ class FilesystemFile:
         if len(data) > len(buffer):
             raise CheckpointError(f"{self.name}: {len(data)} bytes came for {len(buffer)} asked at {offset}")
         buffer[:] = data
+
+    def recorded_checksum(self) -> Checksum | None:
+        """See `File.recorded_checksum`."""
+        return asked(self, lambda: of_properties(self._filesystem.info(self._path)))
 
 
 class FilesystemFolder:

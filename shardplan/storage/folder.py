@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardplan.errors import CheckpointError, one_line
+from shardplan.errors import CheckpointError, ShardplanError, one_line
+from shardplan.storage.checksums import Checksum
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ class File(Protocol):
                 any more.
         """
 
+    def recorded_checksum(self) -> Checksum | None:
+        """What the store has on record of its content, or None where that is nothing that can be checked.
+
+        Raises:
+            CheckpointError: the store cannot be asked.
+        """
+
 
 class Folder(Protocol):
     """A folder of files."""
@@ -62,6 +70,20 @@ def opened(name: str, make: Callable[[], File]) -> File | None:
         return None
     except Exception as error:
         raise CheckpointError(f"{name} cannot be opened: {one_line(error)}") from error
+
+
+def asked(file: File, ask: Callable[[], Checksum | None]) -> Checksum | None:
+    """What `ask` says of the checksum of `file`.
+
+    Raises:
+        CheckpointError: it cannot be asked.
+    """
+    try:
+        return ask()
+    except ShardplanError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{file.name}: the store does not say its checksum: {one_line(error)}") from error
 
 
 def read_bytes(folder: Folder, name: str) -> bytes | None:

@@ -2,9 +2,11 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+from shardplan.storage.checksums import SHA256, Checksum
 from shardplan.storage.folder import File, Pace, changed, ends_early
 
 PACE = Pace(4 * 2**20, 2 * (os.cpu_count() or 1))
@@ -36,6 +38,12 @@ class LocalFile:
             done += count
         if self._stat() != self._state:
             raise changed(self, "its size or time of change is another")
+
+    def recorded_checksum(self) -> Checksum | None:
+        """See `File.recorded_checksum`. The cache of the Hugging Face hub names large files by their SHA-256."""
+        blob = Path(self.name).resolve()
+        is_digest = blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name)
+        return Checksum(SHA256, bytes.fromhex(blob.name)) if is_digest else None
 
     def _stat(self) -> tuple[int, int]:
         found = os.fstat(self._descriptor)

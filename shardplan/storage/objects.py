@@ -4,6 +4,7 @@ obstore checks that a server sends the range that was asked for. What is added h
 the version that was opened, and a read that fails goes on at the byte where it stopped.
 """
 
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ import obstore.store
 from obstore import exceptions
 
 from shardplan.errors import CheckpointError, ConfigError, one_line
-from shardplan.storage.folder import REMOTE, File, changed, ends_early, opened
+from shardplan.storage.checksums import Checksum, of_url
+from shardplan.storage.folder import REMOTE, File, asked, changed, ends_early, opened
 
 TIMEOUT = timedelta(seconds=60)
 """For one request, its body included; obstore's 30 are too few for 16 MiB on a busy link."""
@@ -69,6 +71,10 @@ class ObjectFile:
             if done < len(buffer):
                 time.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures) * random.uniform(0.5, 1))
 
+    def recorded_checksum(self) -> Checksum | None:
+        """See `File.recorded_checksum`."""
+        return asked(self, lambda: of_url(self.name))
+
     def _stream(self, offset: int, buffer: memoryview) -> Iterator[int]:
         """Fill `buffer` from `offset` on, as far as one request brings it; yields the bytes as they come."""
         options: Any = {"range": (offset, offset + len(buffer)), **self._condition}
@@ -98,7 +104,8 @@ class ObjectFolder:
 
     def __init__(self, ref: str):
         self.ref = ref
-        client = {"timeout": TIMEOUT, "allow_http": ref.startswith("http://")}
+        plain = any(url.startswith("http://") for url in (ref, os.environ.get("AWS_ENDPOINT_URL", "")))
+        client = {"timeout": TIMEOUT, "allow_http": plain}
         try:
             self._store = obstore.store.from_url(
                 ref.rstrip("/"),

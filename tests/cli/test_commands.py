@@ -9,30 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import transformers_losses, word_tokenizer
+from conftest import ROOT, fails, run, start, transformers_losses, word_tokenizer
 
 from shardplan.plan.plan import Plan
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(*argv, **environment):
-    """`python -m shardplan.<argv>`, from the repository's root."""
-    return subprocess.run(
-        [sys.executable, "-m", f"shardplan.{argv[0]}", *map(str, argv[1:])],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-    )
-
-
-def fails(done, code: int, message: str) -> None:
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("shardplan.")]
-    assert len(lines) == 1 and message in lines[0], done.stderr
-    assert done.stdout == ""
 
 
 def arguments(checkpoint: Path, tmp_path: Path) -> list[str]:
@@ -52,7 +31,7 @@ def arguments(checkpoint: Path, tmp_path: Path) -> list[str]:
 def test_evaluation_equals_transformers(checkpoint, tmp_path, slice_name, batch):
     """Loss per document against float64 arithmetic on the logits of transformers."""
     settings = [f"--hardware.slice={slice_name}", f"--workload.batch={batch}", f"--json={tmp_path / 'plan.json'}"]
-    done = run("eval", *arguments(checkpoint, tmp_path), *settings)
+    done = start("eval", *arguments(checkpoint, tmp_path), *settings)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     nats = transformers_losses(checkpoint)
@@ -102,7 +81,7 @@ def test_one_changed_import_in_a_levanter_script(checkpoint, tmp_path):
 
 
 def test_dry_run_of_405b(tmp_path):
-    done = run("eval", "--config", "configs/405b.yaml", "--dry_run", "--json", tmp_path / "plan.json")
+    done = start("eval", "--config", "configs/405b.yaml", "--dry_run", "--json", tmp_path / "plan.json")
     assert done.returncode == 0, done.stderr
     assert "128 devices of v4-256" in done.stdout and "fits v4-256" in done.stdout and "trainer:" in done.stdout
     assert "of which planning" in done.stderr
@@ -127,7 +106,7 @@ def test_console_script():
 
 
 def test_unknown_key(checkpoint, tmp_path):
-    done = run("eval", *arguments(checkpoint, tmp_path), "--workload.bacth=4")
+    done = start("eval", *arguments(checkpoint, tmp_path), "--workload.bacth=4")
     fails(done, 2, "unknown key 'workload.bacth'; did you mean 'workload.batch'?")
 
 
@@ -184,7 +163,7 @@ def test_batch_that_no_mesh_axis_divides(checkpoint, tmp_path):
 def test_more_devices_than_exist(checkpoint, tmp_path):
     done = run("eval", *arguments(checkpoint, tmp_path), "--mesh.model=16")
     fails(done, 2, "mesh.model 16 does not divide the 8 devices of cpu-8")
-    done = run("eval", *arguments(checkpoint, tmp_path), "--hardware.slice=v4-256")
+    done = start("eval", *arguments(checkpoint, tmp_path), "--hardware.slice=v4-256")
     fails(done, 2, "hardware.slice v4-256 has 128 devices, JAX sees 1 (cpu); run on that slice, plan with --dry_run")
 
 

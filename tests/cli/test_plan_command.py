@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_commands import ROOT, fails, run
+from conftest import ROOT, fails, run
 
 from shardplan.plan.plan import Plan
 

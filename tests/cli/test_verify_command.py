@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_commands import fails, run
+from conftest import fails, run
 
 CONFIG = "--config=configs/8b.yaml"
 

@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from conftest import MODEL_TYPES
+from conftest import MODEL_TYPES, ROOT, run
 
 from shardplan import config as configuration
 from shardplan.config import CompilerConfig
@@ -23,7 +22,6 @@ from shardplan.verify.cases import cases_of
 from shardplan.verify.run import Case, verify
 from shardplan.verify.verdict import Verdict
 
-ROOT = Path(__file__).parents[2]
 NO_CACHE = CompilerConfig(cache=None)
 SMALL = {
     "num_hidden_layers": 2,
@@ -194,12 +192,6 @@ def test_without_libtpu(monkeypatch):
         verify([small_case()], NO_CACHE)
 
 
-def command(*argv):
-    done = subprocess.run([sys.executable, "-m", *argv], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
-
-
 def test_plans_of_another_model_and_of_other_settings_are_refused(tmp_path):
     """Else one model would be compiled in the name of another."""
     plan = tmp_path / "plan.json"
@@ -212,7 +204,7 @@ def test_plans_of_another_model_and_of_other_settings_are_refused(tmp_path):
         (["--workload.batch=16"], "workload.batch is 16, plan "),
         (["--mesh.model=8"], "mesh.model is 8, plan "),
     ):
-        done = command("shardplan.verify", f"--plan={plan}", *extra)
+        done = run("verify", f"--plan={plan}", *extra)
         assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
@@ -224,8 +216,8 @@ def test_against_ranks_what_fits_first(tmp_path):
     layout = {"trainer": {"model_axis_size": 8, "mp": "bf16", "fsdp_axis": None, "axis_resources": axes}}
     (tmp_path / "levanter.yaml").write_text(json.dumps(layout))
     (tmp_path / "model.json").write_text(json.dumps(case.hf_config))
-    done = command(
-        "shardplan.verify",
+    done = run(
+        "verify",
         f"--model.config={tmp_path / 'model.json'}",
         "--hardware.slice=v4-16",
         "--workload.batch=8",
@@ -245,8 +237,8 @@ def test_against_ranks_what_fits_first(tmp_path):
 
 
 def test_exit_code_and_line_where_nothing_fits():
-    done = command(
-        "shardplan.verify",
+    done = run(
+        "verify",
         "--config=configs/405b.yaml",
         "--hardware.slice=v4-16",
         "--workload.batch=8",

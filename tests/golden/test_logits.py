@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import MODEL_TYPES
 
-from shardplan.checkpoint import stream_model
+from shardplan.checkpoint.load import stream_model
 from shardplan.eval.evaluate import forward_logits
 from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config

@@ -1,5 +1,6 @@
 """Loaded models equal Levanter's conversion of what the official safetensors library reads, on any mesh, any type."""
 
+import hashlib
 import math
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from shardplan.checkpoint import destination, load, stream
 from shardplan.checkpoint.index import read_index
 from shardplan.checkpoint.load import stream_model
 from shardplan.checkpoint.schedule import Schedule, Sharing, sharings, transfers_of
-from shardplan.errors import ConfigError
+from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model import build_model, read_config
 from shardplan.model.axes import named_leaves
 from shardplan.plan.planner import make_plan
@@ -276,3 +277,26 @@ def test_nothing_is_whole_unless_its_sharding_says_so(golden, monkeypatch):
         math.prod(leaf.array.shape) for _, leaf in named_leaves(module)
     )
     assert weight.addressable_shards[0].data.shape == (2, 32, 48)
+
+
+def test_checksums_are_compared(golden, tmp_path, capsys):
+    """With the digests that name the files of the hub's cache; one of them is of another file."""
+    for file in golden.joinpath("llama").glob("model*"):
+        blob = tmp_path / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        blob.parent.mkdir(exist_ok=True)
+        blob.write_bytes(file.read_bytes())
+        (tmp_path / file.name).symlink_to(blob)
+    (tmp_path / "config.json").write_bytes((golden / "llama" / "config.json").read_bytes())
+    with jax.set_mesh(mesh_of(1, 2, 2)):
+        module = load_pretrained(None, str(tmp_path), checksum=True)
+    assert_equal(module, reference(golden / "llama"))
+    assert "checksums: 3 files match the sha256 of their store" in capsys.readouterr().err
+    shard = sorted(tmp_path.glob("*.safetensors"))[0]
+    shard.unlink()
+    shard.symlink_to(tmp_path / "blobs" / ("0" * 64))
+    shard.resolve().write_bytes((golden / "llama" / shard.name).read_bytes())
+    with (
+        jax.set_mesh(mesh_of(1, 2, 2)),
+        pytest.raises(CheckpointError, match=f"{shard.name}: is sha256 .*, and sha256 0000.* on record"),
+    ):
+        load_pretrained(None, str(tmp_path), checksum=True)

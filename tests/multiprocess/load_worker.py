@@ -1,7 +1,7 @@
 """One process of several that load a checkpoint; see test_load_together.py.
 
 python load_worker.py CHECKPOINT MAPPINGS [fault]: loads once for each mapping (JSON), compares every local shard with
-what the official library reads, and prints the bytes it read.
+what the official library reads, and prints the bytes it read of local files; with checksums where a store may have any.
 """
 
 import json
@@ -17,7 +17,8 @@ from haliax.state_dict import from_torch_compatible_state_dict
 from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
-from shardplan.checkpoint import schedule, stream_model
+from shardplan.checkpoint import schedule
+from shardplan.checkpoint.load import stream_model
 from shardplan.errors import ShardplanError
 from shardplan.model import build_model, read_config
 from shardplan.model.axes import named_leaves
@@ -29,12 +30,12 @@ from shardplan.storage.local import LocalFile
 GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "llama"
 
 
-def main(folder: Path, mappings: list[dict[str, str]], fault: str) -> None:
+def main(folder: str, mappings: list[dict[str, str]], fault: str) -> None:
     count = 2 * int(os.environ["JAX_NUM_PROCESSES"])
     start_devices(f"cpu-{count}", count, is_cpu=True)
     schedule.MOST_READ_AGAIN = 0  # the tensors are small
     peers.SILENCE, peers.BEAT = 8.0, 1.0  # so that tests are short
-    template = build_model(read_config(str(folder / "config.json"), None), 64).template
+    template = build_model(read_config(str(GOLDEN / "config.json"), None), 64).template
     state = {name: value for file in GOLDEN.glob("*.safetensors") for name, value in load_file(file).items()}
     whole = from_torch_compatible_state_dict(template, {name: jnp.asarray(value) for name, value in state.items()})
     expected = {path: np.asarray(leaf.array) for path, leaf in named_leaves(whole)}
@@ -42,7 +43,7 @@ def main(folder: Path, mappings: list[dict[str, str]], fault: str) -> None:
     read = count_reads(fault)
     for mapping in mappings:
         read.clear()
-        module = stream_model(template, open_folder(str(folder)), mesh, mapping, None)
+        module = stream_model(template, open_folder(folder), mesh, mapping, None, checksum="://" in folder)
         for path, leaf in named_leaves(module):
             for shard in leaf.array.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), expected[path][shard.index], err_msg=path)
@@ -67,7 +68,7 @@ def count_reads(fault: str) -> list[int]:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]), json.loads(sys.argv[2]), "".join(sys.argv[3:]))
+        main(sys.argv[1], json.loads(sys.argv[2]), "".join(sys.argv[3:]))
     except ShardplanError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(error.exit_code)

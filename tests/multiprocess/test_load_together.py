@@ -6,11 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import botocore.session
 import pytest
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from test_eval import free_port
+from werkzeug.serving import make_server
 
 WORKER = Path(__file__).with_name("load_worker.py")
 INNER = {"embed": "data", "mlp": "model", "vocab": "model"}
@@ -19,7 +23,7 @@ LONGEST = 60
 """Seconds in which the others must end."""
 
 
-def start(folders, mappings, faults):
+def start(folders, mappings, faults, environment=None):
     """One process a folder, on loopback."""
     address = f"127.0.0.1:{free_port()}"
     return [
@@ -35,6 +39,7 @@ def start(folders, mappings, faults):
                 "JAX_NUM_PROCESSES": str(len(folders)),
                 "JAX_PROCESS_ID": str(number),
                 "PYTHONPATH": str(WORKER.parents[2]),
+                **(environment or {}),
             },
         )
         for number, (folder, fault) in enumerate(zip(folders, faults, strict=True))
@@ -59,6 +64,49 @@ def test_every_byte_is_read_once_by_all_processes(golden, count):
         assert sum(read) <= 1.02 * size
         assert max(read) <= 1.1 * min(read)
     assert "loaded" in errors[0] and "of them" in errors[0] and "host memory" in errors[0]
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """An S3 server on loopback: its bucket, how it is reached, and the bytes of tensors that it has sent."""
+    sent = []
+    moto = DomainDispatcherApplication(create_backend_app)
+
+    def counted(environ, start_response):
+        def started(status, headers, *rest):
+            first = int(environ.get("HTTP_RANGE", "bytes=0-").removeprefix("bytes=").split("-")[0])
+            if environ["REQUEST_METHOD"] == "GET" and first > 8:  # behind the start of the header
+                sent.append(int(dict(headers)["Content-Length"]))
+            return start_response(status, headers, *rest)
+
+        return moto(environ, started)
+
+    server = make_server("127.0.0.1", 0, counted, threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_ACCESS_KEY_ID": "id",
+        "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1",
+    }  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    client = botocore.session.Session().create_client("s3")
+    client.create_bucket(Bucket="models")
+    yield client, environment, sent
+    server.shutdown()
+
+
+def test_from_an_object_store(golden, store):
+    """Every byte leaves the store once, for both processes and the checksums; what it has on record is compared."""
+    client, environment, sent = store
+    size = 0
+    for file in [*(golden / "llama").glob("*.safetensors*"), golden / "llama" / "config.json"]:
+        client.put_object(Bucket="models", Key=f"llama/{file.name}", Body=file.read_bytes())
+        size += file.stat().st_size
+    sent.clear()
+    codes, _, errors = ended(start(["s3://models/llama"] * 2, [INNER], ["", ""], environment))
+    assert codes == [0, 0], errors
+    assert 0.9 * size < sum(sent) <= 1.02 * size
+    assert "checksums: 3 files match the crc32 of their store" in errors[0]
 
 
 @pytest.mark.parametrize("lost", [0, 2])

@@ -19,7 +19,7 @@ def modules_after(code: str) -> set[str]:
         "import shardplan",
         "import shardplan.config",
         "import shardplan.hardware",
-        "import shardplan.eval.__main__, shardplan.plan.__main__",
+        "import shardplan.checkpoint.__main__, shardplan.eval.__main__, shardplan.plan.__main__",
         "import shardplan.__main__",
     ],
 )
