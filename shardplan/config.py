@@ -22,6 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 KINDS = ("eval", "prefill", "train")
 PROGRAMS = ("load", "step")
 OPTIONS = ("auto", "plan")
+FORMATS = ("hf", "levanter")
 CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
 LEAST_LOAD_GIB = 0.0625
 CONFIG_FLAGS = ("--config", "--config_path")
@@ -158,7 +159,9 @@ class Config:
     """Of eval and checkpoint convert: compare the checkpoint's files with what their store has on record, while they
     are read."""
     output: str = "results/eval.json"
-    """Where eval writes its results."""
+    """Where eval writes its results; of checkpoint convert the folder to write, local, gs://, s3:// or az://."""
+    format: str = "hf"
+    """Of checkpoint convert: hf (safetensors, as transformers reads them) or levanter (its tensorstore checkpoint)."""
     dry_run: bool = False
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
@@ -190,6 +193,7 @@ class Config:
             ("workload.gradient_checkpointing", self.workload.gradient_checkpointing, CHECKPOINTING),
             ("compiler.program", self.compiler.program, PROGRAMS),
             ("options", self.options, OPTIONS),
+            ("format", self.format, FORMATS),
         ):
             if name not in valid:
                 raise ConfigError(f"{key} is {name!r}; {nearest(name, valid)}")

@@ -1,10 +1,15 @@
-"""`python -m shardplan.checkpoint --plan plan.json --schedule`: which process reads what of a checkpoint, and how long
-that takes; needs no accelerator, and no weights beyond config.json."""
+"""Checkpoints, before they are loaded and after.
+
+`python -m shardplan.checkpoint --plan plan.json --schedule`: which process reads what of a checkpoint, and how long
+that takes; needs no accelerator, and no weights beyond config.json.
+`python -m shardplan.checkpoint convert --config C --output FOLDER`: write it out in another format, type or place.
+"""
 
 import os
 import sys
+from collections.abc import Sequence
 
-from shardplan.config import Config
+from shardplan.config import Config, load
 from shardplan.errors import ConfigError
 from shardplan.plan.__main__ import beside, check_targets, write_json
 from shardplan.runtime.command import run
@@ -13,7 +18,7 @@ from shardplan.runtime.command import run
 def main(config: Config) -> None:
     """Print the read schedule of the plan."""
     if not config.schedule:
-        raise ConfigError("nothing to do; --schedule prints which process reads what of the checkpoint")
+        raise ConfigError("nothing to do; --schedule prints which process reads what, and convert writes it out")
     check_targets(config)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from shardplan.checkpoint.forecast import forecast
@@ -31,5 +36,22 @@ def main(config: Config) -> None:
     print_forecast(found, plan, console(beside(config) if config.json == "-" else sys.stdout))
 
 
+def convert(argv: Sequence[str]) -> None:
+    """`convert --config C --output FOLDER`: load the checkpoint as planned, and write it out."""
+    config = load(argv, "shardplan.checkpoint convert")
+    if "output" not in config.given:
+        raise ConfigError("convert needs a folder to write to: --output FOLDER")
+    if not config.model.ref and config.plan is None:
+        raise ConfigError("model.ref is not set; name the checkpoint that is to be converted")
+    from shardplan.checkpoint.convert import convert as run_conversion
+    from shardplan.runtime.devices import is_first_process
+
+    done = run_conversion(config)
+    if is_first_process():
+        print(done, file=sys.stderr)
+
+
+SUBCOMMANDS = {"convert": convert}
+
 if __name__ == "__main__":
-    raise SystemExit(run(main, "shardplan.checkpoint"))
+    raise SystemExit(run(main, "shardplan.checkpoint", subcommands=SUBCOMMANDS))

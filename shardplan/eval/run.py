@@ -7,20 +7,16 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from shardplan.checkpoint.load import stream_model
+from shardplan.checkpoint.planned import start
 from shardplan.config import Config
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.eval.documents import Document, make_windows
 from shardplan.eval.evaluate import evaluate
 from shardplan.eval.results import summarize
 from shardplan.eval.tokenizer import load_encoder
-from shardplan.hardware import GIB, parse_slice
-from shardplan.model import build_model, read_config
 from shardplan.plan.plan import Plan
-from shardplan.plan.planner import check_model, make_plan, with_plan
-from shardplan.runtime.devices import make_mesh, start_devices
+from shardplan.plan.planner import with_plan
 from shardplan.step import specialize
-from shardplan.storage import open_folder
 
 
 def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Callable[[Plan], None]) -> dict[str, Any]:
@@ -35,14 +31,10 @@ def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Calla
     config, given = with_plan(config)
     if config.workload.kind != "eval":
         raise ConfigError(f"workload.kind is {config.workload.kind}; eval runs plans for evaluation, set it to eval")
-    hardware = parse_slice(config.hardware.slice)
-    start_devices(hardware.name, hardware.devices, hardware.is_cpu)
-    folder = open_folder(config.model.ref)
-    model = build_model(read_config(config.model.config, folder), config.workload.position)
-    plan = given or make_plan(config, model)
-    check_model(plan, model)
+    planned = start(config, given)
+    folder, plan = planned.folder, planned.plan
     on_plan(plan)
-    model = specialize(model, plan)
+    model = specialize(planned.model, plan)
     windows = make_windows(documents, load_encoder(folder), plan.workload.position, plan.workload.batch)
     largest = int(windows.tokens.max())
     if largest >= model.vocab.size:
@@ -50,12 +42,10 @@ def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Calla
             f"{folder.ref}/tokenizer.json makes token {largest}, the model has {model.vocab.size} tokens; "
             "it is another model's tokenizer"
         )
-    mesh = make_mesh(hardware, plan.mesh)
     started = time.perf_counter()
-    dtype, budget = plan.workload.param_dtype, int(config.load.gib * GIB)
-    module = stream_model(model.template, folder, mesh, plan.param_mapping, dtype, budget, config.checksum)
+    module = planned.load()
     load_seconds = time.perf_counter() - started
-    measured = evaluate(module, model, plan, mesh, windows)
+    measured = evaluate(module, model, plan, planned.mesh, windows)
     summary = summarize(documents, windows, measured.losses)
     return {
         "total": {

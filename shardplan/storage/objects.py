@@ -99,19 +99,23 @@ def _version(meta: Any) -> str:
     return str(meta["version"] or meta["e_tag"] or time_of_change)
 
 
+def open_store(ref: str) -> Any:
+    """The obstore store that `ref` names, with the attempts left to us."""
+    plain = any(url.startswith("http://") for url in (ref, os.environ.get("AWS_ENDPOINT_URL", "")))
+    return obstore.store.from_url(
+        ref.rstrip("/"),
+        client_options={"timeout": TIMEOUT, "allow_http": plain},
+        retry_config={"max_retries": 0},
+    )
+
+
 class ObjectFolder:
     """A prefix in an object store or a folder on a web server."""
 
     def __init__(self, ref: str):
         self.ref = ref
-        plain = any(url.startswith("http://") for url in (ref, os.environ.get("AWS_ENDPOINT_URL", "")))
-        client = {"timeout": TIMEOUT, "allow_http": plain}
         try:
-            self._store = obstore.store.from_url(
-                ref.rstrip("/"),
-                client_options=client,
-                retry_config={"max_retries": 0},  # type: ignore[call-overload]
-            )
+            self._store = open_store(ref)
         except Exception as error:
             raise ConfigError(f"model.ref {ref!r} cannot be opened: {one_line(error)}") from error
 

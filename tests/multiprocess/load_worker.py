@@ -1,7 +1,8 @@
 """One process of several that load a checkpoint; see test_load_together.py.
 
-python load_worker.py CHECKPOINT MAPPINGS [fault]: loads once for each mapping (JSON), compares every local shard with
-what the official library reads, and prints the bytes it read of local files; with checksums where a store may have any.
+python load_worker.py CHECKPOINT MAPPINGS [FAULT [OUTPUT]]: loads once for each mapping (JSON), compares every local
+shard with what the official library reads, and prints the bytes it read of local files; with checksums where a store
+may have any. With an output the model is written there in both formats.
 """
 
 import json
@@ -19,6 +20,7 @@ from safetensors.numpy import load_file
 
 from shardplan.checkpoint import schedule
 from shardplan.checkpoint.load import stream_model
+from shardplan.checkpoint.save import save_levanter, save_pretrained
 from shardplan.errors import ShardplanError
 from shardplan.model import build_model, read_config
 from shardplan.model.axes import named_leaves
@@ -30,7 +32,7 @@ from shardplan.storage.local import LocalFile
 GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "llama"
 
 
-def main(folder: str, mappings: list[dict[str, str]], fault: str) -> None:
+def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: str = "") -> None:
     count = 2 * int(os.environ["JAX_NUM_PROCESSES"])
     start_devices(f"cpu-{count}", count, is_cpu=True)
     schedule.MOST_READ_AGAIN = 0  # the tensors are small
@@ -48,6 +50,9 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str) -> None:
             for shard in leaf.array.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), expected[path][shard.index], err_msg=path)
         print(f"read {sum(read)}", flush=True)
+    if output:
+        save_pretrained(module, f"{output}/hf", {})
+        save_levanter(module, f"{output}/levanter")
 
 
 def count_reads(fault: str) -> list[int]:
@@ -68,7 +73,7 @@ def count_reads(fault: str) -> list[int]:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], json.loads(sys.argv[2]), "".join(sys.argv[3:]))
+        main(sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:])
     except ShardplanError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(error.exit_code)

@@ -11,10 +11,19 @@ import time
 from pathlib import Path
 
 import botocore.session
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
+from levanter.checkpoint import load_checkpoint
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from safetensors.numpy import load_file
 from test_eval import free_port
 from werkzeug.serving import make_server
+
+from shardplan import load_pretrained
+from shardplan.checkpoint.save import save_pretrained
+from shardplan.model import build_model, read_config
 
 WORKER = Path(__file__).with_name("load_worker.py")
 INNER = {"embed": "data", "mlp": "model", "vocab": "model"}
@@ -23,12 +32,12 @@ LONGEST = 60
 """Seconds in which the others must end."""
 
 
-def start(folders, mappings, faults, environment=None):
+def start(folders, mappings, faults, environment=None, outputs=None):
     """One process a folder, on loopback."""
     address = f"127.0.0.1:{free_port()}"
     return [
         subprocess.Popen(
-            [sys.executable, WORKER, folder, json.dumps(mappings), fault],
+            [sys.executable, WORKER, folder, json.dumps(mappings), fault, *([outputs[number]] if outputs else [])],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -109,6 +118,15 @@ def test_from_an_object_store(golden, store):
     assert "checksums: 3 files match the crc32 of their store" in errors[0]
 
 
+def test_written_to_an_object_store(golden, store):
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:3]), ("data",))):
+        expected = load_pretrained(None, str(golden / "llama"))
+        save_pretrained(expected, "s3://models/out", read_config(str(golden / "llama" / "config.json"), None))
+        found = load_pretrained(None, "s3://models/out")
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
 @pytest.mark.parametrize("lost", [0, 2])
 def test_the_others_end_when_one_is_killed(golden, lost):
     """Process 0, with which JAX's own service goes, or another: the rest say which, with exit code 5."""
@@ -136,3 +154,25 @@ def test_processes_that_see_other_files_stop(golden, tmp_path):
         codes, _, errors = ended(start([golden / "llama", folder], [INNER], ["", ""]))
         assert codes == [4, 4], errors
         assert message in errors[0]
+
+
+def test_what_processes_write_together(golden, tmp_path):
+    """Each its own files, which make one checkpoint; and where each has a folder of its own, that is said."""
+    folder = golden / "llama"
+    codes, _, errors = ended(start([folder] * 2, [INNER], ["", ""], outputs=[tmp_path] * 2))
+    assert codes == [0, 0], errors
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) == 2
+    found, expected = ({k: v for f in each for k, v in load_file(f).items()} for each in (files, folder.glob("*.s*s")))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    template = build_model(read_config(str(folder / "config.json"), None), 64).template
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:3]), ("data",))):
+        module = load_checkpoint(template, str(tmp_path / "levanter"), subpath="model", axis_mapping={"embed": "data"})
+        theirs = load_pretrained(None, str(folder), axis_mapping={})
+    for ours, other in zip(jax.tree.leaves(module), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(other))
+    codes, _, errors = ended(start([folder] * 2, [{}], ["", ""], outputs=[tmp_path / "a", tmp_path / "b"]))
+    assert codes == [4, 4], errors
+    assert "what was written is not whole" in errors[0] and "give all processes one folder" in errors[0]

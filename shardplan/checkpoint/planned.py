@@ -1,0 +1,48 @@
+"""What a run with weights begins with: devices, a checkpoint, its model, and a plan for it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from shardplan.checkpoint.load import stream_model
+from shardplan.config import Config
+from shardplan.hardware import GIB, parse_slice
+from shardplan.model import Model, build_model, read_config
+from shardplan.plan.plan import Plan
+from shardplan.plan.planner import check_model, make_plan
+from shardplan.runtime.devices import make_mesh, start_devices
+from shardplan.storage import Folder, open_folder
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A checkpoint, and how it is to rest on the devices of this run."""
+
+    config: Config
+    folder: Folder
+    model: Model
+    plan: Plan
+    mesh: Mesh
+
+    def load(self) -> Any:
+        """The model's weights: a Levanter module, sharded and cast as planned."""
+        config, dtype = self.config, self.plan.workload.param_dtype
+        mapping, budget = self.plan.param_mapping, int(config.load.gib * GIB)
+        return stream_model(self.model.template, self.folder, self.mesh, mapping, dtype, budget, config.checksum)
+
+
+def start(config: Config, given: Plan | None) -> Planned:
+    """Start JAX on the configured slice, and plan; `given` is used instead of a new plan.
+
+    Raises:
+        ConfigError: JAX has other devices, or the checkpoint does not exist.
+        InfeasibleError: no plan fits.
+    """
+    hardware = parse_slice(config.hardware.slice)
+    start_devices(hardware.name, hardware.devices, hardware.is_cpu)
+    folder = open_folder(config.model.ref)
+    model = build_model(read_config(config.model.config, folder), config.workload.position)
+    plan = given or make_plan(config, model)
+    check_model(plan, model)
+    return Planned(config, folder, model, plan, make_mesh(hardware, plan.mesh))

@@ -1,0 +1,116 @@
+"""What is written out again is what was loaded: as transformers, Levanter and the official library read it."""
+
+import json
+import math
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from conftest import MODEL_TYPES, run
+from jax.sharding import Mesh
+from levanter.checkpoint import load_checkpoint
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from shardplan import load_pretrained
+from shardplan.checkpoint import save
+from shardplan.checkpoint.save import save_levanter, save_pretrained
+from shardplan.errors import CheckpointError, ConfigError
+from shardplan.model import build_model, read_config
+from shardplan.model.axes import named_leaves
+
+MAPPING = {"embed": "data", "mlp": "model", "vocab": "model", "experts": "replica"}
+
+
+def mesh_of(*sizes: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), ("replica", "data", "model"))
+
+
+def tensors(folder) -> dict[str, np.ndarray]:
+    """By the official library."""
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def assert_same(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("name", MODEL_TYPES)
+def test_hugging_face_and_back(golden, tmp_path, name):
+    """With the tensors of the original: names, shapes, types and bits; in files that differ by a tensor at most."""
+    arguments = [f"--model={golden / name}", "--hardware.slice=cpu-8", "--workload.param_dtype=float32"]
+    arguments += ["--workload.batch=8", "--workload.position=64", f"--output={tmp_path / 'out'}"]
+    done = run("checkpoint", "convert", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert f"written to {tmp_path / 'out'}: hf, float32" in done.stderr
+    assert_same(tensors(tmp_path / "out"), tensors(golden / name))
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (golden / name, tmp_path / "out"))
+    assert before == {**after, "dtype": before["dtype"]} and after["dtype"] == "float32"
+    assert (tmp_path / "out" / "generation_config.json").is_file()
+    again = run("checkpoint", "convert", *arguments)
+    assert again.returncode == 2
+    assert f"output {tmp_path / 'out'} holds config.json already; name another folder, or remove it" in again.stderr
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 3, 1)])
+def test_levanter_and_back(golden, tmp_path, sizes):
+    """Levanter opens it in another sharding."""
+    template = build_model(read_config(str(golden / "mixtral" / "config.json"), None), 64).template
+    with jax.set_mesh(mesh_of(*sizes)):
+        module = load_pretrained(None, str(golden / "mixtral"), dtype="bfloat16")
+    save_levanter(module, str(tmp_path / "out"))
+    with jax.set_mesh(mesh_of(1, 1, 5)):
+        found = load_checkpoint(template, str(tmp_path / "out"), subpath="model", axis_mapping={"vocab": "data"})
+    expected = dict(named_leaves(module))
+    for path, leaf in named_leaves(found):
+        assert leaf.array.dtype == jax.numpy.bfloat16
+        np.testing.assert_array_equal(np.asarray(leaf.array), np.asarray(expected[path].array), err_msg=path)
+    with pytest.raises(ConfigError, match=r"holds metadata\.json already"):
+        save_levanter(module, str(tmp_path / "out"))
+
+
+def test_types_and_several_files(golden, tmp_path, monkeypatch):
+    """bfloat16, in files of at most 200 kB, with an index; the header is aligned and the library reads it lazily."""
+    monkeypatch.setattr(save, "FILE_BYTES", 200_000)
+    with jax.set_mesh(mesh_of(2, 2, 2)):
+        module = load_pretrained(None, str(golden / "mixtral"), axis_mapping=MAPPING, dtype="bfloat16")
+    save_pretrained(module, str(tmp_path), {"model_type": "mixtral"})
+    files = sorted(tmp_path.glob("*.safetensors"))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    expected = tensors(golden / "mixtral")
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(value.size * 2 for value in expected.values())
+    assert len(files) > 2 and {file.name for file in files} == set(index["weight_map"].values())
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "mixtral", "torch_dtype": "bfloat16"}
+    assert_same(tensors(tmp_path), {name: value.astype(jax.numpy.bfloat16) for name, value in expected.items()})
+    with safe_open(files[0], "numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+    for file in files:
+        assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
+
+
+def test_files_are_shared_evenly():
+    sizes = {f"layer {i}": 100 + i % 7 for i in range(97)}
+    for processes in (1, 2, 3, 5):
+        files = save.split(sizes, processes)
+        assert [name for names in files.values() for name in names] == [*sizes]
+        weights = [sum(sizes[name] for name in names) for names in files.values()]
+        assert len(files) == processes and max(weights) - min(weights) <= 2 * 106
+
+
+def test_what_cannot_be_written(golden, tmp_path):
+    with jax.set_mesh(mesh_of(1, 1, 1)):
+        module = load_pretrained(None, str(golden / "llama"))
+    (tmp_path / "file").write_text("")
+    for write in (save_levanter, lambda model, ref: save_pretrained(model, ref, {})):
+        with pytest.raises(ConfigError, match=r"output .* cannot be written: "):
+            write(module, str(tmp_path / "file" / "folder"))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight \[256, 96\] cannot be written"):
+        program = save.trace_program(eqx.filter_eval_shape(lambda: module))
+        views = {path: view for path, view in program.views.items() if "lm_head" not in path}
+        save_pretrained(module, str(tmp_path / "out"), {}, save.StateDictProgram(program.tensors, views))
+    assert not (tmp_path / "out").exists()
