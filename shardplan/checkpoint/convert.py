@@ -24,7 +24,7 @@ def convert(config: Config) -> str:
         CheckpointError: the checkpoint is damaged, or cannot be written as it is.
     """
     planned = start(*with_plan(config))
-    module = planned.load()
+    module = planned.load(planned.model.template)
     if config.format == "levanter":
         save_levanter(module, config.output)
     else:

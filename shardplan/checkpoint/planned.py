@@ -25,11 +25,11 @@ class Planned:
     plan: Plan
     mesh: Mesh
 
-    def load(self) -> Any:
-        """The model's weights: a Levanter module, sharded and cast as planned."""
+    def load(self, template: Any) -> Any:
+        """The Levanter module `template` (of `model`, or specialized) with its weights, sharded and cast as planned."""
         config, dtype = self.config, self.plan.workload.param_dtype
         mapping, budget = self.plan.param_mapping, int(config.load.gib * GIB)
-        return stream_model(self.model.template, self.folder, self.mesh, mapping, dtype, budget, config.checksum)
+        return stream_model(template, self.folder, self.mesh, mapping, dtype, budget, config.checksum)
 
 
 def start(config: Config, given: Plan | None) -> Planned:
