@@ -79,12 +79,13 @@ def verify(
     environments = [environment(parse_slice(case.plan.hardware.slice)) for case in cases]
     if compiler.cache is not None:
         check_writable("compiler.cache", str(Path(compiler.cache).expanduser() / "writable"))
+    # not in the threads: Python 3.11 cannot parse code in several at once
+    paths = [_cached(case, compiler) for case in cases]
     stop = threading.Event()
     # the same case twice is compiled once
     locks: defaultdict[Path | None, threading.Lock] = defaultdict(threading.Lock)
 
-    def one(case: Case, variables: dict[str, str]) -> Verdict:
-        path = _cached(case, compiler)
+    def one(case: Case, variables: dict[str, str], path: Path | None) -> Verdict:
         with locks[path] if path is not None else threading.Lock():
             verdict = _judge(case, variables, compiler, path, stop)
         on_verdict(case, verdict)
@@ -92,7 +93,7 @@ def verify(
 
     pool = ThreadPoolExecutor(compiler.jobs or os.cpu_count() or 1)
     try:
-        futures = [pool.submit(one, case, variables) for case, variables in zip(cases, environments, strict=True)]
+        futures = [pool.submit(one, *each) for each in zip(cases, environments, paths, strict=True)]
         return [future.result() for future in futures]
     finally:
         stop.set()
