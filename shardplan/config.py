@@ -159,7 +159,9 @@ class Config:
     """Of eval and checkpoint convert: compare the checkpoint's files with what their store has on record, while they
     are read."""
     output: str = "results/eval.json"
-    """Where eval writes its results; of checkpoint convert the folder to write, local, gs://, s3:// or az://."""
+    """Where eval writes its results."""
+    to: str | None = None
+    """Of checkpoint convert: the folder to write, local, gs://, s3:// or az://."""
     format: str = "hf"
     """Of checkpoint convert: hf (safetensors, as transformers reads them) or levanter (its tensorstore checkpoint)."""
     dry_run: bool = False

@@ -2,7 +2,7 @@
 
 `python -m shardplan.checkpoint --plan plan.json --schedule`: which process reads what of a checkpoint, and how long
 that takes; needs no accelerator, and no weights beyond config.json.
-`python -m shardplan.checkpoint convert --config C --output FOLDER`: write it out in another format, type or place.
+`python -m shardplan.checkpoint convert --config C --to FOLDER`: write it out in another format, type or place.
 """
 
 import os
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from shardplan.config import Config, load
 from shardplan.errors import ConfigError
 from shardplan.plan.__main__ import beside, check_targets, write_json
+from shardplan.plan.__main__ import main as dry_run
 from shardplan.runtime.command import run
 
 
@@ -37,16 +38,17 @@ def main(config: Config) -> None:
 
 
 def convert(argv: Sequence[str]) -> None:
-    """`convert --config C --output FOLDER`: load the checkpoint as planned, and write it out."""
+    """`convert --config C --to FOLDER`: load the checkpoint as planned, and write it out."""
     config = load(argv, "shardplan.checkpoint convert")
-    if "output" not in config.given:
-        raise ConfigError("convert needs a folder to write to: --output FOLDER")
-    if not config.model.ref and config.plan is None:
-        raise ConfigError("model.ref is not set; name the checkpoint that is to be converted")
-    from shardplan.checkpoint.convert import convert as run_conversion
+    if not config.to:
+        raise ConfigError("convert needs a folder to write to: --to FOLDER")
+    if config.dry_run:
+        dry_run(config)
+        return
+    from shardplan.checkpoint.convert import convert as write_out
     from shardplan.runtime.devices import is_first_process
 
-    done = run_conversion(config)
+    done = write_out(config, config.to)
     if is_first_process():
         print(done, file=sys.stderr)
 

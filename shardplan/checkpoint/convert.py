@@ -1,36 +1,53 @@
 """Load a checkpoint as planned, and write it out in another format, type or place."""
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from shardplan.checkpoint.load import validated
-from shardplan.checkpoint.planned import start
-from shardplan.checkpoint.save import CONFIG, save_levanter, save_pretrained
+from shardplan.checkpoint.planned import Planned, start
+from shardplan.checkpoint.save import CONFIG, new_target, save_levanter, save_pretrained
 from shardplan.config import Config
 from shardplan.plan.planner import with_plan
-from shardplan.storage import read_bytes
+from shardplan.runtime.devices import is_first_process
+from shardplan.storage import Folder, read_bytes
 
 BESIDE = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json", "chat_template.jinja",
+    "chat_template.json",
 )  # fmt: skip
 """Files of a Hugging Face checkpoint that are copied where they are there."""
 
 
-def convert(config: Config) -> str:
-    """Do what the configuration says; returns a line that says what was done.
+def convert(config: Config, to: str) -> str:
+    """Load what the configuration says, and write it to the folder `to`; returns a line that says what was done.
 
     Raises:
-        ConfigError: the output cannot be written, or is there.
+        ConfigError: the folder cannot be written to, or holds a checkpoint.
         CheckpointError: the checkpoint is damaged, or cannot be written as it is.
     """
+    is_levanter = config.format == "levanter"
+    target = new_target(to, is_levanter)  # before what takes long
     planned = start(*with_plan(config))
-    module = planned.load(planned.model.template)
-    if config.format == "levanter":
-        save_levanter(module, config.output)
+    settings = _config_json(planned)
+    module, program = planned.load(planned.model.template)
+    if is_levanter:
+        save_levanter(module, to, settings)
     else:
-        _, program = validated(planned.model.template, planned.folder)
-        settings = json.loads(read_bytes(planned.folder, CONFIG) or "{}")
-        found = {name: read_bytes(planned.folder, name) for name in BESIDE}
-        others = {name: data for name, data in found.items() if data is not None}
-        save_pretrained(module, config.output, settings, program, others)
-    return f"{planned.folder.ref} written to {config.output}: {config.format}, {planned.plan.workload.param_dtype}"
+        others = _others(planned.folder) if is_first_process() else {}
+        save_pretrained(module, to, settings, program, others)
+    return f"{planned.folder.ref} written to {target.ref}: {config.format}, {planned.plan.workload.param_dtype}"
+
+
+def _config_json(planned: Planned) -> dict[str, Any]:
+    """The config.json that the model is built from, as it is written."""
+    path = planned.config.model.config
+    text = Path(path).read_bytes() if path is not None else read_bytes(planned.folder, CONFIG)
+    found: dict[str, Any] = json.loads(text or b"")
+    return found
+
+
+def _others(folder: Folder) -> Mapping[str, bytes]:
+    found = {name: read_bytes(folder, name) for name in BESIDE}
+    return {name: data for name, data in found.items() if data is not None}

@@ -16,6 +16,8 @@ from shardplan.storage import File, Folder
 from shardplan.storage.checksums import Checksum, crc, joined, sha256
 from shardplan.storage.folder import Pace
 
+TENSORS = ".safetensors"
+"""Files that are checked."""
 Part = tuple[int, int, int]
 """First byte of a part of a file, one past its last, and the CRC of what is between."""
 
@@ -24,17 +26,18 @@ class CheckedFile:
     """A file that keeps the CRC of everything that is read of it, where the store has one of the whole."""
 
     def __init__(self, file: File) -> None:
-        self._file = file
+        self.file = file
         self.name: str = file.name
         self.size: int = file.size
         self.version: str = file.version
         self.pace: Pace = file.pace
+        self.is_shared: bool = file.is_shared
         self.recorded = file.recorded_checksum()
         self.parts: list[Part] = []
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """See `File.read_into`."""
-        self._file.read_into(offset, buffer)
+        self.file.read_into(offset, buffer)
         if self.recorded and self.recorded.is_crc and len(buffer):
             self.parts.append((offset, offset + len(buffer), crc(self.recorded.algorithm, buffer)))
 
@@ -44,7 +47,7 @@ class CheckedFile:
 
 
 class CheckedFolder:
-    """A folder whose files are `CheckedFile`s."""
+    """A folder whose files with tensors are `CheckedFile`s."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -53,29 +56,40 @@ class CheckedFolder:
     def open(self, name: str) -> File | None:
         """See `Folder.open`."""
         file = self._folder.open(name)
-        return None if file is None else CheckedFile(file)
+        self.ref = self._folder.ref  # the hub's has a commit once a file of it is open
+        return CheckedFile(file) if file is not None and name.endswith(TENSORS) else file
 
 
 def check_files(tensors: Iterable[Tensor], peers: Peers) -> None:
     """Compare the files of `tensors`, of a `CheckedFolder`, with what is on record; say on stderr what was compared.
 
-    Every process calls this when it has read its part, and checks its share of the files.
+    Every process calls this when it has read its part. Files that all read are shared out; of what each has a copy of
+    its own, each checks its own.
 
     Raises:
         CheckpointError: a file is another; in all processes.
     """
     files = {tensor.file.name: tensor.file for tensor in tensors}
     checked = [file for _, file in sorted(files.items()) if isinstance(file, CheckedFile)]
-    said = peers.gather("parts", [merged_parts(file) for file in checked])
-    mine = range(peers.here, len(checked), peers.count)
+    to_each = {
+        process: [file.parts if _checks(file, i, process, peers) else [] for i, file in enumerate(checked)]
+        for process in range(peers.count)
+    }
+    said = peers.tell("parts", to_each)
 
     def check() -> None:
-        for i in mine:
-            check_file(checked[i], [(start, stop, value) for parts in said.values() for start, stop, value in parts[i]])
+        for i, file in enumerate(checked):
+            if _checks(file, i, peers.here, peers):
+                those = said.values() if file.is_shared else [said[peers.here]]
+                check_file(file, [(start, stop, value) for parts in those for start, stop, value in parts[i]])
 
     peers.agree("checksums", check, lambda _: {})
     if is_first_process():
         print(_summary(checked), file=sys.stderr)
+
+
+def _checks(file: CheckedFile, number: int, process: int, peers: Peers) -> bool:
+    return not file.is_shared or number % peers.count == process
 
 
 def _summary(files: list[CheckedFile]) -> str:
@@ -83,9 +97,9 @@ def _summary(files: list[CheckedFile]) -> str:
     for file in files:
         by_kind[file.recorded.algorithm if file.recorded else ""].append(file.name)
     unknown = by_kind.pop("", [])
-    said = [f"{len(names)} files match the {kind} of their store" for kind, names in sorted(by_kind.items())]
+    said = [f"the {kind} on record is that of {len(names)} of {len(files)} files" for kind, names in by_kind.items()]
     if unknown:
-        said.append(f"of {len(unknown)} the store has no checksum ({unknown[0]}{', ...' if unknown[1:] else ''})")
+        said.append(f"none is on record of {len(unknown)} ({unknown[0]}{', ...' if unknown[1:] else ''})")
     return f"checksums: {'; '.join(said)}"
 
 
@@ -93,7 +107,7 @@ def check_file(file: CheckedFile, parts: Iterable[Part]) -> None:
     """Compare a file with what is on record; `parts` are those that have been read.
 
     Raises:
-        CheckpointError: it is another.
+        CheckpointError: it is another, or some of it was when it was read.
     """
     recorded = file.recorded
     if recorded is None:
@@ -101,36 +115,33 @@ def check_file(file: CheckedFile, parts: Iterable[Part]) -> None:
     if recorded.is_crc:
         found = Checksum.of_crc(recorded.algorithm, _whole(file, recorded.algorithm, parts))
     else:
-        found = sha256(file, file.pace.nbytes)
+        found = sha256(file.file, file.pace.nbytes)
     if found != recorded:
-        raise CheckpointError(
-            f"{file.name}: is {found}, and {recorded} on record at its store; it is damaged, replace it there"
-        )
-
-
-def merged_parts(file: CheckedFile) -> list[Part]:
-    """What has been read of a file, with neighbours as one part."""
-    found: list[Part] = []
-    for part in sorted(file.parts):
-        if found and found[-1][1] == part[0]:
-            assert file.recorded is not None
-            start, _, before = found.pop()
-            part = (start, part[1], joined(file.recorded.algorithm, before, part[2], part[1] - part[0]))
-        found.append(part)
-    return found
+        raise CheckpointError(f"{file.name}: is {found}, and {recorded} is on record; it is damaged, replace it")
 
 
 def _whole(file: CheckedFile, algorithm: str, parts: Iterable[Part]) -> int:
     """The CRC of a file: of parts that follow each other, and of bytes read now where there is none."""
     position, result = 0, 0
-    for start, stop, value in [*sorted(parts, key=lambda part: (part[0], -part[1])), (file.size, file.size, 0)]:
-        if start < position:
-            continue  # of what is counted already; its end, if that is beyond, is read again
-        while position < start:
-            buffer = memoryview(bytearray(min(file.pace.nbytes, start - position)))
-            file.read_into(position, buffer)
-            result = joined(algorithm, result, crc(algorithm, buffer), len(buffer))
-            position += len(buffer)
+    counted: dict[tuple[int, int], int] = {}
+    for start, stop, value in sorted(set(parts), key=lambda part: (part[0], -part[1])):
+        if start < position:  # of what is counted already
+            again = counted.get((start, stop))
+            if value != (_read(file, algorithm, start, stop) if again is None else again):
+                raise CheckpointError(f"{file.name}: bytes {start} to {stop} came in two ways; load again")
+            continue
+        result = joined(algorithm, result, _read(file, algorithm, position, start), start - position)
         result = joined(algorithm, result, value, stop - start)
+        counted[start, stop] = value
         position = stop
+    return joined(algorithm, result, _read(file, algorithm, position, file.size), file.size - position)
+
+
+def _read(file: CheckedFile, algorithm: str, start: int, stop: int) -> int:
+    """The CRC of some bytes, read now."""
+    result = 0
+    for offset in range(start, stop, file.pace.nbytes):
+        buffer = memoryview(bytearray(min(file.pace.nbytes, stop - offset)))
+        file.file.read_into(offset, buffer)
+        result = joined(algorithm, result, crc(algorithm, buffer), len(buffer))
     return result

@@ -110,6 +110,19 @@ def stream_model(
         budget: host memory to use beside the arrays, bytes.
         checksum: compare the files with what their store has on record.
     """
+    return stream_checkpoint(template, folder, mesh, mapping, dtype, budget, checksum)[0]
+
+
+def stream_checkpoint(
+    template: Any,
+    folder: Folder,
+    mesh: Mesh,
+    mapping: ResourceMapping | None,
+    dtype: Any,
+    budget: int,
+    checksum: bool,
+) -> tuple[Any, StateDictProgram]:
+    """What `stream_model` gives, and how it was made of the checkpoint's tensors."""
     if checksum:
         folder = CheckedFolder(folder)
     with watched() as peers:
@@ -126,7 +139,8 @@ def stream_model(
             return leaf
         return hax.NamedArray(array, leaf.axes) if isinstance(leaf, hax.NamedArray) else array
 
-    return jax.tree_util.tree_map_with_path(fill, template, is_leaf=lambda node: isinstance(node, hax.NamedArray))
+    model = jax.tree_util.tree_map_with_path(fill, template, is_leaf=lambda node: isinstance(node, hax.NamedArray))
+    return model, program
 
 
 def validated(template: Any, folder: Folder) -> tuple[dict[str, Tensor], StateDictProgram]:

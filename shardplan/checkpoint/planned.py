@@ -5,8 +5,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from shardplan.checkpoint.load import stream_model
+from shardplan.checkpoint.load import stream_checkpoint
+from shardplan.checkpoint.program import StateDictProgram
 from shardplan.config import Config
+from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model, build_model, read_config
 from shardplan.plan.plan import Plan
@@ -25,20 +27,25 @@ class Planned:
     plan: Plan
     mesh: Mesh
 
-    def load(self, template: Any) -> Any:
-        """The Levanter module `template` (of `model`, or specialized) with its weights, sharded and cast as planned."""
+    def load(self, template: Any) -> tuple[Any, StateDictProgram]:
+        """The Levanter module `template` (of `model`, or specialized) with its weights, sharded and cast as planned.
+
+        And how it was made of tensors.
+        """
         config, dtype = self.config, self.plan.workload.param_dtype
         mapping, budget = self.plan.param_mapping, int(config.load.gib * GIB)
-        return stream_model(template, self.folder, self.mesh, mapping, dtype, budget, config.checksum)
+        return stream_checkpoint(template, self.folder, self.mesh, mapping, dtype, budget, config.checksum)
 
 
 def start(config: Config, given: Plan | None) -> Planned:
     """Start JAX on the configured slice, and plan; `given` is used instead of a new plan.
 
     Raises:
-        ConfigError: JAX has other devices, or the checkpoint does not exist.
+        ConfigError: JAX has other devices, or the checkpoint is not named or does not exist.
         InfeasibleError: no plan fits.
     """
+    if not config.model.ref:
+        raise ConfigError("model.ref is not set; name a checkpoint, for this needs its weights")
     hardware = parse_slice(config.hardware.slice)
     start_devices(hardware.name, hardware.devices, hardware.is_cpu)
     folder = open_folder(config.model.ref)

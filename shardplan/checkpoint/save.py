@@ -5,6 +5,7 @@ arrays a tensor is made of. One tensor after the other is gathered over the inte
 file it belongs to; nothing else is ever whole.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -13,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from levanter.checkpoint import save_checkpoint
 
@@ -32,15 +34,18 @@ from shardplan.model.axes import named_leaves
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.peers import Peers, watched
 from shardplan.runtime.progress import progress_bar
-from shardplan.storage import open_folder
 from shardplan.storage.writing import Target
 
 FILE_BYTES = 5 * 10**9
-"""Most bytes of tensors in a file; as transformers writes them."""
+"""Of tensors in a file, about; as transformers writes them."""
 WAITING = 2
 """Tensors that are gathered and not yet written, of one process."""
 LEVANTER_MARK = "metadata.json"
 """What Levanter writes last, and takes a folder for a checkpoint by."""
+LEVANTER_SCHEMES = ("gs", "s3")
+"""Where JAX has tensorstore write."""
+LONGEST = 3600
+"""Seconds that processes wait for each other's part of a Levanter checkpoint."""
 CONFIG = "config.json"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -60,23 +65,48 @@ class Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def save_levanter(model: Any, ref: str) -> None:
+def new_target(ref: str, is_levanter: bool = False) -> Target:
+    """The folder that `ref` names, for a checkpoint.
+
+    Args:
+        is_levanter: whether it is to be one of Levanter's.
+
+    Raises:
+        ConfigError: it holds one already, or cannot be written to.
+    """
+    scheme, separator, _ = ref.partition("://")
+    if is_levanter and separator and scheme not in LEVANTER_SCHEMES:
+        raise ConfigError(
+            f"{ref}: Levanter's checkpoints are written to local folders, gs:// and s3://, not {scheme}://"
+        )
+    target = Target(ref)
+    for name in (CONFIG, INDEX, SINGLE, LEVANTER_MARK):
+        if target.holds(name):
+            raise ConfigError(f"{target.ref} holds {name} already; name another folder, or remove it")
+    return target
+
+
+def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
     """Write `model` as a Levanter checkpoint, which `levanter.checkpoint.load_checkpoint(..., subpath="model")` opens.
 
     Args:
         model: a Levanter model, sharded in any way; every process calls this.
-        ref: folder, local or of an object store.
+        ref: folder, local, gs:// or s3://.
+        config: what a config.json beside it is to say.
 
     Raises:
-        ConfigError: there is a checkpoint already, or the folder cannot be written.
+        ConfigError: there is a checkpoint already, or the folder cannot be written to.
     """
-    path = ref if "://" in ref else str(Path(ref).absolute())
+    # Levanter's `load_checkpoint` reads arrays only, and switches that are Python's cannot be written by processes
+    tree = {"model": eqx.filter(model, eqx.is_array)}
     with watched() as peers:
-        peers.agree("target", lambda: _check_new(path, LEVANTER_MARK), lambda _: {})
+        target = _claimed(ref, config, peers, is_levanter=True)
+        manager = GlobalAsyncCheckpointManager(timeout_secs=LONGEST)
         try:
-            save_checkpoint({"model": model}, step=0, checkpoint_path=path, is_temporary=False)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"output {ref!r} cannot be written: {one_line(error)}") from error
+            save_checkpoint(tree, step=0, checkpoint_path=target.ref, manager=manager, is_temporary=False)
+            manager.wait_until_finished()
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(f"{target.ref} cannot be written to: {one_line(error)}") from error
         peers.gather("saved", None)
 
 
@@ -94,47 +124,70 @@ def save_pretrained(
         ref: folder, local or of an object store; of several processes the same for all.
         config: what config.json is to say.
         program: names of the tensors, as of the checkpoint that the model was loaded from; default: Levanter's.
-        others: more files, name -> content.
+        others: more files, name -> content, of the first process.
 
     Raises:
-        ConfigError: there is a checkpoint already, or the folder cannot be written.
+        ConfigError: there is a checkpoint already, or the folder cannot be written to.
         CheckpointError: a tensor cannot be made of the model's arrays.
     """
     program = program or trace_program(eqx.filter_eval_shape(lambda: model))
     tensors = stored_tensors(model, program)
-    target = Target(ref)
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    settings = {**config, key: str(next(iter(tensors.values())).dtype)}
     with watched() as peers:
-        peers.agree("target", lambda: _check_new(ref, CONFIG, INDEX, SINGLE), lambda _: {})
+        target = _claimed(ref, settings, peers)
         files = split({name: tensor.nbytes for name, tensor in tensors.items()}, peers.count)
-        try:
-            _write_files(target, files, tensors, peers)
-            peers.gather("written", None)
-            if is_first_process():
-                _write_rest(target, files, tensors, config, others or {})
-        except OSError as error:
-            raise ConfigError(f"output {ref!r} cannot be written: {one_line(error)}") from error
+        _write_files(target, files, tensors, peers)
+        peers.gather("written", None)
+        if is_first_process():
+            for name, text in {**(others or {}), **_index(files, tensors)}.items():
+                _write(target, name, text)
         peers.gather("whole", None)
-        peers.agree("result", lambda: _check_whole(ref, program.tensors), lambda _: {})
+        peers.agree(
+            "result", lambda: check_tensors(read_index(target.folder()), program.tensors, target.ref), lambda _: {}
+        )
+
+
+def _claimed(ref: str, config: Mapping[str, Any], peers: Peers, is_levanter: bool = False) -> Target:
+    """A new target, with its config.json, once all processes see that; each may have a disk of its own by that name."""
+    target = peers.agree("target", lambda: new_target(ref, is_levanter), lambda _: {})
+    if is_first_process():
+        _write(target, CONFIG, json.dumps(config, indent=2).encode())
+    peers.gather("claimed", None)
+
+    def see() -> None:
+        if not target.holds(CONFIG):
+            raise ConfigError(f"{target.ref} is another folder there than for process 0; give all processes one folder")
+
+    peers.agree("sight", see, lambda _: {})
+    return target
+
+
+def _write(target: Target, name: str, text: bytes) -> None:
+    with target.create(name) as writer:
+        writer.write(text)
 
 
 def stored_tensors(model: Any, program: StateDictProgram) -> dict[str, Stored]:
     """Tensor name -> what it is made of.
 
     Raises:
-        CheckpointError: there are elements of a tensor that no array holds.
+        CheckpointError: there are elements of a tensor that no array holds, or it has a type that files cannot have.
     """
     arrays = {path: getattr(leaf, "array", leaf) for path, leaf in named_leaves(model)}
     parts: defaultdict[str, list[tuple[jax.Array, Piece]]] = defaultdict(list)
     for path, view in program.views.items():
         for piece in view.pieces:
             parts[piece.tensor].append((arrays[path], piece))
+    found = {}
     for name, shape in program.tensors.items():
-        if sum(piece.size for _, piece in parts[name]) < math.prod(shape):
+        if not parts[name] or sum(piece.size for _, piece in parts[name]) < math.prod(shape):
             raise CheckpointError(f"{name} {list(shape)} cannot be written: the model does not hold all of it")
-    return {
-        name: Stored(shape, np.result_type(*(array.dtype for array, _ in parts[name])), tuple(parts[name]))
-        for name, shape in program.tensors.items()
-    }
+        dtype = np.dtype(functools.reduce(jnp.promote_types, (array.dtype for array, _ in parts[name])))
+        if dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{name} cannot be written: safetensors files have no type {dtype}")
+        found[name] = Stored(shape, dtype, tuple(parts[name]))
+    return found
 
 
 def split(sizes: Mapping[str, int], processes: int) -> dict[str, list[str]]:
@@ -168,25 +221,6 @@ def header(tensors: Mapping[str, Stored]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _check_new(ref: str, *names: str) -> None:
-    """Complain of files that would be written over."""
-    try:
-        folder = open_folder(ref)
-    except ConfigError:
-        return  # there is no such folder yet
-    for name in names:
-        if folder.open(name) is not None:
-            raise ConfigError(f"output {ref} holds {name} already; name another folder, or remove it")
-
-
-def _check_whole(ref: str, expected: Mapping[str, Shape]) -> None:
-    """See that what all processes have written is there: each may have a disk of its own under that name."""
-    try:
-        check_tensors(read_index(open_folder(ref)), expected, ref)
-    except CheckpointError as error:
-        raise CheckpointError(f"what was written is not whole ({error}); give all processes one folder") from error
-
-
 def _write_files(target: Target, files: Mapping[str, list[str]], tensors: Mapping[str, Stored], peers: Peers) -> None:
     """Each process one file at a time: all gather a tensor of each of these files in turn."""
     names = [*files]
@@ -215,15 +249,44 @@ def _write_files(target: Target, files: Mapping[str, list[str]], tensors: Mappin
 
 def _gathered(array: jax.Array, piece: Piece) -> jax.Array:
     """A box of an array, on every device."""
-    sharding = array.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    return _slicer(sharding, piece.shape)(array, [np.int32(start) for start in piece.start])
+    return gatherer(array.sharding, array.shape, piece.shape)(array, [np.int32(start) for start in piece.start])
 
 
-@cache
-def _slicer(sharding: Sharding, shape: Shape) -> Callable[[jax.Array, list[np.int32]], jax.Array]:
-    return jax.jit(partial(jax.lax.dynamic_slice, slice_sizes=shape), out_shardings=sharding)
+@functools.cache
+def gatherer(sharding: Sharding, shape: Shape, box: Shape) -> Callable[[jax.Array, Sequence[np.int32]], jax.Array]:
+    """A function of an array of `shape` and a first index, that gives the box of that shape from there to all devices.
+
+    Where a cut dimension has one index in the box, as that of experts, only the devices with that index give theirs:
+    a slice along a cut dimension would have the partitioner make all of it whole first.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return jax.jit(partial(jax.lax.dynamic_slice, slice_sizes=box))
+    mesh, spec = sharding.mesh, (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
+    picked = [d for d, axes in enumerate(spec) if axes and box[d] == 1 < shape[d]]
+    replicated = NamedSharding(mesh, PartitionSpec())
+    if not picked:
+        return jax.jit(partial(jax.lax.dynamic_slice, slice_sizes=box), out_shardings=replicated)
+
+    def pick(shard: jax.Array, *first: jax.Array) -> jax.Array:
+        is_mine, start = jnp.bool_(True), list(first)
+        sizes = [n if axes else b for n, b, axes in zip(shard.shape, box, spec, strict=True)]
+        for d in picked:
+            start[d] -= jax.lax.axis_index(spec[d]) * shard.shape[d]
+            is_mine &= (start[d] >= 0) & (start[d] < shard.shape[d])
+            sizes[d] = 1
+        # as bits: a sum with zeros would lose the sign of -0.0
+        bits = jax.lax.bitcast_convert_type(shard, f"uint{8 * shard.dtype.itemsize}")
+        mine = jnp.where(is_mine, jax.lax.dynamic_slice(bits, start, sizes), 0)
+        whole = jax.lax.psum(mine, [spec[d] for d in picked])
+        return jax.lax.bitcast_convert_type(whole, shard.dtype)
+
+    def gather(array: jax.Array, first: Sequence[np.int32]) -> jax.Array:
+        kept = PartitionSpec(*(None if d in picked else axes for d, axes in enumerate(spec)))
+        of_start = [PartitionSpec()] * len(first)
+        inputs = (PartitionSpec(*spec), *of_start)
+        return jax.shard_map(pick, mesh=mesh, in_specs=inputs, out_specs=kept, check_vma=False)(array, *first)
+
+    return jax.jit(gather, out_shardings=replicated)
 
 
 def _assembled(tensor: Stored, boxes: Sequence[jax.Array]) -> np.ndarray:
@@ -239,23 +302,12 @@ def _assembled(tensor: Stored, boxes: Sequence[jax.Array]) -> np.ndarray:
     return data.view(np.uint8)
 
 
-def _write_rest(
-    target: Target,
-    files: Mapping[str, list[str]],
-    tensors: Mapping[str, Stored],
-    config: Mapping[str, Any],
-    others: Mapping[str, bytes],
-) -> None:
-    """What is there once: config.json, and the index last."""
-    dtype = str(next(iter(tensors.values())).dtype)
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    texts = {**others, CONFIG: json.dumps({**config, key: dtype}, indent=2).encode()}
-    if SINGLE not in files:
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-            "weight_map": {name: file for file, names in files.items() for name in names},
-        }
-        texts[INDEX] = json.dumps(index, indent=2).encode()
-    for name, text in texts.items():
-        with target.create(name) as writer:
-            writer.write(text)
+def _index(files: Mapping[str, list[str]], tensors: Mapping[str, Stored]) -> dict[str, bytes]:
+    """Which tensor is in which file, where there are several."""
+    if SINGLE in files:
+        return {}
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
+    return {INDEX: json.dumps(index, indent=2).encode()}

@@ -43,7 +43,7 @@ def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Calla
             "it is another model's tokenizer"
         )
     started = time.perf_counter()
-    module = planned.load(model.template)
+    module, _ = planned.load(model.template)
     load_seconds = time.perf_counter() - started
     measured = evaluate(module, model, plan, planned.mesh, windows)
     summary = summarize(documents, windows, measured.losses)

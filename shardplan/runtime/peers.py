@@ -65,7 +65,7 @@ class Peers:
             describe: names of its parts, and what must be equal of them.
 
         Raises:
-            CheckpointError: `find` raised it, in this process or another, or two found something else.
+            CheckpointError: two found something else; or whatever `find` raised, in this process or another.
         """
         if self.count == 1:
             return find()
@@ -75,7 +75,7 @@ class Peers:
             found = find()
             said["parts"] = dict(describe(found))
         except ShardplanError as error:
-            said["error"] = str(error)
+            said |= {"error": str(error), "kind": type(error).__name__}
             problem = error
         everybody = self.gather(what, said)
         problem = problem or self._disagreement(said, everybody)
@@ -89,16 +89,30 @@ class Peers:
         raise problem
 
     def gather(self, what: str, said: Any) -> dict[int, Any]:
-        """Process -> what it says under a name, once all have said it; JSON."""
+        """Process -> what it says under a name, once all have said it; JSON, and short."""
         if self.count == 1:
             return {self.here: said}
         self._set(f"{what}/{self.here}", json.dumps(said))
         return self._wait_for_all(what)
 
-    def _disagreement(self, mine: Mapping[str, Any], said: Mapping[int, Mapping[str, Any]]) -> CheckpointError | None:
+    def tell(self, what: str, said: Mapping[int, Any]) -> dict[int, Any]:
+        """Process -> what it says to this one under a name, once all have said everything; JSON.
+
+        Args:
+            said: process -> what this one says to it.
+        """
+        if self.count == 1:
+            return {self.here: said[self.here]}
+        for process, each in said.items():
+            self._set(f"{what} for {process}/{self.here}", json.dumps(each))
+        self.gather(what, None)
+        return {process: json.loads(text) for process, text in self._all(f"{what} for {self.here}").items()}
+
+    def _disagreement(self, mine: Mapping[str, Any], said: Mapping[int, Mapping[str, Any]]) -> ShardplanError | None:
         for process, theirs in sorted(said.items()):
             if "error" in theirs:
-                return CheckpointError(f"process {process}: {theirs['error']}")
+                kind = next(kind for kind in ShardplanError.__subclasses__() if kind.__name__ == theirs["kind"])
+                return kind(f"process {process}: {theirs['error']}")
             for part in sorted({*mine["parts"], *theirs["parts"]}):
                 if mine["parts"].get(part) != theirs["parts"].get(part):
                     return CheckpointError(

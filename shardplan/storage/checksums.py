@@ -10,7 +10,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Protocol, cast
 
 import crc32c
@@ -130,15 +130,17 @@ def of_properties(properties: Mapping[str, Any]) -> Checksum | None:
     return Checksum(SHA256, bytes.fromhex(digest)) if digest else None
 
 
-def _s3_headers(bucket: str, key: str) -> dict[str, str]:
+@cache
+def _s3_client() -> Any:
     try:
         import botocore.session
     except ImportError as error:
-        raise ConfigError(
-            "checksum of s3:// files is asked for with botocore: pip install 'shardplan[s3-checksums]'"
-        ) from error
-    client = botocore.session.get_session().create_client("s3")
-    answer = client.head_object(Bucket=bucket, Key=key, ChecksumMode="ENABLED")
+        raise ConfigError("checksums of s3:// files need botocore: pip install 'shardplan[s3-checksums]'") from error
+    return botocore.session.get_session().create_client("s3")
+
+
+def _s3_headers(bucket: str, key: str) -> dict[str, str]:
+    answer = _s3_client().head_object(Bucket=bucket, Key=key, ChecksumMode="ENABLED")
     return cast(dict[str, str], answer["ResponseMetadata"]["HTTPHeaders"])
 
 

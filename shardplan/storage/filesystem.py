@@ -13,6 +13,7 @@ class FilesystemFile:
     """A file of an fsspec file system, read by ranges."""
 
     pace = REMOTE
+    is_shared = True
 
     def __init__(self, filesystem: Any, path: str, name: str, version: str | None = None):
         """

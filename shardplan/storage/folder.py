@@ -31,6 +31,8 @@ class File(Protocol):
     version: str
     """Tells its content from another under the same name; equal on every host that sees the same content."""
     pace: Pace
+    is_shared: bool
+    """Whether every host reads one copy of it, rather than a copy of its own."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset` on.

@@ -19,6 +19,7 @@ class LocalFile:
     """A file on a local disk."""
 
     pace = PACE
+    is_shared = False
 
     def __init__(self, path: Path):
         self.name = str(path)

@@ -40,6 +40,7 @@ class ObjectFile:
     """An object in a store, read by ranges."""
 
     pace = REMOTE
+    is_shared = True
 
     def __init__(self, store: Any, path: str, url: str):
         meta = obstore.head(store, path)
@@ -99,21 +100,23 @@ def _version(meta: Any) -> str:
     return str(meta["version"] or meta["e_tag"] or time_of_change)
 
 
-def open_store(ref: str) -> Any:
-    """The obstore store that `ref` names, with the attempts left to us."""
+def open_store(ref: str, is_retried: bool = False) -> Any:
+    """The obstore store that `ref` names.
+
+    Args:
+        is_retried: whether obstore is to repeat what fails.
+    """
     plain = any(url.startswith("http://") for url in (ref, os.environ.get("AWS_ENDPOINT_URL", "")))
-    return obstore.store.from_url(
-        ref.rstrip("/"),
-        client_options={"timeout": TIMEOUT, "allow_http": plain},
-        retry_config={"max_retries": 0},
-    )
+    options: Any = {"timeout": TIMEOUT, "allow_http": plain}
+    retries: Any = None if is_retried else {"max_retries": 0}
+    return obstore.store.from_url(ref.rstrip("/"), client_options=options, retry_config=retries)
 
 
 class ObjectFolder:
     """A prefix in an object store or a folder on a web server."""
 
     def __init__(self, ref: str):
-        self.ref = ref
+        self.ref = ref.rstrip("/")
         try:
             self._store = open_store(ref)
         except Exception as error:

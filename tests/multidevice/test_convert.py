@@ -3,12 +3,13 @@
 import json
 import math
 
+import conftest
 import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from conftest import MODEL_TYPES, run
-from jax.sharding import Mesh
+from conftest import MODEL_TYPES, fails, run
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.checkpoint import load_checkpoint
 from safetensors import safe_open
 from safetensors.numpy import load_file
@@ -43,7 +44,7 @@ def assert_same(found, expected) -> None:
 def test_hugging_face_and_back(golden, tmp_path, name):
     """With the tensors of the original: names, shapes, types and bits; in files that differ by a tensor at most."""
     arguments = [f"--model={golden / name}", "--hardware.slice=cpu-8", "--workload.param_dtype=float32"]
-    arguments += ["--workload.batch=8", "--workload.position=64", f"--output={tmp_path / 'out'}"]
+    arguments += ["--workload.batch=8", "--workload.position=64", f"--to={tmp_path / 'out'}"]
     done = run("checkpoint", "convert", *arguments)
     assert done.returncode == 0, done.stderr
     assert f"written to {tmp_path / 'out'}: hf, float32" in done.stderr
@@ -53,7 +54,7 @@ def test_hugging_face_and_back(golden, tmp_path, name):
     assert (tmp_path / "out" / "generation_config.json").is_file()
     again = run("checkpoint", "convert", *arguments)
     assert again.returncode == 2
-    assert f"output {tmp_path / 'out'} holds config.json already; name another folder, or remove it" in again.stderr
+    assert f"{tmp_path / 'out'} holds config.json already; name another folder, or remove it" in again.stderr
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 3, 1)])
@@ -62,15 +63,15 @@ def test_levanter_and_back(golden, tmp_path, sizes):
     template = build_model(read_config(str(golden / "mixtral" / "config.json"), None), 64).template
     with jax.set_mesh(mesh_of(*sizes)):
         module = load_pretrained(None, str(golden / "mixtral"), dtype="bfloat16")
-    save_levanter(module, str(tmp_path / "out"))
+    save_levanter(module, str(tmp_path / "out"), {})
     with jax.set_mesh(mesh_of(1, 1, 5)):
         found = load_checkpoint(template, str(tmp_path / "out"), subpath="model", axis_mapping={"vocab": "data"})
     expected = dict(named_leaves(module))
     for path, leaf in named_leaves(found):
         assert leaf.array.dtype == jax.numpy.bfloat16
         np.testing.assert_array_equal(np.asarray(leaf.array), np.asarray(expected[path].array), err_msg=path)
-    with pytest.raises(ConfigError, match=r"holds metadata\.json already"):
-        save_levanter(module, str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=r"holds config\.json already"):
+        save_levanter(module, str(tmp_path / "out"), {})
 
 
 def test_types_and_several_files(golden, tmp_path, monkeypatch):
@@ -106,11 +107,54 @@ def test_what_cannot_be_written(golden, tmp_path):
     with jax.set_mesh(mesh_of(1, 1, 1)):
         module = load_pretrained(None, str(golden / "llama"))
     (tmp_path / "file").write_text("")
-    for write in (save_levanter, lambda model, ref: save_pretrained(model, ref, {})):
-        with pytest.raises(ConfigError, match=r"output .* cannot be written: "):
-            write(module, str(tmp_path / "file" / "folder"))
+    for write in (save_levanter, save_pretrained):
+        with pytest.raises(ConfigError, match=r"file/folder cannot be written to: "):
+            write(module, str(tmp_path / "file" / "folder"), {})
+    with pytest.raises(ConfigError, match=r"written to local folders, gs:// and s3://, not az://"):
+        save_levanter(module, "az://container/folder", {})
     with pytest.raises(CheckpointError, match=r"lm_head\.weight \[256, 96\] cannot be written"):
         program = save.trace_program(eqx.filter_eval_shape(lambda: module))
         views = {path: view for path, view in program.views.items() if "lm_head" not in path}
         save_pretrained(module, str(tmp_path / "out"), {}, save.StateDictProgram(program.tensors, views))
     assert not (tmp_path / "out").exists()
+
+
+def test_where_it_is_written_to(golden, tmp_path, monkeypatch):
+    """A path that is relative, or begins at home, in both formats; never a repository of the hub by that name."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(conftest, "ROOT", tmp_path)  # where the command runs
+    arguments = [f"--model={golden / 'gpt2'}", "--hardware.slice=cpu-8", "--workload.batch=8", "--workload.position=64"]
+    for to, path in (("fresh/copy", tmp_path / "fresh" / "copy"), ("~/copy", tmp_path / "home" / "copy")):
+        for kind, mark in (("hf", "model.safetensors"), ("levanter", "metadata.json")):
+            done = run("checkpoint", "convert", *arguments, f"--to={to}/{kind}", f"--format={kind}")
+            assert done.returncode == 0, done.stderr
+            assert (path / kind / mark).is_file() and (path / kind / "config.json").is_file()
+    assert not list(tmp_path.rglob("inference"))  # switches of dropout: no arrays, which several processes cannot write
+
+
+def test_bad_input(golden, tmp_path):
+    arguments = [f"--model={golden / 'llama'}", "--hardware.slice=cpu-8"]
+    fails(run("checkpoint", "convert", *arguments), 2, "convert needs a folder to write to: --to FOLDER")
+    fails(run("checkpoint", "convert", *arguments, "--to="), 2, "convert needs a folder to write to: --to FOLDER")
+    fails(
+        run("checkpoint", "convert", "--to=x", "--hardware.slice=cpu-8", "--model.config=c.json"), 2, "model.ref is not"
+    )
+    wrong = [*arguments, f"--to={tmp_path}", "--format=pt"]
+    fails(run("checkpoint", "convert", *wrong), 2, "format is 'pt'; valid: hf, levanter")
+    done = run("checkpoint", "convert", *arguments, f"--to={tmp_path / 'out'}", "--dry_run", "--workload.position=64")
+    assert done.returncode == 0 and "PartitionSpec" in done.stdout and not (tmp_path / "out").exists()
+
+
+def test_one_expert_is_gathered_without_the_others():
+    """A slice along a dimension that is cut would make all of it whole first."""
+    sharding = NamedSharding(mesh_of(1, 2, 4), PartitionSpec(None, "model", "data", None))
+    shape, box = (4, 8, 64, 64), (1, 1, 64, 64)
+    values = np.random.default_rng(0).integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)  # NaN and -0.0 too
+    array = jax.device_put(values, sharding)
+    gather = save.gatherer(sharding, shape, box)
+    for layer, expert in ((0, 0), (3, 7), (2, 5)):
+        start = [np.int32(i) for i in (layer, expert, 0, 0)]
+        found = np.asarray(gather(array, start)).view(np.uint32)
+        np.testing.assert_array_equal(found[0, 0], values[layer, expert].view(np.uint32))
+    compiled = gather.lower(array, start).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 3 * 4 * 64 * 64

@@ -290,13 +290,13 @@ def test_checksums_are_compared(golden, tmp_path, capsys):
     with jax.set_mesh(mesh_of(1, 2, 2)):
         module = load_pretrained(None, str(tmp_path), checksum=True)
     assert_equal(module, reference(golden / "llama"))
-    assert "checksums: 3 files match the sha256 of their store" in capsys.readouterr().err
+    assert "checksums: the sha256 on record is that of 3 of 3 files" in capsys.readouterr().err
     shard = sorted(tmp_path.glob("*.safetensors"))[0]
     shard.unlink()
     shard.symlink_to(tmp_path / "blobs" / ("0" * 64))
     shard.resolve().write_bytes((golden / "llama" / shard.name).read_bytes())
     with (
         jax.set_mesh(mesh_of(1, 2, 2)),
-        pytest.raises(CheckpointError, match=f"{shard.name}: is sha256 .*, and sha256 0000.* on record"),
+        pytest.raises(CheckpointError, match=f"{shard.name}: is sha256 .*, and sha256 0000.* is on record"),
     ):
         load_pretrained(None, str(tmp_path), checksum=True)

@@ -52,7 +52,7 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: s
         print(f"read {sum(read)}", flush=True)
     if output:
         save_pretrained(module, f"{output}/hf", {})
-        save_levanter(module, f"{output}/levanter")
+        save_levanter(module, f"{output}/levanter", {})
 
 
 def count_reads(fault: str) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.checkpoint.integrity import CheckedFile, check_file, merged_parts
+from shardplan.checkpoint.integrity import CheckedFile, check_file, check_files
 from shardplan.errors import CheckpointError
 from shardplan.storage import open_folder
 from shardplan.storage.checksums import SHA256, Checksum, crc, joined, of_properties, of_url
@@ -30,7 +30,7 @@ def test_two_parts_have_the_checksum_of_the_whole(algorithm, before, after):
 class Memory:
     """A file in memory, with a checksum on record."""
 
-    name, version, pace = "a.bin", "v1", Pace(7, 2)
+    name, version, pace, is_shared = "a.bin", "v1", Pace(7, 2), True
 
     def __init__(self, data, recorded):
         self.data, self.size, self.recorded = data, len(data), recorded
@@ -60,13 +60,58 @@ def test_whatever_was_read_of_a_file(algorithm, data, reads, damaged):
     file = CheckedFile(Memory(data, recorded(algorithm, data)))
     for start, nbytes in reads:
         file.read_into(start % len(data), memoryview(bytearray(min(nbytes, len(data) - start % len(data)))))
-    check_file(file, merged_parts(file))
+    check_file(file, file.parts)
     changed = bytearray(data)
     changed[damaged % len(data)] ^= 16
     other = CheckedFile(Memory(bytes(changed), recorded(algorithm, data)))
     other.read_into(0, memoryview(bytearray(len(data) // 2)))
-    with pytest.raises(CheckpointError, match=rf"a\.bin: is {algorithm} .* on record at its store; it is damaged"):
-        check_file(other, merged_parts(other))
+    with pytest.raises(CheckpointError, match=rf"a\.bin: is {algorithm} .* is on record; it is damaged, replace it"):
+        check_file(other, other.parts)
+
+
+@pytest.mark.parametrize("second", [(10, 30), (15, 40)])
+def test_bytes_that_came_in_two_ways(second):
+    """What a process holds may have been damaged on its way though another's, which counts, was not."""
+    data = bytes(range(60))
+    file = CheckedFile(Memory(data, recorded("crc32c", data)))
+    file.read_into(10, memoryview(bytearray(20)))
+    value = crc("crc32c", memoryview(data[slice(*second)]))
+    check_file(file, [*file.parts, (*second, value)])
+    with pytest.raises(CheckpointError, match=f"bytes {second[0]} to {second[1]} came in two ways; load again"):
+        check_file(file, [*file.parts, (*second, value ^ 1)])
+
+
+class Two:
+    """What one of two processes sees of both; each has told the other `parts`."""
+
+    count = 2
+
+    def __init__(self, here, parts):
+        self.here, self.parts = here, parts
+
+    def tell(self, what, said):
+        return {self.here: said[self.here], 1 - self.here: self.parts}
+
+    def agree(self, what, find, describe):
+        return find()
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("here", [0, 1])
+def test_who_checks_what(monkeypatch, is_shared, here):
+    """What all read is shared out; of what each has a copy of its own, each checks its own, with its own parts."""
+    monkeypatch.setattr(Memory, "is_shared", is_shared)
+    good = bytes(range(60))
+    files = [CheckedFile(Memory(good, recorded("crc32c", good))) for _ in range(2)]
+    for file, name in zip(files, ("a.bin", "b.bin"), strict=True):
+        file.name = name
+        file.read_into(0, memoryview(bytearray(20)))
+    files[0].file.data = bytes(60)
+    theirs = [[], [(20, 40, 0)]]  # as what the other process read of b.bin, and is not what is there
+    tensors = [SimpleNamespace(file=file) for file in files]
+    wrong = {(True, 0): "a.bin", (True, 1): "b.bin", (False, 0): "a.bin", (False, 1): "a.bin"}[is_shared, here]
+    with pytest.raises(CheckpointError, match=f"{wrong}: is crc32c"):
+        check_files(tensors, Two(here, theirs))
 
 
 DATA = b"123456789"
