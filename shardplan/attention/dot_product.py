@@ -1,0 +1,307 @@
+"""`dot_product_attention` on named arrays whose positions are cut over devices."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, AxisSelector, NamedArray
+from haliax.partitioning import ResourceMapping, current_thread_local_mapping
+from jax import Array
+from jax.sharding import PartitionSpec
+from levanter.layers.attention import AttentionMask
+
+from shardplan.attention.blockwise import Rule, Tokens
+from shardplan.attention.layout import KINDS, Layout, hops
+from shardplan.attention.pattern import Pattern
+from shardplan.attention.ring import Ring, ring_attention
+from shardplan.attention.ulysses import Exchange
+from shardplan.errors import ConfigError, nearest
+
+HEADS = ("kv_head", "kv_heads", "heads", "head")
+"""Names of axes that queries and keys share and that number heads; other shared axes are of the batch."""
+STRATEGIES = ("all_gather", "ring", "ulysses", "hybrid")
+BLOCK = 512
+"""Positions of a block of scores."""
+
+Shape = tuple[int, ...]
+
+
+def dot_product_attention(
+    QPos: AxisSelector,
+    KPos: AxisSelector,
+    Key: AxisSelector,
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    mask: AttentionMask | NamedArray | None = None,
+    *,
+    strategy: str = "ring",
+    ulysses: int = 1,
+    layout: str = "contiguous",
+    prefix: int = 0,
+    documents: Sequence[int] | None = None,
+    axis_mapping: ResourceMapping | None = None,
+    attention_dtype: Any = None,
+    scaling_factor: float | None = None,
+    logits_soft_cap: float | None = None,
+    attn_sink: NamedArray | None = None,
+    block: int = BLOCK,
+) -> NamedArray:
+    """Attention, as Levanter's of that name, with QPos cut over the mesh axes that it is mapped to.
+
+    Args:
+        QPos: axis of the queries' positions; `axis_mapping` says which mesh axes cut it, and the keys with it.
+        KPos: axis of the keys' positions, of another name.
+        Key: axis of head sizes, that queries and keys have.
+        query: {..., heads, QPos, Key}; axes that key lacks are query heads of one key head.
+        key: {..., key heads, KPos, Key}.
+        value: {..., key heads, KPos, ...}; what key lacks is its head size, which may be another than Key.
+        mask: which keys a query may attend to; default: all.
+        strategy: all_gather (of keys and values), ring, ulysses, or hybrid (groups of `ulysses` neighbours in a ring).
+        layout: the order that positions are in; see `shardplan.attention.layout`.
+        prefix: with a causal mask, positions that all may attend to (a prefix LM).
+        documents: lengths of the documents of every sequence, where they are known while tracing: they attend within
+            themselves, and what they make empty is not sent.
+        axis_mapping: logical axis -> mesh axes; default: the current `hax.axis_mapping`.
+        attention_dtype: type that query, key and value are cast to; sums are in float32 in any case.
+        scaling_factor: of scores; default: 1 / sqrt(Key.size).
+        logits_soft_cap: scores are soft_cap * tanh(scores / soft_cap).
+        attn_sink: by heads, a score that takes weight and gives no value.
+        block: positions of a block of scores.
+
+    Returns:
+        {..., heads, QPos, value's head size}; zero for a query that may attend to nothing.
+
+    Raises:
+        ConfigError: an unknown strategy or layout, a degree that does not divide, or unsupported axes.
+    """
+    for name, given, valid in (("strategy", strategy, STRATEGIES), ("layout", layout, KINDS)):
+        if given not in valid:
+            raise ConfigError(f"attention {name} is {given!r}; {nearest(given, valid)}")
+    dims = _dims(QPos, KPos, Key, query, key, value)
+    mesh = jax.sharding.get_abstract_mesh()
+    mapping = (current_thread_local_mapping() or {}) if axis_mapping is None else axis_mapping
+    cuts = {} if mesh.empty else {axis.name: _mesh_axes(axis, mapping, mesh.shape) for axis in dims.all}
+    along = cuts[dims.keys.name] = cuts.get(dims.queries.name, ())
+    degree = math.prod(mesh.shape[axis] for axis in along)
+    u = {"ulysses": degree, "hybrid": ulysses}.get(strategy, 1)
+    if degree % u:
+        raise ConfigError(f"attention: ulysses {u} does not divide the {degree} devices along {dims.queries.name}")
+    orders = [Layout(axis.size, degree // u, u, layout) for axis in (dims.queries, dims.keys)]
+    pattern, segments, explicit = _mask_parts(mask, dims, prefix, documents, orders)
+    rule = Rule(pattern, dims.size.size**-0.5 if scaling_factor is None else scaling_factor, logits_soft_cap, block)
+    task = _Task(rule, dims, strategy, along, orders[0], orders[1], documents)
+
+    inputs = {"q": query.rearrange(dims.of_query), "k": key.rearrange(dims.of_key), "v": value.rearrange(dims.of_value)}
+    if attention_dtype is not None:
+        inputs = {name: x.astype(attention_dtype) for name, x in inputs.items()}
+    inputs |= {"explicit": explicit} if explicit is not None else {}
+    inputs |= {"q_segments": segments[0], "k_segments": segments[1]} if segments else {}
+    inputs |= {"sink": attn_sink} if attn_sink is not None else {}
+    lengths = {dims.queries.name: orders[0].padded, dims.keys.name: orders[1].padded}
+    inputs = {name: _padded(x, lengths) for name, x in inputs.items()}
+
+    def spec(axes: Sequence[Axis], whole: Sequence[Axis]) -> PartitionSpec:
+        kept = {axis.name for axis in whole}
+        return PartitionSpec(*(None if axis.name in kept else cuts.get(axis.name) or None for axis in axes))
+
+    sizes = (dims.size, *dims.values)
+    in_specs = {name: spec(x.axes, (*sizes, dims.keys) if name == "explicit" else sizes) for name, x in inputs.items()}
+    run = partial(task.run, axes={name: x.axes for name, x in inputs.items()})
+    if not mesh.empty:
+        out_spec = spec(dims.of_output, sizes)
+        run = jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=out_spec, check_vma=False)
+    out = run({name: x.array for name, x in inputs.items()}).astype(jnp.result_type(query.array, value.array))
+    axes = [axis.resize(lengths.get(axis.name, axis.size)) for axis in dims.of_output]
+    return hax.named(out, axes)[dims.queries.name, : dims.queries.size]
+
+
+@dataclass(frozen=True)
+class _Dims:
+    """The axes of an attention, by what they are."""
+
+    batch: tuple[Axis, ...]
+    key_heads: tuple[Axis, ...]
+    groups: tuple[Axis, ...]
+    """Of the query heads of one key head."""
+    queries: Axis
+    keys: Axis
+    size: Axis
+    values: tuple[Axis, ...]
+
+    @property
+    def all(self) -> tuple[Axis, ...]:
+        """Every axis once."""
+        return (*self.of_query, self.keys, *(axis for axis in self.values if axis.name != self.size.name))
+
+    @property
+    def of_query(self) -> tuple[Axis, ...]:
+        return (*self.batch, *self.key_heads, *self.groups, self.queries, self.size)
+
+    @property
+    def of_key(self) -> tuple[Axis, ...]:
+        return (*self.batch, *self.key_heads, self.keys, self.size)
+
+    @property
+    def of_value(self) -> tuple[Axis, ...]:
+        return (*self.batch, *self.key_heads, self.keys, *self.values)
+
+    @property
+    def of_output(self) -> tuple[Axis, ...]:
+        return (*self.batch, *self.key_heads, *self.groups, self.queries, *self.values)
+
+
+def _dims(
+    QPos: AxisSelector, KPos: AxisSelector, Key: AxisSelector, query: NamedArray, key: NamedArray, value: NamedArray
+) -> _Dims:
+    queries, keys, size = query.resolve_axis(QPos), key.resolve_axis(KPos), query.resolve_axis(Key)
+    if queries.name == keys.name:
+        raise ConfigError(f"attention: queries and keys have positions of one name, {queries.name}; rename the keys'")
+    shared = [axis for axis in key.axes if axis.name not in (keys.name, size.name)]
+    lacking = [axis.name for axis in shared for x in (query, value) if axis not in x.axes]
+    if lacking:
+        raise ConfigError(f"attention: {lacking[0]} is an axis of keys and must be one of queries and values too")
+    return _Dims(
+        tuple(axis for axis in shared if axis.name not in HEADS),
+        tuple(axis for axis in shared if axis.name in HEADS),
+        tuple(axis for axis in query.axes if axis not in shared and axis.name not in (queries.name, size.name)),
+        queries,
+        keys,
+        size,
+        tuple(axis for axis in value.axes if axis not in shared and axis.name != keys.name),
+    )
+
+
+def _mesh_axes(axis: Axis, mapping: ResourceMapping, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes that cut a logical axis."""
+    found = mapping.get(axis.name) or ()
+    return tuple(name for name in ((found,) if isinstance(found, str) else found) if sizes[name] > 1)
+
+
+def _mask_parts(
+    mask: AttentionMask | NamedArray | None,
+    dims: _Dims,
+    prefix: int,
+    documents: Sequence[int] | None,
+    orders: Sequence[Layout],
+) -> tuple[Pattern, tuple[NamedArray, NamedArray] | None, NamedArray | None]:
+    """What goes by positions, the documents of queries and keys, and what is given entry by entry."""
+    if isinstance(mask, NamedArray):
+        mask = AttentionMask.explicit(mask)
+    mask = mask or AttentionMask()
+    offset = 0 if mask.causal_offset is None else mask.causal_offset.array
+    if isinstance(offset, jax.core.Tracer) or np.ndim(offset):
+        raise ConfigError("attention: a causal offset must be one number that is known while tracing")
+    pattern = Pattern(mask.is_causal, int(offset), mask.sliding_window, prefix)
+    segments = mask.segment_ids
+    if segments is not None:
+        segments = segments[0], segments[1].rename({dims.queries.name: dims.keys.name})
+    elif documents is not None:
+        labels = np.repeat(np.arange(len(documents), dtype=np.int32), documents)
+        q_labels, k_labels = (labels[order.order()[: order.length]] for order in orders)
+        segments = hax.named(jnp.asarray(q_labels), dims.queries), hax.named(jnp.asarray(k_labels), dims.keys)
+    return pattern, segments, mask.explicit_mask
+
+
+def _padded(x: NamedArray, lengths: Mapping[str, int]) -> NamedArray:
+    """`x` with its axes of positions as long as the layout has them."""
+    added = [lengths.get(axis.name, axis.size) - axis.size for axis in x.axes]
+    axes = [axis.resize(axis.size + more) for axis, more in zip(x.axes, added, strict=True)]
+    return hax.named(jnp.pad(x.array, [(0, more) for more in added]), axes) if any(added) else x
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """What one device does."""
+
+    rule: Rule
+    dims: _Dims
+    strategy: str
+    along: tuple[str, ...]
+    """Mesh axes that cut positions."""
+    q_order: Layout
+    k_order: Layout
+    documents: Sequence[int] | None
+
+    def run(self, inputs: Mapping[str, Array], axes: Mapping[str, tuple[Axis, ...]]) -> Array:
+        """The output of this device's queries, with axes as `_Dims.of_output`.
+
+        Args:
+            inputs: q, k, v, and what there is of q_segments, k_segments, explicit and sink; this device's parts.
+            axes: of each.
+        """
+        dims, k_order = self.dims, self.k_order
+        here = {axis.name: n for axis, n in zip(dims.of_query, inputs["q"].shape, strict=True)}
+        here |= {axis.name: n for axis, n in zip(dims.of_value, inputs["v"].shape, strict=True)}
+        here[dims.keys.name] = k_order.padded if self.strategy == "all_gather" else here[dims.keys.name]
+
+        def flat(name: str, *groups: Sequence[Axis]) -> Array | None:
+            return _flat(inputs[name], axes[name], groups, here) if name in inputs else None
+
+        b, n, g, s, t = dims.batch, dims.key_heads, dims.groups, [dims.queries], [dims.keys]
+        if self.strategy == "all_gather" and self.along:
+            inputs = {
+                name: jax.lax.all_gather(x, self.along, axis=axes[name].index(_of(axes[name], dims.keys)), tiled=True)
+                if name in ("k", "v", "k_segments")
+                else x
+                for name, x in inputs.items()
+            }
+        q, k, v = flat("q", b, n, g, s, [dims.size]), flat("k", b, n, t, [dims.size]), flat("v", b, n, t, dims.values)
+        assert q is not None and k is not None and v is not None
+        q_segments, k_segments = flat("q_segments", b, s), flat("k_segments", b, t)
+        every_key = {**here, dims.keys.name: k_order.padded}
+        explicit = None
+        if "explicit" in inputs:
+            explicit = _flat(inputs["explicit"], axes["explicit"], (b, n, g, s, t), every_key)
+        exchange = None
+        if self.q_order.ulysses > 1:
+            exchange = Exchange(self.along, self.q_order.ulysses, self.q_order.ring, q.shape[1], q.shape[2])
+            q, k, v = exchange.queries(q), exchange.keys(k), exchange.keys(v)
+            if q_segments is not None and k_segments is not None:
+                q_segments, k_segments = exchange.gathered(q_segments, 1), exchange.gathered(k_segments, 1)
+            if explicit is not None:
+                explicit = _exchanged(explicit, exchange)
+        place = jax.lax.axis_index(self.along) if self.along else jnp.int32(0)
+        queries = Tokens(jnp.asarray(self.q_order.regions())[place // self.q_order.ulysses], q_segments)
+        if self.strategy == "all_gather":
+            ring = Ring(self.along, 1, k_order.order()[None])
+        else:
+            distances = hops(self.q_order, k_order, self.rule.pattern, self.documents)
+            ring = Ring(self.along, self.q_order.ulysses, k_order.regions(), distances)
+        out, logsum = ring_attention(self.rule, ring, q, k, v, queries, k_segments, explicit)
+        if exchange is not None:
+            out, logsum = exchange.outputs(out), exchange.outputs(logsum)
+        sink = flat("sink", n, g)
+        if sink is not None:
+            sink = sink.astype(jnp.float32)[None, :, :, None]
+            out *= jnp.exp(logsum - jnp.logaddexp(logsum, sink))[..., None]
+        names = [axis.name for axis in dims.of_output]
+        return out.reshape([here[name] for name in names])
+
+
+def _of(axes: Sequence[Axis], like: Axis) -> Axis:
+    return next(axis for axis in axes if axis.name == like.name)
+
+
+def _flat(x: Array, axes: Sequence[Axis], groups: Sequence[Sequence[Axis]], sizes: Mapping[str, int]) -> Array:
+    """`x` with one dimension for each group of axes: of size 1 where it has none of them, else with all of them."""
+    names = [axis.name for axis in axes]
+    kept = [axis.name for group in groups for axis in group if any(a.name in names for a in group)]
+    x = jnp.transpose(x, [names.index(name) for name in kept if name in names])
+    x = x.reshape([sizes[name] if name in names else 1 for name in kept])
+    x = jnp.broadcast_to(x, [sizes[name] for name in kept])
+    return x.reshape([math.prod(sizes[a.name] for a in group if a.name in kept) for group in groups])
+
+
+def _exchanged(explicit: Array, exchange: Exchange) -> Array:
+    """bool[B or 1, N or 1, G or 1, S, T] of this device's rows and heads -> of its group's rows, its own heads."""
+    if explicit.shape[1:3] == (1, 1):
+        return exchange.gathered(explicit, 3)
+    b, _, _, *rest = explicit.shape
+    return exchange.queries(jnp.broadcast_to(explicit, (b, exchange.key_heads, exchange.per_key_head, *rest)))

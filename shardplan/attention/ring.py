@@ -1,0 +1,135 @@
+"""Attention in a ring: queries stay, keys and values go round, and their gradients with them.
+
+Inside `jax.shard_map`. Each hop brings the keys of another ring index while those that are there are attended to; what
+comes of each hop is merged in float32. The gradient makes the same hops (https://arxiv.org/abs/2310.01889).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from shardplan.attention.blockwise import Rule, Tokens, attend, attend_backward, merged
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Who keys come from."""
+
+    axes: tuple[str, ...]
+    """Mesh axes that cut the sequence, major to minor."""
+    stride: int
+    """Devices next to each other along `axes` that have one ring index."""
+    keys: np.ndarray
+    """int[ring, T]: the positions of the keys of each ring index."""
+    distances: tuple[int, ...] = (0,)
+    """How many ring indices back keys are needed from; the first is 0."""
+
+    @property
+    def size(self) -> int:
+        """Ring indices."""
+        return len(self.keys)
+
+    def index(self) -> Array:
+        """The ring index of this device."""
+        return jax.lax.axis_index(self.axes) // self.stride if self.size > 1 else jnp.int32(0)
+
+    def moved(self, tree: Any, hops: int) -> Any:
+        """`tree` as the device has it that is `hops` ring indices back."""
+        if hops % self.size == 0:
+            return tree
+        count = self.size * self.stride
+        pairs = [(place, (place + hops * self.stride) % count) for place in range(count)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def ring_attention(
+    rule: Rule,
+    ring: Ring,
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: Tokens,
+    segments: Array | None,
+    explicit: Array | None,
+) -> tuple[Array, Array]:
+    """Attention of this device's queries on the keys of all ring indices.
+
+    Args:
+        q: [B, N, G, S, K]; k: [B, N, T, K]; v: [B, N, T, V], of this ring index.
+        queries: what the mask goes by, of `q`.
+        segments: documents of `k`, int32[B or 1, T].
+        explicit: bool[B or 1, N or 1, G or 1, S, ring x T], what may attend besides.
+
+    Returns:
+        As `shardplan.attention.blockwise.attend`.
+    """
+    return _forward(rule, ring, q, k, v, queries, segments, explicit)[0]
+
+
+def _forward(
+    rule: Rule,
+    ring: Ring,
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: Tokens,
+    segments: Array | None,
+    explicit: Array | None,
+) -> tuple[tuple[Array, Array], Any]:
+    here = k, v, segments
+    found: tuple[Array, Array] | None = None
+    for distance, step in _steps(ring):
+        following = ring.moved(here, step)  # under way while this one is attended to
+        columns = _columns(ring, distance, explicit)
+        part = attend(rule, q, *here[:2], queries, _keys(ring, distance, here[2]), columns)
+        found = part if found is None else merged(found, part)
+        here = following
+    assert found is not None
+    return found, (q, k, v, queries, segments, explicit, *found)
+
+
+def _backward(rule: Rule, ring: Ring, kept: Any, gradients: tuple[Array, Array]) -> tuple[Any, ...]:
+    q, k, v, queries, segments, explicit, out, logsum = kept
+    out_gradient, logsum_gradient = gradients
+    offset = (out_gradient * out).sum(-1) - logsum_gradient
+    here = k, v, segments
+    q_gradient = jnp.zeros(q.shape, jnp.float32)
+    of_keys = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for distance, step in _steps(ring):
+        following = ring.moved(here, step)
+        keys, columns = _keys(ring, distance, here[2]), _columns(ring, distance, explicit)
+        mine, *others = attend_backward(rule, q, *here[:2], queries, keys, columns, logsum, out_gradient, offset)
+        q_gradient += mine
+        of_keys = ring.moved(tuple(map(jnp.add, of_keys, others)), step)
+        here = following
+    of_keys = ring.moved(of_keys, -ring.distances[-1])
+    found = (x.astype(like.dtype) for x, like in zip((q_gradient, *of_keys), (q, k, v), strict=True))
+    return (*found, None, None, None)
+
+
+ring_attention.defvjp(_forward, _backward)
+
+
+def _steps(ring: Ring) -> list[tuple[int, int]]:
+    """Every distance, and how much further the next one is; nothing after the last."""
+    following = (*ring.distances[1:], ring.distances[-1])
+    return [(distance, after - distance) for distance, after in zip(ring.distances, following, strict=True)]
+
+
+def _keys(ring: Ring, distance: int, segments: Array | None) -> Tokens:
+    """What the mask goes by, of keys from that far."""
+    return Tokens(jnp.asarray(ring.keys)[(ring.index() - distance) % ring.size], segments)
+
+
+def _columns(ring: Ring, distance: int, explicit: Array | None) -> Array | None:
+    """Of an explicit mask, the keys from that far."""
+    if explicit is None:
+        return None
+    n = ring.keys.shape[1]
+    return jax.lax.dynamic_slice_in_dim(explicit, (ring.index() - distance) % ring.size * n, n, axis=4)

@@ -1,0 +1,119 @@
+"""Ulysses: devices that have a part of the sequence of all heads exchange it for all of the sequence of some heads.
+
+Inside `jax.shard_map`; DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509. Key heads go where query heads need them:
+they are sent to several devices where they are fewer than these, and to no more.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An all-to-all between heads and positions, of groups of neighbours."""
+
+    axes: tuple[str, ...]
+    """Mesh axes that cut the sequence, major to minor."""
+    degree: int
+    """Devices of a group."""
+    groups: int
+    """Groups along `axes`."""
+    key_heads: int
+    per_key_head: int
+    """Query heads of each."""
+
+    @cached_property
+    def slots(self) -> int:
+        """Query heads of a device afterwards; the last devices may have some that are nobody's."""
+        return -(-self.key_heads * self.per_key_head // self.degree)
+
+    @cached_property
+    def needed(self) -> np.ndarray:
+        """int[degree, slots]: the key head of every query head of a device."""
+        heads = np.arange(self.degree * self.slots).reshape(self.degree, -1)
+        return np.minimum(heads // self.per_key_head, self.key_heads - 1)
+
+    @cached_property
+    def sent(self) -> np.ndarray:
+        """int[degree, n]: the key heads that each device gets; as many for all."""
+        wanted = [np.unique(row) for row in self.needed]
+        most = max(len(row) for row in wanted)
+        return np.stack([np.pad(row, (0, most - len(row)), mode="edge") for row in wanted])
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every device gets key heads of its own, with all of their query heads."""
+        return self.key_heads % self.degree == 0
+
+    def place(self) -> Array:
+        """Which of its group this device is."""
+        return jax.lax.axis_index(self.axes) % self.degree
+
+    def to_heads(self, x: Array) -> Array:
+        """x[B, degree x heads, S, ...] -> [B, heads, degree x S, ...], of a device's heads."""
+        return self._all_to_all(x, 1, 2)
+
+    def to_positions(self, x: Array) -> Array:
+        """The inverse of `to_heads`."""
+        return self._all_to_all(x, 2, 1)
+
+    def gathered(self, x: Array, axis: int) -> Array:
+        """What the devices of a group have along `axis`, one after the other."""
+        return jax.lax.all_gather(x, self.axes, axis=axis, tiled=True, axis_index_groups=self._members)
+
+    def queries(self, q: Array) -> Array:
+        """q[B, N, G, S, ...] -> [B, N', G', degree x S, ...]."""
+        b, n, g, *rest = q.shape
+        heads = q.reshape(b, n * g, *rest)
+        spare = self.degree * self.slots - n * g
+        found = self.to_heads(jnp.pad(heads, [(0, 0), (0, spare), *[(0, 0)] * len(rest)]))
+        return found.reshape(b, self._key_heads_there, -1, *found.shape[2:])
+
+    def keys(self, k: Array) -> Array:
+        """k[B, N, S, ...] -> [B, N', degree x S, ...], a key head for each N' of `queries`."""
+        if self.is_even:
+            return self.to_heads(k)
+        found = self.to_heads(k[:, self.sent.reshape(-1)])
+        if self._key_heads_there == 1:
+            return found
+        # several query heads that are not groups of one size: a key head for each
+        index = np.stack([np.searchsorted(got, want) for got, want in zip(self._distinct, self.needed, strict=True)])
+        return jnp.take(found, jnp.asarray(index)[self.place()], axis=1)
+
+    def outputs(self, out: Array) -> Array:
+        """out[B, N', G', degree x S, ...] -> [B, N, G, S, ...]."""
+        b, n, g, *rest = out.shape
+        found = self.to_positions(out.reshape(b, n * g, *rest))[:, : self.key_heads * self.per_key_head]
+        return found.reshape(b, self.key_heads, self.per_key_head, *found.shape[2:])
+
+    @cached_property
+    def _distinct(self) -> list[np.ndarray]:
+        return [np.unique(row) for row in self.sent]
+
+    @property
+    def _key_heads_there(self) -> int:
+        """N' of `queries`."""
+        if self.is_even:
+            return self.key_heads // self.degree
+        return 1 if self.sent.shape[1] == 1 else self.slots
+
+    @property
+    def _members(self) -> list[list[int]] | None:
+        if self.groups == 1:
+            return None
+        return np.arange(self.groups * self.degree).reshape(self.groups, -1).tolist()
+
+    def _all_to_all(self, x: Array, split: int, concat: int) -> Array:
+        return jax.lax.all_to_all(x, self.axes, split, concat, tiled=True, axis_index_groups=self._members)
+
+
+def received_heads(degree: int, key_heads: int, per_key_head: int) -> int:
+    """Key heads that all devices of a group get together."""
+    exchange = Exchange((), degree, 1, key_heads, per_key_head)
+    return key_heads if exchange.is_even else math.prod(exchange.sent.shape)

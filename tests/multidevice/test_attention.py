@@ -1,0 +1,236 @@
+"""Attention cut over devices against dense attention in float64: outputs, and all gradients, with real rotation."""
+
+import itertools
+from dataclasses import dataclass
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_attention import dense_attention
+from jax.sharding import AxisType, Mesh
+from levanter.layers.attention import AttentionMask
+
+from shardplan.attention.dot_product import dot_product_attention
+from shardplan.attention.layout import KINDS, Layout
+from shardplan.errors import ConfigError
+
+Q = ("batch", "kv_head", "q_heads_per_group", "position", "head_size")
+K = ("batch", "kv_head", "key_position", "head_size")
+V = ("batch", "kv_head", "key_position", "value_size")
+HEADS = {"32q/4kv": (4, 8), "12q/2kv": (2, 6), "28q/7kv": (7, 4), "8q/1kv": (1, 8), "16q/16kv": (16, 1)}
+MASKS = (
+    "causal", "full", "window", "documents", "known documents", "explicit", "prefix", "window and documents",
+    "causal and explicit",
+)  # fmt: skip
+EXTRAS = ("", "sink", "soft cap")
+STRATEGIES = {
+    1: [("ring", 1)],
+    2: [("all_gather", 1), ("ring", 1), ("ulysses", 2)],
+    3: [("all_gather", 1), ("ring", 1), ("ulysses", 3)],
+    4: [("all_gather", 1), ("ring", 1), ("ulysses", 4), ("hybrid", 2)],
+    5: [("all_gather", 1), ("ring", 1), ("ulysses", 5)],
+    6: [("all_gather", 1), ("ring", 1), ("ulysses", 6), ("hybrid", 2), ("hybrid", 3)],
+    8: [("all_gather", 1), ("ring", 1), ("ulysses", 8), ("hybrid", 2), ("hybrid", 4)],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    devices: int
+    strategy: str
+    ulysses: int
+    mask: str
+    heads: str
+    length: int
+    layout: str = "contiguous"
+    extra: str = ""
+
+
+def cases():
+    """Every strategy on every number of devices; masks, heads, lengths, layouts and extras by turns."""
+    turns = [itertools.cycle(each) for each in (MASKS, [*HEADS], (48, 37), KINDS, EXTRAS)]
+    for devices, ways in STRATEGIES.items():
+        for strategy, ulysses in ways:
+            yield Case(devices, strategy, ulysses, *(next(turn) for turn in turns))
+
+
+def mesh_of(n: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:n]).reshape(1, n), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def mask_of(name: str, length: int, order: np.ndarray, rng):
+    """The mask as it is given, what else is, and which pairs it allows: bool[B or 1, 1, 1, S, T], by position."""
+    i, j = np.arange(length)[:, None], np.arange(length)[None]
+    lengths = [length // 3, 5, length - length // 3 - 5]
+    labels = np.stack([np.repeat(np.arange(3), lengths), np.repeat(np.arange(3), lengths[::-1])])
+    same = labels[:, None, None, :, None] == labels[:, None, None, None, :]
+    causal = AttentionMask.causal()
+
+    def named(values, *axes):
+        return hax.named(jnp.asarray(values), axes)
+
+    def with_documents(mask):
+        segments = named(labels[:, order], "batch", "position")
+        return mask.with_segment_ids(segments, segments.rename({"position": "key_position"}))
+
+    dots = rng.random((length, length)) < 0.2
+    dots[3] = False  # attends to nothing
+    explicit = AttentionMask.explicit(named(dots[order][:, order], "position", "key_position"))
+    return {
+        "causal": (causal, {}, i >= j),
+        "full": (None, {}, i >= -j),
+        "window": (AttentionMask.causal(sliding_window=9), {}, (i >= j) & (i - j < 9)),
+        "documents": (with_documents(causal), {}, (i >= j) & same),
+        "known documents": (causal, {"documents": lengths}, (i >= j) & same[:1]),
+        "explicit": (explicit, {}, dots),
+        "prefix": (causal, {"prefix": 11}, (i >= j) | (j < 11)),
+        "window and documents": (
+            with_documents(AttentionMask.causal(sliding_window=7)), {}, (i >= j) & (i - j < 7) & same,
+        ),
+        "causal and explicit": (causal & explicit, {}, (i >= j) & dots),
+    }[name]  # fmt: skip
+
+
+def dense_in_jax(q, k, v, allowed, soft_cap, sink):
+    """Dense attention in the type of its inputs, softmax in float32: what bfloat16 is compared with."""
+    q, k, v = q.rearrange(Q).array, k.rearrange(K).array, v.rearrange(V).array
+    scores = jnp.einsum("bngsk,bntk->bngst", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    extra = jnp.full((*scores.shape[:-1], 1), -jnp.inf)
+    if sink is not None:
+        extra = jnp.broadcast_to(sink.array[None, :, :, None, None], extra.shape)
+    weights = jax.nn.softmax(jnp.concatenate([scores, extra], -1), -1)[..., :-1].astype(v.dtype)
+    return hax.named(jnp.einsum("bngst,bntv->bngsv", weights, v), (*Q[:4], "value_size"))
+
+
+def check(case: Case, dtype=jnp.float32, is_dense=False):
+    """Largest differences of the output, and of each gradient, from float64, relative to the largest value."""
+    rng = np.random.default_rng(0)
+    n, g = HEADS[case.heads]
+    shapes = [(2, n, g, case.length, 16), (2, n, case.length, 16), (2, n, case.length, 24)]
+    q, k, v = (np.asarray(jnp.asarray(rng.normal(size=shape), dtype), np.float64) for shape in shapes)
+    change = rng.normal(size=(*shapes[0][:-1], 24))
+    sink = rng.normal(size=(n, g)) if case.extra == "sink" else None
+    cap = 3.0 if case.extra == "soft cap" else None
+    ring = case.devices // case.ulysses if case.strategy != "ulysses" else 1
+    layout = Layout(case.length, ring, case.ulysses, case.layout)
+    order = layout.order()
+    if layout.padded != case.length:  # only what is in order can be cut short
+        order = np.arange(case.length)
+        case = Case(*(*vars(case).values(),)[:6], "contiguous", case.extra)
+    mask, more, allowed = mask_of(case.mask, case.length, order, rng)
+    expected = dense_attention(q, k, v, allowed, change, cap, sink)
+
+    def run(q, k, v, sink):
+        if is_dense:
+            return dense_in_jax(q, k, v, allowed[..., order, :][..., order], cap, sink)
+        return dot_product_attention(
+            "position", "key_position", "head_size", q, k, v, mask, strategy=case.strategy, ulysses=case.ulysses,
+            layout=case.layout, axis_mapping={"position": "model"}, attn_sink=sink, logits_soft_cap=cap, block=8,
+            **more,
+        )  # fmt: skip
+
+    def in_order(x, axes):
+        at = next((i for i, name in enumerate(axes) if "position" in name), None)
+        values = x if at is None else np.take(x, order, at)
+        return hax.named(jnp.asarray(values, dtype), axes)
+
+    inputs = [in_order(x, axes) for x, axes in ((q, Q), (k, K), (v, V))]
+    inputs.append(None if sink is None else hax.named(jnp.asarray(sink, jnp.float32), Q[1:3]))
+    weights = in_order(change, (*Q[:4], "value_size")).astype(jnp.float32)
+
+    def loss(inputs):
+        out = run(*inputs)
+        return hax.sum(out.astype(jnp.float32) * weights).scalar(), out
+
+    with jax.set_mesh(mesh_of(case.devices)):
+        (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
+    assert out.array.dtype == dtype
+    inverse = np.argsort(order)
+
+    def error(found, wanted):
+        at = next((i for i, axis in enumerate(found.axes) if "position" in axis.name), None)
+        values = np.asarray(found.array, np.float64)
+        values = values if at is None else np.take(values, inverse, at)
+        return np.abs(values - wanted).max() / np.abs(wanted).max()
+
+    found = [each for each in gradients if each is not None]
+    return error(out, expected.out), [error(x, y) for x, y in zip(found, expected.gradients, strict=False)]
+
+
+@pytest.mark.parametrize("case", [*cases()], ids=str)
+def test_float32(case):
+    out, gradients = check(case)
+    assert out <= 2e-6 and max(gradients) <= 1e-5, (out, gradients)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(4, "hybrid", 2, "causal", "8q/1kv", 48, "zigzag"),
+        Case(3, "ring", 1, "window and documents", "12q/2kv", 48, "striped", "sink"),
+        Case(5, "ulysses", 5, "prefix", "12q/2kv", 37, "contiguous", "soft cap"),
+    ],
+    ids=str,
+)
+def test_bfloat16(case):
+    """No more than half as far again from float64 as dense attention in bfloat16 is."""
+    (out, gradients), (dense, dense_gradients) = check(case, jnp.bfloat16), check(case, jnp.bfloat16, is_dense=True)
+    assert out <= 1.5 * dense
+    for mine, theirs in zip(gradients, dense_gradients, strict=True):
+        assert mine <= 1.5 * theirs
+
+
+def test_two_mesh_axes_and_heads_on_a_third():
+    """Ring along one, Ulysses along the other; axes of arrays in another order; under named_jit."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("replica", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+    mapping = {"position": ("replica", "data"), "kv_head": "model"}
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=size) for size in ((2, 4, 2, 32, 16), (2, 4, 32, 16), (2, 4, 32, 24)))
+    expected = dense_attention(q, k, v, np.tri(32, dtype=bool), np.zeros((2, 4, 2, 32, 24)))
+    names = ("q_heads_per_group", "position", "batch", "head_size", "kv_head")
+    arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, V))]
+    arrays[0] = arrays[0].rearrange(names)
+
+    def run(q, k, v):
+        return dot_product_attention(
+            "position",
+            "key_position",
+            "head_size",
+            q,
+            k,
+            v,
+            AttentionMask.causal(),
+            strategy="hybrid",
+            ulysses=2,
+            block=8,
+        )
+
+    with jax.set_mesh(mesh), hax.axis_mapping(mapping):
+        out = hax.named_jit(run, axis_resources=mapping)(*arrays)
+        assert out.array.sharding.spec == hax.partitioning.pspec_for_axis(out.axes, mapping)
+        found = out.rearrange((*Q[:4], "value_size")).array
+    np.testing.assert_allclose(np.asarray(found), expected.out, atol=2e-6)
+
+
+def test_bad_input():
+    mesh = mesh_of(4)
+    x, y = (
+        hax.zeros(hax.make_axes(**{"kv_head": 2, name: 8, "head_size": 16})) for name in ("position", "key_position")
+    )
+    mapping = {"position": "model"}
+    for more, message in (
+        ({"strategy": "rings"}, "attention strategy is 'rings'; did you mean 'ring'"),
+        ({"layout": "zig"}, "attention layout is 'zig'; did you mean 'zigzag'"),
+        ({"strategy": "hybrid", "ulysses": 3}, "ulysses 3 does not divide the 4 devices along position"),
+    ):
+        with jax.set_mesh(mesh), pytest.raises(ConfigError, match=message):
+            dot_product_attention("position", "key_position", "head_size", x, y, y, axis_mapping=mapping, **more)
+    with pytest.raises(ConfigError, match="positions of one name, position; rename the keys'"):
+        dot_product_attention("position", "position", "head_size", x, x, x)
+    with pytest.raises(ConfigError, match="batch is an axis of keys and must be one of queries and values too"):
+        wide = y.broadcast_axis(hax.Axis("batch", 2))
+        dot_product_attention("position", "key_position", "head_size", x, wide, wide)
