@@ -1,7 +1,7 @@
 """`dot_product_attention` on named arrays whose positions are cut over devices."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,19 +13,21 @@ import numpy as np
 from haliax import Axis, AxisSelector, NamedArray
 from haliax.partitioning import ResourceMapping, current_thread_local_mapping
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.blockwise import Rule, Tokens
 from shardplan.attention.layout import KINDS, Layout, hops
 from shardplan.attention.pattern import Pattern
 from shardplan.attention.ring import Ring, ring_attention
+from shardplan.attention.splash import LANES, serves, splash_attention, splash_kernel
 from shardplan.attention.ulysses import Exchange
 from shardplan.errors import ConfigError, nearest
 
 HEADS = ("kv_head", "kv_heads", "heads", "head")
 """Names of axes that queries and keys share and that number heads; other shared axes are of the batch."""
 STRATEGIES = ("all_gather", "ring", "ulysses", "hybrid")
+KERNELS = ("blockwise", "splash")
 BLOCK = 512
 """Positions of a block of scores."""
 
@@ -51,6 +53,7 @@ def dot_product_attention(
     scaling_factor: float | None = None,
     logits_soft_cap: float | None = None,
     attn_sink: NamedArray | None = None,
+    kernel: str = "blockwise",
     block: int = BLOCK,
 ) -> NamedArray:
     """Attention, as Levanter's of that name, with QPos cut over the mesh axes that it is mapped to.
@@ -73,7 +76,8 @@ def dot_product_attention(
         scaling_factor: of scores; default: 1 / sqrt(Key.size).
         logits_soft_cap: scores are soft_cap * tanh(scores / soft_cap).
         attn_sink: by heads, a score that takes weight and gives no value.
-        block: positions of a block of scores.
+        kernel: what a device does its part with: blockwise (XLA), or splash (Pallas, on TPUs).
+        block: positions of a block of scores, blockwise.
 
     Returns:
         {..., heads, QPos, value's head size}; zero for a query that may attend to nothing.
@@ -81,7 +85,8 @@ def dot_product_attention(
     Raises:
         ConfigError: an unknown strategy or layout, a degree that does not divide, or unsupported axes.
     """
-    for name, given, valid in (("strategy", strategy, STRATEGIES), ("layout", layout, KINDS)):
+    given_of = {"strategy": (strategy, STRATEGIES), "layout": (layout, KINDS), "kernel": (kernel, KERNELS)}
+    for name, (given, valid) in given_of.items():
         if given not in valid:
             raise ConfigError(f"attention {name} is {given!r}; {nearest(given, valid)}")
     dims = _dims(QPos, KPos, Key, query, key, value)
@@ -114,10 +119,19 @@ def dot_product_attention(
     sizes = (dims.size, *dims.values)
     in_specs = {name: spec(x.axes, (*sizes, dims.keys) if name == "explicit" else sizes) for name, x in inputs.items()}
     run = partial(task.run, axes={name: x.axes for name, x in inputs.items()})
+    splash = None
+    if kernel == "splash":
+        numbered = (*dims.key_heads, *dims.groups)
+        parts = math.prod(mesh.shape[each] for axis in numbered for each in cuts.get(axis.name, ()))
+        heads = math.prod(axis.size for axis in numbered) // parts
+        splash = task.splash(heads, inputs.keys())
     if not mesh.empty:
+        rows = along if strategy == "all_gather" else ()
+        of_kernel = splash and splash.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, rows or None)))
         out_spec = spec(dims.of_output, sizes)
-        run = jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=out_spec, check_vma=False)
-    out = run({name: x.array for name, x in inputs.items()}).astype(jnp.result_type(query.array, value.array))
+        run = jax.shard_map(run, mesh=mesh, in_specs=(in_specs, of_kernel), out_specs=out_spec, check_vma=False)
+    arrays = {name: x.array for name, x in inputs.items()}
+    out = run(arrays, splash).astype(jnp.result_type(query.array, value.array))
     axes = [axis.resize(lengths.get(axis.name, axis.size)) for axis in dims.of_output]
     return hax.named(out, axes)[dims.queries.name, : dims.queries.size]
 
@@ -229,12 +243,33 @@ class _Task:
     k_order: Layout
     documents: Sequence[int] | None
 
-    def run(self, inputs: Mapping[str, Array], axes: Mapping[str, tuple[Axis, ...]]) -> Array:
+    def splash(self, heads: int, given: Collection[str]) -> Any:
+        """The kernel of splash attention for all of the sequence; `heads` are the query heads that a device has.
+
+        Raises:
+            ConfigError: it cannot do this task.
+        """
+        exchanged = -(-heads // self.q_order.ulysses)
+        shards = self.q_order.ring  # each with rows of its own
+        lengths = self.q_order.padded, self.k_order.padded
+        fits = serves(self.rule.pattern, self.dims.size.size, math.prod(a.size for a in self.dims.values),
+                      lengths[0] // shards, lengths[1])  # fmt: skip
+        is_alone = self.strategy == "all_gather" or shards == 1
+        is_plain = self.q_order.kind == "contiguous" and lengths == (self.q_order.length, self.k_order.length)
+        if not (fits and is_alone and is_plain) or {"explicit", "sink"} & {*given}:
+            raise ConfigError(
+                "attention kernel splash does causal and full masks, windows and documents, of positions in order, by "
+                f"all_gather or ulysses; a device's positions and head sizes are multiples of {LANES}; use blockwise"
+            )
+        return splash_kernel(self.rule, exchanged, *lengths, shards)
+
+    def run(self, inputs: Mapping[str, Array], kernel: Any, axes: Mapping[str, tuple[Axis, ...]]) -> Array:
         """The output of this device's queries, with axes as `_Dims.of_output`.
 
         Args:
             inputs: q, k, v, and what there is of q_segments, k_segments, explicit and sink; this device's parts.
-            axes: of each.
+            kernel: this device's part of `splash`, or None.
+            axes: of each input.
         """
         dims, k_order = self.dims, self.k_order
         here = {axis.name: n for axis, n in zip(dims.of_query, inputs["q"].shape, strict=True)}
@@ -267,6 +302,12 @@ class _Task:
                 q_segments, k_segments = exchange.gathered(q_segments, 1), exchange.gathered(k_segments, 1)
             if explicit is not None:
                 explicit = _exchanged(explicit, exchange)
+        names = [axis.name for axis in dims.of_output]
+        if kernel is not None:
+            segments = None if q_segments is None or k_segments is None else (q_segments, k_segments)
+            out = splash_attention(self.rule, kernel, q, k, v, segments)
+            out = out if exchange is None else exchange.outputs(out)
+            return out.reshape([here[name] for name in names])
         place = jax.lax.axis_index(self.along) if self.along else jnp.int32(0)
         queries = Tokens(jnp.asarray(self.q_order.regions())[place // self.q_order.ulysses], q_segments)
         if self.strategy == "all_gather":
@@ -281,7 +322,6 @@ class _Task:
         if sink is not None:
             sink = sink.astype(jnp.float32)[None, :, :, None]
             out *= jnp.exp(logsum - jnp.logaddexp(logsum, sink))[..., None]
-        names = [axis.name for axis in dims.of_output]
         return out.reshape([here[name] for name in names])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import jax
+from levanter.layers.attention import Attention
 
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.model.corrections import CORRECTIONS, prepare_hf_config, rotary_scaling
@@ -42,6 +43,12 @@ class Model:
     """Width in tokens of the attention window, where every layer has one."""
     logit_soft_cap: float | None
     """Bound of the logits, applied as `cap * tanh(logits / cap)` (Gemma 2)."""
+
+    @property
+    def shares_attention(self) -> bool:
+        """Whether its attention is the class that Levanter's models share, rather than one of its own."""
+        leaves = jax.tree.leaves(self.template, is_leaf=lambda node: isinstance(node, Attention))
+        return any(isinstance(leaf, Attention) for leaf in leaves)
 
     @property
     def vocab(self) -> hax.Axis:

@@ -15,13 +15,10 @@ from shardplan.model import Model
 from shardplan.plan.calibration import Calibration
 from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import MeshShape
-from shardplan.plan.partition import GATHER, Share, Traffic, share
+from shardplan.plan.partition import CAUSAL, GATHER, Share, Traffic, share
 from shardplan.plan.tasks import Step, Task
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import Workload
-
-CAUSAL = 0.5
-"""Part of the position x position products that a causal mask leaves."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,8 @@ def compute_seconds(task: Task, mine: Share, hardware: Slice, calibration: Calib
         copied = calibration.rearranging * mine.rearranged_bytes + calibration.gathering * mine.own_bytes
         return products + copied / generation.hbm_bandwidth
     if task.kind == "attention":
-        products = calibration.attention * CAUSAL * mine.product.flops / generation.flops
-        return products if mine.has_kernel else max(products, CAUSAL * moving)
+        products = calibration.attention * mine.unmasked * mine.product.flops / generation.flops
+        return products if mine.has_kernel else max(products, mine.unmasked * moving)
     return calibration.elementwise * moving
 
 

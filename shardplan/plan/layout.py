@@ -27,6 +27,8 @@ class Habits:
     """Rows that experts are chosen for are freed after their last use, not with the last of the gradients."""
     plain_attention: bool = False
     """Attention has no kernel: a block of scores is in memory."""
+    gathers_keys: bool = False
+    """Where positions are cut, attention has all keys brought together, as shardplan's does and Levanter's does not."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ KERNEL_LANES = 128
 """Levanter's splash attention takes positions and head sizes that are multiples of this."""
 KERNEL_BLOCK = 512
 """Side of the kernel's blocks, tokens. Some of Levanter's models ask for more than the memory of a v4 core can hold."""
+CAUSAL = 0.5
+"""Part of the position x position products that a causal mask leaves."""
 GATHER, GRADIENT, ROWS = "weights of", "gradient of", "rows of"
 """How the causes of collectives on parameters begin."""
 
@@ -51,6 +53,8 @@ class Share:
     """Of parameters that are gathered, the parts that the device has itself and copies into what it gathers."""
     has_kernel: bool
     """Of attention: whether one kernel does it, on each device alone, and never writes scores."""
+    unmasked: float
+    """Of attention: the part of its scores that a causal mask leaves to the device with most of them."""
     traffic: tuple[Traffic, ...]
 
 
@@ -89,7 +93,7 @@ def share(task: Task, layout: Layout) -> Share:
         layout.bytes(array, layout.compute) for array in (*task.operands, *task.results) if not is_scores(array)
     )
     if task.kind not in ("contraction", "attention"):
-        return Share(NO_PRODUCT, task.times * moved, 0.0, 0.0, False, traffic)
+        return Share(NO_PRODUCT, task.times * moved, 0.0, 0.0, False, 1.0, traffic)
     has_kernel = task.kind == "attention" and attention_has_kernel(task, layout)
     if task.kind == "attention" and not has_kernel:
         scores = next(array for array in (*task.results, *task.operands) if is_scores(array))
@@ -97,7 +101,8 @@ def share(task: Task, layout: Layout) -> Share:
     rearranged = sum(layout.gathered_bytes(a) for a in task.operands if is_rearranged(a, task, layout))
     own = sum(layout.bytes(a, layout.params) for a in task.operands if is_gathered(a, task, layout))
     times = task.times
-    return Share(product(task, layout), times * moved, times * rearranged, times * own, has_kernel, traffic)
+    unmasked = unmasked_part(task, layout) if task.kind == "attention" else 1.0
+    return Share(product(task, layout), times * moved, times * rearranged, times * own, has_kernel, unmasked, traffic)
 
 
 def least_share(task: Task, layout: Layout) -> Share:
@@ -120,24 +125,38 @@ def is_rearranged(weight: Array, task: Task, layout: Layout) -> bool:
 
 
 def attention_has_kernel(task: Task, layout: Layout) -> bool:
-    """Whether a kernel can do attention on each device alone: with all positions, and each query head's key head.
+    """Whether a kernel can do attention on each device alone: with all keys, and each query head's key head.
 
-    Of the axes of scores only those may be cut that keys have too and that number no positions: a cut of the query
-    heads of a group alone would pair them with the wrong key heads.
+    Of the axes of scores those may be cut that keys have too, and positions, of which keys and values are gathered: a
+    cut of the query heads of a group alone would pair them with the wrong key heads.
     """
     if layout.habits.plain_attention:
         return False
     met = (*task.operands, *task.results)
-    scores, keys = next(filter(is_scores, met)), [array for array in task.operands if not is_scores(array)][-1]
-    positions = {name for name in scores.axes if name.endswith(SECOND) or name + SECOND in scores.axes}
+    keys = [array for array in task.operands if not is_scores(array)][-1]
+    scores, positions = _positions(task)
     separable = {name for name in keys.axes if name in scores.axes} - positions
+    separable |= positions if layout.habits.gathers_keys else set()
     if any(layout.compute.get(name) for array in met for name in array.axes if name not in separable):
         return False
     heads = [size for name, size in keys.factors if size > 1 and name not in scores.axes]
-    lengths = [size for name, size in scores.factors if name in positions]
+    lengths = [size // mesh_size(layout.mesh, layout.compute.get(name or "", ())) for name, size in scores.factors
+               if name in positions]  # fmt: skip
     return all(size % KERNEL_LANES == 0 for size in (*heads, *lengths)) and all(
         size % min(KERNEL_BLOCK, size) == 0 for size in lengths
     )
+
+
+def unmasked_part(task: Task, layout: Layout) -> float:
+    """The part of its scores that a causal mask leaves to the device with the last of the positions."""
+    parts = max(mesh_size(layout.mesh, layout.compute.get(name, ())) for name in _positions(task)[1])
+    return 1 - (1 - CAUSAL) / parts
+
+
+def _positions(task: Task) -> tuple[Array, set[str]]:
+    """The scores of an attention task, and the names of their positions."""
+    scores = next(filter(is_scores, (*task.operands, *task.results)))
+    return scores, {name for name in scores.axes if name.endswith(SECOND) or name + SECOND in scores.axes}
 
 
 def _grouped(task: Task, layout: Layout) -> Iterator[Traffic]:

@@ -135,11 +135,15 @@ class CostPlan:
     collectives: list[Collective]
 
 
+UNCUT, GATHERED = "none", "all_gather"
+"""Strategies of attention: positions are not cut; keys and values of all positions are gathered."""
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Sequence parallelism; `none` where the position axis is not mapped."""
+    """Sequence parallelism: how attention is done where positions are cut."""
 
-    strategy: str = "none"
+    strategy: str = UNCUT
     ulysses: int = 1
     ring: int = 1
     layout: str = "contiguous"

@@ -18,6 +18,9 @@ from shardplan.plan.options import PLANNED, PLANNED_FOR_EXPERTS
 from shardplan.plan.partition import GATHER
 from shardplan.plan.plan import (
     BATCH_AXIS,
+    GATHERED,
+    UNCUT,
+    AttentionPlan,
     Collective,
     CostPlan,
     HardwareInfo,
@@ -186,6 +189,7 @@ def _describe(
     params, work = layout.params, workload_of(config.workload)
     sizes = [round(layout.bytes(array)) for array in step.parameters]
     options = PLANNED_FOR_EXPERTS if work.is_training and step.routed else PLANNED
+    is_cut = layout.habits.gathers_keys and layout.compute.get(axes.position)
     return Plan(
         model=ModelInfo(config.model.ref, axes.type, dict(axes.axes), axes.size, config.model.config),
         workload=WorkloadInfo(**{key: value for key, value in vars(work).items() if key != "batch_axis"}),
@@ -206,6 +210,7 @@ def _describe(
         memory=_memory(step, layout, hardware),
         cost=cost,
         search=found,
+        attention=AttentionPlan(GATHERED if is_cut else UNCUT),
         compiler_options={} if hardware.is_cpu else dict(options),
         versions=_versions(),
     )

@@ -116,8 +116,9 @@ def _is_same(one: Candidate, other: Candidate) -> bool:
 
 def _frames(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Iterator["_Frame"]:
     """Every mesh with every mapping of batch and positions."""
-    # the residual stream is not cut by its own axis, unless the user wants it
-    options = {space.batch: BATCH_AXES, space.position: POSITION_AXES, space.residual: ((),)}
+    # the residual stream is not cut by its own axis unless the user wants it, nor are positions where there is a choice
+    positions = ((),) if space.kernels else POSITION_AXES
+    options = {space.batch: BATCH_AXES, space.position: positions, space.residual: ((),)}
     for mesh in meshes:
         found = False
         for cuts in itertools.product(*(space.rules.options(axis, False, each) for axis, each in options.items())):

@@ -131,7 +131,7 @@ def _space(config: Config, model: Model, rules: Rules) -> Space:
         residual=axes.residual,
         hardware=hardware,
         calibration=calibration(hardware.generation.name),
-        habits=habits(hardware),
+        habits=replace(habits(hardware), gathers_keys=model.shares_attention),
         available=usable_bytes(hardware),
         rules=rules,
         kernels=not hardware.is_cpu,

@@ -7,13 +7,14 @@ import equinox as eqx
 import jax
 from levanter.layers.attention import AttentionBackend
 
+from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.hardware import parse_slice
 from shardplan.model import Model
 from shardplan.plan.calibration import habits
 from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.partition import KERNEL_BLOCK, attention_has_kernel
-from shardplan.plan.plan import Plan
+from shardplan.plan.plan import UNCUT, Plan
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of
 
@@ -21,7 +22,7 @@ SPLASH = "splash"
 
 
 def specialize(model: Model, plan: Plan) -> Model:
-    """`model` with the attention backend and the gradient checkpointing of `plan` in its configuration."""
+    """`model` with the attention and the gradient checkpointing of `plan`."""
     checkpointing: Any = plan.workload.gradient_checkpointing
     backend = attention_backend(model, plan)
     config = dataclasses.replace(
@@ -31,6 +32,9 @@ def specialize(model: Model, plan: Plan) -> Model:
         gradient_checkpointing=True if checkpointing == "default" else checkpointing,
     )
     template = eqx.filter_eval_shape(config.model_type.init, model.vocab, config, key=jax.random.PRNGKey(0))
+    if plan.attention.strategy != UNCUT:
+        method = Method(plan.attention.strategy, plan.attention.ulysses, "splash" if backend == SPLASH else "blockwise")
+        template = with_sequence_parallel(template, method)
     return dataclasses.replace(model, config=config, template=template)
 
 
@@ -43,6 +47,7 @@ def attention_backend(model: Model, plan: Plan) -> str:
     step = plan_step(model, workload_of(forward))
     compute = as_tuples(plan.compute_mapping)
     hardware = parse_slice(plan.hardware.slice)
-    layout = Layout(plan.mesh, compute, {}, step.merged, step.activation_axes, habits(hardware))
+    known = dataclasses.replace(habits(hardware), gathers_keys=plan.attention.strategy != UNCUT)
+    layout = Layout(plan.mesh, compute, {}, step.merged, step.activation_axes, known)
     attention = [task for task in step.tasks if task.kind == "attention"]
     return SPLASH if attention and all(attention_has_kernel(task, layout) for task in attention) else "jax_flash"

@@ -6,6 +6,7 @@ from typing import Any
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model
 from shardplan.plan.cost import model_flops
+from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import workload_of
 from shardplan.step import KERNEL_BLOCK
@@ -60,13 +61,18 @@ def read_verdict(compiled: Compiled, plan: Plan, model: Model, program: str, opt
     )
 
 
-def attended(position: int, window: int | None) -> float:
-    """Part of the blocks of position x position that attention kernels compute: a causal mask, or a window of it."""
-    side = min(KERNEL_BLOCK, position)
+def attended(position: int, window: int | None, parts: int = 1) -> float:
+    """Part of the blocks of position x position that attention kernels compute: a causal mask, or a window of it.
+
+    Args:
+        parts: into how many positions are cut; it is that of the device with the last of them, which has most.
+    """
+    side = min(KERNEL_BLOCK, position // parts)
     blocks = -(-position // side)
     # a block is computed where any of its queries sees any of its keys
     reach = blocks if window is None else -(-(window - 1) // side)
-    return sum(min(row, reach) + 1 for row in range(blocks)) / blocks**2
+    mine = range(blocks - blocks // parts, blocks)
+    return sum(min(row, reach) + 1 for row in mine) / len(mine) / blocks
 
 
 def _failure(compiled: Compiled, module: Module | None, buffers: list[Buffer], available: int) -> dict[str, Any]:
@@ -90,7 +96,8 @@ def _time(module: Module, compiled: Compiled, plan: Plan, model: Model, program:
     hardware, work = parse_slice(plan.hardware.slice), plan.workload
     network = Network(plan.mesh, hardware, compiled.slices)
     try:
-        timing = model_step(module, network, hardware, attended(work.position, model.sliding_window))
+        parts = mesh_size(plan.mesh, tuple(plan.compute_mapping.get(model.template.Pos.name, ())))
+        timing = model_step(module, network, hardware, attended(work.position, model.sliding_window, parts))
     except HloError as error:
         return {"not_understood": {str(error): 1}}
     # assembling a model computes nothing that a model needs

@@ -39,7 +39,7 @@ PYTHON_ERROR = 1
 POLL_SECONDS = 0.1
 CODE = (
     "hardware/*", "runtime/devices", "model/corrections", "model/forward", "model/hf_config", "model/registry",
-    "step/*", "checkpoint/assemble", "verify/worker", "verify/topology",
+    "attention/*", "step/*", "checkpoint/assemble", "verify/worker", "verify/topology",
 )  # fmt: skip
 """Modules of shardplan that make what is compiled of a plan; which attention that runs is asked beside."""
 

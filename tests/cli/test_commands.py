@@ -48,6 +48,17 @@ def test_evaluation_equals_transformers(checkpoint, tmp_path, slice_name, batch)
     assert "row 0" in done.stdout and "loss per token" in done.stdout and "PartitionSpec" in done.stdout
 
 
+def test_evaluation_with_positions_cut(checkpoint, tmp_path):
+    """Its attention brings together the keys of all positions."""
+    pins = ["--pin", "position=model", "batch=data", "kv_head=", "heads=", "mlp=", "vocab="]
+    done = run("eval", *arguments(checkpoint, tmp_path), "--mesh.model=4", *pins)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["plan"]["attention"]["strategy"] == "all_gather"
+    nats = transformers_losses(checkpoint)
+    assert results["total"]["loss_per_token"] == pytest.approx(nats.mean(), abs=2e-6)
+
+
 def test_several_batches_have_a_speed(checkpoint, tmp_path):
     done = run("eval", *arguments(checkpoint, tmp_path), "--workload.position=8")
     assert done.returncode == 0, done.stderr

@@ -78,6 +78,22 @@ def test_evaluation_of_405b_on_v4_256():
     assert verdict.time.mfu == pytest.approx(flops / 128 / 2.75e14 / verdict.time.step_seconds)
 
 
+def test_positions_cut():
+    """Splash attention, with keys and values of all positions gathered in every layer, as planned, and nothing else."""
+    hf_config = {**read_config("configs/models/llama-3.1-8b.json", None), **SMALL}
+    arguments = ["--model.config=configs/models/llama-3.1-8b.json", "--hardware.slice=v4-16", "--workload.batch=4"]
+    pins = ["--workload.position=1024", "--pin", "position=replica", "mesh.replica=2"]
+    model = build_model(hf_config, 1024)
+    plan = make_plan(configuration.load([*arguments, *pins], "test"), model)
+    assert plan.mesh == {"replica": 2, "data": 4, "model": 1} and plan.attention.strategy == "all_gather"
+    (verdict,) = verify([Case("cut", plan, model, hf_config, options=plan.compiler_options)], NO_CACHE)
+    assert verdict.fits and verdict.attention == "splash"
+    # bfloat16[4 key heads, 1024, 128] of a sequence, keys and values, half of them from the other device; 2 layers
+    expected = 2 * 2 * (4 * 1024 * 128 * 2) // 2
+    assert sum(c.bytes for c in plan.cost.collectives) == expected
+    assert bytes_by(verdict, "all-gather", "all-reduce", "reduce-scatter", "all-to-all") == expected
+
+
 def test_train_step_updates_in_place():
     """Parameters and both moments come in and go out in the same memory; gradients are reduced and scattered."""
     case = small_case("train", **{"workload.param_dtype": "float32"})

@@ -1,12 +1,15 @@
 """Streamed with a planned sharding, every model gives the logits that transformers gives."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 from conftest import MODEL_TYPES
 
+from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.checkpoint.load import stream_model
+from shardplan.errors import ConfigError
 from shardplan.eval.evaluate import forward_logits
 from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
@@ -18,7 +21,7 @@ TOLERANCE = 2e-5
 MESHES = [(1, 4, 2), (2, 2, 2), (1, 1, 8), (1, 8, 1)]
 
 
-def deviation(golden, make_config, name, mesh, change_model=None, change_plan=None) -> float:
+def deviation(golden, make_config, name, mesh, change_model=None, change_plan=None, method=None) -> float:
     """Largest difference between the logits on `mesh` (replica, data, model) and those of transformers."""
     reference = np.load(golden / name / "golden.npz")
     tokens = np.tile(reference["tokens"], (4, 1))  # 8 sequences, so that every mesh divides the batch
@@ -35,6 +38,8 @@ def deviation(golden, make_config, name, mesh, change_model=None, change_plan=No
     folder = open_folder(config.model.ref)
     model = build_model(read_config(None, folder), config.workload.position)
     model = dataclasses.replace(model, **(change_model or {}))
+    if method is not None:
+        model = dataclasses.replace(model, template=with_sequence_parallel(model.template, method))
     plan = make_plan(config, model)
     plan = dataclasses.replace(plan, compute_mapping={**plan.compute_mapping, **(change_plan or {})})
     device_mesh = make_mesh(parse_slice(plan.hardware.slice), plan.mesh)
@@ -60,3 +65,19 @@ def test_why_the_tokens_of_experts_are_not_cut(golden, make_config):
     """Levanter's mixture of experts is wrong where its token axes are mapped, so no plan may map them."""
     cut = {"token": ["data"], "token_repeat": ["data"]}
     assert deviation(golden, make_config, "mixtral", (1, 4, 2), change_plan=cut) > 0.1
+
+
+WHOLE = dict.fromkeys(("kv_head", "q_heads_per_group", "heads", "head_size", "mlp", "vocab", "experts"), ())
+METHODS = itertools.cycle([Method("ring"), Method("ulysses"), Method("hybrid", 2), Method("all_gather")])
+
+
+@pytest.mark.parametrize(("name", "method"), [(name, next(METHODS)) for name in MODEL_TYPES if name != "gpt2"], ids=str)
+def test_with_positions_cut(golden, make_config, name, method):
+    """Levanter's models with sequence-parallel attention, and nothing patched."""
+    cut = {**WHOLE, "position": ["model"]}
+    assert deviation(golden, make_config, name, (1, 2, 4), change_plan=cut, method=method) <= TOLERANCE
+
+
+def test_attention_of_its_own(golden, make_config):
+    with pytest.raises(ConfigError, match="Gpt2LMHeadModel has attention of its own"):
+        deviation(golden, make_config, "gpt2", (1, 2, 4), method=Method("ring"))

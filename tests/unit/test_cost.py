@@ -122,3 +122,10 @@ def test_slices_that_no_axis_can_cross():
 )
 def test_blocks_that_a_mask_leaves(position, window, blocks):
     assert attended(position, window) == blocks / max(1, position // 512) ** 2
+
+
+def test_blocks_of_the_last_part():
+    """Of 2048 positions in blocks of 512, cut in two: the last half computes 3 + 4 of its 2 x 4 blocks."""
+    assert attended(2048, None, parts=2) == (3 + 4) / 8
+    assert attended(2048, 513, parts=2) == (2 + 2) / 8
+    assert attended(2048, None, parts=8) == 8 / 8

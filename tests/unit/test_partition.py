@@ -162,6 +162,11 @@ def test_keys_and_values_of_other_positions():
     whole = 2 * 4 * 1024 * 8 * 128
     assert moved == [("all-gather", 2 * 3 / 4 * whole)] * 2
     assert not any(attention_has_kernel(task, layout) for task in attention)
+    ours = dataclasses.replace(layout, habits=Habits(gathers_keys=True))
+    assert all(attention_has_kernel(task, ours) for task in attention)
+    assert [share(task, ours).unmasked for task in attention] == [7 / 8] * 2  # of the last quarter's queries
+    short = dataclasses.replace(ours, mesh={"data": 16})  # 64 positions of a device, less than the kernel's 128
+    assert not any(attention_has_kernel(task, short) for task in attention)
     by_heads = dataclasses.replace(layout, compute={"kv_head": ("data",), "heads": ("data",), "batch": ()})
     assert all(attention_has_kernel(task, by_heads) for task in attention)
 

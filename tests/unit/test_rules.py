@@ -141,7 +141,8 @@ def test_why_not(model, config):
     # what is told adds up to the difference, but for what hides behind compute
     assert next(iter(slower.seconds)) == "compute" and slower.seconds["compute"] > 0
     assert why_not("kv_head=data", plan, config(pin=("head_size=data", "batch=")), model).plan is None
-    assert why_not("position=replica", plan, settings, model).obstacle == NO_KERNEL
+    assert not why_not("position=replica", plan, settings, model).obstacle
+    assert why_not("q_heads_per_group=replica", plan, settings, model).obstacle == NO_KERNEL
     # the user's own pin does not stand in the way of the question
     pinned = config(pin=("mlp=model",))
     answer = why_not("mlp=", make_plan(pinned, model), pinned, model)

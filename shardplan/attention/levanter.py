@@ -1,0 +1,96 @@
+"""Levanter models with sequence-parallel attention in place of their own; nothing of Levanter is patched."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from levanter.layers.attention import Attention, AttentionMask
+
+from shardplan.attention.dot_product import dot_product_attention
+from shardplan.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Method:
+    """How attention is done."""
+
+    strategy: str
+    ulysses: int = 1
+    kernel: str = "blockwise"
+
+
+class SequenceParallel(Attention):
+    """Levanter's attention, by `shardplan.attention.dot_product.dot_product_attention`."""
+
+    method: Method = eqx.field(static=True, default=Method("all_gather"))
+
+    def __call__(
+        self,
+        x: NamedArray,
+        mask: NamedArray | AttentionMask | None,
+        *,
+        key: Any = None,
+        pos_ids: NamedArray | None = None,
+    ) -> NamedArray:
+        """{..., position, embed} -> the same, as Levanter's; without dropout."""
+        del key  # of dropout and of noise in projections, which no supported model has
+        q, k, v = self._compute_qkv(x, key=None, pos_ids=pos_ids)
+        k, v = (each.rename({"position": "key_position"}) for each in (k, v))
+        out = dot_product_attention(
+            "position",
+            "key_position",
+            "head_size",
+            q,
+            k,
+            v,
+            mask,
+            strategy=self.method.strategy,
+            ulysses=self.method.ulysses,
+            kernel=self.method.kernel,
+            attention_dtype=jnp.float32 if self.config.upcast_attn else x.dtype,
+            scaling_factor=self.config.scaling_factor,
+            logits_soft_cap=self.config.logits_soft_cap,
+        )
+        return self.o_proj(out.flatten_axes(("kv_head", "q_heads_per_group"), "heads").astype(x.dtype))
+
+
+def with_sequence_parallel(module: Any, method: Method) -> Any:
+    """`module`, a Levanter model with or without weights, with every attention done by `method`.
+
+    Raises:
+        ConfigError: the model has no attention of the class that Levanter's models share, or it drops out.
+    """
+    if not any(map(_is_attention, jax.tree.leaves(module, is_leaf=_is_attention))):
+        raise ConfigError(
+            f"{type(module).__name__} has attention of its own; only Levanter's Attention can have its positions cut"
+        )
+
+    def parallel(node: Any) -> Any:
+        return _parallel(node, method) if _is_attention(node) else node
+
+    return jax.tree.map(parallel, module, is_leaf=_is_attention)
+
+
+def _is_attention(node: Any) -> bool:
+    return isinstance(node, Attention)
+
+
+def _parallel(attention: Attention, method: Method) -> Attention:
+    values: Mapping[str, Any] = {field.name: getattr(attention, field.name) for field in fields(attention)}
+    if values.get("attention_dropout"):
+        raise ConfigError("attention with dropout has no sequence-parallel form; set attention_dropout to 0")
+    kind: Any = type(attention)
+    found: Attention = _class(kind)(**{**values, "method": method})
+    return found
+
+
+@cache
+def _class(original: Any) -> Any:
+    """A subclass of a Levanter class, so that its projections, norms and names in a checkpoint stay as they are."""
+    name, kind = f"SequenceParallel{original.__name__}", type(original)
+    return kind(name, (SequenceParallel, original), {"__module__": __name__})
