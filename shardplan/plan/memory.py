@@ -54,9 +54,9 @@ def item_bytes(item: Item, layout: Layout) -> float:
         is_scattered = layout.rests(array) and layout.parts(array) > layout.parts(array, layout.compute)
         return layout.bytes(array, layout.compute) if is_scattered else 0.0
     if item.role == "found":
-        rows = lookup_rows(item.tables[0], array, layout)
         # the partial sums, and the sum, or what they are turned into
-        return rows + rows_turned(item.tables[0], array, layout) if rows > layout.bytes(array) else 0.0
+        found = lookup_rows(item.tables[0], array, layout), rows_turned(item.tables[0], array, layout)
+        return sum(found) if max(found) > layout.bytes(array) else 0.0
     if item.role == "copied":
         return layout.bytes(array) if layout.habits.copies_stacks else 0.0
     if item.role in ("wide", "summand") and _is_converted(array, layout):

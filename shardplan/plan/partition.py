@@ -247,8 +247,9 @@ def lookup_rows(table: Array, result: Array, layout: Layout) -> float:
     if table.weight is None:
         return layout.bytes(result, layout.compute)
     found, columns = _table_cuts(table, result, layout)
-    busy = _tokens_cut(table, result, layout)
-    shared = busy if _turns_whole(busy, columns) else tuple(axis for axis in busy if axis in (*found, *columns))
+    tokens = _tokens_cut(table, result, layout)
+    busy = {axis for axes in tokens for axis in axes}
+    shared = tuple(busy if _turns_whole(tokens, columns) else busy.intersection((*found, *columns)))
     return layout.bytes(result, layout.compute) * mesh_size(layout.mesh, shared) / mesh_size(layout.mesh, columns)
 
 
@@ -260,13 +261,19 @@ def rows_turned(table: Array, result: Array, layout: Layout) -> float:
     return layout.bytes(result, {}) if whole else lookup_rows(table, result, layout)
 
 
-def _turns_whole(tokens: MeshAxes, columns: MeshAxes) -> bool:
-    """Whether the partitioner has all tokens with all columns in between, for it cannot turn one cut into the other."""
-    return bool(columns) and set(columns) < set(tokens)
+def _turns_whole(tokens: list[MeshAxes], columns: MeshAxes) -> bool:
+    """Whether the partitioner has all tokens with all columns in between, for it cannot turn one cut into the other.
+
+    It can where the columns are cut like one dimension of the tokens, and the others are not cut.
+    """
+    busy = {axis for axes in tokens for axis in axes}
+    return bool(columns) and set(columns) <= busy and (len(tokens) > 1 or set(columns) < busy)
 
 
-def _tokens_cut(table: Array, result: Array, layout: Layout) -> MeshAxes:
-    return layout.mesh_axes(tuple(f for f in result.factors if f[0] not in table.axes))
+def _tokens_cut(table: Array, result: Array, layout: Layout) -> list[MeshAxes]:
+    """Mesh axes of every dimension of the tokens that is cut."""
+    factors = (factor for factor in result.factors if factor[0] not in table.axes)
+    return [axes for factor in factors if (axes := layout.mesh_axes((factor,)))]
 
 
 def _table_cuts(table: Array, result: Array, layout: Layout) -> tuple[MeshAxes, MeshAxes]:

@@ -1,11 +1,11 @@
 """What the planner chooses from: meshes, and for each what logical axes can be mapped to, and what depends on it.
 
 All factorisations of the devices into (replica, data, model); the batch on any of replica and data; where attention can
-have no kernel, the positions on one of these that the batch leaves; every other logical axis that is computed with on `model`, with or without `replica`
-behind it; parameters rest cut like that, and in addition by `data`, `replica` or both, along any axis. No array has a
-mesh axis twice. While computing, the residual stream is not cut by its own axis, nor are axes that layers are stacked
-along, those that attention sums over, and those that a token chooses parameters by (experts). What the user pins or
-forbids changes that.
+have no kernel, the positions on one of these that the batch leaves; every other logical axis that is computed with on
+`model`, with or without `replica` behind it; parameters rest cut like that, and in addition by `data`, `replica` or
+both, along any axis. No array has a mesh axis twice. While computing, the residual stream is not cut by its own axis,
+nor are axes that layers are stacked along, those that attention sums over, and those that a token chooses parameters by
+(experts). What the user pins or forbids changes that.
 """
 
 import math

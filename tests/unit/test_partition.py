@@ -150,6 +150,11 @@ def test_lookups_in_a_cut_table():
     assert traffic("rows of", by_data, {"embed": ("data",)}) == [("all-to-all", ("data",), 3 / 4 * 2 * rows, 1)]
     assert traffic("rows of", {}, {"embed": ("data",)}) == [("all-gather", ("data",), 3 / 4 * 8 * rows, 1)]
     assert traffic("rows of", {}, {"vocab": ("data",)}) == [("all-reduce", ("data",), 2 * 3 / 4 * 4 * rows, 1)]
+    # columns cut as two dimensions of the tokens together: 405B on 2 x 16 x 4 with positions on replica, 31/32 of 2 GiB
+    both = {"batch": ("data",), "position": ("replica",)}
+    assert traffic("rows of", both, {"embed": ("replica", "data")}) == [
+        ("all-gather", ("replica", "data"), 7 / 8 * 8 * rows, 1)
+    ]
 
 
 def test_keys_and_values_of_other_positions():
