@@ -1,7 +1,7 @@
 """`dot_product_attention` on named arrays whose positions are cut over devices."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from levanter.layers.attention import AttentionMask
 
-from shardplan.attention.blockwise import Rule, Tokens
+from shardplan.attention.blockwise import EMPTY, Rule, Tokens
 from shardplan.attention.layout import KINDS, Layout, hops
 from shardplan.attention.pattern import Pattern
 from shardplan.attention.ring import Ring, ring_attention
@@ -65,9 +65,11 @@ def dot_product_attention(
         query: {..., heads, QPos, Key}; axes that key lacks are query heads of one key head.
         key: {..., key heads, KPos, Key}.
         value: {..., key heads, KPos, ...}; what key lacks is its head size, which may be another than Key.
-        mask: which keys a query may attend to; default: all.
+        mask: which keys a query may attend to; default: all. A causal offset must be known while tracing: a mask made
+            outside of jit.
         strategy: all_gather (of keys and values), ring, ulysses, or hybrid (groups of `ulysses` neighbours in a ring).
-        layout: the order that positions are in; see `shardplan.attention.layout`.
+        layout: the order that positions are in; see `shardplan.attention.layout`. Where it is not contiguous, the
+            length must be a multiple of the parts.
         prefix: with a causal mask, positions that all may attend to (a prefix LM).
         documents: lengths of the documents of every sequence, where they are known while tracing: they attend within
             themselves, and what they make empty is not sent.
@@ -83,7 +85,8 @@ def dot_product_attention(
         {..., heads, QPos, value's head size}; zero for a query that may attend to nothing.
 
     Raises:
-        ConfigError: an unknown strategy or layout, a degree that does not divide, or unsupported axes.
+        ConfigError: an unknown strategy, layout or kernel, a degree or size that does not divide, axes of masks that
+            queries and keys do not have, a causal offset that is traced, or a task that the splash kernel cannot do.
     """
     given_of = {"strategy": (strategy, STRATEGIES), "layout": (layout, KINDS), "kernel": (kernel, KERNELS)}
     for name, (given, valid) in given_of.items():
@@ -92,14 +95,22 @@ def dot_product_attention(
     dims = _dims(QPos, KPos, Key, query, key, value)
     mesh = jax.sharding.get_abstract_mesh()
     mapping = (current_thread_local_mapping() or {}) if axis_mapping is None else axis_mapping
+    if mesh.empty and mapping.get(dims.queries.name):
+        raise ConfigError(f"attention: {dims.queries.name} is mapped, but no mesh is set; use jax.set_mesh")
     cuts = {} if mesh.empty else {axis.name: _mesh_axes(axis, mapping, mesh.shape) for axis in dims.all}
     along = cuts[dims.keys.name] = cuts.get(dims.queries.name, ())
     degree = math.prod(mesh.shape[axis] for axis in along)
     u = {"ulysses": degree, "hybrid": ulysses}.get(strategy, 1)
-    if degree % u:
+    if u < 1 or degree % u:
         raise ConfigError(f"attention: ulysses {u} does not divide the {degree} devices along {dims.queries.name}")
     orders = [Layout(axis.size, degree // u, u, layout) for axis in (dims.queries, dims.keys)]
     pattern, segments, explicit = _mask_parts(mask, dims, prefix, documents, orders)
+    _check_axes(dims, cuts, mesh.shape, [*(segments or ()), *(x for x in (explicit, attn_sink) if x is not None)])
+    if layout != "contiguous" and [order.padded for order in orders] != [order.length for order in orders]:
+        least = Layout(1, degree // u, u, layout).padded
+        raise ConfigError(
+            f"attention layout {layout}: {dims.queries.name} and {dims.keys.name} must be multiples of {least}"
+        )
     rule = Rule(pattern, dims.size.size**-0.5 if scaling_factor is None else scaling_factor, logits_soft_cap, block)
     task = _Task(rule, dims, strategy, along, orders[0], orders[1], documents)
 
@@ -124,7 +135,8 @@ def dot_product_attention(
         numbered = (*dims.key_heads, *dims.groups)
         parts = math.prod(mesh.shape[each] for axis in numbered for each in cuts.get(axis.name, ()))
         heads = math.prod(axis.size for axis in numbered) // parts
-        splash = task.splash(heads, inputs.keys())
+        has_empty = segments is not None and segments[0].array is not segments[1].array
+        splash = task.splash(heads, has_empty or not inputs.keys().isdisjoint(("explicit", "sink")))
     if not mesh.empty:
         rows = along if strategy == "all_gather" else ()
         of_kernel = splash and splash.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, rows or None)))
@@ -195,7 +207,37 @@ def _dims(
 def _mesh_axes(axis: Axis, mapping: ResourceMapping, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The mesh axes that cut a logical axis."""
     found = mapping.get(axis.name) or ()
-    return tuple(name for name in ((found,) if isinstance(found, str) else found) if sizes[name] > 1)
+    names = (found,) if isinstance(found, str) else found
+    for name in names:
+        if name not in sizes:
+            raise ConfigError(
+                f"attention: {axis.name} is mapped to {name!r}, no axis of the mesh; {nearest(name, sizes)}"
+            )
+    return tuple(name for name in names if sizes[name] > 1)
+
+
+def _check_axes(
+    dims: _Dims, cuts: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], others: Sequence[NamedArray]
+) -> None:
+    """Complain of cuts that cannot be, and of masks and sinks with other axes than queries and keys."""
+    known = {axis.name: axis.size for axis in dims.all}
+    for x in others:
+        for axis in x.axes:
+            if known.get(axis.name) != axis.size:
+                raise ConfigError(
+                    f"attention: a mask or sink has the axis {axis.name} ({axis.size}), queries and keys have "
+                    f"{', '.join(f'{name} ({size})' for name, size in known.items())}"
+                )
+    users: dict[str, str] = {}
+    for axis in (*dims.batch, *dims.key_heads, *dims.groups, dims.queries):
+        parts = math.prod(sizes[name] for name in cuts.get(axis.name, ()))
+        if axis != dims.queries and axis.size % parts:
+            raise ConfigError(
+                f"attention: {axis.name} ({axis.size}) is not divisible by the {parts} devices that cut it"
+            )
+        for name in cuts.get(axis.name, ()):
+            if users.setdefault(name, axis.name) != axis.name:
+                raise ConfigError(f"attention: {users[name]} and {axis.name} are both mapped to {name}")
 
 
 def _mask_parts(
@@ -214,13 +256,22 @@ def _mask_parts(
         raise ConfigError("attention: a causal offset must be one number that is known while tracing")
     pattern = Pattern(mask.is_causal, int(offset), mask.sliding_window, prefix)
     segments = mask.segment_ids
+    if documents is not None and (segments is not None or {order.length for order in orders} != {sum(documents)}):
+        raise ConfigError(
+            f"attention: documents have {sum(documents)} positions together, queries and keys "
+            f"{' and '.join(str(order.length) for order in orders)}; and they go without segment ids"
+        )
     if segments is not None:
         segments = segments[0], segments[1].rename({dims.queries.name: dims.keys.name})
     elif documents is not None:
         labels = np.repeat(np.arange(len(documents), dtype=np.int32), documents)
         q_labels, k_labels = (labels[order.order()[: order.length]] for order in orders)
         segments = hax.named(jnp.asarray(q_labels), dims.queries), hax.named(jnp.asarray(k_labels), dims.keys)
-    return pattern, segments, mask.explicit_mask
+    explicit = mask.explicit_mask
+    if explicit is not None:
+        has = {axis.name for axis in explicit.axes}
+        explicit = explicit.broadcast_axis([axis for axis in (dims.queries, dims.keys) if axis.name not in has])
+    return pattern, segments, explicit
 
 
 def _padded(x: NamedArray, lengths: Mapping[str, int]) -> NamedArray:
@@ -243,8 +294,12 @@ class _Task:
     k_order: Layout
     documents: Sequence[int] | None
 
-    def splash(self, heads: int, given: Collection[str]) -> Any:
-        """The kernel of splash attention for all of the sequence; `heads` are the query heads that a device has.
+    def splash(self, heads: int, is_special: bool) -> Any:
+        """The kernel of splash attention for all of the sequence.
+
+        Args:
+            heads: query heads that a device has.
+            is_special: whether there is more to it than positions and documents, that every query has one of.
 
         Raises:
             ConfigError: it cannot do this task.
@@ -256,10 +311,12 @@ class _Task:
                       lengths[0] // shards, lengths[1])  # fmt: skip
         is_alone = self.strategy == "all_gather" or shards == 1
         is_plain = self.q_order.kind == "contiguous" and lengths == (self.q_order.length, self.k_order.length)
-        if not (fits and is_alone and is_plain) or {"explicit", "sink"} & {*given}:
+        # a query that attends to nothing would come out wrong, with its gradients
+        has_own = lengths[0] == lengths[1] and self.rule.pattern.offset >= 0
+        if is_special or not (fits and is_alone and is_plain and has_own):
             raise ConfigError(
-                "attention kernel splash does causal and full masks, windows and documents, of positions in order, by "
-                f"all_gather or ulysses; a device's positions and head sizes are multiples of {LANES}; use blockwise"
+                "attention kernel splash does causal and full masks, windows and documents of self-attention, by "
+                f"all_gather or ulysses, in order; positions of a device and head sizes must be multiples of {LANES}"
             )
         return splash_kernel(self.rule, exchanged, *lengths, shards)
 
@@ -273,11 +330,13 @@ class _Task:
         """
         dims, k_order = self.dims, self.k_order
         here = {axis.name: n for axis, n in zip(dims.of_query, inputs["q"].shape, strict=True)}
-        here |= {axis.name: n for axis, n in zip(dims.of_value, inputs["v"].shape, strict=True)}
-        here[dims.keys.name] = k_order.padded if self.strategy == "all_gather" else here[dims.keys.name]
+        here[dims.keys.name] = k_order.padded if self.strategy == "all_gather" else inputs["k"].shape[-2]
+        # its head size may be another, under the same name
+        of_value = {**here, **{axis.name: axis.size for axis in dims.values}}
 
         def flat(name: str, *groups: Sequence[Axis]) -> Array | None:
-            return _flat(inputs[name], axes[name], groups, here) if name in inputs else None
+            sizes = of_value if name == "v" else here
+            return _flat(inputs[name], axes[name], groups, sizes) if name in inputs else None
 
         b, n, g, s, t = dims.batch, dims.key_heads, dims.groups, [dims.queries], [dims.keys]
         if self.strategy == "all_gather" and self.along:
@@ -307,7 +366,7 @@ class _Task:
             segments = None if q_segments is None or k_segments is None else (q_segments, k_segments)
             out = splash_attention(self.rule, kernel, q, k, v, segments)
             out = out if exchange is None else exchange.outputs(out)
-            return out.reshape([here[name] for name in names])
+            return out.reshape([of_value[name] for name in names])
         place = jax.lax.axis_index(self.along) if self.along else jnp.int32(0)
         queries = Tokens(jnp.asarray(self.q_order.regions())[place // self.q_order.ulysses], q_segments)
         if self.strategy == "all_gather":
@@ -320,9 +379,10 @@ class _Task:
             out, logsum = exchange.outputs(out), exchange.outputs(logsum)
         sink = flat("sink", n, g)
         if sink is not None:
-            sink = sink.astype(jnp.float32)[None, :, :, None]
-            out *= jnp.exp(logsum - jnp.logaddexp(logsum, sink))[..., None]
-        return out.reshape([here[name] for name in names])
+            total = jnp.logaddexp(logsum, sink.astype(jnp.float32)[None, :, :, None])
+            # where nothing is attended to, the output is zero already
+            out *= jnp.exp(jnp.where(logsum == EMPTY, 0.0, logsum - jnp.where(total == EMPTY, 0.0, total)))[..., None]
+        return out.reshape([of_value[name] for name in names])
 
 
 def _of(axes: Sequence[Axis], like: Axis) -> Axis:

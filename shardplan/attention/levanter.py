@@ -10,9 +10,13 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from levanter.layers.attention import Attention, AttentionMask
+from levanter.models.olmo import Olmo2Attention
 
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError
+
+KNOWN = (Attention.__call__, Olmo2Attention.__call__)
+"""What `SequenceParallel` does in place of; other subclasses do more, as with sinks."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def with_sequence_parallel(module: Any, method: Method) -> Any:
     """`module`, a Levanter model with or without weights, with every attention done by `method`.
 
     Raises:
-        ConfigError: the model has no attention of the class that Levanter's models share, or it drops out.
+        ConfigError: the model has no attention of the class that Levanter's models share, or it does more than that.
     """
     if not any(map(_is_attention, jax.tree.leaves(module, is_leaf=_is_attention))):
         raise ConfigError(
@@ -81,6 +85,8 @@ def _is_attention(node: Any) -> bool:
 
 
 def _parallel(attention: Attention, method: Method) -> Attention:
+    if type(attention).__call__ not in KNOWN:
+        raise ConfigError(f"{type(attention).__name__} is more than Levanter's Attention; its positions cannot be cut")
     values: Mapping[str, Any] = {field.name: getattr(attention, field.name) for field in fields(attention)}
     if values.get("attention_dropout"):
         raise ConfigError("attention with dropout has no sequence-parallel form; set attention_dropout to 0")

@@ -42,9 +42,14 @@ class Ring:
         """`tree` as the device has it that is `hops` ring indices back."""
         if hops % self.size == 0:
             return tree
-        count = self.size * self.stride
-        pairs = [(place, (place + hops * self.stride) % count) for place in range(count)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
+        # permutes number devices in the mesh's order of axes, whatever order they are given in
+        mesh = jax.sharding.get_abstract_mesh()
+        ordered = sorted(self.axes, key=mesh.axis_names.index)
+        numbers = np.arange(self.size * self.stride).reshape([mesh.shape[axis] for axis in ordered])
+        places = numbers.transpose([ordered.index(axis) for axis in self.axes]).reshape(-1).tolist()
+        count = len(places)
+        pairs = [(places[i], places[(i + hops * self.stride) % count]) for i in range(count)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, tuple(ordered), pairs), tree)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

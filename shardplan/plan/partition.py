@@ -273,14 +273,20 @@ def _turns_whole(tokens: list[MeshAxes], columns: MeshAxes) -> bool:
 def _tokens_cut(table: Array, result: Array, layout: Layout) -> list[MeshAxes]:
     """Mesh axes of every dimension of the tokens that is cut."""
     factors = (factor for factor in result.factors if factor[0] not in table.axes)
-    return [axes for factor in factors if (axes := layout.mesh_axes((factor,)))]
+    return [axes for factor in factors if (axes := _several(layout.mesh_axes((factor,)), layout))]
+
+
+def _several(axes: MeshAxes, layout: Layout) -> MeshAxes:
+    """Those of several devices."""
+    return tuple(axis for axis in axes if layout.mesh[axis] > 1)
 
 
 def _table_cuts(table: Array, result: Array, layout: Layout) -> tuple[MeshAxes, MeshAxes]:
     """Mesh axes that cut the rows and the columns of a table at rest."""
     kept = set(result.axes)
     rows = layout.mesh_axes(tuple(f for f in table.factors if f[0] not in kept), layout.params)
-    return rows, layout.mesh_axes(tuple(f for f in table.factors if f[0] in kept), layout.params)
+    columns = layout.mesh_axes(tuple(f for f in table.factors if f[0] in kept), layout.params)
+    return _several(rows, layout), _several(columns, layout)
 
 
 def _lookup(task: Task, layout: Layout) -> Iterator[Traffic]:

@@ -40,7 +40,7 @@ from shardplan.plan.variants import Found, Result, find
 from shardplan.plan.workload import workload_of
 from shardplan.storage import open_folder
 
-KERNEL = " (a kernel can do attention: positions are not cut)"
+KERNEL = " (a kernel can do attention)"
 OFFLOAD, NO_PRICE = "offload", "copies of activations to the host and back have no price: its time is too short"
 LEFT_OPEN = (None, "auto")
 """Values of keys that leave the choice to the planner."""

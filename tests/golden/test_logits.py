@@ -3,9 +3,12 @@
 import dataclasses
 import itertools
 
+import haliax as hax
+import jax
 import numpy as np
 import pytest
 from conftest import MODEL_TYPES
+from levanter.layers.attention import AttentionConfig, AttentionWithSink
 
 from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.checkpoint.load import stream_model
@@ -76,6 +79,13 @@ def test_with_positions_cut(golden, make_config, name, method):
     """Levanter's models with sequence-parallel attention, and nothing patched."""
     cut = {**WHOLE, "position": ["model"]}
     assert deviation(golden, make_config, name, (1, 2, 4), change_plan=cut, method=method) <= TOLERANCE
+
+
+def test_attention_that_does_more():
+    axes = hax.make_axes(embed=8, kv_head=2, head_size=4)
+    config = AttentionConfig(axes[0], num_heads=2, num_kv_heads=2)
+    with pytest.raises(ConfigError, match="AttentionWithSink is more than Levanter's Attention"):
+        with_sequence_parallel(AttentionWithSink.init(config, key=jax.random.PRNGKey(0)), Method("ring"))
 
 
 def test_attention_of_its_own(golden, make_config):

@@ -1,6 +1,6 @@
 """Attention cut over devices against dense attention in float64: outputs, and all gradients, with real rotation."""
 
-import itertools
+import random
 from dataclasses import dataclass
 
 import haliax as hax
@@ -50,11 +50,18 @@ class Case:
 
 
 def cases():
-    """Every strategy on every number of devices; masks, heads, lengths, layouts and extras by turns."""
-    turns = [itertools.cycle(each) for each in (MASKS, [*HEADS], (48, 37), KINDS, EXTRAS)]
+    """Every strategy on every number of devices; masks, heads, lengths, layouts and extras drawn at random."""
+    draw = random.Random(0)
     for devices, ways in STRATEGIES.items():
         for strategy, ulysses in ways:
-            yield Case(devices, strategy, ulysses, *(next(turn) for turn in turns))
+            layout = draw.choice(KINDS)
+            length = draw.choice((48, 37)) if layout == "contiguous" else 12 * devices
+            rest = draw.choice(MASKS), draw.choice([*HEADS]), length, layout, draw.choice(EXTRAS)
+            yield Case(devices, strategy, ulysses, *rest)
+    # what a ring must get right
+    yield Case(4, "ring", 1, "causal", "12q/2kv", 48, "zigzag")
+    yield Case(3, "ring", 1, "prefix", "8q/1kv", 48, "striped", "sink")
+    yield Case(4, "hybrid", 2, "window and documents", "12q/2kv", 48, "zigzag")
 
 
 def mesh_of(n: int) -> Mesh:
@@ -118,10 +125,7 @@ def check(case: Case, dtype=jnp.float32, is_dense=False):
     cap = 3.0 if case.extra == "soft cap" else None
     ring = case.devices // case.ulysses if case.strategy != "ulysses" else 1
     layout = Layout(case.length, ring, case.ulysses, case.layout)
-    order = layout.order()
-    if layout.padded != case.length:  # only what is in order can be cut short
-        order = np.arange(case.length)
-        case = Case(*(*vars(case).values(),)[:6], "contiguous", case.extra)
+    order = layout.order()[: case.length]
     mask, more, allowed = mask_of(case.mask, case.length, order, rng)
     expected = dense_attention(q, k, v, allowed, change, cap, sink)
 
@@ -217,19 +221,66 @@ def test_two_mesh_axes_and_heads_on_a_third():
     np.testing.assert_allclose(np.asarray(found), expected.out, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "u"), [("ring", 1), ("hybrid", 2), ("hybrid", 4), ("ulysses", 8), ("all_gather", 1)]
+)
+def test_mesh_axes_in_another_order_than_the_mesh(strategy, u):
+    """Positions on (model, data) of a mesh (data, model); the values' head size is another, under one name."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=size) for size in ((1, 2, 4, 32, 16), (1, 2, 32, 16), (1, 2, 32, 24)))
+    expected = dense_attention(q, k, v, np.tri(32, dtype=bool), np.zeros((1, 2, 4, 32, 24)))
+    arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, K))]
+
+    def run(q, k, v):
+        mapping = {"position": ("model", "data")}
+        return dot_product_attention(
+            "position", "key_position", "head_size", q, k, v, AttentionMask.causal(), strategy=strategy, ulysses=u,
+            axis_mapping=mapping, block=8,
+        )  # fmt: skip
+
+    with jax.set_mesh(mesh):
+        out = jax.jit(run)(*arrays)
+    np.testing.assert_allclose(np.asarray(out.array), expected.out, atol=2e-6)
+
+
+def test_keys_that_are_padding():
+    """A mask by batch and keys alone, and a sink that takes nothing."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=size) for size in ((2, 2, 4, 16, 16), (2, 2, 16, 16), (2, 2, 16, 24)))
+    is_there = np.arange(16) < np.array([9, 0])[:, None]
+    expected = dense_attention(q, k, v, is_there[:, None, None, None], np.zeros((2, 2, 4, 16, 24)))
+    arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, (*V[:3], "value_size")))]
+    mask, sink = hax.named(jnp.asarray(is_there), ("batch", "key_position")), hax.full(arrays[0].axes[1:3], -jnp.inf)
+    with jax.set_mesh(mesh_of(4)):
+        out = dot_product_attention(
+            "position", "key_position", "head_size", *arrays, mask, attn_sink=sink, axis_mapping={"position": "model"}
+        )
+    np.testing.assert_allclose(np.asarray(out.array), expected.out, atol=2e-6)
+
+
 def test_bad_input():
     mesh = mesh_of(4)
     x, y = (
         hax.zeros(hax.make_axes(**{"kv_head": 2, name: 8, "head_size": 16})) for name in ("position", "key_position")
     )
-    mapping = {"position": "model"}
+    mapping, short = {"position": "model"}, hax.ones(hax.make_axes(position=4, key_position=8)) > 0
     for more, message in (
         ({"strategy": "rings"}, "attention strategy is 'rings'; did you mean 'ring'"),
         ({"layout": "zig"}, "attention layout is 'zig'; did you mean 'zigzag'"),
         ({"strategy": "hybrid", "ulysses": 3}, "ulysses 3 does not divide the 4 devices along position"),
+        ({"strategy": "hybrid", "ulysses": 0}, "ulysses 0 does not divide the 4 devices along position"),
+        ({"mask": short}, "a mask or sink has the axis position"),
+        ({"documents": [3, 4]}, "documents have 7 positions together, queries and keys 8 and 8"),
+        ({"mask": AttentionMask.causal(offset=hax.named(jnp.arange(2), "batch"))}, "must be one number that is known"),
+        ({"axis_mapping": {"position": "modle"}}, "mapped to 'modle', no axis of the mesh; did you mean 'model'"),
+        ({"axis_mapping": {"position": "model", "kv_head": "model"}}, "is not divisible by the 4 devices that cut it"),
+        ({"kernel": "splash"}, "attention kernel splash does"),
     ):
         with jax.set_mesh(mesh), pytest.raises(ConfigError, match=message):
-            dot_product_attention("position", "key_position", "head_size", x, y, y, axis_mapping=mapping, **more)
+            dot_product_attention("position", "key_position", "head_size", x, y, y, **{"axis_mapping": mapping, **more})
+    with pytest.raises(ConfigError, match="position is mapped, but no mesh is set"):
+        dot_product_attention("position", "key_position", "head_size", x, y, y, axis_mapping=mapping)
     with pytest.raises(ConfigError, match="positions of one name, position; rename the keys'"):
         dot_product_attention("position", "position", "head_size", x, x, x)
     with pytest.raises(ConfigError, match="batch is an axis of keys and must be one of queries and values too"):

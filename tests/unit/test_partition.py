@@ -150,6 +150,9 @@ def test_lookups_in_a_cut_table():
     assert traffic("rows of", by_data, {"embed": ("data",)}) == [("all-to-all", ("data",), 3 / 4 * 2 * rows, 1)]
     assert traffic("rows of", {}, {"embed": ("data",)}) == [("all-gather", ("data",), 3 / 4 * 8 * rows, 1)]
     assert traffic("rows of", {}, {"vocab": ("data",)}) == [("all-reduce", ("data",), 2 * 3 / 4 * 4 * rows, 1)]
+    # an axis of one device cuts nothing
+    alone = {"replica": 1, "data": 8, "model": 1}
+    assert [t[0] for t in traffic("rows of", {}, {"embed": ("data",)}, mesh=alone)] == ["all-to-all"]
     # columns cut as two dimensions of the tokens together: 405B on 2 x 16 x 4 with positions on replica, 31/32 of 2 GiB
     both = {"batch": ("data",), "position": ("replica",)}
     assert traffic("rows of", both, {"embed": ("replica", "data")}) == [

@@ -137,7 +137,7 @@ def brute_force(space, meshes):
                 yield sum(seconds.total for _, _, seconds in tasks), memory(space.step, layout).peak
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(spaces(), st.floats(0, 1), st.integers(1, 3))
 def test_search_equals_brute_force(space, tightness, keep):
     """The smallest of what is as fast as the fastest that fits, for any amount of memory that there is use for."""
