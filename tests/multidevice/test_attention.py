@@ -177,7 +177,6 @@ def test_float32(case):
     [
         Case(4, "hybrid", 2, "causal", "8q/1kv", 48, "zigzag"),
         Case(3, "ring", 1, "window and documents", "12q/2kv", 48, "striped", "sink"),
-        Case(5, "ulysses", 5, "prefix", "12q/2kv", 37, "contiguous", "soft cap"),
     ],
     ids=str,
 )
@@ -221,9 +220,7 @@ def test_two_mesh_axes_and_heads_on_a_third():
     np.testing.assert_allclose(np.asarray(found), expected.out, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "u"), [("ring", 1), ("hybrid", 2), ("hybrid", 4), ("ulysses", 8), ("all_gather", 1)]
-)
+@pytest.mark.parametrize(("strategy", "u"), [("ring", 1), ("hybrid", 2), ("ulysses", 8)])
 def test_mesh_axes_in_another_order_than_the_mesh(strategy, u):
     """Positions on (model, data) of a mesh (data, model); the values' head size is another, under one name."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
