@@ -20,9 +20,10 @@ from shardplan.attention.blockwise import EMPTY, Rule, Tokens
 from shardplan.attention.layout import KINDS, Layout, hops
 from shardplan.attention.pattern import Pattern
 from shardplan.attention.ring import Ring, ring_attention
-from shardplan.attention.splash import LANES, serves, splash_attention, splash_kernel
+from shardplan.attention.splash import serves, splash_attention, splash_kernel
 from shardplan.attention.ulysses import Exchange
 from shardplan.errors import ConfigError, nearest
+from shardplan.plan.partition import KERNEL_LANES
 
 HEADS = ("kv_head", "kv_heads", "heads", "head")
 """Names of axes that queries and keys share and that number heads; other shared axes are of the batch."""
@@ -316,7 +317,7 @@ class _Task:
         if is_special or not (fits and is_alone and is_plain and has_own):
             raise ConfigError(
                 "attention kernel splash does causal and full masks, windows and documents of self-attention, by "
-                f"all_gather or ulysses, in order; positions of a device and head sizes must be multiples of {LANES}"
+                f"all_gather or ulysses, in order; a device's positions and head sizes are multiples of {KERNEL_LANES}"
             )
         return splash_kernel(self.rule, exchanged, *lengths, shards)
 

@@ -15,11 +15,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from shardplan.attention.blockwise import Rule
 from shardplan.attention.pattern import Pattern
+from shardplan.plan.partition import KERNEL_BLOCK, KERNEL_LANES
 
-LANES = 128
-"""Positions and head sizes are multiples of this."""
-BLOCK = 512
-"""Positions of the kernel's blocks. Some of Levanter's models ask for more than the memory of a v4 core can hold."""
 INTERPRETED = False
 """Whether the kernel is run by JAX's interpreter, as tests on CPUs do."""
 
@@ -33,7 +30,7 @@ def splash_kernel(rule: Rule, heads: int, queries: int, keys: int, shards: int) 
         shards: devices along the queries.
     """
     shape = (queries, keys)
-    q_block, k_block = min(BLOCK, queries // shards), min(BLOCK, keys)
+    q_block, k_block = min(KERNEL_BLOCK, queries // shards), min(KERNEL_BLOCK, keys)
     sizes = kernels.BlockSizes(
         block_q=q_block,
         block_kv=k_block,
@@ -56,8 +53,8 @@ def splash_kernel(rule: Rule, heads: int, queries: int, keys: int, shards: int) 
 
 def serves(pattern: Pattern, head_size: int, value_size: int, queries: int, keys: int) -> bool:
     """Whether the kernel can do a mask and sizes; `queries` are those of one device."""
-    fitting = all(n % LANES == 0 and n % min(BLOCK, n) == 0 for n in (queries, keys))
-    return fitting and head_size % LANES == 0 and value_size % LANES == 0 and not pattern.prefix
+    fitting = all(n % KERNEL_LANES == 0 and n % min(KERNEL_BLOCK, n) == 0 for n in (queries, keys))
+    return fitting and head_size % KERNEL_LANES == 0 and value_size % KERNEL_LANES == 0 and not pattern.prefix
 
 
 def splash_attention(
