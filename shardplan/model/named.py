@@ -28,6 +28,13 @@ class Array:
     weight: str | None = None
     """Path of the parameter that it is, or is a cast, a scaled copy or a slice of."""
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.itemsize, self.weight))
+
     @cached_property
     def factors(self) -> Dim:
         """The axes of all dimensions, in order."""
@@ -37,6 +44,11 @@ class Array:
     def axes(self) -> tuple[str, ...]:
         """The names among `factors`."""
         return tuple(name for name, _ in self.factors if name is not None)
+
+    @cached_property
+    def majors(self) -> tuple[str, ...]:
+        """The names that each dimension begins with: of merged axes only the major one stays cut in place."""
+        return tuple(dim[0][0] or "" if dim else "" for dim in self.dims)
 
     @cached_property
     def elements(self) -> int:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shardplan.model.named import Array, Dim
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
@@ -31,6 +32,17 @@ class Habits:
     """Where positions are cut, attention has all keys brought together, as shardplan's does and Levanter's does not."""
 
 
+class Gather(NamedTuple):
+    """How a device gets what it uses of a parameter that rests in more parts."""
+
+    axes: MeshAxes
+    """Over which it is gathered."""
+    bytes: float
+    """What the device then has."""
+    copies: int
+    """Arrays of that size that it takes."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """A mesh with the mappings of logical axes: while computing, and of parameters at rest."""
@@ -41,6 +53,9 @@ class Layout:
     merged: Mapping[str, Dim]
     activation_axes: tuple[str, ...]
     habits: Habits = Habits()
+    known: dict[Array, int] = field(default_factory=dict, compare=False, repr=False)
+    """Into how many parts arrays are cut while computing, as far as that was asked for; layouts with the same `mesh`
+    and `compute` may share it."""
 
     def is_whole(self, axes: MeshAxes) -> bool:
         """Whether devices along `axes` are all there are."""
@@ -50,17 +65,6 @@ class Layout:
         """Whether a gather over `axes` is written as a sum."""
         least = self.habits.gathers_become_sums_from
         return least is not None and self.is_whole(axes) and mesh_size(self.mesh, axes) >= least
-
-    def gathered_dimensions(self, array: Array) -> int:
-        """Along how many dimensions of a parameter it is gathered for use."""
-        gathered = set(self.gathered(array))
-        return sum(bool(gathered & set(axes)) for axes in self.cut(array, self.params))
-
-    def gather_copies(self, array: Array) -> int:
-        """Arrays of the gathered size that a gather of a parameter needs."""
-        if self.gathered_dimensions(array) > 1:
-            return REARRANGED_COPIES
-        return 2 if self.sums_to_gather(self.gathered(array)) else 1
 
     def rests(self, array: Array) -> bool:
         """Whether `array` is a parameter, a copy of one, or a gradient: these are cut as parameters at rest."""
@@ -73,16 +77,24 @@ class Layout:
         mapping = mapping if mapping is not None else self.params if self.rests(array) else self.compute
         used: set[str] = set()
         cuts = []
-        for dim in array.dims:
-            # of merged axes only the major one stays cut in place
-            axes = tuple(axis for axis in mapping.get(dim[0][0] or "", ()) if axis not in used) if dim else ()
-            used |= set(axes)
+        for name in array.majors:
+            axes = mapping.get(name, ())
+            if not used.isdisjoint(axes):
+                axes = tuple(axis for axis in axes if axis not in used)
+            used.update(axes)
             cuts.append(axes)
         return cuts
 
     def parts(self, array: Array, mapping: AxisMapping | None = None) -> int:
-        """Into how many parts `array` is cut."""
-        return math.prod(mesh_size(self.mesh, axes) for axes in self.cut(array, mapping))
+        """Into how many parts `array` is cut; by default as it is kept between tasks."""
+        if mapping is self.compute or (mapping is None and not self.rests(array)):
+            if array not in self.known:
+                self.known[array] = self._parts(array, self.compute)
+            return self.known[array]
+        return self._parts(array, mapping)
+
+    def _parts(self, array: Array, mapping: AxisMapping | None) -> int:
+        return math.prod(mesh_size(self.mesh, axes) for axes in self.cut(array, mapping) if axes)
 
     def bytes(self, array: Array, mapping: AxisMapping | None = None) -> float:
         """Bytes of `array` on one device."""
@@ -91,17 +103,24 @@ class Layout:
     def mesh_axes(self, names: Dim, mapping: AxisMapping | None = None) -> MeshAxes:
         """The mesh axes that the named axes are mapped to while computing, each once, in the mesh's order."""
         source = self.compute if mapping is None else mapping
-        found = {axis for name, _ in names for axis in source.get(name or "", ())}
-        return tuple(axis for axis in self.mesh if axis in found)
+        found: set[str] = set()
+        for name, _ in names:
+            found.update(source.get(name or "", ()))
+        return tuple(axis for axis in self.mesh if axis in found) if found else ()
 
-    def gathered(self, array: Array) -> MeshAxes:
-        """Mesh axes over which a parameter is gathered for use."""
-        used = set() if self.is_mistaken(array) else set(self.mesh_axes(array.factors))
-        return tuple(axis for axis in self.mesh_axes(array.factors, self.params) if axis not in used)
-
-    def gathered_bytes(self, array: Array) -> float:
-        """Bytes of a parameter on one device, once it is gathered for use."""
-        return self.bytes(array, {} if self.is_mistaken(array) else self.compute)
+    def gather(self, weight: Array) -> Gather | None:
+        """How a parameter is gathered for use; None where it is used as it rests."""
+        resting = self.mesh_axes(weight.factors, self.params)
+        if not resting:
+            return None
+        used = {} if self.is_mistaken(weight) else self.compute
+        kept = self.mesh_axes(weight.factors, used)
+        axes = tuple(axis for axis in resting if axis not in kept)
+        if not axes:
+            return None
+        dimensions = sum(not set(axes).isdisjoint(cut) for cut in self.cut(weight, self.params))
+        copies = REARRANGED_COPIES if dimensions > 1 else 2 if self.sums_to_gather(axes) else 1
+        return Gather(axes, self.bytes(weight, used), copies)
 
     def is_mistaken(self, array: Array) -> bool:
         """Whether the partitioner, of XLA in jaxlib 0.10.2, gathers all of a parameter rather than a dimension's part.
@@ -109,7 +128,7 @@ class Layout:
         Where a dimension rests on two mesh axes, of which the first still cuts it in use, and the parameter is whole
         along the third, it takes that one for the first if they are of one size.
         """
-        if not any(dim and len(self.params.get(dim[0][0] or "", ())) == 2 for dim in array.dims):
+        if not any(len(self.params.get(name, ())) == 2 for name in array.majors):
             return False
         resting = {axis for axes in self.cut(array, self.params) for axis in axes}
         others = [self.mesh[axis] for axis in self.mesh if axis not in resting]

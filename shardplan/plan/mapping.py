@@ -13,7 +13,7 @@ MeshShape = Mapping[str, int]
 
 def mesh_size(mesh: MeshShape, axes: Iterable[str]) -> int:
     """Number of devices along `axes` together."""
-    return math.prod(mesh[axis] for axis in axes)
+    return math.prod(map(mesh.__getitem__, axes))
 
 
 def mesh_text(mesh: MeshShape) -> str:

@@ -46,10 +46,11 @@ def resting_items(step: Step) -> Iterator[Item]:
 def item_bytes(item: Item, layout: Layout) -> float:
     """Bytes on one device."""
     array = item.array
-    if item.role == "early" and not (layout.habits.gathers_early and layout.gather_copies(array) == 1):
-        return 0.0
     if item.role in ("gathered", "early"):
-        return layout.gather_copies(array) * layout.gathered_bytes(array) if layout.gathered(array) else 0.0
+        gather = layout.gather(array) if item.role == "gathered" or layout.habits.gathers_early else None
+        if gather is None or (item.role == "early" and gather.copies > 1):
+            return 0.0
+        return gather.copies * gather.bytes
     if item.role == "whole":
         is_scattered = layout.rests(array) and layout.parts(array) > layout.parts(array, layout.compute)
         return layout.bytes(array, layout.compute) if is_scattered else 0.0
@@ -65,6 +66,8 @@ def item_bytes(item: Item, layout: Layout) -> float:
         return 0.0
     if item.role == "scores":
         return _score_block(array, layout) if layout.habits.plain_attention else 0.0
+    if item.role == "keys":
+        return _gathered_keys(array, layout) if layout.habits.gathers_keys else 0.0
     if item.role in LATE and layout.habits.frees_rows == (item.role == "lingering"):
         return 0.0
     if item.role == "sliced":
@@ -72,6 +75,8 @@ def item_bytes(item: Item, layout: Layout) -> float:
     return layout.bytes(array, layout.params if item.stays_cut else None)
 
 
+CUT_AS_RESTING = ("wide", "summand", "sliced")
+"""Roles of what may be cut as parameters rest, though it is none."""
 LATE = ("lingering", "sliced", "looked_up")
 """Roles of what stays for the gradients of experts: the first where rows are not freed, the others where they are."""
 
@@ -107,6 +112,13 @@ PARTS = {"parameter": "parameters", "state": "optimizer", "gathered": "gathered_
 def _is_converted(rows: Array, layout: Layout) -> bool:
     """Whether the result of a product by groups is written in float32 first."""
     return layout.habits.wide_rows and rows.itemsize < FLOAT32 and not layout.rests(rows)
+
+
+def _gathered_keys(keys: Array, layout: Layout) -> float:
+    """Keys and values of all positions, which attention has together; nothing where positions are not cut."""
+    *_, position = layout.activation_axes
+    whole = layout.bytes(keys, {**layout.compute, position: ()})
+    return 2 * whole if whole > layout.bytes(keys, layout.compute) else 0.0
 
 
 def _score_block(scores: Array, layout: Layout) -> float:

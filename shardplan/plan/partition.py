@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.model.named import SECOND, Array
 from shardplan.plan.fusion import is_scores
-from shardplan.plan.layout import Layout
+from shardplan.plan.layout import Gather, Layout
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.plan.product import NO_PRODUCT, Product, product
 from shardplan.plan.tasks import Task
@@ -24,8 +24,8 @@ KERNEL_BLOCK = 512
 """Side of the kernel's blocks, tokens. Some of Levanter's models ask for more than the memory of a v4 core can hold."""
 CAUSAL = 0.5
 """Part of the position x position products that a causal mask leaves."""
-GATHER, GRADIENT, ROWS = "weights of", "gradient of", "rows of"
-"""How the causes of collectives on parameters begin."""
+GATHER = "weights of"
+"""How the causes of gathers of parameters begin."""
 
 
 @dataclass(frozen=True)
@@ -86,42 +86,54 @@ def all_to_all(array_bytes: float, layout: Layout, axes: MeshAxes, count: int, c
     return Traffic("all-to-all", axes, count * array_bytes * (n - 1) / n, count, cause)
 
 
-def share(task: Task, layout: Layout) -> Share:
-    """One device's part of `task`."""
-    traffic = tuple(t for t in TRAFFIC[task.kind](task, layout) if t.bytes > 0)
-    moved = sum(
-        layout.bytes(array, layout.compute) for array in (*task.operands, *task.results) if not is_scores(array)
-    )
-    if task.kind not in ("contraction", "attention"):
-        return Share(NO_PRODUCT, task.times * moved, 0.0, 0.0, False, 1.0, traffic)
-    has_kernel = task.kind == "attention" and attention_has_kernel(task, layout)
-    if task.kind == "attention" and not has_kernel:
-        scores = next(array for array in (*task.results, *task.operands) if is_scores(array))
-        moved += SCORE_PASSES * SCORE_BYTES * scores.elements / layout.parts(scores, layout.compute)
-    rearranged = sum(layout.gathered_bytes(a) for a in task.operands if is_rearranged(a, task, layout))
-    own = sum(layout.bytes(a, layout.params) for a in task.operands if is_gathered(a, task, layout))
-    times = task.times
-    unmasked = unmasked_part(task, layout) if task.kind == "attention" else 1.0
-    return Share(product(task, layout), times * moved, times * rearranged, times * own, has_kernel, unmasked, traffic)
+def share(task: Task, layout: Layout, least: Share | None = None) -> Share:
+    """One device's part of `task`.
+
+    Args:
+        least: `least_share` of a layout that differs in how parameters rest, where it is known already.
+    """
+    least = least or least_share(task, layout)
+    if task.kind not in RESTING:
+        return least
+    gathers = [(array, gather) for array in task.operands if (gather := gather_of(array, task, layout))]
+    # each copy is written and read again
+    rearranged = task.times * sum(gather.bytes for _, gather in gathers if gather.copies > 1)
+    own = task.times * sum(layout.bytes(array, layout.params) for array, _ in gathers)
+    traffic = (*least.traffic, *_sent(RESTING[task.kind](task, layout)))
+    mine = product(task, layout) if task.groups > 1 else least.product
+    return replace(least, product=mine, rearranged_bytes=rearranged, own_bytes=own, traffic=traffic)
 
 
 def least_share(task: Task, layout: Layout) -> Share:
-    """What a device has of `task` at least, whatever the parameters' mapping."""
-    mine = share(task, layout)
-    if task.groups > 1:  # what is computed follows from how the parameters rest
-        return replace(mine, product=NO_PRODUCT, traffic=())
-    kept = tuple(t for t in mine.traffic if not t.cause.startswith((GATHER, GRADIENT, ROWS)))
-    return replace(mine, rearranged_bytes=0.0, own_bytes=0.0, traffic=kept)
+    """What a device has of `task` at least, however parameters rest."""
+    moved = sum(
+        layout.bytes(array, layout.compute) for array in (*task.operands, *task.results) if not is_scores(array)
+    )
+    traffic = _sent(COMPUTING[task.kind](task, layout)) if task.kind in COMPUTING else ()
+    if task.kind not in ("contraction", "attention"):
+        return Share(NO_PRODUCT, task.times * moved, 0.0, 0.0, False, 1.0, traffic)
+    if task.groups > 1:  # what is computed follows from how the parameters rest, cut by all devices at best
+        whole = product(task, replace(layout, params={}))
+        mine = replace(whole, count=whole.count / math.prod(layout.mesh.values()))
+    else:
+        mine = product(task, layout)
+    if task.kind == "contraction":
+        return Share(mine, task.times * moved, 0.0, 0.0, False, 1.0, traffic)
+    has_kernel = attention_has_kernel(task, layout)
+    if not has_kernel:
+        scores, _ = _positions(task)
+        moved += SCORE_PASSES * SCORE_BYTES * scores.elements / layout.parts(scores, layout.compute)
+    return Share(mine, task.times * moved, 0.0, 0.0, has_kernel, unmasked_part(task, layout), traffic)
 
 
-def is_gathered(weight: Array, task: Task, layout: Layout) -> bool:
-    """Whether a parameter is gathered here, rather than used as it rests or where it is already."""
-    return task.groups == 1 and weight.weight in task.fresh and bool(layout.gathered(weight))
+def _sent(traffic: Iterator[Traffic]) -> tuple[Traffic, ...]:
+    return tuple(each for each in traffic if each.bytes > 0)
 
 
-def is_rearranged(weight: Array, task: Task, layout: Layout) -> bool:
-    """Whether a parameter is gathered here, in a way that needs copies: each writes and reads it again."""
-    return is_gathered(weight, task, layout) and layout.gather_copies(weight) > 1
+def gather_of(array: Array, task: Task, layout: Layout) -> Gather | None:
+    """How an operand is gathered here, where it is a parameter that is neither used as it rests nor there already."""
+    is_new = array.weight is not None and array.weight in task.fresh and task.groups == 1
+    return layout.gather(array) if is_new else None
 
 
 def attention_has_kernel(task: Task, layout: Layout) -> bool:
@@ -184,33 +196,44 @@ def _sum(task: Task, layout: Layout) -> Iterator[Traffic]:
 
 def _contraction(task: Task, layout: Layout) -> Iterator[Traffic]:
     if task.groups > 1:
+        return
+    for operand in task.operands:
+        if operand.weight is None:
+            yield from _flattened(task, operand, layout)
+    partial, result = _partial(task, layout), task.results[0]
+    if partial and not layout.rests(result):
+        size = layout.bytes(result, layout.compute)
+        yield all_reduce(size, layout, partial, task.times, f"partial sums of {task.cause}")
+
+
+def _parameters(task: Task, layout: Layout) -> Iterator[Traffic]:
+    """Parameters of a product, and what becomes a gradient."""
+    if task.groups > 1:
         yield from _grouped(task, layout)
         return
     result = task.results[0]
     for operand in task.operands:
-        if operand.weight is not None:
-            axes = layout.gathered(operand)
-            if axes and operand.weight in task.fresh:
-                whole = layout.gathered_bytes(operand)
-                yield all_gather(whole, layout, axes, task.times, f"{GATHER} {operand.weight}")
-        else:
-            yield from _flattened(task, operand, layout)
-    partial = layout.mesh_axes(task.contracted)
-    if not partial or not task.completes:
-        return
-    size = layout.bytes(result, layout.compute)
-    if not layout.rests(result):
-        yield all_reduce(size, layout, partial, task.times, f"partial sums of {task.cause}")
+        gather = gather_of(operand, task, layout)
+        if gather:
+            yield all_gather(gather.bytes, layout, gather.axes, task.times, f"{GATHER} {operand.weight}")
+    partial = _partial(task, layout)
+    if not partial or not layout.rests(result):
         return
     # each device needs its part of what rests cut, and all of what does not
+    size = layout.bytes(result, layout.compute)
     resting = layout.mesh_axes(result.factors, layout.params)
     scattered = tuple(axis for axis in partial if axis in resting)
     summed = tuple(axis for axis in partial if axis not in resting)
-    cause = f"{GRADIENT} {task.cause}"
+    cause = f"gradient of {task.cause}"
     if scattered:
         yield reduce_scatter(size, layout, scattered, task.times, cause)
     if summed:
         yield all_reduce(size / mesh_size(layout.mesh, scattered), layout, summed, task.times, cause)
+
+
+def _partial(task: Task, layout: Layout) -> MeshAxes:
+    """Mesh axes along which devices have partial sums of a result, to be added up here."""
+    return layout.mesh_axes(task.contracted) if task.completes else ()
 
 
 def _flattened(task: Task, operand: Array, layout: Layout) -> Iterator[Traffic]:
@@ -297,11 +320,11 @@ def _lookup(task: Task, layout: Layout) -> Iterator[Traffic]:
     found, columns = _table_cuts(table, result, layout)
     wide = lookup_rows(table, result, layout)
     if found:
-        yield all_reduce(wide, layout, found, task.times, f"{ROWS} {table.weight}")
+        yield all_reduce(wide, layout, found, task.times, f"rows of {table.weight}")
     if _turns_whole(_tokens_cut(table, result, layout), columns):
-        yield all_gather(layout.bytes(result, {}), layout, columns, task.times, f"{ROWS} {table.weight}")
+        yield all_gather(layout.bytes(result, {}), layout, columns, task.times, f"rows of {table.weight}")
     elif columns:
-        yield all_to_all(wide, layout, columns, task.times, f"{ROWS} {table.weight}")
+        yield all_to_all(wide, layout, columns, task.times, f"rows of {table.weight}")
 
 
 def _update(task: Task, layout: Layout) -> Iterator[Traffic]:
@@ -316,7 +339,7 @@ def _update(task: Task, layout: Layout) -> Iterator[Traffic]:
     turned = tuple(axis for axis in busy if axis in columns)
     spread = tuple(axis for axis in busy if axis in table_rows)
     summed = tuple(axis for axis in busy if axis not in (*turned, *spread))
-    cause = f"{GRADIENT} the lookup"
+    cause = "gradient of the lookup"
     if turned:
         yield all_to_all(size, layout, turned, task.times, cause)
     if spread:
@@ -334,16 +357,7 @@ def _reshard(task: Task, layout: Layout) -> Iterator[Traffic]:
         yield all_gather(layout.bytes(after, layout.compute), layout, lost, task.times, f"whole for {task.cause}")
 
 
-def _elementwise(task: Task, layout: Layout) -> Iterator[Traffic]:
-    return iter(())
-
-
-TRAFFIC = {
-    "contraction": _contraction,
-    "attention": _attention,
-    "lookup": _lookup,
-    "update": _update,
-    "reshard": _reshard,
-    "sum": _sum,
-    "elementwise": _elementwise,
-}
+COMPUTING = {"contraction": _contraction, "attention": _attention, "reshard": _reshard, "sum": _sum}
+"""Kind of task -> its collectives that follow from the mapping while computing."""
+RESTING = {"contraction": _parameters, "lookup": _lookup, "update": _update}
+"""Kind of task -> those that follow from how parameters rest too."""

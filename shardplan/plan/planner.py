@@ -49,29 +49,38 @@ NO_KERNEL = (
 )
 
 
-def make_plan(config: Config, model: Model | None = None, nearest_miss: bool = False) -> Plan:
+def make_plan(
+    config: Config, model: Model | None = None, nearest_miss: bool = False, own_attention: bool = False
+) -> Plan:
     """The fastest mesh and mappings that fit.
 
     Args:
         config: model, hardware, mesh and workload; see `shardplan.config`.
         model: the model, where it has been built already.
         nearest_miss: where nothing fits, plan what needs least memory rather than raise.
+        own_attention: attention is Levanter's own, which has no kernel where positions are cut.
 
     Raises:
         ConfigError: an unusable configuration.
         InfeasibleError: nothing fits; says how much memory is lacking at least.
     """
-    return rank_plans(config, 1, model, nearest_miss)[0]
+    return rank_plans(config, 1, model, nearest_miss, own_attention)[0]
 
 
-def rank_plans(config: Config, count: int, model: Model | None = None, nearest_miss: bool = False) -> list[Plan]:
+def rank_plans(
+    config: Config,
+    count: int,
+    model: Model | None = None,
+    nearest_miss: bool = False,
+    own_attention: bool = False,
+) -> list[Plan]:
     """The `count` fastest plans that fit, the fastest first; see `make_plan`.
 
     No two have mesh, batch, positions and residual axis alike, and what the workload leaves open. Fewer, where there
     are not so many.
     """
     model = model or model_of(config)
-    result = find(config, model, count + 1)
+    result = find(config, model, count + 1, own_attention)
     if not result.fits and not nearest_miss:
         miss = result.ranked[0]
         raise _failure(miss)

@@ -46,20 +46,10 @@ NO_PRODUCT = Product(0.0, 0.0, 0.0, 0.0)
 def product(task: Task, layout: Layout) -> Product:
     """One device's part of the product that `task` is."""
     mapping = layout.params if task.groups > 1 else layout.compute
-    (left, right, *_), result = task.operands, task.results[0]
-    free = set(result.axes) - {name for name, _ in (*task.batched, *task.contracted)}
-    inner, count = math.prod(size for _, size in task.contracted), math.prod(size for _, size in task.batched)
-    rows = left.elements / (inner * count)
-    columns = result.elements / (rows * count)
-    if task.groups > 1 and any(name is None for name, _ in task.contracted):
-        # every group takes all rows, with those of others as zeros
-        count, columns = task.groups, columns / task.groups
-    of_rows, of_columns = (tuple(factor for factor in array.factors if factor[0] in free) for array in (left, right))
     used: set[str] = set()
     local = []
-    dims = ((count, task.batched), (inner, task.contracted), (rows, of_rows), (columns, of_columns))
-    for size, factors in dims:
-        axes = tuple(axis for axis in layout.mesh_axes(factors, mapping) if axis not in used)
-        used |= set(axes)
+    for size, factors in task.extents:
+        axes = [axis for axis in layout.mesh_axes(factors, mapping) if axis not in used]
+        used.update(axes)
         local.append(size / mesh_size(layout.mesh, axes))
     return Product(task.times * local[0], rows=local[2], inner=local[1], columns=local[3])

@@ -69,7 +69,7 @@ def review(path: str, config: Config) -> Review:
     if work.kind == "train" and (found.subject.layout.microbatch or not is_asked):  # edits change them too
         work = dataclasses.replace(work, microbatches=None)
     try:
-        best = make_plan(dataclasses.replace(config, workload=work), target.model)
+        best = make_plan(dataclasses.replace(config, workload=work), target.model, own_attention=True)
     except (ConfigError, InfeasibleError) as error:
         why = str(error)
     if best is None:  # where no plan fits no edit does

@@ -8,17 +8,20 @@ each with a time and its bytes at every moment, and what is left is one choice p
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
 from shardplan.plan.cost import task_seconds
+from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
 from shardplan.plan.memory import item_bytes
-from shardplan.plan.partition import attention_has_kernel, least_share, share
-from shardplan.plan.space import BATCH_AXES, POSITION_AXES, RESTING_AXES, TENSOR_AXES, Space, Work
+from shardplan.plan.partition import Share, attention_has_kernel, least_share, share
+from shardplan.plan.space import BATCH_AXES, RESTING_AXES, TENSOR_AXES, Pick, Space, Work
+from shardplan.plan.tasks import Task
 
 TIME_RESOLUTION = 1e-2
 """Plans whose times differ by less than this part are equal to the cost model; the one with more free memory wins."""
@@ -56,11 +59,22 @@ def search(space: Space, meshes: Sequence[dict[str, int]], ranking: "Ranking", t
     frames = list(_frames(space, meshes, tally))
     small = [frame for frame in frames if frame.least_bytes <= space.available]
     tally.rejected["memory"] += len(frames) - len(small)
-    in_reach = not frames
-    for frame in sorted(small, key=lambda frame: frame.bound):
-        in_reach |= frame.bound <= ranking.limit
-        frame.rank(ranking)
-    return in_reach or any(frame.bound <= ranking.limit for frame in frames)
+    # one for every size of `model` first, for the fastest of these rules most others out; then by the least time that
+    # each can take, which is looked into more closely before anything else is
+    by_floor = sorted(range(len(small)), key=lambda i: (small[i].floor, i))
+    leads = {small[i].mesh["model"]: i for i in reversed(by_floor)}
+    for i in leads.values():
+        small[i].rank(ranking)
+    waiting = [(small[i].floor, i, False) for i in by_floor if i not in leads.values()]
+    heapify(waiting)
+    while waiting and waiting[0][0] <= ranking.limit:
+        _, i, is_bound = heappop(waiting)
+        if is_bound:
+            small[i].rank(ranking)
+        else:
+            heappush(waiting, (small[i].bound, i, True))
+    tally.rejected["slower"] += len(waiting)
+    return not frames or any(max(frame.floor, frame.bound) <= ranking.limit for frame in frames)
 
 
 def nearest_miss(space: Space, meshes: Sequence[dict[str, int]], most: float, tally: Tally) -> Candidate | None:
@@ -116,9 +130,8 @@ def _is_same(one: Candidate, other: Candidate) -> bool:
 
 def _frames(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Iterator["_Frame"]:
     """Every mesh with every mapping of batch and positions."""
-    # the residual stream is not cut by its own axis unless the user wants it, nor are positions where there is a choice
-    positions = ((),) if space.kernels else POSITION_AXES
-    options = {space.batch: BATCH_AXES, space.position: positions, space.residual: ((),)}
+    # the residual stream is not cut by its own axis unless the user wants it
+    options = {space.batch: BATCH_AXES, space.position: space.positions, space.residual: ((),)}
     for mesh in meshes:
         found = False
         for cuts in itertools.product(*(space.rules.options(axis, False, each) for axis, each in options.items())):
@@ -159,8 +172,12 @@ class _Frame:
 
     def __init__(self, space: Space, mesh: dict[str, int], tokens: dict[str, MeshAxes], tally: Tally) -> None:
         self.space, self.mesh, self.tokens, self.tally = space, mesh, tokens, tally
+        self.shares: defaultdict[int, dict[object, Share]] = defaultdict(dict)
         self.seconds: defaultdict[int, dict[object, float]] = defaultdict(dict)
-        self.sizes: defaultdict[int, dict[object, float]] = defaultdict(dict)
+        self.sizes: dict[tuple[str, ...], list[dict[object, float]]] = {
+            work.component: [{} for _ in work.items] for work in (space.base, *space.works)
+        }
+        self.layouts: dict[tuple[tuple[str, MeshAxes], ...], Layout] = {}
 
     @cached_property
     def computes(self) -> list[list[dict[str, MeshAxes]]]:
@@ -171,16 +188,22 @@ class _Frame:
     def times(self) -> list[list[float]]:
         """The least times that `computes` can take."""
         return [
-            [self._time(work, compute, None) for compute in each]
+            [self._least_time(work, compute) for compute in each]
             for work, each in zip(self.space.works, self.computes, strict=True)
         ]
+
+    @cached_property
+    def floor(self) -> float:
+        """Less than the least time that there can be: products, shared by the devices that can have a part of them."""
+        computing = {mesh_axis for cut in (*self.tokens.values(), *TENSOR_AXES) for mesh_axis in cut}
+        return self.space.least_seconds / mesh_size(self.mesh, computing)
 
     @cached_property
     def bound(self) -> float:
         """The least time that there can be."""
         if not all(self.computes):
             return math.inf
-        return self._time(self.space.base, {}, None) + sum(map(min, self.times))
+        return self._least_time(self.space.base, {}) + sum(map(min, self.times))
 
     @cached_property
     def residuals(self) -> list[tuple[MeshAxes, np.ndarray]]:
@@ -202,22 +225,21 @@ class _Frame:
                 self.tally.rejected["slower"] += 1
                 return
             weighed = self._choices(residual, base_bytes, limit, self.space.available)
-            if weighed is None:
-                self.tally.rejected["duplicate"] += 1
+            if isinstance(weighed, str):
+                self.tally.rejected[weighed] += 1
                 continue
-            base, choices = weighed
-            found = self._fastest(base, choices, limit) if all(choices) else []
+            found = self._fastest(*weighed, limit)
             if found:
                 ranking.add(found)
             else:
-                self.tally.rejected["memory" if limit == math.inf or not all(choices) else "slower"] += 1
+                self.tally.rejected["memory" if limit == math.inf else "slower"] += 1
 
     def smaller(self, most: float) -> Candidate | None:
         """The candidate with the smallest peak, whether or not it fits; None where none is below `most` bytes."""
         found: list[Candidate] = []
-        for residual, base_bytes in self.residuals if all(self.computes) else ():
+        for residual, base_bytes in self.residuals:
             weighed = self._choices(residual, base_bytes, math.inf, most)
-            if weighed is None or not all(weighed[1]):
+            if isinstance(weighed, str):
                 continue
             base, choices = weighed
             stack: list[tuple[int, np.ndarray, tuple[_Choice, ...]]] = [(0, base.bytes, ())]
@@ -246,20 +268,10 @@ class _Frame:
             if _is_distinct(mapping, work.computed) and self._has_kernels(work, mapping):
                 yield compute
 
-    def _in_reach(self, limit: float) -> list[list[dict[str, MeshAxes]]]:
-        """Those of `computes` that leave a time within `limit` possible."""
-        if limit == math.inf:
-            return self.computes
-        slack = limit - self.bound
-        return [
-            [compute for compute, seconds in zip(each, times, strict=True) if seconds - min(times) <= slack]
-            for each, times in zip(self.computes, self.times, strict=True)
-        ]
-
     def _has_kernels(self, work: Work, compute: AxisMapping) -> bool:
         """Whether attention has a kernel, where it must."""
         layout = self.space.layout(self.mesh, compute, {})
-        attention = [task for task, _ in work.tasks if task.kind == "attention"]
+        attention = [task for task, *_ in work.tasks if task.kind == "attention"]
         return not self.space.kernels or all(attention_has_kernel(task, layout) for task in attention)
 
     def _resting(self, axis: str, compute: AxisMapping) -> list[MeshAxes]:
@@ -276,43 +288,43 @@ class _Frame:
 
     def _choices(
         self, residual: MeshAxes, base_bytes: np.ndarray, limit: float, available: float
-    ) -> tuple[_Choice, list[list[_Choice]]] | None:
+    ) -> tuple[_Choice, list[list[_Choice]]] | str:
         """What does not depend on a component, and for each component the choices that no other one outdoes.
 
-        Those are left out that take too long, or do not fit with whatever is chosen for the others. None where some
-        component can only rest with a mesh axis twice on an array.
+        Those are left out that take too long, or do not fit, with whatever is chosen for the others. Where that leaves
+        a component none, a word why: `duplicate` where it can only rest with a mesh axis twice on an array.
         """
+        if not all(self.computes):
+            return "duplicate"
         rest = {self.space.residual: residual} if residual else {}
-        nothing = _Choice({}, rest, 0.0, base_bytes), [list[_Choice]() for _ in self.computes]
         if base_bytes.max() + self.space.least_at_rest > available:
-            return nothing
-        sized = [
-            [
-                (compute, params, self._bytes(work, compute, params))
-                for compute in computes
-                for params in self._rests(work, compute, rest)
-            ]
-            for work, computes in zip(self.space.works, self._in_reach(limit), strict=True)
+            return "memory"
+        base = _Choice({}, rest, self._time(self.space.base, {}, rest), base_bytes)
+        slack = limit - base.seconds - sum(map(min, self.times))
+        timed = []
+        for work, computes, times in zip(self.space.works, self.computes, self.times, strict=True):
+            reached = [c for c, seconds in zip(computes, times, strict=True) if seconds - min(times) <= slack]
+            options = [(compute, params) for compute in reached for params in self._rests(work, compute, rest)]
+            self.tally.evaluated += len(options)
+            if not options:
+                return "duplicate" if reached else "slower"
+            seconds = [self._time(work, compute, params) for compute, params in options]
+            timed.append([(*o, s) for o, s in zip(options, seconds, strict=True) if s - min(times) <= slack])
+        if not all(timed):
+            return "slower"
+        choices = [
+            [_Choice(*each, self._bytes(work, *each[:2])) for each in found]
+            for work, found in zip(self.space.works, timed, strict=True)
         ]
-        self.tally.evaluated += sum(map(len, sized))
-        if not all(sized):
-            return None
-        smallest = [np.min([size for *_, size in each], axis=0) for each in sized]
+        smallest = [np.min([choice.bytes for choice in each], axis=0) for each in choices]
         together = base_bytes + sum(smallest)
         if together.max() > available:
-            return nothing
-        base = self._choice(self.space.base, {}, rest, base_bytes)
-        choices = [
-            _undominated(
-                [
-                    self._choice(work, compute, params, size)
-                    for compute, params, size in each
-                    if (together - least + size).max() <= available
-                ]
-            )
-            for work, each, least in zip(self.space.works, sized, smallest, strict=True)
+            return "memory"
+        kept = [
+            _undominated([choice for choice in each if (together - least + choice.bytes).max() <= available])
+            for each, least in zip(choices, smallest, strict=True)
         ]
-        return base, choices
+        return (base, kept) if all(kept) else "memory"
 
     def _rests(
         self, work: Work, compute: dict[str, MeshAxes], rest: dict[str, MeshAxes]
@@ -323,35 +335,55 @@ class _Frame:
             if _is_distinct(params, work.resting):
                 yield params
 
-    def _choice(
-        self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes], size: np.ndarray
-    ) -> _Choice:
-        return _Choice(compute, params, self._time(work, compute, params), size)
-
     def _bytes(self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> np.ndarray:
         """Bytes of a component at every moment."""
-        layout = self.space.layout(self.mesh, {**self.tokens, **compute}, params)
+        layout = self._layout(compute, params)
         values = (*map(compute.get, work.axes), *map(params.get, work.axes))
-        sizes = np.empty(len(work.items))
-        for i, (item, pick) in enumerate(work.items):
-            known, key = self.sizes[id(item)], pick(values)
+        sizes = []
+        for (item, pick), known in zip(work.items, self.sizes[work.component], strict=True):
+            key = pick(values)
             if key not in known:
                 known[key] = item_bytes(item, layout)
-            sizes[i] = known[key]
-        return work.counts @ sizes
+            sizes.append(known[key])
+        return work.counts @ np.array(sizes)
 
-    def _time(self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes] | None) -> float:
-        """Time of the tasks of a component; without `params`, the least for any mapping of the parameters."""
-        space, total = self.space, 0.0
-        layout = space.layout(self.mesh, {**self.tokens, **compute}, params or {})
-        values = (*map(compute.get, work.axes), *(map(params.get, work.axes) if params is not None else work.axes))
-        for task, pick in work.tasks:
-            known, key = self.seconds[id(task)], pick(values)
-            if key not in known:
-                mine = least_share(task, layout) if params is None else share(task, layout)
-                known[key] = task_seconds(task, mine, space.hardware, self.mesh, space.calibration).total
-            total += known[key]
-        return total
+    def _layout(self, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> Layout:
+        key = tuple(compute.items())
+        if key not in self.layouts:
+            self.layouts[key] = self.space.layout(self.mesh, {**self.tokens, **compute}, {})
+        return replace(self.layouts[key], params=params)
+
+    def _least_time(self, work: Work, compute: dict[str, MeshAxes]) -> float:
+        """The least time of the tasks of a component, however its parameters rest."""
+        layout, values = self._layout(compute, {}), tuple(map(compute.get, work.axes))
+        keys = ((task, pick(values)) for task, pick, _ in work.tasks)
+        return sum(self._seconds(task, key, partial(self._least, task, key, layout)) for task, key in keys)
+
+    def _time(self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> float:
+        """The time of the tasks of a component."""
+        layout, values = self._layout(compute, params), tuple(map(compute.get, work.axes))
+        all_values = (*values, *map(params.get, work.axes))
+
+        def mine(task: Task, pick: Pick) -> Share:
+            return share(task, layout, self._least(task, pick(values), layout))
+
+        return sum(
+            self._seconds(task, pick_all(all_values), partial(mine, task, pick)) for task, pick, pick_all in work.tasks
+        )
+
+    def _seconds(self, task: Task, key: object, mine: Callable[[], Share]) -> float:
+        """Time of a task, for what it depends on."""
+        known, space = self.seconds[id(task)], self.space
+        if key not in known:
+            known[key] = task_seconds(task, mine(), space.hardware, self.mesh, space.calibration).total
+        return known[key]
+
+    def _least(self, task: Task, key: object, layout: Layout) -> Share:
+        """What a device has of a task at least, for what that depends on."""
+        known = self.shares[id(task)]
+        if key not in known:
+            known[key] = least_share(task, layout)
+        return known[key]
 
     def _fastest(self, base: _Choice, choices: list[list[_Choice]], limit: float) -> list[Candidate]:
         """Of one choice for each component, what fits and is as fast as the fastest, and not slower than a smaller."""

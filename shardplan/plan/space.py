@@ -1,8 +1,8 @@
 """What the planner chooses from: meshes, and for each what logical axes can be mapped to, and what depends on it.
 
-All factorisations of the devices into (replica, data, model); the batch on any of replica and data; where attention can
-have no kernel, the positions on one of these that the batch leaves; every other logical axis that is computed with on
-`model`, with or without `replica` behind it; parameters rest cut like that, and in addition by `data`, `replica` or
+All factorisations of the devices into (replica, data, model); the batch on any of replica and data; but in training,
+the positions on one of these that the batch leaves; every other logical axis that is computed with on `model`, with or
+without `replica` behind it; parameters rest cut like that, and in addition by `data`, `replica` or
 both, along any axis. No array has a mesh axis twice. While computing, the residual stream is not cut by its own axis,
 nor are axes that layers are stacked along, those that attention sums over, and those that a token chooses parameters by
 (experts). What the user pins or forbids changes that.
@@ -25,7 +25,9 @@ from shardplan.model.named import SECOND, Array
 from shardplan.plan.calibration import Calibration
 from shardplan.plan.layout import Habits, Layout
 from shardplan.plan.mapping import AxisMapping, MeshAxes
-from shardplan.plan.memory import resting_items
+from shardplan.plan.memory import CUT_AS_RESTING, resting_items
+from shardplan.plan.partition import RESTING
+from shardplan.plan.product import product
 from shardplan.plan.rules import Rules
 from shardplan.plan.tasks import Item, Step, Task
 
@@ -51,6 +53,8 @@ class Space:
     """Bytes per device that a plan may use."""
     rules: Rules
     """What the user pins or forbids."""
+    positions: tuple[MeshAxes, ...] = POSITION_AXES
+    """What positions can be mapped to, where no pin says so."""
     kernels: bool = True
     """Only mappings under which a kernel can do attention."""
 
@@ -92,6 +96,14 @@ class Space:
     def least_at_rest(self) -> float:
         """Bytes per device of what rests of the components, cut by all devices."""
         return sum(work.least_bytes for work in self.works)
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """Time of the products on one device, were they all of matrices that fill its matrix unit."""
+        nowhere = self.layout({}, {}, {})
+        tasks = (task for task in self.step.tasks if task.kind == "contraction" and not task.batched)
+        flops = sum(product(task, nowhere).flops for task in tasks)
+        return self.calibration.products * flops / self.hardware.generation.flops
 
     @cached_property
     def base(self) -> "Work":
@@ -150,9 +162,10 @@ class Work:
     component: tuple[str, ...]
     axes: tuple[str, ...]
     """Logical axes whose mapping is still open: those of the component, and the residual axis at rest."""
-    tasks: tuple[tuple[Task, Pick], ...]
-    """With what they depend on of the mappings of `axes`: while computing, then at rest."""
+    tasks: tuple[tuple[Task, Pick, Pick], ...]
+    """With what they depend on of the mappings of `axes` while computing, and of both, these and those at rest."""
     items: tuple[tuple[Item, Pick], ...]
+    """With what they depend on of both."""
     least_bytes: float
     """Bytes per device of those that rest, cut by all devices."""
     counts: np.ndarray
@@ -178,17 +191,27 @@ def _work(space: Space, component: tuple[str, ...]) -> Work:
     ]
     items = list(dict.fromkeys(item for counter in moments for item in counter))
     axes = (*component, space.residual)
+    rests = space.layout({}, {}, {}).rests
 
-    def pick(*arrays: Array) -> Pick:
+    def pick(arrays: Sequence[Array], with_resting: bool) -> Pick:
         places = [i for i, axis in enumerate(axes) if axis in _names(arrays)]
-        return itemgetter(*places, *(len(axes) + i for i in places)) if places else lambda _: None
+        resting = [len(axes) + i for i in places if with_resting]
+        return itemgetter(*places, *resting) if places else lambda _: None
+
+    def picks(task: Task) -> tuple[Pick, Pick]:
+        arrays = (*task.operands, *task.results)
+        return pick(arrays, False), pick(arrays, task.kind in RESTING)
+
+    def of_item(item: Item) -> Pick:
+        arrays = (item.array, *item.tables)
+        return pick(arrays, item.stays_cut or item.role in CUT_AS_RESTING or any(map(rests, arrays)))
 
     counts = np.array([[counter[item] for item in items] for counter in moments], float)
     return Work(
         component,
         axes,
-        tuple((task, pick(*task.operands, *task.results)) for task in tasks),
-        tuple((item, pick(item.array, *item.tables)) for item in items),
+        tuple((task, *picks(task)) for task in tasks),
+        tuple((item, of_item(item)) for item in items),
         sum(item.array.elements * item.array.itemsize for item in resting) / space.hardware.devices,
         counts.reshape(len(moments), len(items)),
         frozenset(met for task in tasks for met in _meetings(task)),

@@ -1,5 +1,6 @@
 """What a traced step asks of the devices, whatever the mapping: tasks, and what is in memory at every moment."""
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +33,25 @@ class Task:
     """Of a product by groups: whether only others use its result, which take it as it comes."""
     cause: str
 
+    @cached_property
+    def extents(self) -> tuple[tuple[float, Dim], ...]:
+        """Of a product of matrices: how many there are, and the sizes of their inner dimension, rows and columns.
+
+        Each with the axes that it is made of.
+        """
+        (left, right, *_), result = self.operands, self.results[0]
+        free = set(result.axes) - {name for name, _ in (*self.batched, *self.contracted)}
+        inner, count = math.prod(size for _, size in self.contracted), math.prod(size for _, size in self.batched)
+        rows = left.elements / (inner * count)
+        columns = result.elements / (rows * count)
+        if self.groups > 1 and any(name is None for name, _ in self.contracted):
+            # every group takes all rows, with those of others as zeros
+            count, columns = self.groups, columns / self.groups
+        of_rows, of_columns = (
+            tuple(factor for factor in array.factors if factor[0] in free) for array in (left, right)
+        )
+        return (count, self.batched), (inner, self.contracted), (rows, of_rows), (columns, of_columns)
+
 
 @dataclass(frozen=True)
 class Item:
@@ -50,6 +70,7 @@ class Item:
     `looked_up`: tokens that such rows are looked up in, as long.
     `found`: what is being looked up.
     `copied`: a stack of parameters in another layout, in the loop over them and from the loop before on.
+    `keys`: of attention, or values, while scores are made or used; where positions are cut, all of them.
     `scores`: of attention, while they are made; a kernel never has them in memory, nor has anything else all of them.
     """
     array: Array
@@ -303,7 +324,9 @@ class _Sequence:
         if operation.groups > 1:
             return self._items("wide", {value for value in operation.results if not fusion.is_summand(value)})
         scores = [array for array in (*operands, *results) if is_scores(array)][:1]
-        return (*(Item("whole", result) for result in results), *(Item("scores", array) for array in scores))
+        keys = [array for array in operands if scores and not is_scores(array)][-1:]
+        made = {"whole": results, "scores": scores, "keys": keys}
+        return tuple(Item(role, array) for role, arrays in made.items() for array in arrays)
 
     def _task(self, operation: Operation) -> Task:
         fusion, kind = self.fusion, operation.kind

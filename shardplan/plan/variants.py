@@ -14,7 +14,7 @@ from shardplan.plan.calibration import calibration, habits, usable_bytes
 from shardplan.plan.plan import BATCH_AXIS
 from shardplan.plan.rules import Rules, parse_rules
 from shardplan.plan.search import Candidate, Ranking, Tally, nearest_miss, search
-from shardplan.plan.space import Space, mesh_shapes
+from shardplan.plan.space import POSITION_AXES, Space, mesh_shapes
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of
 
@@ -43,7 +43,7 @@ class Result:
     """What searching took, without the traces."""
 
 
-def find(config: Config, model: Model, keep: int) -> Result:
+def find(config: Config, model: Model, keep: int, own_attention: bool = False) -> Result:
     """The `keep` fastest candidates for `config`.
 
     Attention without a kernel is not considered while anything else fits.
@@ -66,7 +66,7 @@ def find(config: Config, model: Model, keep: int) -> Result:
             # with more parts weights are gathered more often, on devices that have no more to do at once
             if any(parts % fewer == 0 for fewer in beyond):
                 continue
-            space = _space(each, model, rules)
+            space = _space(each, model, rules, own_attention)
             searched[id(space)] = each
             started = time.perf_counter()
             if not search(space, meshes, ranking, tally):
@@ -74,7 +74,7 @@ def find(config: Config, model: Model, keep: int) -> Result:
             seconds += time.perf_counter() - started
     smallest: Found | None = None
     for each in itertools.chain(*variants) if not ranking.candidates else ():
-        space = replace(_space(each, model, rules), kernels=False)
+        space = replace(_space(each, model, rules, own_attention), positions=POSITION_AXES, kernels=False)
         started = time.perf_counter()
         most = math.inf if smallest is None else smallest.candidate.peak_bytes
         miss = nearest_miss(space, meshes, most, tally)
@@ -122,7 +122,7 @@ def _variants(config: Config) -> Iterator[list[Config]]:
         ]
 
 
-def _space(config: Config, model: Model, rules: Rules) -> Space:
+def _space(config: Config, model: Model, rules: Rules, own_attention: bool) -> Space:
     hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
     space = Space(
         step=plan_step(model, workload_of(config.workload)),
@@ -131,9 +131,10 @@ def _space(config: Config, model: Model, rules: Rules) -> Space:
         residual=axes.residual,
         hardware=hardware,
         calibration=calibration(hardware.generation.name),
-        habits=replace(habits(hardware), gathers_keys=model.shares_attention),
+        habits=replace(habits(hardware), gathers_keys=model.shares_attention and not own_attention),
         available=usable_bytes(hardware),
         rules=rules,
+        positions=((),) if config.workload.kind == "train" and not hardware.is_cpu else POSITION_AXES,
         kernels=not hardware.is_cpu,
     )
     for pin in rules.pins:

@@ -9,7 +9,7 @@ from shardplan.hardware import parse_slice
 from shardplan.hardware.placement import slices_by_axis
 from shardplan.plan.levanter_config import BATCH_MESH_AXES, DCN_AXIS, SHARED_BY_DEFAULT
 from shardplan.plan.mapping import MeshAxes, as_tuples, mesh_size
-from shardplan.plan.plan import BATCH_AXIS, Mapping, Plan
+from shardplan.plan.plan import BATCH_AXIS, GATHERED, Mapping, Plan
 
 SPLASH_NEEDS_WHOLE = ("position", "q_heads_per_group", "head_size")
 """Logical axes that Levanter's splash attention, its default on TPUs, takes for whole wherever they are cut."""
@@ -147,7 +147,10 @@ def _notes(plan: Plan) -> Iterator[str]:
     if plan.workload.kind == "train" and plan.workload.gradient_checkpointing != "default":
         yield f"model.gradient_checkpointing must be {plan.workload.gradient_checkpointing}, as planned."
     cut = [axis for axis in SPLASH_NEEDS_WHOLE if _cutting(plan, tuple(plan.compute_mapping.get(axis, ())))]
-    if cut and not parse_slice(plan.hardware.slice).is_cpu:
+    if plan.attention.strategy == GATHERED:
+        yield "Attention must be that of shardplan.attention.levanter, as planned: with positions cut Levanter's own is"
+        yield 'wrong in silence. model = with_sequence_parallel(model, Method("all_gather", kernel="splash"))'
+    elif cut and not parse_slice(plan.hardware.slice).is_cpu:
         yield (
             f"model.attn_backend must be jax_flash: with {', '.join(cut)} cut, Levanter's default on TPUs is wrong in "
             "silence."

@@ -79,9 +79,13 @@ class Instruction:
         return int(estimate) if estimate is not None else None
 
     @property
-    def channel(self) -> str | None:
-        """Number of the communication channel."""
-        return self.attributes.get("channel_id")
+    def transfer(self) -> str:
+        """Of a collective: what the instructions have in common that are pieces of it, in a chain of fusions.
+
+        Those that a shard_map asks for all have one channel; a chain of fusions has a number besides.
+        """
+        chain = self.attributes.get("frontend_attributes", "").partition('chain_id="')[2].partition('"')[0]
+        return f"{self.attributes.get('channel_id', self.name)} {chain}"
 
     @property
     def called(self) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ class _Schedule:
         self.links: defaultdict[str, float] = defaultdict(float)
         """Link -> when it is free."""
         self.arrival: dict[str, float] = {}
-        """What was started (the name of an instruction, or a channel) -> when it is there."""
+        """What was started (the name of an instruction, or of a transfer in fusions) -> when it is there."""
 
     def start(self, name: str, seconds: float, links: Iterable[str]) -> None:
         """Begin something beside the core, as soon as all its links are free."""
@@ -115,12 +115,12 @@ class _Player:
         self.module, self.network, self.hardware, self.causal = module, network, hardware, causal
         self.timing = Timing()
         self.flying: set[str] = set()
-        """Channels of collectives in fusions that have begun and not ended."""
+        """Collectives in fusions that have begun and not ended."""
 
     def play(self, computation: Computation, parameters: Sequence[Known], times: int, context: str) -> float:
         """Seconds of one execution of `computation`, which happens `times` times in a step."""
         schedule = _Schedule()
-        fused = self._fused_channels(computation)
+        fused = self._fused_transfers(computation)
         for instruction in computation.instructions.values():
             op = instruction.op_name or context
             try:
@@ -138,12 +138,12 @@ class _Player:
         self,
         computation: Computation,
         instruction: Instruction,
-        channels: Mapping[str, _Fused],
+        fused: Mapping[str, _Fused],
         times: int,
         op: str,
         schedule: _Schedule,
     ) -> None:
-        """Execute one instruction that is no control flow; `channels`: the collectives inside, where it is a fusion."""
+        """Execute one instruction that is no control flow; `fused`: the collectives inside, where it is a fusion."""
         opcode = instruction.opcode
         if "is_host_transfer" in instruction.attributes:
             self._between_slices(instruction, times, op, schedule)
@@ -156,17 +156,17 @@ class _Player:
         elif opcode in COPIES:
             schedule.start(instruction.name, instruction.arrays[0].bytes / self.hardware.generation.hbm_bandwidth, HBM)
         else:
-            for channel, inside in channels.items():
+            for transfer, inside in fused.items():
                 # one that began in an enclosing computation only takes a step here
-                if inside.first and channel not in self.flying:
+                if inside.first and transfer not in self.flying:
                     form = "sync" if inside.last else "async"
-                    self._start(channel, inside.holder, inside.instruction, form, times, op, schedule)
-                    self.flying.add(channel)
+                    self._start(transfer, inside.holder, inside.instruction, form, times, op, schedule)
+                    self.flying.add(transfer)
             schedule.now += self._work(computation, instruction, times, op)
-            for channel, inside in channels.items():
-                if inside.last and channel in schedule.arrival:
-                    schedule.wait(channel)
-                    self.flying.discard(channel)
+            for transfer, inside in fused.items():
+                if inside.last and transfer in schedule.arrival:
+                    schedule.wait(transfer)
+                    self.flying.discard(transfer)
 
     def _loop(
         self, computation: Computation, loop: Instruction, parameters: Sequence[Known], times: int, op: str
@@ -243,10 +243,10 @@ class _Player:
         self.timing.uses.append(Use(transfer, form, times))
         schedule.start(name, transfer.seconds, transfer.links)
 
-    def _fused_channels(self, computation: Computation) -> dict[str, dict[str, _Fused]]:
-        """Fusions with collectives inside: name -> channel -> collective.
+    def _fused_transfers(self, computation: Computation) -> dict[str, dict[str, _Fused]]:
+        """Fusions with collectives inside: name -> transfer -> collective.
 
-        One that hides in a chain of fusions stands in each of them, with one channel.
+        One that hides in a chain of fusions stands in each of them.
         """
         found: dict[str, list[tuple[str, Computation, Instruction]]] = defaultdict(list)
         for fusion in computation.instructions.values():
@@ -254,11 +254,11 @@ class _Player:
                 holder = self.module.computations[name]
                 for inner in holder.instructions.values():
                     if base_opcode(inner) in KINDS and not inner.opcode.endswith("-done"):
-                        found[inner.channel or inner.name].append((fusion.name, holder, inner))
+                        found[inner.transfer].append((fusion.name, holder, inner))
         result: dict[str, dict[str, _Fused]] = defaultdict(dict)
-        for channel, places in found.items():
+        for transfer, places in found.items():
             for name, holder, inner in places:
-                result[name][channel] = _Fused(name == places[0][0], name == places[-1][0], holder, inner)
+                result[name][transfer] = _Fused(name == places[0][0], name == places[-1][0], holder, inner)
         return result
 
     def _work(self, computation: Computation, instruction: Instruction, times: int, op: str) -> float:

@@ -67,7 +67,8 @@ def test_trip_counts_of_real_loops(name, trips):
 def test_what_stands_in_a_real_instruction():
     module = read("async_gather")
     gather = module.instructions["all-gather.22"]
-    assert (gather.opcode, gather.operands, gather.channel) == ("all-gather", ("constant_dynamic-slice_fusion.4",), "4")
+    assert (gather.opcode, gather.operands) == ("all-gather", ("constant_dynamic-slice_fusion.4",))
+    assert gather.transfer.split() == ["4"]
     assert gather.arrays == (Array("bf16", (1, 2048, 2048), space=3),)
     assert gather.op_name == "jit(mlp)/while/body/closed_call/dot_general"
     assert gather.cycles is None
@@ -226,7 +227,7 @@ def test_unknown_opcodes_and_attributes():
 def test_brackets_in_quotes_and_escaped_quotes():
     instruction = one('%a = f32[] custom-call(%b), target="a\\"),{(", metadata={op_name="f[g]/(h"}, channel_id=7')
     assert instruction.operands == ("b",)
-    assert (instruction.op_name, instruction.channel) == ("f[g]/(h", "7")
+    assert (instruction.op_name, instruction.attributes["channel_id"]) == ("f[g]/(h", "7")
 
 
 def test_the_root_need_not_be_last():

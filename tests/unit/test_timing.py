@@ -43,6 +43,16 @@ COMPUTATIONS = """
   ROOT %ag.3 = f32[30000000] all-gather(%d), channel_id=9, replica_groups={{0,1,2,3}}, dimensions={0}
 }
 
+%begin_other (e: f32[7500000]) -> f32[30000000] {
+  %e = f32[7500000] parameter(0)
+  ROOT %ag.4 = f32[30000000] all-gather(%e), channel_id=9, replica_groups={{0,1,2,3}}, dimensions={0}, CHAIN
+}
+
+%end_other (f: f32[7500000]) -> f32[30000000] {
+  %f = f32[7500000] parameter(0)
+  ROOT %ag.5 = f32[30000000] all-gather(%f), channel_id=9, replica_groups={{0,1,2,3}}, dimensions={0}, CHAIN
+}
+
 %body (p: (s32[], s32[], f32[7500000])) -> (s32[], s32[], f32[7500000]) {
   %p = (s32[], s32[], f32[7500000]) parameter(0)
   %i = s32[] get-tuple-element(%p), index=0
@@ -60,7 +70,7 @@ COMPUTATIONS = """
   %m = s32[] get-tuple-element(%q), index=1
   ROOT %less = pred[] compare(%j, %m), direction=LT
 }
-"""
+""".replace("CHAIN", 'frontend_attributes={chain_id="3"}')
 
 
 def work(name: str, milliseconds: float, calls: str = "work") -> str:
@@ -167,6 +177,15 @@ def test_a_collective_in_three_fusions_is_one(busy):
     assert told(result) == [("all-gather", ("data",), 90e6, "async", 1)]
     assert result.seconds == pytest.approx(max(busy * MS, GATHER) + 0.5 * MS)
     assert not result.not_understood
+
+
+def test_chains_of_fusions_on_one_channel_are_several_collectives():
+    """As those are that one shard_map asks for: keys and values that attention gathers."""
+    fusion = "%{} = f32[30000000] fusion(%x), kind=kCustom, calls=%{}"
+    names = ("begin", "begin_other", "end", "end_other")
+    result = step(*(fusion.format(f"s.{i}", name) for i, name in enumerate(names)))
+    assert [(use.form, use.count) for use in result.uses] == [("async", 1), ("async", 1)]
+    assert result.seconds == pytest.approx(2 * GATHER)
 
 
 def test_a_collective_in_one_fusion_is_waited_for():
