@@ -191,6 +191,14 @@ def test_attention_that_would_be_wrong_is_told(shrunk):
         assert ("# model.attn_backend must be jax_flash: with position cut, " in text) == told
 
 
+def test_attention_that_the_plan_needs_is_told(shrunk):
+    plan = make_plan(shrunk("llama-3.1-8b", hardware_slice="v4-16", workload_batch=1, workload_position=2048))
+    assert plan.attention.strategy == "all_gather"
+    text = trainer_yaml(plan)
+    assert 'model = with_sequence_parallel(model, Method("all_gather", kernel="splash"))' in text
+    assert "attn_backend" not in text
+
+
 def test_checkpointing_is_told(shrunk):
     text = trainer_yaml(
         make_plan(shrunk("llama-3.1-8b", workload_kind="train", workload_gradient_checkpointing="nested"))
