@@ -17,17 +17,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.blockwise import EMPTY, Rule, Tokens
+from shardplan.attention.choice import Heads, choices, layouts
 from shardplan.attention.layout import KINDS, Layout, hops
-from shardplan.attention.pattern import Pattern
+from shardplan.attention.pattern import PADDING, Pattern
 from shardplan.attention.ring import Ring, ring_attention
 from shardplan.attention.splash import serves, splash_attention, splash_kernel
 from shardplan.attention.ulysses import Exchange
 from shardplan.errors import ConfigError, nearest
+from shardplan.hardware import parse_slice
 from shardplan.plan.partition import KERNEL_LANES
 
 HEADS = ("kv_head", "kv_heads", "heads", "head")
 """Names of axes that queries and keys share and that number heads; other shared axes are of the batch."""
-STRATEGIES = ("all_gather", "ring", "ulysses", "hybrid")
+STRATEGIES = ("all_gather", "ring", "ulysses", "hybrid", "auto")
 KERNELS = ("blockwise", "splash")
 BLOCK = 512
 """Positions of a block of scores."""
@@ -46,7 +48,7 @@ def dot_product_attention(
     *,
     strategy: str = "ring",
     ulysses: int = 1,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     prefix: int = 0,
     documents: Sequence[int] | None = None,
     axis_mapping: ResourceMapping | None = None,
@@ -56,6 +58,7 @@ def dot_product_attention(
     attn_sink: NamedArray | None = None,
     kernel: str = "blockwise",
     block: int = BLOCK,
+    hardware: str | None = None,
 ) -> NamedArray:
     """Attention, as Levanter's of that name, with QPos cut over the mesh axes that it is mapped to.
 
@@ -68,12 +71,14 @@ def dot_product_attention(
         value: {..., key heads, KPos, ...}; what key lacks is its head size, which may be another than Key.
         mask: which keys a query may attend to; default: all. A causal offset must be known while tracing: a mask made
             outside of jit.
-        strategy: all_gather (of keys and values), ring, ulysses, or hybrid (groups of `ulysses` neighbours in a ring).
-        layout: the order that positions are in; see `shardplan.attention.layout`. Where it is not contiguous, the
-            length must be a multiple of the parts.
+        strategy: all_gather (of keys and values), ring, ulysses, hybrid (groups of `ulysses` neighbours in a ring), or
+            auto: what `shardplan.attention.choice` finds fastest for the mask, the layout and the hardware.
+        layout: the order that positions are in; see `shardplan.attention.layout`. Of a kind that is not contiguous
+            the length must be a multiple of the parts. A `Layout` is of queries and keys as `shard_sequence` leaves
+            them, padding included.
         prefix: with a causal mask, positions that all may attend to (a prefix LM).
         documents: lengths of the documents of every sequence, where they are known while tracing: they attend within
-            themselves, and what they make empty is not sent.
+            themselves, and what they make empty is not sent. A `Layout` has its own.
         axis_mapping: logical axis -> mesh axes; default: the current `hax.axis_mapping`.
         attention_dtype: type that query, key and value are cast to; sums are in float32 in any case.
         scaling_factor: of scores; default: 1 / sqrt(Key.size).
@@ -81,6 +86,7 @@ def dot_product_attention(
         attn_sink: by heads, a score that takes weight and gives no value.
         kernel: what a device does its part with: blockwise (XLA), or splash (Pallas, on TPUs).
         block: positions of a block of scores, blockwise.
+        hardware: name of the slice, as v5p-128, that `auto` chooses for; on CPUs they are known.
 
     Returns:
         {..., heads, QPos, value's head size}; zero for a query that may attend to nothing.
@@ -89,7 +95,8 @@ def dot_product_attention(
         ConfigError: an unknown strategy, layout or kernel, a degree or size that does not divide, axes of masks that
             queries and keys do not have, a causal offset that is traced, or a task that the splash kernel cannot do.
     """
-    given_of = {"strategy": (strategy, STRATEGIES), "layout": (layout, KINDS), "kernel": (kernel, KERNELS)}
+    kind = layout.kind if isinstance(layout, Layout) else layout
+    given_of = {"strategy": (strategy, STRATEGIES), "layout": (kind, KINDS), "kernel": (kernel, KERNELS)}
     for name, (given, valid) in given_of.items():
         if given not in valid:
             raise ConfigError(f"attention {name} is {given!r}; {nearest(given, valid)}")
@@ -101,19 +108,25 @@ def dot_product_attention(
     cuts = {} if mesh.empty else {axis.name: _mesh_axes(axis, mapping, mesh.shape) for axis in dims.all}
     along = cuts[dims.keys.name] = cuts.get(dims.queries.name, ())
     degree = math.prod(mesh.shape[axis] for axis in along)
+    if isinstance(mask, NamedArray):
+        mask = AttentionMask.explicit(mask)
+    mask = mask or AttentionMask()
+    pattern = _pattern(mask, prefix)
+    if strategy == "auto":
+        local = {
+            axis.name: axis.size // math.prod(mesh.shape[each] for each in cuts.get(axis.name, ())) for axis in dims.all
+        }
+        strategy, ulysses = _fastest(
+            dims, local, pattern, layout, documents, along, mesh.shape, query.dtype.itemsize, hardware
+        )
     u = {"ulysses": degree, "hybrid": ulysses}.get(strategy, 1)
     if u < 1 or degree % u:
         raise ConfigError(f"attention: ulysses {u} does not divide the {degree} devices along {dims.queries.name}")
-    orders = [Layout(axis.size, degree // u, u, layout) for axis in (dims.queries, dims.keys)]
-    pattern, segments, explicit = _mask_parts(mask, dims, prefix, documents, orders)
+    orders = _orders(layout, dims, degree // u, u, documents)
+    segments, explicit = _mask_parts(mask, dims, orders)
     _check_axes(dims, cuts, mesh.shape, [*(segments or ()), *(x for x in (explicit, attn_sink) if x is not None)])
-    if layout != "contiguous" and [order.padded for order in orders] != [order.length for order in orders]:
-        least = Layout(1, degree // u, u, layout).padded
-        raise ConfigError(
-            f"attention layout {layout}: {dims.queries.name} and {dims.keys.name} must be multiples of {least}"
-        )
     rule = Rule(pattern, dims.size.size**-0.5 if scaling_factor is None else scaling_factor, logits_soft_cap, block)
-    task = _Task(rule, dims, strategy, along, orders[0], orders[1], documents)
+    task = _Task(rule, dims, strategy, along, orders[0], orders[1])
 
     inputs = {"q": query.rearrange(dims.of_query), "k": key.rearrange(dims.of_key), "v": value.rearrange(dims.of_value)}
     if attention_dtype is not None:
@@ -241,22 +254,82 @@ def _check_axes(
                 raise ConfigError(f"attention: {users[name]} and {axis.name} are both mapped to {name}")
 
 
-def _mask_parts(
-    mask: AttentionMask | NamedArray | None,
-    dims: _Dims,
-    prefix: int,
-    documents: Sequence[int] | None,
-    orders: Sequence[Layout],
-) -> tuple[Pattern, tuple[NamedArray, NamedArray] | None, NamedArray | None]:
-    """What goes by positions, the documents of queries and keys, and what is given entry by entry."""
-    if isinstance(mask, NamedArray):
-        mask = AttentionMask.explicit(mask)
-    mask = mask or AttentionMask()
+def _orders(
+    layout: str | Layout, dims: _Dims, ring: int, ulysses: int, documents: Sequence[int] | None
+) -> tuple[Layout, Layout]:
+    """The layouts of queries and keys."""
+    axes = dims.queries, dims.keys
+    if isinstance(layout, Layout):
+        if (layout.ring, layout.ulysses) != (ring, ulysses) or {axis.size for axis in axes} != {layout.padded}:
+            raise ConfigError(
+                f"attention: the layout is for {layout.padded} positions over ring {layout.ring} x ulysses "
+                f"{layout.ulysses}, here are {' and '.join(str(axis.size) for axis in axes)} over {ring} x {ulysses}"
+            )
+        if documents is not None:
+            raise ConfigError("attention: a Layout has documents of its own; leave the others out")
+        return layout, layout
+    known = None if documents is None else tuple(documents)
+    queries, keys = (Layout(axis.size, ring, ulysses, layout, known) for axis in axes)
+    if layout != "contiguous" and (queries.padded, keys.padded) != (queries.length, keys.length):
+        least = Layout(1, ring, ulysses, layout).padded
+        raise ConfigError(f"attention layout {layout}: {axes[0].name} and {axes[1].name} must be multiples of {least}")
+    return queries, keys
+
+
+def _pattern(mask: AttentionMask, prefix: int) -> Pattern:
+    """What goes by positions."""
     offset = 0 if mask.causal_offset is None else mask.causal_offset.array
     if isinstance(offset, jax.core.Tracer) or np.ndim(offset):
         raise ConfigError("attention: a causal offset must be one number that is known while tracing")
-    pattern = Pattern(mask.is_causal, int(offset), mask.sliding_window, prefix)
-    segments = mask.segment_ids
+    return Pattern(mask.is_causal, int(offset), mask.sliding_window, prefix)
+
+
+def _fastest(
+    dims: _Dims,
+    local: Mapping[str, int],
+    pattern: Pattern,
+    layout: str | Layout,
+    documents: Sequence[int] | None,
+    along: tuple[str, ...],
+    mesh: Mapping[str, int],
+    itemsize: int,
+    hardware: str | None,
+) -> tuple[str, int]:
+    """The strategy for `auto`, and its Ulysses degree.
+
+    Args:
+        local: sizes of the axes on one device.
+    """
+    if not along:
+        return "ring", 1
+    if hardware is None and jax.default_backend() != "cpu":
+        raise ConfigError("attention strategy auto: say what to choose for, as in hardware='v5p-128'")
+    heads = Heads(
+        math.prod(local[axis.name] for axis in dims.batch),
+        math.prod(local[axis.name] for axis in dims.key_heads),
+        math.prod(local[axis.name] for axis in dims.groups),
+        dims.size.size,
+        math.prod(axis.size for axis in dims.values),
+        itemsize,
+    )
+    if isinstance(layout, Layout):
+        orders = [layout]
+    else:
+        length, degree = dims.queries.size, math.prod(mesh[axis] for axis in along)
+        known = None if documents is None else tuple(documents)
+        orders = layouts(length, degree, (layout,), known)
+        orders = [each for each in orders if layout == "contiguous" or each.padded == length]
+    if not orders:
+        return "ring", 1  # which says what is wrong with the length
+    found = choices(orders, pattern, heads, along, mesh, parse_slice(hardware or f"cpu-{math.prod(mesh.values())}"))
+    return found[0].strategy, found[0].layout.ulysses
+
+
+def _mask_parts(
+    mask: AttentionMask, dims: _Dims, orders: Sequence[Layout]
+) -> tuple[tuple[NamedArray, NamedArray] | None, NamedArray | None]:
+    """The documents of queries and keys, and what is given entry by entry."""
+    segments, documents = mask.segment_ids, orders[0].documents
     if documents is not None and (segments is not None or {order.length for order in orders} != {sum(documents)}):
         raise ConfigError(
             f"attention: documents have {sum(documents)} positions together, queries and keys "
@@ -266,13 +339,14 @@ def _mask_parts(
         segments = segments[0], segments[1].rename({dims.queries.name: dims.keys.name})
     elif documents is not None:
         labels = np.repeat(np.arange(len(documents), dtype=np.int32), documents)
-        q_labels, k_labels = (labels[order.order()[: order.length]] for order in orders)
+        placed = [order.order()[: axis.size] for order, axis in zip(orders, (dims.queries, dims.keys), strict=True)]
+        q_labels, k_labels = (np.where(order == PADDING, PADDING, labels[order]) for order in placed)
         segments = hax.named(jnp.asarray(q_labels), dims.queries), hax.named(jnp.asarray(k_labels), dims.keys)
     explicit = mask.explicit_mask
     if explicit is not None:
         has = {axis.name for axis in explicit.axes}
         explicit = explicit.broadcast_axis([axis for axis in (dims.queries, dims.keys) if axis.name not in has])
-    return pattern, segments, explicit
+    return segments, explicit
 
 
 def _padded(x: NamedArray, lengths: Mapping[str, int]) -> NamedArray:
@@ -293,7 +367,6 @@ class _Task:
     """Mesh axes that cut positions."""
     q_order: Layout
     k_order: Layout
-    documents: Sequence[int] | None
 
     def splash(self, heads: int, is_special: bool) -> Any:
         """The kernel of splash attention for all of the sequence.
@@ -357,7 +430,6 @@ class _Task:
         exchange = None
         if self.q_order.ulysses > 1:
             exchange = Exchange(self.along, self.q_order.ulysses, self.q_order.ring, q.shape[1], q.shape[2])
-            q, k, v = exchange.queries(q), exchange.keys(k), exchange.keys(v)
             if q_segments is not None and k_segments is not None:
                 q_segments, k_segments = exchange.gathered(q_segments, 1), exchange.gathered(k_segments, 1)
             if explicit is not None:
@@ -365,6 +437,8 @@ class _Task:
         names = [axis.name for axis in dims.of_output]
         if kernel is not None:
             segments = None if q_segments is None or k_segments is None else (q_segments, k_segments)
+            if exchange is not None:
+                q, k, v = exchange.queries(q), exchange.keys(k), exchange.keys(v)
             out = splash_attention(self.rule, kernel, q, k, v, segments)
             out = out if exchange is None else exchange.outputs(out)
             return out.reshape([of_value[name] for name in names])
@@ -373,11 +447,9 @@ class _Task:
         if self.strategy == "all_gather":
             ring = Ring(self.along, 1, k_order.order()[None])
         else:
-            distances = hops(self.q_order, k_order, self.rule.pattern, self.documents)
+            distances = hops(self.q_order, k_order, self.rule.pattern)
             ring = Ring(self.along, self.q_order.ulysses, k_order.regions(), distances)
-        out, logsum = ring_attention(self.rule, ring, q, k, v, queries, k_segments, explicit)
-        if exchange is not None:
-            out, logsum = exchange.outputs(out), exchange.outputs(logsum)
+        out, logsum = ring_attention(self.rule, ring, exchange, q, k, v, queries, k_segments, explicit)
         sink = flat("sink", n, g)
         if sink is not None:
             total = jnp.logaddexp(logsum, sink.astype(jnp.float32)[None, :, :, None])

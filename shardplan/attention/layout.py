@@ -1,22 +1,21 @@
-"""In which order a sequence is cut over the devices of a ring, and what of the ring its mask needs. Pure arithmetic.
+"""In which order a sequence is cut over the devices of a ring, and what its mask makes of that. Pure arithmetic.
 
 | layout | the region of ring index r, of R |
 |---|---|
 | contiguous | the r-th part of the sequence |
 | zigzag | of 2 R parts the r-th and the last but r: as much to do for each where the mask is causal |
 | striped | every R-th position, from r on: the same, to within one block |
+| documents | of every document what zigzag has of a sequence |
 """
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from shardplan.attention.pattern import PADDING, Pattern, runs_of
+from shardplan.attention.pattern import PADDING, Pattern, Run, runs_of
 
-KINDS = ("contiguous", "zigzag", "striped")
+KINDS = ("contiguous", "zigzag", "striped", "documents")
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,8 @@ class Layout:
     ring: int = 1
     ulysses: int = 1
     kind: str = "contiguous"
+    documents: tuple[int, ...] | None = None
+    """Lengths of the documents, where they are known; all together are `length`. The order `documents` is by them."""
 
     @property
     def padded(self) -> int:
@@ -52,25 +53,65 @@ def _order(layout: Layout) -> np.ndarray:
         positions = np.stack([parts[: layout.ring], parts[: layout.ring - 1 : -1]], axis=1)
     if layout.kind == "striped":
         positions = positions.reshape(-1, layout.ring).T
+    if layout.kind == "documents":
+        positions = _by_document(positions, layout)
     found = positions.reshape(-1)
     found.flags.writeable = False
     return found
 
 
-def hops(queries: Layout, keys: Layout, pattern: Pattern, documents: Sequence[int] | None = None) -> tuple[int, ...]:
+def _by_document(positions: np.ndarray, layout: Layout) -> np.ndarray:
+    """[ring, ...]: of each document the parts that a zigzag has; of what is left over, to each who has least so far."""
+    parts: list[list[np.ndarray]] = [[] for _ in range(layout.ring)]
+    counts = np.zeros(layout.ring, int)
+    start, rest = 0, []
+    for n in layout.documents or (layout.length,):
+        size = n // (2 * layout.ring)
+        for r, part in enumerate(positions[start : start + 2 * layout.ring * size].reshape(2 * layout.ring, size)):
+            parts[min(r, 2 * layout.ring - 1 - r)].append(part)
+        rest.append(positions[start + 2 * layout.ring * size : start + n])
+        start += n
+    for position in np.concatenate([*rest, positions[layout.length :]]):
+        r = int(counts.argmin())
+        parts[r].append(position[None])
+        counts[r] += 1
+    regions = [np.concatenate(part) for part in parts]
+    # in order, padding last
+    return np.stack([region[np.argsort(np.where(region == PADDING, layout.padded, region))] for region in regions])
+
+
+def hops(queries: Layout, keys: Layout, pattern: Pattern) -> tuple[int, ...]:
     """Distances in the ring over which any device needs keys, the nearest first; 0, its own, is always among them.
 
-    At distance d the queries of ring index r need the keys of r - d.
-
-    Args:
-        documents: lengths of the documents of a sequence, where they are known; all attend within themselves.
+    At distance d the queries of ring index r need the keys of r - d. Documents attend within themselves.
     """
-    labels = None if documents is None else np.repeat(np.arange(len(documents)), documents)
-    q_runs, k_runs = ([runs_of(region, labels) for region in layout.regions()] for layout in (queries, keys))
+    needed = blocks(queries, keys, pattern, max(queries.padded, keys.padded)).sum(0)
+    return (0, *(d for d in range(1, queries.ring) if needed[d]))
+
+
+def blocks(queries: Layout, keys: Layout, pattern: Pattern, block: int) -> np.ndarray:
+    """int[ring, distance]: blocks of `block` x `block` scores, not empty, that each ring index computes at each hop."""
+    (q_runs, q_starts), (k_runs, k_starts) = _cut(queries, block), _cut(keys, block)
+    meets: np.ndarray = pattern.meets(Run(*q_runs[:, :, None]), Run(*k_runs[:, None]))
+    by_block: np.ndarray = np.maximum.reduceat(np.maximum.reduceat(meets, q_starts, 0), k_starts, 1)
     size = queries.ring
+    counts = np.einsum("rqsk->rs", by_block.reshape(size, len(q_starts) // size, size, -1).astype(int))
+    places = np.arange(size)
+    return counts[places[:, None], (places[:, None] - places) % size]
 
-    def meet(r: int, d: int) -> bool:
-        pairs = itertools.product(q_runs[r], k_runs[(r - d) % size])
-        return any(pattern.meets(query, key) for query, key in pairs)
 
-    return (0, *(d for d in range(1, size) if any(meet(r, d) for r in range(size))))
+def _cut(layout: Layout, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """The runs of all blocks, int[start count step document, run], and where those of each block begin."""
+    labels, step = labels_of(layout), layout.ring if layout.kind == "striped" else 1
+    runs = [
+        runs_of(region[i : i + block], labels, step) or [Run(0, 0)]  # of nothing but padding
+        for region in layout.regions()
+        for i in range(0, len(region), block)
+    ]
+    flat = np.array([(run.start, run.count, run.step, run.document) for each in runs for run in each]).T
+    return flat, np.cumsum([0, *map(len, runs[:-1])])
+
+
+def labels_of(layout: Layout) -> np.ndarray | None:
+    """int[position]: the document of every position; None where they are not known."""
+    return None if layout.documents is None else np.repeat(np.arange(len(layout.documents)), layout.documents)

@@ -13,6 +13,7 @@ from levanter.layers.attention import Attention, AttentionMask
 from levanter.models.olmo import Olmo2Attention
 
 from shardplan.attention.dot_product import dot_product_attention
+from shardplan.attention.layout import Layout
 from shardplan.errors import ConfigError
 
 KNOWN = (Attention.__call__, Olmo2Attention.__call__)
@@ -26,6 +27,9 @@ class Method:
     strategy: str
     ulysses: int = 1
     kernel: str = "blockwise"
+    layout: str | Layout = "contiguous"
+    hardware: str | None = None
+    """Name of the slice, that the strategy `auto` needs."""
 
 
 class SequenceParallel(Attention):
@@ -56,6 +60,8 @@ class SequenceParallel(Attention):
             strategy=self.method.strategy,
             ulysses=self.method.ulysses,
             kernel=self.method.kernel,
+            layout=self.method.layout,
+            hardware=self.method.hardware,
             attention_dtype=jnp.float32 if self.config.upcast_attn else x.dtype,
             scaling_factor=self.config.scaling_factor,
             logits_soft_cap=self.config.logits_soft_cap,

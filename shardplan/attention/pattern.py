@@ -3,7 +3,7 @@
 Works on numpy and on JAX arrays alike.
 """
 
-import math
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,15 +15,15 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Run:
-    """Positions `start, start + step, ...`, `count` of them, of one document."""
+    """Positions `start, start + step, ...`, `count` of them, of one document; or several such, as arrays."""
 
-    start: int
-    count: int
-    step: int = 1
-    document: int = 0
+    start: Any
+    count: Any
+    step: Any = 1
+    document: Any = 0
 
     @property
-    def last(self) -> int:
+    def last(self) -> Any:
         """The last position."""
         return self.start + (self.count - 1) * self.step
 
@@ -50,45 +50,38 @@ class Pattern:
             found = found & (j <= i) & (j > i - self.window)
         return found
 
-    def meets(self, queries: Run, keys: Run) -> bool:
-        """Whether any query of a run may attend to any key of another."""
-        if queries.document != keys.document:
-            return False
+    def meets(self, queries: Run, keys: Run) -> Any:
+        """Whether any query of a run may attend to any key of another: bool, broadcast where runs are arrays."""
         least, most = (0, self.window - 1) if self.window is not None else (None, None)
         if not self.causal:
-            return _some_difference(queries, keys, least, most)
-        earliest = -self.offset if least is None else max(least, -self.offset)
-        if _some_difference(queries, keys, earliest, most):
-            return True
-        count = min(keys.count, -(-(self.prefix - keys.start) // keys.step))
-        return count > 0 and _some_difference(queries, replace(keys, count=count), least, most)
+            found = _some_difference(queries, keys, least, most)
+        else:
+            earliest = -self.offset if least is None else max(least, -self.offset)
+            found = _some_difference(queries, keys, earliest, most)
+            count = np.minimum(keys.count, -(-(self.prefix - keys.start) // keys.step))
+            found |= (count > 0) & _some_difference(queries, replace(keys, count=count), least, most)
+        return found & (queries.document == keys.document) & (np.minimum(queries.count, keys.count) > 0)
 
 
-def runs_of(positions: np.ndarray, documents: np.ndarray | None = None) -> list[Run]:
+def runs_of(positions: np.ndarray, documents: np.ndarray | None = None, step: int = 1) -> list[Run]:
     """Positions int[n] of a shard as runs, without padding.
 
     Args:
         documents: int[position], the document of every position; default: all are of one.
+        step: of the runs.
     """
     kept = positions[positions != PADDING]
     labels = np.zeros_like(kept) if documents is None else documents[kept]
-    steps = np.diff(kept)
-    is_split = labels[1:] != labels[:-1]
-    found: list[Run] = []
-    start = 0
-    while start < len(kept):
-        step = 1 if start == len(steps) or is_split[start] else max(1, int(steps[start]))
-        ends = np.flatnonzero(is_split[start:] | (steps[start:] != step))
-        stop = start + 1 + (int(ends[0]) if len(ends) else len(kept) - 1 - start)
-        found.append(Run(int(kept[start]), stop - start, step, int(labels[start])))
-        start = stop
-    return found
+    ends = np.flatnonzero((labels[1:] != labels[:-1]) | (np.diff(kept) != step)) + 1
+    places = [0, *ends.tolist(), len(kept)] if len(kept) else []
+    return [Run(int(kept[start]), stop - start, step, int(labels[start])) for start, stop in itertools.pairwise(places)]
 
 
-def _some_difference(queries: Run, keys: Run, least: int | None, most: int | None) -> bool:
+def _some_difference(queries: Run, keys: Run, least: int | None, most: int | None) -> Any:
     """Whether query minus key lies from `least` to `most`, for some pair."""
     low, high = queries.start - keys.last, queries.last - keys.start
     # with one step, which is that of both where both have several, every such difference occurs
-    step = math.gcd(*(run.step for run in (queries, keys) if run.count > 1)) or 1
-    first = low if least is None else low + -(-max(0, least - low) // step) * step
-    return first <= (high if most is None else min(high, most))
+    steps = (np.where(np.greater(run.count, 1), run.step, 0) for run in (queries, keys))
+    step = np.maximum(np.gcd(*steps), 1)
+    first = low if least is None else low + -(-np.maximum(0, least - low) // step) * step
+    return first <= (high if most is None else np.minimum(high, most))

@@ -1,6 +1,7 @@
 """Attention in a ring: queries stay, keys and values go round, and their gradients with them.
 
-Inside `jax.shard_map`. Each hop brings the keys of another ring index while those that are there are attended to; what
+Inside `jax.shard_map`. Groups of devices that exchange heads for positions (Ulysses) do so before and after, and have
+one ring index together. Each hop brings the keys of another ring index while those that are there are attended to; what
 comes of each hop is merged in float32. The gradient makes the same hops (https://arxiv.org/abs/2310.01889).
 """
 
@@ -14,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from shardplan.attention.blockwise import Rule, Tokens, attend, attend_backward, merged
+from shardplan.attention.ulysses import Exchange
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +54,11 @@ class Ring:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, tuple(ordered), pairs), tree)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def ring_attention(
     rule: Rule,
     ring: Ring,
+    exchange: Exchange | None,
     q: Array,
     k: Array,
     v: Array,
@@ -66,20 +69,22 @@ def ring_attention(
     """Attention of this device's queries on the keys of all ring indices.
 
     Args:
-        q: [B, N, G, S, K]; k: [B, N, T, K]; v: [B, N, T, V], of this ring index.
-        queries: what the mask goes by, of `q`.
-        segments: documents of `k`, int32[B or 1, T].
+        exchange: of heads for positions; what follows is then of all positions of its group, but q, k and v.
+        q: [B, N, G, S, K]; k: [B, N, T, K]; v: [B, N, T, V], of this device.
+        queries: what the mask goes by, of the queries of this ring index.
+        segments: documents of its keys, int32[B or 1, T].
         explicit: bool[B or 1, N or 1, G or 1, S, ring x T], what may attend besides.
 
     Returns:
         As `shardplan.attention.blockwise.attend`.
     """
-    return _forward(rule, ring, q, k, v, queries, segments, explicit)[0]
+    return _forward(rule, ring, exchange, q, k, v, queries, segments, explicit)[0]
 
 
 def _forward(
     rule: Rule,
     ring: Ring,
+    exchange: Exchange | None,
     q: Array,
     k: Array,
     v: Array,
@@ -87,6 +92,8 @@ def _forward(
     segments: Array | None,
     explicit: Array | None,
 ) -> tuple[tuple[Array, Array], Any]:
+    if exchange is not None:
+        q, k, v = exchange.queries(q), exchange.keys(k), exchange.keys(v)
     here = k, v, segments
     found: tuple[Array, Array] | None = None
     for distance, step in _steps(ring):
@@ -96,12 +103,18 @@ def _forward(
         found = part if found is None else merged(found, part)
         here = following
     assert found is not None
-    return found, (q, k, v, queries, segments, explicit, *found)
+    out, logsum = found
+    result = (out, logsum) if exchange is None else (exchange.outputs(out), exchange.outputs(logsum))
+    return result, (q, k, v, queries, segments, explicit, out, logsum)
 
 
-def _backward(rule: Rule, ring: Ring, kept: Any, gradients: tuple[Array, Array]) -> tuple[Any, ...]:
+def _backward(
+    rule: Rule, ring: Ring, exchange: Exchange | None, kept: Any, gradients: tuple[Array, Array]
+) -> tuple[Any, ...]:
     q, k, v, queries, segments, explicit, out, logsum = kept
     out_gradient, logsum_gradient = gradients
+    if exchange is not None:
+        out_gradient, logsum_gradient = exchange.queries(out_gradient), exchange.queries(logsum_gradient)
     offset = (out_gradient * out).sum(-1) - logsum_gradient
     here = k, v, segments
     q_gradient = jnp.zeros(q.shape, jnp.float32)
@@ -114,8 +127,13 @@ def _backward(rule: Rule, ring: Ring, kept: Any, gradients: tuple[Array, Array])
         of_keys = ring.moved(tuple(map(jnp.add, of_keys, others)), step)
         here = following
     of_keys = ring.moved(of_keys, -ring.distances[-1])
-    found = (x.astype(like.dtype) for x, like in zip((q_gradient, *of_keys), (q, k, v), strict=True))
-    return (*found, None, None, None)
+    of_q = q_gradient.astype(q.dtype)
+    if exchange is None:
+        of_k, of_v = (x.astype(like.dtype) for x, like in zip(of_keys, (k, v), strict=True))
+    else:
+        of_q = exchange.outputs(of_q)
+        of_k, of_v = (exchange.keys_gradient(x, like.dtype) for x, like in zip(of_keys, (k, v), strict=True))
+    return of_q, of_k, of_v, None, None, None
 
 
 ring_attention.defvjp(_forward, _backward)

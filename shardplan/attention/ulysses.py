@@ -4,9 +4,9 @@ Inside `jax.shard_map`; DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509. Key
 they are sent to several devices where they are fewer than these, and to no more.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,11 @@ class Exchange:
         """Whether every device gets key heads of its own, with all of their query heads."""
         return self.key_heads % self.degree == 0
 
+    @property
+    def received(self) -> int:
+        """Key heads that all devices of a group get together."""
+        return self.key_heads if self.is_even else int(self.sent.size)
+
     def place(self) -> Array:
         """Which of its group this device is."""
         return jax.lax.axis_index(self.axes) % self.degree
@@ -73,18 +78,26 @@ class Exchange:
         heads = q.reshape(b, n * g, *rest)
         spare = self.degree * self.slots - n * g
         found = self.to_heads(jnp.pad(heads, [(0, 0), (0, spare), *[(0, 0)] * len(rest)]))
-        return found.reshape(b, self._key_heads_there, -1, *found.shape[2:])
+        return found.reshape(b, self.key_heads_there, -1, *found.shape[2:])
 
     def keys(self, k: Array) -> Array:
         """k[B, N, S, ...] -> [B, N', degree x S, ...], a key head for each N' of `queries`."""
         if self.is_even:
             return self.to_heads(k)
-        found = self.to_heads(k[:, self.sent.reshape(-1)])
-        if self._key_heads_there == 1:
+        found = self.to_heads(_copied(k, jnp.asarray(self.sent.reshape(-1))))
+        if self.key_heads_there == 1:
             return found
         # several query heads that are not groups of one size: a key head for each
         index = np.stack([np.searchsorted(got, want) for got, want in zip(self._distinct, self.needed, strict=True)])
-        return jnp.take(found, jnp.asarray(index)[self.place()], axis=1)
+        return _copied(found, jnp.asarray(index)[self.place()])
+
+    def keys_gradient(self, gradient: Array, dtype: Any) -> Array:
+        """What `keys` gets of the gradient of its result; of several copies in that one's type, then as `dtype`."""
+        b, _, s, *rest = gradient.shape
+        gradient = gradient.astype(dtype) if self.is_even else gradient
+        like = jnp.zeros((b, self.key_heads, s // self.degree, *rest), gradient.dtype)
+        (found,) = jax.vjp(self.keys, like)[1](gradient)
+        return found.astype(dtype)
 
     def outputs(self, out: Array) -> Array:
         """out[B, N', G', degree x S, ...] -> [B, N, G, S, ...]."""
@@ -97,7 +110,7 @@ class Exchange:
         return [np.unique(row) for row in self.sent]
 
     @property
-    def _key_heads_there(self) -> int:
+    def key_heads_there(self) -> int:
         """N' of `queries`."""
         if self.is_even:
             return self.key_heads // self.degree
@@ -113,7 +126,19 @@ class Exchange:
         return jax.lax.all_to_all(x, self.axes, split, concat, tiled=True, axis_index_groups=self._members)
 
 
-def received_heads(degree: int, key_heads: int, per_key_head: int) -> int:
-    """Key heads that all devices of a group get together."""
-    exchange = Exchange((), degree, 1, key_heads, per_key_head)
-    return key_heads if exchange.is_even else math.prod(exchange.sent.shape)
+@jax.custom_vjp
+def _copied(x: Array, index: Array) -> Array:
+    """x[B, N, ...] -> [B, index, ...]; what comes back for several copies of a head is added up in float32."""
+    return jnp.take(x, index, axis=1)
+
+
+def _copied_forward(x: Array, index: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _copied(x, index), (x, index)
+
+
+def _copied_backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
+    x, index = kept
+    return jnp.zeros(x.shape, jnp.float32).at[:, index].add(gradient.astype(jnp.float32)).astype(x.dtype), None
+
+
+_copied.defvjp(_copied_forward, _copied_backward)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import haliax as hax
 import jax
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from dense_attention import dense_attention
 from jax.sharding import AxisType, Mesh
-from levanter.layers.attention import AttentionMask
+from levanter.layers.attention import AttentionBackend, AttentionMask
+from levanter.layers.attention import dot_product_attention as levanter_attention
 
 from shardplan.attention import splash
 from shardplan.attention.dot_product import dot_product_attention
@@ -62,16 +64,23 @@ def cases():
     yield Case(4, "ring", 1, "causal", "12q/2kv", 48, "zigzag")
     yield Case(3, "ring", 1, "prefix", "8q/1kv", 48, "striped", "sink")
     yield Case(4, "hybrid", 2, "window and documents", "12q/2kv", 48, "zigzag")
+    yield Case(3, "ring", 1, "known documents", "12q/2kv", 48, "documents")
+    yield Case(6, "auto", 1, "window", "12q/2kv", 37)
 
 
 def mesh_of(n: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:n]).reshape(1, n), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
+def lengths_of(length):
+    """Of documents."""
+    return length // 3, 5, length - length // 3 - 5
+
+
 def mask_of(name: str, length: int, order: np.ndarray, rng):
     """The mask as it is given, what else is, and which pairs it allows: bool[B or 1, 1, 1, S, T], by position."""
     i, j = np.arange(length)[:, None], np.arange(length)[None]
-    lengths = [length // 3, 5, length - length // 3 - 5]
+    lengths = lengths_of(length)
     labels = np.stack([np.repeat(np.arange(3), lengths), np.repeat(np.arange(3), lengths[::-1])])
     same = labels[:, None, None, :, None] == labels[:, None, None, None, :]
     causal = AttentionMask.causal()
@@ -124,7 +133,8 @@ def check(case: Case, dtype=jnp.float32, is_dense=False):
     sink = rng.normal(size=(n, g)) if case.extra == "sink" else None
     cap = 3.0 if case.extra == "soft cap" else None
     ring = case.devices // case.ulysses if case.strategy != "ulysses" else 1
-    layout = Layout(case.length, ring, case.ulysses, case.layout)
+    known = lengths_of(case.length) if case.mask == "known documents" else None
+    layout = Layout(case.length, ring, case.ulysses, case.layout, known)
     order = layout.order()[: case.length]
     mask, more, allowed = mask_of(case.mask, case.length, order, rng)
     expected = dense_attention(q, k, v, allowed, change, cap, sink)
@@ -177,6 +187,7 @@ def test_float32(case):
     [
         Case(4, "hybrid", 2, "causal", "8q/1kv", 48, "zigzag"),
         Case(3, "ring", 1, "window and documents", "12q/2kv", 48, "striped", "sink"),
+        Case(8, "ulysses", 8, "full", "32q/4kv", 48),  # each key head on two devices
     ],
     ids=str,
 )
@@ -287,7 +298,7 @@ def test_bad_input():
 
 @pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
 def test_splash(monkeypatch, strategy):
-    """In JAX's interpreter: right with positions cut, where Levanter's own is wrong on all devices but the first."""
+    """In JAX's interpreter: right with positions cut."""
     monkeypatch.setattr(splash, "INTERPRETED", True)
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=size) for size in ((1, 2, 2, 512, 128), (1, 2, 512, 128), (1, 2, 512, 128)))
@@ -313,3 +324,29 @@ def test_splash(monkeypatch, strategy):
     np.testing.assert_allclose(np.asarray(out.array), expected.out, atol=1e-5)
     for found, wanted in zip(gradients, expected.gradients, strict=False):
         assert np.abs(np.asarray(found.array) - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_levanters_own_splash_is_wrong(monkeypatch):
+    """Each device attends to its own keys alone, in a mask that begins at its first: right on the first, no other."""
+    monkeypatch.setattr(splash, "INTERPRETED", True)
+    kernels = splash.kernels
+    monkeypatch.setattr(kernels, "make_splash_mha", partial(kernels.make_splash_mha, interpret=True))
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=size) for size in ((1, 2, 2, 512, 128), (1, 2, 512, 128), (1, 2, 512, 128)))
+    expected = dense_attention(q, k, v, np.tri(512, dtype=bool), np.zeros(q.shape)).out
+    arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, K))]
+    names, mapping = ("position", "key_position", "head_size"), {"position": "model", "key_position": "model"}
+
+    def levanters(q, k, v):
+        return levanter_attention(*names, q, k, v, AttentionMask.causal(), attn_backend=AttentionBackend.SPLASH)
+
+    def mine(q, k, v):
+        return dot_product_attention(*names, q, k, v, AttentionMask.causal(), strategy="all_gather", kernel="splash")
+
+    with jax.set_mesh(mesh_of(4)), hax.axis_mapping(mapping):
+        found, right = (hax.named_jit(each)(*arrays).rearrange(Q).array for each in (levanters, mine))
+    np.testing.assert_allclose(found[..., :128, :], expected[..., :128, :], atol=1e-5)
+    for device in range(1, 4):
+        part = slice(128 * device, 128 * (device + 1))
+        assert np.abs(found[..., part, :] - expected[..., part, :]).max() > 0.5
+    np.testing.assert_allclose(right, expected, atol=1e-5)

@@ -1,0 +1,116 @@
+"""Examples in the order of a layout: tokens, what they are followed by, positions, documents and masks together."""
+
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from levanter.layers.attention import AttentionMask
+from levanter.models.lm_model import LmExample
+from levanter.models.loss import cross_entropy_and_logsumexp_penalty
+
+from shardplan.attention.layout import Layout, labels_of
+from shardplan.attention.pattern import PADDING
+from shardplan.errors import ConfigError
+
+POSITION, KEYS = "position", "key_position"
+
+
+class CutSequence(eqx.Module):
+    """What a model takes of sequences whose positions are in the order of a layout."""
+
+    tokens: NamedArray
+    """int32[..., position]."""
+    targets: NamedArray
+    """int32[..., position]: the token that follows each in the sequence, whichever device has it."""
+    positions: NamedArray
+    """int32[position], for rotary embeddings; 0 of padding."""
+    loss_mask: NamedArray
+    """[..., position]: the loss counts; 0 of padding, and of the last, which nothing follows."""
+    mask: AttentionMask
+    layout: Layout = eqx.field(static=True)
+
+
+def shard_sequence(example: LmExample, layout: Layout) -> CutSequence:
+    """`example` in the order of `layout`, filled up to its padded length.
+
+    Targets are taken before the sequence is cut: afterwards the next element is another token's, or another device's.
+
+    Raises:
+        ConfigError: the example's sequence is not as long as the layout's, or has other documents than that knows.
+    """
+    tokens = example.tokens
+    length = tokens.axis_size(POSITION)
+    if length != layout.length:
+        raise ConfigError(f"shard_sequence: the layout is for {layout.length} positions, the example has {length}")
+    order = layout.order()
+    places = hax.named(jnp.asarray(np.where(order == PADDING, 0, order), jnp.int32), POSITION)
+    is_kept = hax.named(jnp.asarray((order != PADDING) & (order != length - 1)), POSITION)
+    mask = example.attn_mask
+    if isinstance(mask, NamedArray):
+        mask = AttentionMask.explicit(mask)
+    segments, explicit = mask.segment_ids, mask.explicit_mask
+    if segments is not None:
+        known = _known(layout, segments[0])
+        placed = None if known else tuple(_placed(x, order) for x in segments)
+        mask = eqx.tree_at(lambda m: m.segment_ids, mask, placed)
+    if explicit is not None:
+        for axis in explicit.axes:
+            if axis.name in (POSITION, KEYS):
+                explicit = _placed(explicit, order, axis)
+        mask = eqx.tree_at(lambda m: m.explicit_mask, mask, explicit)
+    return CutSequence(
+        tokens=_placed(tokens, order),
+        targets=_placed(hax.roll(tokens, -1, POSITION), order),
+        positions=places,
+        loss_mask=_placed(example.loss_mask, order) * is_kept,
+        mask=mask,
+        layout=layout,
+    )
+
+
+def in_order(x: NamedArray, layout: Layout) -> NamedArray:
+    """The inverse for one array [..., position, ...]: in the sequence's order, without padding."""
+    order = layout.order()
+    places = np.empty(layout.length, np.int32)
+    places[order[order != PADDING]] = np.flatnonzero(order != PADDING)
+    return x.take(POSITION, hax.named(jnp.asarray(places), POSITION))
+
+
+def next_token_losses(module: Any, sequence: CutSequence, soft_cap: float | None = None) -> NamedArray:
+    """float32[..., position]: nats of the token after each, in the order of the layout; 0 where the loss is masked.
+
+    Args:
+        module: a Levanter model with sequence-parallel attention of the sequence's layout
+            (`shardplan.attention.levanter.with_sequence_parallel`).
+        soft_cap: of logits.
+    """
+    found = module.activations(sequence.tokens, sequence.mask, pos_ids=sequence.positions)
+    stream = found[0] if isinstance(found, tuple) else found
+    logits = hax.dot(stream, module.get_lm_head(), axis=module.Embed).astype(jnp.float32)
+    logits = logits if soft_cap is None else soft_cap * hax.tanh(logits / soft_cap)
+    targets = hax.nn.one_hot(sequence.targets, module.Vocab, dtype=jnp.float32)
+    return cross_entropy_and_logsumexp_penalty(
+        Vocab=module.Vocab, pred_y=logits, target_y=targets, reduction=None, where=sequence.loss_mask
+    )
+
+
+def _known(layout: Layout, segments: NamedArray) -> bool:
+    """Whether the layout knows the documents, so that attention needs no ids for them."""
+    labels = labels_of(layout)
+    if labels is None:
+        return False
+    ends = np.diff(np.asarray(segments.rearrange((..., POSITION)).array)) != 0
+    if (ends != (np.diff(labels) != 0)).any():
+        raise ConfigError(
+            f"shard_sequence: the layout has documents of {', '.join(map(str, layout.documents or ()))} positions, the "
+            "example's segment ids have others; make the layout of these, or of none"
+        )
+    return True
+
+
+def _placed(x: NamedArray, order: np.ndarray, axis: Axis | str = POSITION) -> NamedArray:
+    name = axis if isinstance(axis, str) else axis.name
+    return x.take(name, hax.named(jnp.asarray(np.where(order == PADDING, 0, order)), name))

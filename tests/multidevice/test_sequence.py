@@ -1,0 +1,96 @@
+"""Sequences in the order of a layout: the losses of a model are those of the whole sequence, wherever it is cut."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from levanter.layers.attention import AttentionBackend, AttentionMask
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmExample
+from levanter.models.loss import maybe_fused_next_token_loss
+
+from shardplan.attention.layout import Layout
+from shardplan.attention.levanter import Method, with_sequence_parallel
+from shardplan.attention.sequence import in_order, next_token_losses, shard_sequence
+from shardplan.errors import ConfigError
+
+LENGTH, VOCAB = 61, 40
+DOCUMENTS = (23, 7, 31)
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = LlamaConfig(
+        seq_len=64, hidden_dim=48, intermediate_dim=64, num_layers=2, num_heads=6, num_kv_heads=2, scan_layers=True,
+        attn_backend=AttentionBackend.VANILLA,
+    )  # fmt: skip
+    return config.build(hax.Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
+
+
+@pytest.fixture(scope="module", params=["one document", "documents"])
+def example(request):
+    tokens = hax.named(np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH)).astype(np.int32), ("batch", "position"))
+    mask = AttentionMask.causal()
+    if request.param == "documents":
+        labels = np.repeat(np.arange(3), DOCUMENTS).astype(np.int32)
+        mask = mask.with_segment_ids(hax.named(jnp.asarray(labels), "position"))
+    loss_mask = hax.named(jnp.asarray(np.random.default_rng(1).random((2, LENGTH)) < 0.9), ("batch", "position"))
+    return LmExample(tokens=tokens, loss_mask=loss_mask.astype(jnp.float32), attn_mask=mask)
+
+
+@pytest.fixture(scope="module")
+def expected(model, example):
+    """Of Levanter's own model and loss, on one device."""
+    stream = model.activations(example.tokens, example.attn_mask)
+    return maybe_fused_next_token_loss(
+        hax.Axis("position", LENGTH), model.Embed, model.Vocab, stream, model.get_lm_head(),
+        example.tokens, loss_mask=example.loss_mask, reduction=None,
+    )  # fmt: skip
+
+
+def example_documents(example, kind):
+    """Lengths that are known while tracing, for the layout that goes by them."""
+    return DOCUMENTS if kind == "documents" and example.attn_mask.segment_ids is not None else None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ulysses", "kind"),
+    [("ring", 1, "zigzag"), ("ring", 1, "documents"), ("hybrid", 2, "contiguous"), ("all_gather", 1, "striped")],
+)
+def test_losses_are_those_of_the_whole_sequence(model, example, expected, strategy, ulysses, kind):
+    """A length that no number of devices divides, so that there is padding."""
+    layout = Layout(LENGTH, 4 // ulysses, ulysses, kind, example_documents(example, kind))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    parallel = with_sequence_parallel(model, Method(strategy, ulysses, layout=layout))
+    sequence = shard_sequence(example, layout)
+    assert sequence.tokens.axis_size("position") == layout.padded > LENGTH
+    with jax.set_mesh(mesh), hax.axis_mapping({"position": "model"}):
+        found = hax.named_jit(next_token_losses)(parallel, hax.shard(sequence))
+    found = in_order(found, layout)
+    np.testing.assert_allclose(found.array, expected.rearrange(found.axes).array, rtol=1e-6, atol=1e-6)
+    assert float(found.sum().array / example.loss_mask.sum().array) == pytest.approx(
+        float(expected.sum().array / example.loss_mask.sum().array), abs=1e-6
+    )
+
+
+def test_targets_are_shifted_before_the_cut(example):
+    """Shifted afterwards, every device would lose one, or take another's."""
+    layout = Layout(LENGTH, 4, 1, "zigzag")
+    sequence = shard_sequence(example, layout)
+    tokens, targets = in_order(sequence.tokens, layout), in_order(sequence.targets, layout)
+    assert (tokens.array == example.tokens.array).all()
+    assert (targets.array[:, :-1] == example.tokens.array[:, 1:]).all()
+    assert not sequence.loss_mask.array[:, layout.order() == LENGTH - 1].any()
+
+
+def test_a_layout_of_another_length_is_refused(example):
+    with pytest.raises(ConfigError, match="the layout is for 60 positions, the example has 61"):
+        shard_sequence(example, Layout(60, 4))
+
+
+@pytest.mark.parametrize("example", ["documents"], indirect=True)
+def test_a_layout_of_other_documents_is_refused(example):
+    with pytest.raises(ConfigError, match="documents of 30, 31 positions, the example's segment ids have others"):
+        shard_sequence(example, Layout(LENGTH, 4, 1, "documents", (30, 31)))
