@@ -4,7 +4,7 @@ Sequence-parallel attention on 8 virtual CPU devices against (a) attention in pl
 partitioner gathers and (b) haoliuhl/ringattention from its package, forward and with gradients: medians of runs that
 take turns, as ratios. And, by arithmetic, how evenly layouts share the blocks that masks leave.
 
-(b) wants `pip install --no-deps ringattention` and `pip install flax einops`; without them its column is empty.
+(b) wants `pip install --no-deps ringattention einops`; without these its rows are left out.
 """
 
 import argparse

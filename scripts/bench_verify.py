@@ -66,10 +66,11 @@ def hand_written(jobs: int | None) -> str:
         "| configuration | program | mesh | compiler options | verdict | peak GiB | modelled step s | why |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for (name, _, options, program), verdict in zip(HAND_WRITTEN, verdicts, strict=True):
+    for (name, _, options, program), case, verdict in zip(HAND_WRITTEN, cases, verdicts, strict=True):
         lines.append(
-            f"| [{name}](../../configs/levanter/{name}.yaml) | {program} | {mesh(verdict)} | {options or 'default'} | "
-            f"{verdict.outcome} | {peak(verdict)} | {step(verdict)} | {verdict.reason[:300].replace('|', '/')} |"
+            f"| [{name}](../../configs/levanter/{name}.yaml) | {program} | {mesh(case.plan)} | "
+            f"{options or 'default'} | {verdict.outcome} | {peak(verdict)} | {step(verdict)} | "
+            f"{verdict.reason[:300].replace('|', '/')} |"
         )
     return "\n".join(lines)
 
@@ -98,8 +99,8 @@ def plans(jobs: int | None, only: str) -> str:
         columns = [f"{moved[kind] / GIB:.2f}" if verdict.time else "-" for kind in KINDS]
         mfu = f"{verdict.time.mfu:.1%}" if verdict.time else "-"
         lines.append(
-            f"| {model} | {slice_name} | {kind} | {case.plan.workload.batch} | {mesh(verdict)} | {verdict.outcome} | "
-            f"{case.plan.memory.peak / GIB:.2f} | {peak(verdict)} | {step(verdict)} | {mfu} | "
+            f"| {model} | {slice_name} | {kind} | {case.plan.workload.batch} | {mesh(case.plan)} | "
+            f"{verdict.outcome} | {case.plan.memory.peak / GIB:.2f} | {peak(verdict)} | {step(verdict)} | {mfu} | "
             f"{' | '.join(columns)} | {short(verdict.reason)} |"
         )
     return "\n".join(lines)
