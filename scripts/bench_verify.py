@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from bench_planner import EVAL_DEVICES_PER_SEQUENCE, POSITION, load, mesh, planned_case, usual_batch
 
 from shardplan import config as configuration
-from shardplan.config import CompilerConfig
+from shardplan.config import CompilerConfig, Config
 from shardplan.hardware import GIB
 from shardplan.plan.options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
 from shardplan.verify.cases import cases_of
@@ -78,7 +78,7 @@ def hand_written(jobs: int | None) -> str:
 def plans(jobs: int | None, only: str) -> str:
     """The table of SLICES."""
     cases = [
-        planned_case(f"{model} {slice_name} {kind}", load(model, slice_name, kind, usual_batch(slice_name, kind)))
+        planned_case(f"{model} {slice_name} {kind}", with_own_attention(model, slice_name, kind))
         for kind in ("eval", "train")
         for model, slices in SLICES.items()
         for slice_name in slices.split()
@@ -104,6 +104,12 @@ def plans(jobs: int | None, only: str) -> str:
             f"{' | '.join(columns)} | {short(verdict.reason)} |"
         )
     return "\n".join(lines)
+
+
+def with_own_attention(model: str, slice_name: str, kind: str) -> Config:
+    """For Levanter's attention, which wants positions whole; training leaves them so."""
+    config = load(model, slice_name, kind, usual_batch(slice_name, kind))
+    return dataclasses.replace(config, forbid=("position",)) if kind == "eval" else config
 
 
 def report(case: Case, verdict: Verdict) -> None:
@@ -165,7 +171,8 @@ The last rows are the same chips with other mappings and compiler options.
 Batch in sequences of {position} tokens: one per device for training (AdamW, everything in float32, computing in
 bfloat16), one per {devices_per_sequence} devices, at least 8, for evaluation (bfloat16). The mesh is replica x data x
 model; the columns of collectives are GiB that one device receives in a step. Where no plan was predicted to fit, the
-one that needs least memory was compiled.
+one that needs least memory was compiled. Positions are whole (`--forbid position`), as Levanter's own attention wants
+them.
 
 {plans}
 """
