@@ -59,7 +59,7 @@ MICROBATCHED = ("llama-3.1-8b v5p-16 32 4", "llama-3.1-8b v5e-64 256 8", "llama-
 REGRET = (
     "llama-3.1-405b v4-256 eval 16", "llama-3.1-70b v6e-64 eval 8", "llama-3.1-70b v4-128 eval 8",
     "llama-3.1-8b v5e-32 eval 8", "qwen3-32b v5p-64 eval 8", "gemma-7b v4-32 eval 8", "llama-3.1-8b v5p-16 train 8",
-    "mistral-7b-v0.3 v5e-16 eval 8",
+    "mistral-7b-v0.3 v5e-16 eval 8", "llama-3.1-8b tpu7x-16 eval 8",
 )  # fmt: skip
 
 EXPERTS = (
