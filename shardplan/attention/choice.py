@@ -26,16 +26,13 @@ from shardplan.attention.pattern import Pattern
 from shardplan.attention.ulysses import Exchange
 from shardplan.hardware import Slice, divisors, embed
 from shardplan.plan.calibration import calibration
+from shardplan.plan.memory import FLOAT32
 from shardplan.plan.partition import KERNEL_BLOCK
 
 MOST_BLOCKS = 256
 """Blocks that a sequence is looked at in: longer ones in larger blocks."""
-
-
 MERGE_PASSES = 3
 """How often what is merged at a hop is read or written: both parts, and the sum."""
-FLOAT32 = 4
-"""Bytes of a number."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +47,6 @@ class Heads:
     value_size: int
     itemsize: int = 2
     """Bytes of a number."""
-
-    @property
-    def queries(self) -> int:
-        """Query heads."""
-        return self.key_heads * self.per_key_head
 
     def bytes(self, keys: float, tokens: float) -> float:
         """Of keys and values of `tokens` positions, for `keys` key heads."""

@@ -14,6 +14,7 @@ from levanter.models.loss import cross_entropy_and_logsumexp_penalty
 from shardplan.attention.layout import Layout, labels_of
 from shardplan.attention.pattern import PADDING
 from shardplan.errors import ConfigError
+from shardplan.model.forward import capped_logits
 
 POSITION, KEYS = "position", "key_position"
 
@@ -89,8 +90,7 @@ def next_token_losses(module: Any, sequence: CutSequence, soft_cap: float | None
     """
     found = module.activations(sequence.tokens, sequence.mask, pos_ids=sequence.positions)
     stream = found[0] if isinstance(found, tuple) else found
-    logits = hax.dot(stream, module.get_lm_head(), axis=module.Embed).astype(jnp.float32)
-    logits = logits if soft_cap is None else soft_cap * hax.tanh(logits / soft_cap)
+    logits = capped_logits(module, stream, soft_cap)
     targets = hax.nn.one_hot(sequence.targets, module.Vocab, dtype=jnp.float32)
     return cross_entropy_and_logsumexp_penalty(
         Vocab=module.Vocab, pred_y=logits, target_y=targets, reduction=None, where=sequence.loss_mask

@@ -25,8 +25,12 @@ def activations(model: Model, module: Any, tokens: NamedArray) -> NamedArray:
 
 def logits(model: Model, module: Any, activations: NamedArray) -> NamedArray:
     """float32[..., vocab] logits of activations [..., embed]."""
+    return capped_logits(module, activations, model.logit_soft_cap)
+
+
+def capped_logits(module: Any, activations: NamedArray, cap: float | None) -> NamedArray:
+    """The same of a Levanter module by itself; logits stay below `cap`."""
     result = hax.dot(activations, module.get_lm_head(), axis=module.Embed).astype(jnp.float32)
-    cap = model.logit_soft_cap
     return result if cap is None else cap * hax.tanh(result / cap)
 
 

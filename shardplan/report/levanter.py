@@ -147,10 +147,12 @@ def _notes(plan: Plan) -> Iterator[str]:
     if plan.workload.kind == "train" and plan.workload.gradient_checkpointing != "default":
         yield f"model.gradient_checkpointing must be {plan.workload.gradient_checkpointing}, as planned."
     cut = [axis for axis in SPLASH_NEEDS_WHOLE if _cutting(plan, tuple(plan.compute_mapping.get(axis, ())))]
+    if parse_slice(plan.hardware.slice).is_cpu:
+        return  # Levanter's attention on CPUs is no kernel, and right wherever it is cut
     if plan.attention.strategy == GATHERED:
         yield "Attention must be that of shardplan.attention.levanter, as planned: with positions cut Levanter's own is"
         yield 'wrong in silence. model = with_sequence_parallel(model, Method("all_gather", kernel="splash"))'
-    elif cut and not parse_slice(plan.hardware.slice).is_cpu:
+    elif cut:
         yield (
             f"model.attn_backend must be jax_flash: with {', '.join(cut)} cut, Levanter's default on TPUs is wrong in "
             "silence."
