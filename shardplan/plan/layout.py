@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardplan.model.named import Array, Dim
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 
-REARRANGED_COPIES = 3
+REARRANGED_COPIES = 2
 """Arrays of the gathered size that a gather along several dimensions needs until the result is in order."""
 
 

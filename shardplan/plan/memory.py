@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from shardplan.model.named import SECOND, Array
 from shardplan.plan.layout import Layout
-from shardplan.plan.partition import SCORE_BYTES, lookup_rows, rows_turned
+from shardplan.plan.lookup import lookup
+from shardplan.plan.partition import SCORE_BYTES
 from shardplan.plan.tasks import Item, Step
 
 FLOAT32 = 4
@@ -55,9 +56,9 @@ def item_bytes(item: Item, layout: Layout) -> float:
         is_scattered = layout.rests(array) and layout.parts(array) > layout.parts(array, layout.compute)
         return layout.bytes(array, layout.compute) if is_scattered else 0.0
     if item.role == "found":
-        # the partial sums, and the sum, or what they are turned into
-        found = lookup_rows(item.tables[0], array, layout), rows_turned(item.tables[0], array, layout)
-        return sum(found) if max(found) > layout.bytes(array) else 0.0
+        way = lookup(item.tables[0], array, layout)
+        own = layout.bytes(array)
+        return way.table + (way.largest if way.largest > 2 * own else 0.0)
     if item.role == "copied":
         return layout.bytes(array) if layout.habits.copies_stacks else 0.0
     if item.role in ("wide", "summand") and _is_converted(array, layout):

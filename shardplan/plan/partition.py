@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from shardplan.model.named import SECOND, Array
 from shardplan.plan.fusion import is_scores
 from shardplan.plan.layout import Gather, Layout
+from shardplan.plan.lookup import lookup
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.plan.product import NO_PRODUCT, Product, product
 from shardplan.plan.tasks import Task
@@ -265,66 +266,22 @@ def _attention(task: Task, layout: Layout) -> Iterator[Traffic]:
             yield all_gather(size, layout, axes, task.times, "keys and values of other positions")
 
 
-def lookup_rows(table: Array, result: Array, layout: Layout) -> float:
-    """Bytes that a device finds in its part of a table: devices with other parts must look up the same rows."""
-    if table.weight is None:
-        return layout.bytes(result, layout.compute)
-    found, columns = _table_cuts(table, result, layout)
-    tokens = _tokens_cut(table, result, layout)
-    busy = {axis for axes in tokens for axis in axes}
-    shared = tuple(busy if _turns_whole(tokens, columns) else busy.intersection((*found, *columns)))
-    return layout.bytes(result, layout.compute) * mesh_size(layout.mesh, shared) / mesh_size(layout.mesh, columns)
-
-
-def rows_turned(table: Array, result: Array, layout: Layout) -> float:
-    """Bytes of what was found once its columns are whole, and the tokens cut."""
-    whole = table.weight is not None and _turns_whole(
-        _tokens_cut(table, result, layout), _table_cuts(table, result, layout)[1]
-    )
-    return layout.bytes(result, {}) if whole else lookup_rows(table, result, layout)
-
-
-def _turns_whole(tokens: list[MeshAxes], columns: MeshAxes) -> bool:
-    """Whether the partitioner has all tokens with all columns in between, for it cannot turn one cut into the other.
-
-    It can where the columns are cut like one dimension of the tokens, and the others are not cut.
-    """
-    busy = {axis for axes in tokens for axis in axes}
-    return bool(columns) and set(columns) <= busy and (len(tokens) > 1 or set(columns) < busy)
-
-
-def _tokens_cut(table: Array, result: Array, layout: Layout) -> list[MeshAxes]:
-    """Mesh axes of every dimension of the tokens that is cut."""
-    factors = (factor for factor in result.factors if factor[0] not in table.axes)
-    return [axes for factor in factors if (axes := _several(layout.mesh_axes((factor,)), layout))]
-
-
-def _several(axes: MeshAxes, layout: Layout) -> MeshAxes:
-    """Those of several devices."""
-    return tuple(axis for axis in axes if layout.mesh[axis] > 1)
-
-
-def _table_cuts(table: Array, result: Array, layout: Layout) -> tuple[MeshAxes, MeshAxes]:
-    """Mesh axes that cut the rows and the columns of a table at rest."""
-    kept = set(result.axes)
-    rows = layout.mesh_axes(tuple(f for f in table.factors if f[0] not in kept), layout.params)
-    columns = layout.mesh_axes(tuple(f for f in table.factors if f[0] in kept), layout.params)
-    return _several(rows, layout), _several(columns, layout)
-
-
 def _lookup(task: Task, layout: Layout) -> Iterator[Traffic]:
-    """A lookup in a cut table: each device finds what it has, for all the rows that it must."""
+    """A lookup in a cut table."""
     table, result = task.operands[0], task.results[0]
     if table.weight is None:
         return
-    found, columns = _table_cuts(table, result, layout)
-    wide = lookup_rows(table, result, layout)
-    if found:
-        yield all_reduce(wide, layout, found, task.times, f"rows of {table.weight}")
-    if _turns_whole(_tokens_cut(table, result, layout), columns):
-        yield all_gather(layout.bytes(result, {}), layout, columns, task.times, f"rows of {table.weight}")
-    elif columns:
-        yield all_to_all(wide, layout, columns, task.times, f"rows of {table.weight}")
+    way, cause = lookup(table, result, layout), f"rows of {table.weight}"
+    if way.gathered:
+        yield all_gather(way.table, layout, way.gathered, task.times, cause)
+    if way.rows:
+        yield all_reduce(way.found, layout, way.rows, task.times, cause)
+    if way.shared:
+        yield all_gather(way.together, layout, way.shared, task.times, cause)
+    if way.by_turning:
+        yield all_to_all(way.together, layout, way.columns, task.times, cause)
+    elif way.columns:
+        yield all_gather(way.turned, layout, way.columns, task.times, cause)
 
 
 def _update(task: Task, layout: Layout) -> Iterator[Traffic]:
@@ -352,7 +309,8 @@ def _reshard(task: Task, layout: Layout) -> Iterator[Traffic]:
     """What was cut and is whole from here on."""
     before, after = task.operands[0], task.results[0]
     kept = {axis for axes in layout.cut(after, layout.compute) for axis in axes}
-    lost = tuple(axis for axes in layout.cut(before, layout.compute) for axis in axes if axis not in kept)
+    # of merged axes a cut of the minor one does not even reach the merged one
+    lost = tuple(axis for axis in layout.mesh_axes(before.factors) if axis not in kept)
     if lost:
         yield all_gather(layout.bytes(after, layout.compute), layout, lost, task.times, f"whole for {task.cause}")
 
