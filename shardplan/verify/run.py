@@ -23,7 +23,7 @@ from shardplan.config import CompilerConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model
-from shardplan.plan.plan import Plan
+from shardplan.plan.plan import UNCUT, Plan
 from shardplan.runtime.command import check_writable
 from shardplan.step import attention_backend
 from shardplan.verify.compiled import Compiled
@@ -39,9 +39,11 @@ PYTHON_ERROR = 1
 POLL_SECONDS = 0.1
 CODE = (
     "hardware/*", "runtime/devices", "model/corrections", "model/forward", "model/hf_config", "model/registry",
-    "attention/*", "step/*", "checkpoint/assemble", "verify/worker", "verify/topology",
+    "step/*", "checkpoint/assemble", "verify/worker", "verify/topology",
 )  # fmt: skip
 """Modules of shardplan that make what is compiled of a plan; which attention that runs is asked beside."""
+ATTENTION = ("attention/*",)
+"""Those that do so too where the plan cuts positions."""
 
 
 @dataclass(frozen=True)
@@ -205,8 +207,12 @@ def _cached(case: Case, compiler: CompilerConfig) -> Path | None:
     """Where what comes out of `case` is kept; None without a cache."""
     if compiler.cache is None:
         return None
+    return Path(compiler.cache).expanduser() / f"{digest(case)[:32]}.json.gz"
+
+
+def digest(case: Case) -> str:
+    """Of what decides what is compiled, and not of how the plan was found, or what it predicts."""
     plan = case.plan
-    # what decides what is compiled, and not how the plan was found, or what it predicts
     decisive = {
         "hf_config": case.hf_config,
         "workload": vars(plan.workload),
@@ -217,19 +223,19 @@ def _cached(case: Case, compiler: CompilerConfig) -> Path | None:
         "program": case.program,
         "options": case.options,
         "versions": versions(),
-        "code": _code_digest(),
+        "code": code_digest(CODE if plan.attention.strategy == UNCUT else (*CODE, *ATTENTION)),
     }
-    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
-    return Path(compiler.cache).expanduser() / f"{digest[:32]}.json.gz"
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
 @cache
-def _code_digest() -> str:
+def code_digest(patterns: tuple[str, ...]) -> str:
+    """Of modules of shardplan, as far as they do something; `patterns` are of their paths without suffix."""
     root = Path(shardplan.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in CODE for path in root.glob(f"{pattern}.py")):
-        digest.update(_meaning(path.read_text(encoding="utf-8")).encode())
-    return digest.hexdigest()
+    found = hashlib.sha256()
+    for path in sorted(path for pattern in patterns for path in root.glob(f"{pattern}.py")):
+        found.update(_meaning(path.read_text(encoding="utf-8")).encode())
+    return found.hexdigest()
 
 
 def _meaning(code: str) -> str:
