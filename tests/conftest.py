@@ -25,6 +25,17 @@ GOLDEN = ROOT / "tests" / "golden" / "data"
 MODEL_TYPES = sorted(path.name for path in GOLDEN.iterdir())
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="also what takes hours: the whole matrices of attention")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked `whole`, unless it is asked for."""
+    left_out = [item for item in items if "whole" in item.keywords and not config.getoption("--whole")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """Folder of real Hugging Face checkpoints with float32 logits by transformers (golden.npz)."""

@@ -8,137 +8,94 @@ are skipped when they are met. Dimensions: B batch, N key heads, G query heads o
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from shardplan.attention.pattern import PADDING, Pattern
-
-EMPTY = -jnp.inf
-"""The logarithm of no weight at all."""
-
-
-class Tokens(NamedTuple):
-    """What a mask goes by, of the positions of a shard."""
-
-    positions: Array
-    """int32[S]."""
-    segments: Array | None
-    """int32[B or 1, S]: the document of each; None where the mask knows none."""
+from shardplan.attention.kernel import EMPTY, Hop, Rule, Tokens
+from shardplan.attention.pattern import PADDING
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How scores become weights, known while tracing."""
+class Blockwise:
+    """Attention in XLA, with one block of scores at a time."""
 
-    pattern: Pattern
-    scale: float
-    soft_cap: float | None
-    block: int
-    """Positions of a block, of queries and of keys."""
+    rule: Rule
 
+    def attend(self, hop: Hop, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        """As `shardplan.attention.kernel.Kernel.attend`."""
+        rule = self.rule
+        blocks = _Blocks(rule, hop, q.shape[3], k.shape[2])
+        k_blocks, v_blocks = blocks.of_keys(k, 2), blocks.of_keys(v, 2)
 
-def attend(
-    rule: Rule, q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, explicit: Array | None
-) -> tuple[Array, Array]:
-    """Attention of q[B, N, G, S, K] on k[B, N, T, K] and v[B, N, T, V].
+        def row(_: None, inputs: tuple[Any, Array]) -> tuple[None, tuple[Array, Array]]:
+            i, q_block = inputs
 
-    Args:
-        explicit: bool[B or 1, N or 1, G or 1, S, T], what may attend besides.
+            def column(carry: tuple[Array, Array, Array], inputs: tuple[Any, Array, Array]) -> tuple[Any, None]:
+                j, k_block, v_block = inputs
 
-    Returns:
-        float32[B, N, G, S, V], and the logarithm of the sum of weights float32[B, N, G, S], `EMPTY` of queries that
-        attend to nothing, whose output is zero.
-    """
-    blocks = _Blocks(rule, queries, keys, explicit, q.shape[3], k.shape[2])
-    k_blocks, v_blocks = blocks.of_keys(k, 2), blocks.of_keys(v, 2)
+                def add(carry: tuple[Array, Array, Array], is_allowed: Array) -> tuple[Array, Array, Array]:
+                    total, largest, weight = carry
+                    scores, _ = _scores(rule, q_block, k_block, is_allowed)
+                    new = jnp.maximum(largest, scores.max(-1))
+                    base = jnp.where(new == EMPTY, 0.0, new)
+                    weights = jnp.exp(scores - base[..., None])
+                    kept = jnp.exp(largest - base)
+                    added = _product("bngst,bntv->bngsv", weights.astype(v.dtype), v_block)
+                    return total * kept[..., None] + added, new, weight * kept + weights.sum(-1)
 
-    def row(_: None, inputs: tuple[Any, Array]) -> tuple[None, tuple[Array, Array]]:
-        i, q_block = inputs
+                return blocks.where_any(i, j, add, carry), None
 
-        def column(carry: tuple[Array, Array, Array], inputs: tuple[Any, Array, Array]) -> tuple[Any, None]:
+            shape = q_block.shape[:-1]
+            start = jnp.zeros((*shape, v.shape[-1]), jnp.float32), jnp.full(shape, EMPTY), jnp.zeros(shape, jnp.float32)
+            (total, largest, weight), _ = jax.lax.scan(column, start, (blocks.columns, k_blocks, v_blocks))
+            has_any = weight > 0
+            out = total / jnp.where(has_any, weight, 1.0)[..., None]
+            return None, (out, jnp.where(has_any, largest + jnp.log(jnp.where(has_any, weight, 1.0)), EMPTY))
+
+        _, (out, logsum) = jax.lax.scan(row, None, (blocks.rows, blocks.of_queries(q, 3)))
+        return blocks.joined_queries(out, 3), blocks.joined_queries(logsum, 3)
+
+    def attend_backward(
+        self, hop: Hop, q: Array, k: Array, v: Array, logsum: Array, out_gradient: Array, offset: Array
+    ) -> tuple[Array, Array, Array]:
+        """As `shardplan.attention.kernel.Kernel.attend_backward`."""
+        rule = self.rule
+        blocks = _Blocks(rule, hop, q.shape[3], k.shape[2])
+        by_query = tuple(blocks.of_queries(x, 3) for x in (q, logsum, out_gradient, offset))
+
+        def column(q_gradient: Array, inputs: tuple[Any, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
             j, k_block, v_block = inputs
 
-            def add(carry: tuple[Array, Array, Array], is_allowed: Array) -> tuple[Array, Array, Array]:
-                total, largest, weight = carry
-                scores, _ = _scores(rule, q_block, k_block, is_allowed)
-                new = jnp.maximum(largest, scores.max(-1))
-                base = jnp.where(new == EMPTY, 0.0, new)
-                weights = jnp.exp(scores - base[..., None])
-                kept = jnp.exp(largest - base)
-                added = _product("bngst,bntv->bngsv", weights.astype(v.dtype), v_block)
-                return total * kept[..., None] + added, new, weight * kept + weights.sum(-1)
+            def row(carry: tuple[Array, Array], inputs: tuple[Any, ...]) -> tuple[tuple[Array, Array], Array]:
+                i, q_block, logsum_block, gradient, offset_block = inputs
 
-            return blocks.where_any(i, j, add, carry), None
+                def add(carry: tuple[Any, ...], is_allowed: Array) -> tuple[Any, ...]:
+                    k_gradient, v_gradient, _ = carry
+                    scores, slope = _scores(rule, q_block, k_block, is_allowed)
+                    base = jnp.where(logsum_block == EMPTY, 0.0, logsum_block)
+                    weights = jnp.exp(scores - base[..., None])
+                    narrow = gradient.astype(v.dtype)
+                    v_gradient += _product("bngst,bngsv->bntv", weights.astype(v.dtype), narrow)
+                    change = weights * (_product("bngsv,bntv->bngst", narrow, v_block) - offset_block[..., None])
+                    change = (change * slope * rule.scale).astype(q.dtype)
+                    k_gradient += _product("bngst,bngsk->bntk", change, q_block)
+                    return k_gradient, v_gradient, _product("bngst,bntk->bngsk", change, k_block)
 
-        shape = q_block.shape[:-1]
-        start = jnp.zeros((*shape, v.shape[-1]), jnp.float32), jnp.full(shape, EMPTY), jnp.zeros(shape, jnp.float32)
-        (total, largest, weight), _ = jax.lax.scan(column, start, (blocks.columns, k_blocks, v_blocks))
-        has_any = weight > 0
-        out = total / jnp.where(has_any, weight, 1.0)[..., None]
-        return None, (out, jnp.where(has_any, largest + jnp.log(jnp.where(has_any, weight, 1.0)), EMPTY))
+                nothing = jnp.zeros(q_block.shape, jnp.float32)
+                k_gradient, v_gradient, mine = blocks.where_any(i, j, add, (*carry, nothing))
+                return (k_gradient, v_gradient), mine
 
-    _, (out, logsum) = jax.lax.scan(row, None, (blocks.rows, blocks.of_queries(q, 3)))
-    return blocks.joined_queries(out, 3), blocks.joined_queries(logsum, 3)
+            start = jnp.zeros(k_block.shape, jnp.float32), jnp.zeros(v_block.shape, jnp.float32)
+            of_keys, of_queries = jax.lax.scan(row, start, (blocks.rows, *by_query))
+            return q_gradient + of_queries, of_keys
 
-
-def attend_backward(
-    rule: Rule,
-    q: Array,
-    k: Array,
-    v: Array,
-    queries: Tokens,
-    keys: Tokens,
-    explicit: Array | None,
-    logsum: Array,
-    out_gradient: Array,
-    offset: Array,
-) -> tuple[Array, Array, Array]:
-    """What `attend`'s inputs get of the gradient of outputs, over all keys that these queries have.
-
-    Args:
-        logsum: over all keys, float32[B, N, G, S].
-        out_gradient: float32[B, N, G, S, V].
-        offset: sum of `out_gradient` times the output, less the gradient of `logsum`; float32[B, N, G, S].
-
-    Returns:
-        Gradients of q, k and v in float32.
-    """
-    blocks = _Blocks(rule, queries, keys, explicit, q.shape[3], k.shape[2])
-    by_query = tuple(blocks.of_queries(x, 3) for x in (q, logsum, out_gradient, offset))
-
-    def column(q_gradient: Array, inputs: tuple[Any, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        j, k_block, v_block = inputs
-
-        def row(carry: tuple[Array, Array], inputs: tuple[Any, ...]) -> tuple[tuple[Array, Array], Array]:
-            i, q_block, logsum_block, gradient, offset_block = inputs
-
-            def add(carry: tuple[Any, ...], is_allowed: Array) -> tuple[Any, ...]:
-                k_gradient, v_gradient, _ = carry
-                scores, slope = _scores(rule, q_block, k_block, is_allowed)
-                base = jnp.where(logsum_block == EMPTY, 0.0, logsum_block)
-                weights = jnp.exp(scores - base[..., None])
-                narrow = gradient.astype(v.dtype)
-                v_gradient += _product("bngst,bngsv->bntv", weights.astype(v.dtype), narrow)
-                change = weights * (_product("bngsv,bntv->bngst", narrow, v_block) - offset_block[..., None])
-                change = (change * slope * rule.scale).astype(q.dtype)
-                k_gradient += _product("bngst,bngsk->bntk", change, q_block)
-                return k_gradient, v_gradient, _product("bngst,bntk->bngsk", change, k_block)
-
-            nothing = jnp.zeros(q_block.shape, jnp.float32)
-            k_gradient, v_gradient, mine = blocks.where_any(i, j, add, (*carry, nothing))
-            return (k_gradient, v_gradient), mine
-
-        start = jnp.zeros(k_block.shape, jnp.float32), jnp.zeros(v_block.shape, jnp.float32)
-        of_keys, of_queries = jax.lax.scan(row, start, (blocks.rows, *by_query))
-        return q_gradient + of_queries, of_keys
-
-    start = jnp.zeros(by_query[0].shape, jnp.float32)
-    of_queries, of_keys = jax.lax.scan(column, start, (blocks.columns, blocks.of_keys(k, 2), blocks.of_keys(v, 2)))
-    of_k, of_v = (blocks.joined_keys(x, 2) for x in of_keys)
-    return blocks.joined_queries(of_queries, 3), of_k, of_v
+        start = jnp.zeros(by_query[0].shape, jnp.float32)
+        of_queries, of_keys = jax.lax.scan(column, start, (blocks.columns, blocks.of_keys(k, 2), blocks.of_keys(v, 2)))
+        of_k, of_v = (blocks.joined_keys(x, 2) for x in of_keys)
+        return blocks.joined_queries(of_queries, 3), of_k, of_v
 
 
 def merged(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -165,16 +122,14 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax
 class _Blocks:
     """The blocks of a shard's queries and keys, filled up with padding, and where anything is allowed."""
 
-    def __init__(
-        self, rule: Rule, queries: Tokens, keys: Tokens, explicit: Array | None, n_queries: int, n_keys: int
-    ) -> None:
+    def __init__(self, rule: Rule, hop: Hop, n_queries: int, n_keys: int) -> None:
         self._pattern, self._n_queries, self._n_keys = rule.pattern, n_queries, n_keys
         self._q_block, self._k_block = min(rule.block, n_queries), min(rule.block, n_keys)
-        self.rows = self._tokens(queries, self.of_queries), jnp.arange(-(-n_queries // self._q_block))
-        self.columns = self._tokens(keys, self.of_keys), jnp.arange(-(-n_keys // self._k_block))
-        self._explicit = explicit
-        if explicit is not None:
-            self._explicit = _padded(_padded(explicit, 3, self._q_block), 4, self._k_block)
+        self.rows = self._tokens(hop.queries, self.of_queries), jnp.arange(-(-n_queries // self._q_block))
+        self.columns = self._tokens(hop.keys, self.of_keys), jnp.arange(-(-n_keys // self._k_block))
+        self._explicit = hop.explicit
+        if hop.explicit is not None:
+            self._explicit = _padded(_padded(hop.explicit, 3, self._q_block), 4, self._k_block)
 
     def of_queries(self, x: Array, axis: int, filling: int = 0) -> Array:
         """`x` with the blocks of its axis of queries in front: [block, ..., position, ...]."""
@@ -199,6 +154,9 @@ class _Blocks:
         if queries.segments is not None:
             same = queries.segments[:, :, None] == keys.segments[:, None, :]
             is_allowed = is_allowed & same[:, None, None]
+        if queries.reach is not None:
+            within = keys.positions[None, None] <= queries.reach[:, :, None]
+            is_allowed = is_allowed & within[:, None, None]
         if self._explicit is not None:
             start = (0, 0, 0, row * self._q_block, column * self._k_block)
             shape = (*self._explicit.shape[:3], self._q_block, self._k_block)
@@ -206,8 +164,8 @@ class _Blocks:
         return jax.lax.cond(is_allowed.any(), add, lambda carry, _: carry, carry, is_allowed)
 
     def _tokens(self, tokens: Tokens, cut: Callable[..., Array]) -> Tokens:
-        segments = None if tokens.segments is None else cut(tokens.segments, 1)
-        return Tokens(cut(tokens.positions, 0, PADDING), segments)
+        segments, reach = (None if x is None else cut(x, 1) for x in (tokens.segments, tokens.reach))
+        return Tokens(cut(tokens.positions, 0, PADDING), segments, reach)
 
 
 def _padded(x: Array, axis: int, block: int, filling: int = 0) -> Array:

@@ -25,7 +25,7 @@ class Method:
     """How attention is done."""
 
     strategy: str
-    ulysses: int = 1
+    ulysses: int | None = None
     kernel: str = "blockwise"
     layout: str | Layout = "contiguous"
     hardware: str | None = None

@@ -50,6 +50,19 @@ class Pattern:
             found = found & (j <= i) & (j > i - self.window)
         return found
 
+    def between(self, q_least: Any, q_most: Any, k_least: Any, k_most: Any) -> tuple[Any, Any]:
+        """Of queries and keys that lie between two positions each: whether every pair is allowed, and whether any
+        may be."""
+        least, most = q_least - k_most, q_most - k_least  # of query minus key
+        every, some = np.asarray(True), np.asarray(True)
+        if self.causal:
+            every = (least >= -self.offset) | (k_most < self.prefix)
+            some = (most >= -self.offset) | (k_least < self.prefix)
+        if self.window is not None:
+            every = every & (least >= 0) & (most < self.window)
+            some = some & (most >= 0) & (least < self.window)
+        return every, some
+
     def meets(self, queries: Run, keys: Run) -> Any:
         """Whether any query of a run may attend to any key of another: bool, broadcast where runs are arrays."""
         least, most = (0, self.window - 1) if self.window is not None else (None, None)

@@ -13,9 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
-from shardplan.attention.blockwise import Rule, Tokens, attend, attend_backward, merged
+from shardplan.attention.blockwise import merged
+from shardplan.attention.kernel import Hop, Kernel, Tokens
 from shardplan.attention.ulysses import Exchange
+
+RESIDUALS = "shardplan_attention"
+"""Name of the output and the logarithms of weights, for policies of `jax.checkpoint`: kept, no hop is made again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +61,13 @@ class Ring:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def ring_attention(
-    rule: Rule,
+    kernel: Kernel,
     ring: Ring,
     exchange: Exchange | None,
     q: Array,
     k: Array,
     v: Array,
+    place: Array,
     queries: Tokens,
     segments: Array | None,
     explicit: Array | None,
@@ -71,23 +77,25 @@ def ring_attention(
     Args:
         exchange: of heads for positions; what follows is then of all positions of its group, but q, k and v.
         q: [B, N, G, S, K]; k: [B, N, T, K]; v: [B, N, T, V], of this device.
-        queries: what the mask goes by, of the queries of this ring index.
+        place: which positions the queries are of, int32[].
+        queries: what the mask goes by, of these queries.
         segments: documents of its keys, int32[B or 1, T].
         explicit: bool[B or 1, N or 1, G or 1, S, ring x T], what may attend besides.
 
     Returns:
-        As `shardplan.attention.blockwise.attend`.
+        As `shardplan.attention.kernel.Kernel.attend`, but with `exchange` the output is of the queries' type.
     """
-    return _forward(rule, ring, exchange, q, k, v, queries, segments, explicit)[0]
+    return _forward(kernel, ring, exchange, q, k, v, place, queries, segments, explicit)[0]
 
 
 def _forward(
-    rule: Rule,
+    kernel: Kernel,
     ring: Ring,
     exchange: Exchange | None,
     q: Array,
     k: Array,
     v: Array,
+    place: Array,
     queries: Tokens,
     segments: Array | None,
     explicit: Array | None,
@@ -98,31 +106,34 @@ def _forward(
     found: tuple[Array, Array] | None = None
     for distance, step in _steps(ring):
         following = ring.moved(here, step)  # under way while this one is attended to
-        columns = _columns(ring, distance, explicit)
-        part = attend(rule, q, *here[:2], queries, _keys(ring, distance, here[2]), columns)
+        hop = _hop(ring, distance, place, queries, here[2], explicit)
+        part = kernel.attend(hop, q, *here[:2])
         found = part if found is None else merged(found, part)
         here = following
     assert found is not None
-    out, logsum = found
-    result = (out, logsum) if exchange is None else (exchange.outputs(out), exchange.outputs(logsum))
-    return result, (q, k, v, queries, segments, explicit, out, logsum)
+    out, logsum = (checkpoint_name(x, RESIDUALS) for x in found)
+    result = out, logsum
+    if exchange is not None:  # sent as narrow as queries are, and so are their gradients
+        result = exchange.outputs(out.astype(q.dtype)), exchange.outputs(logsum)
+    return result, (q, k, v, place, queries, segments, explicit, out, logsum)
 
 
 def _backward(
-    rule: Rule, ring: Ring, exchange: Exchange | None, kept: Any, gradients: tuple[Array, Array]
+    kernel: Kernel, ring: Ring, exchange: Exchange | None, kept: Any, gradients: tuple[Array, Array]
 ) -> tuple[Any, ...]:
-    q, k, v, queries, segments, explicit, out, logsum = kept
+    q, k, v, place, queries, segments, explicit, out, logsum = kept
     out_gradient, logsum_gradient = gradients
     if exchange is not None:
         out_gradient, logsum_gradient = exchange.queries(out_gradient), exchange.queries(logsum_gradient)
+    out_gradient = out_gradient.astype(jnp.float32)
     offset = (out_gradient * out).sum(-1) - logsum_gradient
     here = k, v, segments
     q_gradient = jnp.zeros(q.shape, jnp.float32)
     of_keys = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for distance, step in _steps(ring):
         following = ring.moved(here, step)
-        keys, columns = _keys(ring, distance, here[2]), _columns(ring, distance, explicit)
-        mine, *others = attend_backward(rule, q, *here[:2], queries, keys, columns, logsum, out_gradient, offset)
+        hop = _hop(ring, distance, place, queries, here[2], explicit)
+        mine, *others = kernel.attend_backward(hop, q, *here[:2], logsum, out_gradient, offset)
         q_gradient += mine
         of_keys = ring.moved(tuple(map(jnp.add, of_keys, others)), step)
         here = following
@@ -133,7 +144,7 @@ def _backward(
     else:
         of_q = exchange.outputs(of_q)
         of_k, of_v = (exchange.keys_gradient(x, like.dtype) for x, like in zip(of_keys, (k, v), strict=True))
-    return of_q, of_k, of_v, None, None, None
+    return of_q, of_k, of_v, None, None, None, None
 
 
 ring_attention.defvjp(_forward, _backward)
@@ -145,14 +156,12 @@ def _steps(ring: Ring) -> list[tuple[int, int]]:
     return [(distance, after - distance) for distance, after in zip(ring.distances, following, strict=True)]
 
 
-def _keys(ring: Ring, distance: int, segments: Array | None) -> Tokens:
-    """What the mask goes by, of keys from that far."""
-    return Tokens(jnp.asarray(ring.keys)[(ring.index() - distance) % ring.size], segments)
-
-
-def _columns(ring: Ring, distance: int, explicit: Array | None) -> Array | None:
-    """Of an explicit mask, the keys from that far."""
-    if explicit is None:
-        return None
-    n = ring.keys.shape[1]
-    return jax.lax.dynamic_slice_in_dim(explicit, (ring.index() - distance) % ring.size * n, n, axis=4)
+def _hop(
+    ring: Ring, distance: int, place: Array, queries: Tokens, segments: Array | None, explicit: Array | None
+) -> Hop:
+    """What is there when keys have come from that far."""
+    source = (ring.index() - distance) % ring.size
+    if explicit is not None:
+        n = ring.keys.shape[1]
+        explicit = jax.lax.dynamic_slice_in_dim(explicit, source * n, n, axis=4)
+    return Hop(place, distance, queries, Tokens(jnp.asarray(ring.keys)[source], segments), explicit)

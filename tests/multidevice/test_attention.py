@@ -1,5 +1,6 @@
 """Attention cut over devices against dense attention in float64: outputs, and all gradients, with real rotation."""
 
+import itertools
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +26,10 @@ V = ("batch", "kv_head", "key_position", "value_size")
 HEADS = {"32q/4kv": (4, 8), "12q/2kv": (2, 6), "28q/7kv": (7, 4), "8q/1kv": (1, 8), "16q/16kv": (16, 1)}
 MASKS = (
     "causal", "full", "window", "documents", "known documents", "explicit", "prefix", "window and documents",
-    "causal and explicit",
+    "causal and explicit", "offset", "offset by sequence",
 )  # fmt: skip
 EXTRAS = ("", "sink", "soft cap")
+KEEPS_ATTENTION = jax.checkpoint_policies.save_only_these_names("shardplan_attention")
 STRATEGIES = {
     1: [("ring", 1)],
     2: [("all_gather", 1), ("ring", 1), ("ulysses", 2)],
@@ -49,6 +51,7 @@ class Case:
     length: int
     layout: str = "contiguous"
     extra: str = ""
+    kernel: str = "blockwise"
 
 
 def cases():
@@ -107,6 +110,11 @@ def mask_of(name: str, length: int, order: np.ndarray, rng):
             with_documents(AttentionMask.causal(sliding_window=7)), {}, (i >= j) & (i - j < 7) & same,
         ),
         "causal and explicit": (causal & explicit, {}, (i >= j) & dots),
+        "offset": (AttentionMask.causal(offset=-5), {}, i - 5 >= j),  # the first attend to nothing
+        "offset by sequence": (
+            AttentionMask.causal(offset=named(np.array([3, -4]), "batch")), {},
+            i + np.array([3, -4])[:, None, None, None, None] >= j,
+        ),
     }[name]  # fmt: skip
 
 
@@ -115,11 +123,12 @@ def dense_in_jax(q, k, v, allowed, soft_cap, sink):
     q, k, v = q.rearrange(Q).array, k.rearrange(K).array, v.rearrange(V).array
     scores = jnp.einsum("bngsk,bntk->bngst", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
     scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
-    scores = jnp.where(allowed, scores, -jnp.inf)
+    scores = jnp.where(allowed, scores, -1e30)
     extra = jnp.full((*scores.shape[:-1], 1), -jnp.inf)
     if sink is not None:
         extra = jnp.broadcast_to(sink.array[None, :, :, None, None], extra.shape)
-    weights = jax.nn.softmax(jnp.concatenate([scores, extra], -1), -1)[..., :-1].astype(v.dtype)
+    # nothing is attended to where nothing is allowed
+    weights = (jax.nn.softmax(jnp.concatenate([scores, extra], -1), -1)[..., :-1] * allowed).astype(v.dtype)
     return hax.named(jnp.einsum("bngst,bntv->bngsv", weights, v), (*Q[:4], "value_size"))
 
 
@@ -145,7 +154,7 @@ def check(case: Case, dtype=jnp.float32, is_dense=False):
         return dot_product_attention(
             "position", "key_position", "head_size", q, k, v, mask, strategy=case.strategy, ulysses=case.ulysses,
             layout=case.layout, axis_mapping={"position": "model"}, attn_sink=sink, logits_soft_cap=cap, block=8,
-            **more,
+            kernel=case.kernel, **more,
         )  # fmt: skip
 
     def in_order(x, axes):
@@ -176,7 +185,14 @@ def check(case: Case, dtype=jnp.float32, is_dense=False):
     return error(out, expected.out), [error(x, y) for x, y in zip(found, expected.gradients, strict=False)]
 
 
-@pytest.mark.parametrize("case", [*cases()], ids=str)
+def matrix():
+    """Every strategy on every number of devices, with every mask, number of heads, and length."""
+    ways = [(devices, *way) for devices, each in STRATEGIES.items() for way in each]
+    for way, mask, heads, length in itertools.product(ways, MASKS, HEADS, (48, 37)):
+        yield pytest.param(Case(*way, mask, heads, length), marks=pytest.mark.whole)
+
+
+@pytest.mark.parametrize("case", [*cases(), *matrix()], ids=str)
 def test_float32(case):
     out, gradients = check(case)
     assert out <= 2e-6 and max(gradients) <= 1e-5, (out, gradients)
@@ -188,6 +204,7 @@ def test_float32(case):
         Case(4, "hybrid", 2, "causal", "8q/1kv", 48, "zigzag"),
         Case(3, "ring", 1, "window and documents", "12q/2kv", 48, "striped", "sink"),
         Case(8, "ulysses", 8, "full", "32q/4kv", 48),  # each key head on two devices
+        *[*matrix()][::7],  # every strategy with every mask
     ],
     ids=str,
 )
@@ -252,6 +269,22 @@ def test_mesh_axes_in_another_order_than_the_mesh(strategy, u):
     np.testing.assert_allclose(np.asarray(out.array), expected.out, atol=2e-6)
 
 
+@pytest.mark.parametrize(("policy", "again"), [(jax.checkpoint_policies.nothing_saveable, 3), (KEEPS_ATTENTION, 0)])
+def test_residuals_have_a_name(policy, again):
+    """Kept by it, no hop is made again for the gradient: of four devices three each of keys and values, and of both
+    with their gradients, which go one further."""
+    q, k = (hax.zeros(hax.make_axes(kv_head=2, head_size=16, **{name: 8})) for name in ("position", "key_position"))
+
+    @partial(jax.checkpoint, policy=policy)
+    def attend(q, k):
+        names, mapping = ("position", "key_position", "head_size"), {"position": "model"}
+        return dot_product_attention(*names, q, k, k, strategy="ring", axis_mapping=mapping).array
+
+    with jax.set_mesh(mesh_of(4)):
+        text = str(jax.make_jaxpr(jax.grad(lambda *inputs: attend(*inputs).sum(), argnums=(0, 1)))(q, k))
+    assert text.count("ppermute[") == 2 * (3 + again + 3 + 3 + 1)
+
+
 def test_keys_that_are_padding():
     """A mask by batch and keys alone, and a sink that takes nothing."""
     rng = np.random.default_rng(1)
@@ -260,10 +293,10 @@ def test_keys_that_are_padding():
     expected = dense_attention(q, k, v, is_there[:, None, None, None], np.zeros((2, 2, 4, 16, 24)))
     arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, (*V[:3], "value_size")))]
     mask, sink = hax.named(jnp.asarray(is_there), ("batch", "key_position")), hax.full(arrays[0].axes[1:3], -jnp.inf)
+    names, mapping = ("position", "key_position", "head_size"), {"position": "model"}
+    attend = jax.jit(lambda *given: dot_product_attention(*names, *given, mask, attn_sink=sink, axis_mapping=mapping))
     with jax.set_mesh(mesh_of(4)):
-        out = dot_product_attention(
-            "position", "key_position", "head_size", *arrays, mask, attn_sink=sink, axis_mapping={"position": "model"}
-        )
+        out = attend(*arrays)
     np.testing.assert_allclose(np.asarray(out.array), expected.out, atol=2e-6)
 
 
@@ -273,6 +306,7 @@ def test_bad_input():
         hax.zeros(hax.make_axes(**{"kv_head": 2, name: 8, "head_size": 16})) for name in ("position", "key_position")
     )
     mapping, short = {"position": "model"}, hax.ones(hax.make_axes(position=4, key_position=8)) > 0
+    allowed = hax.ones(hax.make_axes(position=8, key_position=8)) > 0
     for more, message in (
         ({"strategy": "rings"}, "attention strategy is 'rings'; did you mean 'ring'"),
         ({"layout": "zig"}, "attention layout is 'zig'; did you mean 'zigzag'"),
@@ -280,10 +314,10 @@ def test_bad_input():
         ({"strategy": "hybrid", "ulysses": 0}, "ulysses 0 does not divide the 4 devices along position"),
         ({"mask": short}, "a mask or sink has the axis position"),
         ({"documents": [3, 4]}, "documents have 7 positions together, queries and keys 8 and 8"),
-        ({"mask": AttentionMask.causal(offset=hax.named(jnp.arange(2), "batch"))}, "must be one number that is known"),
         ({"axis_mapping": {"position": "modle"}}, "mapped to 'modle', no axis of the mesh; did you mean 'model'"),
         ({"axis_mapping": {"position": "model", "kv_head": "model"}}, "is not divisible by the 4 devices that cut it"),
-        ({"kernel": "splash"}, "attention kernel splash does"),
+        ({"kernel": "splash"}, "a device has 2 positions, which must be a multiple of 128"),
+        ({"kernel": "splash", "mask": allowed}, "kernel splash has no explicit masks; use the kernel blockwise"),
     ):
         with jax.set_mesh(mesh), pytest.raises(ConfigError, match=message):
             dot_product_attention("position", "key_position", "head_size", x, y, y, **{"axis_mapping": mapping, **more})
@@ -296,34 +330,32 @@ def test_bad_input():
         dot_product_attention("position", "key_position", "head_size", x, wide, wide)
 
 
-@pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
-def test_splash(monkeypatch, strategy):
-    """In JAX's interpreter: right with positions cut."""
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            Case(2, "all_gather", 1, "window and documents", "12q/2kv", 512, "contiguous", "", "splash"),
+            marks=pytest.mark.whole,
+        ),
+        Case(4, "ulysses", 4, "documents", "8q/1kv", 512, "contiguous", "sink", "splash"),
+        Case(4, "ring", 1, "causal", "12q/2kv", 512, "zigzag", "", "splash"),
+        pytest.param(
+            Case(3, "ring", 1, "window", "8q/1kv", 384, "striped", "soft cap", "splash"), marks=pytest.mark.whole
+        ),
+        Case(4, "hybrid", 2, "offset", "12q/2kv", 512, "contiguous", "sink", "splash"),
+        pytest.param(Case(3, "ring", 1, "prefix", "8q/1kv", 384, "contiguous", "", "splash"), marks=pytest.mark.whole),
+        pytest.param(
+            Case(2, "ring", 1, "known documents", "8q/1kv", 256, "contiguous", "", "splash"), marks=pytest.mark.whole
+        ),
+    ],
+    ids=str,
+)
+def test_splash(monkeypatch, case):
+    """The kernels of TPUs in JAX's interpreter; with blocks of 128, of which some hops have none."""
     monkeypatch.setattr(splash, "INTERPRETED", True)
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=size) for size in ((1, 2, 2, 512, 128), (1, 2, 512, 128), (1, 2, 512, 128)))
-    change = rng.normal(size=q.shape)
-    labels = np.repeat([0, 1], [200, 312])
-    i, j = np.arange(512)[:, None], np.arange(512)[None]
-    expected = dense_attention(q, k, v, (i >= j) & (i - j < 300) & (labels[:, None] == labels), change)
-    segments = hax.named(jnp.asarray(labels), "position")
-    of_keys = segments.rename({"position": "key_position"})
-    mask = AttentionMask.causal(sliding_window=300).with_segment_ids(segments, of_keys)
-    arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, (*V[:3], "value_size")))]
-    weights = hax.named(jnp.asarray(change, jnp.float32), (*Q[:4], "value_size"))
-
-    def loss(arrays):
-        out = dot_product_attention(
-            "position", "key_position", "head_size", *arrays, mask, strategy=strategy, kernel="splash",
-            axis_mapping={"position": "model"},
-        )  # fmt: skip
-        return hax.sum(out * weights).scalar(), out
-
-    with jax.set_mesh(mesh_of(4)):
-        (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
-    np.testing.assert_allclose(np.asarray(out.array), expected.out, atol=1e-5)
-    for found, wanted in zip(gradients, expected.gradients, strict=False):
-        assert np.abs(np.asarray(found.array) - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    monkeypatch.setattr(splash, "KERNEL_BLOCK", 128)
+    out, gradients = check(case)
+    assert out <= 1e-5 and max(gradients) <= 1e-5, (out, gradients)
 
 
 def test_levanters_own_splash_is_wrong(monkeypatch):

@@ -1,0 +1,77 @@
+"""What a mask says: a pattern of positions that is known while tracing, and arrays that go with queries and keys."""
+
+from collections.abc import Mapping, Sequence
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+from levanter.layers.attention import AttentionMask
+
+from shardplan.attention.axes import Dims
+from shardplan.attention.layout import Layout, labels_of
+from shardplan.attention.pattern import PADDING, Pattern
+from shardplan.errors import ConfigError
+
+
+def pattern_of(mask: AttentionMask, prefix: int) -> Pattern:
+    """What is known while tracing of where queries may attend to.
+
+    A causal offset that is not known, or not one for all, is left to `mask_arrays`.
+    """
+    if not _has_static_offset(mask):
+        return Pattern(window=mask.sliding_window)
+    offset = 0 if mask.causal_offset is None else int(mask.causal_offset.array)
+    return Pattern(mask.is_causal, offset, mask.sliding_window, prefix)
+
+
+def mask_arrays(mask: AttentionMask, prefix: int, dims: Dims, orders: Sequence[Layout]) -> Mapping[str, NamedArray]:
+    """What there is besides, by name.
+
+    | name | axes | |
+    |---|---|---|
+    | q_segments, k_segments | batch, QPos or KPos | documents |
+    | reach | batch, QPos | the last position that each query may attend to |
+    | explicit | any | what is given entry by entry |
+
+    Args:
+        orders: the layouts of queries and keys.
+
+    Raises:
+        ConfigError: documents that the layout knows beside segment ids, or of another length than the sequence.
+    """
+    found: dict[str, NamedArray] = {}
+    segments, documents = mask.segment_ids, orders[0].documents
+    if documents is not None and (segments is not None or {order.length for order in orders} != {sum(documents)}):
+        raise ConfigError(
+            f"attention: documents have {sum(documents)} positions together, queries and keys "
+            f"{' and '.join(str(order.length) for order in orders)}; and they go without segment ids"
+        )
+    axes = dims.queries, dims.keys
+    placed = [order.order()[: axis.size] for order, axis in zip(orders, axes, strict=True)]
+    if segments is not None:
+        found["q_segments"] = segments[0]
+        found["k_segments"] = segments[1].rename({dims.queries.name: dims.keys.name})
+    labels = labels_of(orders[0])
+    if labels is not None:
+        found["q_segments"], found["k_segments"] = (
+            hax.named(jnp.asarray(np.where(order == PADDING, PADDING, labels[order]), jnp.int32), axis)
+            for order, axis in zip(placed, axes, strict=True)
+        )
+    if not _has_static_offset(mask):
+        assert mask.causal_offset is not None
+        reach = mask.causal_offset.broadcast_axis(dims.queries) + hax.named(jnp.asarray(placed[0]), dims.queries)
+        found["reach"] = hax.maximum(reach, prefix - 1) if prefix else reach
+    explicit = mask.explicit_mask
+    if explicit is not None:
+        has = {axis.name for axis in explicit.axes}
+        found["explicit"] = explicit.broadcast_axis([axis for axis in axes if axis.name not in has])
+    return found
+
+
+def _has_static_offset(mask: AttentionMask) -> bool:
+    """Whether the mask is not causal, or by an offset that is one number, known while tracing."""
+    if not mask.is_causal or mask.causal_offset is None:
+        return True
+    return mask.causal_offset.ndim == 0 and not isinstance(mask.causal_offset.array, jax.core.Tracer)

@@ -1,0 +1,120 @@
+"""Attention by the kernels of TPUs, compiled: what devices receive, hops, and memory. Nothing runs.
+
+q[batch, kv_head, q_heads_per_group, position, head_size], positions on the mesh axis `model`; bfloat16.
+"""
+
+from collections import Counter
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+from haliax import Axis
+from haliax.partitioning import pspec_for_axis
+from jax.sharding import NamedSharding
+from levanter.layers.attention import AttentionMask
+
+from shardplan.attention.dot_product import dot_product_attention
+from shardplan.hardware import parse_slice
+from shardplan.verify.collectives import Network
+from shardplan.verify.hlo import parse
+from shardplan.verify.timing import model_step
+from shardplan.verify.topology import make_topology_mesh
+
+pytestmark = pytest.mark.usefixtures("tpu_compiler")
+
+DEGREE, LENGTH, HEAD_SIZE, BFLOAT16 = 8, 65536, 128, 2
+MAPPING = {"batch": "data", "position": "model", "key_position": "model"}
+CAUSAL = AttentionMask.causal()
+
+
+def compiled(slice_name, heads, mask=CAUSAL, length=LENGTH, degree=DEGREE, kernel="splash", **given):
+    """The module, its collectives, and bytes of temporaries; one sequence for every group of devices.
+
+    Args:
+        heads: key heads, and query heads of each.
+    """
+    hardware = parse_slice(slice_name)
+    sizes = {"replica": 1, "data": hardware.devices // degree, "model": degree}
+    mesh = make_topology_mesh(hardware, sizes)
+    batch, size = Axis("batch", sizes["data"]), Axis("head_size", HEAD_SIZE)
+    key_heads, groups = Axis("kv_head", heads[0]), Axis("q_heads_per_group", heads[1])
+    keys = batch, key_heads, Axis("key_position", length), size
+    queries = batch, key_heads, groups, Axis("position", length), size
+
+    def struct(axes):
+        sharding = NamedSharding(mesh, pspec_for_axis(axes, MAPPING))
+        return hax.NamedArray(jax.ShapeDtypeStruct([a.size for a in axes], jnp.bfloat16, sharding=sharding), axes)
+
+    def attend(q, k, v):
+        return dot_product_attention(
+            "position", "key_position", "head_size", q, k, v, mask, axis_mapping=MAPPING, kernel=kernel, **given
+        )
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(attend).lower(struct(queries), struct(keys), struct(keys))
+    module = lowered.compile()
+    timing = model_step(parse(module.as_text()), Network(sizes, hardware, [0] * hardware.devices), hardware, 1.0)
+    received, counts = Counter(), Counter()
+    for use in timing.uses:
+        received[use.transfer.kind] += use.transfer.bytes * use.count
+        counts[use.transfer.kind] += use.count
+    return received, counts, module.memory_analysis().temp_size_in_bytes
+
+
+SLICES = [pytest.param("v4-256", marks=pytest.mark.whole), "v5p-128"]
+
+
+@pytest.mark.parametrize("slice_name", SLICES)
+@pytest.mark.parametrize("heads", [pytest.param((8, 4), marks=pytest.mark.whole), (2, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "ulysses"),
+    [
+        pytest.param("all_gather", 1, marks=pytest.mark.whole),
+        pytest.param("ring", 1, marks=pytest.mark.whole),
+        ("ulysses", DEGREE),
+        ("hybrid", 4),
+        pytest.param("hybrid", 2, marks=pytest.mark.whole),
+    ],
+)
+def test_bytes_are_those_of_the_formulas(slice_name, heads, strategy, ulysses):
+    """Per device, in units of batch x head size: all_gather and ring 2 Hkv (S/P)(P-1); Ulysses, and the exchange of
+    the hybrid, (2 Hq + 2 Hkv)(S/P)(U-1)/U with U key heads where there are fewer, and a ring of R 2 Hkv (S/P)(R-1)."""
+    received, _, _ = compiled(slice_name, heads, strategy=strategy, ulysses=ulysses)
+    unit = LENGTH // DEGREE * HEAD_SIZE * BFLOAT16
+    key_heads, query_heads, ring = heads[0], heads[0] * heads[1], DEGREE // ulysses
+    sent = max(key_heads, ulysses)
+    exchange = (2 * query_heads + 2 * sent) * unit * (ulysses - 1) / ulysses
+    hops = 2 * sent * unit * (ring - 1)
+    expected = {
+        "all_gather": {"all-gather": hops},
+        "ring": {"collective-permute": hops},
+        "ulysses": {"all-to-all": exchange},
+        "hybrid": {"all-to-all": exchange, "collective-permute": hops},
+    }[strategy]
+    assert {kind: size for kind, size in received.items() if size > 0.01 * received.total()} == pytest.approx(
+        expected, rel=0.02
+    )
+    if ulysses > 1:
+        assert "all-gather" not in received
+
+
+@pytest.mark.parametrize("slice_name", SLICES)
+def test_hops_are_those_that_the_mask_needs(slice_name):
+    """Keys and values are permuted once each for a window that reaches into one neighbour; eight documents, a device
+    each, need none."""
+    window = AttentionMask.causal(sliding_window=4096)
+    assert compiled(slice_name, (2, 4), window, strategy="ring")[1]["collective-permute"] == 2
+    documents = (LENGTH // DEGREE,) * DEGREE
+    assert "collective-permute" not in compiled(slice_name, (2, 4), strategy="ring", documents=documents)[1]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("strategy", "ulysses"), [("ring", 1), ("hybrid", 8)])
+def test_memory_is_linear_in_the_length(strategy, ulysses):
+    """From 128K to 1M tokens over all of v5p-128: within a tenth of eight times as much."""
+    few, many = (
+        compiled("v5p-128", (8, 1), length=n * 1024, degree=64, strategy=strategy, ulysses=ulysses, layout="zigzag")[2]
+        for n in (128, 1024)
+    )
+    assert many == pytest.approx(8 * few, rel=0.1)
