@@ -36,24 +36,33 @@ class Dims:
 
     @property
     def of_query(self) -> tuple[Axis, ...]:
+        """Of queries, in the order that kernels have them in."""
         return (*self.batch, *self.key_heads, *self.groups, self.queries, self.size)
 
     @property
     def of_key(self) -> tuple[Axis, ...]:
+        """Of keys, likewise."""
         return (*self.batch, *self.key_heads, self.keys, self.size)
 
     @property
     def of_value(self) -> tuple[Axis, ...]:
+        """Of values, likewise."""
         return (*self.batch, *self.key_heads, self.keys, *self.values)
 
     @property
     def of_output(self) -> tuple[Axis, ...]:
+        """Of outputs, likewise."""
         return (*self.batch, *self.key_heads, *self.groups, self.queries, *self.values)
 
 
 def dims_of(
     QPos: AxisSelector, KPos: AxisSelector, Key: AxisSelector, query: NamedArray, key: NamedArray, value: NamedArray
 ) -> Dims:
+    """What the axes of query, key and value are.
+
+    Raises:
+        ConfigError: positions of one name, or an axis of keys that queries or values lack.
+    """
     queries, keys, size = query.resolve_axis(QPos), key.resolve_axis(KPos), query.resolve_axis(Key)
     if queries.name == keys.name:
         raise ConfigError(f"attention: queries and keys have positions of one name, {queries.name}; rename the keys'")
@@ -73,7 +82,11 @@ def dims_of(
 
 
 def mesh_axes(axis: Axis, mapping: ResourceMapping, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes that cut a logical axis."""
+    """The mesh axes, of several devices, that cut a logical axis.
+
+    Raises:
+        ConfigError: it is mapped to what is no axis of the mesh.
+    """
     found = mapping.get(axis.name) or ()
     names = (found,) if isinstance(found, str) else found
     for name in names:
@@ -87,7 +100,16 @@ def mesh_axes(axis: Axis, mapping: ResourceMapping, sizes: Mapping[str, int]) ->
 def check_axes(
     dims: Dims, cuts: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], others: Sequence[NamedArray]
 ) -> None:
-    """Complain of cuts that cannot be, and of masks and sinks with other axes than queries and keys."""
+    """See that the cuts can be, and that masks and sinks have axes of queries and keys.
+
+    Args:
+        cuts: logical axis -> mesh axes.
+        sizes: mesh axis -> devices.
+        others: masks and sinks.
+
+    Raises:
+        ConfigError: one does not divide, two logical axes have one mesh axis, or an axis is unknown.
+    """
     known = {axis.name: axis.size for axis in dims.all}
     for x in others:
         for axis in x.axes:

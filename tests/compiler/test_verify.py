@@ -118,6 +118,7 @@ def test_other_programs(program):
     assert verdict.fits and verdict.program == program
 
 
+@pytest.mark.whole
 def test_every_model_type_compiles(golden, make_config):
     cases = []
     for name in MODEL_TYPES:
@@ -227,6 +228,7 @@ def test_plans_of_another_model_and_of_other_settings_are_refused(tmp_path):
         assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
+@pytest.mark.whole
 def test_against_ranks_what_fits_first(tmp_path):
     """A plan file, a Levanter configuration that is refused, and the configuration's own plan; as JSON."""
     case = small_case()

@@ -71,14 +71,15 @@ def expected(model, batches):
     return losses(model, batches, loss)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("devices", "strategy", "ulysses", "kind"),
     [
-        pytest.param(3, "ulysses", 3, "contiguous", marks=pytest.mark.whole),
-        pytest.param(4, "ring", 1, "zigzag", marks=pytest.mark.whole),
-        pytest.param(6, "hybrid", 3, "zigzag", marks=pytest.mark.whole),
-        pytest.param(8, "hybrid", 4, "contiguous", marks=pytest.mark.whole),
-        pytest.param(8, "hybrid", 2, "zigzag", marks=pytest.mark.whole),
+        (3, "ulysses", 3, "contiguous"),
+        (4, "ring", 1, "zigzag"),
+        (6, "hybrid", 3, "zigzag"),
+        (8, "hybrid", 4, "contiguous"),
+        (8, "hybrid", 2, "zigzag"),
         (8, "hybrid", None, "zigzag"),
     ],
 )

@@ -217,7 +217,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", ["yaml", *(pytest.param(name, marks=pytest.mark.whole) for name in LAYOUTS if name != "yaml")]
+)
 def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name):
     """Levanter's Trainer loads, shards and steps as planned, and has the loss that it has without a plan."""
     config = make_config(

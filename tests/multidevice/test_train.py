@@ -19,7 +19,9 @@ from shardplan.storage import open_folder
 BATCH, POSITION, LEARNING_RATE = 8, 16, 1e-5
 
 
-@pytest.mark.parametrize(("parts", "name"), [(1, "adamw"), (4, "adamw"), (1, "adafactor")])
+@pytest.mark.parametrize(
+    ("parts", "name"), [(1, "adamw"), (4, "adamw"), pytest.param(1, "adafactor", marks=pytest.mark.whole)]
+)
 def test_a_step(make_config, golden, parts, name):
     """Adafactor's state has fewer dimensions than the parameters that it is of."""
     config = make_config(

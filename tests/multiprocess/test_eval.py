@@ -21,7 +21,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize("mesh", [(1, 4, 2), (1, 1, 8), (2, 2, 2)])
+WHOLE = [pytest.param(mesh, marks=pytest.mark.whole) for mesh in ((1, 1, 8), (2, 2, 2))]
+
+
+@pytest.mark.parametrize("mesh", [(1, 4, 2), *WHOLE])
 def test_two_processes(checkpoint, tmp_path, mesh):
     address = f"127.0.0.1:{free_port()}"
     argv = [

@@ -61,7 +61,7 @@ def ended(processes):
     return [process.returncode for process in processes], *map(list, zip(*texts, strict=True))
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.whole), 4])
 def test_every_byte_is_read_once_by_all_processes(golden, count):
     """Plans that cut inner dimensions, and that replicate everything: what one process reads the others are sent."""
     folder = golden / "llama"

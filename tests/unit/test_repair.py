@@ -90,7 +90,13 @@ def config_405b():
     return configuration.load(["--config", str(ROOT / "configs" / "405b.yaml")], "test")
 
 
-@pytest.mark.parametrize("name", STORIES)
+LONG = ("405b-sequence-share", "405b-output-axes")
+"""Of which each takes half a minute to repair."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.whole) if name in LONG else name for name in STORIES]
+)
 def test_repaired_configurations_read_back_without_errors(config_405b, name, tmp_path):
     found = review(str(ROOT / "configs" / "levanter" / f"{name}.yaml"), config_405b)
     assert found.best is not None

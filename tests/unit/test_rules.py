@@ -167,7 +167,7 @@ def test_what_if_nothing_fits(model, config):
     assert [fits[change] for change in slices] == [False] * (len(slices) - 1) + [True]
 
 
-@pytest.mark.parametrize("batch", [16, 240])
+@pytest.mark.parametrize("batch", [16, pytest.param(240, marks=pytest.mark.whole)])
 def test_microbatches_can_be_chosen(model, config, batch):
     """The fastest of every number of them, each planned by itself, also where divisors do not divide each other."""
     settings = {"hardware_slice": "v5e-16", "workload_kind": "train", "workload_batch": batch, "mesh_replica": 1}
