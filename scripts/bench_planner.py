@@ -30,7 +30,7 @@ from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan, plan_layout, rank_plans
 from shardplan.plan.variants import AUTOMATIC
 from shardplan.verify.run import Case, code_digest, digest, verify
-from shardplan.verify.verdict import CompiledCollective, CompiledMemory, CompiledTime, Verdict
+from shardplan.verify.verdict import UNDECIDED, CompiledCollective, CompiledMemory, CompiledTime, Verdict
 
 RECORD = Path("docs/benchmarks/planner.json")
 READING = ("verify/*", "hardware/*")
@@ -120,7 +120,9 @@ def compiled(cases: Sequence[Case], jobs: int | None) -> list[Verdict]:
         report(case, verdict)
         with lock:
             kept[keys[id(case)]] = short(verdict)
-            rows = (f"{json.dumps(key)}: {json.dumps(kept[key])}" for key in sorted(kept))
+            # what ran into a limit of this machine is tried again another time
+            decided = sorted(key for key in kept if kept[key]["outcome"] != UNDECIDED)
+            rows = (f"{json.dumps(key)}: {json.dumps(kept[key])}" for key in decided)
             RECORD.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
 
     verify([case for case in cases if keys[id(case)] not in kept], CompilerConfig(jobs=jobs), keep)

@@ -135,7 +135,7 @@ def dot_product_attention(
 
     gathers = strategy == "all_gather"
     k_regions = orders[1].order()[None] if gathers else orders[1].regions()
-    ring = Ring(along, u, k_regions, (0,) if gathers else hops(*orders, pattern))
+    ring = Ring(along, u, k_regions, (0,) if gathers else hops(*orders, pattern), attn_sink is not None)
     scale = dims.size.size**-0.5 if scaling_factor is None else scaling_factor
     rule = Rule(pattern, scale, logits_soft_cap, block)
     task = Task(_kernel(kernel, rule, orders[0].regions(), ring, masks), dims, along, gathers, ring, orders[0])

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardplan.attention.blockwise import merged
 from shardplan.attention.kernel import Hop, Kernel, Tokens
+from shardplan.attention.splash import Splash
 from shardplan.attention.ulysses import Exchange
 
 RESIDUALS = "shardplan_attention"
@@ -35,6 +36,8 @@ class Ring:
     """int[ring, T]: the positions of the keys of each ring index."""
     distances: tuple[int, ...] = (0,)
     """How many ring indices back keys are needed from; the first is 0."""
+    wants_sums: bool = False
+    """Whether sums of weights are wanted too, as sinks need them."""
 
     @property
     def size(self) -> int:
@@ -85,6 +88,12 @@ def ring_attention(
     Returns:
         As `shardplan.attention.kernel.Kernel.attend`, but with `exchange` the output is of the queries' type.
     """
+    if isinstance(kernel, Splash) and kernel.is_alone and segments is None and not ring.wants_sums:
+        sums = jnp.zeros(q.shape[:-1], jnp.float32)  # nobody's
+        if exchange is None:
+            return kernel.output(_hop(ring, 0, place, queries, None, None), q, k, v).astype(jnp.float32), sums
+        q, k, v = exchange.queries(q), exchange.keys(k), exchange.keys(v)
+        return exchange.outputs(kernel.output(_hop(ring, 0, place, queries, None, None), q, k, v)), sums
     return _forward(kernel, ring, exchange, q, k, v, place, queries, segments, explicit)[0]
 
 

@@ -44,16 +44,37 @@ class Splash:
     distances: tuple[int, ...]
     """How many ring indices back keys come from; see `shardplan.attention.ring.Ring`."""
 
+    @cached_property
+    def is_alone(self) -> bool:
+        """Whether one hop is all there is, and every query of it may attend to itself."""
+        pattern = self.rule.pattern
+        has_all = len(self.keys) == 1 and (self.queries != PADDING).all() and (self.keys != PADDING).all()
+        return len(self.distances) == 1 and has_all and pattern.offset >= 0
+
+    def output(self, hop: Hop, q: Array, k: Array, v: Array) -> Array:
+        """The output alone, where this `is_alone` and there are no documents, in the type of queries.
+
+        Without sums of weights there is less to write: 405B's evaluation on v4-256 takes 2.47 s, with them 2.60.
+        """
+        out: Array = self._forward(self._info(hop), hop, q, k, v, saves=False)
+        return out.reshape(*q.shape[:-1], -1)
+
+    def _forward(self, info: Any, hop: Hop, q: Array, k: Array, v: Array, saves: bool) -> Any:
+        forward: Any = kernels._splash_attention_forward
+
+        def one(q: Array, k: Array, v: Array, ids: Any) -> Any:
+            return forward(
+                info, q, k, v, ids, None, MASKED, False, self._sizes, None, saves, None,
+                attn_logits_soft_cap=self.rule.soft_cap, interpret=INTERPRETED,
+            )  # fmt: skip
+
+        return self._over_batch(one, (self._scaled(q), k, v), hop)
+
     def attend(self, hop: Hop, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """As `shardplan.attention.kernel.Kernel.attend`."""
-        scaled = self._scaled(q)
 
         def run() -> tuple[Array, Array]:
-            out, (logsum,) = self._over_batch(
-                lambda q, k, v, ids: kernels._splash_attention_forward(
-                    info, q, k, v, ids, None, MASKED, False, self._sizes, None, True, None,
-                    attn_logits_soft_cap=self.rule.soft_cap, interpret=INTERPRETED,
-                ), (scaled, k, v), hop)  # fmt: skip
+            out, (logsum,) = self._forward(info, hop, q, k, v, saves=True)
             has_any = logsum > MASKED / 2
             out = jnp.where(has_any[..., None], out.astype(jnp.float32), 0.0)
             return out.reshape(*q.shape[:-1], -1), jnp.where(has_any, logsum, EMPTY).reshape(q.shape[:-1])

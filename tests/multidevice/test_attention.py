@@ -358,6 +358,29 @@ def test_splash(monkeypatch, case):
     assert out <= 1e-5 and max(gradients) <= 1e-5, (out, gradients)
 
 
+def test_splash_without_sums_of_weights(monkeypatch):
+    """Not written where nobody wants them; gradients of what was traced so, as scans are, are right too."""
+    monkeypatch.setattr(splash, "INTERPRETED", True)
+    rng = np.random.default_rng(0)
+    q, k, change = (rng.normal(size=(1, 1, *g, 256, 32)) for g in ((2,), (), (2,)))
+    expected = dense_attention(q, k, k, np.tri(256, dtype=bool), change)
+    arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K))]
+
+    @jax.jit
+    def attend(q, k):
+        names, mapping = ("position", "key_position", "head_size"), {"position": "model"}
+        causal, more = AttentionMask.causal(), {"strategy": "all_gather", "kernel": "splash", "axis_mapping": mapping}
+        return dot_product_attention(*names, q, k, k, causal, **more).array
+
+    with jax.set_mesh(mesh_of(2)):
+        assert "no_residuals" in str(jax.make_jaxpr(attend)(*arrays))
+        found, pull = jax.vjp(attend, *arrays)
+        of_q, of_k = pull(jnp.asarray(change, jnp.float32))
+    np.testing.assert_allclose(found, expected.out, atol=1e-5)
+    np.testing.assert_allclose(of_q.array, expected.gradients[0], atol=1e-4)
+    np.testing.assert_allclose(of_k.array, expected.gradients[1] + expected.gradients[2], atol=1e-4)
+
+
 def test_levanters_own_splash_is_wrong(monkeypatch):
     """Each device attends to its own keys alone, in a mask that begins at its first: right on the first, no other."""
     monkeypatch.setattr(splash, "INTERPRETED", True)
