@@ -48,13 +48,15 @@ class Splash:
     def is_alone(self) -> bool:
         """Whether one hop is all there is, and every query of it may attend to itself."""
         pattern = self.rule.pattern
-        has_all = len(self.keys) == 1 and (self.queries != PADDING).all() and (self.keys != PADDING).all()
-        return len(self.distances) == 1 and has_all and pattern.offset >= 0
+        # as many queries as keys, and no padding: a window leaves queries beyond the last key nothing
+        is_self = self.queries.size == self.keys.size and len(self.keys) == 1
+        has_padding = (self.queries == PADDING).any() or (self.keys == PADDING).any()
+        return bool(len(self.distances) == 1 and is_self and not has_padding and pattern.offset >= 0)
 
     def output(self, hop: Hop, q: Array, k: Array, v: Array) -> Array:
         """The output alone, where this `is_alone` and there are no documents, in the type of queries.
 
-        Without sums of weights there is less to write: 405B's evaluation on v4-256 takes 2.47 s, with them 2.60.
+        Without sums of weights there is less to write.
         """
         out: Array = self._forward(self._info(hop), hop, q, k, v, saves=False)
         return out.reshape(*q.shape[:-1], -1)
