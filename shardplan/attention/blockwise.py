@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from shardplan.attention.kernel import EMPTY, Hop, Rule, Tokens
-from shardplan.attention.pattern import PADDING
+from shardplan.positions.pattern import PADDING
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from jax import Array
 
 from shardplan.attention.axes import Dims, flat
 from shardplan.attention.kernel import EMPTY, Kernel, Tokens
-from shardplan.attention.layout import Layout
 from shardplan.attention.ring import Ring, ring_attention
 from shardplan.attention.ulysses import Exchange
+from shardplan.positions.layout import Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class Task:
             explicit = flat(inputs["explicit"], axes["explicit"], (b, n, g, s, t), every_key)
         exchange = None
         if self.q_order.ulysses > 1:
-            exchange = Exchange(self.along, self.q_order.ulysses, self.q_order.ring, q.shape[1], q.shape[2])
+            exchange = Exchange(self.q_order.ulysses, q.shape[1], q.shape[2], self.along, self.q_order.ring)
             q_segments, reach, k_segments = (
                 None if x is None else exchange.gathered(x, 1) for x in (q_segments, reach, k_segments)
             )

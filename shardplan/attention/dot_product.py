@@ -19,13 +19,13 @@ from shardplan.attention.blockwise import Blockwise
 from shardplan.attention.choice import Heads, choices, layouts
 from shardplan.attention.device import Task
 from shardplan.attention.kernel import Kernel, Rule
-from shardplan.attention.layout import KINDS, Layout, hops
 from shardplan.attention.masking import mask_arrays, pattern_of
-from shardplan.attention.pattern import Pattern
 from shardplan.attention.ring import Ring
 from shardplan.attention.splash import Splash
 from shardplan.errors import ConfigError, nearest
 from shardplan.hardware import parse_slice
+from shardplan.positions.layout import KINDS, Layout, hops
+from shardplan.positions.pattern import Pattern
 
 STRATEGIES = ("all_gather", "ring", "ulysses", "hybrid", "auto")
 KERNELS = ("blockwise", "splash")
@@ -71,7 +71,7 @@ def dot_product_attention(
             auto: what `shardplan.attention.choice` finds fastest for the mask, the layout and the hardware.
         ulysses: devices of a group, of the hybrid; default: the greatest common divisor of a device's query heads and
             the devices along QPos.
-        layout: the order that positions are in; see `shardplan.attention.layout`. Of a kind that is not contiguous
+        layout: the order that positions are in; see `shardplan.positions.layout`. Of a kind that is not contiguous
             the length must be a multiple of the parts. A `Layout` is of queries and keys as `shard_sequence` leaves
             them, padding included.
         prefix: with a causal mask, positions that all may attend to (a prefix LM).

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import Array
 
-from shardplan.attention.pattern import Pattern
+from shardplan.positions.pattern import Pattern
 
 EMPTY = -jnp.inf
 """The logarithm of no weight at all."""

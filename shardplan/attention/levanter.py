@@ -6,15 +6,19 @@ from functools import cache
 from typing import Any
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import NamedArray
 from levanter.layers.attention import Attention, AttentionMask
 from levanter.models.olmo import Olmo2Attention
 
 from shardplan.attention.dot_product import dot_product_attention
-from shardplan.attention.layout import Layout
 from shardplan.errors import ConfigError
+from shardplan.hardware import parse_slice
+from shardplan.plan.plan import UNCUT, Plan
+from shardplan.positions.layout import CONTIGUOUS, Layout
 
 KNOWN = (Attention.__call__, Olmo2Attention.__call__)
 """What `SequenceParallel` does in place of; other subclasses do more, as with sinks."""
@@ -32,6 +36,19 @@ class Method:
     """Name of the slice, that the strategy `auto` needs."""
 
 
+def method_of(plan: Plan, kernel: str | None = None) -> Method:
+    """How a plan does attention.
+
+    Args:
+        kernel: default: splash, but blockwise on CPUs.
+    """
+    if kernel is None:
+        kernel = "blockwise" if parse_slice(plan.hardware.slice).is_cpu else "splash"
+    method = plan.attention
+    order = Layout(plan.workload.position, method.ring, method.ulysses, method.layout)
+    return Method(method.strategy, method.ulysses, kernel, CONTIGUOUS if order.kind == CONTIGUOUS else order)
+
+
 class SequenceParallel(Attention):
     """Levanter's attention, by `shardplan.attention.dot_product.dot_product_attention`."""
 
@@ -47,6 +64,9 @@ class SequenceParallel(Attention):
     ) -> NamedArray:
         """{..., position, embed} -> the same, as Levanter's; without dropout."""
         del key  # of dropout and of noise in projections, which no supported model has
+        order = self.method.layout
+        if pos_ids is None and isinstance(order, Layout):  # Levanter's Mixtral takes positions, and drops them
+            pos_ids = hax.named(jnp.asarray(np.maximum(order.order(), 0)), "position")
         q, k, v = self._compute_qkv(x, key=None, pos_ids=pos_ids)
         k, v = (each.rename({"position": "key_position"}) for each in (k, v))
         out = dot_product_attention(
@@ -69,8 +89,11 @@ class SequenceParallel(Attention):
         return self.o_proj(out.flatten_axes(("kv_head", "q_heads_per_group"), "heads").astype(x.dtype))
 
 
-def with_sequence_parallel(module: Any, method: Method) -> Any:
-    """`module`, a Levanter model with or without weights, with every attention done by `method`.
+def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
+    """`module`, a Levanter model with or without weights, with every attention done by `method`, or as planned.
+
+    Where the layout is not contiguous the model takes sequences in its order: `shardplan.attention.sequence`. A plan
+    that does not cut positions leaves the model as it is.
 
     Raises:
         ConfigError: the model has no attention of the class that Levanter's models share, or it does more than that.
@@ -79,6 +102,11 @@ def with_sequence_parallel(module: Any, method: Method) -> Any:
         raise ConfigError(
             f"{type(module).__name__} has attention of its own; only Levanter's Attention can have its positions cut"
         )
+
+    if isinstance(method, Plan):
+        if method.attention.strategy == UNCUT:
+            return module
+        method = method_of(method)
 
     def parallel(node: Any) -> Any:
         return _parallel(node, method) if _is_attention(node) else node

@@ -10,9 +10,9 @@ from haliax import NamedArray
 from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.axes import Dims
-from shardplan.attention.layout import Layout, labels_of
-from shardplan.attention.pattern import PADDING, Pattern
 from shardplan.errors import ConfigError
+from shardplan.positions.layout import Layout, labels_of
+from shardplan.positions.pattern import PADDING, Pattern
 
 
 def pattern_of(mask: AttentionMask, prefix: int) -> Pattern:

@@ -118,7 +118,7 @@ def _forward(
         hop = _hop(ring, distance, place, queries, here[2], explicit)
         part = kernel.attend(hop, q, *here[:2])
         found = part if found is None else merged(found, part)
-        here = following
+        found, here = _settled((found, following))
     assert found is not None
     out, logsum = (checkpoint_name(x, RESIDUALS) for x in found)
     result = out, logsum
@@ -145,7 +145,7 @@ def _backward(
         mine, *others = kernel.attend_backward(hop, q, *here[:2], logsum, out_gradient, offset)
         q_gradient += mine
         of_keys = ring.moved(tuple(map(jnp.add, of_keys, others)), step)
-        here = following
+        q_gradient, here = _settled((q_gradient, following))
     of_keys = ring.moved(of_keys, -ring.distances[-1])
     of_q = q_gradient.astype(q.dtype)
     if exchange is None:
@@ -163,6 +163,14 @@ def _steps(ring: Ring) -> list[tuple[int, int]]:
     """Every distance, and how much further the next one is; nothing after the last."""
     following = (*ring.distances[1:], ring.distances[-1])
     return [(distance, after - distance) for distance, after in zip(ring.distances, following, strict=True)]
+
+
+def _settled(tree: Any) -> Any:
+    """`tree`, all of which is there before anything that comes of it begins.
+
+    Else the compiler may leave all merging to the end, with what every hop gives in memory until then.
+    """
+    return jax.lax.optimization_barrier(tree)
 
 
 def _hop(

@@ -11,10 +11,10 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 from levanter.models.loss import cross_entropy_and_logsumexp_penalty
 
-from shardplan.attention.layout import Layout, labels_of
-from shardplan.attention.pattern import PADDING
 from shardplan.errors import ConfigError
 from shardplan.model.forward import capped_logits
+from shardplan.positions.layout import Layout, labels_of
+from shardplan.positions.pattern import PADDING
 
 POSITION, KEYS = "position", "key_position"
 
@@ -74,10 +74,14 @@ def shard_sequence(example: LmExample, layout: Layout) -> CutSequence:
 
 def in_order(x: NamedArray, layout: Layout) -> NamedArray:
     """The inverse for one array [..., position, ...]: in the sequence's order, without padding."""
-    order = layout.order()
-    places = np.empty(layout.length, np.int32)
-    places[order[order != PADDING]] = np.flatnonzero(order != PADDING)
-    return x.take(POSITION, hax.named(jnp.asarray(places), POSITION))
+    return x.take(POSITION, hax.named(jnp.asarray(layout.places()), POSITION))
+
+
+def activations(module: Any, sequence: CutSequence) -> NamedArray:
+    """The residual stream [..., position, embed] behind the last layer, in the order of the layout."""
+    found = module.activations(sequence.tokens, sequence.mask, pos_ids=sequence.positions)
+    # mixture-of-experts models return the router's auxiliary loss as well
+    return found[0] if isinstance(found, tuple) else found
 
 
 def next_token_losses(module: Any, sequence: CutSequence, soft_cap: float | None = None) -> NamedArray:
@@ -88,9 +92,7 @@ def next_token_losses(module: Any, sequence: CutSequence, soft_cap: float | None
             (`shardplan.attention.levanter.with_sequence_parallel`).
         soft_cap: of logits.
     """
-    found = module.activations(sequence.tokens, sequence.mask, pos_ids=sequence.positions)
-    stream = found[0] if isinstance(found, tuple) else found
-    logits = capped_logits(module, stream, soft_cap)
+    logits = capped_logits(module, activations(module, sequence), soft_cap)
     targets = hax.nn.one_hot(sequence.targets, module.Vocab, dtype=jnp.float32)
     return cross_entropy_and_logsumexp_penalty(
         Vocab=module.Vocab, pred_y=logits, target_y=targets, reduction=None, where=sequence.loss_mask

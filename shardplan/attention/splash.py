@@ -6,7 +6,7 @@ weights of all keys, which a ring has at its end, and blocks of a mask that foll
 made of what a device has would begin at its first query, and be wrong on every device but the first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,13 +18,17 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from shardplan.attention.kernel import EMPTY, Hop, Rule
-from shardplan.attention.pattern import PADDING, Pattern
+from shardplan.attention.kernel import EMPTY, Hop, Rule, Tokens
 from shardplan.errors import ConfigError
-from shardplan.plan.partition import KERNEL_BLOCK, KERNEL_LANES
+from shardplan.hardware import divisors
+from shardplan.plan.attention import KERNEL_LANES
+from shardplan.positions.layout import KERNEL_BLOCK
+from shardplan.positions.pattern import PADDING, Pattern
 
 INTERPRETED = False
 """Whether the kernels are run by JAX's interpreter, as tests on CPUs do."""
+MOST_BLOCKS = 2**17
+"""Blocks that kernels take at once: a few bytes of each are in scalar memory, of which there is 1 MiB."""
 MOST_PARTIAL = 64
 """Different blocks that are neither empty nor full, at most: each is an array of its own."""
 NO_BLOCK, PARTIAL, FULL = range(3)
@@ -58,6 +62,9 @@ class Splash:
 
         Without sums of weights there is less to write.
         """
+        if len(self._parts) > 1:
+            found = [part.output(part_hop, q, k, v) for part, part_hop, q in self._in_parts(hop, q)]
+            return jnp.concatenate(found, axis=3)
         out: Array = self._forward(self._info(hop), hop, q, k, v, saves=False)
         return out.reshape(*q.shape[:-1], -1)
 
@@ -74,6 +81,10 @@ class Splash:
 
     def attend(self, hop: Hop, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """As `shardplan.attention.kernel.Kernel.attend`."""
+        if len(self._parts) > 1:
+            found = [part.attend(part_hop, q, k, v) for part, part_hop, q in self._in_parts(hop, q)]
+            outs, logsums = zip(*found, strict=True)
+            return jnp.concatenate(outs, axis=3), jnp.concatenate(logsums, axis=3)
 
         def run() -> tuple[Array, Array]:
             out, (logsum,) = self._forward(info, hop, q, k, v, saves=True)
@@ -91,6 +102,13 @@ class Splash:
         self, hop: Hop, q: Array, k: Array, v: Array, logsum: Array, out_gradient: Array, offset: Array
     ) -> tuple[Array, Array, Array]:
         """As `shardplan.attention.kernel.Kernel.attend_backward`."""
+        if len(self._parts) > 1:
+            found = [
+                part.attend_backward(part_hop, q, k, v, *rest)
+                for part, part_hop, q, *rest in self._in_parts(hop, q, logsum, out_gradient, offset)
+            ]
+            of_qs, of_ks, of_vs = zip(*found, strict=True)
+            return jnp.concatenate(of_qs, axis=3), sum(of_ks[1:], of_ks[0]), sum(of_vs[1:], of_vs[0])
         scaled, block = self._scaled(q), self._sizes
         b, heads = scaled.shape[:2]
         # where nothing is attended to, every score of the kernels is far below 0
@@ -135,6 +153,24 @@ class Splash:
     def _sizes(self) -> Any:
         q, k = (block_of(x.shape[1]) for x in (self.queries, self.keys))
         return kernels.BlockSizes(block_q=q, block_kv=k, block_kv_compute=k)
+
+    @cached_property
+    def _parts(self) -> list["Splash"]:
+        """The same for parts of the queries, each of few enough blocks."""
+        rows = self.queries.shape[1] // self._sizes.block_q
+        most = max(1, MOST_BLOCKS * self._sizes.block_kv // self.keys.shape[1])
+        count = next(n for n in divisors(rows) if rows // n <= most)
+        parts = np.split(self.queries, count, axis=1)
+        return [Splash(self.rule, part, self.keys, self.distances) for part in parts]
+
+    def _in_parts(self, hop: Hop, *arrays: Array) -> Iterator[tuple[Any, ...]]:
+        """Each of `_parts` with its queries' hop, and arrays [B, N, G, S, ...] of them."""
+        places = np.split(np.arange(self.queries.shape[1]), len(self._parts))
+        for part, place in zip(self._parts, places, strict=True):
+            mine = slice(place[0], place[-1] + 1)
+            positions, *others = hop.queries
+            queries = Tokens(positions[mine], *(x if x is None else x[:, mine] for x in others))
+            yield part, hop._replace(queries=queries), *(x[:, :, :, mine] for x in arrays)
 
     @cached_property
     def _grids(self) -> "_Grids":

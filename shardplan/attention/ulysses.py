@@ -1,7 +1,7 @@
 """Ulysses: devices that have a part of the sequence of all heads exchange it for all of the sequence of some heads.
 
-Inside `jax.shard_map`; DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509. Key heads go where query heads need them:
-they are sent to several devices where they are fewer than these, and to no more.
+Inside `jax.shard_map`; DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509. Who gets which heads is in
+`shardplan.positions.heads`.
 """
 
 from dataclasses import dataclass
@@ -13,48 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from shardplan.positions.heads import HeadCut
+
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(HeadCut):
     """An all-to-all between heads and positions, of groups of neighbours."""
 
     axes: tuple[str, ...]
     """Mesh axes that cut the sequence, major to minor."""
-    degree: int
-    """Devices of a group."""
     groups: int
     """Groups along `axes`."""
-    key_heads: int
-    per_key_head: int
-    """Query heads of each."""
-
-    @cached_property
-    def slots(self) -> int:
-        """Query heads of a device afterwards; the last devices may have some that are nobody's."""
-        return -(-self.key_heads * self.per_key_head // self.degree)
-
-    @cached_property
-    def needed(self) -> np.ndarray:
-        """int[degree, slots]: the key head of every query head of a device."""
-        heads = np.arange(self.degree * self.slots).reshape(self.degree, -1)
-        return np.minimum(heads // self.per_key_head, self.key_heads - 1)
-
-    @cached_property
-    def sent(self) -> np.ndarray:
-        """int[degree, n]: the key heads that each device gets; as many for all."""
-        wanted = [np.unique(row) for row in self.needed]
-        most = max(len(row) for row in wanted)
-        return np.stack([np.pad(row, (0, most - len(row)), mode="edge") for row in wanted])
-
-    @property
-    def is_even(self) -> bool:
-        """Whether every device gets key heads of its own, with all of their query heads."""
-        return self.key_heads % self.degree == 0
-
-    @property
-    def received(self) -> int:
-        """Key heads that all devices of a group get together."""
-        return self.key_heads if self.is_even else int(self.sent.size)
 
     def place(self) -> Array:
         """Which of its group this device is."""
@@ -108,13 +77,6 @@ class Exchange:
     @cached_property
     def _distinct(self) -> list[np.ndarray]:
         return [np.unique(row) for row in self.sent]
-
-    @property
-    def key_heads_there(self) -> int:
-        """N' of `queries`."""
-        if self.is_even:
-            return self.key_heads // self.degree
-        return 1 if self.sent.shape[1] == 1 else self.slots
 
     @property
     def _members(self) -> list[list[int]] | None:

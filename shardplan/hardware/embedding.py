@@ -120,7 +120,8 @@ class Embedding:
         if n == 1:
             return FREE
         if kind == "collective-permute":
-            return self.permute(tuple(_shifted(self.mesh, mesh_axes)))
+            part = self._around(mesh_axes)
+            return part.permute(tuple(_shifted(part.mesh, mesh_axes)))
         spans = self._spans(mesh_axes)
         if kind.endswith("all-to-all"):
             # a device has n/(n-1) of what it receives, and sends a part of it to each slice
@@ -133,6 +134,14 @@ class Embedding:
         links = links_of(spans) | ({NETWORK} if slices > 1 else set())
         latency = rounds * HOP_SECONDS * sum(span.hops for span in spans)
         return Cost(within + across * self.network_seconds, latency, links)
+
+    def _around(self, mesh_axes: tuple[str, ...]) -> "Embedding":
+        """Of the devices those that meet on the links of these axes: in the other dimensions all have it alike."""
+        met = {factor.dimension for axis in mesh_axes for factor in self.factors[axis]}
+        met.update(range(len(self.hardware.torus), len(self.dimensions)))  # devices of a chip share its network
+        kept = {axis: tuple(f for f in factors if f.dimension in met) for axis, factors in self.factors.items()}
+        sizes = {axis: self.slices[axis] * math.prod(f.size for f in factors) for axis, factors in kept.items()}
+        return Embedding(self.hardware, sizes, self.dimensions, kept)
 
     @property
     def network_seconds(self) -> float:

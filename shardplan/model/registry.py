@@ -11,6 +11,7 @@ from levanter.layers.attention import Attention
 
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.model.corrections import CORRECTIONS, prepare_hf_config, rotary_scaling
+from shardplan.positions.pattern import Pattern
 
 SUPPORTED = {
     "gemma": ("levanter.models.gemma", "GemmaConfig"),
@@ -49,6 +50,11 @@ class Model:
         """Whether its attention is the class that Levanter's models share, rather than one of its own."""
         leaves = jax.tree.leaves(self.template, is_leaf=lambda node: isinstance(node, Attention))
         return any(isinstance(leaf, Attention) for leaf in leaves)
+
+    @property
+    def pattern(self) -> Pattern:
+        """What a token may attend to."""
+        return Pattern(causal=True, window=self.sliding_window)
 
     @property
     def vocab(self) -> hax.Axis:

@@ -7,6 +7,7 @@ waited for. The factors are fitted to the compiler (`shardplan.plan.calibration`
 https://jax-ml.github.io/scaling-book.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -15,9 +16,10 @@ from shardplan.model import Model
 from shardplan.plan.calibration import Calibration
 from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import MeshShape
-from shardplan.plan.partition import CAUSAL, GATHER, Share, Traffic, share
+from shardplan.plan.partition import GATHER, Share, share
 from shardplan.plan.tasks import Step, Task
 from shardplan.plan.tracing import plan_step
+from shardplan.plan.traffic import Traffic
 from shardplan.plan.workload import Workload
 
 
@@ -52,21 +54,26 @@ def compute_seconds(task: Task, mine: Share, hardware: Slice, calibration: Calib
         return products + copied / generation.hbm_bandwidth
     if task.kind == "attention":
         products = calibration.attention * mine.unmasked * mine.product.flops / generation.flops
-        return products if mine.has_kernel else max(products, mine.unmasked * moving)
+        merging = calibration.elementwise * mine.merged_bytes / generation.hbm_bandwidth
+        return merging + (products if mine.has_kernel else max(products, mine.unmasked * moving))
     return calibration.elementwise * moving
 
 
 def task_seconds(task: Task, mine: Share, hardware: Slice, mesh: MeshShape, calibration: Calibration) -> Seconds:
     """One task."""
     compute = compute_seconds(task, mine, hardware, calibration)
-    hidden = waiting = 0.0
+    waiting = 0.0
+    hidden: defaultdict[float, float] = defaultdict(float)  # by the part of the compute that they can hide behind
     for traffic in mine.traffic:
         seconds = transfer_seconds(traffic, hardware, mesh)
         if traffic.cause.startswith(GATHER) and traffic.kind == "all-gather":
-            hidden += seconds
+            hidden[calibration.overlap] += seconds
+        elif traffic.kind == "collective-permute":
+            hops = traffic.count / task.times
+            hidden[hops / (hops + 1)] += seconds  # there is none while the keys of the last hop are attended to
         else:
             waiting += seconds
-    return Seconds(compute, waiting + max(0.0, hidden - calibration.overlap * compute))
+    return Seconds(compute, waiting + sum(max(0.0, each - part * compute) for part, each in hidden.items()))
 
 
 def step_tasks(
@@ -81,12 +88,13 @@ def step_tasks(
 def model_flops(model: Model, workload: Workload) -> float:
     """Products that the model needs for one step, over all devices: what model FLOP/s utilisation counts.
 
-    Nothing is counted that is done again, nor the masked half of attention.
+    Nothing is counted that is done again, nor what the mask takes from attention.
     """
     forward = replace(workload, kind="eval", microbatches=1) if workload.is_training else workload
     step = plan_step(model, forward)
     nowhere = Layout({}, {}, {}, step.merged, step.activation_axes)
+    needed = step.pattern.density(workload.position)
     flops = sum(
-        share(task, nowhere).product.flops * (CAUSAL if task.kind == "attention" else 1.0) for task in step.tasks
+        share(task, nowhere).product.flops * (needed if task.kind == "attention" else 1.0) for task in step.tasks
     )
     return 3 * flops if workload.is_training else flops

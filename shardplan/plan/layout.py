@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from shardplan.model.named import Array, Dim
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
+from shardplan.plan.plan import AttentionPlan
+from shardplan.positions.pattern import CAUSAL, Pattern
 
 REARRANGED_COPIES = 2
 """Arrays of the gathered size that a gather along several dimensions needs until the result is in order."""
@@ -28,8 +30,6 @@ class Habits:
     """Rows that experts are chosen for are freed after their last use, not with the last of the gradients."""
     plain_attention: bool = False
     """Attention has no kernel: a block of scores is in memory."""
-    gathers_keys: bool = False
-    """Where positions are cut, attention has all keys brought together, as shardplan's does and Levanter's does not."""
 
 
 class Gather(NamedTuple):
@@ -53,6 +53,9 @@ class Layout:
     merged: Mapping[str, Dim]
     activation_axes: tuple[str, ...]
     habits: Habits = Habits()
+    attention: AttentionPlan = field(default_factory=AttentionPlan)
+    pattern: Pattern = CAUSAL
+    """Of attention's mask."""
     known: dict[Array, int] = field(default_factory=dict, compare=False, repr=False)
     """Into how many parts arrays are cut while computing, as far as that was asked for; layouts with the same `mesh`
     and `compute` may share it."""

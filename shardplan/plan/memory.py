@@ -9,13 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardplan.model.named import SECOND, Array
+from shardplan.plan.attention import FLOAT32, held_bytes
 from shardplan.plan.layout import Layout
 from shardplan.plan.lookup import lookup
-from shardplan.plan.partition import SCORE_BYTES
 from shardplan.plan.tasks import Item, Step
 
-FLOAT32 = 4
-"""Bytes of a number."""
 FLASH_BLOCK = 1024
 """Side of the block of attention scores that Levanter's flash attention keeps where there is no kernel, tokens."""
 
@@ -68,7 +66,7 @@ def item_bytes(item: Item, layout: Layout) -> float:
     if item.role == "scores":
         return _score_block(array, layout) if layout.habits.plain_attention else 0.0
     if item.role == "keys":
-        return _gathered_keys(array, layout) if layout.habits.gathers_keys else 0.0
+        return held_bytes(array, item.tables, layout)
     if item.role in LATE and layout.habits.frees_rows == (item.role == "lingering"):
         return 0.0
     if item.role == "sliced":
@@ -78,6 +76,8 @@ def item_bytes(item: Item, layout: Layout) -> float:
 
 CUT_AS_RESTING = ("wide", "summand", "sliced")
 """Roles of what may be cut as parameters rest, though it is none."""
+ATTENDING = ("keys",)
+"""Roles of what depends on how attention is done."""
 LATE = ("lingering", "sliced", "looked_up")
 """Roles of what stays for the gradients of experts: the first where rows are not freed, the others where they are."""
 
@@ -115,16 +115,9 @@ def _is_converted(rows: Array, layout: Layout) -> bool:
     return layout.habits.wide_rows and rows.itemsize < FLOAT32 and not layout.rests(rows)
 
 
-def _gathered_keys(keys: Array, layout: Layout) -> float:
-    """Keys and values of all positions, which attention has together; nothing where positions are not cut."""
-    *_, position = layout.activation_axes
-    whole = layout.bytes(keys, {**layout.compute, position: ()})
-    return 2 * whole if whole > layout.bytes(keys, layout.compute) else 0.0
-
-
 def _score_block(scores: Array, layout: Layout) -> float:
     """The block of scores that attention without a kernel works on."""
-    size = scores.elements / layout.parts(scores, layout.compute) * SCORE_BYTES
+    size = scores.elements / layout.parts(scores, layout.compute) * FLOAT32
     for name, count in scores.factors:
         if name is not None and name.removesuffix(SECOND) + SECOND in scores.axes:
             size *= min(1.0, FLASH_BLOCK / count)

@@ -9,36 +9,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shardplan.model.named import SECOND, Array
+from shardplan.model.named import Array
+from shardplan.plan import attention
 from shardplan.plan.fusion import is_scores
 from shardplan.plan.layout import Gather, Layout
 from shardplan.plan.lookup import lookup
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.plan.product import NO_PRODUCT, Product, product
 from shardplan.plan.tasks import Task
+from shardplan.plan.traffic import Traffic, all_gather, all_reduce, all_to_all, reduce_scatter
 
-SCORE_PASSES, SCORE_BYTES = 3, 4
-"""How often attention without a kernel writes or reads its scores, per product, and their bytes."""
-KERNEL_LANES = 128
-"""Levanter's splash attention takes positions and head sizes that are multiples of this."""
-KERNEL_BLOCK = 512
-"""Side of the kernel's blocks, tokens. Some of Levanter's models ask for more than the memory of a v4 core can hold."""
-CAUSAL = 0.5
-"""Part of the position x position products that a causal mask leaves."""
 GATHER = "weights of"
 """How the causes of gathers of parameters begin."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Collectives of one cause in one step."""
-
-    kind: str
-    mesh_axes: MeshAxes
-    bytes: float
-    """Received per device, over all executions."""
-    count: int
-    cause: str
 
 
 @dataclass(frozen=True)
@@ -48,43 +30,17 @@ class Share:
     product: Product
     memory_bytes: float
     """Read from and written to HBM."""
-    rearranged_bytes: float
-    """Of parameters that a gather does not leave in order: along several dimensions at once, or written as a sum."""
-    own_bytes: float
-    """Of parameters that are gathered, the parts that the device has itself and copies into what it gathers."""
-    has_kernel: bool
-    """Of attention: whether one kernel does it, on each device alone, and never writes scores."""
-    unmasked: float
-    """Of attention: the part of its scores that a causal mask leaves to the device with most of them."""
     traffic: tuple[Traffic, ...]
-
-
-def all_gather(result_bytes: float, layout: Layout, axes: MeshAxes, count: int, cause: str) -> Traffic:
-    """Every device gets the parts of the others; `result_bytes` is what it then has, per execution."""
-    if layout.sums_to_gather(axes):
-        return all_reduce(result_bytes, layout, axes, count, cause)
-    n = mesh_size(layout.mesh, axes)
-    return Traffic("all-gather", axes, count * result_bytes * (n - 1) / n, count, cause)
-
-
-def all_reduce(array_bytes: float, layout: Layout, axes: MeshAxes, count: int, cause: str) -> Traffic:
-    """A reduce-scatter and an all-gather of `array_bytes`, per execution."""
-    n = mesh_size(layout.mesh, axes)
-    return Traffic("all-reduce", axes, 2 * count * array_bytes * (n - 1) / n, count, cause)
-
-
-def reduce_scatter(array_bytes: float, layout: Layout, axes: MeshAxes, count: int, cause: str) -> Traffic:
-    """Every device gets the sum of its part of `array_bytes`, per execution; over the whole mesh, the sum of all."""
-    if layout.is_whole(axes):
-        return all_reduce(array_bytes, layout, axes, count, cause)
-    n = mesh_size(layout.mesh, axes)
-    return Traffic("reduce-scatter", axes, count * array_bytes * (n - 1) / n, count, cause)
-
-
-def all_to_all(array_bytes: float, layout: Layout, axes: MeshAxes, count: int, cause: str) -> Traffic:
-    """Every device sends a part of its `array_bytes` to every other, per execution."""
-    n = mesh_size(layout.mesh, axes)
-    return Traffic("all-to-all", axes, count * array_bytes * (n - 1) / n, count, cause)
+    rearranged_bytes: float = 0.0
+    """Of parameters that a gather does not leave in order: along several dimensions at once, or written as a sum."""
+    own_bytes: float = 0.0
+    """Of parameters that are gathered, the parts that the device has itself and copies into what it gathers."""
+    merged_bytes: float = 0.0
+    """Of attention: read and written to add up what the hops of a ring give."""
+    has_kernel: bool = False
+    """Of attention: whether one kernel does it, on each device alone, and never writes scores."""
+    unmasked: float = 1.0
+    """Of attention: the part of its scores that the mask leaves to the device with most of them."""
 
 
 def share(task: Task, layout: Layout, least: Share | None = None) -> Share:
@@ -112,64 +68,42 @@ def least_share(task: Task, layout: Layout) -> Share:
     )
     traffic = _sent(COMPUTING[task.kind](task, layout)) if task.kind in COMPUTING else ()
     if task.kind not in ("contraction", "attention"):
-        return Share(NO_PRODUCT, task.times * moved, 0.0, 0.0, False, 1.0, traffic)
+        return Share(NO_PRODUCT, task.times * moved, traffic)
     if task.groups > 1:  # what is computed follows from how the parameters rest, cut by all devices at best
         whole = product(task, replace(layout, params={}))
         mine = replace(whole, count=whole.count / math.prod(layout.mesh.values()))
     else:
         mine = product(task, layout)
     if task.kind == "contraction":
-        return Share(mine, task.times * moved, 0.0, 0.0, False, 1.0, traffic)
-    has_kernel = attention_has_kernel(task, layout)
-    if not has_kernel:
-        scores, _ = _positions(task)
-        moved += SCORE_PASSES * SCORE_BYTES * scores.elements / layout.parts(scores, layout.compute)
-    return Share(mine, task.times * moved, 0.0, 0.0, has_kernel, unmasked_part(task, layout), traffic)
+        return Share(mine, task.times * moved, traffic)
+    is_kernel = attention.has_kernel(task, layout)
+    return Share(
+        mine,
+        task.times * (moved if is_kernel else moved + attention.score_bytes(task, layout)),
+        traffic,
+        merged_bytes=attention.merged_bytes(task, layout),
+        has_kernel=is_kernel,
+        unmasked=attention.unmasked(task, layout),
+    )
 
 
 def _sent(traffic: Iterator[Traffic]) -> tuple[Traffic, ...]:
     return tuple(each for each in traffic if each.bytes > 0)
 
 
+def weight_bytes(task: Task, layout: Layout) -> float:
+    """Of the parameters that a product is the first to use, on a device while computing, over all executions."""
+    if task.kind != "contraction" or task.groups > 1:
+        return 0.0
+    return task.times * sum(
+        layout.bytes(array, layout.compute) for array in task.operands if array.weight in task.fresh
+    )
+
+
 def gather_of(array: Array, task: Task, layout: Layout) -> Gather | None:
     """How an operand is gathered here, where it is a parameter that is neither used as it rests nor there already."""
     is_new = array.weight is not None and array.weight in task.fresh and task.groups == 1
     return layout.gather(array) if is_new else None
-
-
-def attention_has_kernel(task: Task, layout: Layout) -> bool:
-    """Whether a kernel can do attention on each device alone: with all keys, and each query head's key head.
-
-    Of the axes of scores those may be cut that keys have too, and positions, of which keys and values are gathered: a
-    cut of the query heads of a group alone would pair them with the wrong key heads.
-    """
-    if layout.habits.plain_attention:
-        return False
-    met = (*task.operands, *task.results)
-    keys = [array for array in task.operands if not is_scores(array)][-1]
-    scores, positions = _positions(task)
-    separable = {name for name in keys.axes if name in scores.axes} - positions
-    separable |= positions if layout.habits.gathers_keys else set()
-    if any(layout.compute.get(name) for array in met for name in array.axes if name not in separable):
-        return False
-    heads = [size for name, size in keys.factors if size > 1 and name not in scores.axes]
-    lengths = [size // mesh_size(layout.mesh, layout.compute.get(name or "", ())) for name, size in scores.factors
-               if name in positions]  # fmt: skip
-    return all(size % KERNEL_LANES == 0 for size in (*heads, *lengths)) and all(
-        size % min(KERNEL_BLOCK, size) == 0 for size in lengths
-    )
-
-
-def unmasked_part(task: Task, layout: Layout) -> float:
-    """The part of its scores that a causal mask leaves to the device with the last of the positions."""
-    parts = max(mesh_size(layout.mesh, layout.compute.get(name, ())) for name in _positions(task)[1])
-    return 1 - (1 - CAUSAL) / parts
-
-
-def _positions(task: Task) -> tuple[Array, set[str]]:
-    """The scores of an attention task, and the names of their positions."""
-    scores = next(filter(is_scores, (*task.operands, *task.results)))
-    return scores, {name for name in scores.axes if name.endswith(SECOND) or name + SECOND in scores.axes}
 
 
 def _grouped(task: Task, layout: Layout) -> Iterator[Traffic]:
@@ -249,23 +183,6 @@ def _flattened(task: Task, operand: Array, layout: Layout) -> Iterator[Traffic]:
             yield all_gather(size, layout, cut, task.times, f"{whole} of {task.cause} cut differently before")
 
 
-def _attention(task: Task, layout: Layout) -> Iterator[Traffic]:
-    """Keys and values of other positions, and sums of scores over a cut head size."""
-    result = task.results[0]
-    partial = layout.mesh_axes(task.contracted)
-    if partial and not any(name and name.endswith(SECOND) for name, _ in task.contracted):
-        yield all_reduce(layout.bytes(result, layout.compute), layout, partial, task.times, "attention over a cut axis")
-    positions = [name for name in result.axes if name + SECOND in result.axes] or [
-        name.removesuffix(SECOND) for name, _ in task.contracted if name and name.endswith(SECOND)
-    ]
-    for name in positions:
-        axes = layout.compute.get(name, ())
-        keys = task.operands[1]
-        if axes and name in keys.axes:
-            size = layout.bytes(keys, {**layout.compute, name: ()})
-            yield all_gather(size, layout, axes, task.times, "keys and values of other positions")
-
-
 def _lookup(task: Task, layout: Layout) -> Iterator[Traffic]:
     """A lookup in a cut table."""
     table, result = task.operands[0], task.results[0]
@@ -315,7 +232,7 @@ def _reshard(task: Task, layout: Layout) -> Iterator[Traffic]:
         yield all_gather(layout.bytes(after, layout.compute), layout, lost, task.times, f"whole for {task.cause}")
 
 
-COMPUTING = {"contraction": _contraction, "attention": _attention, "reshard": _reshard, "sum": _sum}
+COMPUTING = {"contraction": _contraction, "attention": attention.collectives, "reshard": _reshard, "sum": _sum}
 """Kind of task -> its collectives that follow from the mapping while computing."""
 RESTING = {"contraction": _parameters, "lookup": _lookup, "update": _update}
 """Kind of task -> those that follow from how parameters rest too."""

@@ -15,10 +15,11 @@ from shardplan.config import MESH_AXES
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.hardware import parse_slice
 from shardplan.plan.mapping import mesh_text
+from shardplan.positions.layout import CONTIGUOUS, KINDS
 
 SCHEMA_VERSION = 1
-BATCH_AXIS = "batch"
-"""Logical axis of the sequences of a step, as Levanter's trainer calls it."""
+BATCH_AXIS, POSITION_AXIS = "batch", "position"
+"""Logical axes of the sequences of a step, as Levanter's trainer calls it, and of their tokens, as its models do."""
 
 Mapping = dict[str, list[str]]
 """Logical axis -> mesh axes, major to minor. A logical axis that is absent is replicated."""
@@ -135,8 +136,9 @@ class CostPlan:
     collectives: list[Collective]
 
 
-UNCUT, GATHERED = "none", "all_gather"
-"""Strategies of attention: positions are not cut; keys and values of all positions are gathered."""
+UNCUT, GATHERED, RING, ULYSSES, HYBRID = STRATEGIES = ("none", "all_gather", "ring", "ulysses", "hybrid")
+"""How attention is done: by Levanter's own, for positions are not cut; keys and values are gathered; they go round;
+heads are exchanged for positions; in groups that, and between them a ring."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,11 @@ class AttentionPlan:
 
     strategy: str = UNCUT
     ulysses: int = 1
+    """Devices that exchange heads for positions."""
     ring: int = 1
-    layout: str = "contiguous"
+    """Parts that positions are in then: together these are the devices that cut positions."""
+    layout: str = CONTIGUOUS
+    """The order of positions; see `shardplan.positions.layout`."""
 
 
 @dataclass(frozen=True)
@@ -239,8 +244,18 @@ class Plan:
         for where, mapping in (("compute_mapping", self.compute_mapping), ("param_mapping", self.param_mapping)):
             for axis, mesh_axes in mapping.items():
                 yield from self._misuses(f"{where}.{axis}", mesh_axes)
+        yield from self._attention_problems()
         for parameter in self.parameters:
             yield from self._misuses(parameter.path, [axis for axes in parameter.spec if axes for axis in axes])
+
+    def _attention_problems(self) -> Iterator[str]:
+        method = self.attention
+        for name, given, valid in (("strategy", method.strategy, STRATEGIES), ("layout", method.layout, KINDS)):
+            if given not in valid:
+                yield f"attention.{name} is {given!r}; {nearest(given, valid)}"
+        degree = math.prod(self.mesh.get(axis, 1) for axis in self.compute_mapping.get(POSITION_AXIS, []))
+        if method.strategy != UNCUT and method.ulysses * method.ring != degree:
+            yield f"attention.ulysses {method.ulysses} x ring {method.ring} where {degree} devices cut {POSITION_AXIS}"
 
     def _misuses(self, where: str, mesh_axes: list[str]) -> Iterator[str]:
         for mesh_axis in mesh_axes:

@@ -1,5 +1,6 @@
 """make_plan: from a model, a workload and a slice to a Plan."""
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
@@ -18,7 +19,6 @@ from shardplan.plan.options import PLANNED, PLANNED_FOR_EXPERTS
 from shardplan.plan.partition import GATHER
 from shardplan.plan.plan import (
     BATCH_AXIS,
-    GATHERED,
     UNCUT,
     AttentionPlan,
     Collective,
@@ -33,7 +33,8 @@ from shardplan.plan.plan import (
     SearchInfo,
     WorkloadInfo,
 )
-from shardplan.plan.search import TIME_RESOLUTION
+from shardplan.plan.search import TIME_RESOLUTION, Candidate
+from shardplan.plan.space import METHOD
 from shardplan.plan.tasks import Step
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.variants import Found, Result, find
@@ -86,25 +87,36 @@ def rank_plans(
         raise _failure(miss)
     plans = []
     for found, runner_up in zip(result.ranked, [*result.ranked[1:], None], strict=True):
-        candidate, space = found.candidate, found.candidate.space
-        layout = space.layout(candidate.mesh, candidate.compute, candidate.params)
+        space, layout = found.candidate.space, found.candidate.layout
         cost = _cost(space.step, layout, space.hardware)
         info = _search_info(result, found, runner_up, cost)
         info.reasons.extend([NO_KERNEL] if not space.kernels and not space.hardware.is_cpu else [])
         info.reasons.extend([NO_PRICE] if found.config.workload.gradient_checkpointing == OFFLOAD else [])
+        info.reasons.extend(_other_attention(found.candidate))
         info.reasons.extend(_unnamed(space.step))
         plans.append(_describe(found.config, inspect_model(model), space.hardware, space.step, layout, cost, info))
     return plans[:count]
 
 
-def plan_layout(config: Config, model: Model, mesh: MeshShape, compute: Mapping, params: Mapping) -> Plan:
+def plan_layout(
+    config: Config,
+    model: Model,
+    mesh: MeshShape,
+    compute: Mapping,
+    params: Mapping,
+    attention: AttentionPlan | None = None,
+) -> Plan:
     """The Plan of a mesh and mappings that somebody else chose: nothing is searched, nothing refused.
 
+    Attention is Levanter's own, unless `attention` says how else it is done.
     Logical axes that the model does not have are named in `search.reasons`: they cut nothing.
     """
     hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
     step = plan_step(model, workload_of(config.workload))
-    layout = Layout(mesh, as_tuples(compute), as_tuples(params), step.merged, step.activation_axes, habits(hardware))
+    layout = Layout(
+        mesh, as_tuples(compute), as_tuples(params), step.merged, step.activation_axes, habits(hardware),
+        attention or AttentionPlan(), step.pattern,
+    )  # fmt: skip
     known = {*axes.axes, axes.position, BATCH_AXIS}
     reasons = ["given, not searched for"] + [
         f"the model has no axis {axis!r}, so that mapping it does nothing; {nearest(axis, known)}"
@@ -198,7 +210,6 @@ def _describe(
     params, work = layout.params, workload_of(config.workload)
     sizes = [round(layout.bytes(array)) for array in step.parameters]
     options = PLANNED_FOR_EXPERTS if work.is_training and step.routed else PLANNED
-    is_cut = layout.habits.gathers_keys and layout.compute.get(axes.position)
     return Plan(
         model=ModelInfo(config.model.ref, axes.type, dict(axes.axes), axes.size, config.model.config),
         workload=WorkloadInfo(**{key: value for key, value in vars(work).items() if key != "batch_axis"}),
@@ -219,7 +230,7 @@ def _describe(
         memory=_memory(step, layout, hardware),
         cost=cost,
         search=found,
-        attention=AttentionPlan(GATHERED if is_cut else UNCUT),
+        attention=layout.attention,
         compiler_options={} if hardware.is_cpu else dict(options),
         versions=_versions(),
     )
@@ -276,7 +287,7 @@ def _search_info(result: Result, found: Found, second: Found | None, cost: CostP
         other = second.candidate
         step, others_step = (workload_of(each.config.workload).training for each in (found, second))
         reasons.append(
-            f"runner-up: mesh {mesh_text(other.mesh)}, {mapping_text(other.compute)}; at rest "
+            f"runner-up: mesh {mesh_text(other.mesh)}, {mapping_text(other.layout.compute)}; at rest "
             + "; ".join([mapping_text(other.params), *([others_step] if others_step != step else [])])
             + f": {other.seconds / best.seconds - 1:+.1%} time, {(other.peak_bytes - best.peak_bytes) / GIB:+.2f} GiB"
         )
@@ -289,6 +300,28 @@ def _search_info(result: Result, found: Found, second: Found | None, cost: CostP
         rejected=dict(result.tally.rejected),
         reasons=reasons + sorted(result.tally.indivisible.values()),
     )
+
+
+def _other_attention(found: Candidate) -> list[str]:
+    """What attention done in other ways would change."""
+    space, mine = found.space, found.layout
+    position = mine.compute.get(space.position, ())
+    others = [method for method in space.methods_for(found.mesh, position) if method != found.compute.get(METHOD)]
+    if mine.attention.strategy == UNCUT or not others:
+        return []
+    changes = []
+    for method in others:
+        layout = space.layout(found.mesh, {**found.compute, METHOD: method}, found.params)
+        tasks = step_tasks(space.step, layout, space.hardware, space.calibration)
+        seconds, peak = sum(each.total for *_, each in tasks), memory(space.step, layout).peak
+        changes.append(
+            f"{' '.join(method)} {seconds / found.seconds - 1:+.1%} time, {(peak - found.peak_bytes) / GIB:+.2f} GiB"
+        )
+    chosen = mine.attention
+    return [
+        f"{math.prod(found.mesh[axis] for axis in position)} devices cut positions; attention is {chosen.strategy} "
+        f"{chosen.layout} (ulysses {chosen.ulysses} x ring {chosen.ring}); instead: {'; '.join(changes)}"
+    ]
 
 
 def _unnamed(step: Step) -> list[str]:

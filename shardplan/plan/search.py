@@ -15,12 +15,14 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from shardplan.hardware import embed
+from shardplan.plan.attention import has_kernel
 from shardplan.plan.cost import task_seconds
 from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
-from shardplan.plan.memory import item_bytes
-from shardplan.plan.partition import Share, attention_has_kernel, least_share, share
-from shardplan.plan.space import BATCH_AXES, RESTING_AXES, TENSOR_AXES, Pick, Space, Work
+from shardplan.plan.memory import ATTENDING, item_bytes
+from shardplan.plan.partition import Share, least_share, share, weight_bytes
+from shardplan.plan.space import BATCH_AXES, METHOD, RESTING_AXES, TENSOR_AXES, Pick, Space, Work
 from shardplan.plan.tasks import Task
 
 TIME_RESOLUTION = 1e-2
@@ -37,6 +39,11 @@ class Candidate:
     params: dict[str, MeshAxes]
     seconds: float
     peak_bytes: float
+
+    @property
+    def layout(self) -> Layout:
+        """What it makes of arrays."""
+        return self.space.layout(self.mesh, self.compute, self.params)
 
 
 @dataclass
@@ -139,9 +146,10 @@ def _frames(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Ite
             if len(set(taken)) < len(taken) or any(mesh[axis] == 1 for axis in taken):
                 continue
             tokens = dict(zip(options, cuts, strict=True))
-            if all(_divides(space, mesh, axis, axes, tally) for axis, axes in tokens.items()):
+            methods = space.methods_for(mesh, tokens[space.position])
+            if methods and all(_divides(space, mesh, axis, axes, tally) for axis, axes in tokens.items()):
                 found = True
-                yield _Frame(space, mesh, {axis: axes for axis, axes in tokens.items() if axes}, tally)
+                yield _Frame(space, mesh, {axis: axes for axis, axes in tokens.items() if axes}, methods, tally)
         if not found:
             tally.rejected["batch"] += 1
 
@@ -168,16 +176,27 @@ class _Choice:
 
 
 class _Frame:
-    """One mesh with the mapping of batch and positions."""
+    """One mesh with the mapping of batch and positions.
 
-    def __init__(self, space: Space, mesh: dict[str, int], tokens: dict[str, MeshAxes], tally: Tally) -> None:
+    Args:
+        methods: what `shardplan.plan.space.METHOD` can be. Where there are several kinds of attention, of axes that do
+            not meet, it is the first.
+    """
+
+    def __init__(
+        self, space: Space, mesh: dict[str, int], tokens: dict[str, MeshAxes], methods: list[MeshAxes], tally: Tally
+    ) -> None:
         self.space, self.mesh, self.tokens, self.tally = space, mesh, tokens, tally
+        self.given = {**tokens, METHOD: methods[0]}
+        self.methods = methods if sum(work.attends for work in space.works) == 1 else methods[:1]
         self.shares: defaultdict[int, dict[object, Share]] = defaultdict(dict)
         self.seconds: defaultdict[int, dict[object, float]] = defaultdict(dict)
         self.sizes: dict[tuple[str, ...], list[dict[object, float]]] = {
             work.component: [{} for _ in work.items] for work in (space.base, *space.works)
         }
         self.layouts: dict[tuple[tuple[str, MeshAxes], ...], Layout] = {}
+        self.ways: dict[object, list[MeshAxes]] = {}
+        self.weights: dict[object, float] = {}
 
     @cached_property
     def computes(self) -> list[list[dict[str, MeshAxes]]]:
@@ -203,7 +222,19 @@ class _Frame:
         """The least time that there can be."""
         if not all(self.computes):
             return math.inf
-        return self._least_time(self.space.base, {}) + sum(map(min, self.times))
+        least = sum(map(min, self.times))
+        base = self._least_time(self.space.base, {})
+        rates = [embed(self.space.hardware, self.mesh).collective("all-gather", cut).seconds_per_byte
+                 for cut in RESTING_AXES[1:] if mesh_size(self.mesh, cut) > 1]  # fmt: skip
+        if not self.space.gathers_once or not rates:
+            return base + least
+        # what does not rest here is received, and hides behind a part of the rest at most
+        seen, rate = 1 - self.space.calibration.overlap, min(rates)
+        gathering = sum(
+            min(seen * seconds + rate * self._weights(work, compute) for seconds, compute in zip(*each, strict=True))
+            for work, *each in zip(self.space.works, self.times, self.computes, strict=True)
+        )
+        return base + max(least, gathering - rate * self.space.available)
 
     @cached_property
     def residuals(self) -> list[tuple[MeshAxes, np.ndarray]]:
@@ -264,15 +295,37 @@ class _Frame:
         ]
         for cuts in itertools.product(*options):
             compute = {axis: cut for axis, cut in zip(work.component, cuts, strict=True) if cut}
-            mapping = {**self.tokens, **compute}
-            if _is_distinct(mapping, work.computed) and self._has_kernels(work, mapping):
-                yield compute
+            if _is_distinct({**self.given, **compute}, work.computed):
+                for method in self._methods(work, compute):
+                    yield {**compute, METHOD: method}
 
-    def _has_kernels(self, work: Work, compute: AxisMapping) -> bool:
-        """Whether attention has a kernel, where it must."""
-        layout = self.space.layout(self.mesh, compute, {})
-        attention = [task for task, *_ in work.tasks if task.kind == "attention"]
-        return not self.space.kernels or all(attention_has_kernel(task, layout) for task in attention)
+    def _methods(self, work: Work, compute: dict[str, MeshAxes]) -> list[MeshAxes]:
+        """How attention can be done: with a kernel where it must, and what nothing else outdoes in time and memory."""
+        attention = [each for each in work.tasks if each[0].kind == "attention"]
+        if not attention:
+            return [self.given[METHOD]]
+        values = tuple(map(compute.get, work.axes))
+        known = tuple(pick(values) for _, pick, _ in attention)
+        if known not in self.ways:
+            self.ways[known] = [*self._best_methods(work, compute)]
+        return self.ways[known]
+
+    def _best_methods(self, work: Work, compute: dict[str, MeshAxes]) -> Iterator[MeshAxes]:
+        weighed = []
+        for method in self.methods:
+            way = {**compute, METHOD: method}
+            layout, values = self._layout(way, {}), tuple(map(way.get, work.axes))
+            attention = [(task, pick(values)) for task, pick, _ in work.tasks if task.kind == "attention"]
+            if self.space.kernels and not all(has_kernel(task, layout) for task, _ in attention):
+                continue
+            seconds = sum(self._seconds(task, key, partial(self._least, task, key, layout)) for task, key in attention)
+            held = [item_bytes(item, layout) for item, _ in work.items if item.role in ATTENDING]
+            weighed.append((np.array([seconds, *held]), method))
+        best: list[np.ndarray] = []
+        for costs, method in sorted(weighed, key=lambda each: tuple(each[0])):
+            if not any((other <= costs).all() for other in best):
+                best.append(costs)
+                yield method
 
     def _resting(self, axis: str, compute: AxisMapping) -> list[MeshAxes]:
         """Mesh axes that a logical axis can rest on: those of computing, and further ones."""
@@ -347,10 +400,22 @@ class _Frame:
             sizes.append(known[key])
         return work.counts @ np.array(sizes)
 
+    def _weights(self, work: Work, compute: dict[str, MeshAxes]) -> float:
+        """Bytes of the parameters that a device takes products with."""
+        layout, values = self._layout(compute, {}), tuple(map(compute.get, work.axes))
+        found = 0.0
+        for task, pick, _ in work.tasks:
+            if task.fresh:
+                key = id(task), pick(values)
+                if key not in self.weights:
+                    self.weights[key] = weight_bytes(task, layout)
+                found += self.weights[key]
+        return found
+
     def _layout(self, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> Layout:
         key = tuple(compute.items())
         if key not in self.layouts:
-            self.layouts[key] = self.space.layout(self.mesh, {**self.tokens, **compute}, {})
+            self.layouts[key] = self.space.layout(self.mesh, {**self.given, **compute}, {})
         return replace(self.layouts[key], params=params)
 
     def _least_time(self, work: Work, compute: dict[str, MeshAxes]) -> float:
@@ -408,7 +473,7 @@ class _Frame:
         return best
 
     def _candidate(self, base: _Choice, chosen: Sequence[_Choice]) -> Candidate:
-        compute, params = dict(self.tokens), dict(base.params)
+        compute, params = dict(self.given), dict(base.params)
         for choice in chosen:
             compute |= choice.compute
             params |= choice.params

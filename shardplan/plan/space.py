@@ -24,15 +24,24 @@ from shardplan.hardware import Slice, divisors
 from shardplan.model.named import SECOND, Array
 from shardplan.plan.calibration import Calibration
 from shardplan.plan.layout import Habits, Layout
-from shardplan.plan.mapping import AxisMapping, MeshAxes
-from shardplan.plan.memory import CUT_AS_RESTING, resting_items
+from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
+from shardplan.plan.memory import ATTENDING, CUT_AS_RESTING, resting_items
 from shardplan.plan.partition import RESTING
+from shardplan.plan.plan import GATHERED, HYBRID, RING, ULYSSES, AttentionPlan
 from shardplan.plan.product import product
 from shardplan.plan.rules import Rules
 from shardplan.plan.tasks import Item, Step, Task
+from shardplan.positions.layout import CONTIGUOUS, ZIGZAG
 
 BATCH_AXES: tuple[MeshAxes, ...] = (("replica", "data"), ("data",), ("replica",), ())
-POSITION_AXES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",))
+POSITION_AXES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",), ("replica", "data"), ("data", "replica"))
+METHODS: tuple[MeshAxes, ...] = (
+    (GATHERED, CONTIGUOUS), (GATHERED, ZIGZAG), (RING, CONTIGUOUS), (RING, ZIGZAG), (ULYSSES, CONTIGUOUS),
+    (HYBRID, CONTIGUOUS), (HYBRID, ZIGZAG),
+)  # fmt: skip
+"""Strategies of attention, each with a layout."""
+METHOD = "attention"
+"""Beside logical axes, mappings while computing have here one of `METHODS`, which are no mesh axes."""
 TENSOR_AXES: tuple[MeshAxes, ...] = ((), ("model",), ("model", "replica"))
 RESTING_AXES: tuple[MeshAxes, ...] = ((), ("data",), ("replica",), ("replica", "data"))
 
@@ -57,6 +66,8 @@ class Space:
     """What positions can be mapped to, where no pin says so."""
     kernels: bool = True
     """Only mappings under which a kernel can do attention."""
+    methods: tuple[MeshAxes, ...] = METHODS
+    """How attention can be done where positions are cut; without any by Levanter's own."""
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -106,13 +117,42 @@ class Space:
         return self.calibration.products * flops / self.hardware.generation.flops
 
     @cached_property
+    def gathers_once(self) -> bool:
+        """Whether a step gathers parameters at most once each, as no training step does."""
+        uses = Counter(weight for task in self.step.tasks if task.kind == "contraction" for weight in task.fresh)
+        return max(uses.values(), default=0) <= 1
+
+    @cached_property
     def base(self) -> "Work":
         """What depends on none."""
         return _work(self, ())
 
     def layout(self, mesh: dict[str, int], compute: AxisMapping, params: AxisMapping) -> Layout:
         """A point of the space."""
-        return Layout(mesh, compute, params, self.step.merged, self.step.activation_axes, self.habits)
+        mapping = {axis: cut for axis, cut in compute.items() if axis != METHOD}
+        method = self._attention(mesh, compute)
+        step = self.step
+        return Layout(mesh, mapping, params, step.merged, step.activation_axes, self.habits, method, step.pattern)
+
+    def methods_for(self, mesh: MeshShape, cut: MeshAxes) -> list[MeshAxes]:
+        """What `METHOD` can be where `cut` cuts positions; nothing where that can only be Levanter's own."""
+        if not cut or not (self.methods or len(cut) > 1):
+            return [()]
+        # where all of a window is near, only the order of the sequence leaves out hops
+        can_turn = self.step.pattern.window is None and self.sizes[self.position] % (2 * mesh_size(mesh, cut)) == 0
+        return [
+            (strategy, kind) for strategy, kind in self.methods
+            if (strategy == HYBRID) == (len(cut) > 1) and (can_turn or kind == CONTIGUOUS)
+        ]  # fmt: skip
+
+    def _attention(self, mesh: MeshShape, compute: AxisMapping) -> AttentionPlan:
+        """How attention is done; the first of two mesh axes is the ring's."""
+        if not compute.get(METHOD):
+            return AttentionPlan()
+        strategy, kind = compute[METHOD]
+        parts = [mesh[axis] for axis in compute[self.position]]
+        ulysses = {ULYSSES: parts[0], HYBRID: parts[-1]}.get(strategy, 1)
+        return AttentionPlan(strategy, ulysses, math.prod(parts) // ulysses, kind)
 
 
 def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str, int]]:
@@ -161,7 +201,7 @@ class Work:
 
     component: tuple[str, ...]
     axes: tuple[str, ...]
-    """Logical axes whose mapping is still open: those of the component, and the residual axis at rest."""
+    """Logical axes whose mapping is still open: those of the component, and the residual axis at rest; and `METHOD`."""
     tasks: tuple[tuple[Task, Pick, Pick], ...]
     """With what they depend on of the mappings of `axes` while computing, and of both, these and those at rest."""
     items: tuple[tuple[Item, Pick], ...]
@@ -174,6 +214,11 @@ class Work:
     """Axes that meet while computing."""
     resting: frozenset[frozenset[str]]
     """Axes that meet in a parameter."""
+
+    @cached_property
+    def attends(self) -> bool:
+        """Whether attention is among the tasks."""
+        return any(task.kind == "attention" for task, *_ in self.tasks)
 
 
 def _work(space: Space, component: tuple[str, ...]) -> Work:
@@ -190,21 +235,24 @@ def _work(space: Space, component: tuple[str, ...]) -> Work:
         Counter([*resting, *(item for item in moment if belongs(item.array, *item.tables))]) for moment in step.moments
     ]
     items = list(dict.fromkeys(item for counter in moments for item in counter))
-    axes = (*component, space.residual)
+    axes = (*component, space.residual, METHOD)
     rests = space.layout({}, {}, {}).rests
 
-    def pick(arrays: Sequence[Array], with_resting: bool) -> Pick:
-        places = [i for i, axis in enumerate(axes) if axis in _names(arrays)]
+    def pick(arrays: Sequence[Array], with_resting: bool, attends: bool) -> Pick:
+        names = _names(arrays) | ({METHOD} if attends else set())
+        places = [i for i, axis in enumerate(axes) if axis in names]
         resting = [len(axes) + i for i in places if with_resting]
         return itemgetter(*places, *resting) if places else lambda _: None
 
     def picks(task: Task) -> tuple[Pick, Pick]:
         arrays = (*task.operands, *task.results)
-        return pick(arrays, False), pick(arrays, task.kind in RESTING)
+        attends = task.kind == "attention"
+        return pick(arrays, False, attends), pick(arrays, task.kind in RESTING, attends)
 
     def of_item(item: Item) -> Pick:
         arrays = (item.array, *item.tables)
-        return pick(arrays, item.stays_cut or item.role in CUT_AS_RESTING or any(map(rests, arrays)))
+        with_resting = item.stays_cut or item.role in CUT_AS_RESTING or any(map(rests, arrays))
+        return pick(arrays, with_resting, item.role in ATTENDING)
 
     counts = np.array([[counter[item] for item in items] for counter in moments], float)
     return Work(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from shardplan.model.named import SECOND, Array, Dim
 from shardplan.model.trace import Operation, Trace
 from shardplan.plan.fusion import Fusion, is_scores
+from shardplan.positions.pattern import CAUSAL, Pattern
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,12 @@ class Item:
     `looked_up`: tokens that such rows are looked up in, as long.
     `found`: what is being looked up.
     `copied`: a stack of parameters in another layout, in the loop over them and from the loop before on.
-    `keys`: of attention, or values, while scores are made or used; where positions are cut, all of them.
+    `keys`: of attention, or values, while scores are made or used, and what there is besides where positions are cut.
     `scores`: of attention, while they are made; a kernel never has them in memory, nor has anything else all of them.
     """
     array: Array
     tables: tuple[Array, ...] = ()
-    """Of `found`: what it is looked up in."""
+    """Of `found`: what it is looked up in. Of `keys`: the output, where scores are used."""
     stays_cut: bool = False
     """Whether it is rows between products by groups, cut as these leave them."""
 
@@ -106,6 +107,8 @@ class Step:
     """The logical axes that number tokens: batch and position."""
     vocab: str = ""
     """The logical axis of logits."""
+    pattern: Pattern = CAUSAL
+    """What queries may attend to."""
 
     @cached_property
     def products(self) -> tuple[tuple[Task, Array], ...]:
@@ -325,8 +328,10 @@ class _Sequence:
             return self._items("wide", {value for value in operation.results if not fusion.is_summand(value)})
         scores = [array for array in (*operands, *results) if is_scores(array)][:1]
         keys = [array for array in operands if scores and not is_scores(array)][-1:]
-        made = {"whole": results, "scores": scores, "keys": keys}
-        return tuple(Item(role, array) for role, arrays in made.items() for array in arrays)
+        made = {"whole": results, "scores": scores}
+        outputs = () if any(map(is_scores, results)) else results
+        attended = (Item("keys", array, outputs) for array in keys)
+        return (*(Item(role, array) for role, arrays in made.items() for array in arrays), *attended)
 
     def _task(self, operation: Operation) -> Task:
         fusion, kind = self.fusion, operation.kind

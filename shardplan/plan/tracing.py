@@ -92,6 +92,7 @@ def plan_step(model: Model, workload: Workload) -> Step:
         state=tuple(_resting(state)),
         activation_axes=(workload.batch_axis, model.template.Pos.name),
         vocab=model.template.Vocab.name,
+        pattern=model.pattern,
     )
 
 

@@ -14,7 +14,7 @@ from shardplan.plan.calibration import calibration, habits, usable_bytes
 from shardplan.plan.plan import BATCH_AXIS
 from shardplan.plan.rules import Rules, parse_rules
 from shardplan.plan.search import Candidate, Ranking, Tally, nearest_miss, search
-from shardplan.plan.space import POSITION_AXES, Space, mesh_shapes
+from shardplan.plan.space import METHODS, POSITION_AXES, Space, mesh_shapes
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of
 
@@ -124,6 +124,7 @@ def _variants(config: Config) -> Iterator[list[Config]]:
 
 def _space(config: Config, model: Model, rules: Rules, own_attention: bool) -> Space:
     hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
+    is_training = config.workload.kind == "train"
     space = Space(
         step=plan_step(model, workload_of(config.workload)),
         batch=BATCH_AXIS,
@@ -131,11 +132,12 @@ def _space(config: Config, model: Model, rules: Rules, own_attention: bool) -> S
         residual=axes.residual,
         hardware=hardware,
         calibration=calibration(hardware.generation.name),
-        habits=replace(habits(hardware), gathers_keys=model.shares_attention and not own_attention),
+        habits=habits(hardware),
         available=usable_bytes(hardware),
         rules=rules,
-        positions=((),) if config.workload.kind == "train" and not hardware.is_cpu else POSITION_AXES,
+        positions=((),) if is_training and not hardware.is_cpu else POSITION_AXES,
         kernels=not hardware.is_cpu,
+        methods=() if own_attention or not model.shares_attention else METHODS[:1] if is_training else METHODS,
     )
     for pin in rules.pins:
         tokens = () if pin.at_rest else (space.batch, space.position)

@@ -9,7 +9,8 @@ from shardplan.hardware import parse_slice
 from shardplan.hardware.placement import slices_by_axis
 from shardplan.plan.levanter_config import BATCH_MESH_AXES, DCN_AXIS, SHARED_BY_DEFAULT
 from shardplan.plan.mapping import MeshAxes, as_tuples, mesh_size
-from shardplan.plan.plan import BATCH_AXIS, GATHERED, Mapping, Plan
+from shardplan.plan.plan import BATCH_AXIS, UNCUT, Mapping, Plan
+from shardplan.positions.layout import CONTIGUOUS
 
 SPLASH_NEEDS_WHOLE = ("position", "q_heads_per_group", "head_size")
 """Logical axes that Levanter's splash attention, its default on TPUs, takes for whole wherever they are cut."""
@@ -149,9 +150,21 @@ def _notes(plan: Plan) -> Iterator[str]:
     cut = [axis for axis in SPLASH_NEEDS_WHOLE if _cutting(plan, tuple(plan.compute_mapping.get(axis, ())))]
     if parse_slice(plan.hardware.slice).is_cpu:
         return  # Levanter's attention on CPUs is no kernel, and right wherever it is cut
-    if plan.attention.strategy == GATHERED:
+    method = plan.attention
+    if method.strategy != UNCUT:
+        degree, layout = (
+            f", ulysses={method.ulysses}" if method.ulysses > 1 else "",
+            f', layout="{method.layout}"' if method.layout != CONTIGUOUS else "",
+        )
         yield "Attention must be that of shardplan.attention.levanter, as planned: with positions cut Levanter's own is"
-        yield 'wrong in silence. model = with_sequence_parallel(model, Method("all_gather", kernel="splash"))'
+        yield (
+            "wrong in silence. model = with_sequence_parallel(model, "
+            f'Method("{method.strategy}"{degree}, kernel="splash"{layout}))'
+        )
+        if layout:
+            order = f'Layout({plan.workload.position}, {method.ring}, {method.ulysses}, "{method.layout}")'
+            yield f"Examples must be in its order, shard_sequence(example, {order}) of"
+            yield "shardplan.attention.sequence, and their losses next_token_losses(model, sequence)."
     elif cut:
         yield (
             f"model.attn_backend must be jax_flash: with {', '.join(cut)} cut, Levanter's default on TPUs is wrong in "

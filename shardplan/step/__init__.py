@@ -2,10 +2,9 @@
 
 from shardplan.step.program import Program, abstract_model, abstract_tokens
 from shardplan.step.programs import logits_program, loss_program, prefill_program, step_program, train_program
-from shardplan.step.specialize import KERNEL_BLOCK, attention_backend, specialize
+from shardplan.step.specialize import attention_backend, specialize
 
 __all__ = [
-    "KERNEL_BLOCK",
     "Program",
     "abstract_model",
     "abstract_tokens",

@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 
 from shardplan.model import Model
 from shardplan.model.axes import axes_of
-from shardplan.model.forward import activations, for_compute, logits, loss_and_gradients, losses, next_logits
+from shardplan.model.forward import for_compute, loss_and_gradients
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
 from shardplan.plan.tracing import abstract_state, optimizer, token_axes
 from shardplan.plan.workload import workload_of
+from shardplan.step.ordered import logits, losses, next_logits, order_of
 from shardplan.step.program import Program, abstract_model, abstract_tokens
 
 
@@ -34,7 +35,7 @@ def loss_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
 
     def evaluate(module: Any, tokens: NamedArray, predicted: NamedArray) -> NamedArray:
         with hax.axis_mapping(as_tuples(plan.compute_mapping)):
-            return losses(model, for_compute(module, plan.workload.compute_dtype), tokens, predicted)
+            return losses(model, for_compute(module, plan.workload.compute_dtype), tokens, predicted, order_of(plan))
 
     return Program("evaluate", evaluate, (_module(model, plan, mesh), *_batch(model, plan, mesh)), mesh)
 
@@ -44,8 +45,7 @@ def logits_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
 
     def all_logits(module: Any, tokens: NamedArray) -> NamedArray:
         with hax.axis_mapping(as_tuples(plan.compute_mapping)):
-            module = for_compute(module, plan.workload.compute_dtype)
-            return logits(model, module, activations(model, module, tokens))
+            return logits(model, for_compute(module, plan.workload.compute_dtype), tokens, order_of(plan))
 
     tokens, _ = _batch(model, plan, mesh)
     return Program("logits", all_logits, (_module(model, plan, mesh), tokens), mesh)
@@ -59,7 +59,7 @@ def prefill_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
 
     def prefill(module: Any, tokens: NamedArray) -> NamedArray:
         with hax.axis_mapping(as_tuples(plan.compute_mapping)):
-            return next_logits(model, for_compute(module, plan.workload.compute_dtype), tokens)
+            return next_logits(model, for_compute(module, plan.workload.compute_dtype), tokens, order_of(plan))
 
     tokens, _ = _batch(model, plan, mesh)
     return Program("prefill", prefill, (_module(model, plan, mesh), tokens), mesh)

@@ -7,16 +7,17 @@ import equinox as eqx
 import jax
 from levanter.layers.attention import AttentionBackend
 
-from shardplan.attention.levanter import Method, with_sequence_parallel
+from shardplan.attention.levanter import method_of, with_sequence_parallel
 from shardplan.hardware import parse_slice
 from shardplan.model import Model
+from shardplan.plan.attention import has_kernel
 from shardplan.plan.calibration import habits
 from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import as_tuples
-from shardplan.plan.partition import KERNEL_BLOCK, attention_has_kernel
 from shardplan.plan.plan import UNCUT, Plan
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of
+from shardplan.positions.layout import KERNEL_BLOCK
 
 SPLASH = "splash"
 
@@ -33,21 +34,20 @@ def specialize(model: Model, plan: Plan) -> Model:
     )
     template = eqx.filter_eval_shape(config.model_type.init, model.vocab, config, key=jax.random.PRNGKey(0))
     if plan.attention.strategy != UNCUT:
-        method = Method(plan.attention.strategy, plan.attention.ulysses, "splash" if backend == SPLASH else "blockwise")
-        template = with_sequence_parallel(template, method)
+        kernel = "splash" if backend == SPLASH else "blockwise"
+        template = with_sequence_parallel(template, method_of(plan, kernel))
     return dataclasses.replace(model, config=config, template=template)
 
 
 def attention_backend(model: Model, plan: Plan) -> str:
     """Levanter's name of the attention that a plan runs: "splash" (a Pallas kernel) or "jax_flash".
 
-    See `shardplan.plan.partition.attention_has_kernel`.
+    See `shardplan.plan.attention.has_kernel`.
     """
     forward = dataclasses.replace(plan.workload, kind="eval")
     step = plan_step(model, workload_of(forward))
     compute = as_tuples(plan.compute_mapping)
-    hardware = parse_slice(plan.hardware.slice)
-    known = dataclasses.replace(habits(hardware), gathers_keys=plan.attention.strategy != UNCUT)
-    layout = Layout(plan.mesh, compute, {}, step.merged, step.activation_axes, known)
+    known = habits(parse_slice(plan.hardware.slice))
+    layout = Layout(plan.mesh, compute, {}, step.merged, step.activation_axes, known, plan.attention)
     attention = [task for task in step.tasks if task.kind == "attention"]
-    return SPLASH if attention and all(attention_has_kernel(task, layout) for task in attention) else "jax_flash"
+    return SPLASH if attention and all(has_kernel(task, layout) for task in attention) else "jax_flash"

@@ -6,10 +6,9 @@ from typing import Any
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model
 from shardplan.plan.cost import model_flops
-from shardplan.plan.mapping import mesh_size
-from shardplan.plan.plan import Plan
+from shardplan.plan.plan import GATHERED, UNCUT, Plan
 from shardplan.plan.workload import workload_of
-from shardplan.step import KERNEL_BLOCK
+from shardplan.positions.layout import Layout, attended
 from shardplan.verify.collectives import Network
 from shardplan.verify.compiled import Compiled
 from shardplan.verify.hlo import HloError, Module, parse
@@ -61,20 +60,6 @@ def read_verdict(compiled: Compiled, plan: Plan, model: Model, program: str, opt
     )
 
 
-def attended(position: int, window: int | None, parts: int = 1) -> float:
-    """Part of the blocks of position x position that attention kernels compute: a causal mask, or a window of it.
-
-    Args:
-        parts: into how many positions are cut; it is that of the device with the last of them, which has most.
-    """
-    side = min(KERNEL_BLOCK, position // parts)
-    blocks = -(-position // side)
-    # a block is computed where any of its queries sees any of its keys
-    reach = blocks if window is None else -(-(window - 1) // side)
-    mine = range(blocks - blocks // parts, blocks)
-    return sum(min(row, reach) + 1 for row in mine) / len(mine) / blocks
-
-
 def _failure(compiled: Compiled, module: Module | None, buffers: list[Buffer], available: int) -> dict[str, Any]:
     """Out of memory is a result; anything else is a refusal."""
     if "RESOURCE_EXHAUSTED" not in compiled.error or "HBM" not in compiled.error.upper():
@@ -96,8 +81,10 @@ def _time(module: Module, compiled: Compiled, plan: Plan, model: Model, program:
     hardware, work = parse_slice(plan.hardware.slice), plan.workload
     network = Network(plan.mesh, hardware, compiled.slices)
     try:
-        parts = mesh_size(plan.mesh, tuple(plan.compute_mapping.get(model.template.Pos.name, ())))
-        timing = model_step(module, network, hardware, attended(work.position, model.sliding_window, parts))
+        method = plan.attention
+        order = Layout(work.position, method.ring, method.ulysses, method.layout)
+        part = attended(order, model.pattern, gathers=method.strategy in (UNCUT, GATHERED))
+        timing = model_step(module, network, hardware, part)
     except HloError as error:
         return {"not_understood": {str(error): 1}}
     # assembling a model computes nothing that a model needs

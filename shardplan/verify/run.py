@@ -42,7 +42,7 @@ CODE = (
     "step/*", "checkpoint/assemble", "verify/worker", "verify/topology",
 )  # fmt: skip
 """Modules of shardplan that make what is compiled of a plan; which attention that runs is asked beside."""
-ATTENTION = ("attention/*",)
+ATTENTION = ("attention/*", "positions/*")
 """Those that do so too where the plan cuts positions."""
 
 
@@ -219,7 +219,7 @@ def digest(case: Case) -> str:
         "slice": plan.hardware.slice,
         "mesh": list(plan.mesh.items()),
         "mappings": [plan.compute_mapping, plan.param_mapping],
-        "attention": attention_backend(case.model, plan),
+        "attention": [attention_backend(case.model, plan), vars(plan.attention)],
         "program": case.program,
         "options": case.options,
         "versions": versions(),

@@ -17,8 +17,8 @@ from levanter.layers.attention import dot_product_attention as levanter_attentio
 
 from shardplan.attention import splash
 from shardplan.attention.dot_product import dot_product_attention
-from shardplan.attention.layout import KINDS, Layout
 from shardplan.errors import ConfigError
+from shardplan.positions.layout import KINDS, Layout
 
 Q = ("batch", "kv_head", "q_heads_per_group", "position", "head_size")
 K = ("batch", "kv_head", "key_position", "head_size")
@@ -358,9 +358,29 @@ def test_splash(monkeypatch, case):
     assert out <= 1e-5 and max(gradients) <= 1e-5, (out, gradients)
 
 
-def test_splash_without_sums_of_weights(monkeypatch):
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, "ring", 1, "causal", "8q/1kv", 768, "zigzag", "", "splash"),
+        Case(2, "ulysses", 2, "documents", "8q/1kv", 512, "contiguous", "sink", "splash"),
+    ],
+    ids=str,
+)
+def test_splash_in_parts(monkeypatch, case):
+    """As where the blocks of a long sequence are more than scalar memory holds."""
+    monkeypatch.setattr(splash, "MOST_BLOCKS", 4)
+    monkeypatch.setattr(splash, "KERNEL_BLOCK", 128)
+    monkeypatch.setattr(splash, "INTERPRETED", True)
+    out, gradients = check(case)
+    assert out <= 1e-5 and max(gradients) <= 1e-5, (out, gradients)
+
+
+@pytest.mark.parametrize("most", [splash.MOST_BLOCKS, 2])
+def test_splash_without_sums_of_weights(monkeypatch, most):
     """Not written where nobody wants them; gradients of what was traced so, as scans are, are right too."""
     monkeypatch.setattr(splash, "INTERPRETED", True)
+    monkeypatch.setattr(splash, "KERNEL_BLOCK", 128)
+    monkeypatch.setattr(splash, "MOST_BLOCKS", most)
     rng = np.random.default_rng(0)
     q, k, change = (rng.normal(size=(1, 1, *g, 256, 32)) for g in ((2,), (), (2,)))
     expected = dense_attention(q, k, k, np.tri(256, dtype=bool), change)

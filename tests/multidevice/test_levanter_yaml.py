@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import draccus
@@ -22,6 +22,7 @@ from levanter.models.lm_model import LmExample, compute_next_token_loss
 from levanter.trainer import Trainer, TrainerConfig
 
 from shardplan.plan.levanter_config import layout_of
+from shardplan.plan.plan import AttentionPlan
 from shardplan.plan.planner import make_plan, model_of, plan_layout
 from shardplan.report.levanter import trainer_yaml
 
@@ -191,11 +192,19 @@ def test_attention_that_would_be_wrong_is_told(shrunk):
         assert ("# model.attn_backend must be jax_flash: with position cut, " in text) == told
 
 
-def test_attention_that_the_plan_needs_is_told(shrunk):
+@pytest.mark.parametrize(
+    ("attention", "method", "order"),
+    [
+        (AttentionPlan("all_gather", 1, 8), '"all_gather", kernel="splash"', ""),
+        (AttentionPlan("ring", 1, 8, "zigzag"), '"ring", kernel="splash", layout="zigzag"', '2048, 8, 1, "zigzag"'),
+        (AttentionPlan("ulysses", 8), '"ulysses", ulysses=8, kernel="splash"', ""),
+    ],
+)
+def test_attention_that_the_plan_needs_is_told(shrunk, attention, method, order):
     plan = make_plan(shrunk("llama-3.1-8b", hardware_slice="v4-16", workload_batch=1, workload_position=2048))
-    assert plan.attention.strategy == "all_gather"
-    text = trainer_yaml(plan)
-    assert 'model = with_sequence_parallel(model, Method("all_gather", kernel="splash"))' in text
+    text = trainer_yaml(replace(plan, attention=attention))
+    assert f"model = with_sequence_parallel(model, Method({method}))" in text
+    assert (f"shard_sequence(example, Layout({order}))" in text) if order else "shard_sequence" not in text
     assert "attn_backend" not in text
 
 

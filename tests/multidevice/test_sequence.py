@@ -11,10 +11,10 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmExample
 from levanter.models.loss import maybe_fused_next_token_loss
 
-from shardplan.attention.layout import Layout
 from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.attention.sequence import in_order, next_token_losses, shard_sequence
 from shardplan.errors import ConfigError
+from shardplan.positions.layout import Layout
 
 LENGTH, VOCAB = 61, 40
 DOCUMENTS = (23, 7, 31)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.attention.layout import KINDS, Layout, blocks, hops, labels_of
-from shardplan.attention.pattern import PADDING, Pattern, runs_of
+from shardplan.positions.layout import KINDS, Layout, blocks, hops, labels_of
+from shardplan.positions.pattern import PADDING, Pattern, runs_of
 
 patterns = st.builds(Pattern, st.booleans(), st.integers(-3, 9), st.none() | st.integers(1, 12), st.integers(0, 20))
 

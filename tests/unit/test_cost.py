@@ -12,7 +12,9 @@ from shardplan.plan.partition import Traffic, share
 from shardplan.plan.product import Product
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import Workload
-from shardplan.verify.read import attended
+from shardplan.positions.layout import Layout as Order
+from shardplan.positions.layout import attended
+from shardplan.positions.pattern import Pattern
 
 MESH = {"replica": 2, "data": 4, "model": 1}
 
@@ -43,7 +45,7 @@ def test_products_that_a_step_needs(kind, factor):
     model = build_model(read_config("configs/models/llama-3.1-405b.json", None), 4096)
     tokens, layers, width = 16 * 4096, 126, 16384
     weights = 405_853_388_800 - 128256 * width - 253 * width
-    expected = 2 * tokens * weights + 2 * tokens * 4096 * width * layers
+    expected = 2 * tokens * weights + 2 * tokens * 4097 * width * layers  # a token attends to itself too
     found = model_flops(model, Workload("batch", 16, 4096, "bfloat16", "bfloat16", kind))
     assert found == pytest.approx(factor * expected, rel=1e-9)
 
@@ -121,11 +123,21 @@ def test_slices_that_no_axis_can_cross():
     ],
 )
 def test_blocks_that_a_mask_leaves(position, window, blocks):
-    assert attended(position, window) == blocks / max(1, position // 512) ** 2
+    assert attended(Order(position), Pattern(True, window=window), True) == blocks / max(1, position // 512) ** 2
 
 
 def test_blocks_of_the_last_part():
     """Of 2048 positions in blocks of 512, cut in two: the last half computes 3 + 4 of its 2 x 4 blocks."""
-    assert attended(2048, None, parts=2) == (3 + 4) / 8
-    assert attended(2048, 513, parts=2) == (2 + 2) / 8
-    assert attended(2048, None, parts=8) == 8 / 8
+    causal, window = Pattern(causal=True), Pattern(causal=True, window=513)
+    assert attended(Order(2048, 2), causal, gathers=True) == (3 + 4) / 8
+    assert attended(Order(2048, 2), window, gathers=True) == (2 + 2) / 8
+    assert attended(Order(2048, 8), causal, gathers=True) == 8 / 8
+
+
+def test_blocks_hop_by_hop():
+    """Of 4096 positions in two parts: the first half waits at the second hop for the other, but not in a zigzag."""
+    causal = Pattern(causal=True)
+    assert attended(Order(4096, 2), causal, gathers=False) == ((1 + 2 + 3 + 4) + 4 * 4) / 32
+    # of quarters 0 and 3, 1 and 2: at home both 2 diagonals and one whole, and 8 of 16 blocks of the other's
+    assert attended(Order(4096, 2, kind="zigzag"), causal, gathers=False) == (10 + 8) / 32
+    assert attended(Order(4096, 2, kind="zigzag"), causal, gathers=True) == (10 + 8) / 32

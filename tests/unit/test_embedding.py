@@ -3,6 +3,7 @@
 import math
 import time
 
+import numpy as np
 import pytest
 
 from shardplan.errors import ConfigError
@@ -209,3 +210,26 @@ def test_the_search_is_quick():
     for shape in shapes:
         embed(hardware, shape)
     assert (time.process_time() - started) / len(shapes) < 0.005
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("v4-256", (4, 8, 4)), ("v5p-128", (2, 32, 1)), ("v5e-64", (8, 4, 2)), ("tpu7x-16", (4, 2, 2)),
+        ("2xv5e-16", (4, 2, 4)), ("v5p-16", (1, 8, 1)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("axes", [("replica",), ("data",), ("replica", "data")])
+def test_a_permute_along_mesh_axes_is_that_of_all_pairs(name, mesh, axes):
+    """Counted on the devices that share links alone."""
+    sizes = dict(zip(("replica", "data", "model"), mesh, strict=True))
+    embedding = embed(parse_slice(name), sizes)
+    numbers = np.arange(math.prod(mesh)).reshape(mesh)
+    along = [list(sizes).index(axis) for axis in axes]
+    rows = np.moveaxis(numbers, along, range(len(along))).reshape(math.prod(sizes[axis] for axis in axes), -1)
+    pairs = tuple(zip(rows.reshape(-1).tolist(), np.roll(rows, -1, axis=0).reshape(-1).tolist(), strict=True))
+    kind = "collective-permute"
+    if len(rows) > 1:
+        assert embedding.collective(kind, axes).seconds(2**20, 1) == pytest.approx(
+            embedding.permute(pairs).seconds(2**20, 1)
+        )

@@ -7,17 +7,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from shardplan.attention.choice import Heads, weigh
 from shardplan.errors import ConfigError
-from shardplan.hardware import GIB
+from shardplan.hardware import GIB, parse_slice
 from shardplan.model import build_model, read_config
 from shardplan.model.named import Array
 from shardplan.model.trace import trace_jaxpr
+from shardplan.plan.attention import has_kernel
 from shardplan.plan.layout import Habits, Layout
 from shardplan.plan.memory import item_bytes, memory
-from shardplan.plan.partition import attention_has_kernel, share
+from shardplan.plan.partition import share
+from shardplan.plan.plan import AttentionPlan
 from shardplan.plan.tasks import prepare
 from shardplan.plan.tracing import abstract_state, optimizer, plan_step
 from shardplan.plan.workload import Workload
+from shardplan.positions.layout import Layout as Order
+from shardplan.positions.pattern import CAUSAL
 
 B, P, E, M, V, LAYERS = 8, 16, 32, 64, 128, 3
 PARAMETERS = {
@@ -166,14 +171,51 @@ def test_keys_and_values_of_other_positions():
     moved = [(t.kind, t.bytes) for task in attention for t in share(task, layout).traffic]
     whole = 2 * 4 * 1024 * 8 * 128
     assert moved == [("all-gather", 2 * 3 / 4 * whole)] * 2
-    assert not any(attention_has_kernel(task, layout) for task in attention)
-    ours = dataclasses.replace(layout, habits=Habits(gathers_keys=True))
-    assert all(attention_has_kernel(task, ours) for task in attention)
-    assert [share(task, ours).unmasked for task in attention] == [7 / 8] * 2  # of the last quarter's queries
-    short = dataclasses.replace(ours, mesh={"data": 16})  # 64 positions of a device, less than the kernel's 128
-    assert not any(attention_has_kernel(task, short) for task in attention)
+    assert not any(has_kernel(task, layout) for task in attention)
+    ours = dataclasses.replace(layout, attention=AttentionPlan("all_gather", ring=4))
+    assert all(has_kernel(task, ours) for task in attention)
+    # the last quarter's queries, a block of 256, see the keys of all four
+    assert [share(task, ours).unmasked for task in attention] == [1] * 2
+    short = dataclasses.replace(
+        ours, mesh={"data": 16}, attention=AttentionPlan("all_gather", ring=16)
+    )  # 64 positions of a device, less than the kernel's 128
+    assert not any(has_kernel(task, short) for task in attention)
     by_heads = dataclasses.replace(layout, compute={"kv_head": ("data",), "heads": ("data",), "batch": ()})
-    assert all(attention_has_kernel(task, by_heads) for task in attention)
+    assert all(has_kernel(task, by_heads) for task in attention)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ulysses", "ring", "kind"),
+    [
+        ("all_gather", 1, 8, "zigzag"), ("ring", 1, 8, "contiguous"), ("ring", 1, 8, "zigzag"),
+        ("ulysses", 8, 1, "contiguous"), ("hybrid", 4, 2, "zigzag"), ("hybrid", 2, 4, "contiguous"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("by_model", [1, 4])
+def test_products_and_the_choice_of_a_strategy_agree(strategy, ulysses, ring, kind, by_model):
+    """What product by product is received, and computed of scores, is what `auto` weighs for attention as a whole."""
+    model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 1}, 8192)
+    llama = plan_step(model, Workload("batch", 2, 8192, "bfloat16", "bfloat16"))
+    sizes = {"replica": ring, "data": ulysses} if strategy == "hybrid" else {"replica": 1, "data": 8}
+    along = tuple(axis for axis, size in sizes.items() if size > 1)
+    compute = {"position": along, "kv_head": ("model",), "heads": ("model",)}
+    method = AttentionPlan(strategy, ulysses, ring, kind)
+    layout = Layout({**sizes, "model": by_model}, compute, {}, llama.merged, llama.activation_axes, attention=method)
+    shares = [share(task, layout) for task in llama.tasks if task.kind == "attention"]
+    heads = Heads(2, 8 // by_model, 4, 128, 128)
+    weighed = weigh(
+        strategy,
+        Order(8192, ring, ulysses, kind),
+        CAUSAL,
+        heads,
+        along,
+        layout.mesh,
+        parse_slice(f"cpu-{8 * by_model}"),
+    )
+    assert sum(t.bytes for each in shares for t in each.traffic) == pytest.approx(weighed.received_bytes)
+    flops = sum(each.unmasked * each.product.flops for each in shares)
+    generation = parse_slice("cpu-8").generation
+    assert flops / generation.flops == pytest.approx(weighed.compute_seconds)
 
 
 def test_memory_of_the_largest_moment():

@@ -20,11 +20,11 @@ from shardplan.plan.calibration import calibration
 from shardplan.plan.cost import step_tasks
 from shardplan.plan.layout import Habits
 from shardplan.plan.memory import memory
-from shardplan.plan.plan import Plan
-from shardplan.plan.planner import make_plan
+from shardplan.plan.plan import AttentionPlan, Plan
+from shardplan.plan.planner import make_plan, model_of, plan_layout
 from shardplan.plan.rules import Rule, Rules
 from shardplan.plan.search import TIME_RESOLUTION, Candidate, Ranking, Tally, nearest_miss, search
-from shardplan.plan.space import Space, mesh_shapes
+from shardplan.plan.space import METHOD, METHODS, Space, mesh_shapes
 from shardplan.plan.tasks import prepare
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -32,18 +32,32 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @st.composite
 def spaces(draw):
-    """A random program on a few devices: an embedding, layers with MLPs, a head, perhaps experts, or its gradient."""
+    """A random program on a few devices, or its gradient: an embedding, layers with MLPs, a head, perhaps experts; or
+    an embedding, attention, a head."""
     size = st.sampled_from([2, 3, 4, 6, 8])
     batch, position = draw(st.sampled_from([2, 3, 4, 6])), draw(st.sampled_from([2, 3, 8, 64]))
     e, v, layers = 2 * draw(size), 2 * draw(size), draw(st.integers(1, 3))
-    second = draw(st.sampled_from(["mlp", "experts", "none"]))
+    second = draw(st.sampled_from(["mlp", "experts", "attention", "none"]))
     widths = {"m": 2 * draw(size), "n": 2 * draw(size)} if second == "mlp" else {"m": 2 * draw(size)}
     parameters = {"embed": {"v": v, "e": e}, "head": {"v": v, "e": e}}
+    if second == "attention":
+        heads = {"k": draw(st.sampled_from([1, 2, 3])), "g": draw(st.sampled_from([1, 2]))}
+        projections = {"query": {**heads, None: 64, "e": e}, "key": {"k": heads["k"], None: 64, "e": e}}
+        widths, parameters = {}, parameters | projections
     if second == "experts":
         parameters |= {"experts": {"x": 2, "e": e, "w": 2 * draw(size)}}
     for name, width in widths.items():
         parameters |= {f"{name}_up": {"layer": layers, name: width, "e": e}}
         parameters |= {f"{name}_down": {"layer": layers, "e": e, name: width}}
+
+    def attention(x, weights):
+        q, keys = (
+            jnp.einsum(rule, x, weights[name])
+            for rule, name in (("bse,kgde->bkgsd", "query"), ("bse,kde->bksd", "key"))
+        )
+        scores = jax.nn.softmax(jnp.einsum("bkgsd,bktd->bkgst", q, keys))
+        out = jnp.einsum("bkgst,bktd->bkgsd", scores, keys)
+        return x + jnp.einsum("bkgsd,kgde->bse", out, weights["query"])
 
     def forward(weights, tokens, rows, sizes):
         def layer(x, weights):
@@ -51,6 +65,8 @@ def spaces(draw):
                 x = x + jnp.tanh(x @ weights[f"{name}_up"].T) @ weights[f"{name}_down"].T
             return x, None
 
+        if second == "attention":
+            return (attention(weights["embed"][tokens], weights) @ weights["head"].T).max()
         stacked = {path: weights[path] for path in weights if "_" in path}
         x, _ = jax.lax.scan(layer, weights["embed"][tokens], stacked)
         routed = jax.lax.ragged_dot(rows, weights["experts"], sizes).max() if "experts" in weights else 0.0
@@ -75,6 +91,7 @@ def spaces(draw):
     habits = Habits(draw(st.sampled_from([None, 4])), *(draw(st.booleans()) for _ in range(4)))
     factors = calibration(hardware.generation.name)
     space = Space(step, "batch", "position", "e", hardware, factors, habits, math.inf, Rules(), kernels=False)
+    space = dataclasses.replace(space, methods=draw(st.sampled_from([(), METHODS])))
     return dataclasses.replace(space, rules=draw(rules(space)))
 
 
@@ -118,7 +135,7 @@ def brute_force(space, meshes):
 
         tokens = [
             cuts("batch", False, [(), ("data",), ("replica",), ("replica", "data")]),
-            cuts("position", False, [(), ("data",), ("replica",)]),
+            cuts("position", False, [(), ("data",), ("replica",), ("replica", "data"), ("data", "replica")]),
             cuts("e", False, [()]),
         ]
         # a token chooses its expert, which therefore is whole while computing
@@ -126,16 +143,17 @@ def brute_force(space, meshes):
             cuts(axis, False, [()] if axis == "x" else [(), ("model",), ("model", "replica")]) for axis in tensor
         ]
         for cut in itertools.product(*tokens, *tensors):
-            compute = dict(zip(("batch", "position", "e", *tensor), cut, strict=True))
-            if any(is_cut_twice(axes, compute) for axes in arrays):
+            named = dict(zip(("batch", "position", "e", *tensor), cut, strict=True))
+            if any(is_cut_twice(axes, named) for axes in arrays):
                 continue
-            for rest in itertools.product(*(cuts(a, True, [(*compute[a], *x) for x in extras]) for a in resting)):
+            for rest in itertools.product(*(cuts(a, True, [(*named[a], *x) for x in extras]) for a in resting)):
                 params = dict(zip(resting, rest, strict=True))
                 if any(is_cut_twice(axes, params) for axes in parameters):
                     continue
-                layout = space.layout(mesh, compute, params)
-                tasks = step_tasks(space.step, layout, space.hardware, space.calibration)
-                yield sum(seconds.total for _, _, seconds in tasks), memory(space.step, layout).peak
+                for method in space.methods_for(mesh, named["position"]):
+                    layout = space.layout(mesh, {**named, METHOD: method}, params)
+                    tasks = step_tasks(space.step, layout, space.hardware, space.calibration)
+                    yield sum(seconds.total for _, _, seconds in tasks), memory(space.step, layout).peak
 
 
 @settings(max_examples=50, deadline=None)
@@ -154,7 +172,7 @@ def test_search_equals_brute_force(space, tightness, keep):
     assert best.seconds <= fastest * (1 + TIME_RESOLUTION) * (1 + 1e-9)
     smallest = min(peak for seconds, peak in points if seconds <= fastest * (1 + TIME_RESOLUTION) * (1 - 1e-9))
     assert best.peak_bytes <= min(available, smallest) * (1 + 1e-9)
-    layout = space.layout(best.mesh, best.compute, best.params)
+    layout = best.layout
     tasks = step_tasks(space.step, layout, space.hardware, space.calibration)
     assert best.seconds == pytest.approx(sum(seconds.total for _, _, seconds in tasks))
     assert best.peak_bytes == pytest.approx(memory(space.step, layout).peak)
@@ -248,12 +266,20 @@ def test_positions_are_cut_where_that_is_faster(make_config):
 
 
 def test_keys_that_attention_gathers_are_in_memory(make_config):
-    config = {"model_config": CONFIGS / "models" / "llama-3.1-8b.json", "hardware_slice": "v5e-64", "workload_batch": 1}
-    plan = make_plan(make_config(**config, workload_position=65536))
-    assert plan.mesh["model"] == 1 and plan.compute_mapping["position"]
+    config = make_config(
+        model_config=CONFIGS / "models" / "llama-3.1-8b.json", hardware_slice="v5e-64", workload_batch=1,
+        workload_position=65536,
+    )  # fmt: skip
+    gathered, exchanged = (
+        plan_layout(
+            config, model_of(config), {"replica": 1, "data": 64, "model": 1}, {"position": ["data"]}, {}, method
+        )
+        for method in (AttentionPlan("all_gather", ring=64), AttentionPlan("ulysses", 64))
+    )
     keys_and_values = 2 * 65536 * 8 * 128 * 2
     # and what is left of all else
-    assert keys_and_values < plan.memory.activations < 1.2 * keys_and_values
+    assert keys_and_values < gathered.memory.activations < 1.2 * keys_and_values
+    assert exchanged.memory.activations < keys_and_values / 8
 
 
 def test_positions_are_whole_in_training(make_config):

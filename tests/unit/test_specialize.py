@@ -6,6 +6,7 @@ import pytest
 from haliax.nn.scan import ScanCheckpointPolicy
 
 from shardplan.model import build_model, read_config
+from shardplan.plan.plan import AttentionPlan
 from shardplan.plan.planner import make_plan
 from shardplan.step import specialize
 
@@ -38,7 +39,7 @@ def test_attention_backend(model, make_config, slice_name, position, cut, backen
         workload_batch=8,
     )
     plan = make_plan(config, model, nearest_miss=True)
-    special = specialize(model, dataclasses.replace(plan, compute_mapping=cut))
+    special = specialize(model, dataclasses.replace(plan, compute_mapping=cut, attention=AttentionPlan()))
     assert special.config.attn_backend.value == backend
     attention = special.template.transformer.layers.stacked.self_attn.config
     assert attention.attn_backend.value == backend

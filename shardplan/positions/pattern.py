@@ -63,6 +63,17 @@ class Pattern:
             some = some & (most >= 0) & (least < self.window)
         return every, some
 
+    def density(self, length: int) -> float:
+        """The part of the pairs of `length` queries and keys that it allows."""
+        i = np.arange(length)
+        last = np.full(length, length - 1)
+        if self.causal:
+            last = np.clip(np.maximum(i + self.offset, self.prefix - 1), -1, length - 1)
+        first = np.zeros(length, int)
+        if self.window is not None:
+            first, last = np.maximum(0, i - self.window + 1), np.minimum(last, i)
+        return float(np.maximum(0, last - first + 1).sum() / length**2)
+
     def meets(self, queries: Run, keys: Run) -> Any:
         """Whether any query of a run may attend to any key of another: bool, broadcast where runs are arrays."""
         least, most = (0, self.window - 1) if self.window is not None else (None, None)
@@ -74,6 +85,9 @@ class Pattern:
             count = np.minimum(keys.count, -(-(self.prefix - keys.start) // keys.step))
             found |= (count > 0) & _some_difference(queries, replace(keys, count=count), least, most)
         return found & (queries.document == keys.document) & (np.minimum(queries.count, keys.count) > 0)
+
+
+CAUSAL = Pattern(causal=True)
 
 
 def runs_of(positions: np.ndarray, documents: np.ndarray | None = None, step: int = 1) -> list[Run]:

@@ -13,9 +13,14 @@ from functools import cache
 
 import numpy as np
 
-from shardplan.attention.pattern import PADDING, Pattern, Run, runs_of
+from shardplan.positions.pattern import PADDING, Pattern, Run, runs_of
 
-KINDS = ("contiguous", "zigzag", "striped", "documents")
+KERNEL_BLOCK = 512
+"""Side of the blocks of attention kernels, tokens. Some of Levanter's models ask for more than the memory of a v4 core
+can hold."""
+MOST_BLOCKS = 256
+"""Blocks that a sequence is looked at in: longer ones in larger blocks."""
+CONTIGUOUS, ZIGZAG, *_ = KINDS = ("contiguous", "zigzag", "striped", "documents")
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,13 @@ class Layout:
     def order(self) -> np.ndarray:
         """int[padded]: the position of every element of the array; `PADDING` of what is none."""
         return _order(self)
+
+    def places(self) -> np.ndarray:
+        """int[length]: the element of the array that each position is at."""
+        order = self.order()
+        found = np.empty(self.length, np.int32)
+        found[order[order != PADDING]] = np.flatnonzero(order != PADDING)
+        return found
 
     def regions(self) -> np.ndarray:
         """int[ring, padded / ring]: the positions of each ring index."""
@@ -80,6 +92,7 @@ def _by_document(positions: np.ndarray, layout: Layout) -> np.ndarray:
     return np.stack([region[np.argsort(np.where(region == PADDING, layout.padded, region))] for region in regions])
 
 
+@cache
 def hops(queries: Layout, keys: Layout, pattern: Pattern) -> tuple[int, ...]:
     """Distances in the ring over which any device needs keys, the nearest first; 0, its own, is always among them.
 
@@ -98,6 +111,20 @@ def blocks(queries: Layout, keys: Layout, pattern: Pattern, block: int) -> np.nd
     counts = np.einsum("rqsk->rs", by_block.reshape(size, len(q_starts) // size, size, -1).astype(int))
     places = np.arange(size)
     return counts[places[:, None], (places[:, None] - places) % size]
+
+
+@cache
+def attended(layout: Layout, pattern: Pattern, gathers: bool) -> float:
+    """Of the blocks of queries x keys of a device the part that a kernel computes, of the device with most of them.
+
+    Args:
+        gathers: all keys are there at once; else they go round, and every hop takes as long as its slowest device.
+    """
+    region = layout.padded // layout.ring
+    block = max(min(KERNEL_BLOCK, region), -(-layout.padded // MOST_BLOCKS))
+    counts = blocks(layout, layout, pattern, block)
+    slowest = counts.sum(1).max() if gathers else counts.max(0).sum()
+    return float(slowest / (layout.ring * (-(-region // block)) ** 2))
 
 
 def _cut(layout: Layout, block: int) -> tuple[np.ndarray, np.ndarray]:

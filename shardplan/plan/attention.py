@@ -1,0 +1,182 @@
+"""What a mapping, and the way that attention is done, make of its products: kernels, collectives, what is masked.
+
+`AttentionPlan` says how. Bytes are those of the table in `shardplan.attention.choice`, product by product: queries and
+keys with the scores, outputs and values with the sum over these.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from shardplan.model.named import SECOND, Array
+from shardplan.plan.fusion import is_scores
+from shardplan.plan.layout import Layout
+from shardplan.plan.mapping import MeshAxes, mesh_size
+from shardplan.plan.plan import GATHERED, UNCUT
+from shardplan.plan.tasks import Task
+from shardplan.plan.traffic import Traffic, all_gather, all_reduce, all_to_all, permute
+from shardplan.positions.heads import HeadCut
+from shardplan.positions.layout import KERNEL_BLOCK, attended, hops
+from shardplan.positions.layout import Layout as Order
+
+KERNEL_LANES = 128
+"""Attention kernels take positions that are multiples of this, and Levanter's head sizes too."""
+HEAD_SIZES = range(64, 257)
+"""What shardplan's takes."""
+FLOAT32 = 4
+"""Bytes of a number."""
+SCORE_PASSES = 3
+"""How often attention without a kernel writes or reads its scores, in float32, per product."""
+MERGE_PASSES = 7
+"""How often outputs, in float32, are read or written for each hop of a ring, by the TPU compiler's cycles: both parts
+and the sum, and the sums of weights, that kernels write 128 times over. As elementwise work: by these cycles that takes
+longer than at HBM bandwidth."""
+GATHERS = (UNCUT, GATHERED)
+"""Strategies with all keys in one place: the partitioner gathers them where attention is Levanter's own."""
+
+
+def has_kernel(task: Task, layout: Layout) -> bool:
+    """Whether a kernel can do attention on each device alone: with all keys, and each query head's key head.
+
+    Of the axes of scores those may be cut that keys have too, and, of shardplan's attention, positions: a cut of the
+    query heads of a group alone would pair them with the wrong key heads.
+    """
+    if layout.habits.plain_attention:
+        return False
+    keys, scores, positions = _keys(task), _scores(task), _positions(task)
+    is_own = layout.attention.strategy != UNCUT
+    separable = {name for name in keys.axes if name in scores.axes} - positions
+    separable |= positions if is_own else set()
+    met = (*task.operands, *task.results)
+    if any(layout.compute.get(name) for array in met for name in array.axes if name not in separable):
+        return False
+    sizes = [size for name, size in keys.factors if size > 1 and name not in scores.axes]
+    if is_own:
+        order = _order(task, layout)
+        return all(size in HEAD_SIZES for size in sizes) and order.padded // order.ring % KERNEL_LANES == 0
+    lengths = [size for name, size in scores.factors if name in positions]
+    return all(size % KERNEL_LANES == 0 for size in (*sizes, *lengths)) and all(
+        size % min(KERNEL_BLOCK, size) == 0 for size in lengths
+    )
+
+
+def unmasked(task: Task, layout: Layout) -> float:
+    """The part of its scores that the mask leaves to the device with most of them, block by block.
+
+    With heads that are nobody's, where they are not as many as the devices that share them.
+    """
+    heads = _heads(task, layout)
+    spare = heads.degree * heads.slots / (heads.key_heads * heads.per_key_head)
+    return spare * attended(_order(task, layout), layout.pattern, layout.attention.strategy in GATHERS)
+
+
+def score_bytes(task: Task, layout: Layout) -> float:
+    """What attention without a kernel reads and writes of scores, per execution."""
+    scores = _scores(task)
+    return SCORE_PASSES * FLOAT32 * scores.elements / layout.parts(scores, layout.compute)
+
+
+def merged_bytes(task: Task, layout: Layout) -> float:
+    """What a device writes and reads, over all executions, to add up the outputs of the hops of a ring."""
+    if is_scores(task.results[0]) or layout.attention.strategy in GATHERS:
+        return 0.0
+    result = task.results[0]
+    output = layout.bytes(result, layout.compute) / result.itemsize * FLOAT32
+    return task.times * _hops(task, layout) * MERGE_PASSES * output
+
+
+def held_bytes(values: Array, outputs: Sequence[Array], layout: Layout) -> float:
+    """What a device has for attention beside queries, its own part of values, and outputs where these are made.
+
+    Gathered keys and values come of copies in another order. A ring has the next ones beside those that it has, the
+    outputs of a hop as a kernel gives them, and in float32 these and those of all hops before.
+    """
+    *_, position = layout.activation_axes
+    own, method = layout.bytes(values, layout.compute), layout.attention
+    if method.strategy == UNCUT:
+        return 0.0
+    queries = sum(layout.bytes(output, layout.compute) for output in outputs)
+    if method.strategy == GATHERED:
+        whole = layout.bytes(values, {**layout.compute, position: ()})
+        return 2 * whole + (3 * own if outputs else 0.0)
+    if method.ring > 1:
+        wide = sum(layout.bytes(output, layout.compute) / output.itemsize * FLOAT32 for output in outputs)
+        return 3 * own + queries + 2 * wide
+    return queries + own
+
+
+def collectives(task: Task, layout: Layout) -> Iterator[Traffic]:
+    """Those of keys and values of other positions, and of sums of scores over a cut head size."""
+    result = task.results[0]
+    partial = layout.mesh_axes(task.contracted)
+    if partial and not any(name and name.endswith(SECOND) for name, _ in task.contracted):
+        yield all_reduce(layout.bytes(result, layout.compute), layout, partial, task.times, "attention over a cut axis")
+    positions = [name for name in result.axes if name + SECOND in result.axes] or [
+        name.removesuffix(SECOND) for name, _ in task.contracted if name and name.endswith(SECOND)
+    ]
+    for name in positions:
+        axes = layout.compute.get(name, ())
+        if axes and name in _keys(task).axes:
+            yield from _sequence_parallel(task, layout, name, axes)
+
+
+def _sequence_parallel(task: Task, layout: Layout, position: str, axes: MeshAxes) -> Iterator[Traffic]:
+    """What crosses the mesh axes that cut positions."""
+    method, keys = layout.attention, _keys(task)
+    if method.strategy in GATHERS:
+        size = layout.bytes(keys, {**layout.compute, position: ()})
+        yield all_gather(size, layout, axes, task.times, "keys and values of other positions")
+        return
+    size, heads = layout.bytes(keys, layout.compute), _heads(task, layout)
+    if method.ulysses > 1:
+        by_heads = axes if method.ring == 1 else axes[1:]
+        turned = task.operands[0] if is_scores(task.results[0]) else task.results[0]
+        spare = heads.degree * heads.slots / (heads.key_heads * heads.per_key_head)
+        cause = "heads exchanged for positions"
+        yield all_to_all(layout.bytes(turned, layout.compute) * spare, layout, by_heads, task.times, cause)
+        yield all_to_all(size * heads.received / heads.key_heads, layout, by_heads, task.times, cause)
+    if method.ring > 1:
+        around = axes if method.ulysses == 1 else axes[:1]
+        there = size * heads.degree * heads.key_heads_there / heads.key_heads
+        yield permute(there, around, task.times * _hops(task, layout), "keys and values going round")
+
+
+def _heads(task: Task, layout: Layout) -> HeadCut:
+    """Heads of one device, and how they are exchanged for positions."""
+    keys, scores = _keys(task), _scores(task)
+    others = _positions(task) | {*layout.activation_axes}
+    local = {
+        name: size // mesh_size(layout.mesh, layout.compute.get(name, ()))
+        for name, size in scores.factors if name and name not in others
+    }  # fmt: skip
+    in_keys = prod(size for name, size in local.items() if name in keys.axes)
+    return HeadCut(layout.attention.ulysses, in_keys, prod(local.values()) // in_keys)
+
+
+def _order(task: Task, layout: Layout) -> Order:
+    """Which positions each device has."""
+    method, positions = layout.attention, _positions(task)
+    length = max(size for name, size in _scores(task).factors if name in positions)
+    if method.strategy == UNCUT:
+        return Order(length, max(mesh_size(layout.mesh, layout.compute.get(name, ())) for name in positions))
+    return Order(length, method.ring, method.ulysses, method.layout)
+
+
+def _hops(task: Task, layout: Layout) -> int:
+    """How often keys go on."""
+    order = _order(task, layout)
+    return len(hops(order, order, layout.pattern)) - 1
+
+
+def _keys(task: Task) -> Array:
+    """Keys, or values."""
+    return [array for array in task.operands if not is_scores(array)][-1]
+
+
+def _scores(task: Task) -> Array:
+    return next(filter(is_scores, (*task.operands, *task.results)))
+
+
+def _positions(task: Task) -> set[str]:
+    """The names of positions."""
+    axes = _scores(task).axes
+    return {name for name in axes if name.endswith(SECOND) or name + SECOND in axes}
