@@ -74,9 +74,9 @@ def test_evaluation_of_405b_on_v4_256():
     partial_sums = [c for c in verdict.collectives if c.kind == "all-reduce" and "batch, position, embed" in c.cause]
     assert sum(c.bytes for c in partial_sums) == 126 * 2 * (2 * 7 / 8 * 4096 * 16384 * 2)
     assert sum(c.count for c in partial_sums) == 2 * 126
-    # 2 FLOPs for each parameter but the embedding's, and attention's q k^T and p v, half of them masked
+    # 2 FLOPs for each parameter but the embedding's, and attention's q k^T and p v up to its own
     tokens, heads = 16 * 4096, 128 * 128
-    flops = 2 * tokens * (405853388800 - 128256 * 16384 - 253 * 16384) + 126 * 4 * tokens * 4096 * heads / 2
+    flops = 2 * tokens * (405853388800 - 128256 * 16384 - 253 * 16384) + 126 * 4 * tokens * heads * (4096 + 1) / 2
     assert verdict.time.model_flops == pytest.approx(flops, rel=1e-6)
     assert verdict.time.mfu == pytest.approx(flops / 128 / 2.75e14 / verdict.time.step_seconds)
 
