@@ -214,7 +214,8 @@ class _Frame:
     @cached_property
     def floor(self) -> float:
         """Less than the least time that there can be: products, shared by the devices that can have a part of them."""
-        computing = {mesh_axis for cut in (*self.tokens.values(), *TENSOR_AXES) for mesh_axis in cut}
+        pinned = (pin.mesh_axes or () for pin in self.space.rules.pins)
+        computing = {mesh_axis for cut in (*self.tokens.values(), *TENSOR_AXES, *pinned) for mesh_axis in cut}
         return self.space.least_seconds / mesh_size(self.mesh, computing)
 
     @cached_property
