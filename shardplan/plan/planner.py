@@ -33,7 +33,7 @@ from shardplan.plan.plan import (
     SearchInfo,
     WorkloadInfo,
 )
-from shardplan.plan.search import TIME_RESOLUTION, Candidate
+from shardplan.plan.ranking import TIME_RESOLUTION, Candidate
 from shardplan.plan.space import METHOD
 from shardplan.plan.tasks import Step
 from shardplan.plan.tracing import plan_step

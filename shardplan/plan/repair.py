@@ -16,7 +16,7 @@ from shardplan.plan.lint import Lint, Target, assumptions, lint, readable, targe
 from shardplan.plan.model_section import model_section
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan
-from shardplan.plan.search import TIME_RESOLUTION
+from shardplan.plan.ranking import TIME_RESOLUTION
 
 MOST_EDITS = 8
 FRONTIER = 100

@@ -11,9 +11,11 @@ from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import divisors, parse_slice
 from shardplan.model import Model, inspect_model
 from shardplan.plan.calibration import calibration, habits, usable_bytes
+from shardplan.plan.frame import Tally
 from shardplan.plan.plan import BATCH_AXIS
+from shardplan.plan.ranking import Candidate, Ranking
 from shardplan.plan.rules import Rules, parse_rules
-from shardplan.plan.search import Candidate, Ranking, Tally, nearest_miss, search
+from shardplan.plan.search import nearest_miss, search
 from shardplan.plan.space import METHODS, POSITION_AXES, Space, mesh_shapes
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of

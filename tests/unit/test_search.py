@@ -18,14 +18,17 @@ from shardplan.model.named import Array
 from shardplan.model.trace import trace_jaxpr
 from shardplan.plan.calibration import calibration
 from shardplan.plan.cost import step_tasks
+from shardplan.plan.frame import Tally, frames
 from shardplan.plan.layout import Habits
 from shardplan.plan.memory import memory
 from shardplan.plan.plan import AttentionPlan, Plan
 from shardplan.plan.planner import make_plan, model_of, plan_layout
+from shardplan.plan.ranking import TIME_RESOLUTION, Candidate, Ranking
 from shardplan.plan.rules import Rule, Rules
-from shardplan.plan.search import TIME_RESOLUTION, Candidate, Ranking, Tally, nearest_miss, search
+from shardplan.plan.search import nearest_miss, search
 from shardplan.plan.space import METHOD, METHODS, Space, mesh_shapes
 from shardplan.plan.tasks import prepare
+from shardplan.plan.variants import find
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -176,6 +179,23 @@ def test_search_equals_brute_force(space, tightness, keep):
     tasks = step_tasks(space.step, layout, space.hardware, space.calibration)
     assert best.seconds == pytest.approx(sum(seconds.total for _, _, seconds in tasks))
     assert best.peak_bytes == pytest.approx(memory(space.step, layout).peak)
+
+
+@pytest.mark.parametrize("pin", [(), ("mlp=data",), ("heads=replica", "mlp=model+data")], ids=str)
+def test_frames_take_no_less_than_their_bounds(make_config, pin):
+    """What lets the search leave a frame out, for products that fill the matrix unit; pins cut by other mesh axes."""
+    config = make_config(
+        model_config=CONFIGS / "models" / "llama-3.1-70b.json", hardware_slice="v5p-64", workload_batch=8
+    )
+    space = find(dataclasses.replace(config, pin=pin), model_of(config), 1).ranked[0].candidate.space
+    reached = 0
+    for frame in frames(space, mesh_shapes(space.hardware, {}), Tally()):
+        ranking = Ranking(1)
+        frame.rank(ranking)
+        for candidate in ranking.candidates:
+            reached += 1
+            assert frame.floor <= frame.bound <= candidate.seconds * (1 + 1e-9)
+    assert reached > 5
 
 
 def test_a_chain_of_nearly_equal_candidates_does_not_drift():
