@@ -8,14 +8,15 @@ is there, of the same versions of packages and the same code, is not compiled ag
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan, plan_layout, rank_plans
 from shardplan.plan.variants import AUTOMATIC
 from shardplan.verify.run import Case, code_digest, digest, verify
-from shardplan.verify.verdict import UNDECIDED, CompiledCollective, CompiledMemory, CompiledTime, Verdict
+from shardplan.verify.verdict import FITS, UNDECIDED, Verdict
 
 RECORD = Path("docs/benchmarks/planner.json")
 READING = ("verify/*", "hardware/*")
@@ -66,7 +67,7 @@ MICROBATCHED = ("llama-3.1-8b v5p-16 32 4", "llama-3.1-8b v5e-64 256 8", "llama-
 REGRET = (
     "llama-3.1-405b v4-256 eval 16", "llama-3.1-70b v6e-64 eval 8", "llama-3.1-70b v4-128 eval 8",
     "llama-3.1-8b v5e-32 eval 8", "qwen3-32b v5p-64 eval 8", "gemma-7b v4-32 eval 8", "llama-3.1-8b v5p-16 train 8",
-    "mistral-7b-v0.3 v5e-16 eval 8", "llama-3.1-8b tpu7x-16 eval 8",
+    "mistral-7b-v0.3 v5e-16 eval 8",
 )  # fmt: skip
 
 EXPERTS = (
@@ -110,8 +111,32 @@ def build(config: Config) -> tuple[dict, Model]:
     return hf_config, build_model(hf_config, config.workload.position)
 
 
-def compiled(cases: Sequence[Case], jobs: int | None) -> list[Verdict]:
-    """Of each program the verdict, from `RECORD` where it is there; what is new is added as soon as it is compiled."""
+@dataclass(frozen=True)
+class Found:
+    """What is kept of a verdict."""
+
+    outcome: str
+    reason: str
+    peak: int | None
+    """Bytes."""
+    seconds: list[float] | None
+    """Of the step, of computing; and the MFU."""
+    collectives: list[list]
+    """Kind, mesh axes, bytes and number of each."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiler has nothing against it."""
+        return self.outcome == FITS
+
+    @property
+    def step_seconds(self) -> float:
+        """Endless, where the compiler did not say."""
+        return self.seconds[0] if self.seconds else math.inf
+
+
+def compiled(cases: Sequence[Case], jobs: int | None) -> list[Found]:
+    """Of each program what came out, from `RECORD` where it is there; what is new is added as soon as it is known."""
     kept = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     keys = {id(case): f"{digest(case)[:24]} {code_digest(READING)[:8]}" for case in cases}
     lock = threading.Lock()
@@ -119,18 +144,18 @@ def compiled(cases: Sequence[Case], jobs: int | None) -> list[Verdict]:
     def keep(case: Case, verdict: Verdict) -> None:
         report(case, verdict)
         with lock:
-            kept[keys[id(case)]] = short(verdict)
+            kept[keys[id(case)]] = vars(short(verdict))
             # what ran into a limit of this machine is tried again another time
             decided = sorted(key for key in kept if kept[key]["outcome"] != UNDECIDED)
             rows = (f"{json.dumps(key)}: {json.dumps(kept[key])}" for key in decided)
             RECORD.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
 
     verify([case for case in cases if keys[id(case)] not in kept], CompilerConfig(jobs=jobs), keep)
-    return [restored(kept[keys[id(case)]], case) for case in cases]
+    return [Found(**kept[keys[id(case)]]) for case in cases]
 
 
-def short(verdict: Verdict) -> dict:
-    """What the tables need, as JSON values."""
+def short(verdict: Verdict) -> Found:
+    """What the tables need of it."""
     sums: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
     for each in verdict.collectives:
@@ -138,28 +163,13 @@ def short(verdict: Verdict) -> dict:
         sums[key] += each.bytes
         counts[key] += each.count
     memory, time = verdict.memory, verdict.time
-    return {
-        "outcome": verdict.outcome,
-        "reason": verdict.reason[:200],
-        "peak": memory and memory.peak,
-        "seconds": time and [time.step_seconds, time.compute_seconds, time.mfu],
-        "collectives": [[*key, size, counts[key]] for key, size in sums.items()],
-    }
-
-
-def restored(kept: dict, case: Case) -> Verdict:
-    """The verdict of `case`, with what `short` has left of it."""
-    seconds = kept["seconds"]
-    return Verdict(
-        kept["outcome"], kept["reason"], case.program, case.plan.hardware.slice, case.plan.mesh, dict(case.options),
-        attention="", compile_seconds=0.0, versions={},
-        memory=CompiledMemory(kept["peak"], 0, 0, 0, 0, []) if kept["peak"] else None,
-        time=CompiledTime(seconds[0], seconds[1], 0.0, 0.0, seconds[2], {}) if seconds else None,
-        collectives=[
-            CompiledCollective(kind, axes.split(), size, count, 0.0, "", "")
-            for kind, axes, size, count in kept["collectives"]
-        ],
-    )  # fmt: skip
+    return Found(
+        verdict.outcome,
+        verdict.reason[:200],
+        memory and memory.peak,
+        time and [time.step_seconds, time.compute_seconds, time.mfu],
+        [[*key, size, counts[key]] for key, size in sums.items()],
+    )
 
 
 def report(case: Case, verdict: Verdict) -> None:
@@ -203,23 +213,24 @@ def estimates(jobs: int | None, only: str) -> str:
         "compiled", "error", "step s predicted", "modelled",
     )  # fmt: skip
     memory, moved, seconds, wrong = [], [], [], []
-    for case, verdict in zip(cases, compiled(cases, jobs), strict=True):
+    for case, result in zip(cases, compiled(cases, jobs), strict=True):
         plan, (model, slice_name, kind) = case.plan, case.label.split(maxsplit=2)
         expected = plan.memory.fits
-        cells = [mesh(plan), "yes" if expected else "no", verdict.outcome]
-        if expected and not verdict.fits:
+        cells = [mesh(plan), "yes" if expected else "no", result.outcome]
+        if expected and not result.fits:
             wrong.append(case.label)
-        if verdict.memory:
-            error = plan.memory.peak / verdict.memory.peak - 1
-            cells += [f"{plan.memory.peak / GIB:.2f}", f"{verdict.memory.peak / GIB:.2f}", f"{error:+.1%}"]
-            memory += [abs(error)] if verdict.fits else []
-        if verdict.time:
-            predicted, found = by_kind(plan), by_kind(verdict)
+        if result.peak:
+            error = plan.memory.peak / result.peak - 1
+            cells += [f"{plan.memory.peak / GIB:.2f}", f"{result.peak / GIB:.2f}", f"{error:+.1%}"]
+            memory += [abs(error)] if result.fits else []
+        if result.seconds:
+            predicted = by_kind((each.kind, each.bytes) for each in plan.cost.collectives)
+            found = by_kind((kind, size) for kind, _, size, _ in result.collectives)
             total, whole = sum(predicted.values()), sum(found.values())
             moved += [abs(predicted[name] / found[name] - 1) for name in found if found[name] > LEAST_PART * whole]
             cells += [f"{total / GIB:.2f}", f"{whole / GIB:.2f}", f"{total / whole - 1:+.1%}" if whole else "-"]
-            seconds.append(abs(plan.cost.step_seconds / verdict.time.step_seconds - 1))
-            cells += [f"{plan.cost.step_seconds:.3g}", f"{verdict.time.step_seconds:.3g}"]
+            seconds.append(abs(plan.cost.step_seconds / result.step_seconds - 1))
+            cells += [f"{plan.cost.step_seconds:.3g}", f"{result.step_seconds:.3g}"]
         lines.append(row(model, slice_name, kind, plan.workload.batch, *cells))
     lines += [
         "",
@@ -232,12 +243,11 @@ def estimates(jobs: int | None, only: str) -> str:
     return "\n".join(lines)
 
 
-def by_kind(source: Plan | Verdict) -> Counter[str]:
+def by_kind(collectives: Iterable[tuple[str, int]]) -> Counter[str]:
     """Bytes by kind of collective; permutes are pieces of gathers that the compiler has split."""
     found: Counter[str] = Counter()
-    for collective in source.cost.collectives if isinstance(source, Plan) else source.collectives:
-        kind = "all-gather" if collective.kind == "collective-permute" else collective.kind
-        found[kind] += collective.bytes
+    for kind, size in collectives:
+        found["all-gather" if kind == "collective-permute" else kind] += size
     return found
 
 
@@ -254,8 +264,7 @@ def regret(jobs: int | None, only: str) -> str:
             Case(f"{text} {i} {mesh(plan)}", plan, built, hf_config, options=plan.compiler_options)
             for i, plan in enumerate(plans)
         ]
-        verdicts = compiled(cases, jobs)
-        times = [v.time.step_seconds if v.fits and v.time else float("inf") for v in verdicts]
+        times = [result.step_seconds if result.fits else math.inf for result in compiled(cases, jobs)]
         best, mine = min(times), times[0]
         winner, predicted = mesh(plans[times.index(best)]), plans[0].cost.step_seconds
         numbers = (f"{mine:.4g}", f"{predicted:.4g}", winner, f"{best:.4g}", f"{mine / best - 1:.1%}")
@@ -280,16 +289,15 @@ def usual(jobs: int | None) -> str:
         )
     ]
     lines = [row("", "mesh", "peak GiB", "modelled step s", "compute s", "waiting s", "MFU"), row(*["---"] * 7)]
-    verdicts = compiled(cases, jobs)
-    for case, v in zip(cases, verdicts, strict=True):
-        assert v.time and v.memory
-        waiting = v.time.step_seconds - v.time.compute_seconds
-        numbers = (v.time.step_seconds, v.time.compute_seconds, waiting)
-        cells = (f"{v.memory.peak / GIB:.2f}", *(f"{each:.3g}" for each in numbers), f"{v.time.mfu:.1%}")
-        lines.append(row(case.label, mesh(case.plan), *cells))
-    slow, *_, fast = (v.time.step_seconds for v in verdicts if v.time)
-    sums = [c for c in verdicts[-1].collectives if c.kind == "all-reduce" and c.mesh_axes == ["model"]]
-    count, gib = sum(c.count for c in sums), sum(c.bytes for c in sums) / GIB
+    results = compiled(cases, jobs)
+    for case, result in zip(cases, results, strict=True):
+        assert result.peak and result.seconds
+        step, computing, mfu = result.seconds
+        numbers = (f"{each:.3g}" for each in (step, computing, step - computing))
+        lines.append(row(case.label, mesh(case.plan), f"{result.peak / GIB:.2f}", *numbers, f"{mfu:.1%}"))
+    slow, fast = results[0].step_seconds, results[-1].step_seconds
+    sums = [each[2:] for each in results[-1].collectives if each[:2] == ["all-reduce", "model"]]
+    count, gib = sum(number for _, number in sums), sum(size for size, _ in sums) / GIB
     text = (
         f"The plan takes {fast / slow:.0%} of the time of the first row: it is {slow / fast - 1:.0%} faster. What it\n"
         f"waits for are sums over `model`: {count} of them, {gib:.0f} GiB received by every device; products cannot\n"
@@ -322,7 +330,7 @@ def experts(jobs: int | None, only: str) -> str:
             for name, p in (("expert", by_hand), ("plan", plan))
         ]
         expert, mine = compiled(cases, jobs)
-        ratio = f"{mine.time.step_seconds / expert.time.step_seconds:.2f}" if mine.time and expert.time else "-"
+        ratio = f"{mine.step_seconds / expert.step_seconds:.2f}" if mine.seconds and expert.seconds else "-"
         theirs = (published, mesh(by_hand), step_text(by_hand), expert.outcome, seconds(expert))
         ours = (mesh(plan), step_text(plan), mine.outcome, seconds(mine), ratio)
         lines.append(row(model, slice_name, "train", f"{batch} x {position}", *theirs, *ours))
@@ -364,8 +372,8 @@ def mesh(plan: Plan) -> str:
     return f"{sizes}, positions on {' x '.join(along)}" if along else sizes
 
 
-def seconds(verdict: Verdict) -> str:
-    return f"{verdict.time.step_seconds:.3g}" if verdict.time else "-"
+def seconds(result: Found) -> str:
+    return f"{result.step_seconds:.3g}" if result.seconds else "-"
 
 
 def main() -> None:
