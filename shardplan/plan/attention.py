@@ -1,6 +1,6 @@
-"""What a mapping, and the way that attention is done, make of its products: kernels, collectives, what is masked.
+"""What a mapping and an `AttentionPlan` make of attention's products: kernels, collectives, what is masked, merging.
 
-`AttentionPlan` says how. Bytes are those of the table in `shardplan.attention.choice`, product by product: queries and
+Bytes are those of the table in `shardplan.attention.choice`, product by product: queries and
 keys with the scores, outputs and values with the sum over these.
 """
 
@@ -30,8 +30,6 @@ MERGE_PASSES = 7
 """How often outputs, in float32, are read or written for each hop of a ring, by the TPU compiler's cycles: both parts
 and the sum, and the sums of weights, that kernels write 128 times over. As elementwise work: by these cycles that takes
 longer than at HBM bandwidth."""
-GATHERS = (UNCUT, GATHERED)
-"""Strategies with all keys in one place: the partitioner gathers them where attention is Levanter's own."""
 
 
 def has_kernel(task: Task, layout: Layout) -> bool:
@@ -66,7 +64,7 @@ def unmasked(task: Task, layout: Layout) -> float:
     """
     heads = _heads(task, layout)
     spare = heads.degree * heads.slots / (heads.key_heads * heads.per_key_head)
-    return spare * attended(_order(task, layout), layout.pattern, layout.attention.strategy in GATHERS)
+    return spare * attended(_order(task, layout), layout.pattern, layout.attention.gathers)
 
 
 def score_bytes(task: Task, layout: Layout) -> float:
@@ -77,7 +75,7 @@ def score_bytes(task: Task, layout: Layout) -> float:
 
 def merged_bytes(task: Task, layout: Layout) -> float:
     """What a device writes and reads, over all executions, to add up the outputs of the hops of a ring."""
-    if is_scores(task.results[0]) or layout.attention.strategy in GATHERS:
+    if is_scores(task.results[0]) or layout.attention.gathers:
         return 0.0
     result = task.results[0]
     output = layout.bytes(result, layout.compute) / result.itemsize * FLOAT32
@@ -122,20 +120,20 @@ def collectives(task: Task, layout: Layout) -> Iterator[Traffic]:
 def _sequence_parallel(task: Task, layout: Layout, position: str, axes: MeshAxes) -> Iterator[Traffic]:
     """What crosses the mesh axes that cut positions."""
     method, keys = layout.attention, _keys(task)
-    if method.strategy in GATHERS:
+    if method.gathers:
         size = layout.bytes(keys, {**layout.compute, position: ()})
         yield all_gather(size, layout, axes, task.times, "keys and values of other positions")
         return
     size, heads = layout.bytes(keys, layout.compute), _heads(task, layout)
     if method.ulysses > 1:
-        by_heads = axes if method.ring == 1 else axes[1:]
+        by_heads = axes if method.ring == 1 else axes[-1:]
         turned = task.operands[0] if is_scores(task.results[0]) else task.results[0]
         spare = heads.degree * heads.slots / (heads.key_heads * heads.per_key_head)
         cause = "heads exchanged for positions"
         yield all_to_all(layout.bytes(turned, layout.compute) * spare, layout, by_heads, task.times, cause)
         yield all_to_all(size * heads.received / heads.key_heads, layout, by_heads, task.times, cause)
     if method.ring > 1:
-        around = axes if method.ulysses == 1 else axes[:1]
+        around = axes if method.ulysses == 1 else axes[:-1]
         there = size * heads.degree * heads.key_heads_there / heads.key_heads
         yield permute(there, around, task.times * _hops(task, layout), "keys and values going round")
 
@@ -158,7 +156,7 @@ def _order(task: Task, layout: Layout) -> Order:
     length = max(size for name, size in _scores(task).factors if name in positions)
     if method.strategy == UNCUT:
         return Order(length, max(mesh_size(layout.mesh, layout.compute.get(name, ())) for name in positions))
-    return Order(length, method.ring, method.ulysses, method.layout)
+    return method.order(length)
 
 
 def _hops(task: Task, layout: Layout) -> int:

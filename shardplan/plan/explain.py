@@ -7,7 +7,7 @@ from shardplan.errors import InfeasibleError
 from shardplan.model import Model, inspect_model
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import NO_KERNEL, make_plan
-from shardplan.plan.rules import parse_pin
+from shardplan.plan.rules import Size, parse_pin
 
 COMPUTE = "compute"
 LEAST_PART = 0.005
@@ -37,11 +37,13 @@ def why_not(choice: str, plan: Plan, config: Config, model: Model) -> Why:
         ConfigError: the choice is none.
     """
     axes = inspect_model(model)
-    chosen = {rule.subject for rule in parse_pin(choice, axes)}
+    rules = parse_pin(choice, axes)
+    chosen = {rule.subject for rule in rules}
     instead = [pin for pin in config.pin if chosen & {rule.subject for rule in parse_pin(pin, axes)}]
     kept = [pin for pin in config.pin if pin not in instead]
+    mesh = replace(config.mesh, **{rule.mesh_axis: None for rule in rules if isinstance(rule, Size)})
     try:
-        other = make_plan(replace(config, pin=(*kept, choice)), model)
+        other = make_plan(replace(config, pin=(*kept, choice), mesh=mesh), model)
     except InfeasibleError as error:
         return Why(choice, None, str(error), instead, {})
     before, after = _seconds(plan), _seconds(other)

@@ -11,11 +11,11 @@ from typing import Any
 import draccus
 from draccus.utils import ParsingError
 
-from shardplan.config import MESH_AXES
+from shardplan.config import MESH_AXES, Config, ModelConfig, WorkloadConfig
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.hardware import parse_slice
 from shardplan.plan.mapping import mesh_text
-from shardplan.positions.layout import CONTIGUOUS, KINDS
+from shardplan.positions.layout import CONTIGUOUS, KINDS, Layout
 
 SCHEMA_VERSION = 1
 BATCH_AXIS, POSITION_AXIS = "batch", "position"
@@ -153,6 +153,15 @@ class AttentionPlan:
     layout: str = CONTIGUOUS
     """The order of positions; see `shardplan.positions.layout`."""
 
+    @property
+    def gathers(self) -> bool:
+        """Whether all keys are in one place; where attention is Levanter's own, the partitioner gathers them."""
+        return self.strategy in (UNCUT, GATHERED)
+
+    def order(self, length: int) -> Layout:
+        """Which of `length` positions each device has."""
+        return Layout(length, self.ring, self.ulysses, self.layout)
+
 
 @dataclass(frozen=True)
 class RunnerUp:
@@ -230,8 +239,8 @@ class Plan:
     def _problems(self) -> Iterator[str]:
         """What cannot be, in a plan that somebody edited."""
         sizes = mesh_text(self.mesh)
-        if self.mesh.keys() != set(MESH_AXES):
-            yield f"its mesh is {sizes or 'empty'}; it must be {' x '.join(MESH_AXES)}"
+        if self.mesh.keys() != set(MESH_AXES) or min(self.mesh.values()) < 1:
+            yield f"its mesh is {sizes or 'empty'}; it must be {' x '.join(MESH_AXES)}, each at least 1"
         devices = parse_slice(self.hardware.slice).devices
         if not math.prod(self.mesh.values()) == self.hardware.devices == devices:
             yield f"mesh {sizes} and {self.hardware.devices} devices, where {self.hardware.slice} has {devices}"
@@ -239,23 +248,48 @@ class Plan:
             for name, amount in vars(getattr(self, section)).items():
                 if amount is None or (isinstance(amount, int | float) and not 0 <= amount < math.inf):
                     yield f"{section}.{name} is {amount}"
+        try:
+            Config(model=ModelConfig(ref=self.model.name), workload=WorkloadConfig(**vars(self.workload)))
+        except ConfigError as error:
+            yield str(error)
         if not self.parameters:
             yield "it has no parameters"
         for where, mapping in (("compute_mapping", self.compute_mapping), ("param_mapping", self.param_mapping)):
             for axis, mesh_axes in mapping.items():
                 yield from self._misuses(f"{where}.{axis}", mesh_axes)
+        shared = {*self.compute_mapping.get(BATCH_AXIS, ())} & {*self.compute_mapping.get(POSITION_AXIS, ())}
+        if shared:
+            yield f"compute_mapping has {BATCH_AXIS} and {POSITION_AXIS} both on {', '.join(sorted(shared))}"
         yield from self._attention_problems()
         for parameter in self.parameters:
             yield from self._misuses(parameter.path, [axis for axes in parameter.spec if axes for axis in axes])
+            if parameter.spec != [self.param_mapping.get(axis) for axis in parameter.axes]:
+                yield f"{parameter.path} has the spec {parameter.spec}, not that of param_mapping"
+            if parameter.bytes_per_device < 0:
+                yield f"{parameter.path} has {parameter.bytes_per_device} bytes"
 
     def _attention_problems(self) -> Iterator[str]:
         method = self.attention
         for name, given, valid in (("strategy", method.strategy, STRATEGIES), ("layout", method.layout, KINDS)):
             if given not in valid:
                 yield f"attention.{name} is {given!r}; {nearest(given, valid)}"
+        parts = f"attention.ulysses {method.ulysses} x ring {method.ring}"
         degree = math.prod(self.mesh.get(axis, 1) for axis in self.compute_mapping.get(POSITION_AXIS, []))
-        if method.strategy != UNCUT and method.ulysses * method.ring != degree:
-            yield f"attention.ulysses {method.ulysses} x ring {method.ring} where {degree} devices cut {POSITION_AXIS}"
+        if min(method.ulysses, method.ring) < 1:
+            yield f"{parts}; each must be at least 1"
+        elif method.strategy != UNCUT and method.ulysses * method.ring != degree:
+            yield f"{parts} where {degree} devices cut {POSITION_AXIS}"
+        for size, users in ((method.ulysses, (ULYSSES, HYBRID)), (method.ring, (GATHERED, RING, HYBRID))):
+            if size > 1 and method.strategy not in users:
+                yield f"{parts} where the strategy is {method.strategy}"
+        if method.layout == CONTIGUOUS:
+            return
+        if method.strategy == UNCUT:
+            yield f"attention.layout {method.layout} where the strategy is {UNCUT}"
+        elif self.workload.kind == "train":
+            yield f"attention.layout {method.layout} where workload.kind is train, which takes sequences in order"
+        elif method.order(self.workload.position).padded != self.workload.position:
+            yield f"attention.layout {method.layout} with {parts}: {self.workload.position} positions do not divide"
 
     def _misuses(self, where: str, mesh_axes: list[str]) -> Iterator[str]:
         for mesh_axis in mesh_axes:

@@ -67,7 +67,7 @@ class Space:
     kernels: bool = True
     """Only mappings under which a kernel can do attention."""
     methods: tuple[MeshAxes, ...] = METHODS
-    """How attention can be done where positions are cut; without any by Levanter's own."""
+    """How attention can be done where positions are cut; without any by Levanter's own, which gathers as well."""
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -135,18 +135,24 @@ class Space:
         return Layout(mesh, mapping, params, step.merged, step.activation_axes, self.habits, method, step.pattern)
 
     def methods_for(self, mesh: MeshShape, cut: MeshAxes) -> list[MeshAxes]:
-        """What `METHOD` can be where `cut` cuts positions; nothing where that can only be Levanter's own."""
-        if not cut or not (self.methods or len(cut) > 1):
+        """What `METHOD` can be where `cut` cuts positions; nothing for Levanter's own.
+
+        On several mesh axes it is the hybrid, the last for Ulysses and the others for its ring; keys are gathered over
+        several only where a pin or the step wants no other way.
+        """
+        if not cut or not self.methods:
             return [()]
+        strategies = {strategy for strategy, _ in self.methods}
+        fitting = strategies - {HYBRID} if len(cut) == 1 else strategies & {HYBRID} or strategies & {GATHERED}
         # where all of a window is near, only the order of the sequence leaves out hops
         can_turn = self.step.pattern.window is None and self.sizes[self.position] % (2 * mesh_size(mesh, cut)) == 0
         return [
             (strategy, kind) for strategy, kind in self.methods
-            if (strategy == HYBRID) == (len(cut) > 1) and (can_turn or kind == CONTIGUOUS)
+            if strategy in fitting and (can_turn or kind == CONTIGUOUS)
         ]  # fmt: skip
 
     def _attention(self, mesh: MeshShape, compute: AxisMapping) -> AttentionPlan:
-        """How attention is done; the first of two mesh axes is the ring's."""
+        """How attention is done."""
         if not compute.get(METHOD):
             return AttentionPlan()
         strategy, kind = compute[METHOD]

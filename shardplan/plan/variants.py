@@ -56,7 +56,7 @@ def find(config: Config, model: Model, keep: int, own_attention: bool = False) -
     """
     hardware = parse_slice(config.hardware.slice)
     rules = parse_rules(config.pin, config.forbid, inspect_model(model))
-    meshes = [mesh for mesh in mesh_shapes(hardware, {**vars(config.mesh), **rules.sizes}) if rules.allows(mesh)]
+    meshes = [mesh for mesh in mesh_shapes(hardware, _pinned_sizes(config, rules)) if rules.allows(mesh)]
     variants = list(_variants(config))
     ranking, tally = Ranking(keep), Tally()
     searched: dict[int, Config] = {}
@@ -97,6 +97,14 @@ def find(config: Config, model: Model, keep: int, own_attention: bool = False) -
             + "".join(f"; {reason}" for reason in sorted(tally.indivisible.values()))
         )
     return Result([smallest], False, tally, seconds)
+
+
+def _pinned_sizes(config: Config, rules: Rules) -> dict[str, int | None]:
+    sizes = vars(config.mesh)
+    for axis, size in rules.sizes.items():
+        if sizes[axis] not in (None, size):
+            raise ConfigError(f"mesh.{axis} is {sizes[axis]}, and pin mesh.{axis}={size} wants another; leave one out")
+    return {**sizes, **rules.sizes}
 
 
 def _obstacles(rules: Rules, meshes: list[dict[str, int]]) -> list[str]:

@@ -1,12 +1,14 @@
 """Plan files: the keys of the contract, and clear errors for what is not one."""
 
+import dataclasses
 import json
+import re
 
 import pytest
 
 from shardplan.config import KEYS, load
 from shardplan.errors import ConfigError
-from shardplan.plan.plan import Plan
+from shardplan.plan.plan import AttentionPlan, Plan
 from shardplan.plan.planner import make_plan, with_plan
 
 
@@ -66,6 +68,10 @@ def put(values, path, value):
         ("memory.peak", -1, "memory.peak is -1"),
         ("cost.step_seconds", float("nan"), "cost.step_seconds is nan"),
         ("parameters", [], "it has no parameters"),
+        ("mesh", {"replica": -1, "data": -8, "model": 1}, "data -8 x model 1; it must be replica x data x model, each"),
+        ("workload.kind", "evaluate", "workload.kind is 'evaluate'; did you mean 'eval'?"),
+        ("workload.microbatches", 2, "workload.microbatches is 2: only training has them"),
+        ("param_mapping", {"embed": ["model"]}, ", not that of param_mapping"),
     ],
 )
 def test_damaged_plans(plan, tmp_path, key, value, message):
@@ -77,6 +83,48 @@ def test_damaged_plans(plan, tmp_path, key, value, message):
     with pytest.raises(ConfigError) as raised:
         Plan.load(str(path))
     assert message in str(raised.value)
+
+
+@pytest.fixture
+def cut_plan(golden, make_config):
+    """Positions on all eight devices."""
+    config = make_config(model_ref=golden / "llama", workload_position=64, workload_batch=1, hardware_slice="cpu-8")
+    return make_plan(dataclasses.replace(config, pin=("position=replica+data", "mesh.replica=2", "mesh.data=4")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategy": "rings"}, "attention.strategy is 'rings'; did you mean 'ring'?"),
+        ({"strategy": "ring", "ulysses": 2}, "attention.ulysses 2 x ring 8 where 8 devices cut position"),
+        ({"strategy": "ring", "ulysses": 8, "ring": 1}, "attention.ulysses 8 x ring 1 where the strategy is ring"),
+        ({"strategy": "ulysses"}, "attention.ulysses 1 x ring 8 where the strategy is ulysses"),
+        ({"strategy": "none"}, "attention.ulysses 1 x ring 8 where the strategy is none"),
+        ({"strategy": "none", "ring": 1, "layout": "zigzag"}, "attention.layout zigzag where the strategy is none"),
+        ({"strategy": "hybrid", "ulysses": -2, "ring": -4}, "attention.ulysses -2 x ring -4; each must be at least 1"),
+    ],
+)
+def test_damaged_attention(cut_plan, changes, message):
+    """As it would run otherwise, with wrong results."""
+    whole = {"strategy": "ring", "ulysses": 1, "ring": 8, "layout": "zigzag"}
+    values = {**cut_plan.to_json(), "attention": whole}
+    assert Plan.from_json(values).attention == AttentionPlan(**whole)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Plan.from_json({**values, "attention": {**whole, "layout": "contiguous", **changes}})
+
+
+def test_positions_that_a_plan_cannot_have(cut_plan):
+    values = cut_plan.to_json()
+    for key, value, message in (
+        ("compute_mapping.batch", ["data"], "compute_mapping has batch and position both on data"),
+        ("workload.kind", "train", "attention.layout zigzag where workload.kind is train"),
+        ("workload.position", 40, "attention.layout zigzag with attention.ulysses 1 x ring 8: 40 positions do not"),
+    ):
+        changed = json.loads(json.dumps(values))
+        changed["attention"] = {"strategy": "ring", "ulysses": 1, "ring": 8, "layout": "zigzag"}
+        put(changed, key, value)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            Plan.from_json(changed)
 
 
 def test_two_dimensions_of_a_parameter_on_one_mesh_axis(plan):

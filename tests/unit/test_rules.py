@@ -11,6 +11,7 @@ from shardplan.plan.planner import NO_KERNEL, make_plan
 from shardplan.plan.rules import Rule, Rules, parse_rules
 from shardplan.plan.what_if import what_if
 
+ATTENTION_CAUSES = ("heads exchanged for positions", "keys and values going round")
 LLAMA = "configs/models/llama-3.1-8b.json"
 
 
@@ -117,10 +118,23 @@ def test_a_pin_that_the_mesh_has_no_devices_for(model, config):
         make_plan(config(pin=("mlp=model",), mesh_model=1), model)
 
 
+def test_positions_can_be_pinned_to_several_mesh_axes(model, config):
+    """In training too, where keys are gathered; of three mesh axes the last is for heads, and a ring goes round two."""
+    pins = ("position=replica+data", "mesh.replica=2", "mesh.data=4")
+    training = make_plan(config(pin=pins, workload_kind="train"), model)
+    assert (training.attention.strategy, training.attention.ring) == ("all_gather", 8)
+    plan = make_plan(config(pin=("position=replica+data+model", "mesh.replica=4", "mesh.data=4")), model)
+    assert (plan.attention.ulysses, plan.attention.ring) == (2, 16)
+    of_attention = {c.kind: c.mesh_axes for c in plan.cost.collectives if c.cause in ATTENTION_CAUSES}
+    assert of_attention == {"all-to-all": ["model"], "collective-permute": ["replica", "data"]}
+
+
 def test_pins_that_contradict_each_other(model, config):
     with pytest.raises(InfeasibleError) as raised:
         make_plan(config(pin=("mlp=model", "kv_head=model", "head_size=model")), model)
     assert "no mapping on v4-64 keeps to pin mlp=model kv_head=model head_size=model" in str(raised.value)
+    with pytest.raises(ConfigError, match=r"mesh\.model is 2, and pin mesh\.model=4 wants another; leave one out"):
+        make_plan(config(pin=("mesh.model=4",), mesh_model=2), model)
 
 
 def test_pins_that_leave_no_way_to_rest(model, config):
