@@ -85,7 +85,7 @@ def mesh_axes(axis: Axis, mapping: ResourceMapping, sizes: Mapping[str, int]) ->
     """The mesh axes, of several devices, that cut a logical axis.
 
     Raises:
-        ConfigError: it is mapped to what is no axis of the mesh.
+        ConfigError: it is mapped to what is no axis of the mesh, or to one twice.
     """
     found = mapping.get(axis.name) or ()
     names = (found,) if isinstance(found, str) else found
@@ -94,6 +94,8 @@ def mesh_axes(axis: Axis, mapping: ResourceMapping, sizes: Mapping[str, int]) ->
             raise ConfigError(
                 f"attention: {axis.name} is mapped to {name!r}, no axis of the mesh; {nearest(name, sizes)}"
             )
+    if len(set(names)) < len(names):
+        raise ConfigError(f"attention: {axis.name} is mapped to a mesh axis twice: {', '.join(names)}")
     return tuple(name for name in names if sizes[name] > 1)
 
 
@@ -119,15 +121,17 @@ def check_axes(
                     f"{', '.join(f'{name} ({size})' for name, size in known.items())}"
                 )
     users: dict[str, str] = {}
-    for axis in (*dims.batch, *dims.key_heads, *dims.groups, dims.queries):
-        parts = math.prod(sizes[name] for name in cuts.get(axis.name, ()))
-        if axis != dims.queries and axis.size % parts:
-            raise ConfigError(
-                f"attention: {axis.name} ({axis.size}) is not divisible by the {parts} devices that cut it"
-            )
+    cut = (*dims.batch, *dims.key_heads, *dims.groups, dims.queries)
+    for axis in cut:
         for name in cuts.get(axis.name, ()):
             if users.setdefault(name, axis.name) != axis.name:
                 raise ConfigError(f"attention: {users[name]} and {axis.name} are both mapped to {name}")
+    for axis in cut[:-1]:
+        parts = math.prod(sizes[name] for name in cuts.get(axis.name, ()))
+        if axis.size % parts:
+            raise ConfigError(
+                f"attention: {axis.name} ({axis.size}) is not divisible by the {parts} devices that cut it"
+            )
 
 
 def padded(x: NamedArray, lengths: Mapping[str, int]) -> NamedArray:

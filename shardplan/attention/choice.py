@@ -28,9 +28,9 @@ from shardplan.positions.heads import HeadCut
 from shardplan.positions.layout import KERNEL_BLOCK, KINDS, MOST_BLOCKS, Layout, blocks, hops
 from shardplan.positions.pattern import Pattern
 
-MERGE_PASSES = 3
-"""How often what is merged at a hop is read or written at HBM bandwidth, which puts measured runs of MaxText in
-order."""
+MEASURED_PASSES = 3
+"""How often what is merged at a hop is read or written at HBM bandwidth, which puts measured runs of MaxText in order;
+of the TPU compiler's cycles it is `shardplan.plan.attention.MERGE_PASSES`."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def weigh(
         compute, received, held = by_hop.sum(), received + keys * len(steps), exchanged + 2 * keys * (ring > 1)
         seconds += sum(max(pair) for pair in zip(by_hop, [*transfers, 0.0], strict=True))
         output = heads.batch * exchange.slots * shard * ulysses * heads.value_size * FLOAT32
-        seconds += len(steps) * MERGE_PASSES * output / hardware.generation.hbm_bandwidth
+        seconds += len(steps) * MEASURED_PASSES * output / hardware.generation.hbm_bandwidth
     return Choice(strategy, layout, float(seconds), float(compute), float(received), float(held))
 
 

@@ -76,9 +76,9 @@ class Task:
         out, logsum = ring_attention(self.kernel, self.ring, exchange, q, k, v, place, queries, k_segments, explicit)
         sink = found("sink", n, g)
         if sink is not None:
-            total = jnp.logaddexp(logsum, sink.astype(jnp.float32)[None, :, :, None])
             # where nothing is attended to, the output is zero already
-            out *= jnp.exp(jnp.where(logsum == EMPTY, 0.0, logsum - jnp.where(total == EMPTY, 0.0, total)))[..., None]
+            finite = jnp.where(logsum == EMPTY, 0.0, logsum)
+            out *= jnp.exp(finite - jnp.logaddexp(finite, sink.astype(jnp.float32)[None, :, :, None]))[..., None]
         return out.reshape([of_value[axis.name] for axis in dims.of_output])
 
 

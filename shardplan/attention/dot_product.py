@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, AxisSelector, NamedArray
 from haliax.partitioning import ResourceMapping, current_thread_local_mapping
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.axes import Dims, check_axes, dims_of, mesh_axes, padded
@@ -24,11 +24,11 @@ from shardplan.attention.ring import Ring
 from shardplan.attention.splash import Splash
 from shardplan.errors import ConfigError, nearest
 from shardplan.hardware import parse_slice
+from shardplan.plan.plan import BLOCKWISE, KERNELS
 from shardplan.positions.layout import KINDS, Layout, hops
 from shardplan.positions.pattern import Pattern
 
 STRATEGIES = ("all_gather", "ring", "ulysses", "hybrid", "auto")
-KERNELS = ("blockwise", "splash")
 BLOCK = 512
 """Positions of a block of scores."""
 
@@ -52,11 +52,12 @@ def dot_product_attention(
     scaling_factor: float | None = None,
     logits_soft_cap: float | None = None,
     attn_sink: NamedArray | None = None,
-    kernel: str = "blockwise",
+    kernel: str = BLOCKWISE,
     block: int = BLOCK,
     hardware: str | None = None,
 ) -> NamedArray:
-    """Attention, as Levanter's of that name, with QPos cut over the mesh axes that it is mapped to.
+    """Attention, as Levanter's of that name, with QPos cut over the mesh axes that it is mapped to; without dropout
+    and biases.
 
     Args:
         QPos: axis of the queries' positions; `axis_mapping` says which mesh axes cut it, and the keys with it.
@@ -70,11 +71,11 @@ def dot_product_attention(
         strategy: all_gather (of keys and values), ring, ulysses, hybrid (groups of `ulysses` neighbours in a ring), or
             auto: what `shardplan.attention.choice` finds fastest for the mask, the layout and the hardware.
         ulysses: devices of a group, of the hybrid; default: the greatest common divisor of a device's query heads and
-            the devices along QPos.
+            the devices along QPos. `auto` chooses it.
         layout: the order that positions are in; see `shardplan.positions.layout`. Of a kind that is not contiguous
             the length must be a multiple of the parts. A `Layout` is of queries and keys as `shard_sequence` leaves
             them, padding included.
-        prefix: with a causal mask, positions that all may attend to (a prefix LM).
+        prefix: with a causal mask, positions that all may attend to (a prefix LM); one number for all sequences.
         documents: lengths of the documents of every sequence, where they are known while tracing: they attend within
             themselves, and what they make empty is not sent. A `Layout` has its own.
         axis_mapping: logical axis -> mesh axes; default: the current `hax.axis_mapping`.
@@ -84,22 +85,27 @@ def dot_product_attention(
         attn_sink: by heads, a score that takes weight and gives no value.
         kernel: what a device does its part with: blockwise (XLA), or splash (Pallas, on TPUs).
         block: positions of a block of scores, blockwise.
-        hardware: name of the slice, as v5p-128, that `auto` chooses for; on CPUs they are known.
+        hardware: name of the slice, as v5p-128, that `auto` chooses for; on CPUs it is known.
 
     Returns:
         {..., heads, QPos, value's head size}; zero for a query that may attend to nothing.
 
     Raises:
-        ConfigError: an unknown strategy, layout or kernel, a degree or size that does not divide, axes of masks that
-            queries and keys do not have, or a mask or length that the splash kernel cannot do.
+        ConfigError: an unknown strategy, layout or kernel, a degree or size that does not divide, a mesh whose axes are
+            Explicit, masks that are traced where they must be known, are not bool, or have axes that queries and keys
+            lack, or a mask or length that the splash kernel cannot do.
     """
     kind = layout.kind if isinstance(layout, Layout) else layout
     given_of = {"strategy": (strategy, STRATEGIES), "layout": (kind, KINDS), "kernel": (kernel, KERNELS)}
     for name, (given, valid) in given_of.items():
         if given not in valid:
             raise ConfigError(f"attention {name} is {given!r}; {nearest(given, valid)}")
+    if block < 1:
+        raise ConfigError(f"attention: block is {block}; it must be at least 1")
     dims = dims_of(QPos, KPos, Key, query, key, value)
     mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:
+        raise ConfigError("attention: the mesh has axes of type Explicit, Haliax needs AxisType.Auto, as it makes them")
     mapping = (current_thread_local_mapping() or {}) if axis_mapping is None else axis_mapping
     if mesh.empty and mapping.get(dims.queries.name):
         raise ConfigError(f"attention: {dims.queries.name} is mapped, but no mesh is set; use jax.set_mesh")
@@ -117,11 +123,14 @@ def dot_product_attention(
         strategy, ulysses = _fastest(
             dims, local, pattern, layout, documents, along, mesh.shape, query.dtype.itemsize, hardware
         )
+    wanted = ulysses
     if ulysses is None:
         ulysses = math.gcd(math.prod(local[axis.name] for axis in (*dims.key_heads, *dims.groups)), degree)
     u = {"ulysses": degree, "hybrid": ulysses}.get(strategy, 1)
     if u < 1 or degree % u:
         raise ConfigError(f"attention: ulysses {u} does not divide the {degree} devices along {dims.queries.name}")
+    if wanted not in (None, u):
+        raise ConfigError(f"attention: ulysses {wanted} is for the strategy hybrid; {strategy} has {u}")
     orders = _orders(layout, dims, degree // u, u, documents)
     masks = dict(mask_arrays(mask, prefix, dims, orders)) | ({} if attn_sink is None else {"sink": attn_sink})
     check_axes(dims, cuts, mesh.shape, list(masks.values()))
@@ -161,7 +170,7 @@ def _kernel(name: str, rule: Rule, queries: np.ndarray, ring: Ring, masks: Mappi
     Args:
         queries: int[place, S], their positions.
     """
-    if name == "blockwise":
+    if name == BLOCKWISE:
         return Blockwise(rule)
     for part, what in (("explicit", "explicit masks"), ("reach", "causal offsets that are traced, or not one number")):
         if part in masks:
@@ -219,14 +228,25 @@ def _fastest(
         math.prod(axis.size for axis in dims.values),
         itemsize,
     )
+    degree = math.prod(mesh[axis] for axis in along)
+    chosen_for = parse_slice(hardware or f"cpu-{math.prod(mesh.values())}")
+    if chosen_for.devices != math.prod(mesh.values()):
+        raise ConfigError(
+            f"attention strategy auto: hardware {hardware} has {chosen_for.devices} devices, the mesh "
+            f"{math.prod(mesh.values())}"
+        )
     if isinstance(layout, Layout):
+        if layout.ring * layout.ulysses != degree:
+            raise ConfigError(
+                f"attention: the layout is for ring {layout.ring} x ulysses {layout.ulysses}, here are {degree} devices"
+            )
         orders = [layout]
     else:
-        length, degree = dims.queries.size, math.prod(mesh[axis] for axis in along)
+        length = dims.queries.size
         known = None if documents is None else tuple(documents)
         orders = layouts(length, degree, (layout,), known)
         orders = [each for each in orders if layout == "contiguous" or each.padded == length]
     if not orders:
         return "ring", 1  # which says what is wrong with the length
-    found = choices(orders, pattern, heads, along, mesh, parse_slice(hardware or f"cpu-{math.prod(mesh.values())}"))
+    found = choices(orders, pattern, heads, along, mesh, chosen_for)
     return found[0].strategy, found[0].layout.ulysses

@@ -1,8 +1,8 @@
 """Levanter models with sequence-parallel attention in place of their own; nothing of Levanter is patched."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from typing import Any
 
 import equinox as eqx
@@ -16,8 +16,7 @@ from levanter.models.olmo import Olmo2Attention
 
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError
-from shardplan.hardware import parse_slice
-from shardplan.plan.plan import UNCUT, Plan
+from shardplan.plan.plan import BLOCKWISE, UNCUT, Plan
 from shardplan.positions.layout import CONTIGUOUS, Layout
 
 KNOWN = (Attention.__call__, Olmo2Attention.__call__)
@@ -30,29 +29,26 @@ class Method:
 
     strategy: str
     ulysses: int | None = None
-    kernel: str = "blockwise"
-    layout: str | Layout = "contiguous"
+    kernel: str = BLOCKWISE
+    layout: Layout | None = None
+    """The order that positions are in; None where it is the sequence's."""
     hardware: str | None = None
     """Name of the slice, that the strategy `auto` needs."""
 
 
-def method_of(plan: Plan, kernel: str | None = None) -> Method:
-    """How a plan does attention.
-
-    Args:
-        kernel: default: splash, but blockwise on CPUs.
-    """
-    if kernel is None:
-        kernel = "blockwise" if parse_slice(plan.hardware.slice).is_cpu else "splash"
+def method_of(plan: Plan) -> Method:
+    """How a plan does attention."""
     method = plan.attention
-    order = Layout(plan.workload.position, method.ring, method.ulysses, method.layout)
-    return Method(method.strategy, method.ulysses, kernel, CONTIGUOUS if order.kind == CONTIGUOUS else order)
+    order = None if method.layout == CONTIGUOUS else method.order(plan.workload.position)
+    return Method(method.strategy, method.ulysses, method.kernel, order)
 
 
 class SequenceParallel(Attention):
     """Levanter's attention, by `shardplan.attention.dot_product.dot_product_attention`."""
 
     method: Method = eqx.field(static=True, default=Method("all_gather"))
+    is_placed: bool = eqx.field(static=True, default=False)
+    """Whether sequences are known to be in the order of the layout; else their positions must say so."""
 
     def __call__(
         self,
@@ -62,10 +58,20 @@ class SequenceParallel(Attention):
         key: Any = None,
         pos_ids: NamedArray | None = None,
     ) -> NamedArray:
-        """{..., position, embed} -> the same, as Levanter's; without dropout."""
+        """{..., position, embed} -> the same, as Levanter's; without dropout.
+
+        Raises:
+            ConfigError: the layout has another order than the sequence, and nothing says that it is in that.
+        """
         del key  # of dropout and of noise in projections, which no supported model has
         order = self.method.layout
-        if pos_ids is None and isinstance(order, Layout):  # Levanter's Mixtral takes positions, and drops them
+        if pos_ids is None and order is not None and order.kind != CONTIGUOUS:
+            if not self.is_placed:
+                raise ConfigError(
+                    f"attention takes sequences in {order.kind} order, and these come without positions, as they are; "
+                    "use shardplan.attention.sequence: next_token_losses(model, shard_sequence(example, layout))"
+                )
+            # Levanter's Mixtral takes positions, and drops them
             pos_ids = hax.named(jnp.asarray(np.maximum(order.order(), 0)), "position")
         q, k, v = self._compute_qkv(x, key=None, pos_ids=pos_ids)
         k, v = (each.rename({"position": "key_position"}) for each in (k, v))
@@ -80,13 +86,18 @@ class SequenceParallel(Attention):
             strategy=self.method.strategy,
             ulysses=self.method.ulysses,
             kernel=self.method.kernel,
-            layout=self.method.layout,
+            layout=order or CONTIGUOUS,
             hardware=self.method.hardware,
             attention_dtype=jnp.float32 if self.config.upcast_attn else x.dtype,
             scaling_factor=self.config.scaling_factor,
             logits_soft_cap=self.config.logits_soft_cap,
         )
         return self.o_proj(out.flatten_axes(("kv_head", "q_heads_per_group"), "heads").astype(x.dtype))
+
+
+def placed(module: Any) -> Any:
+    """`module` for sequences that are in the order of its layout, whatever it makes of their positions."""
+    return _changed(module, lambda node: replace(node, is_placed=True) if isinstance(node, SequenceParallel) else node)
 
 
 def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
@@ -102,16 +113,16 @@ def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
         raise ConfigError(
             f"{type(module).__name__} has attention of its own; only Levanter's Attention can have its positions cut"
         )
-
     if isinstance(method, Plan):
         if method.attention.strategy == UNCUT:
             return module
         method = method_of(method)
+    return _changed(module, partial(_parallel, method=method))
 
-    def parallel(node: Any) -> Any:
-        return _parallel(node, method) if _is_attention(node) else node
 
-    return jax.tree.map(parallel, module, is_leaf=_is_attention)
+def _changed(module: Any, change: Callable[[Attention], Attention]) -> Any:
+    """`module` with every attention changed."""
+    return jax.tree.map(lambda node: change(node) if _is_attention(node) else node, module, is_leaf=_is_attention)
 
 
 def _is_attention(node: Any) -> bool:
@@ -119,6 +130,8 @@ def _is_attention(node: Any) -> bool:
 
 
 def _parallel(attention: Attention, method: Method) -> Attention:
+    if isinstance(attention, SequenceParallel):
+        return replace(attention, method=method)
     if type(attention).__call__ not in KNOWN:
         raise ConfigError(f"{type(attention).__name__} is more than Levanter's Attention; its positions cannot be cut")
     values: Mapping[str, Any] = {field.name: getattr(attention, field.name) for field in fields(attention)}

@@ -19,7 +19,12 @@ def pattern_of(mask: AttentionMask, prefix: int) -> Pattern:
     """What is known while tracing of where queries may attend to.
 
     A causal offset that is not known, or not one for all, is left to `mask_arrays`.
+
+    Raises:
+        ConfigError: the prefix is not known.
     """
+    if not isinstance(prefix, int):
+        raise ConfigError("attention: prefix must be one number, known while tracing; make an explicit mask of others")
     if not _has_static_offset(mask):
         return Pattern(window=mask.sliding_window)
     offset = 0 if mask.causal_offset is None else int(mask.causal_offset.array)
@@ -39,15 +44,12 @@ def mask_arrays(mask: AttentionMask, prefix: int, dims: Dims, orders: Sequence[L
         orders: the layouts of queries and keys.
 
     Raises:
-        ConfigError: documents that the layout knows beside segment ids, or of another length than the sequence.
+        ConfigError: documents that the layout knows beside segment ids, or an explicit mask that is not of bools.
     """
     found: dict[str, NamedArray] = {}
-    segments, documents = mask.segment_ids, orders[0].documents
-    if documents is not None and (segments is not None or {order.length for order in orders} != {sum(documents)}):
-        raise ConfigError(
-            f"attention: documents have {sum(documents)} positions together, queries and keys "
-            f"{' and '.join(str(order.length) for order in orders)}; and they go without segment ids"
-        )
+    segments = mask.segment_ids
+    if segments is not None and orders[0].documents is not None:
+        raise ConfigError("attention: the mask has segment ids, and documents are known beside them; leave one out")
     axes = dims.queries, dims.keys
     placed = [order.order()[: axis.size] for order, axis in zip(orders, axes, strict=True)]
     if segments is not None:
@@ -65,6 +67,8 @@ def mask_arrays(mask: AttentionMask, prefix: int, dims: Dims, orders: Sequence[L
         found["reach"] = hax.maximum(reach, prefix - 1) if prefix else reach
     explicit = mask.explicit_mask
     if explicit is not None:
+        if explicit.dtype != jnp.bool_:
+            raise ConfigError(f"attention: the mask is of {explicit.dtype}; it must be bool, true where allowed")
         has = {axis.name for axis in explicit.axes}
         found["explicit"] = explicit.broadcast_axis([axis for axis in axes if axis.name not in has])
     return found

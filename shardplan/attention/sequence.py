@@ -4,13 +4,15 @@ from typing import Any
 
 import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 from levanter.models.loss import cross_entropy_and_logsumexp_penalty
 
+from shardplan.attention.levanter import placed
 from shardplan.errors import ConfigError
 from shardplan.model.forward import capped_logits
 from shardplan.positions.layout import Layout, labels_of
@@ -40,7 +42,8 @@ def shard_sequence(example: LmExample, layout: Layout) -> CutSequence:
     Targets are taken before the sequence is cut: afterwards the next element is another token's, or another device's.
 
     Raises:
-        ConfigError: the example's sequence is not as long as the layout's, or has other documents than that knows.
+        ConfigError: the example's sequence is not as long as the layout's, or has other documents than that knows, or
+            documents that are known at run time only.
     """
     tokens = example.tokens
     length = tokens.axis_size(POSITION)
@@ -49,19 +52,15 @@ def shard_sequence(example: LmExample, layout: Layout) -> CutSequence:
     order = layout.order()
     places = hax.named(jnp.asarray(np.where(order == PADDING, 0, order), jnp.int32), POSITION)
     is_kept = hax.named(jnp.asarray((order != PADDING) & (order != length - 1)), POSITION)
-    mask = example.attn_mask
+    mask = AttentionMask() if example.attn_mask is None else example.attn_mask
     if isinstance(mask, NamedArray):
         mask = AttentionMask.explicit(mask)
     segments, explicit = mask.segment_ids, mask.explicit_mask
     if segments is not None:
-        known = _known(layout, segments[0])
-        placed = None if known else tuple(_placed(x, order) for x in segments)
-        mask = eqx.tree_at(lambda m: m.segment_ids, mask, placed)
+        found = None if _known(layout, segments[0]) else tuple(_placed(x, order) for x in segments)
+        mask = eqx.tree_at(lambda m: m.segment_ids, mask, found)
     if explicit is not None:
-        for axis in explicit.axes:
-            if axis.name in (POSITION, KEYS):
-                explicit = _placed(explicit, order, axis)
-        mask = eqx.tree_at(lambda m: m.explicit_mask, mask, explicit)
+        mask = eqx.tree_at(lambda m: m.explicit_mask, mask, _placed(explicit, order))
     return CutSequence(
         tokens=_placed(tokens, order),
         targets=_placed(hax.roll(tokens, -1, POSITION), order),
@@ -79,7 +78,7 @@ def in_order(x: NamedArray, layout: Layout) -> NamedArray:
 
 def activations(module: Any, sequence: CutSequence) -> NamedArray:
     """The residual stream [..., position, embed] behind the last layer, in the order of the layout."""
-    found = module.activations(sequence.tokens, sequence.mask, pos_ids=sequence.positions)
+    found = placed(module).activations(sequence.tokens, sequence.mask, pos_ids=sequence.positions)
     # mixture-of-experts models return the router's auxiliary loss as well
     return found[0] if isinstance(found, tuple) else found
 
@@ -104,6 +103,11 @@ def _known(layout: Layout, segments: NamedArray) -> bool:
     labels = labels_of(layout)
     if labels is None:
         return False
+    if isinstance(segments.array, jax.core.Tracer):
+        raise ConfigError(
+            "shard_sequence: the layout has documents, and the example's segment ids are traced, so that they cannot "
+            "be compared; call it outside of jit, or leave the ids out"
+        )
     ends = np.diff(np.asarray(segments.rearrange((..., POSITION)).array)) != 0
     if (ends != (np.diff(labels) != 0)).any():
         raise ConfigError(
@@ -113,6 +117,8 @@ def _known(layout: Layout, segments: NamedArray) -> bool:
     return True
 
 
-def _placed(x: NamedArray, order: np.ndarray, axis: Axis | str = POSITION) -> NamedArray:
-    name = axis if isinstance(axis, str) else axis.name
-    return x.take(name, hax.named(jnp.asarray(np.where(order == PADDING, 0, order)), name))
+def _placed(x: NamedArray, order: np.ndarray) -> NamedArray:
+    """Every axis of positions, of queries and of keys, in that order."""
+    for name in {POSITION, KEYS} & {axis.name for axis in x.axes}:
+        x = x.take(name, hax.named(jnp.asarray(np.where(order == PADDING, 0, order)), name))
+    return x

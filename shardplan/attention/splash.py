@@ -302,9 +302,8 @@ def _kinds(pattern: Pattern, queries: np.ndarray, keys: np.ndarray) -> np.ndarra
     """int8[q, k] of blocks of positions: PARTIAL also where only a closer look tells."""
     (q_least, q_most, q_whole), (k_least, k_most, k_whole) = (_ends(blocks) for blocks in (queries, keys))
     every, some = pattern.between(q_least[:, None], q_most[:, None], k_least, k_most)
-    kinds = np.where(some, PARTIAL, NO_BLOCK).astype(np.int8)
-    kinds[every & q_whole[:, None] & k_whole] = FULL
-    return kinds
+    kinds = np.where(some, np.where(every & q_whole[:, None] & k_whole, FULL, PARTIAL), NO_BLOCK)
+    return kinds.astype(np.int8)
 
 
 def _ends(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

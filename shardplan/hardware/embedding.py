@@ -32,7 +32,7 @@ from shardplan.hardware.torus import (
 )
 
 PRIORITY = ("model", "data", "replica")
-"""Mesh axes, the one whose bandwidth matters most in front."""
+"""Mesh axes, the one whose bandwidth matters most in front. Of others, the minor ones first, as in JAX's own meshes."""
 NETWORK = "network"
 """The link between slices."""
 FREE = Cost(0.0, 0.0, frozenset())
@@ -200,7 +200,7 @@ def _embed(hardware: Slice, sizes: tuple[tuple[str, int], ...]) -> Embedding:
         return Embedding(hardware, mesh, rings, {axis: (Factor(i, mesh[axis], 1),) for i, axis in enumerate(mesh)})
     dimensions = dimensions_of(hardware)
     parts = dict(zip(mesh, slices_by_axis(hardware.slices, mesh), strict=True))
-    axes = [axis for axis in PRIORITY if axis in mesh]
+    axes = sorted(reversed(mesh), key=lambda axis: PRIORITY.index(axis) if axis in PRIORITY else len(PRIORITY))
 
     @cache
     def seconds(factors: tuple[Factor, ...]) -> float:

@@ -4,14 +4,14 @@ Bytes are those of the table in `shardplan.attention.choice`, product by product
 keys with the scores, outputs and values with the sum over these.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from shardplan.model.named import SECOND, Array
 from shardplan.plan.fusion import is_scores
 from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import MeshAxes, mesh_size
-from shardplan.plan.plan import GATHERED, UNCUT
+from shardplan.plan.plan import BLOCKWISE, GATHERED, SPLASH, UNCUT
 from shardplan.plan.tasks import Task
 from shardplan.plan.traffic import Traffic, all_gather, all_reduce, all_to_all, permute
 from shardplan.positions.heads import HeadCut
@@ -57,14 +57,18 @@ def has_kernel(task: Task, layout: Layout) -> bool:
     )
 
 
+def kernel_of(tasks: Iterable[Task], layout: Layout) -> str:
+    """What does the attention among some tasks: splash, where it can do all of it."""
+    attention = [task for task in tasks if task.kind == "attention"]
+    return SPLASH if attention and all(has_kernel(task, layout) for task in attention) else BLOCKWISE
+
+
 def unmasked(task: Task, layout: Layout) -> float:
     """The part of its scores that the mask leaves to the device with most of them, block by block.
 
     With heads that are nobody's, where they are not as many as the devices that share them.
     """
-    heads = _heads(task, layout)
-    spare = heads.degree * heads.slots / (heads.key_heads * heads.per_key_head)
-    return spare * attended(_order(task, layout), layout.pattern, layout.attention.gathers)
+    return _heads(task, layout).padding * attended(_order(task, layout), layout.pattern, layout.attention.gathers)
 
 
 def score_bytes(task: Task, layout: Layout) -> float:
@@ -128,9 +132,8 @@ def _sequence_parallel(task: Task, layout: Layout, position: str, axes: MeshAxes
     if method.ulysses > 1:
         by_heads = axes if method.ring == 1 else axes[-1:]
         turned = task.operands[0] if is_scores(task.results[0]) else task.results[0]
-        spare = heads.degree * heads.slots / (heads.key_heads * heads.per_key_head)
         cause = "heads exchanged for positions"
-        yield all_to_all(layout.bytes(turned, layout.compute) * spare, layout, by_heads, task.times, cause)
+        yield all_to_all(layout.bytes(turned, layout.compute) * heads.padding, layout, by_heads, task.times, cause)
         yield all_to_all(size * heads.received / heads.key_heads, layout, by_heads, task.times, cause)
     if method.ring > 1:
         around = axes if method.ulysses == 1 else axes[:-1]

@@ -141,9 +141,13 @@ UNCUT, GATHERED, RING, ULYSSES, HYBRID = STRATEGIES = ("none", "all_gather", "ri
 heads are exchanged for positions; in groups that, and between them a ring."""
 
 
+BLOCKWISE, SPLASH = KERNELS = ("blockwise", "splash")
+"""What a device does its part of attention with: XLA, or a Pallas kernel for TPUs."""
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Sequence parallelism: how attention is done where positions are cut."""
+    """Sequence parallelism: how attention is done where positions are cut; and by which kernel it is."""
 
     strategy: str = UNCUT
     ulysses: int = 1
@@ -152,6 +156,7 @@ class AttentionPlan:
     """Parts that positions are in then: together these are the devices that cut positions."""
     layout: str = CONTIGUOUS
     """The order of positions; see `shardplan.positions.layout`."""
+    kernel: str = BLOCKWISE
 
     @property
     def gathers(self) -> bool:
@@ -270,9 +275,11 @@ class Plan:
 
     def _attention_problems(self) -> Iterator[str]:
         method = self.attention
-        for name, given, valid in (("strategy", method.strategy, STRATEGIES), ("layout", method.layout, KINDS)):
-            if given not in valid:
-                yield f"attention.{name} is {given!r}; {nearest(given, valid)}"
+        valid = {"strategy": STRATEGIES, "layout": KINDS, "kernel": KERNELS}
+        for name, values in valid.items():
+            given = getattr(method, name)
+            if given not in values:
+                yield f"attention.{name} is {given!r}; {nearest(given, values)}"
         parts = f"attention.ulysses {method.ulysses} x ring {method.ring}"
         degree = math.prod(self.mesh.get(axis, 1) for axis in self.compute_mapping.get(POSITION_AXIS, []))
         if min(method.ulysses, method.ring) < 1:

@@ -10,6 +10,7 @@ from shardplan.config import KEYS, Config, HardwareConfig, MeshConfig, WorkloadC
 from shardplan.errors import ConfigError, InfeasibleError, nearest
 from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.model import Model, ModelAxes, build_model, inspect_model, read_config
+from shardplan.plan.attention import kernel_of
 from shardplan.plan.calibration import calibration, habits, usable_bytes
 from shardplan.plan.cost import step_tasks, transfer_seconds
 from shardplan.plan.layout import Layout
@@ -230,7 +231,7 @@ def _describe(
         memory=_memory(step, layout, hardware),
         cost=cost,
         search=found,
-        attention=layout.attention,
+        attention=replace(layout.attention, kernel=kernel_of(step.tasks, layout)),
         compiler_options={} if hardware.is_cpu else dict(options),
         versions=_versions(),
     )

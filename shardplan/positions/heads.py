@@ -23,6 +23,11 @@ class HeadCut:
         """Query heads of a device; the last devices may have some that are nobody's."""
         return -(-self.key_heads * self.per_key_head // self.degree)
 
+    @property
+    def padding(self) -> float:
+        """Query heads that devices have, nobody's among them, of those that there are."""
+        return self.degree * self.slots / (self.key_heads * self.per_key_head)
+
     @cached_property
     def needed(self) -> np.ndarray:
         """int[degree, slots]: the key head of every query head of a device."""

@@ -13,6 +13,7 @@ from functools import cache
 
 import numpy as np
 
+from shardplan.errors import ConfigError, nearest
 from shardplan.positions.pattern import PADDING, Pattern, Run, runs_of
 
 KERNEL_BLOCK = 512
@@ -33,6 +34,22 @@ class Layout:
     kind: str = "contiguous"
     documents: tuple[int, ...] | None = None
     """Lengths of the documents, where they are known; all together are `length`. The order `documents` is by them."""
+
+    def __post_init__(self) -> None:
+        """See that there is such an order.
+
+        Raises:
+            ConfigError: an unknown kind, no shards, or documents that are not all of the sequence.
+        """
+        if self.kind not in KINDS:
+            raise ConfigError(f"layout is {self.kind!r}; {nearest(self.kind, KINDS)}")
+        if min(self.ring, self.ulysses) < 1:
+            raise ConfigError(f"layout: ring {self.ring} x ulysses {self.ulysses}; each must be at least 1")
+        if self.documents is not None and (sum(self.documents) != self.length or min(self.documents) < 1):
+            raise ConfigError(
+                f"layout: documents of {', '.join(map(str, self.documents[:8]))} positions are not the {self.length} "
+                "of the sequence"
+            )
 
     @property
     def padded(self) -> int:

@@ -9,7 +9,7 @@ from shardplan.hardware import parse_slice
 from shardplan.hardware.placement import slices_by_axis
 from shardplan.plan.levanter_config import BATCH_MESH_AXES, DCN_AXIS, SHARED_BY_DEFAULT
 from shardplan.plan.mapping import MeshAxes, as_tuples, mesh_size
-from shardplan.plan.plan import BATCH_AXIS, UNCUT, Mapping, Plan
+from shardplan.plan.plan import BATCH_AXIS, BLOCKWISE, UNCUT, Mapping, Plan
 from shardplan.positions.layout import CONTIGUOUS
 
 SPLASH_NEEDS_WHOLE = ("position", "q_heads_per_group", "head_size")
@@ -152,17 +152,16 @@ def _notes(plan: Plan) -> Iterator[str]:
         return  # Levanter's attention on CPUs is no kernel, and right wherever it is cut
     method = plan.attention
     if method.strategy != UNCUT:
-        degree, layout = (
-            f", ulysses={method.ulysses}" if method.ulysses > 1 else "",
-            f', layout="{method.layout}"' if method.layout != CONTIGUOUS else "",
+        order = f'Layout({plan.workload.position}, {method.ring}, {method.ulysses}, "{method.layout}")'
+        given = (
+            (f"ulysses={method.ulysses}", method.ulysses > 1),
+            (f'kernel="{method.kernel}"', method.kernel != BLOCKWISE),
+            (f"layout={order}", method.layout != CONTIGUOUS),
         )
+        settings = ", ".join([f'"{method.strategy}"', *(text for text, is_given in given if is_given)])
         yield "Attention must be that of shardplan.attention.levanter, as planned: with positions cut Levanter's own is"
-        yield (
-            "wrong in silence. model = with_sequence_parallel(model, "
-            f'Method("{method.strategy}"{degree}, kernel="splash"{layout}))'
-        )
-        if layout:
-            order = f'Layout({plan.workload.position}, {method.ring}, {method.ulysses}, "{method.layout}")'
+        yield f"wrong in silence. model = with_sequence_parallel(model, Method({settings}))"
+        if method.layout != CONTIGUOUS:
             yield f"Examples must be in its order, shard_sequence(example, {order}) of"
             yield "shardplan.attention.sequence, and their losses next_token_losses(model, sequence)."
     elif cut:

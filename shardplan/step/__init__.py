@@ -2,13 +2,12 @@
 
 from shardplan.step.program import Program, abstract_model, abstract_tokens
 from shardplan.step.programs import logits_program, loss_program, prefill_program, step_program, train_program
-from shardplan.step.specialize import attention_backend, specialize
+from shardplan.step.specialize import specialize
 
 __all__ = [
     "Program",
     "abstract_model",
     "abstract_tokens",
-    "attention_backend",
     "logits_program",
     "loss_program",
     "prefill_program",

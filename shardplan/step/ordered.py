@@ -17,10 +17,7 @@ from shardplan.positions.layout import CONTIGUOUS, Layout
 
 def order_of(plan: Plan) -> Layout | None:
     """The order that positions are computed in; None where it is the sequence's."""
-    method = plan.attention
-    if method.layout == CONTIGUOUS:
-        return None
-    return Layout(plan.workload.position, method.ring, method.ulysses, method.layout)
+    return None if plan.attention.layout == CONTIGUOUS else plan.attention.order(plan.workload.position)
 
 
 def losses(model: Model, module: Any, tokens: NamedArray, predicted: NamedArray, order: Layout | None) -> NamedArray:

@@ -6,9 +6,9 @@ from typing import Any
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model
 from shardplan.plan.cost import model_flops
-from shardplan.plan.plan import GATHERED, UNCUT, Plan
+from shardplan.plan.plan import Plan
 from shardplan.plan.workload import workload_of
-from shardplan.positions.layout import Layout, attended
+from shardplan.positions.layout import attended
 from shardplan.verify.collectives import Network
 from shardplan.verify.compiled import Compiled
 from shardplan.verify.hlo import HloError, Module, parse
@@ -81,9 +81,7 @@ def _time(module: Module, compiled: Compiled, plan: Plan, model: Model, program:
     hardware, work = parse_slice(plan.hardware.slice), plan.workload
     network = Network(plan.mesh, hardware, compiled.slices)
     try:
-        method = plan.attention
-        order = Layout(work.position, method.ring, method.ulysses, method.layout)
-        part = attended(order, model.pattern, gathers=method.strategy in (UNCUT, GATHERED))
+        part = attended(plan.attention.order(work.position), model.pattern, plan.attention.gathers)
         timing = model_step(module, network, hardware, part)
     except HloError as error:
         return {"not_understood": {str(error): 1}}

@@ -25,7 +25,6 @@ from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model
 from shardplan.plan.plan import UNCUT, Plan
 from shardplan.runtime.command import check_writable
-from shardplan.step import attention_backend
 from shardplan.verify.compiled import Compiled
 from shardplan.verify.read import read_verdict
 from shardplan.verify.topology import environment
@@ -41,7 +40,7 @@ CODE = (
     "hardware/*", "runtime/devices", "model/corrections", "model/forward", "model/hf_config", "model/registry",
     "step/*", "checkpoint/assemble", "verify/worker", "verify/topology",
 )  # fmt: skip
-"""Modules of shardplan that make what is compiled of a plan; which attention that runs is asked beside."""
+"""Modules of shardplan that make what is compiled of a plan."""
 ATTENTION = ("attention/*", "positions/*")
 """Those that do so too where the plan cuts positions."""
 
@@ -219,7 +218,7 @@ def digest(case: Case) -> str:
         "slice": plan.hardware.slice,
         "mesh": list(plan.mesh.items()),
         "mappings": [plan.compute_mapping, plan.param_mapping],
-        "attention": [attention_backend(case.model, plan), vars(plan.attention)],
+        "attention": vars(plan.attention),
         "program": case.program,
         "options": case.options,
         "versions": versions(),

@@ -22,7 +22,7 @@ from shardplan.errors import one_line
 from shardplan.hardware import parse_slice
 from shardplan.model import Model, build_model
 from shardplan.plan.plan import Plan
-from shardplan.step import Program, attention_backend, specialize, step_program
+from shardplan.step import Program, specialize, step_program
 from shardplan.verify.compiled import Compiled
 from shardplan.verify.topology import make_topology_mesh
 
@@ -58,7 +58,7 @@ def compile_plan(model: Model, plan: Plan, name: str, options: Mapping[str, str]
     model = specialize(model, plan)
     mesh = make_topology_mesh(parse_slice(plan.hardware.slice), plan.mesh)
     result = Compiled(
-        attention=attention_backend(model, plan),
+        attention=plan.attention.kernel,
         versions=versions(),
         slices=[getattr(device, "slice_index", 0) or 0 for device in mesh.devices.flat],
     )

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -300,6 +301,46 @@ def test_keys_that_are_padding():
     np.testing.assert_allclose(np.asarray(out.array), expected.out, atol=2e-6)
 
 
+def test_gradients_where_neither_keys_nor_sinks_take_weight():
+    """Not NaN: the first queries may attend to nothing, and the sinks of some heads take nothing."""
+    rng = np.random.default_rng(1)
+    q, k, v, change = (
+        rng.normal(size=size) for size in ((2, 2, 4, 16, 16), (2, 2, 16, 16), (2, 2, 16, 24), (2, 2, 4, 16, 24))
+    )
+    expected = dense_attention(q, k, v, np.tri(16, k=-3, dtype=bool), change)
+    arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, V))]
+    sink = hax.full(arrays[0].axes[1:3], -jnp.inf)
+    names, mapping = ("position", "key_position", "head_size"), {"position": "model"}
+
+    def loss(q, k, v, sink):
+        mask = AttentionMask.causal(offset=-3)
+        return (dot_product_attention(*names, q, k, v, mask, attn_sink=sink, axis_mapping=mapping).array * change).sum()
+
+    with jax.set_mesh(mesh_of(4)):
+        *found, of_sink = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*arrays, sink)
+    for mine, theirs in zip(found, expected.gradients, strict=False):
+        np.testing.assert_allclose(mine.array, theirs, atol=1e-5)
+    assert not of_sink.array.any()
+
+
+@pytest.mark.parametrize("names", [("data", "fsdp", "sequence", "tensor"), ("dp", "sp")])
+def test_auto_on_meshes_of_other_names(names):
+    """As MaxText's; positions on the last but one."""
+    sizes = [1] * (len(names) - 2) + [4, 2]
+    mesh = Mesh(np.array(jax.devices()).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=size) for size in ((2, 2, 4, 16, 16), (2, 2, 16, 16), (2, 2, 16, 24)))
+    expected = dense_attention(q, k, v, np.tri(16, dtype=bool), np.zeros((2, 2, 4, 16, 24)))
+    arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, V))]
+    for hardware in (None, "v5p-16"):
+        with jax.set_mesh(mesh):
+            out = dot_product_attention(
+                "position", "key_position", "head_size", *arrays, AttentionMask.causal(), strategy="auto",
+                axis_mapping={"position": names[-2], "kv_head": names[-1]}, hardware=hardware,
+            )  # fmt: skip
+        np.testing.assert_allclose(np.asarray(out.array), expected.out, atol=2e-6)
+
+
 def test_bad_input():
     mesh = mesh_of(4)
     x, y = (
@@ -313,14 +354,25 @@ def test_bad_input():
         ({"strategy": "hybrid", "ulysses": 3}, "ulysses 3 does not divide the 4 devices along position"),
         ({"strategy": "hybrid", "ulysses": 0}, "ulysses 0 does not divide the 4 devices along position"),
         ({"mask": short}, "a mask or sink has the axis position"),
-        ({"documents": [3, 4]}, "documents have 7 positions together, queries and keys 8 and 8"),
+        ({"documents": [3, 4]}, "documents of 3, 4 positions are not the 8 of the sequence"),
+        ({"documents": [3, 4], "strategy": "auto"}, "documents of 3, 4 positions are not the 8 of the sequence"),
+        ({"strategy": "ring", "ulysses": 2}, "ulysses 2 is for the strategy hybrid; ring has 1"),
+        ({"layout": Layout(8, 8, 1, "zigzag"), "strategy": "auto"}, "ring 8 x ulysses 1, here are 4 devices"),
+        ({"strategy": "auto", "hardware": "v5p-16"}, "hardware v5p-16 has 8 devices, the mesh 4"),
+        ({"block": 0}, "block is 0; it must be at least 1"),
+        ({"mask": allowed.astype(float)}, "the mask is of float32; it must be bool"),
+        ({"prefix": jnp.int32(3)}, "prefix must be one number, known while tracing"),
+        ({"axis_mapping": {"position": ("model", "model")}}, "mapped to a mesh axis twice: model, model"),
         ({"axis_mapping": {"position": "modle"}}, "mapped to 'modle', no axis of the mesh; did you mean 'model'"),
-        ({"axis_mapping": {"position": "model", "kv_head": "model"}}, "is not divisible by the 4 devices that cut it"),
+        ({"axis_mapping": {"position": "model", "kv_head": "model"}}, "kv_head and position are both mapped to model"),
+        ({"axis_mapping": {"kv_head": "model"}}, "kv_head (2) is not divisible by the 4 devices that cut it"),
         ({"kernel": "splash"}, "a device has 2 positions, which must be a multiple of 128"),
         ({"kernel": "splash", "mask": allowed}, "kernel splash has no explicit masks; use the kernel blockwise"),
     ):
-        with jax.set_mesh(mesh), pytest.raises(ConfigError, match=message):
+        with jax.set_mesh(mesh), pytest.raises(ConfigError, match=re.escape(message)):
             dot_product_attention("position", "key_position", "head_size", x, y, y, **{"axis_mapping": mapping, **more})
+    with jax.set_mesh(jax.make_mesh((4,), ("model",))), pytest.raises(ConfigError, match="Haliax needs AxisType"):
+        dot_product_attention("position", "key_position", "head_size", x, y, y, axis_mapping=mapping)
     with pytest.raises(ConfigError, match="position is mapped, but no mesh is set"):
         dot_product_attention("position", "key_position", "head_size", x, y, y, axis_mapping=mapping)
     with pytest.raises(ConfigError, match="positions of one name, position; rename the keys'"):
@@ -347,6 +399,7 @@ def test_bad_input():
         pytest.param(
             Case(2, "ring", 1, "known documents", "8q/1kv", 256, "contiguous", "", "splash"), marks=pytest.mark.whole
         ),
+        Case(2, "ring", 1, "full", "8q/1kv", 256, "contiguous", "", "splash"),
     ],
     ids=str,
 )

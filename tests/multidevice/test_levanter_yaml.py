@@ -195,9 +195,13 @@ def test_attention_that_would_be_wrong_is_told(shrunk):
 @pytest.mark.parametrize(
     ("attention", "method", "order"),
     [
-        (AttentionPlan("all_gather", 1, 8), '"all_gather", kernel="splash"', ""),
-        (AttentionPlan("ring", 1, 8, "zigzag"), '"ring", kernel="splash", layout="zigzag"', '2048, 8, 1, "zigzag"'),
-        (AttentionPlan("ulysses", 8), '"ulysses", ulysses=8, kernel="splash"', ""),
+        (AttentionPlan("all_gather", 1, 8), '"all_gather"', ""),
+        (
+            AttentionPlan("ring", 1, 8, "zigzag", "splash"),
+            '"ring", kernel="splash", layout=Layout(2048, 8, 1, "zigzag")',
+            '2048, 8, 1, "zigzag"',
+        ),
+        (AttentionPlan("ulysses", 8, kernel="splash"), '"ulysses", ulysses=8, kernel="splash"', ""),
     ],
 )
 def test_attention_that_the_plan_needs_is_told(shrunk, attention, method, order):

@@ -1,5 +1,7 @@
 """Sequences in the order of a layout: the losses of a model are those of the whole sequence, wherever it is cut."""
 
+from dataclasses import replace
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,9 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.models.llama import LlamaConfig
-from levanter.models.lm_model import LmExample
+from levanter.models.lm_model import LmExample, compute_next_token_loss
 from levanter.models.loss import maybe_fused_next_token_loss
+from levanter.models.mixtral import MixtralConfig
 
 from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.attention.sequence import in_order, next_token_losses, shard_sequence
@@ -94,3 +97,41 @@ def test_a_layout_of_another_length_is_refused(example):
 def test_a_layout_of_other_documents_is_refused(example):
     with pytest.raises(ConfigError, match="documents of 30, 31 positions, the example's segment ids have others"):
         shard_sequence(example, Layout(LENGTH, 4, 1, "documents", (30, 31)))
+
+
+def test_what_levanter_takes_besides(example):
+    """No mask, and segment ids of keys by their own name."""
+    layout = Layout(LENGTH, 4, 1, "zigzag")
+    assert shard_sequence(replace(example, attn_mask=None), layout).mask == AttentionMask()
+    if example.attn_mask.segment_ids is None:
+        return
+    ids = example.attn_mask.segment_ids[0]
+    mask = AttentionMask.causal().with_segment_ids(ids, ids.rename({"position": "key_position"}))
+    found = shard_sequence(replace(example, attn_mask=mask), layout).mask.segment_ids
+    for each, name in zip(found, ("position", "key_position"), strict=True):
+        assert (each.array == ids.array[np.maximum(layout.order(), 0)]).all() and each.axes[0].name == name
+    with pytest.raises(ConfigError, match="segment ids are traced, so that they cannot be compared"):
+        jax.jit(lambda e: shard_sequence(e, Layout(LENGTH, 4, 1, "documents", DOCUMENTS)).tokens.array)(example)
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, MixtralConfig])
+def test_examples_in_order_are_refused(example, kind):
+    """By models whose attention takes another: their losses would be wrong in silence. Methods can be changed."""
+    config = kind(
+        seq_len=LENGTH, hidden_dim=32, intermediate_dim=32, num_layers=1, num_heads=4, num_kv_heads=2,
+        attn_backend=AttentionBackend.VANILLA,
+    )  # fmt: skip
+    model = config.build(hax.Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
+    zigzag, ring = (Layout(LENGTH, 4, 1, kind) for kind in ("zigzag", "contiguous"))
+    parallel = with_sequence_parallel(model, Method("ring", layout=zigzag))
+    with pytest.raises(ConfigError, match="takes sequences in zigzag order, and these come without positions"):
+        compute_next_token_loss(parallel, example, reduction=None)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        # Levanter's own attention; its loss of Mixtral has the router's auxiliary loss in it
+        expected = jax.jit(next_token_losses)(model, shard_sequence(example, Layout(LENGTH)))
+    for layout in (zigzag, ring):
+        parallel = with_sequence_parallel(parallel, Method("ring", layout=layout))
+        with jax.set_mesh(mesh), hax.axis_mapping({"position": "model"}):
+            found = in_order(hax.named_jit(next_token_losses)(parallel, shard_sequence(example, layout)), layout)
+        np.testing.assert_allclose(found.array, expected.rearrange(found.axes).array, atol=1e-5)

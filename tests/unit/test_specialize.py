@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 from haliax.nn.scan import ScanCheckpointPolicy
 
+from shardplan.errors import ConfigError
+from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
-from shardplan.plan.plan import AttentionPlan
-from shardplan.plan.planner import make_plan
+from shardplan.plan.planner import make_plan, plan_layout
 from shardplan.step import specialize
 
 
@@ -38,13 +39,25 @@ def test_attention_backend(model, make_config, slice_name, position, cut, backen
         workload_position=position,
         workload_batch=8,
     )
-    plan = make_plan(config, model, nearest_miss=True)
-    special = specialize(model, dataclasses.replace(plan, compute_mapping=cut, attention=AttentionPlan()))
+    devices = parse_slice(slice_name).devices
+    plan = plan_layout(config, model, {"replica": 1, "data": devices // 4, "model": 4}, cut, {})
+    special = specialize(model, plan)
     assert special.config.attn_backend.value == backend
     attention = special.template.transformer.layers.stacked.self_attn.config
     assert attention.attn_backend.value == backend
     # the kernel's own block, whatever the model's configuration asks for
     assert attention.flash_attention_block_size == (512 if backend == "splash" else None)
+
+
+def test_a_kernel_that_an_edited_plan_cannot_have(model, make_config):
+    config = make_config(
+        model_config="configs/models/llama-3.1-8b.json", hardware_slice="v4-16", workload_position=1024
+    )
+    plan = plan_layout(config, model, {"replica": 1, "data": 2, "model": 4}, {"kv_head": ["model"]}, {})
+    assert plan.attention.kernel == "splash"
+    edited = dataclasses.replace(plan, compute_mapping={"position": ["model"]})
+    with pytest.raises(ConfigError, match=r"attention\.kernel is splash, which cannot do attention as .* cut it"):
+        specialize(model, edited)
 
 
 @pytest.mark.parametrize("name", ["default", "nested", "offload", "recompute", "save_all"])
