@@ -24,8 +24,9 @@ class Blockwise:
 
     rule: Rule
 
-    def attend(self, hop: Hop, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def attend(self, hop: Hop, q: Array, k: Array, v: Array, wants_sums: bool = True) -> tuple[Array, Array]:
         """As `shardplan.attention.kernel.Kernel.attend`."""
+        del wants_sums  # they are there anyway
         rule = self.rule
         blocks = _Blocks(rule, hop, q.shape[3], k.shape[2])
         k_blocks, v_blocks = blocks.of_keys(k, 2), blocks.of_keys(v, 2)
@@ -96,14 +97,6 @@ class Blockwise:
         of_queries, of_keys = jax.lax.scan(column, start, (blocks.columns, blocks.of_keys(k, 2), blocks.of_keys(v, 2)))
         of_k, of_v = (blocks.joined_keys(x, 2) for x in of_keys)
         return blocks.joined_queries(of_queries, 3), of_k, of_v
-
-
-def merged(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Attention on two sets of keys: (output, logsum) of each, and of both together."""
-    logsum = jnp.logaddexp(first[1], second[1])
-    base = jnp.where(logsum == EMPTY, 0.0, logsum)
-    one, other = (out * jnp.exp(part - base)[..., None] for out, part in (first, second))
-    return one + other, logsum
 
 
 def _scores(rule: Rule, q: Array, k: Array, is_allowed: Array) -> tuple[Array, Array | float]:

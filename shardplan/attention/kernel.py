@@ -51,10 +51,13 @@ class Hop(NamedTuple):
 class Kernel(Protocol):
     """Attention of q[B, N, G, S, K] on k[B, N, T, K] and v[B, N, T, V]."""
 
-    def attend(self, hop: Hop, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def attend(self, hop: Hop, q: Array, k: Array, v: Array, wants_sums: bool = True) -> tuple[Array, Array]:
         """The output, float32[B, N, G, S, V], and the logarithm of the sum of weights, float32[B, N, G, S].
 
         A query that attends to nothing has zero and `EMPTY`.
+
+        Args:
+            wants_sums: whether these are wanted; else they may be any, and the output of the queries' type.
         """
 
     def attend_backward(
@@ -67,3 +70,11 @@ class Kernel(Protocol):
             out_gradient: float32[B, N, G, S, V].
             offset: sum of `out_gradient` times the output, less the gradient of `logsum`; float32[B, N, G, S].
         """
+
+
+def merged(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Attention on two sets of keys: (output, logsum) of each, and of both together."""
+    logsum = jnp.logaddexp(first[1], second[1])
+    base = jnp.where(logsum == EMPTY, 0.0, logsum)
+    one, other = (out * jnp.exp(part - base)[..., None] for out, part in (first, second))
+    return one + other, logsum

@@ -15,9 +15,7 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from shardplan.attention.blockwise import merged
-from shardplan.attention.kernel import Hop, Kernel, Tokens
-from shardplan.attention.splash import Splash
+from shardplan.attention.kernel import Hop, Kernel, Tokens, merged
 from shardplan.attention.ulysses import Exchange
 
 RESIDUALS = "shardplan_attention"
@@ -88,13 +86,9 @@ def ring_attention(
     Returns:
         As `shardplan.attention.kernel.Kernel.attend`, but with `exchange` the output is of the queries' type.
     """
-    if isinstance(kernel, Splash) and kernel.is_alone and segments is None and not ring.wants_sums:
-        sums = jnp.zeros(q.shape[:-1], jnp.float32)  # nobody's
-        if exchange is None:
-            return kernel.output(_hop(ring, 0, place, queries, None, None), q, k, v).astype(jnp.float32), sums
-        q, k, v = exchange.queries(q), exchange.keys(k), exchange.keys(v)
-        return exchange.outputs(kernel.output(_hop(ring, 0, place, queries, None, None), q, k, v)), sums
-    return _forward(kernel, ring, exchange, q, k, v, place, queries, segments, explicit)[0]
+    # the gradient needs sums of weights, and merging
+    wants_sums = ring.wants_sums or len(ring.distances) > 1
+    return _forward(kernel, ring, exchange, q, k, v, place, queries, segments, explicit, wants_sums)[0]
 
 
 def _forward(
@@ -108,6 +102,7 @@ def _forward(
     queries: Tokens,
     segments: Array | None,
     explicit: Array | None,
+    wants_sums: bool = True,
 ) -> tuple[tuple[Array, Array], Any]:
     if exchange is not None:
         q, k, v = exchange.queries(q), exchange.keys(k), exchange.keys(v)
@@ -116,11 +111,11 @@ def _forward(
     for distance, step in _steps(ring):
         following = ring.moved(here, step)  # under way while this one is attended to
         hop = _hop(ring, distance, place, queries, here[2], explicit)
-        part = kernel.attend(hop, q, *here[:2])
+        part = kernel.attend(hop, q, *here[:2], wants_sums)
         found = part if found is None else merged(found, part)
         found, here = _settled((found, following))
     assert found is not None
-    out, logsum = (checkpoint_name(x, RESIDUALS) for x in found)
+    out, logsum = (checkpoint_name(x.astype(jnp.float32), RESIDUALS) for x in found)
     result = out, logsum
     if exchange is not None:  # sent as narrow as queries are, and so are their gradients
         result = exchange.outputs(out.astype(q.dtype)), exchange.outputs(logsum)

@@ -4,6 +4,10 @@ https://github.com/jax-ml/jax, jax/experimental/pallas/ops/tpu/splash_attention.
 passes are called one by one, in jax 0.10.2 by names that are not public: only they take the logarithm of the sum of
 weights of all keys, which a ring has at its end, and blocks of a mask that follow from which device this is. A mask
 made of what a device has would begin at its first query, and be wrong on every device but the first.
+
+JAX's rather than tokamax's, which came of it: that (0.0.12, experimental, names not public either) writes the largest
+scores beside the logarithms, each 128 lanes wide, where a ring's memory is for outputs; its one backward pass makes
+gradients of queries three times over; its ring takes masks of all pairs; and it is one more dependency.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,24 +53,10 @@ class Splash:
     """How many ring indices back keys come from; see `shardplan.attention.ring.Ring`."""
 
     @cached_property
-    def is_alone(self) -> bool:
-        """Whether one hop is all there is, and every query of it may attend to itself."""
-        pattern = self.rule.pattern
-        # as many queries as keys, and no padding: a window leaves queries beyond the last key nothing
-        is_self = self.queries.size == self.keys.size and len(self.keys) == 1
-        has_padding = (self.queries == PADDING).any() or (self.keys == PADDING).any()
-        return bool(len(self.distances) == 1 and is_self and not has_padding and pattern.offset >= 0)
-
-    def output(self, hop: Hop, q: Array, k: Array, v: Array) -> Array:
-        """The output alone, where this `is_alone` and there are no documents, in the type of queries.
-
-        Without sums of weights there is less to write.
-        """
-        if len(self._parts) > 1:
-            found = [part.output(part_hop, q, k, v) for part, part_hop, q in self._in_parts(hop, q)]
-            return jnp.concatenate(found, axis=3)
-        out: Array = self._forward(self._info(hop), hop, q, k, v, saves=False)
-        return out.reshape(*q.shape[:-1], -1)
+    def _sees_itself(self) -> bool:
+        """Whether all keys are there at once, and every query may attend to itself, so that none has no keys."""
+        is_there = (self.queries != PADDING).all() and np.isin(self.queries, self.keys).all()
+        return bool(len(self.keys) == 1 and is_there and self.rule.pattern.offset >= 0)
 
     def _forward(self, info: Any, hop: Hop, q: Array, k: Array, v: Array, saves: bool) -> Any:
         forward: Any = kernels._splash_attention_forward
@@ -79,12 +69,17 @@ class Splash:
 
         return self._over_batch(one, (self._scaled(q), k, v), hop)
 
-    def attend(self, hop: Hop, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def attend(self, hop: Hop, q: Array, k: Array, v: Array, wants_sums: bool = True) -> tuple[Array, Array]:
         """As `shardplan.attention.kernel.Kernel.attend`."""
         if len(self._parts) > 1:
-            found = [part.attend(part_hop, q, k, v) for part, part_hop, q in self._in_parts(hop, q)]
+            found = [part.attend(part_hop, q, k, v, wants_sums) for part, part_hop, q in self._in_parts(hop, q)]
             outs, logsums = zip(*found, strict=True)
             return jnp.concatenate(outs, axis=3), jnp.concatenate(logsums, axis=3)
+        info = self._info(hop)
+        if not wants_sums and self._sees_itself and hop.queries.segments is None:
+            # without sums there is less to write
+            out = self._forward(info, hop, q, k, v, saves=False)
+            return out.reshape(*q.shape[:-1], -1), jnp.zeros(q.shape[:-1], jnp.float32)
 
         def run() -> tuple[Array, Array]:
             out, (logsum,) = self._forward(info, hop, q, k, v, saves=True)
@@ -95,7 +90,6 @@ class Splash:
         def nothing() -> tuple[Array, Array]:
             return jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32), jnp.full(q.shape[:-1], EMPTY)
 
-        info = self._info(hop)
         return self._where_any(hop, info, run, nothing)
 
     def attend_backward(
