@@ -114,6 +114,7 @@ def test_what_levanter_takes_besides(example):
         jax.jit(lambda e: shard_sequence(e, Layout(LENGTH, 4, 1, "documents", DOCUMENTS)).tokens.array)(example)
 
 
+@pytest.mark.parametrize("example", ["one document"], indirect=True)
 @pytest.mark.parametrize("kind", [LlamaConfig, MixtralConfig])
 def test_examples_in_order_are_refused(example, kind):
     """By models whose attention takes another: their losses would be wrong in silence. Methods can be changed."""
