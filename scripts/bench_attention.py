@@ -199,6 +199,7 @@ Made by `python scripts/bench_attention.py --output docs/benchmarks/attention.md
 {length} positions over 8 devices, {heads} query heads on {keys} key heads of {size}, float32, blocks of {block}: how
 many times as fast as attention in plain JAX, whose keys and values the partitioner gathers (medians of {runs} runs that
 take turns). The devices share 2 cores, so that this is work done, not balance: what a mask leaves out is not computed.
+ringattention has as many key heads as query heads: each is repeated for it.
 
 {times}
 
@@ -217,11 +218,11 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", help="Markdown file to write; default: stdout")
+    output = parser.parse_args().output
     text = TEMPLATE.format(
         length=LENGTH, heads=KEY_HEADS * PER_KEY_HEAD, keys=KEY_HEADS, size=HEAD_SIZE, block=BLOCK, runs=RUNS,
         times=times(), balanced=BALANCED, balanced_block=BALANCED_BLOCK, balance=balance(),
     )  # fmt: skip
-    output = parser.parse_args().output
     if output:
         Path(output).write_text(text, encoding="utf-8")
     else:

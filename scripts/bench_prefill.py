@@ -67,9 +67,9 @@ TEMPLATE = """# Long prompts, judged by the TPU compiler
 
 Made by `python scripts/bench_prefill.py --output docs/benchmarks/prefill.md` with libtpu on a CPU machine with 2 cores.
 
-One prompt at a time, bfloat16. The plan is that of the whole prompt; shorter ones are laid out the same way. Of
-shorter prompts the peak may be at another moment, where weights are gathered, so that what more a token takes of the
-memory of its device, beside the row above, is not the same in all rows; it does not grow on with the prompt.
+One prompt at a time, bfloat16. The plan is that of the whole prompt; shorter ones are laid out the same way. What more
+a token takes of the memory of its device, beside the row above, is not the same in all rows: of shorter prompts the
+peak may be at another moment, where weights are gathered.
 Steps are modelled by the compiler's cycles, and attention's kernels at the matrix unit's peak for the blocks
 that the mask leaves to the slowest device; they have not been compared with a TPU.
 

@@ -67,9 +67,14 @@ def dims_of(
     if queries.name == keys.name:
         raise ConfigError(f"attention: queries and keys have positions of one name, {queries.name}; rename the keys'")
     shared = [axis for axis in key.axes if axis.name not in (keys.name, size.name)]
-    lacking = [axis.name for axis in shared for x in (query, value) if axis not in x.axes]
-    if lacking:
-        raise ConfigError(f"attention: {lacking[0]} is an axis of keys and must be one of queries and values too")
+    for axis in shared:
+        for name, x in (("queries", query), ("values", value)):
+            if axis not in x.axes:
+                has = {each.name: f"size {each.size}" for each in x.axes}.get(axis.name, "none")
+                raise ConfigError(
+                    f"attention: {axis.name} is an axis of keys, of size {axis.size}, and must be one of queries and "
+                    f"values too; {name} have {has}"
+                )
     return Dims(
         tuple(axis for axis in shared if axis.name not in HEADS),
         tuple(axis for axis in shared if axis.name in HEADS),
@@ -100,24 +105,29 @@ def mesh_axes(axis: Axis, mapping: ResourceMapping, sizes: Mapping[str, int]) ->
 
 
 def check_axes(
-    dims: Dims, cuts: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], others: Sequence[NamedArray]
+    dims: Dims, cuts: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], others: Mapping[str, NamedArray]
 ) -> None:
-    """See that the cuts can be, and that masks and sinks have axes of queries and keys.
+    """See that the cuts can be, and that masks and sinks have axes that they may have.
 
     Args:
         cuts: logical axis -> mesh axes.
         sizes: mesh axis -> devices.
-        others: masks and sinks.
+        others: masks, by the names of `shardplan.attention.masking.mask_arrays`, and the sink.
 
     Raises:
         ConfigError: one does not divide, two logical axes have one mesh axis, or an axis is unknown.
     """
-    known = {axis.name: axis.size for axis in dims.all}
-    for x in others:
+    of_queries = *dims.batch, dims.queries
+    narrow = {
+        "sink": (*dims.key_heads, *dims.groups), "reach": of_queries,
+        "q_segments": of_queries, "k_segments": (*dims.batch, dims.keys),
+    }  # fmt: skip
+    for name, x in others.items():
+        known = {axis.name: axis.size for axis in narrow.get(name, dims.all)}
         for axis in x.axes:
             if known.get(axis.name) != axis.size:
                 raise ConfigError(
-                    f"attention: a mask or sink has the axis {axis.name} ({axis.size}), queries and keys have "
+                    f"attention: a mask or sink has the axis {axis.name} ({axis.size}), where it may have "
                     f"{', '.join(f'{name} ({size})' for name, size in known.items())}"
                 )
     users: dict[str, str] = {}

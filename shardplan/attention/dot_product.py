@@ -14,7 +14,7 @@ from haliax.partitioning import ResourceMapping, current_thread_local_mapping
 from jax.sharding import AxisType, PartitionSpec
 from levanter.layers.attention import AttentionMask
 
-from shardplan.attention.axes import Dims, check_axes, dims_of, mesh_axes, padded
+from shardplan.attention.axes import HEADS, Dims, check_axes, dims_of, mesh_axes, padded
 from shardplan.attention.blockwise import Blockwise
 from shardplan.attention.choice import Heads, choices, layouts
 from shardplan.attention.device import Task
@@ -64,26 +64,30 @@ def dot_product_attention(
         KPos: axis of the keys' positions, of another name.
         Key: axis of head sizes, that queries and keys have.
         query: {..., heads, QPos, Key}; axes that key lacks are query heads of one key head.
-        key: {..., key heads, KPos, Key}.
+        key: {..., key heads, KPos, Key}; key heads are kv_head, kv_heads, heads or head, other axes are of the batch.
         value: {..., key heads, KPos, ...}; what key lacks is its head size, which may be another than Key.
         mask: which keys a query may attend to; default: all. Hops and blocks that a causal offset makes empty are left
-            out where it is known while tracing: in a mask made outside of jit.
+            out where it is known while tracing: one number, and no argument of jit.
         strategy: all_gather (of keys and values), ring, ulysses, hybrid (groups of `ulysses` neighbours in a ring), or
-            auto: what `shardplan.attention.choice` finds fastest for the mask, the layout and the hardware.
+            auto: what `shardplan.attention.choice` finds fastest for the mask, the layout and the hardware, whatever
+            memory it takes. Ulysses wants at least as many query heads of a device as it has devices: what lacks is
+            filled up with heads that are nobody's.
         ulysses: devices of a group, of the hybrid; default: the greatest common divisor of a device's query heads and
             the devices along QPos. `auto` chooses it.
-        layout: the order that positions are in; see `shardplan.positions.layout`. Of a kind that is not contiguous
-            the length must be a multiple of the parts. A `Layout` is of queries and keys as `shard_sequence` leaves
-            them, padding included.
+        layout: the order that positions are in already, of segment ids and explicit masks too; see
+            `shardplan.positions.layout`. Causal offsets, windows and prefixes count positions of the sequence. Of a
+            kind that is not contiguous the length must be a multiple of the parts. A `Layout` is of queries and keys
+            as `shard_sequence` leaves them, padding included.
         prefix: with a causal mask, positions that all may attend to (a prefix LM); one number for all sequences.
         documents: lengths of the documents of every sequence, where they are known while tracing: they attend within
             themselves, and what they make empty is not sent. A `Layout` has its own.
         axis_mapping: logical axis -> mesh axes; default: the current `hax.axis_mapping`.
         attention_dtype: type that query, key and value are cast to; sums are in float32 in any case.
-        scaling_factor: of scores; default: 1 / sqrt(Key.size).
+        scaling_factor: of scores, known while tracing; default: 1 / sqrt(Key.size).
         logits_soft_cap: scores are soft_cap * tanh(scores / soft_cap).
         attn_sink: by heads, a score that takes weight and gives no value.
-        kernel: what a device does its part with: blockwise (XLA), or splash (Pallas, on TPUs).
+        kernel: what a device does its part with: blockwise (XLA), or splash (Pallas, on TPUs), for head sizes from 64
+            to 256 and a multiple of 128 positions for each ring index, without explicit masks and traced offsets.
         block: positions of a block of scores, blockwise.
         hardware: name of the slice, as v5p-128, that `auto` chooses for; on CPUs it is known.
 
@@ -93,7 +97,7 @@ def dot_product_attention(
     Raises:
         ConfigError: an unknown strategy, layout or kernel, a degree or size that does not divide, a mesh whose axes are
             Explicit, masks that are traced where they must be known, are not bool, or have axes that queries and keys
-            lack, or a mask or length that the splash kernel cannot do.
+            lack, no heads to exchange, or a mask or length that the splash kernel cannot do.
     """
     kind = layout.kind if isinstance(layout, Layout) else layout
     given_of = {"strategy": (strategy, STRATEGIES), "layout": (kind, KINDS), "kernel": (kernel, KERNELS)}
@@ -102,7 +106,12 @@ def dot_product_attention(
             raise ConfigError(f"attention {name} is {given!r}; {nearest(given, valid)}")
     if block < 1:
         raise ConfigError(f"attention: block is {block}; it must be at least 1")
+    for name, number in (("scaling_factor", scaling_factor), ("logits_soft_cap", logits_soft_cap)):
+        if isinstance(number, jax.core.Tracer):
+            raise ConfigError(f"attention: {name} is traced, and must be known; scale queries by what is learned")
     dims = dims_of(QPos, KPos, Key, query, key, value)
+    if strategy in ("ulysses", "hybrid") and not (dims.key_heads or dims.groups):
+        raise ConfigError(f"attention: {strategy} exchanges heads, and no axis is one of heads: {', '.join(HEADS)}")
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
         raise ConfigError("attention: the mesh has axes of type Explicit, Haliax needs AxisType.Auto, as it makes them")
@@ -133,7 +142,7 @@ def dot_product_attention(
         raise ConfigError(f"attention: ulysses {wanted} is for the strategy hybrid; {strategy} has {u}")
     orders = _orders(layout, dims, degree // u, u, documents)
     masks = dict(mask_arrays(mask, prefix, dims, orders)) | ({} if attn_sink is None else {"sink": attn_sink})
-    check_axes(dims, cuts, mesh.shape, list(masks.values()))
+    check_axes(dims, cuts, mesh.shape, masks)
 
     inputs = {"q": query.rearrange(dims.of_query), "k": key.rearrange(dims.of_key), "v": value.rearrange(dims.of_value)}
     if attention_dtype is not None:
@@ -145,8 +154,8 @@ def dot_product_attention(
     gathers = strategy == "all_gather"
     k_regions = orders[1].order()[None] if gathers else orders[1].regions()
     ring = Ring(along, u, k_regions, (0,) if gathers else hops(*orders, pattern), attn_sink is not None)
-    scale = dims.size.size**-0.5 if scaling_factor is None else scaling_factor
-    rule = Rule(pattern, scale, logits_soft_cap, block)
+    scale = dims.size.size**-0.5 if scaling_factor is None else float(scaling_factor)
+    rule = Rule(pattern, scale, None if logits_soft_cap is None else float(logits_soft_cap), block)
     task = Task(_kernel(kernel, rule, orders[0].regions(), ring, masks), dims, along, gathers, ring, orders[0])
 
     def spec(axes: Sequence[Axis], whole: Sequence[Axis]) -> PartitionSpec:
@@ -185,9 +194,11 @@ def _orders(
     axes = dims.queries, dims.keys
     if isinstance(layout, Layout):
         if (layout.ring, layout.ulysses) != (ring, ulysses) or {axis.size for axis in axes} != {layout.padded}:
+            unmapped = "" if ring * ulysses > 1 else f": no mesh axis of several devices is that of {axes[0].name}"
             raise ConfigError(
                 f"attention: the layout is for {layout.padded} positions over ring {layout.ring} x ulysses "
                 f"{layout.ulysses}, here are {' and '.join(str(axis.size) for axis in axes)} over {ring} x {ulysses}"
+                f"{unmapped}"
             )
         if documents is not None:
             raise ConfigError("attention: a Layout has documents of its own; leave the others out")

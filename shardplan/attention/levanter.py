@@ -47,8 +47,8 @@ class SequenceParallel(Attention):
     """Levanter's attention, by `shardplan.attention.dot_product.dot_product_attention`."""
 
     method: Method = eqx.field(static=True, default=Method("all_gather"))
-    is_placed: bool = eqx.field(static=True, default=False)
-    """Whether sequences are known to be in the order of the layout; else their positions must say so."""
+    takes_ordered: bool = eqx.field(static=True, default=False)
+    """Whether sequences are known to be in the order of the layout: see `ordered`."""
 
     def __call__(
         self,
@@ -61,18 +61,18 @@ class SequenceParallel(Attention):
         """{..., position, embed} -> the same, as Levanter's; without dropout.
 
         Raises:
-            ConfigError: the layout has another order than the sequence, and nothing says that it is in that.
+            ConfigError: the layout reorders positions, and nothing says that the sequence has been.
         """
         del key  # of dropout and of noise in projections, which no supported model has
         order = self.method.layout
-        if pos_ids is None and order is not None and order.kind != CONTIGUOUS:
-            if not self.is_placed:
+        if order is not None and order.kind != CONTIGUOUS:
+            if not self.takes_ordered:
                 raise ConfigError(
-                    f"attention takes sequences in {order.kind} order, and these come without positions, as they are; "
-                    "use shardplan.attention.sequence: next_token_losses(model, shard_sequence(example, layout))"
+                    f"attention takes sequences in {order.kind} order, and nothing says that these are; use "
+                    "shardplan.attention.sequence: next_token_losses(model, shard_sequence(example, layout))"
                 )
-            # Levanter's Mixtral takes positions, and drops them
-            pos_ids = hax.named(jnp.asarray(np.maximum(order.order(), 0)), "position")
+            if pos_ids is None:  # Levanter's Mixtral takes positions, and drops them
+                pos_ids = hax.named(jnp.asarray(np.maximum(order.order(), 0)), "position")
         q, k, v = self._compute_qkv(x, key=None, pos_ids=pos_ids)
         k, v = (each.rename({"position": "key_position"}) for each in (k, v))
         out = dot_product_attention(
@@ -95,9 +95,22 @@ class SequenceParallel(Attention):
         return self.o_proj(out.flatten_axes(("kv_head", "q_heads_per_group"), "heads").astype(x.dtype))
 
 
-def placed(module: Any) -> Any:
-    """`module` for sequences that are in the order of its layout, whatever it makes of their positions."""
-    return _changed(module, lambda node: replace(node, is_placed=True) if isinstance(node, SequenceParallel) else node)
+def ordered(module: Any, layout: Layout) -> Any:
+    """`module` for sequences that are in the order of `layout`, whatever it makes of their positions.
+
+    Raises:
+        ConfigError: its attention takes another order, or other documents.
+    """
+    for node in filter(_is_attention, jax.tree.leaves(module, is_leaf=_is_attention)):
+        taken = (node.method.layout if isinstance(node, SequenceParallel) else None) or Layout(layout.padded)
+        if taken.documents != layout.documents or not np.array_equal(taken.order(), layout.order()):
+            raise ConfigError(
+                f"the sequence is for {layout.described}, and attention of the model for {taken.described}; give both "
+                "one: with_sequence_parallel(model, Method(strategy, layout=layout))"
+            )
+    return _changed(
+        module, lambda node: replace(node, takes_ordered=True) if isinstance(node, SequenceParallel) else node
+    )
 
 
 def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:

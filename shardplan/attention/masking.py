@@ -23,12 +23,12 @@ def pattern_of(mask: AttentionMask, prefix: int) -> Pattern:
     Raises:
         ConfigError: the prefix is not known.
     """
-    if not isinstance(prefix, int):
+    if not isinstance(prefix, int | np.integer):
         raise ConfigError("attention: prefix must be one number, known while tracing; make an explicit mask of others")
     if not _has_static_offset(mask):
         return Pattern(window=mask.sliding_window)
     offset = 0 if mask.causal_offset is None else int(mask.causal_offset.array)
-    return Pattern(mask.is_causal, offset, mask.sliding_window, prefix)
+    return Pattern(mask.is_causal, offset, mask.sliding_window, int(prefix))
 
 
 def mask_arrays(mask: AttentionMask, prefix: int, dims: Dims, orders: Sequence[Layout]) -> Mapping[str, NamedArray]:

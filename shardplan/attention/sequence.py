@@ -12,7 +12,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 from levanter.models.loss import cross_entropy_and_logsumexp_penalty
 
-from shardplan.attention.levanter import placed
+from shardplan.attention.levanter import ordered
 from shardplan.errors import ConfigError
 from shardplan.model.forward import capped_logits
 from shardplan.positions.layout import Layout, labels_of
@@ -77,8 +77,12 @@ def in_order(x: NamedArray, layout: Layout) -> NamedArray:
 
 
 def activations(module: Any, sequence: CutSequence) -> NamedArray:
-    """The residual stream [..., position, embed] behind the last layer, in the order of the layout."""
-    found = placed(module).activations(sequence.tokens, sequence.mask, pos_ids=sequence.positions)
+    """The residual stream [..., position, embed] behind the last layer, in the order of the layout.
+
+    Raises:
+        ConfigError: the module's attention takes another order.
+    """
+    found = ordered(module, sequence.layout).activations(sequence.tokens, sequence.mask, pos_ids=sequence.positions)
     # mixture-of-experts models return the router's auxiliary loss as well
     return found[0] if isinstance(found, tuple) else found
 
@@ -86,10 +90,15 @@ def activations(module: Any, sequence: CutSequence) -> NamedArray:
 def next_token_losses(module: Any, sequence: CutSequence, soft_cap: float | None = None) -> NamedArray:
     """float32[..., position]: nats of the token after each, in the order of the layout; 0 where the loss is masked.
 
+    Their mean is their sum by that of `sequence.loss_mask`. Without a z-loss, and a router's auxiliary loss.
+
     Args:
         module: a Levanter model with sequence-parallel attention of the sequence's layout
             (`shardplan.attention.levanter.with_sequence_parallel`).
         soft_cap: of logits.
+
+    Raises:
+        ConfigError: the module's attention takes another order.
     """
     logits = capped_logits(module, activations(module, sequence), soft_cap)
     targets = hax.nn.one_hot(sequence.targets, module.Vocab, dtype=jnp.float32)

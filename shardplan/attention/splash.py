@@ -214,7 +214,7 @@ class Splash:
 
 
 def block_of(length: int) -> int:
-    """Side of the kernels' blocks: the largest multiple of their lanes that divides the positions of a device.
+    """Side of the kernels' blocks: the largest multiple of their lanes that divides the positions of a ring index.
 
     Raises:
         ConfigError: there is none.
@@ -223,8 +223,8 @@ def block_of(length: int) -> int:
         if length % size == 0:
             return size
     raise ConfigError(
-        f"attention kernel splash: a device has {length} positions, which must be a multiple of {KERNEL_LANES}; "
-        "another number of devices along them, or the kernel blockwise"
+        f"attention kernel splash: each ring index has {length} positions, which must be a multiple of {KERNEL_LANES}; "
+        "another length, another number of devices along it, or the kernel blockwise"
     )
 
 

@@ -4,7 +4,7 @@
 |---|---|
 | contiguous | the r-th part of the sequence |
 | zigzag | of 2 R parts the r-th and the last but r: as much to do for each where the mask is causal |
-| striped | every R-th position, from r on: the same, to within one block |
+| striped | every R-th position, from r on: the same, in more blocks |
 | documents | of every document what zigzag has of a sequence |
 """
 
@@ -21,6 +21,8 @@ KERNEL_BLOCK = 512
 can hold."""
 MOST_BLOCKS = 256
 """Blocks that a sequence is looked at in: longer ones in larger blocks."""
+MOST_PAIRS = 2**20
+"""Of runs that are looked at together: a hundred bytes each."""
 CONTIGUOUS, ZIGZAG, *_ = KINDS = ("contiguous", "zigzag", "striped", "documents")
 
 
@@ -41,6 +43,8 @@ class Layout:
         Raises:
             ConfigError: an unknown kind, no shards, or documents that are not all of the sequence.
         """
+        if self.documents is not None:
+            object.__setattr__(self, "documents", tuple(map(int, self.documents)))
         if self.kind not in KINDS:
             raise ConfigError(f"layout is {self.kind!r}; {nearest(self.kind, KINDS)}")
         if min(self.ring, self.ulysses) < 1:
@@ -50,6 +54,12 @@ class Layout:
                 f"layout: documents of {', '.join(map(str, self.documents[:8]))} positions are not the {self.length} "
                 "of the sequence"
             )
+
+    @property
+    def described(self) -> str:
+        """For messages."""
+        documents = "" if self.documents is None else f" in {len(self.documents)} documents"
+        return f"{self.length} positions{documents}, {self.kind} over ring {self.ring} x ulysses {self.ulysses}"
 
     @property
     def padded(self) -> int:
@@ -121,11 +131,19 @@ def hops(queries: Layout, keys: Layout, pattern: Pattern) -> tuple[int, ...]:
 
 def blocks(queries: Layout, keys: Layout, pattern: Pattern, block: int) -> np.ndarray:
     """int[ring, distance]: blocks of `block` x `block` scores, not empty, that each ring index computes at each hop."""
-    (q_runs, q_starts), (k_runs, k_starts) = _cut(queries, block), _cut(keys, block)
-    meets: np.ndarray = pattern.meets(Run(*q_runs[:, :, None]), Run(*k_runs[:, None]))
-    by_block: np.ndarray = np.maximum.reduceat(np.maximum.reduceat(meets, q_starts, 0), k_starts, 1)
-    size = queries.ring
-    counts = np.einsum("rqsk->rs", by_block.reshape(size, len(q_starts) // size, size, -1).astype(int))
+    (q, q_blocks), (k, k_blocks) = _runs(queries, block), _runs(keys, block)
+    # every run of queries with every run of keys of its document
+    (*_, q_documents), (*_, k_documents) = q, k
+    by_document = np.argsort(k_documents)
+    first, end = (np.searchsorted(k_documents[by_document], q_documents, side) for side in ("left", "right"))
+    i = np.repeat(np.arange(len(first)), end - first)
+    j = by_document[np.arange(len(i)) - np.repeat(np.cumsum(end - first) - end, end - first)]
+    size, rows, columns = queries.ring, *(-(-order.padded // order.ring // block) for order in (queries, keys))
+    is_met = np.zeros((size * rows, size * columns), int)
+    for some in np.array_split(np.stack([i, j]), 1 + len(i) // MOST_PAIRS, axis=1):
+        met_i, met_j = some[:, pattern.meets(Run(*q[:, some[0]]), Run(*k[:, some[1]]))]
+        is_met[q_blocks[met_i], k_blocks[met_j]] = 1
+    counts = is_met.reshape(size, rows, size, columns).sum((1, 3))
     places = np.arange(size)
     return counts[places[:, None], (places[:, None] - places) % size]
 
@@ -144,16 +162,13 @@ def attended(layout: Layout, pattern: Pattern, gathers: bool) -> float:
     return float(slowest / (layout.ring * (-(-region // block)) ** 2))
 
 
-def _cut(layout: Layout, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """The runs of all blocks, int[start count step document, run], and where those of each block begin."""
+def _runs(layout: Layout, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """The runs of all blocks, int[start count step document, run], and the block of each."""
     labels, step = labels_of(layout), layout.ring if layout.kind == "striped" else 1
-    runs = [
-        runs_of(region[i : i + block], labels, step) or [Run(0, 0)]  # of nothing but padding
-        for region in layout.regions()
-        for i in range(0, len(region), block)
-    ]
-    flat = np.array([(run.start, run.count, run.step, run.document) for each in runs for run in each]).T
-    return flat, np.cumsum([0, *map(len, runs[:-1])])
+    starts = [(region, i) for region in layout.regions() for i in range(0, len(region), block)]
+    by_block = [runs_of(region[i : i + block], labels, step) for region, i in starts]
+    flat = [(run.start, run.count, run.step, run.document) for runs in by_block for run in runs]
+    return np.array(flat).T, np.repeat(np.arange(len(by_block)), [*map(len, by_block)])
 
 
 def labels_of(layout: Layout) -> np.ndarray | None:

@@ -354,6 +354,7 @@ def test_bad_input():
     )
     mapping, short = {"position": "model"}, hax.ones(hax.make_axes(position=4, key_position=8)) > 0
     allowed = hax.ones(hax.make_axes(position=8, key_position=8)) > 0
+    by_head = AttentionMask.causal().with_segment_ids(hax.zeros(hax.make_axes(kv_head=2, position=8), dtype=int))
     for more, message in (
         ({"strategy": "rings"}, "attention strategy is 'rings'; did you mean 'ring'"),
         ({"layout": "zig"}, "attention layout is 'zig'; did you mean 'zigzag'"),
@@ -372,7 +373,9 @@ def test_bad_input():
         ({"axis_mapping": {"position": "modle"}}, "mapped to 'modle', no axis of the mesh; did you mean 'model'"),
         ({"axis_mapping": {"position": "model", "kv_head": "model"}}, "kv_head and position are both mapped to model"),
         ({"axis_mapping": {"kv_head": "model"}}, "kv_head (2) is not divisible by the 4 devices that cut it"),
-        ({"kernel": "splash"}, "a device has 2 positions, which must be a multiple of 128"),
+        ({"mask": by_head}, "a mask or sink has the axis kv_head (2), where it may have position (8)"),
+        ({"layout": Layout(8, 4), "axis_mapping": {"pos": "model"}}, "no mesh axis of several devices is that of posi"),
+        ({"kernel": "splash"}, "each ring index has 2 positions, which must be a multiple of 128"),
         ({"kernel": "splash", "mask": allowed}, "kernel splash has no explicit masks; use the kernel blockwise"),
     ):
         with jax.set_mesh(mesh), pytest.raises(ConfigError, match=re.escape(message)):
@@ -383,9 +386,18 @@ def test_bad_input():
         dot_product_attention("position", "key_position", "head_size", x, y, y, axis_mapping=mapping)
     with pytest.raises(ConfigError, match="positions of one name, position; rename the keys'"):
         dot_product_attention("position", "position", "head_size", x, x, x)
-    with pytest.raises(ConfigError, match="batch is an axis of keys and must be one of queries and values too"):
-        wide = y.broadcast_axis(hax.Axis("batch", 2))
-        dot_product_attention("position", "key_position", "head_size", x, wide, wide)
+    wide = y.broadcast_axis(hax.Axis("batch", 2))
+    for queries, has in ((x, "none"), (x.broadcast_axis(hax.Axis("batch", 1)), "size 1")):
+        with pytest.raises(
+            ConfigError, match=f"of size 2, and must be one of queries and values too; queries have {has}"
+        ):
+            dot_product_attention("position", "key_position", "head_size", queries, wide, wide)
+    with pytest.raises(ConfigError, match="ulysses exchanges heads, and no axis is one of heads: kv_head, kv_heads"):
+        others = (each.rename({"kv_head": "n_heads"}) for each in (x, y, y))
+        dot_product_attention("position", "key_position", "head_size", *others, strategy="ulysses")
+    with pytest.raises(ConfigError, match="scaling_factor is traced, and must be known; scale queries by what is lear"):
+        names = "position", "key_position", "head_size"
+        jax.jit(lambda scale: dot_product_attention(*names, x, y, y, scaling_factor=scale).array)(0.1)
 
 
 @pytest.mark.parametrize(

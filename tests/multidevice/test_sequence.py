@@ -115,6 +115,24 @@ def test_what_levanter_takes_besides(example):
 
 
 @pytest.mark.parametrize("example", ["one document"], indirect=True)
+def test_sequences_in_another_order_are_refused(model, example):
+    """Than attention of the model has; one without a layout, or Levanter's own, has the sequence's."""
+    sequence, striped = (shard_sequence(example, Layout(LENGTH, 4, 1, kind)) for kind in ("zigzag", "striped"))
+    for method, given in (
+        (Method("ring", layout=sequence.layout), striped),
+        (Method("ring"), sequence),
+        (None, striped),
+    ):
+        parallel = model if method is None else with_sequence_parallel(model, method)
+        kind = given.layout.kind
+        with pytest.raises(ConfigError, match=f"the sequence is for 61 positions, {kind} over ring 4 x ulysses 1, and"):
+            next_token_losses(parallel, given)
+    documents = Layout(LENGTH, 4, 1, "zigzag", DOCUMENTS)
+    with pytest.raises(ConfigError, match="attention of the model for 61 positions in 3 documents, zigzag over ring 4"):
+        next_token_losses(with_sequence_parallel(model, Method("ring", layout=documents)), sequence)
+
+
+@pytest.mark.parametrize("example", ["one document"], indirect=True)
 @pytest.mark.parametrize("kind", [LlamaConfig, MixtralConfig])
 def test_examples_in_order_are_refused(example, kind):
     """By models whose attention takes another: their losses would be wrong in silence. Methods can be changed."""
@@ -125,7 +143,7 @@ def test_examples_in_order_are_refused(example, kind):
     model = config.build(hax.Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
     zigzag, ring = (Layout(LENGTH, 4, 1, kind) for kind in ("zigzag", "contiguous"))
     parallel = with_sequence_parallel(model, Method("ring", layout=zigzag))
-    with pytest.raises(ConfigError, match="takes sequences in zigzag order, and these come without positions"):
+    with pytest.raises(ConfigError, match="takes sequences in zigzag order, and nothing says that these are"):
         compute_next_token_loss(parallel, example, reduction=None)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
