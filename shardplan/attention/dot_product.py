@@ -23,10 +23,11 @@ from shardplan.attention.masking import mask_arrays, pattern_of
 from shardplan.attention.ring import Ring
 from shardplan.attention.splash import Splash
 from shardplan.errors import ConfigError, nearest
-from shardplan.hardware import parse_slice
+from shardplan.hardware import GIB, parse_slice
 from shardplan.plan.plan import BLOCKWISE, KERNELS
 from shardplan.positions.layout import KINDS, Layout, hops
 from shardplan.positions.pattern import Pattern
+from shardplan.runtime.devices import slice_from
 
 STRATEGIES = ("all_gather", "ring", "ulysses", "hybrid", "auto")
 BLOCK = 512
@@ -42,7 +43,7 @@ def dot_product_attention(
     value: NamedArray,
     mask: AttentionMask | NamedArray | None = None,
     *,
-    strategy: str = "ring",
+    strategy: str = "auto",
     ulysses: int | None = None,
     layout: str | Layout = "contiguous",
     prefix: int = 0,
@@ -69,9 +70,9 @@ def dot_product_attention(
         mask: which keys a query may attend to; default: all. Hops and blocks that a causal offset makes empty are left
             out where it is known while tracing: one number, and no argument of jit.
         strategy: all_gather (of keys and values), ring, ulysses, hybrid (groups of `ulysses` neighbours in a ring), or
-            auto: what `shardplan.attention.choice` finds fastest for the mask, the layout and the hardware, whatever
-            memory it takes. Ulysses wants at least as many query heads of a device as it has devices: what lacks is
-            filled up with heads that are nobody's.
+            auto: what `shardplan.attention.choice` finds fastest for the mask, the layout and the hardware, of what the
+            memory of a device can hold. Ulysses wants at least as many query heads of a device as it has devices: what
+            lacks is filled up with heads that are nobody's.
         ulysses: devices of a group, of the hybrid; default: the greatest common divisor of a device's query heads and
             the devices along QPos. `auto` chooses it.
         layout: the order that positions are in already, of segment ids and explicit masks too; see
@@ -89,7 +90,7 @@ def dot_product_attention(
         kernel: what a device does its part with: blockwise (XLA), or splash (Pallas, on TPUs), for head sizes from 64
             to 256 and a multiple of 128 positions for each ring index, without explicit masks and traced offsets.
         block: positions of a block of scores, blockwise.
-        hardware: name of the slice, as v5p-128, that `auto` chooses for; on CPUs it is known.
+        hardware: name of the slice, as v5p-128, that `auto` chooses for; default: that of JAX's devices.
 
     Returns:
         {..., heads, QPos, value's head size}; zero for a query that may attend to nothing.
@@ -97,7 +98,8 @@ def dot_product_attention(
     Raises:
         ConfigError: an unknown strategy, layout or kernel, a degree or size that does not divide, a mesh whose axes are
             Explicit, masks that are traced where they must be known, are not bool, or have axes that queries and keys
-            lack, no heads to exchange, or a mask or length that the splash kernel cannot do.
+            lack, no heads to exchange, a mask or length that the splash kernel cannot do, or, for `auto`, hardware
+            that is not known, or has too little memory.
     """
     kind = layout.kind if isinstance(layout, Layout) else layout
     given_of = {"strategy": (strategy, STRATEGIES), "layout": (kind, KINDS), "kernel": (kernel, KERNELS)}
@@ -229,8 +231,6 @@ def _fastest(
     """
     if not along:
         return "ring", 1
-    if hardware is None and jax.default_backend() != "cpu":
-        raise ConfigError("attention strategy auto: say what to choose for, as in hardware='v5p-128'")
     heads = Heads(
         math.prod(local[axis.name] for axis in dims.batch),
         math.prod(local[axis.name] for axis in dims.key_heads),
@@ -240,11 +240,14 @@ def _fastest(
         itemsize,
     )
     degree = math.prod(mesh[axis] for axis in along)
-    chosen_for = parse_slice(hardware or f"cpu-{math.prod(mesh.values())}")
-    if chosen_for.devices != math.prod(mesh.values()):
+    count, devices = math.prod(mesh.values()), jax.devices()
+    if devices[0].platform == "cpu":
+        devices = devices[:count]  # any of them are alike
+    chosen_for = slice_from(devices) if hardware is None else parse_slice(hardware)
+    if chosen_for.devices != count:
         raise ConfigError(
-            f"attention strategy auto: hardware {hardware} has {chosen_for.devices} devices, the mesh "
-            f"{math.prod(mesh.values())}"
+            f"attention strategy auto: hardware {chosen_for.name} has {chosen_for.devices} devices, the mesh {count}; "
+            "name the slice of these, as in hardware='v5p-128'"
         )
     if isinstance(layout, Layout):
         if layout.ring * layout.ulysses != degree:
@@ -259,5 +262,11 @@ def _fastest(
         orders = [each for each in orders if layout == "contiguous" or each.padded == length]
     if not orders:
         return "ring", 1  # which says what is wrong with the length
-    found = choices(orders, pattern, heads, along, mesh, chosen_for)
+    memory = chosen_for.generation.hbm_gib
+    found = choices(orders, pattern, heads, along, mesh, chosen_for, memory * GIB)
+    if not found:
+        raise ConfigError(
+            f"attention strategy auto: keys and values alone take more than the {memory} GiB of a device; put "
+            f"{dims.queries.name} on more devices"
+        )
     return found[0].strategy, found[0].layout.ulysses

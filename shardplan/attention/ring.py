@@ -86,7 +86,7 @@ def ring_attention(
     Returns:
         As `shardplan.attention.kernel.Kernel.attend`, but with `exchange` the output is of the queries' type.
     """
-    # the gradient needs sums of weights, and merging
+    # merging does too, and the gradient, for which `_forward` is called by itself
     wants_sums = ring.wants_sums or len(ring.distances) > 1
     return _forward(kernel, ring, exchange, q, k, v, place, queries, segments, explicit, wants_sums)[0]
 

@@ -17,7 +17,13 @@ from jax import Device
 from jax.sharding import AxisType, Mesh
 
 from shardplan.errors import ConfigError
-from shardplan.hardware import Slice, embed
+from shardplan.hardware import GENERATIONS, Slice, embed, parse_slice
+
+KINDS = {
+    "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e", "TPU v6e": "v6e", "TPU7x": "tpu7x",
+}  # fmt: skip
+"""Generations, by what JAX calls their devices."""
 
 
 def start_devices(slice_name: str, count: int, is_cpu: bool) -> None:
@@ -68,6 +74,24 @@ def _environment_number(name: str, default: int | None) -> int:
 def is_first_process() -> bool:
     """Whether this process reports: prints tables, writes results, draws progress."""
     return jax.process_index() == 0
+
+
+def slice_from(devices: Sequence[Device]) -> Slice:
+    """The slice, or the slices, that these are all devices of.
+
+    Raises:
+        ConfigError: devices of an unknown kind.
+    """
+    if devices[0].platform == "cpu":
+        return parse_slice(f"cpu-{len(devices)}")
+    kind = devices[0].device_kind
+    if kind not in KINDS:
+        raise ConfigError(f"nothing is known of the speed of {kind} devices, only of {', '.join(KINDS)}")
+    slices = {_slice_of(device) for device in devices}
+    places = [device.coords for device in devices if _slice_of(device) == min(slices)]
+    sides = [max(axis) - min(axis) + 1 for axis in zip(*places, strict=True)]
+    rank, copies = len(GENERATIONS[KINDS[kind]].sizes[0]), f"{len(slices)}x" if len(slices) > 1 else ""
+    return parse_slice(f"{copies}{KINDS[kind]}:{'x'.join(map(str, sides[:rank]))}")
 
 
 def make_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:

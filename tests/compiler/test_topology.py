@@ -1,5 +1,6 @@
 """Slices as the TPU compiler knows them, one process per generation; and meshes on them."""
 
+import dataclasses
 import json
 import math
 import os
@@ -36,6 +37,7 @@ ODD = {"v3": "2x6", "v4": "2x6x3", "v5e": "4x6", "v5p": "6x2x3", "v6e": "6x4", "
 SCRIPT = """
 import json, sys
 from shardplan.hardware import parse_slice
+from shardplan.runtime.devices import slice_from
 from shardplan.verify.topology import make_topology_mesh
 
 for name, sizes in json.load(sys.stdin):
@@ -47,6 +49,7 @@ for name, sizes in json.load(sys.stdin):
         "ids": sorted(device.id for device in devices.flat),
         "coords": [list(device.coords) for device in devices.flat],
         "cores": [device.core_on_chip for device in devices.flat],
+        "found": slice_from(list(devices.flat)).name,
         "slices": [getattr(device, "slice_index", 0) or 0 for device in devices.flat],
     }))
 """
@@ -95,6 +98,7 @@ def test_every_size(generation):
         torus = [max(axis) + 1 for axis in islice(zip(*mesh["coords"], strict=True), len(hardware.torus))]
         assert torus == list(hardware.torus)
         assert len(set(mesh["slices"])) == hardware.slices
+        assert parse_slice(mesh["found"]) == dataclasses.replace(hardware, name=mesh["found"])
         cores = hardware.generation.devices_per_chip
         assert len(set(mesh["cores"])) == cores
         places = [

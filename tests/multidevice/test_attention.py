@@ -295,7 +295,8 @@ def test_keys_that_are_padding():
     arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, (*V[:3], "value_size")))]
     mask, sink = hax.named(jnp.asarray(is_there), ("batch", "key_position")), hax.full(arrays[0].axes[1:3], -jnp.inf)
     names, mapping = ("position", "key_position", "head_size"), {"position": "model"}
-    attend = jax.jit(lambda *given: dot_product_attention(*names, *given, mask, attn_sink=sink, axis_mapping=mapping))
+    more = {"strategy": "ring", "attn_sink": sink, "axis_mapping": mapping}
+    attend = jax.jit(lambda *given: dot_product_attention(*names, *given, mask, **more))
     with jax.set_mesh(mesh_of(4)):
         out = attend(*arrays)
     np.testing.assert_allclose(np.asarray(out.array), expected.out, atol=2e-6)
@@ -313,8 +314,8 @@ def test_gradients_where_neither_keys_nor_sinks_take_weight():
     names, mapping = ("position", "key_position", "head_size"), {"position": "model"}
 
     def loss(q, k, v, sink):
-        mask = AttentionMask.causal(offset=-3)
-        return (dot_product_attention(*names, q, k, v, mask, attn_sink=sink, axis_mapping=mapping).array * change).sum()
+        mask, more = AttentionMask.causal(offset=-3), {"strategy": "ring", "attn_sink": sink, "axis_mapping": mapping}
+        return (dot_product_attention(*names, q, k, v, mask, **more).array * change).sum()
 
     with jax.set_mesh(mesh_of(4)):
         *found, of_sink = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*arrays, sink)
@@ -366,6 +367,7 @@ def test_bad_input():
         ({"strategy": "ring", "ulysses": 2}, "ulysses 2 is for the strategy hybrid; ring has 1"),
         ({"layout": Layout(8, 8, 1, "zigzag"), "strategy": "auto"}, "ring 8 x ulysses 1, here are 4 devices"),
         ({"strategy": "auto", "hardware": "v5p-16"}, "hardware v5p-16 has 8 devices, the mesh 4"),
+        ({"strategy": "auto", "hardware": "h100-4"}, "unknown generation 'h100'"),
         ({"block": 0}, "block is 0; it must be at least 1"),
         ({"mask": allowed.astype(float)}, "the mask is of float32; it must be bool"),
         ({"prefix": jnp.int32(3)}, "prefix must be one number, known while tracing"),
@@ -375,7 +377,7 @@ def test_bad_input():
         ({"axis_mapping": {"kv_head": "model"}}, "kv_head (2) is not divisible by the 4 devices that cut it"),
         ({"mask": by_head}, "a mask or sink has the axis kv_head (2), where it may have position (8)"),
         ({"layout": Layout(8, 4), "axis_mapping": {"pos": "model"}}, "no mesh axis of several devices is that of posi"),
-        ({"kernel": "splash"}, "each ring index has 2 positions, which must be a multiple of 128"),
+        ({"kernel": "splash", "strategy": "ring"}, "each ring index has 2 positions, which must be a multiple of 128"),
         ({"kernel": "splash", "mask": allowed}, "kernel splash has no explicit masks; use the kernel blockwise"),
     ):
         with jax.set_mesh(mesh), pytest.raises(ConfigError, match=re.escape(message)):
@@ -395,6 +397,13 @@ def test_bad_input():
     with pytest.raises(ConfigError, match="ulysses exchanges heads, and no axis is one of heads: kv_head, kv_heads"):
         others = (each.rename({"kv_head": "n_heads"}) for each in (x, y, y))
         dot_product_attention("position", "key_position", "head_size", *others, strategy="ulysses")
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match="keys and values alone take more than the 15"):
+        many = jax.ShapeDtypeStruct((2**16, 2**16, 128), jnp.bfloat16)
+        q, k = (
+            hax.NamedArray(many, hax.make_axes(**{"kv_head": 2**16, name: 2**16, "head_size": 128}))
+            for name in ("position", "key_position")
+        )
+        dot_product_attention("position", "key_position", "head_size", q, k, k, axis_mapping=mapping, hardware="v5e-4")
     with pytest.raises(ConfigError, match="scaling_factor is traced, and must be known; scale queries by what is lear"):
         names = "position", "key_position", "head_size"
         jax.jit(lambda scale: dot_product_attention(*names, x, y, y, scaling_factor=scale).array)(0.1)

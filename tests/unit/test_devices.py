@@ -3,12 +3,14 @@
 import random
 from dataclasses import dataclass
 from itertools import product
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, embed, parse_slice
-from shardplan.runtime.devices import arrange
+from shardplan.runtime.devices import arrange, slice_from
 
 
 @dataclass(frozen=True)
@@ -92,3 +94,10 @@ def test_virtual_devices_are_in_order(name):
     devices = [Cpu(i) for i in (3, 1, 2, 0, 7, 5, 6, 4)]
     mesh = arrange(devices, parse_slice(name), sizes(1, 4, 2))
     assert [device.id for device in mesh.devices.flat] == list(range(8))
+
+
+def test_slices_by_their_devices():
+    """Those of TPUs are in tests/compiler/test_topology.py."""
+    assert slice_from(jax.devices()[:5]).name == "cpu-5"
+    with pytest.raises(ConfigError, match="nothing is known of the speed of NVIDIA H200 devices, only of TPU v3"):
+        slice_from([SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])
