@@ -2,12 +2,14 @@
 
 import importlib.util
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardplan import positions
 from shardplan.positions.layout import KINDS, Layout, blocks, hops, labels_of
 from shardplan.positions.pattern import PADDING, Pattern, runs_of
 
@@ -55,8 +57,8 @@ def allowed_pairs(layout, pattern):
 
 
 @settings(deadline=None)
-@given(layouts(), patterns, st.integers(1, 9))
-def test_hops_and_blocks_are_those_that_any_pair_needs(layout, pattern, block):
+@given(layouts(), patterns, st.integers(1, 9), st.sampled_from([5, positions.layout.MOST_PAIRS]))
+def test_hops_and_blocks_are_those_that_any_pair_needs(layout, pattern, block, most):
     allowed = np.pad(allowed_pairs(layout, pattern), (0, 1))  # padding comes last
     regions = layout.regions()
     counts = np.zeros((layout.ring, layout.ring), int)
@@ -66,7 +68,8 @@ def test_hops_and_blocks_are_those_that_any_pair_needs(layout, pattern, block):
             for i in range(0, pairs.shape[0], block):
                 for j in range(0, pairs.shape[1], block):
                     counts[r, d] += pairs[i : i + block, j : j + block].any()
-    assert (blocks(layout, layout, pattern, block) == counts).all()
+    with mock.patch.object(positions.layout, "MOST_PAIRS", most):
+        assert (blocks(layout, layout, pattern, block) == counts).all()
     assert hops(layout, layout, pattern) == (0, *(d for d in range(1, layout.ring) if counts[:, d].any()))
 
 
