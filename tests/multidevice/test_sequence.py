@@ -46,11 +46,16 @@ def example(request):
 @pytest.fixture(scope="module")
 def expected(model, example):
     """Of Levanter's own model and loss, on one device."""
-    stream = model.activations(example.tokens, example.attn_mask)
-    return maybe_fused_next_token_loss(
-        hax.Axis("position", LENGTH), model.Embed, model.Vocab, stream, model.get_lm_head(),
-        example.tokens, loss_mask=example.loss_mask, reduction=None,
-    )  # fmt: skip
+
+    @hax.named_jit
+    def losses(model, example):
+        stream = model.activations(example.tokens, example.attn_mask)
+        return maybe_fused_next_token_loss(
+            hax.Axis("position", LENGTH), model.Embed, model.Vocab, stream, model.get_lm_head(),
+            example.tokens, loss_mask=example.loss_mask, reduction=None,
+        )  # fmt: skip
+
+    return losses(model, example)
 
 
 def example_documents(example, kind):
