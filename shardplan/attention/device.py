@@ -9,6 +9,7 @@ from haliax import Axis
 from jax import Array
 
 from shardplan.attention.axes import Dims, flat
+from shardplan.attention.gather import Gather
 from shardplan.attention.kernel import EMPTY, Kernel, Tokens
 from shardplan.attention.ring import Ring, ring_attention
 from shardplan.attention.ulysses import Exchange
@@ -36,13 +37,6 @@ class Task:
             axes: of each input.
         """
         dims = self.dims
-        if self.gathers and self.along:
-            inputs = {
-                name: jax.lax.all_gather(x, self.along, axis=_place(axes[name], dims.keys), tiled=True)
-                if name in ("k", "v", "k_segments")
-                else x
-                for name, x in inputs.items()
-            }
         here = {axis.name: n for axis, n in zip(dims.of_query, inputs["q"].shape, strict=True)}
         here[dims.keys.name] = inputs["k"].shape[-2]
         # its head size may be another, under the same name
@@ -64,7 +58,10 @@ class Task:
         if "explicit" in inputs:
             every_key = {**here, dims.keys.name: self.ring.keys.size}
             explicit = flat(inputs["explicit"], axes["explicit"], (b, n, g, s, t), every_key)
-        exchange = None
+        exchange: Gather | Exchange | None = None
+        if self.gathers and self.along:
+            exchange = Gather(self.along)
+            k_segments = None if k_segments is None else exchange.gathered(k_segments, 1)
         if self.q_order.ulysses > 1:
             exchange = Exchange(self.q_order.ulysses, q.shape[1], q.shape[2], self.along, self.q_order.ring)
             q_segments, reach, k_segments = (
@@ -80,10 +77,6 @@ class Task:
             finite = jnp.where(logsum == EMPTY, 0.0, logsum)
             out *= jnp.exp(finite - jnp.logaddexp(finite, sink.astype(jnp.float32)[None, :, :, None]))[..., None]
         return out.reshape([of_value[axis.name] for axis in dims.of_output])
-
-
-def _place(axes: Sequence[Axis], like: Axis) -> int:
-    return [axis.name for axis in axes].index(like.name)
 
 
 def _exchanged(explicit: Array, exchange: Exchange) -> Array:

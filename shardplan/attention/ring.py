@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from shardplan.attention.gather import Gather
 from shardplan.attention.kernel import Hop, Kernel, Tokens, merged
 from shardplan.attention.ulysses import Exchange
 
@@ -64,7 +65,7 @@ class Ring:
 def ring_attention(
     kernel: Kernel,
     ring: Ring,
-    exchange: Exchange | None,
+    exchange: Exchange | Gather | None,
     q: Array,
     k: Array,
     v: Array,
@@ -76,7 +77,8 @@ def ring_attention(
     """Attention of this device's queries on the keys of all ring indices.
 
     Args:
-        exchange: of heads for positions; what follows is then of all positions of its group, but q, k and v.
+        exchange: of heads for positions, or of keys and values for all of them; what follows is then of all positions
+            of its group, but q, k and v.
         q: [B, N, G, S, K]; k: [B, N, T, K]; v: [B, N, T, V], of this device.
         place: which positions the queries are of, int32[].
         queries: what the mask goes by, of these queries.
@@ -84,7 +86,7 @@ def ring_attention(
         explicit: bool[B or 1, N or 1, G or 1, S, ring x T], what may attend besides.
 
     Returns:
-        As `shardplan.attention.kernel.Kernel.attend`, but with `exchange` the output is of the queries' type.
+        As `shardplan.attention.kernel.Kernel.attend`, but heads are exchanged as outputs of the queries' type.
     """
     # merging does too, and the gradient, for which `_forward` is called by itself
     wants_sums = ring.wants_sums or len(ring.distances) > 1
@@ -94,7 +96,7 @@ def ring_attention(
 def _forward(
     kernel: Kernel,
     ring: Ring,
-    exchange: Exchange | None,
+    exchange: Exchange | Gather | None,
     q: Array,
     k: Array,
     v: Array,
@@ -118,12 +120,12 @@ def _forward(
     out, logsum = (checkpoint_name(x.astype(jnp.float32), RESIDUALS) for x in found)
     result = out, logsum
     if exchange is not None:  # sent as narrow as queries are, and so are their gradients
-        result = exchange.outputs(out.astype(q.dtype)), exchange.outputs(logsum)
+        result = exchange.outputs(out, q.dtype), exchange.outputs(logsum, logsum.dtype)
     return result, (q, k, v, place, queries, segments, explicit, out, logsum)
 
 
 def _backward(
-    kernel: Kernel, ring: Ring, exchange: Exchange | None, kept: Any, gradients: tuple[Array, Array]
+    kernel: Kernel, ring: Ring, exchange: Exchange | Gather | None, kept: Any, gradients: tuple[Array, Array]
 ) -> tuple[Any, ...]:
     q, k, v, place, queries, segments, explicit, out, logsum = kept
     out_gradient, logsum_gradient = gradients
@@ -146,7 +148,7 @@ def _backward(
     if exchange is None:
         of_k, of_v = (x.astype(like.dtype) for x, like in zip(of_keys, (k, v), strict=True))
     else:
-        of_q = exchange.outputs(of_q)
+        of_q = exchange.outputs(of_q, q.dtype)
         of_k, of_v = (exchange.keys_gradient(x, like.dtype) for x, like in zip(of_keys, (k, v), strict=True))
     return of_q, of_k, of_v, None, None, None, None
 

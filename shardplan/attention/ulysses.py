@@ -68,10 +68,10 @@ class Exchange(HeadCut):
         (found,) = jax.vjp(self.keys, like)[1](gradient)
         return found.astype(dtype)
 
-    def outputs(self, out: Array) -> Array:
-        """out[B, N', G', degree x S, ...] -> [B, N, G, S, ...]."""
+    def outputs(self, out: Array, dtype: Any) -> Array:
+        """out[B, N', G', degree x S, ...] -> [B, N, G, S, ...], sent as `dtype`."""
         b, n, g, *rest = out.shape
-        found = self.to_positions(out.reshape(b, n * g, *rest))[:, : self.key_heads * self.per_key_head]
+        found = self.to_positions(out.astype(dtype).reshape(b, n * g, *rest))[:, : self.key_heads * self.per_key_head]
         return found.reshape(b, self.key_heads, self.per_key_head, *found.shape[2:])
 
     @cached_property
