@@ -30,8 +30,8 @@ def arguments(checkpoint: Path, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("slice_name", "batch"),
     [
-        ("cpu-6", 6),
         ("cpu-5", 5),
+        pytest.param("cpu-6", 6, marks=pytest.mark.whole),
         pytest.param("cpu-8", 4, marks=pytest.mark.whole),
         pytest.param("cpu-3", 2, marks=pytest.mark.whole),
     ],

@@ -441,7 +441,7 @@ def test_splash(monkeypatch, case):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, "ring", 1, "causal", "8q/1kv", 512, "zigzag", "", "splash"),
+        pytest.param(Case(2, "ring", 1, "causal", "8q/1kv", 512, "zigzag", "", "splash"), marks=pytest.mark.whole),
         Case(2, "ulysses", 2, "documents", "8q/1kv", 512, "contiguous", "sink", "splash"),
     ],
     ids=str,

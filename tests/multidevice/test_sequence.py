@@ -138,7 +138,7 @@ def test_sequences_in_another_order_are_refused(model, example):
 
 
 @pytest.mark.parametrize("example", ["one document"], indirect=True)
-@pytest.mark.parametrize("kind", [LlamaConfig, MixtralConfig])
+@pytest.mark.parametrize("kind", [pytest.param(LlamaConfig, marks=pytest.mark.whole), MixtralConfig])
 def test_examples_in_order_are_refused(example, kind):
     """By models whose attention takes another: their losses would be wrong in silence. Methods can be changed."""
     config = kind(

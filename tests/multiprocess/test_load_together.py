@@ -127,7 +127,7 @@ def test_written_to_an_object_store(golden, store):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.whole)])
 def test_the_others_end_when_one_is_killed(golden, lost):
     """Process 0, with which JAX's own service goes, or another: the rest say which, with exit code 5."""
     started = time.monotonic()

@@ -140,7 +140,7 @@ def test_one_process_exchanges_nothing():
     ("model", "mapping"),
     [
         ("llama-3.1-405b", {"mlp": "model", "vocab": "model", "kv_head": "model", "heads": "model", "embed": "data"}),
-        ("llama-3.1-405b", {"embed": "model"}),
+        pytest.param("llama-3.1-405b", {"embed": "model"}, marks=pytest.mark.whole),
         ("mixtral-8x7b", {"experts": "data", "mlp": "model"}),
         ("gemma-7b", {}),
     ],

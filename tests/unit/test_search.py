@@ -31,7 +31,7 @@ from shardplan.plan.tasks import prepare
 from shardplan.plan.variants import find
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-MOST_POINTS = 1000
+MOST_POINTS = 500
 """Of a program that is searched by brute force: most have fewer, and the others would take most of the time."""
 
 
