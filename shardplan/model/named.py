@@ -84,12 +84,15 @@ def named_after(start: Array, end: Array) -> Array:
 
 
 def distinct(dims: Sequence[Dim]) -> tuple[Dim, ...]:
-    """`dims`, where the second of the same name is marked."""
+    """`dims`, where the second of the same name is marked, and nothing else is."""
+    names = {name for dim in dims for name, _ in dim}
     seen: set[str] = set()
     result = []
     for dim in dims:
         factors = []
         for name, size in dim:
+            if name is not None and name.removesuffix(SECOND) not in names:
+                name = name.removesuffix(SECOND)
             while name is not None and name in seen:
                 name += SECOND
             if name is not None:

@@ -13,7 +13,7 @@ from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.plan.plan import BLOCKWISE, GATHERED, SPLASH, UNCUT
 from shardplan.plan.tasks import Task
-from shardplan.plan.traffic import Traffic, all_gather, all_reduce, all_to_all, permute
+from shardplan.plan.traffic import Traffic, all_gather, all_reduce, all_to_all, permute, reduce_scatter
 from shardplan.positions.heads import HeadCut
 from shardplan.positions.layout import KERNEL_BLOCK, attended, hops
 from shardplan.positions.layout import Layout as Order
@@ -107,37 +107,46 @@ def held_bytes(values: Array, outputs: Sequence[Array], layout: Layout) -> float
 
 
 def collectives(task: Task, layout: Layout) -> Iterator[Traffic]:
-    """Those of keys and values of other positions, and of sums of scores over a cut head size."""
-    result = task.results[0]
-    partial = layout.mesh_axes(task.contracted)
-    if partial and not any(name and name.endswith(SECOND) for name, _ in task.contracted):
-        yield all_reduce(layout.bytes(result, layout.compute), layout, partial, task.times, "attention over a cut axis")
-    positions = [name for name in result.axes if name + SECOND in result.axes] or [
-        name.removesuffix(SECOND) for name, _ in task.contracted if name and name.endswith(SECOND)
-    ]
-    for name in positions:
-        axes = layout.compute.get(name, ())
-        if axes and name in _keys(task).axes:
-            yield from _sequence_parallel(task, layout, name, axes)
+    """Those of keys and values of other positions, of their gradients, and of sums over what is cut besides."""
+    positions, is_own = _positions(task), layout.attention.strategy != UNCUT
+    along = next((layout.compute[name] for name in positions if name in layout.compute), ())
+    partial = layout.mesh_axes(tuple(factor for factor in task.contracted if not (is_own and factor[0] in positions)))
+    if partial:
+        # of Levanter's own attention the partitioner adds up gradients of all keys
+        parts = 1 if is_own or not _is_of_keys(task) else mesh_size(layout.mesh, along)
+        size = parts * layout.bytes(task.results[0], layout.compute)
+        yield all_reduce(size, layout, partial, task.times, "attention over a cut axis")
+    if along and (is_own or not _is_of_keys(task)):
+        yield from _sequence_parallel(task, layout, along)
 
 
-def _sequence_parallel(task: Task, layout: Layout, position: str, axes: MeshAxes) -> Iterator[Traffic]:
-    """What crosses the mesh axes that cut positions."""
-    method, keys = layout.attention, _keys(task)
+def _sequence_parallel(task: Task, layout: Layout, axes: MeshAxes) -> Iterator[Traffic]:
+    """What crosses the mesh axes that cut positions.
+
+    The backward pass has keys and values, where they are gathered or exchanged, from the forward pass (or from this
+    done again), and sends their gradients; in a ring, both go round. Gradients are added up in float32.
+    """
+    method, keys, is_gradient = layout.attention, _keys(task), _is_of_keys(task)
+    own, heads = layout.bytes(keys, layout.compute), _heads(task, layout)
+    wide = FLOAT32 / keys.itemsize if is_gradient else 1.0
     if method.gathers:
-        size = layout.bytes(keys, {**layout.compute, position: ()})
-        yield all_gather(size, layout, axes, task.times, "keys and values of other positions")
+        whole = own * mesh_size(layout.mesh, axes)
+        if is_gradient:
+            yield reduce_scatter(whole * wide, layout, axes, task.times, "gradients of keys and values")
+        elif not (task.is_backward and method.strategy == GATHERED):
+            yield all_gather(whole, layout, axes, task.times, "keys and values of other positions")
         return
-    size, heads = layout.bytes(keys, layout.compute), _heads(task, layout)
     if method.ulysses > 1:
-        by_heads = axes if method.ring == 1 else axes[-1:]
-        turned = task.operands[0] if is_scores(task.results[0]) else task.results[0]
-        cause = "heads exchanged for positions"
-        yield all_to_all(layout.bytes(turned, layout.compute) * heads.padding, layout, by_heads, task.times, cause)
-        yield all_to_all(size * heads.received / heads.key_heads, layout, by_heads, task.times, cause)
+        by_heads, cause = axes if method.ring == 1 else axes[-1:], "heads exchanged for positions"
+        if not is_gradient:
+            turned = task.operands[0] if is_scores(task.results[0]) else task.results[0]
+            yield all_to_all(layout.bytes(turned, layout.compute) * heads.padding, layout, by_heads, task.times, cause)
+        if is_gradient or not task.is_backward:
+            copies = heads.received / heads.key_heads * (1.0 if heads.is_even else wide)
+            yield all_to_all(own * copies, layout, by_heads, task.times, cause)
     if method.ring > 1:
         around = axes if method.ulysses == 1 else axes[:-1]
-        there = size * heads.degree * heads.key_heads_there / heads.key_heads
+        there = own * wide * heads.degree * heads.key_heads_there / heads.key_heads
         yield permute(there, around, task.times * _hops(task, layout), "keys and values going round")
 
 
@@ -168,9 +177,15 @@ def _hops(task: Task, layout: Layout) -> int:
     return len(hops(order, order, layout.pattern)) - 1
 
 
+def _is_of_keys(task: Task) -> bool:
+    """Whether it makes gradients of keys, or of values: it sums over queries, and has a result for every position."""
+    return any(name in task.results[0].axes for name, _ in task.contracted)
+
+
 def _keys(task: Task) -> Array:
-    """Keys, or values."""
-    return [array for array in task.operands if not is_scores(array)][-1]
+    """Keys, or values, or gradients of either."""
+    arrays = task.results if _is_of_keys(task) else task.operands
+    return [array for array in arrays if not is_scores(array)][-1]
 
 
 def _scores(task: Task) -> Array:

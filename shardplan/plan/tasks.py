@@ -11,6 +11,9 @@ from shardplan.model.trace import Operation, Trace
 from shardplan.plan.fusion import Fusion, is_scores
 from shardplan.positions.pattern import CAUSAL, Pattern
 
+GRADIENT, AGAIN = "transpose(", "rematted_computation"
+"""What JAX has in the scopes of operations: of the backward pass, and of those that `jax.checkpoint` does again."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -32,6 +35,8 @@ class Task:
     are added to it."""
     stays_cut: bool
     """Of a product by groups: whether only others use its result, which take it as it comes."""
+    is_backward: bool
+    """Whether it is of the backward pass, and not of the forward pass that is done again there."""
     cause: str
 
     @cached_property
@@ -360,6 +365,7 @@ class _Sequence:
             fresh=fresh,
             completes=completes,
             stays_cut=operation.groups > 1 and fusion.stays_cut(operation.results[0]),
+            is_backward=GRADIENT in operation.label and AGAIN not in operation.label,
             cause=weights[0] if weights else operation.label,
         )
 

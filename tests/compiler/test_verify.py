@@ -16,7 +16,8 @@ from shardplan.config import CompilerConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
 from shardplan.model import build_model, read_config
-from shardplan.plan.planner import make_plan
+from shardplan.plan.plan import AttentionPlan
+from shardplan.plan.planner import make_plan, plan_layout
 from shardplan.verify import run as runs
 from shardplan.verify.cases import cases_of
 from shardplan.verify.run import Case, verify
@@ -95,6 +96,33 @@ def test_positions_cut():
     expected = 2 * 2 * (4 * 1024 * 128 * 2) // 2
     assert sum(c.bytes for c in plan.cost.collectives) == expected
     assert bytes_by(verdict, "all-gather", "all-reduce", "reduce-scatter", "all-to-all") == expected
+
+
+def test_positions_cut_in_training():
+    """Of keys, values and heads the compiler moves what the plan says, in both passes."""
+    hf_config = {**read_config("configs/models/llama-3.1-8b.json", None), **SMALL}
+    model = build_model(hf_config, 1024)
+    arguments = ["--model.config=configs/models/llama-3.1-8b.json", "--hardware.slice=v4-16", "--workload.batch=4"]
+    config = configuration.load([*arguments, "--workload.position=1024", "--workload.kind=train"], "test")
+    gathered = {"replica": 4, "data": 2, "model": 1}, ["replica"], AttentionPlan("all_gather", ring=4)
+    hybrid = {"replica": 2, "data": 2, "model": 2}, ["replica", "model"], AttentionPlan("hybrid", 2, 2)
+    cases = []
+    for mesh, along, method in (gathered, hybrid):
+        plan = plan_layout(config, model, mesh, {"batch": ["data"], "position": along}, {"embed": ["data"]}, method)
+        cases.append(Case(method.strategy, plan, model, hf_config, options=plan.compiler_options))
+
+    def moved(collectives, axes, *kinds):
+        return {kind: sum(c.bytes for c in collectives if (c.kind, c.mesh_axes) == (kind, axes)) for kind in kinds}
+
+    first, second = verify(cases, NO_CACHE)
+    for verdict, case, *of in (
+        (first, cases[0], ["replica"], "all-gather", "reduce-scatter"),
+        (second, cases[1], ["replica"], "collective-permute"),
+        (second, cases[1], ["model"], "all-to-all"),
+    ):
+        assert verdict.fits and verdict.attention == "splash"
+        assert min(moved(verdict.collectives, *of).values()) > 0
+        assert moved(verdict.collectives, *of) == pytest.approx(moved(case.plan.cost.collectives, *of), rel=0.01)
 
 
 def test_train_step_updates_in_place():

@@ -218,6 +218,42 @@ def test_products_and_the_choice_of_a_strategy_agree(strategy, ulysses, ring, ki
     assert flops / generation.flops == pytest.approx(weighed.compute_seconds)
 
 
+WIDE = 2
+"""Gradients in float32, in bfloat16 of what they are of."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ulysses", "ring", "moved"),
+    [
+        # keys and values (2) come in the forward pass and when it is done again; gradients go back
+        ("all_gather", 1, 4, {"all-gather": 2 * (2 * 3), "reduce-scatter": WIDE * (2 * 3)}),
+        ("ring", 1, 4, {"collective-permute": 3 * (2 * 3) + WIDE * (2 * 3)}),
+        # queries and outputs (4 each) too, and their gradients
+        ("ulysses", 4, 1, {"all-to-all": 3 * (2 + 8) * 3 / 4}),
+        ("hybrid", 2, 2, {"all-to-all": 3 * (2 + 8) / 2, "collective-permute": 3 * 2 + WIDE * 2}),
+    ],
+)
+def test_attention_of_a_training_step(strategy, ulysses, ring, moved):
+    """As the TPU compiler has it: tests/compiler/test_verify.py."""
+    model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 1}, 4096)
+    llama = plan_step(model, Workload("batch", 2, 4096, "bfloat16", "bfloat16", "train"))
+    sizes = {"replica": ring, "data": ulysses} if strategy == "hybrid" else {"replica": 4, "data": 1}
+    along = tuple(axis for axis, size in sizes.items() if size > 1)
+    method = AttentionPlan(strategy, ulysses, ring)
+    mesh = {**sizes, "model": 2}
+    layout = Layout(mesh, {"position": along}, {}, llama.merged, llama.activation_axes, attention=method)
+    shares = {task: share(task, layout) for task in llama.tasks}
+    received = dict.fromkeys(moved, 0.0)
+    for task, mine in shares.items():
+        for each in mine.traffic if task.kind == "attention" else ():
+            received[each.kind] += each.bytes
+    own = 2 * (2 * 4096 * 8 * 128) / 4
+    assert received == {kind: times * own for kind, times in moved.items()}
+    # every weight of the layer is the same for all positions, those that make keys and values among them
+    summed = {t.bytes for mine in shares.values() for t in mine.traffic if t.kind == "all-reduce" and "qkv" in t.cause}
+    assert summed == {2 * 3 / 4 * 2 * 4096 * size * 128 for size in (8, 32)}
+
+
 def test_memory_of_the_largest_moment():
     """In a layer: the stream, what the nonlinearity makes of the first product, and the second product, added to it."""
     layout = Layout(MESH, TOKENS, {"embed": ("data",)}, {}, ("batch", "position"))
