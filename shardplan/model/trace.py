@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.interpreters import partial_eval
 
-from shardplan.model.named import Array, Dim, best, named_after, names_of, shape_of
+from shardplan.model.named import Array, Dim, best, named_after, names_of, shape_of, size_of
 from shardplan.model.primitives import RULES, Names, is_one, width
 
 SIMPLIFIED = {
@@ -110,6 +110,8 @@ class _Tracer:
     def __init__(self) -> None:
         self.arrays: list[Array] = []
         self.names = Names()
+        self.views: dict[int, tuple[int, Sequence[int]]] = {}
+        """What is broadcast or transposed -> of which value, and where its dimensions are."""
         self.simplified: Counter[str] = Counter()
 
     def new(self, array: Array) -> int:
@@ -158,6 +160,10 @@ class _Tracer:
         results = [self.new(array) for array in named]
         if name not in RULES and len(named) == 1:
             self.name_operands(operands, named[0])
+        if name == "broadcast_in_dim":
+            self.views[results[0]] = operands[0], equation.params["broadcast_dimensions"]
+        elif name == "transpose":
+            self.views[results[0]] = operands[0], np.argsort(equation.params["permutation"]).tolist()
         out.append(Operation(kind, tuple(operands), tuple(results), label, name, **extra))
         return results
 
@@ -214,9 +220,17 @@ class _Tracer:
     def name_operands(self, operands: Sequence[int], result: Array) -> None:
         """What was made without names, as masks and tables of angles are, is named after what it is used with."""
         for operand in operands:
-            array = self.arrays[operand]
-            if shape_of(array) == shape_of(result):
-                self.arrays[operand] = replace(array, dims=tuple(map(best, zip(array.dims, result.dims, strict=True))))
+            if shape_of(self.arrays[operand]) == shape_of(result):
+                self.name(operand, result.dims)
+
+    def name(self, value: int, dims: Sequence[Dim]) -> None:
+        """Names for a value, and what it is a view of, where they have none."""
+        array = self.arrays[value]
+        self.arrays[value] = replace(array, dims=tuple(map(best, zip(array.dims, dims, strict=True))))
+        if value in self.views:
+            source, places = self.views[value]
+            pairs = zip(self.arrays[source].dims, places, strict=True)
+            self.name(source, [dims[place] if size_of(dims[place]) == size_of(dim) else dim for dim, place in pairs])
 
 
 def _inner(equation: Any) -> tuple[Any, int] | None:

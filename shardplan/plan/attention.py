@@ -4,7 +4,7 @@ Bytes are those of the table in `shardplan.attention.choice`, product by product
 keys with the scores, outputs and values with the sum over these.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from math import prod
 
 from shardplan.model.named import SECOND, Array
@@ -12,7 +12,7 @@ from shardplan.plan.fusion import is_scores
 from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.plan.plan import BLOCKWISE, GATHERED, SPLASH, UNCUT
-from shardplan.plan.tasks import Task
+from shardplan.plan.tasks import Item, Task, sums_queries
 from shardplan.plan.traffic import Traffic, all_gather, all_reduce, all_to_all, permute, reduce_scatter
 from shardplan.positions.heads import HeadCut
 from shardplan.positions.layout import KERNEL_BLOCK, attended, hops
@@ -86,24 +86,26 @@ def merged_bytes(task: Task, layout: Layout) -> float:
     return task.times * _hops(task, layout) * MERGE_PASSES * output
 
 
-def held_bytes(values: Array, outputs: Sequence[Array], layout: Layout) -> float:
+def held_bytes(item: Item, layout: Layout) -> float:
     """What a device has for attention beside queries, its own part of values, and outputs where these are made.
 
     Gathered keys and values come of copies in another order. A ring has the next ones beside those that it has, the
-    outputs of a hop as a kernel gives them, and in float32 these and those of all hops before.
+    outputs of a hop as a kernel gives them, and in float32 these and those of all hops before. Gradients of keys and
+    values are made in float32, one after the other where they are gathered, both where they go round.
     """
     *_, position = layout.activation_axes
-    own, method = layout.bytes(values, layout.compute), layout.attention
+    own, method, outputs = layout.bytes(item.array, layout.compute), layout.attention, item.tables
+    wide = FLOAT32 / item.array.itemsize if item.role == "keys_gradient" else 0.0
     if method.strategy == UNCUT:
         return 0.0
     queries = sum(layout.bytes(output, layout.compute) for output in outputs)
     if method.strategy == GATHERED:
-        whole = layout.bytes(values, {**layout.compute, position: ()})
-        return 2 * whole + (3 * own if outputs else 0.0)
+        whole = layout.bytes(item.array, {**layout.compute, position: ()})
+        return (2 + wide) * whole + (3 * own if outputs else 0.0)
     if method.ring > 1:
-        wide = sum(layout.bytes(output, layout.compute) / output.itemsize * FLOAT32 for output in outputs)
-        return 3 * own + queries + 2 * wide
-    return queries + own
+        merged = sum(layout.bytes(output, layout.compute) / output.itemsize * FLOAT32 for output in outputs)
+        return (3 + 2 * wide) * own + queries + 2 * merged
+    return queries + (1 + wide) * own
 
 
 def collectives(task: Task, layout: Layout) -> Iterator[Traffic]:
@@ -178,8 +180,8 @@ def _hops(task: Task, layout: Layout) -> int:
 
 
 def _is_of_keys(task: Task) -> bool:
-    """Whether it makes gradients of keys, or of values: it sums over queries, and has a result for every position."""
-    return any(name in task.results[0].axes for name, _ in task.contracted)
+    """Whether it makes gradients of keys, or of values."""
+    return sums_queries(task.contracted, task.results[0])
 
 
 def _keys(task: Task) -> Array:

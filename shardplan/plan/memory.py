@@ -65,8 +65,8 @@ def item_bytes(item: Item, layout: Layout) -> float:
         return 0.0
     if item.role == "scores":
         return _score_block(array, layout) if layout.habits.plain_attention else 0.0
-    if item.role == "keys":
-        return held_bytes(array, item.tables, layout)
+    if item.role in ATTENDING:
+        return held_bytes(item, layout)
     if item.role in LATE and layout.habits.frees_rows == (item.role == "lingering"):
         return 0.0
     if item.role == "sliced":
@@ -76,7 +76,7 @@ def item_bytes(item: Item, layout: Layout) -> float:
 
 CUT_AS_RESTING = ("wide", "summand", "sliced")
 """Roles of what may be cut as parameters rest, though it is none."""
-ATTENDING = ("keys",)
+ATTENDING = ("keys", "keys_gradient")
 """Roles of what depends on how attention is done."""
 LATE = ("lingering", "sliced", "looked_up")
 """Roles of what stays for the gradients of experts: the first where rows are not freed, the others where they are."""

@@ -77,6 +77,7 @@ class Item:
     `found`: what is being looked up.
     `copied`: a stack of parameters in another layout, in the loop over them and from the loop before on.
     `keys`: of attention, or values, while scores are made or used, and what there is besides where positions are cut.
+    `keys_gradient`: such a gradient while it is made, likewise.
     `scores`: of attention, while they are made; a kernel never has them in memory, nor has anything else all of them.
     """
     array: Array
@@ -168,6 +169,11 @@ class Attention:
     merged: str
     """Logical axis that numbers them where the result is projected: `heads` flattened into one."""
     head_size: str
+
+
+def sums_queries(contracted: Dim, result: Array) -> bool:
+    """Whether a product of attention makes gradients of keys or values: for every position, of all queries."""
+    return any(name in result.axes for name, _ in contracted)
 
 
 def prepare(trace: Trace) -> Step:
@@ -332,10 +338,14 @@ class _Sequence:
         if operation.groups > 1:
             return self._items("wide", {value for value in operation.results if not fusion.is_summand(value)})
         scores = [array for array in (*operands, *results) if is_scores(array)][:1]
-        keys = [array for array in operands if scores and not is_scores(array)][-1:]
         made = {"whole": results, "scores": scores}
-        outputs = () if any(map(is_scores, results)) else results
-        attended = (Item("keys", array, outputs) for array in keys)
+        if not scores:
+            attended: tuple[Item, ...] = ()
+        elif sums_queries(operation.contracted, results[0]):
+            attended = (Item("keys_gradient", results[0]),)
+        else:
+            keys = [array for array in operands if not is_scores(array)][-1]
+            attended = (Item("keys", keys, () if is_scores(results[0]) else results),)
         return (*(Item(role, array) for role, arrays in made.items() for array in arrays), *attended)
 
     def _task(self, operation: Operation) -> Task:

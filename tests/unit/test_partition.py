@@ -345,6 +345,15 @@ def test_no_optimizer():
         abstract_state(optimizer("lbfgs"), weight)
 
 
+def test_training_keeps_no_masks():
+    """The loop over layers is given them, but kernels go by positions. Tables of angles there are, cut as positions."""
+    model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}, 8192)
+    llama = plan_step(model, Workload("batch", 1, 8192, "bfloat16", "bfloat16", "train"))
+    kept = [item.array for moment in llama.moments for item in moment if item.role == "kept"]
+    assert not any(array.factors.count((None, 8192)) == 2 for array in kept)
+    assert (("position", 8192), ("head_size", 128)) in [array.factors for array in kept]
+
+
 @pytest.mark.parametrize("checkpointing", ["default", "save_all"])
 def test_what_training_keeps_of_every_layer(checkpointing):
     config = {**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 8}
