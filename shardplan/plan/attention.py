@@ -95,17 +95,17 @@ def held_bytes(item: Item, layout: Layout) -> float:
     """
     *_, position = layout.activation_axes
     own, method, outputs = layout.bytes(item.array, layout.compute), layout.attention, item.tables
-    wide = FLOAT32 / item.array.itemsize if item.role == "keys_gradient" else 0.0
+    gradient = FLOAT32 / item.array.itemsize if item.role == "keys_gradient" else 0.0
     if method.strategy == UNCUT:
         return 0.0
     queries = sum(layout.bytes(output, layout.compute) for output in outputs)
     if method.strategy == GATHERED:
         whole = layout.bytes(item.array, {**layout.compute, position: ()})
-        return (2 + wide) * whole + (3 * own if outputs else 0.0)
+        return (2 + gradient) * whole + (3 * own if outputs else 0.0)
     if method.ring > 1:
         merged = sum(layout.bytes(output, layout.compute) / output.itemsize * FLOAT32 for output in outputs)
-        return (3 + 2 * wide) * own + queries + 2 * merged
-    return queries + (1 + wide) * own
+        return (3 + 2 * gradient) * own + queries + 2 * merged
+    return queries + (1 + gradient) * own
 
 
 def collectives(task: Task, layout: Layout) -> Iterator[Traffic]:
