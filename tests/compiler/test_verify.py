@@ -98,6 +98,7 @@ def test_positions_cut():
     assert bytes_by(verdict, "all-gather", "all-reduce", "reduce-scatter", "all-to-all") == expected
 
 
+@pytest.mark.whole
 def test_positions_cut_in_training():
     """Of keys, values and heads the compiler moves what the plan says, in both passes."""
     hf_config = {**read_config("configs/models/llama-3.1-8b.json", None), **SMALL}
