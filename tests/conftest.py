@@ -12,13 +12,14 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+
+from shardplan.__main__ import main
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -106,19 +107,15 @@ def start(*argv):
 
 def run(*argv):
     """The same within this process, which has imported JAX already, and has eight devices."""
-    from shardplan.runtime import command
-
-    module = import_module(f"shardplan.{argv[0]}.__main__")
-    subcommands = getattr(module, "SUBCOMMANDS", None)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(ROOT), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = command.run(module.main, f"shardplan.{argv[0]}", [*map(str, argv[1:])], subcommands)
+        code = main(argv[0], [*map(str, argv[1:])])
     return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
 
 
 def fails(done, code: int, message: str) -> None:
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("shardplan.")]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("shardplan ")]
     assert len(lines) == 1 and message in lines[0], done.stderr
     assert done.stdout == ""

@@ -24,7 +24,7 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model
 from shardplan.plan.plan import UNCUT, Plan
-from shardplan.runtime.command import check_writable
+from shardplan.runtime.writable import check_writable
 from shardplan.verify.compiled import Compiled
 from shardplan.verify.read import read_verdict
 from shardplan.verify.topology import environment

@@ -4,14 +4,13 @@ import json
 
 import pytest
 
-from shardplan.checkpoint.__main__ import main
-from shardplan.runtime.command import run
+from shardplan.__main__ import main
 
 
 def test_schedule_of_405b_on_v4_256(tmp_path, capsys):
     """32 processes read every byte once, each as much, in long ranges: a second at the speed of their network."""
     argv = ["--config", "configs/405b.yaml", "--schedule", "--json", str(tmp_path / "schedule.json")]
-    assert run(main, "shardplan.checkpoint", argv) == 0
+    assert main("checkpoint", argv) == 0
     found = json.loads((tmp_path / "schedule.json").read_text())
     sizes = [ranges["bytes"] for ranges in found["processes"].values()]
     assert len(sizes) == 32 and max(sizes) <= 1.01 * min(sizes)
@@ -34,7 +33,7 @@ def test_schedule_of_a_checkpoint_at_hand(golden, tmp_path, capsys):
         "--json=-",
         "--workload.position=64",
     ]
-    assert run(main, "shardplan.checkpoint", argv) == 0
+    assert main("checkpoint", argv) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found["source"] == str(golden / "mixtral") and list(found["processes"]) == ["0"]
@@ -43,5 +42,5 @@ def test_schedule_of_a_checkpoint_at_hand(golden, tmp_path, capsys):
 
 
 def test_nothing_to_do(capsys):
-    assert run(main, "shardplan.checkpoint", ["--config", "configs/405b.yaml"]) == 2
+    assert main("checkpoint", ["--config", "configs/405b.yaml"]) == 2
     assert "nothing to do; --schedule prints which process reads what" in capsys.readouterr().err

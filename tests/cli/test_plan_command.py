@@ -26,7 +26,7 @@ def test_lint_of_what_does_not_run(tmp_path):
     done = run("plan", CONFIG, "--lint", "configs/levanter/405b-heads-mlp.yaml", "--json", path)
     assert done.returncode == 3 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "shardplan.plan: configs/levanter/405b-heads-mlp.yaml cannot run as it is on v4-256: heads, memory, replicated"
+        "shardplan plan: configs/levanter/405b-heads-mlp.yaml cannot run as it is on v4-256: heads, memory, replicated"
     )
     lines = done.stdout.splitlines()
     assert "error heads at trainer.axis_resources.heads" in lines

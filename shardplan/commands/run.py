@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from shardplan import config, errors
 
@@ -41,20 +40,3 @@ def run(
         # The reader (head, less) has gone: that ends the output, it is not a failure of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def check_writable(key: str, path: str) -> None:
-    """Make the folder of `path`, and see that a file can be written there: before the work, not after.
-
-    Raises:
-        ConfigError: it cannot, naming the configuration key.
-    """
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        is_new = not os.path.exists(path)
-        with open(path, "a", encoding="utf-8"):
-            pass
-        if is_new:
-            Path(path).unlink(missing_ok=True)
-    except OSError as error:
-        raise errors.ConfigError(f"{key} {path!r} cannot be written: {error.strerror}") from error

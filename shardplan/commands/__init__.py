@@ -1,0 +1,1 @@
+"""What each command does with its configuration: one file a command. Nothing imports this package."""

@@ -1,0 +1,23 @@
+"""Whether a path can be written to, asked before long work."""
+
+import os
+from pathlib import Path
+
+from shardplan.errors import ConfigError
+
+
+def check_writable(key: str, path: str) -> None:
+    """Make the folder of `path`, and see that a file can be written there: before the work, not after.
+
+    Raises:
+        ConfigError: it cannot, naming the configuration key.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        is_new = not os.path.exists(path)
+        with open(path, "a", encoding="utf-8"):
+            pass
+        if is_new:
+            Path(path).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{key} {path!r} cannot be written: {error.strerror}") from error
