@@ -15,7 +15,7 @@ def diff(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: other arguments, or a file that is not a Plan.
     """
-    from shardplan.plan.difference import difference
+    from shardplan.plan.diff import difference
     from shardplan.report.difference import print_difference
     from shardplan.report.tables import console
 

@@ -66,7 +66,7 @@ def main(config: Config) -> None:
 def explain(config: Config, plan: Plan, model: "Model | None") -> None:
     """Print why the plan does not make the choices that `why` asks for; with `--json -` to stderr."""
     if model and config.why:
-        from shardplan.plan.explain import why_not
+        from shardplan.explain.why_not import why_not
         from shardplan.report.explain import print_why
         from shardplan.report.tables import console
 
@@ -75,7 +75,7 @@ def explain(config: Config, plan: Plan, model: "Model | None") -> None:
 
 def print_variants(config: Config, model: "Model") -> None:
     """Print what other settings would change; with `--json -` to stderr."""
-    from shardplan.plan.what_if import what_if
+    from shardplan.explain.what_if import what_if
     from shardplan.report.explain import print_what_if
     from shardplan.report.tables import console
 
@@ -91,7 +91,7 @@ def lint(config: Config, path: str) -> None:
     others = [f"--{name}" for name in ("plan", "verify", "why", "what_if", "pin", "forbid") if getattr(config, name)]
     if others:
         raise ConfigError(f"lint checks what is written, and plans by itself; leave out {' and '.join(others)}")
-    from shardplan.plan.repair import review
+    from shardplan.lint.repair import review
     from shardplan.report.lint import print_review, review_json
     from shardplan.report.tables import console
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardplan.hardware import GIB
-from shardplan.plan.difference import Change, Difference
+from shardplan.plan.diff import Change, Difference
 from shardplan.report.tables import spec_text
 
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from shardplan.explain.what_if import Variant
+from shardplan.explain.why_not import Why
 from shardplan.hardware import GIB
-from shardplan.plan.explain import Why
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.plan.what_if import Variant
 
 
 def print_why(answers: Sequence[Why], plan: Plan, out: Console) -> None:

@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from shardplan.hardware import GIB
-from shardplan.plan.finding import ERROR, Finding
+from shardplan.levanter_config.writer import mesh_trainer_section, trainer_python, trainer_section, trainer_yaml
+from shardplan.lint.findings import ERROR, Finding
+from shardplan.lint.repair import NEAR, Repair, Review
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.plan.repair import NEAR, Repair, Review
-from shardplan.report.levanter import mesh_trainer_section, trainer_python, trainer_section, trainer_yaml
 from shardplan.report.tables import workload_text
 
 

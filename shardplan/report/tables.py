@@ -8,10 +8,10 @@ from rich.table import Table
 
 from shardplan.config import WorkloadConfig
 from shardplan.hardware import GIB
+from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.plan.mapping import mapping_text, mesh_text
 from shardplan.plan.plan import ParameterPlan, Plan, Spec, WorkloadInfo
 from shardplan.plan.workload import workload_of
-from shardplan.report.levanter import trainer_yaml
 
 PIPED_WIDTH = 240
 """Columns where there is no terminal: room for the longest row, so that lines can be searched."""

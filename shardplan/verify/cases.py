@@ -11,9 +11,9 @@ from shardplan import config as configuration
 from shardplan.config import Config
 from shardplan.errors import ConfigError, one_line
 from shardplan.hardware import parse_slice
+from shardplan.levanter_config.model_section import model_section
+from shardplan.levanter_config.trainer_section import is_levanter_config, read_file, read_levanter_config
 from shardplan.model import build_model, read_config
-from shardplan.plan.levanter_config import is_levanter_config, read_file, read_levanter_config
-from shardplan.plan.model_section import model_section
 from shardplan.plan.options import CURATED
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
 from shardplan.plan.planner import check_model, make_plan, plan_layout, with_plan

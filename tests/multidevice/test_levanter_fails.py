@@ -8,7 +8,7 @@ import pytest
 from levanter.layers.attention import AttentionMask
 from levanter.trainer import TrainerConfig
 
-from shardplan.plan.lint import lint, target_of
+from shardplan.lint.lint import lint, target_of
 
 BATCH = 8
 

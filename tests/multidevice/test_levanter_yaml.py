@@ -21,10 +21,10 @@ from levanter.data.dataset import ListAsyncDataset
 from levanter.models.lm_model import LmExample, compute_next_token_loss
 from levanter.trainer import Trainer, TrainerConfig
 
-from shardplan.plan.levanter_config import layout_of
+from shardplan.levanter_config.trainer_section import layout_of
+from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.plan.plan import AttentionPlan
 from shardplan.plan.planner import make_plan, model_of, plan_layout
-from shardplan.report.levanter import trainer_yaml
 
 OPTIMIZER = optax.sgd(0.1)
 MODELS = Path("configs/models")

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from shardplan.plan.difference import Change, difference
+from shardplan.plan.diff import Change, difference
 from shardplan.plan.planner import make_plan
 from shardplan.report.difference import print_difference
 from shardplan.report.tables import console

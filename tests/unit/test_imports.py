@@ -28,7 +28,7 @@ def test_no_jax(code):
 
 
 def test_comparing_plans_needs_no_jax():
-    code = "import shardplan.commands.diff, shardplan.plan.difference, shardplan.report.difference"
+    code = "import shardplan.commands.diff, shardplan.plan.diff, shardplan.report.difference"
     assert not {"jax", "haliax", "levanter", "transformers"} & modules_after(code)
 
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from shardplan.errors import ConfigError
-from shardplan.plan.levanter_config import LEVANTER_BATCH, is_levanter_config, read_levanter_config
-from shardplan.plan.model_section import ModelSection, model_section
+from shardplan.levanter_config.model_section import ModelSection, model_section
+from shardplan.levanter_config.trainer_section import LEVANTER_BATCH, is_levanter_config, read_levanter_config
 
 BATCH = ["replica", "data"]
 
@@ -463,7 +463,7 @@ def test_is_levanter_config():
 
 
 def test_imports_no_jax():
-    script = "import sys, shardplan.plan.levanter_config; print(*sys.modules)"
+    script = "import sys, shardplan.levanter_config.trainer_section; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert not {"jax", "haliax", "levanter"} & set(modules)
 

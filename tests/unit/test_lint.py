@@ -11,9 +11,9 @@ from levanter.layers.attention import AttentionBackend
 from levanter.trainer import TrainerConfig
 
 from shardplan.errors import ConfigError
-from shardplan.plan.levanter_config import FLAT_KEYS, OTHER_KEYS, read_file
-from shardplan.plan.lint import assumptions, lint, target_of
-from shardplan.plan.model_section import ATTENTION_BACKENDS, ModelSection, model_section
+from shardplan.levanter_config.model_section import ATTENTION_BACKENDS, ModelSection, model_section
+from shardplan.levanter_config.trainer_section import FLAT_KEYS, OTHER_KEYS, read_file
+from shardplan.lint.lint import assumptions, lint, target_of
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "configs" / "models" / "llama-3.1-8b.json"

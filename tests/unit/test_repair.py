@@ -9,10 +9,10 @@ from test_lint import LLAMA, ROOT, STORIES, trainer_of
 
 from shardplan import config as configuration
 from shardplan.errors import ConfigError
-from shardplan.plan.edit import Edit, candidate_edits, difference
-from shardplan.plan.levanter_config import layout_of, read_levanter_config
-from shardplan.plan.lint import lint, target_of
-from shardplan.plan.repair import NEAR, _own_warnings, review, smallest_edit
+from shardplan.levanter_config.trainer_section import layout_of, read_levanter_config
+from shardplan.lint.edits import Edit, candidate_edits, difference
+from shardplan.lint.lint import lint, target_of
+from shardplan.lint.repair import NEAR, _own_warnings, review, smallest_edit
 from shardplan.report.lint import print_review, review_json
 from shardplan.report.tables import console
 

@@ -9,8 +9,8 @@ from typing import Any
 from shardplan.config import MESH_AXES, leaves
 from shardplan.errors import closest
 from shardplan.hardware import divisors
-from shardplan.plan.finding import Subject
-from shardplan.plan.levanter_config import DEFAULT_FSDP_AXIS
+from shardplan.levanter_config.trainer_section import DEFAULT_FSDP_AXIS
+from shardplan.lint.findings import Subject
 
 ROOT = "trainer."
 BATCH_KEY, PARTS_KEY = "trainer.train_batch_size", "trainer.per_device_parallelism"

@@ -8,15 +8,15 @@ from typing import Any
 
 from shardplan.config import MESH_AXES, Config
 from shardplan.hardware import GIB, Slice, parse_slice
+from shardplan.levanter_config.model_section import NO_MODEL_SECTION, ModelSection
+from shardplan.levanter_config.trainer_section import LEVANTER_BATCH, LevanterLayout, MeshSizeError, layout_of
+from shardplan.lint.checks import BLOCKING, OTHERS
+from shardplan.lint.edits import Edit
+from shardplan.lint.findings import ERROR, WARNING, Finding, Findings, Subject, sizes_text
+from shardplan.lint.running_axes import is_of_running_model
 from shardplan.model import Model, ModelAxes, inspect_model
-from shardplan.plan.checks import BLOCKING, OTHERS
-from shardplan.plan.edit import Edit
-from shardplan.plan.finding import ERROR, WARNING, Finding, Findings, Subject, sizes_text
-from shardplan.plan.levanter_config import LEVANTER_BATCH, LevanterLayout, MeshSizeError, layout_of
-from shardplan.plan.model_section import NO_MODEL_SECTION, ModelSection
 from shardplan.plan.plan import BATCH_AXIS, MemoryPlan, Plan
 from shardplan.plan.planner import model_of, plan_layout
-from shardplan.plan.running import is_of_running_model
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of
 

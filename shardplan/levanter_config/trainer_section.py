@@ -17,8 +17,8 @@ import yaml
 from shardplan.config import MESH_AXES, WorkloadConfig
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.hardware import divisors
+from shardplan.levanter_config.section import AxisLists, Entry, Section, text_of
 from shardplan.plan.mapping import mesh_text
-from shardplan.plan.section import AxisLists, Entry, Section, text_of
 
 DCN_AXIS = "replica_dcn"
 """Mesh axis of the `mesh` schema across slices; a plan's mesh has it as the major part of `replica`."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardplan.config import CHECKPOINTING, WorkloadConfig
 from shardplan.errors import ConfigError, nearest
-from shardplan.plan.section import Section, text_of
+from shardplan.levanter_config.section import Section, text_of
 
 ATTENTION_BACKENDS = ("default", "jax_flash", "nvte", "splash", "vanilla")
 POSITION_KEYS = ("max_seq_len", "seq_len")

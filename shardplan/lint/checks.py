@@ -6,7 +6,9 @@ from collections.abc import Callable
 from shardplan.config import MESH_AXES
 from shardplan.errors import closest, nearest
 from shardplan.hardware import GIB
-from shardplan.plan.finding import (
+from shardplan.levanter_config.model_section import ATTENTION_BACKENDS
+from shardplan.levanter_config.trainer_section import FLAT_KEYS, OTHER_KEYS
+from shardplan.lint.findings import (
     ERROR,
     WARNING,
     Finding,
@@ -17,8 +19,6 @@ from shardplan.plan.finding import (
     short,
     sizes_text,
 )
-from shardplan.plan.levanter_config import FLAT_KEYS, OTHER_KEYS
-from shardplan.plan.model_section import ATTENTION_BACKENDS
 from shardplan.plan.workload import itemsize
 
 OTHER_BACKENDS = frozenset(ATTENTION_BACKENDS) - {"default", "splash"}

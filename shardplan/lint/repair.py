@@ -9,11 +9,11 @@ from typing import Any
 from shardplan.config import Config, leaves
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
+from shardplan.levanter_config.model_section import model_section
+from shardplan.levanter_config.trainer_section import read_file
+from shardplan.lint.edits import ROOT, candidate_edits, difference
+from shardplan.lint.lint import Lint, Target, assumptions, lint, readable, target_of
 from shardplan.plan.calibration import usable_bytes
-from shardplan.plan.edit import ROOT, candidate_edits, difference
-from shardplan.plan.levanter_config import read_file
-from shardplan.plan.lint import Lint, Target, assumptions, lint, readable, target_of
-from shardplan.plan.model_section import model_section
 from shardplan.plan.plan import Plan
 from shardplan.plan.planner import make_plan
 from shardplan.plan.ranking import TIME_RESOLUTION

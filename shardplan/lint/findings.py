@@ -8,8 +8,8 @@ from typing import Any
 
 from shardplan.config import WorkloadConfig
 from shardplan.hardware import GIB, Slice
+from shardplan.levanter_config.trainer_section import LevanterLayout
 from shardplan.model import ModelAxes, Parameter
-from shardplan.plan.levanter_config import LevanterLayout
 from shardplan.plan.mapping import as_tuples, mesh_text
 from shardplan.plan.plan import BATCH_AXIS
 from shardplan.plan.tasks import Step

@@ -7,7 +7,7 @@ import yaml
 
 from shardplan.hardware import parse_slice
 from shardplan.hardware.placement import slices_by_axis
-from shardplan.plan.levanter_config import BATCH_MESH_AXES, DCN_AXIS, SHARED_BY_DEFAULT
+from shardplan.levanter_config.trainer_section import BATCH_MESH_AXES, DCN_AXIS, SHARED_BY_DEFAULT
 from shardplan.plan.mapping import MeshAxes, as_tuples, mesh_size
 from shardplan.plan.plan import BATCH_AXIS, BLOCKWISE, UNCUT, Mapping, Plan
 from shardplan.positions.layout import CONTIGUOUS

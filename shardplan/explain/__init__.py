@@ -1,0 +1,1 @@
+"""Questions to the planner: why not another choice, and what if a setting were different."""

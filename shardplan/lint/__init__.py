@@ -1,0 +1,1 @@
+"""What is wrong with a hand-written layout, and the smallest repair."""
