@@ -28,8 +28,8 @@ from shardplan.errors import InfeasibleError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model, build_model, read_config
 from shardplan.plan.plan import Plan
-from shardplan.plan.planner import make_plan, plan_layout, rank_plans
-from shardplan.plan.variants import AUTOMATIC
+from shardplan.search.make_plan import make_plan, plan_layout, rank_plans
+from shardplan.search.open_choices import AUTOMATIC
 from shardplan.verify.run import Case, code_digest, digest, verify
 from shardplan.verify.verdict import FITS, UNDECIDED, Verdict
 

@@ -18,7 +18,7 @@ from shardplan import config as configuration
 from shardplan.config import CompilerConfig
 from shardplan.hardware import GIB
 from shardplan.model import build_model, read_config
-from shardplan.plan.planner import make_plan, plan_layout
+from shardplan.search.make_plan import make_plan, plan_layout
 from shardplan.verify.run import Case, verify
 
 PROMPTS = ("405b-128k", "8b-1m")

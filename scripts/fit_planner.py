@@ -1,6 +1,6 @@
 """python scripts/fit_planner.py
 
-Fits the factors of the planner's cost model (shardplan/plan/calibration.json) to what the TPU compiler makes of a few
+Fits the factors of the planner's cost model (shardplan/cost/calibration.json) to what the TPU compiler makes of a few
 layouts for every generation, writes them, and prints the errors that are left, beside those of the factors so far.
 Needs no TPU. The layouts are others than those of scripts/bench_planner.py, which judges the result. What was compiled
 before comes from the cache of shardplan.verify; all of it takes an hour on 2 cores.
@@ -22,19 +22,19 @@ import numpy as np
 from bench_planner import build, by_kind, compiled, load, row
 from scipy.optimize import lsq_linear
 
+from shardplan.cost import calibration as calibrations
+from shardplan.cost.calibration import Calibration, calibration
+from shardplan.cost.gspmd import Share
+from shardplan.cost.memory import memory
+from shardplan.cost.roofline import Seconds, compute_seconds, step_tasks
+from shardplan.cost.sharding import Habits, Layout
 from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.generations import GENERATIONS
-from shardplan.plan import calibration as calibrations
-from shardplan.plan.calibration import Calibration, calibration
-from shardplan.plan.cost import Seconds, compute_seconds, step_tasks
-from shardplan.plan.layout import Habits, Layout
 from shardplan.plan.mapping import as_tuples
-from shardplan.plan.memory import memory
-from shardplan.plan.partition import Share
-from shardplan.plan.planner import plan_layout
 from shardplan.plan.tasks import Step, Task
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of
+from shardplan.search.make_plan import plan_layout
 from shardplan.verify.run import Case
 from shardplan.verify.verdict import CompiledMemory, CompiledTime, Verdict
 

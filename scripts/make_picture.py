@@ -15,8 +15,8 @@ WIDTH = 190
 def main() -> None:
     """Plan as the command line says, and write the tables as SVG to stdout."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from shardplan.plan.planner import make_plan
     from shardplan.report.tables import print_plan
+    from shardplan.search.make_plan import make_plan
 
     out = Console(file=io.StringIO(), record=True, width=WIDTH)
     print_plan(make_plan(config.load(sys.argv[1:], "make_picture")), out)

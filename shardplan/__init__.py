@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from shardplan.checkpoint.best_effort import best_effort_sharding
     from shardplan.checkpoint.load import HFCheckpointConverter, load_pretrained
     from shardplan.plan import Plan
-    from shardplan.plan.planner import make_plan
+    from shardplan.search.make_plan import make_plan
 
 __version__ = "0.1.0"
 __all__ = ["HFCheckpointConverter", "Plan", "best_effort_sharding", "load_pretrained", "make_plan"]
@@ -20,7 +20,7 @@ _HOME = {
     "Plan": "shardplan.plan",
     "best_effort_sharding": "shardplan.checkpoint.best_effort",
     "load_pretrained": "shardplan.checkpoint.load",
-    "make_plan": "shardplan.plan.planner",
+    "make_plan": "shardplan.search.make_plan",
 }
 
 

@@ -21,16 +21,16 @@ from math import inf, prod
 
 import numpy as np
 
+from shardplan.cost.attention import FLOAT32
+from shardplan.cost.calibration import calibration
 from shardplan.hardware import Slice, divisors, embed
-from shardplan.plan.attention import FLOAT32
-from shardplan.plan.calibration import calibration
 from shardplan.positions.heads import HeadCut
 from shardplan.positions.layout import KERNEL_BLOCK, KINDS, MOST_BLOCKS, Layout, blocks, hops
 from shardplan.positions.pattern import Pattern
 
 MEASURED_PASSES = 3
 """How often what is merged at a hop is read or written at HBM bandwidth, which puts measured runs of MaxText in order;
-of the TPU compiler's cycles it is `shardplan.plan.attention.MERGE_PASSES`."""
+of the TPU compiler's cycles it is `shardplan.cost.attention.MERGE_PASSES`."""
 
 
 @dataclass(frozen=True)

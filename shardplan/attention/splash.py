@@ -23,9 +23,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from shardplan.attention.kernel import EMPTY, Hop, Rule, Tokens
+from shardplan.cost.attention import KERNEL_LANES
 from shardplan.errors import ConfigError
 from shardplan.hardware import divisors
-from shardplan.plan.attention import KERNEL_LANES
 from shardplan.positions.layout import KERNEL_BLOCK
 from shardplan.positions.pattern import PADDING, Pattern
 

@@ -8,8 +8,8 @@ from typing import Any
 from shardplan.checkpoint.planned import Planned, start
 from shardplan.checkpoint.save import CONFIG, new_target, save_levanter, save_pretrained
 from shardplan.config import Config
-from shardplan.plan.planner import with_plan
 from shardplan.runtime.devices import is_first_process
+from shardplan.search.make_plan import with_plan
 from shardplan.storage import Folder, read_bytes
 
 BESIDE = (

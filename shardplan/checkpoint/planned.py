@@ -12,8 +12,8 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model, build_model, read_config
 from shardplan.plan.plan import Plan
-from shardplan.plan.planner import check_model, make_plan
 from shardplan.runtime.devices import make_mesh, start_devices
+from shardplan.search.make_plan import check_model, make_plan
 from shardplan.storage import Folder, open_folder
 
 

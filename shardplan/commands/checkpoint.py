@@ -21,9 +21,9 @@ def main(config: Config) -> None:
     check_targets(config)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from shardplan.checkpoint.forecast import forecast
-    from shardplan.plan.planner import check_model, make_plan, model_of, with_plan
     from shardplan.report.schedule import print_forecast
     from shardplan.report.tables import console
+    from shardplan.search.make_plan import check_model, make_plan, model_of, with_plan
 
     config, given = with_plan(config)
     model = model_of(config)

@@ -70,7 +70,7 @@ def best_plan(config: Config, out: TextIO) -> Plan:
     Raises:
         InfeasibleError: none fits.
     """
-    from shardplan.plan.planner import model_of, rank_plans
+    from shardplan.search.make_plan import model_of, rank_plans
     from shardplan.verify.cases import plan_case
     from shardplan.verify.run import verify
 

@@ -15,7 +15,7 @@ from shardplan.eval.evaluate import evaluate
 from shardplan.eval.results import summarize
 from shardplan.eval.tokenizer import load_encoder
 from shardplan.plan.plan import Plan
-from shardplan.plan.planner import with_plan
+from shardplan.search.make_plan import with_plan
 from shardplan.step import specialize
 
 

@@ -9,8 +9,8 @@ from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model import Model
 from shardplan.plan.plan import Plan
-from shardplan.plan.planner import make_plan
-from shardplan.plan.variants import AUTOMATIC
+from shardplan.search.make_plan import make_plan
+from shardplan.search.open_choices import AUTOMATIC
 
 
 @dataclass(frozen=True)

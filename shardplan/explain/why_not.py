@@ -6,8 +6,8 @@ from shardplan.config import Config
 from shardplan.errors import InfeasibleError
 from shardplan.model import Model, inspect_model
 from shardplan.plan.plan import Plan
-from shardplan.plan.planner import NO_KERNEL, make_plan
 from shardplan.plan.rules import Size, parse_pin
+from shardplan.search.make_plan import NO_KERNEL, make_plan
 
 COMPUTE = "compute"
 LEAST_PART = 0.005

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.config import Config, leaves
+from shardplan.cost.calibration import usable_bytes
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.levanter_config.model_section import model_section
 from shardplan.levanter_config.trainer_section import read_file
 from shardplan.lint.edits import ROOT, candidate_edits, difference
 from shardplan.lint.lint import Lint, Target, assumptions, lint, readable, target_of
-from shardplan.plan.calibration import usable_bytes
 from shardplan.plan.plan import Plan
-from shardplan.plan.planner import make_plan
-from shardplan.plan.ranking import TIME_RESOLUTION
+from shardplan.search.make_plan import make_plan
+from shardplan.search.ranking import TIME_RESOLUTION
 
 MOST_EDITS = 8
 FRONTIER = 100

@@ -1,4 +1,4 @@
-"""The planner. `Plan` says what was found; `shardplan.plan.planner.make_plan` finds it (and imports JAX)."""
+"""The planner. `Plan` says what was found; `shardplan.search.make_plan.make_plan` finds it (and imports JAX)."""
 
 from shardplan.plan.plan import Plan
 

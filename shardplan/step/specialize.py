@@ -8,12 +8,12 @@ import jax
 from levanter.layers.attention import AttentionBackend
 
 from shardplan.attention.levanter import with_sequence_parallel
+from shardplan.cost.attention import kernel_of
+from shardplan.cost.calibration import habits
+from shardplan.cost.sharding import Layout
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model import Model
-from shardplan.plan.attention import kernel_of
-from shardplan.plan.calibration import habits
-from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import SPLASH, UNCUT, Plan
 from shardplan.plan.tracing import plan_step

@@ -16,7 +16,7 @@ from shardplan.levanter_config.trainer_section import is_levanter_config, read_f
 from shardplan.model import build_model, read_config
 from shardplan.plan.options import CURATED
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
-from shardplan.plan.planner import check_model, make_plan, plan_layout, with_plan
+from shardplan.search.make_plan import check_model, make_plan, plan_layout, with_plan
 from shardplan.storage import open_folder
 from shardplan.verify.run import Case
 

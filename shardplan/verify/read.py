@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from shardplan.cost.roofline import model_flops
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model
-from shardplan.plan.cost import model_flops
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import workload_of
 from shardplan.positions.layout import attended

@@ -8,10 +8,10 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardplan.cost.gspmd import share
+from shardplan.cost.sharding import Layout
 from shardplan.hardware import parse_slice
 from shardplan.model.trace import trace_jaxpr
-from shardplan.plan.layout import Layout
-from shardplan.plan.partition import share
 from shardplan.plan.tasks import prepare
 from shardplan.verify.collectives import Network
 from shardplan.verify.hlo import parse

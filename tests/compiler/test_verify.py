@@ -17,7 +17,7 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
 from shardplan.model import build_model, read_config
 from shardplan.plan.plan import AttentionPlan
-from shardplan.plan.planner import make_plan, plan_layout
+from shardplan.search.make_plan import make_plan, plan_layout
 from shardplan.verify import run as runs
 from shardplan.verify.cases import cases_of
 from shardplan.verify.run import Case, verify

@@ -18,8 +18,8 @@ from shardplan.eval.evaluate import evaluate, forward_logits
 from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
 from shardplan.plan.plan import AttentionPlan
-from shardplan.plan.planner import make_plan
 from shardplan.runtime.devices import make_mesh
+from shardplan.search.make_plan import make_plan
 from shardplan.step import prefill_program, specialize
 from shardplan.storage import open_folder
 

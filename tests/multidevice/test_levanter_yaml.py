@@ -24,7 +24,7 @@ from levanter.trainer import Trainer, TrainerConfig
 from shardplan.levanter_config.trainer_section import layout_of
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.plan.plan import AttentionPlan
-from shardplan.plan.planner import make_plan, model_of, plan_layout
+from shardplan.search.make_plan import make_plan, model_of, plan_layout
 
 OPTIMIZER = optax.sgd(0.1)
 MODELS = Path("configs/models")

@@ -22,7 +22,7 @@ from shardplan.checkpoint.schedule import Schedule, Sharing, sharings, transfers
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model import build_model, read_config
 from shardplan.model.axes import named_leaves
-from shardplan.plan.planner import make_plan
+from shardplan.search.make_plan import make_plan
 from shardplan.storage import open_folder
 from shardplan.storage.folder import Pace
 from shardplan.storage.local import LocalFile

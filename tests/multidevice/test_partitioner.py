@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardplan.cost.gspmd import GATHER, share
+from shardplan.cost.sharding import Layout
 from shardplan.model.trace import trace_jaxpr
-from shardplan.plan.layout import Layout
-from shardplan.plan.partition import GATHER, share
 from shardplan.plan.tasks import prepare
 
 AXES = ("replica", "data", "model")

@@ -5,13 +5,13 @@ from importlib import resources
 
 import pytest
 
+from shardplan.cost import calibration as module
+from shardplan.cost.calibration import FILE, Calibration, calibration
 from shardplan.hardware.generations import GENERATIONS
-from shardplan.plan import calibration as module
-from shardplan.plan.calibration import FILE, Calibration, calibration
 
 
 def test_every_generation_is_there():
-    text = resources.files("shardplan.plan").joinpath(FILE).read_text(encoding="utf-8")
+    text = resources.files("shardplan.cost").joinpath(FILE).read_text(encoding="utf-8")
     assert list(json.loads(text)) == list(GENERATIONS)
 
 

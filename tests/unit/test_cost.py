@@ -2,14 +2,14 @@
 
 import pytest
 
+from shardplan.cost.gspmd import Traffic, share
+from shardplan.cost.matmul import Product
+from shardplan.cost.roofline import model_flops, transfer_seconds
+from shardplan.cost.sharding import Layout
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.hardware.placement import slices_by_axis
 from shardplan.model import build_model, read_config
-from shardplan.plan.cost import model_flops, transfer_seconds
-from shardplan.plan.layout import Layout
-from shardplan.plan.partition import Traffic, share
-from shardplan.plan.product import Product
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import Workload
 from shardplan.positions.layout import Layout as Order

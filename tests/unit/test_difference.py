@@ -6,9 +6,9 @@ import io
 import pytest
 
 from shardplan.plan.diff import Change, difference
-from shardplan.plan.planner import make_plan
 from shardplan.report.difference import print_difference
 from shardplan.report.tables import console
+from shardplan.search.make_plan import make_plan
 
 
 @pytest.fixture

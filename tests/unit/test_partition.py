@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import pytest
 
 from shardplan.attention.choice import Heads, weigh
+from shardplan.cost.attention import has_kernel
+from shardplan.cost.gspmd import share
+from shardplan.cost.memory import item_bytes, memory
+from shardplan.cost.sharding import Habits, Layout
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import build_model, read_config
 from shardplan.model.named import Array
 from shardplan.model.trace import trace_jaxpr
-from shardplan.plan.attention import has_kernel
-from shardplan.plan.layout import Habits, Layout
-from shardplan.plan.memory import item_bytes, memory
-from shardplan.plan.partition import share
 from shardplan.plan.plan import AttentionPlan
 from shardplan.plan.tasks import prepare
 from shardplan.plan.tracing import abstract_state, optimizer, plan_step

@@ -9,7 +9,7 @@ import pytest
 from shardplan.config import KEYS, load
 from shardplan.errors import ConfigError
 from shardplan.plan.plan import AttentionPlan, Plan
-from shardplan.plan.planner import make_plan, with_plan
+from shardplan.search.make_plan import make_plan, with_plan
 
 
 @pytest.fixture

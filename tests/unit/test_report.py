@@ -9,8 +9,8 @@ from shardplan.config import MESH_AXES
 from shardplan.hardware import parse_slice
 from shardplan.levanter_config.trainer_section import layout_of
 from shardplan.levanter_config.writer import trainer_yaml
-from shardplan.plan.planner import make_plan, model_of, plan_layout
 from shardplan.report.tables import console, print_plan, spec_text
+from shardplan.search.make_plan import make_plan, model_of, plan_layout
 
 
 @pytest.fixture

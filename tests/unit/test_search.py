@@ -11,24 +11,24 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from shardplan.cost.calibration import calibration
+from shardplan.cost.memory import memory
+from shardplan.cost.roofline import step_tasks
+from shardplan.cost.sharding import Habits
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
 from shardplan.model.named import Array
 from shardplan.model.trace import trace_jaxpr
-from shardplan.plan.calibration import calibration
-from shardplan.plan.cost import step_tasks
-from shardplan.plan.frame import Tally, frames
-from shardplan.plan.layout import Habits
-from shardplan.plan.memory import memory
 from shardplan.plan.plan import AttentionPlan, Plan
-from shardplan.plan.planner import make_plan, model_of, plan_layout
-from shardplan.plan.ranking import TIME_RESOLUTION, Candidate, Ranking
 from shardplan.plan.rules import Rule, Rules
-from shardplan.plan.search import nearest_miss, search
-from shardplan.plan.space import METHOD, METHODS, Space, mesh_shapes
 from shardplan.plan.tasks import prepare
-from shardplan.plan.variants import find
+from shardplan.search.branch_and_bound import nearest_miss, search
+from shardplan.search.make_plan import make_plan, model_of, plan_layout
+from shardplan.search.mesh_subproblem import Tally, frames
+from shardplan.search.open_choices import find
+from shardplan.search.ranking import TIME_RESOLUTION, Candidate, Ranking
+from shardplan.search.space import METHOD, METHODS, Space, mesh_shapes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MOST_POINTS = 500

@@ -8,7 +8,7 @@ from haliax.nn.scan import ScanCheckpointPolicy
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
-from shardplan.plan.planner import make_plan, plan_layout
+from shardplan.search.make_plan import make_plan, plan_layout
 from shardplan.step import specialize
 
 

@@ -7,9 +7,9 @@ import pytest
 from test_cases import load
 
 from shardplan.plan.plan import BATCH_AXIS
-from shardplan.plan.planner import make_plan, model_of, plan_layout
 from shardplan.report.tables import console
 from shardplan.report.verdicts import print_ranking, print_verdict
+from shardplan.search.make_plan import make_plan, model_of, plan_layout
 from shardplan.verify.verdict import Buffer, CompiledCollective, CompiledMemory, CompiledTime, Verdict
 
 GIB = 2**30

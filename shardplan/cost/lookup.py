@@ -7,8 +7,8 @@ all cuts of rows, columns, and tokens by three mesh axes.
 import math
 from dataclasses import dataclass
 
+from shardplan.cost.sharding import Layout
 from shardplan.model.named import Array
-from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import MeshAxes, mesh_size
 
 MUCH_LARGER = 1.2

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass, field
 
-from shardplan.plan.layout import Layout
+from shardplan.cost.sharding import Layout
 from shardplan.plan.mapping import MeshAxes
-from shardplan.plan.space import Space
+from shardplan.search.space import Space
 
 TIME_RESOLUTION = 1e-2
 """Plans whose times differ by less than this part are equal to the cost model; the one with more free memory wins."""

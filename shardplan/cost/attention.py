@@ -7,13 +7,13 @@ keys with the scores, outputs and values with the sum over these.
 from collections.abc import Iterable, Iterator
 from math import prod
 
+from shardplan.cost.collectives import Traffic, all_gather, all_reduce, all_to_all, permute, reduce_scatter
+from shardplan.cost.sharding import Layout
 from shardplan.model.named import SECOND, Array
 from shardplan.plan.fusion import is_scores
-from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.plan.plan import BLOCKWISE, GATHERED, SPLASH, UNCUT
 from shardplan.plan.tasks import Item, Task, sums_queries
-from shardplan.plan.traffic import Traffic, all_gather, all_reduce, all_to_all, permute, reduce_scatter
 from shardplan.positions.heads import HeadCut
 from shardplan.positions.layout import KERNEL_BLOCK, attended, hops
 from shardplan.positions.layout import Layout as Order

@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 
 from shardplan.config import MESH_AXES
+from shardplan.cost.calibration import Calibration
+from shardplan.cost.gspmd import RESTING
+from shardplan.cost.matmul import product
+from shardplan.cost.memory import ATTENDING, CUT_AS_RESTING, resting_items
+from shardplan.cost.sharding import Habits, Layout
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice, divisors
 from shardplan.model.named import SECOND, Array
-from shardplan.plan.calibration import Calibration
-from shardplan.plan.layout import Habits, Layout
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
-from shardplan.plan.memory import ATTENDING, CUT_AS_RESTING, resting_items
-from shardplan.plan.partition import RESTING
 from shardplan.plan.plan import GATHERED, HYBRID, RING, ULYSSES, AttentionPlan
-from shardplan.plan.product import product
 from shardplan.plan.rules import Rules
 from shardplan.plan.tasks import Item, Step, Task
 from shardplan.positions.layout import CONTIGUOUS, ZIGZAG

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shardplan.plan.layout import Layout
+from shardplan.cost.sharding import Layout
 from shardplan.plan.mapping import MeshAxes, mesh_size
 
 

@@ -3,7 +3,7 @@
 A product takes its FLOPs at peak, or its bytes from HBM where that is longer, times what the compiler's own cycles say
 that products take beyond that; elementwise work takes its bytes, likewise. Gathers of parameters depend on nothing, and
 hide in products as far as the compiler's options let them; all other collectives wait for what they move, and are
-waited for. The factors are fitted to the compiler (`shardplan.plan.calibration`); the rooflines are those of
+waited for. The factors are fitted to the compiler (`shardplan.cost.calibration`); the rooflines are those of
 https://jax-ml.github.io/scaling-book.
 """
 
@@ -11,15 +11,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shardplan.cost.calibration import Calibration
+from shardplan.cost.collectives import Traffic
+from shardplan.cost.gspmd import GATHER, Share, share
+from shardplan.cost.sharding import Layout
 from shardplan.hardware import Slice, embed
 from shardplan.model import Model
-from shardplan.plan.calibration import Calibration
-from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import MeshShape
-from shardplan.plan.partition import GATHER, Share, share
 from shardplan.plan.tasks import Step, Task
 from shardplan.plan.tracing import plan_step
-from shardplan.plan.traffic import Traffic
 from shardplan.plan.workload import Workload
 
 

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardplan.config import Config
+from shardplan.cost.calibration import calibration, habits, usable_bytes
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import divisors, parse_slice
 from shardplan.model import Model, inspect_model
-from shardplan.plan.calibration import calibration, habits, usable_bytes
-from shardplan.plan.frame import Tally
 from shardplan.plan.plan import BATCH_AXIS
-from shardplan.plan.ranking import Candidate, Ranking
 from shardplan.plan.rules import Rules, parse_rules
-from shardplan.plan.search import nearest_miss, search
-from shardplan.plan.space import METHODS, POSITION_AXES, Space, mesh_shapes
 from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of
+from shardplan.search.branch_and_bound import nearest_miss, search
+from shardplan.search.mesh_subproblem import Tally
+from shardplan.search.ranking import Candidate, Ranking
+from shardplan.search.space import METHODS, POSITION_AXES, Space, mesh_shapes
 
 AUTOMATIC = ("save_all", "default", "nested", "recompute")
 """Kinds of gradient checkpointing that are tried for `auto`; what is offloaded to the host has no price yet."""

@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from shardplan.cost.attention import FLOAT32, held_bytes
+from shardplan.cost.lookup import lookup
+from shardplan.cost.sharding import Layout
 from shardplan.model.named import SECOND, Array
-from shardplan.plan.attention import FLOAT32, held_bytes
-from shardplan.plan.layout import Layout
-from shardplan.plan.lookup import lookup
 from shardplan.plan.tasks import Item, Step
 
 FLASH_BLOCK = 1024

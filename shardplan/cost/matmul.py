@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from shardplan.plan.layout import Layout
+from shardplan.cost.sharding import Layout
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.tasks import Task
 

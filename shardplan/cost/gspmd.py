@@ -9,15 +9,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shardplan.cost import attention
+from shardplan.cost.collectives import Traffic, all_gather, all_reduce, all_to_all, reduce_scatter
+from shardplan.cost.lookup import lookup
+from shardplan.cost.matmul import NO_PRODUCT, Product, product
+from shardplan.cost.sharding import Gather, Layout
 from shardplan.model.named import Array
-from shardplan.plan import attention
 from shardplan.plan.fusion import is_scores
-from shardplan.plan.layout import Gather, Layout
-from shardplan.plan.lookup import lookup
 from shardplan.plan.mapping import MeshAxes, mesh_size
-from shardplan.plan.product import NO_PRODUCT, Product, product
 from shardplan.plan.tasks import Task
-from shardplan.plan.traffic import Traffic, all_gather, all_reduce, all_to_all, reduce_scatter
 
 GATHER = "weights of"
 """How the causes of gathers of parameters begin."""

@@ -14,16 +14,16 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from shardplan.cost.attention import has_kernel
+from shardplan.cost.gspmd import Share, least_share, share, weight_bytes
+from shardplan.cost.memory import ATTENDING, item_bytes
+from shardplan.cost.roofline import task_seconds
+from shardplan.cost.sharding import Layout
 from shardplan.hardware import embed
-from shardplan.plan.attention import has_kernel
-from shardplan.plan.cost import task_seconds
-from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
-from shardplan.plan.memory import ATTENDING, item_bytes
-from shardplan.plan.partition import Share, least_share, share, weight_bytes
-from shardplan.plan.ranking import TIME_RESOLUTION, Candidate, Ranking
-from shardplan.plan.space import BATCH_AXES, METHOD, RESTING_AXES, TENSOR_AXES, Pick, Space, Work
 from shardplan.plan.tasks import Task
+from shardplan.search.ranking import TIME_RESOLUTION, Candidate, Ranking
+from shardplan.search.space import BATCH_AXES, METHOD, RESTING_AXES, TENSOR_AXES, Pick, Space, Work
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Frame:
     """One mesh with the mapping of batch and positions.
 
     Args:
-        methods: what `shardplan.plan.space.METHOD` can be. Where there are several kinds of attention, of axes that do
+        methods: what `space.METHOD` can be. Where there are several kinds of attention, of axes that do
             not meet, it is the first.
     """
 

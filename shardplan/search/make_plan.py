@@ -7,17 +7,17 @@ from functools import cache
 from importlib import metadata
 
 from shardplan.config import KEYS, Config, HardwareConfig, MeshConfig, WorkloadConfig
+from shardplan.cost.attention import kernel_of
+from shardplan.cost.calibration import calibration, habits, usable_bytes
+from shardplan.cost.gspmd import GATHER
+from shardplan.cost.memory import memory
+from shardplan.cost.roofline import step_tasks, transfer_seconds
+from shardplan.cost.sharding import Layout
 from shardplan.errors import ConfigError, InfeasibleError, nearest
 from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.model import Model, ModelAxes, build_model, inspect_model, read_config
-from shardplan.plan.attention import kernel_of
-from shardplan.plan.calibration import calibration, habits, usable_bytes
-from shardplan.plan.cost import step_tasks, transfer_seconds
-from shardplan.plan.layout import Layout
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, as_tuples, mapping_text, mesh_text
-from shardplan.plan.memory import memory
 from shardplan.plan.options import PLANNED, PLANNED_FOR_EXPERTS
-from shardplan.plan.partition import GATHER
 from shardplan.plan.plan import (
     BATCH_AXIS,
     UNCUT,
@@ -34,12 +34,12 @@ from shardplan.plan.plan import (
     SearchInfo,
     WorkloadInfo,
 )
-from shardplan.plan.ranking import TIME_RESOLUTION, Candidate
-from shardplan.plan.space import METHOD
 from shardplan.plan.tasks import Step
 from shardplan.plan.tracing import plan_step
-from shardplan.plan.variants import Found, Result, find
 from shardplan.plan.workload import workload_of
+from shardplan.search.open_choices import Found, Result, find
+from shardplan.search.ranking import TIME_RESOLUTION, Candidate
+from shardplan.search.space import METHOD
 from shardplan.storage import open_folder
 
 KERNEL = " (a kernel can do attention)"

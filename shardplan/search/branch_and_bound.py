@@ -7,9 +7,9 @@ can take, until that is more than what has been found.
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from shardplan.plan.frame import Tally, frames
-from shardplan.plan.ranking import Candidate, Ranking
-from shardplan.plan.space import Space
+from shardplan.search.mesh_subproblem import Tally, frames
+from shardplan.search.ranking import Candidate, Ranking
+from shardplan.search.space import Space
 
 
 def search(space: Space, meshes: Sequence[dict[str, int]], ranking: Ranking, tally: Tally) -> bool:

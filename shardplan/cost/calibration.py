@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 
+from shardplan.cost.sharding import Habits
 from shardplan.hardware import GIB, Slice
-from shardplan.plan.layout import Habits
 
 FILE = "calibration.json"
 
@@ -40,7 +40,7 @@ class Calibration:
 @cache
 def calibration(generation: str) -> Calibration:
     """The factors of a generation; the rooflines themselves for one that has not been fitted, such as CPUs."""
-    text = resources.files("shardplan.plan").joinpath(FILE).read_text(encoding="utf-8")
+    text = resources.files("shardplan.cost").joinpath(FILE).read_text(encoding="utf-8")
     values = json.loads(text).get(generation, {})
     return Calibration(**{**values, "habits": Habits(**values.get("habits", {}))})
 
