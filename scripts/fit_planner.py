@@ -31,9 +31,9 @@ from shardplan.cost.sharding import Habits, Layout
 from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.generations import GENERATIONS
 from shardplan.plan.mapping import as_tuples
-from shardplan.plan.tasks import Step, Task
-from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of
+from shardplan.program.step_trace import plan_step
+from shardplan.program.tasks import Step, Task
 from shardplan.search.make_plan import plan_layout
 from shardplan.verify.run import Case
 from shardplan.verify.verdict import CompiledMemory, CompiledTime, Verdict

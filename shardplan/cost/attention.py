@@ -9,14 +9,14 @@ from math import prod
 
 from shardplan.cost.collectives import Traffic, all_gather, all_reduce, all_to_all, permute, reduce_scatter
 from shardplan.cost.sharding import Layout
-from shardplan.model.named import SECOND, Array
-from shardplan.plan.fusion import is_scores
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.plan.plan import BLOCKWISE, GATHERED, SPLASH, UNCUT
-from shardplan.plan.tasks import Item, Task, sums_queries
 from shardplan.positions.heads import HeadCut
 from shardplan.positions.layout import KERNEL_BLOCK, attended, hops
 from shardplan.positions.layout import Layout as Order
+from shardplan.program.fusion import is_scores
+from shardplan.program.named_arrays import SECOND, Array
+from shardplan.program.tasks import Item, Task, sums_queries
 
 KERNEL_LANES = 128
 """Attention kernels take positions that are multiples of this, and Levanter's head sizes too."""

@@ -14,10 +14,10 @@ from shardplan.cost.collectives import Traffic, all_gather, all_reduce, all_to_a
 from shardplan.cost.lookup import lookup
 from shardplan.cost.matmul import NO_PRODUCT, Product, product
 from shardplan.cost.sharding import Gather, Layout
-from shardplan.model.named import Array
-from shardplan.plan.fusion import is_scores
 from shardplan.plan.mapping import MeshAxes, mesh_size
-from shardplan.plan.tasks import Task
+from shardplan.program.fusion import is_scores
+from shardplan.program.named_arrays import Array
+from shardplan.program.tasks import Task
 
 GATHER = "weights of"
 """How the causes of gathers of parameters begin."""

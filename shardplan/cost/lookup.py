@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 
 from shardplan.cost.sharding import Layout
-from shardplan.model.named import Array
 from shardplan.plan.mapping import MeshAxes, mesh_size
+from shardplan.program.named_arrays import Array
 
 MUCH_LARGER = 1.2
 """From this ratio of its elements to those of the table on, the result keeps its cut, and the table does not."""

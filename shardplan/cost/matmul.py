@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shardplan.cost.sharding import Layout
 from shardplan.plan.mapping import mesh_size
-from shardplan.plan.tasks import Task
+from shardplan.program.tasks import Task
 
 SUBLANES, LANES = 8, 128
 """Numbers that registers hold of two dimensions: products of less take as long."""

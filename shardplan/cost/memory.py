@@ -1,7 +1,7 @@
 """Bytes per device of a step under a mapping, by part: what rests, and the largest moment of the traced program. Pure.
 
-Nothing is measured here; the rules of what is written to memory are those of `shardplan.plan.tasks`, and were compared
-with the TPU compiler's peaks (scripts/bench_planner.py).
+Nothing is measured here; the rules of what is written to memory are those of `shardplan.program.tasks`, and were
+compared with the TPU compiler's peaks (scripts/bench_planner.py).
 """
 
 from collections import defaultdict
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from shardplan.cost.attention import FLOAT32, held_bytes
 from shardplan.cost.lookup import lookup
 from shardplan.cost.sharding import Layout
-from shardplan.model.named import SECOND, Array
-from shardplan.plan.tasks import Item, Step
+from shardplan.program.named_arrays import SECOND, Array
+from shardplan.program.tasks import Item, Step
 
 FLASH_BLOCK = 1024
 """Side of the block of attention scores that Levanter's flash attention keeps where there is no kernel, tokens."""

@@ -18,9 +18,9 @@ from shardplan.cost.sharding import Layout
 from shardplan.hardware import Slice, embed
 from shardplan.model import Model
 from shardplan.plan.mapping import MeshShape
-from shardplan.plan.tasks import Step, Task
-from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import Workload
+from shardplan.program.step_trace import plan_step
+from shardplan.program.tasks import Step, Task
 
 
 @dataclass(frozen=True)

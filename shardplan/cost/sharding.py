@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardplan.model.named import Array, Dim
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.plan.plan import AttentionPlan
 from shardplan.positions.pattern import CAUSAL, Pattern
+from shardplan.program.named_arrays import Array, Dim
 
 REARRANGED_COPIES = 2
 """Arrays of the gathered size that a gather along several dimensions needs until the result is in order."""

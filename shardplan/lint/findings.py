@@ -12,8 +12,8 @@ from shardplan.levanter_config.trainer_section import LevanterLayout
 from shardplan.model import ModelAxes, Parameter
 from shardplan.plan.mapping import as_tuples, mesh_text
 from shardplan.plan.plan import BATCH_AXIS
-from shardplan.plan.tasks import Step
 from shardplan.plan.workload import itemsize
+from shardplan.program.tasks import Step
 
 ERROR, WARNING = "error", "warning"
 

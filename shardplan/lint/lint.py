@@ -16,8 +16,8 @@ from shardplan.lint.findings import ERROR, WARNING, Finding, Findings, Subject, 
 from shardplan.lint.running_axes import is_of_running_model
 from shardplan.model import Model, ModelAxes, inspect_model
 from shardplan.plan.plan import BATCH_AXIS, MemoryPlan, Plan
-from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of
+from shardplan.program.step_trace import plan_step
 from shardplan.search.make_plan import model_of, plan_layout
 
 GIANT_PART = 0.01

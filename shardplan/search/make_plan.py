@@ -34,9 +34,9 @@ from shardplan.plan.plan import (
     SearchInfo,
     WorkloadInfo,
 )
-from shardplan.plan.tasks import Step
-from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of
+from shardplan.program.step_trace import plan_step
+from shardplan.program.tasks import Step
 from shardplan.search.open_choices import Found, Result, find
 from shardplan.search.ranking import TIME_RESOLUTION, Candidate
 from shardplan.search.space import METHOD

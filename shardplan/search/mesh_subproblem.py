@@ -21,7 +21,7 @@ from shardplan.cost.roofline import task_seconds
 from shardplan.cost.sharding import Layout
 from shardplan.hardware import embed
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
-from shardplan.plan.tasks import Task
+from shardplan.program.tasks import Task
 from shardplan.search.ranking import TIME_RESOLUTION, Candidate, Ranking
 from shardplan.search.space import BATCH_AXES, METHOD, RESTING_AXES, TENSOR_AXES, Pick, Space, Work
 

@@ -13,8 +13,8 @@ from shardplan.hardware import divisors, parse_slice
 from shardplan.model import Model, inspect_model
 from shardplan.plan.plan import BATCH_AXIS
 from shardplan.plan.rules import Rules, parse_rules
-from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of
+from shardplan.program.step_trace import plan_step
 from shardplan.search.branch_and_bound import nearest_miss, search
 from shardplan.search.mesh_subproblem import Tally
 from shardplan.search.ranking import Candidate, Ranking

@@ -26,12 +26,12 @@ from shardplan.cost.memory import ATTENDING, CUT_AS_RESTING, resting_items
 from shardplan.cost.sharding import Habits, Layout
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice, divisors
-from shardplan.model.named import SECOND, Array
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.plan.plan import GATHERED, HYBRID, RING, ULYSSES, AttentionPlan
 from shardplan.plan.rules import Rules
-from shardplan.plan.tasks import Item, Step, Task
 from shardplan.positions.layout import CONTIGUOUS, ZIGZAG
+from shardplan.program.named_arrays import SECOND, Array
+from shardplan.program.tasks import Item, Step, Task
 
 BATCH_AXES: tuple[MeshAxes, ...] = (("replica", "data"), ("data",), ("replica",), ())
 POSITION_AXES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",), ("replica", "data"), ("data", "replica"))

@@ -14,8 +14,8 @@ from shardplan.model.axes import axes_of
 from shardplan.model.forward import for_compute, loss_and_gradients
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
-from shardplan.plan.tracing import abstract_state, optimizer, token_axes
 from shardplan.plan.workload import workload_of
+from shardplan.program.step_trace import abstract_state, optimizer, token_axes
 from shardplan.step.ordered import logits, losses, next_logits, order_of
 from shardplan.step.program import Program, abstract_model, abstract_tokens
 

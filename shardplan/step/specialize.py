@@ -16,9 +16,9 @@ from shardplan.hardware import parse_slice
 from shardplan.model import Model
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import SPLASH, UNCUT, Plan
-from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import workload_of
 from shardplan.positions.layout import KERNEL_BLOCK
+from shardplan.program.step_trace import plan_step
 
 
 def specialize(model: Model, plan: Plan) -> Model:

@@ -41,7 +41,7 @@ CODE = (
     "step/*", "checkpoint/assemble", "verify/worker", "verify/topology",
 )  # fmt: skip
 """Modules of shardplan that make what is compiled of a plan."""
-ATTENTION = ("attention/*", "positions/*")
+ATTENTION = ("attention/**/*", "positions/*")
 """Those that do so too where the plan cuts positions."""
 
 

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardplan.cost.gspmd import share
 from shardplan.cost.sharding import Layout
 from shardplan.hardware import parse_slice
-from shardplan.model.trace import trace_jaxpr
-from shardplan.plan.tasks import prepare
+from shardplan.program.tasks import prepare
+from shardplan.program.trace import trace_jaxpr
 from shardplan.verify.collectives import Network
 from shardplan.verify.hlo import parse
 from shardplan.verify.timing import model_step

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.cost.gspmd import GATHER, share
 from shardplan.cost.sharding import Layout
-from shardplan.model.trace import trace_jaxpr
-from shardplan.plan.tasks import prepare
+from shardplan.program.tasks import prepare
+from shardplan.program.trace import trace_jaxpr
 
 AXES = ("replica", "data", "model")
 BATCH, POSITION, MLP, EMBED = 48, 8, 96, 48

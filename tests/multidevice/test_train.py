@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from levanter.models.lm_model import LmExample
 
 from shardplan.checkpoint.load import stream_model
-from shardplan.plan.tracing import optimizer
+from shardplan.program.step_trace import optimizer
 from shardplan.search.make_plan import model_of, plan_layout
 from shardplan.step import train_program
 from shardplan.storage import open_folder

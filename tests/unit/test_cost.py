@@ -10,11 +10,11 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.hardware.placement import slices_by_axis
 from shardplan.model import build_model, read_config
-from shardplan.plan.tracing import plan_step
 from shardplan.plan.workload import Workload
 from shardplan.positions.layout import Layout as Order
 from shardplan.positions.layout import attended
 from shardplan.positions.pattern import Pattern
+from shardplan.program.step_trace import plan_step
 
 MESH = {"replica": 2, "data": 4, "model": 1}
 

@@ -15,14 +15,14 @@ from shardplan.cost.sharding import Habits, Layout
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import build_model, read_config
-from shardplan.model.named import Array
-from shardplan.model.trace import trace_jaxpr
 from shardplan.plan.plan import AttentionPlan
-from shardplan.plan.tasks import prepare
-from shardplan.plan.tracing import abstract_state, optimizer, plan_step
 from shardplan.plan.workload import Workload
 from shardplan.positions.layout import Layout as Order
 from shardplan.positions.pattern import CAUSAL
+from shardplan.program.named_arrays import Array
+from shardplan.program.step_trace import abstract_state, optimizer, plan_step
+from shardplan.program.tasks import prepare
+from shardplan.program.trace import trace_jaxpr
 
 B, P, E, M, V, LAYERS = 8, 16, 32, 64, 128, 3
 PARAMETERS = {

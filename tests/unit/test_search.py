@@ -18,11 +18,11 @@ from shardplan.cost.sharding import Habits
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
-from shardplan.model.named import Array
-from shardplan.model.trace import trace_jaxpr
 from shardplan.plan.plan import AttentionPlan, Plan
 from shardplan.plan.rules import Rule, Rules
-from shardplan.plan.tasks import prepare
+from shardplan.program.named_arrays import Array
+from shardplan.program.tasks import prepare
+from shardplan.program.trace import trace_jaxpr
 from shardplan.search.branch_and_bound import nearest_miss, search
 from shardplan.search.make_plan import make_plan, model_of, plan_layout
 from shardplan.search.mesh_subproblem import Tally, frames

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from shardplan.model import build_model, inspect_model, read_config
-from shardplan.model.trace import trace_jaxpr
-from shardplan.plan.tracing import trace_step
 from shardplan.plan.workload import Workload
+from shardplan.program.step_trace import trace_step
+from shardplan.program.trace import trace_jaxpr
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 X, W = (("batch", "embed"), None), (("mlp", "embed"), "up")

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence, Set
 from functools import cache, lru_cache
 
-from shardplan.model.named import SECOND, Array
-from shardplan.model.trace import Operation
+from shardplan.program.named_arrays import SECOND, Array
+from shardplan.program.trace import Operation
 
 VIEWS = {
     "reshape", "transpose", "squeeze", "expand_dims", "sharding_constraint", "name", "copy", "copy_p", "stop_gradient",

@@ -15,8 +15,8 @@ import numpy as np
 from jax.extend import core as jex
 from jax.interpreters import partial_eval
 
-from shardplan.model.named import Array, Dim, best, named_after, names_of, shape_of, size_of
-from shardplan.model.primitives import RULES, Names, is_one, width
+from shardplan.program.named_arrays import Array, Dim, best, named_after, names_of, shape_of, size_of
+from shardplan.program.primitives import RULES, Names, is_one, width
 
 SIMPLIFIED = {
     "while": "loops whose length depends on data, of which one trip is counted",

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from shardplan.config import MESH_AXES
-from shardplan.model.named import (
+from shardplan.program.named_arrays import (
     SECOND,
     Array,
     Dim,

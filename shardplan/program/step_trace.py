@@ -20,10 +20,10 @@ from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.model import Model
 from shardplan.model.axes import axes_of, named_leaves
 from shardplan.model.forward import for_compute, loss_and_gradients, losses, next_logits
-from shardplan.model.named import Array
-from shardplan.model.trace import Trace, trace_jaxpr
-from shardplan.plan.tasks import Step, prepare
 from shardplan.plan.workload import Workload
+from shardplan.program.named_arrays import Array
+from shardplan.program.tasks import Step, prepare
+from shardplan.program.trace import Trace, trace_jaxpr
 
 LEARNING_RATE = 1e-5
 MICROBATCH = "microbatch"

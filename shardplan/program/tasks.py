@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from shardplan.model.named import SECOND, Array, Dim
-from shardplan.model.trace import Operation, Trace
-from shardplan.plan.fusion import Fusion, is_scores
 from shardplan.positions.pattern import CAUSAL, Pattern
+from shardplan.program.fusion import Fusion, is_scores
+from shardplan.program.named_arrays import SECOND, Array, Dim
+from shardplan.program.trace import Operation, Trace
 
 GRADIENT, AGAIN = "transpose(", "rematted_computation"
 """What JAX has in the scopes of operations: of the backward pass, and of those that `jax.checkpoint` does again."""
