@@ -27,8 +27,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.dot_product import dot_product_attention
-from shardplan.positions.layout import KINDS, Layout, blocks
 from shardplan.positions.pattern import Pattern
+from shardplan.positions.sequence_layout import KINDS, Layout, blocks
 
 DEVICES = 8
 BATCH, KEY_HEADS, PER_KEY_HEAD, HEAD_SIZE, LENGTH = 1, 2, 4, 64, 4096

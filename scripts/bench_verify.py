@@ -19,7 +19,7 @@ from bench_planner import EVAL_DEVICES_PER_SEQUENCE, POSITION, load, mesh, plann
 from shardplan import config as configuration
 from shardplan.config import CompilerConfig, Config
 from shardplan.hardware import GIB
-from shardplan.plan.options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
+from shardplan.plan.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
 from shardplan.verify.cases import cases_of
 from shardplan.verify.run import Case, verify
 from shardplan.verify.verdict import Verdict

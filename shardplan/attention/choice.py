@@ -25,8 +25,8 @@ from shardplan.cost.attention import FLOAT32
 from shardplan.cost.calibration import calibration
 from shardplan.hardware import Slice, divisors, embed
 from shardplan.positions.heads import HeadCut
-from shardplan.positions.layout import KERNEL_BLOCK, KINDS, MOST_BLOCKS, Layout, blocks, hops
 from shardplan.positions.pattern import Pattern
+from shardplan.positions.sequence_layout import KERNEL_BLOCK, KINDS, MOST_BLOCKS, Layout, blocks, hops
 
 MEASURED_PASSES = 3
 """How often what is merged at a hop is read or written at HBM bandwidth, which puts measured runs of MaxText in order;

@@ -13,7 +13,7 @@ from shardplan.attention.gather import Gather
 from shardplan.attention.kernel import EMPTY, Kernel, Tokens
 from shardplan.attention.ring import Ring, ring_attention
 from shardplan.attention.ulysses import Exchange
-from shardplan.positions.layout import Layout
+from shardplan.positions.sequence_layout import Layout
 
 
 @dataclass(frozen=True, eq=False)

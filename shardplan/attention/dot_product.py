@@ -25,8 +25,8 @@ from shardplan.attention.splash import Splash
 from shardplan.errors import ConfigError, nearest
 from shardplan.hardware import GIB, parse_slice
 from shardplan.plan.plan import BLOCKWISE, KERNELS
-from shardplan.positions.layout import KINDS, Layout, hops
 from shardplan.positions.pattern import Pattern
+from shardplan.positions.sequence_layout import KINDS, Layout, hops
 from shardplan.runtime.devices import slice_from
 
 STRATEGIES = ("all_gather", "ring", "ulysses", "hybrid", "auto")
@@ -76,9 +76,9 @@ def dot_product_attention(
         ulysses: devices of a group, of the hybrid; default: the greatest common divisor of a device's query heads and
             the devices along QPos. `auto` chooses it.
         layout: the order that positions are in already, of segment ids and explicit masks too; see
-            `shardplan.positions.layout`. Causal offsets, windows and prefixes count positions of the sequence. Of a
-            kind that is not contiguous the length must be a multiple of the parts. A `Layout` is of queries and keys
-            as `shard_sequence` leaves them, padding included.
+            `shardplan.positions.sequence_layout`. Causal offsets, windows and prefixes count positions of the sequence.
+            Of a kind that is not contiguous the length must be a multiple of the parts. A `Layout` is of queries and
+            keys as `shard_sequence` leaves them, padding included.
         prefix: with a causal mask, positions that all may attend to (a prefix LM); one number for all sequences.
         documents: lengths of the documents of every sequence, where they are known while tracing: they attend within
             themselves, and what they make empty is not sent. A `Layout` has its own.

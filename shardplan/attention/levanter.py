@@ -17,7 +17,7 @@ from levanter.models.olmo import Olmo2Attention
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError
 from shardplan.plan.plan import BLOCKWISE, UNCUT, Plan
-from shardplan.positions.layout import CONTIGUOUS, Layout
+from shardplan.positions.sequence_layout import CONTIGUOUS, Layout
 
 KNOWN = (Attention.__call__, Olmo2Attention.__call__)
 """What `SequenceParallel` does in place of; other subclasses do more, as with sinks."""

@@ -11,8 +11,8 @@ from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.axes import Dims
 from shardplan.errors import ConfigError
-from shardplan.positions.layout import Layout, labels_of
 from shardplan.positions.pattern import PADDING, Pattern
+from shardplan.positions.sequence_layout import Layout, labels_of
 
 
 def pattern_of(mask: AttentionMask, prefix: int) -> Pattern:

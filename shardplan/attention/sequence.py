@@ -15,8 +15,8 @@ from levanter.models.loss import cross_entropy_and_logsumexp_penalty
 from shardplan.attention.levanter import ordered
 from shardplan.errors import ConfigError
 from shardplan.model.forward import capped_logits
-from shardplan.positions.layout import Layout, labels_of
 from shardplan.positions.pattern import PADDING
+from shardplan.positions.sequence_layout import Layout, labels_of
 
 POSITION, KEYS = "position", "key_position"
 

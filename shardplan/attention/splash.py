@@ -26,8 +26,8 @@ from shardplan.attention.kernel import EMPTY, Hop, Rule, Tokens
 from shardplan.cost.attention import KERNEL_LANES
 from shardplan.errors import ConfigError
 from shardplan.hardware import divisors
-from shardplan.positions.layout import KERNEL_BLOCK
 from shardplan.positions.pattern import PADDING, Pattern
+from shardplan.positions.sequence_layout import KERNEL_BLOCK
 
 INTERPRETED = False
 """Whether the kernels are run by JAX's interpreter, as tests on CPUs do."""

@@ -34,7 +34,7 @@ def main(config: Config) -> None:
         return
     from shardplan.commands.verify import best_plan, verify_plan
     from shardplan.model import inspect_model
-    from shardplan.plan.rules import parse_pin
+    from shardplan.plan.pins import parse_pin
     from shardplan.search.make_plan import check_model, make_plan, model_of, with_plan
 
     asked = config

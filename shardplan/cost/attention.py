@@ -12,8 +12,8 @@ from shardplan.cost.sharding import Layout
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.plan.plan import BLOCKWISE, GATHERED, SPLASH, UNCUT
 from shardplan.positions.heads import HeadCut
-from shardplan.positions.layout import KERNEL_BLOCK, attended, hops
-from shardplan.positions.layout import Layout as Order
+from shardplan.positions.sequence_layout import KERNEL_BLOCK, attended, hops
+from shardplan.positions.sequence_layout import Layout as Order
 from shardplan.program.fusion import is_scores
 from shardplan.program.named_arrays import SECOND, Array
 from shardplan.program.tasks import Item, Task, sums_queries

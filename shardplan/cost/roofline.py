@@ -38,7 +38,7 @@ class Seconds:
 
 
 def transfer_seconds(traffic: Traffic, hardware: Slice, mesh: MeshShape) -> float:
-    """On the links where the mesh axes lie (shardplan.hardware.embedding)."""
+    """On the links where the mesh axes lie (shardplan.hardware.mesh_placement)."""
     return embed(hardware, mesh).seconds(traffic.kind, traffic.mesh_axes, traffic.bytes, traffic.count)
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from shardplan.config import Config
 from shardplan.errors import InfeasibleError
 from shardplan.model import Model, inspect_model
+from shardplan.plan.pins import Size, parse_pin
 from shardplan.plan.plan import Plan
-from shardplan.plan.rules import Size, parse_pin
 from shardplan.search.make_plan import NO_KERNEL, make_plan
 
 COMPUTE = "compute"

@@ -6,11 +6,11 @@ from typing import Any
 import yaml
 
 from shardplan.hardware import parse_slice
-from shardplan.hardware.placement import slices_by_axis
+from shardplan.hardware.multislice import slices_by_axis
 from shardplan.levanter_config.trainer_section import BATCH_MESH_AXES, DCN_AXIS, SHARED_BY_DEFAULT
 from shardplan.plan.mapping import MeshAxes, as_tuples, mesh_size
 from shardplan.plan.plan import BATCH_AXIS, BLOCKWISE, UNCUT, Mapping, Plan
-from shardplan.positions.layout import CONTIGUOUS
+from shardplan.positions.sequence_layout import CONTIGUOUS
 
 SPLASH_NEEDS_WHOLE = ("position", "q_heads_per_group", "head_size")
 """Logical axes that Levanter's splash attention, its default on TPUs, takes for whole wherever they are cut."""

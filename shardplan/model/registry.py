@@ -10,7 +10,7 @@ import jax
 from levanter.layers.attention import Attention
 
 from shardplan.errors import ConfigError, nearest, one_line
-from shardplan.model.corrections import CORRECTIONS, prepare_hf_config, rotary_scaling
+from shardplan.model.levanter_compat import CORRECTIONS, prepare_hf_config, rotary_scaling
 from shardplan.positions.pattern import Pattern
 
 SUPPORTED = {

@@ -15,7 +15,7 @@ from shardplan.config import MESH_AXES, Config, ModelConfig, WorkloadConfig
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.hardware import parse_slice
 from shardplan.plan.mapping import mesh_text
-from shardplan.positions.layout import CONTIGUOUS, KINDS, Layout
+from shardplan.positions.sequence_layout import CONTIGUOUS, KINDS, Layout
 
 SCHEMA_VERSION = 1
 BATCH_AXIS, POSITION_AXIS = "batch", "position"
@@ -155,7 +155,7 @@ class AttentionPlan:
     ring: int = 1
     """Parts that positions are in then: together these are the devices that cut positions."""
     layout: str = CONTIGUOUS
-    """The order of positions; see `shardplan.positions.layout`."""
+    """The order of positions; see `shardplan.positions.sequence_layout`."""
     kernel: str = BLOCKWISE
 
     @property

@@ -16,8 +16,8 @@ from shardplan.cost.sharding import Layout
 from shardplan.errors import ConfigError, InfeasibleError, nearest
 from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.model import Model, ModelAxes, build_model, inspect_model, read_config
+from shardplan.plan.compiler_options import PLANNED, PLANNED_FOR_EXPERTS
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, as_tuples, mapping_text, mesh_text
-from shardplan.plan.options import PLANNED, PLANNED_FOR_EXPERTS
 from shardplan.plan.plan import (
     BATCH_AXIS,
     UNCUT,

@@ -11,8 +11,8 @@ from shardplan.cost.calibration import calibration, habits, usable_bytes
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import divisors, parse_slice
 from shardplan.model import Model, inspect_model
+from shardplan.plan.pins import Rules, parse_rules
 from shardplan.plan.plan import BATCH_AXIS
-from shardplan.plan.rules import Rules, parse_rules
 from shardplan.plan.workload import workload_of
 from shardplan.program.step_trace import plan_step
 from shardplan.search.branch_and_bound import nearest_miss, search

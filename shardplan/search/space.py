@@ -27,9 +27,9 @@ from shardplan.cost.sharding import Habits, Layout
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice, divisors
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
+from shardplan.plan.pins import Rules
 from shardplan.plan.plan import GATHERED, HYBRID, RING, ULYSSES, AttentionPlan
-from shardplan.plan.rules import Rules
-from shardplan.positions.layout import CONTIGUOUS, ZIGZAG
+from shardplan.positions.sequence_layout import CONTIGUOUS, ZIGZAG
 from shardplan.program.named_arrays import SECOND, Array
 from shardplan.program.tasks import Item, Step, Task
 

@@ -12,7 +12,7 @@ from shardplan.attention import sequence
 from shardplan.attention.sequence import CutSequence, in_order, next_token_losses, shard_sequence
 from shardplan.model import Model, forward
 from shardplan.plan.plan import Plan
-from shardplan.positions.layout import CONTIGUOUS, Layout
+from shardplan.positions.sequence_layout import CONTIGUOUS, Layout
 
 
 def order_of(plan: Plan) -> Layout | None:

@@ -17,7 +17,7 @@ from shardplan.model import Model
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import SPLASH, UNCUT, Plan
 from shardplan.plan.workload import workload_of
-from shardplan.positions.layout import KERNEL_BLOCK
+from shardplan.positions.sequence_layout import KERNEL_BLOCK
 from shardplan.program.step_trace import plan_step
 
 

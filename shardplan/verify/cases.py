@@ -14,7 +14,7 @@ from shardplan.hardware import parse_slice
 from shardplan.levanter_config.model_section import model_section
 from shardplan.levanter_config.trainer_section import is_levanter_config, read_file, read_levanter_config
 from shardplan.model import build_model, read_config
-from shardplan.plan.options import CURATED
+from shardplan.plan.compiler_options import CURATED
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
 from shardplan.search.make_plan import check_model, make_plan, plan_layout, with_plan
 from shardplan.storage import open_folder

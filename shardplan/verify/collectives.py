@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardplan.hardware import Slice, embed
-from shardplan.hardware.embedding import NETWORK
+from shardplan.hardware.mesh_placement import NETWORK
 from shardplan.verify.hlo import SAME_VALUE, Computation, Instruction, replica_groups, source_target_pairs
 
 KINDS = (

@@ -8,7 +8,7 @@ from shardplan.hardware import GIB, parse_slice
 from shardplan.model import Model
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import workload_of
-from shardplan.positions.layout import attended
+from shardplan.positions.sequence_layout import attended
 from shardplan.verify.collectives import Network
 from shardplan.verify.compiled import Compiled
 from shardplan.verify.hlo import HloError, Module, parse

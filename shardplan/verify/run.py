@@ -37,7 +37,7 @@ PYTHON_ERROR = 1
 """Exit code of a Python process that an exception ended."""
 POLL_SECONDS = 0.1
 CODE = (
-    "hardware/*", "runtime/devices", "model/corrections", "model/forward", "model/hf_config", "model/registry",
+    "hardware/*", "runtime/devices", "model/levanter_compat", "model/forward", "model/hf_config", "model/registry",
     "step/*", "checkpoint/assemble", "verify/worker", "verify/topology",
 )  # fmt: skip
 """Modules of shardplan that make what is compiled of a plan."""

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan.hardware import parse_slice
-from shardplan.plan.options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
+from shardplan.plan.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
 from shardplan.verify.collectives import Network
 from shardplan.verify.hlo import parse
 from shardplan.verify.timing import model_step

@@ -19,7 +19,7 @@ from levanter.layers.attention import dot_product_attention as levanter_attentio
 from shardplan.attention import splash
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError
-from shardplan.positions.layout import KINDS, Layout
+from shardplan.positions.sequence_layout import KINDS, Layout
 
 Q = ("batch", "kv_head", "q_heads_per_group", "position", "head_size")
 K = ("batch", "kv_head", "key_position", "head_size")

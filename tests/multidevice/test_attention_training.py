@@ -17,7 +17,7 @@ from levanter.models.loss import maybe_fused_next_token_loss
 
 from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.attention.sequence import next_token_losses, shard_sequence
-from shardplan.positions.layout import Layout
+from shardplan.positions.sequence_layout import Layout
 
 STEPS, BATCH, LENGTH = 100, 2, 94
 COUNT = BATCH * (LENGTH - 1)

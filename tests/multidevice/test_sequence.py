@@ -17,7 +17,7 @@ from levanter.models.mixtral import MixtralConfig
 from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.attention.sequence import in_order, next_token_losses, shard_sequence
 from shardplan.errors import ConfigError
-from shardplan.positions.layout import Layout
+from shardplan.positions.sequence_layout import Layout
 
 LENGTH, VOCAB = 61, 40
 DOCUMENTS = (23, 7, 31)

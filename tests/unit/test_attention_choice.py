@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from shardplan.attention.choice import Heads, choices, layouts, weigh
 from shardplan.hardware import parse_slice
-from shardplan.positions.layout import KINDS, Layout
 from shardplan.positions.pattern import Pattern
+from shardplan.positions.sequence_layout import KINDS, Layout
 
 CAUSAL = Pattern(causal=True)
 LLAMA_8B = Heads(batch=1, key_heads=8, per_key_head=4, head_size=128, value_size=128)

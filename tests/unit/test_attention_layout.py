@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan import positions
-from shardplan.positions.layout import KINDS, Layout, blocks, hops, labels_of
+from shardplan.positions import sequence_layout
 from shardplan.positions.pattern import PADDING, Pattern, runs_of
+from shardplan.positions.sequence_layout import KINDS, Layout, blocks, hops, labels_of
 
 patterns = st.builds(Pattern, st.booleans(), st.integers(-3, 9), st.none() | st.integers(1, 12), st.integers(0, 20))
 
@@ -57,7 +57,7 @@ def allowed_pairs(layout, pattern):
 
 
 @settings(deadline=None)
-@given(layouts(), patterns, st.integers(1, 9), st.sampled_from([5, positions.layout.MOST_PAIRS]))
+@given(layouts(), patterns, st.integers(1, 9), st.sampled_from([5, sequence_layout.MOST_PAIRS]))
 def test_hops_and_blocks_are_those_that_any_pair_needs(layout, pattern, block, most):
     allowed = np.pad(allowed_pairs(layout, pattern), (0, 1))  # padding comes last
     regions = layout.regions()
@@ -68,7 +68,7 @@ def test_hops_and_blocks_are_those_that_any_pair_needs(layout, pattern, block, m
             for i in range(0, pairs.shape[0], block):
                 for j in range(0, pairs.shape[1], block):
                     counts[r, d] += pairs[i : i + block, j : j + block].any()
-    with mock.patch.object(positions.layout, "MOST_PAIRS", most):
+    with mock.patch.object(sequence_layout, "MOST_PAIRS", most):
         assert (blocks(layout, layout, pattern, block) == counts).all()
     assert hops(layout, layout, pattern) == (0, *(d for d in range(1, layout.ring) if counts[:, d].any()))
 

@@ -6,7 +6,7 @@ import pytest
 
 from shardplan import config as configuration
 from shardplan.errors import ConfigError
-from shardplan.plan.options import CURATED
+from shardplan.plan.compiler_options import CURATED
 from shardplan.search.make_plan import make_plan, with_plan
 from shardplan.verify.cases import cases_of
 from shardplan.verify.run import _meaning

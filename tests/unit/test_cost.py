@@ -8,12 +8,12 @@ from shardplan.cost.roofline import model_flops, transfer_seconds
 from shardplan.cost.sharding import Layout
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
-from shardplan.hardware.placement import slices_by_axis
+from shardplan.hardware.multislice import slices_by_axis
 from shardplan.model import build_model, read_config
 from shardplan.plan.workload import Workload
-from shardplan.positions.layout import Layout as Order
-from shardplan.positions.layout import attended
 from shardplan.positions.pattern import Pattern
+from shardplan.positions.sequence_layout import Layout as Order
+from shardplan.positions.sequence_layout import attended
 from shardplan.program.step_trace import plan_step
 
 MESH = {"replica": 2, "data": 4, "model": 1}

@@ -8,7 +8,7 @@ import pytest
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, embed, parse_slice
-from shardplan.hardware.embedding import _embed
+from shardplan.hardware.mesh_placement import _embed
 
 AXES = ("replica", "data", "model")
 HOP = 1e-6

@@ -17,8 +17,8 @@ from shardplan.hardware import GIB, parse_slice
 from shardplan.model import build_model, read_config
 from shardplan.plan.plan import AttentionPlan
 from shardplan.plan.workload import Workload
-from shardplan.positions.layout import Layout as Order
 from shardplan.positions.pattern import CAUSAL
+from shardplan.positions.sequence_layout import Layout as Order
 from shardplan.program.named_arrays import Array
 from shardplan.program.step_trace import abstract_state, optimizer, plan_step
 from shardplan.program.tasks import prepare

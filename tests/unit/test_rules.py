@@ -8,7 +8,7 @@ from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.explain.what_if import what_if
 from shardplan.explain.why_not import why_not
 from shardplan.model import build_model, inspect_model, read_config
-from shardplan.plan.rules import Rule, Rules, parse_rules
+from shardplan.plan.pins import Rule, Rules, parse_rules
 from shardplan.search.make_plan import NO_KERNEL, make_plan
 
 ATTENTION_CAUSES = ("heads exchanged for positions", "keys and values going round")

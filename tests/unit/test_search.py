@@ -18,8 +18,8 @@ from shardplan.cost.sharding import Habits
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
+from shardplan.plan.pins import Rule, Rules
 from shardplan.plan.plan import AttentionPlan, Plan
-from shardplan.plan.rules import Rule, Rules
 from shardplan.program.named_arrays import Array
 from shardplan.program.tasks import prepare
 from shardplan.program.trace import trace_jaxpr

@@ -1,7 +1,7 @@
 """Where the axes of a mesh lie on the torus of a slice, and how long collectives over them take. Pure.
 
 Every mesh axis is cut into factors, at most one for each torus dimension. What slices cut from `replica` and `data`
-is taken off before: it lies on the data-centre network (shardplan.hardware.placement).
+is taken off before: it lies on the data-centre network (shardplan.hardware.multislice).
 
 All ways to cut are compared: the one with the fastest all-gather over `model` wins, among equals the one with the
 fastest over `data`, then over `replica`, then the one with the fewest factors. `model` comes first because what it
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from itertools import product
 
-from shardplan.hardware.placement import slices_by_axis
+from shardplan.hardware.multislice import slices_by_axis
 from shardplan.hardware.slices import Slice, divisors
 from shardplan.hardware.torus import (
     HOP_SECONDS,
