@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardplan.checkpoint.planned import Planned, start
 from shardplan.checkpoint.save import CONFIG, new_target, save_levanter, save_pretrained
+from shardplan.checkpoint.session import Planned, start
 from shardplan.config import Config
 from shardplan.runtime.devices import is_first_process
 from shardplan.search.make_plan import with_plan

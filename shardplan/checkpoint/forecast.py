@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardplan.checkpoint.load import array_specs, validated
-from shardplan.checkpoint.program import trace_program
-from shardplan.checkpoint.schedule import (
+from shardplan.checkpoint.mapping.program import trace_program
+from shardplan.checkpoint.transfer.schedule import (
     Fleet,
     Ranges,
     Schedule,
@@ -24,7 +24,7 @@ from shardplan.checkpoint.schedule import (
     make_schedule,
     read_by_process,
 )
-from shardplan.checkpoint.stream import transfer_limits, travelling
+from shardplan.checkpoint.transfer.stream import transfer_limits, travelling
 from shardplan.config import Config
 from shardplan.hardware import GIB, Slice, embed, parse_slice
 from shardplan.model import Model, read_config

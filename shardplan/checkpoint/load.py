@@ -16,12 +16,12 @@ from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConv
 from transformers import AutoConfig
 
 from shardplan.checkpoint.best_effort import best_effort_sharding
-from shardplan.checkpoint.header import Tensor
-from shardplan.checkpoint.index import check_tensors, read_index
-from shardplan.checkpoint.integrity import CheckedFolder, check_files
-from shardplan.checkpoint.program import StateDictProgram, expected_tensors, trace_program
-from shardplan.checkpoint.stream import BUDGET, stream_arrays
-from shardplan.checkpoint.views import View
+from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.format.index import check_tensors, read_index
+from shardplan.checkpoint.format.integrity import CheckedFolder, check_files
+from shardplan.checkpoint.mapping.program import StateDictProgram, expected_tensors, trace_program
+from shardplan.checkpoint.mapping.views import View
+from shardplan.checkpoint.transfer.stream import BUDGET, stream_arrays
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model import SUPPORTED, build_model, read_config

@@ -25,10 +25,10 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from levanter.checkpoint import save_checkpoint
 
-from shardplan.checkpoint.header import DTYPES
-from shardplan.checkpoint.index import INDEX, SINGLE, check_tensors, read_index
-from shardplan.checkpoint.program import StateDictProgram, trace_program
-from shardplan.checkpoint.views import Piece, Shape
+from shardplan.checkpoint.format.header import DTYPES
+from shardplan.checkpoint.format.index import INDEX, SINGLE, check_tensors, read_index
+from shardplan.checkpoint.mapping.program import StateDictProgram, trace_program
+from shardplan.checkpoint.mapping.views import Piece, Shape
 from shardplan.errors import CheckpointError, ConfigError, one_line
 from shardplan.model.axes import named_leaves
 from shardplan.runtime.devices import is_first_process

@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from shardplan.checkpoint.planned import start
+from shardplan.checkpoint.session import start
 from shardplan.config import Config
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.eval.documents import Document, make_windows

@@ -38,7 +38,7 @@ PYTHON_ERROR = 1
 POLL_SECONDS = 0.1
 CODE = (
     "hardware/*", "runtime/devices", "model/levanter_compat", "model/forward", "model/hf_config", "model/registry",
-    "step/*", "checkpoint/assemble", "verify/worker", "verify/topology",
+    "step/*", "checkpoint/levanter_loader", "verify/worker", "verify/topology",
 )  # fmt: skip
 """Modules of shardplan that make what is compiled of a plan."""
 ATTENTION = ("attention/**/*", "positions/*")

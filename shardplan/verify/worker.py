@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from shardplan.checkpoint.assemble import assemble_program
+from shardplan.checkpoint.levanter_loader import assemble_program
 from shardplan.errors import one_line
 from shardplan.hardware import parse_slice
 from shardplan.model import Model, build_model

@@ -15,10 +15,11 @@ from jax.sharding import Mesh, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from shardplan import HFCheckpointConverter, best_effort_sharding, load_pretrained
-from shardplan.checkpoint import destination, load, stream
-from shardplan.checkpoint.index import read_index
+from shardplan.checkpoint import load
+from shardplan.checkpoint.format.index import read_index
 from shardplan.checkpoint.load import stream_model
-from shardplan.checkpoint.schedule import Schedule, Sharing, sharings, transfers_of
+from shardplan.checkpoint.transfer import destination, stream
+from shardplan.checkpoint.transfer.schedule import Schedule, Sharing, sharings, transfers_of
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model import build_model, read_config
 from shardplan.model.axes import named_leaves

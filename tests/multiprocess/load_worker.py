@@ -18,9 +18,9 @@ from haliax.state_dict import from_torch_compatible_state_dict
 from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
-from shardplan.checkpoint import schedule
 from shardplan.checkpoint.load import stream_model
 from shardplan.checkpoint.save import save_levanter, save_pretrained
+from shardplan.checkpoint.transfer import schedule
 from shardplan.errors import ShardplanError
 from shardplan.model import build_model, read_config
 from shardplan.model.axes import named_leaves

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.checkpoint.integrity import CheckedFile, check_file, check_files
+from shardplan.checkpoint.format.integrity import CheckedFile, check_file, check_files
 from shardplan.errors import CheckpointError
 from shardplan.storage import open_folder
 from shardplan.storage.checksums import SHA256, Checksum, crc, joined, of_properties, of_url

@@ -7,7 +7,7 @@ import struct
 import pytest
 from safetensors import SafetensorError, deserialize
 
-from shardplan.checkpoint.header import read_header
+from shardplan.checkpoint.format.header import read_header
 from shardplan.errors import CheckpointError
 
 HEADER = {

@@ -95,7 +95,7 @@ def test_positions_are_bounded(golden):
 
 def test_parameters_equal_the_checkpoint(golden):
     """The inventory holds exactly as many elements as the files."""
-    from shardplan.checkpoint.index import read_index
+    from shardplan.checkpoint.format.index import read_index
     from shardplan.storage import open_folder
 
     for folder in sorted(golden.iterdir()):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shardplan.checkpoint.index import check_tensors, read_index
+from shardplan.checkpoint.format.index import check_tensors, read_index
 from shardplan.errors import CheckpointError
 from shardplan.storage import open_folder
 

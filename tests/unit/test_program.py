@@ -7,7 +7,7 @@ from conftest import MODEL_TYPES
 from haliax.state_dict import from_torch_compatible_state_dict
 from test_views import materialise
 
-from shardplan.checkpoint.program import expected_tensors, trace_program
+from shardplan.checkpoint.mapping.program import expected_tensors, trace_program
 from shardplan.errors import CheckpointError
 from shardplan.model import build_model, read_config
 from shardplan.model.axes import named_leaves

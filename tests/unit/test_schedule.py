@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.checkpoint.program import trace_program
-from shardplan.checkpoint.schedule import (
+from shardplan.checkpoint.mapping.program import trace_program
+from shardplan.checkpoint.mapping.views import Piece, row_major_strides, tensor_view
+from shardplan.checkpoint.transfer.schedule import (
     GAP_BYTES,
     Fleet,
     Limits,
@@ -25,7 +26,6 @@ from shardplan.checkpoint.schedule import (
     sharings,
     transfers_of,
 )
-from shardplan.checkpoint.views import Piece, row_major_strides, tensor_view
 from shardplan.model import build_model, read_config
 from shardplan.model.axes import named_leaves
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.checkpoint.views import View, concatenate, stack, tensor_view
+from shardplan.checkpoint.mapping.views import View, concatenate, stack, tensor_view
 
 
 def materialise(view: View, tensors: dict[str, np.ndarray]) -> np.ndarray:

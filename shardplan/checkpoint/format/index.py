@@ -3,8 +3,8 @@
 import json
 from collections.abc import Mapping, Set
 
-from shardplan.checkpoint.header import Tensor, distinct, read_header
-from shardplan.checkpoint.views import Shape
+from shardplan.checkpoint.format.header import Tensor, distinct, read_header
+from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError, one_line
 from shardplan.storage import Folder, read_bytes
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from shardplan.checkpoint.views import Shape
+from shardplan.checkpoint.mapping.views import Shape
 
 ALIGNMENT = 64
 """Bytes; XLA adopts host memory aligned like this as a CPU device's buffer without a copy."""

@@ -1,8 +1,8 @@
 """The state-dict program: Levanter's own converter, traced, as views of the checkpoint's tensors.
 
 `from_torch_compatible_state_dict` over abstract arrays is a program of pure data movement. Reading its jaxpr with
-`shardplan.checkpoint.views` in place of values says, for every array of the model, which elements of which checkpoint
-tensors it is made of. So every model Levanter can convert can be streamed, stacked layers included.
+`shardplan.checkpoint.mapping.views` in place of values says, for every array of the model, which elements of which
+checkpoint tensors it is made of. So every model Levanter can convert can be streamed, stacked layers included.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from haliax.jax_utils import is_jax_array_like
 from haliax.state_dict import flatten_modules_for_export, from_torch_compatible_state_dict, to_state_dict
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from shardplan.checkpoint.views import Shape, View, concatenate, stack, tensor_view
+from shardplan.checkpoint.mapping.views import Shape, View, concatenate, stack, tensor_view
 from shardplan.errors import CheckpointError
 from shardplan.model.axes import named_leaves
 

@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 
-from shardplan.checkpoint.header import Tensor
+from shardplan.checkpoint.format.header import Tensor
 from shardplan.errors import CheckpointError
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.peers import Peers

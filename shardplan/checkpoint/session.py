@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from shardplan.checkpoint.load import stream_checkpoint
-from shardplan.checkpoint.program import StateDictProgram
+from shardplan.checkpoint.mapping.program import StateDictProgram
 from shardplan.config import Config
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice

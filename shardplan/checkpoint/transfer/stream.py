@@ -14,11 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardplan.checkpoint.destination import Destination, DeviceDestination, HostDestination, Rest
-from shardplan.checkpoint.exchange import exchange
-from shardplan.checkpoint.header import Tensor
-from shardplan.checkpoint.reading import Target, fill, reads
-from shardplan.checkpoint.schedule import (
+from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.mapping.views import View
+from shardplan.checkpoint.transfer.destination import Destination, DeviceDestination, HostDestination, Rest
+from shardplan.checkpoint.transfer.exchange import exchange
+from shardplan.checkpoint.transfer.reading import Target, fill, reads
+from shardplan.checkpoint.transfer.schedule import (
     Box,
     Fleet,
     Limits,
@@ -29,7 +30,6 @@ from shardplan.checkpoint.schedule import (
     make_schedule,
     read_by_process,
 )
-from shardplan.checkpoint.views import View
 from shardplan.runtime.peers import Peers
 from shardplan.runtime.progress import load_progress
 

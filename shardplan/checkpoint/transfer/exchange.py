@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardplan.checkpoint.schedule import Sharing, Transfer
-from shardplan.checkpoint.views import Shape
+from shardplan.checkpoint.mapping.views import Shape
+from shardplan.checkpoint.transfer.schedule import Sharing, Transfer
 
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 """Bytes of an element -> what it travels as: no collective changes a bit, whatever the type."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.checkpoint.header import Tensor
-from shardplan.checkpoint.schedule import merged, runs_of
-from shardplan.checkpoint.views import Piece, Shape, View, row_major_strides
+from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
+from shardplan.checkpoint.transfer.schedule import merged, runs_of
 
 _thread = threading.local()
 _NOTHING = np.empty(0, np.uint8)

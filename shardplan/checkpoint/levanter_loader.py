@@ -13,7 +13,7 @@ from haliax.state_dict import from_torch_compatible_state_dict
 from jax.sharding import Mesh
 from levanter.utils.jax_utils import best_effort_sharding
 
-from shardplan.checkpoint.program import expected_tensors
+from shardplan.checkpoint.mapping.program import expected_tensors
 from shardplan.model import Model
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from shardplan.checkpoint.views import Piece, Shape, View, boxes_of_range
+from shardplan.checkpoint.mapping.views import Piece, Shape, View, boxes_of_range
 from shardplan.plan.mapping import MeshAxes
 
 Box = tuple[Shape, Shape]

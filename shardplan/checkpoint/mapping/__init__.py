@@ -1,0 +1,1 @@
+"""Which elements of which stored tensors make up each array of the model."""

@@ -1,0 +1,1 @@
+"""Moving bytes from files to devices: schedule, reading, exchange between devices, placement."""
