@@ -15,13 +15,13 @@ from jax.sharding import AxisType, PartitionSpec
 from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.axes import HEADS, Dims, check_axes, dims_of, mesh_axes, padded
-from shardplan.attention.blockwise import Blockwise
 from shardplan.attention.choice import Heads, choices, layouts
-from shardplan.attention.device import Task
-from shardplan.attention.kernel import Kernel, Rule
+from shardplan.attention.kernels.blockwise import Blockwise
+from shardplan.attention.kernels.kernel import Kernel, Rule
+from shardplan.attention.kernels.splash import Splash
 from shardplan.attention.masking import mask_arrays, pattern_of
-from shardplan.attention.ring import Ring
-from shardplan.attention.splash import Splash
+from shardplan.attention.strategies.local_attention import Task
+from shardplan.attention.strategies.ring import Ring
 from shardplan.errors import ConfigError, nearest
 from shardplan.hardware import GIB, parse_slice
 from shardplan.plan.plan import BLOCKWISE, KERNELS

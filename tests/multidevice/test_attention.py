@@ -16,8 +16,8 @@ from jax.sharding import AxisType, Mesh
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.layers.attention import dot_product_attention as levanter_attention
 
-from shardplan.attention import splash
 from shardplan.attention.dot_product import dot_product_attention
+from shardplan.attention.kernels import splash
 from shardplan.errors import ConfigError
 from shardplan.positions.sequence_layout import KINDS, Layout
 

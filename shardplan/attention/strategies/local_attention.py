@@ -9,10 +9,10 @@ from haliax import Axis
 from jax import Array
 
 from shardplan.attention.axes import Dims, flat
-from shardplan.attention.gather import Gather
-from shardplan.attention.kernel import EMPTY, Kernel, Tokens
-from shardplan.attention.ring import Ring, ring_attention
-from shardplan.attention.ulysses import Exchange
+from shardplan.attention.kernels.kernel import EMPTY, Kernel, Tokens
+from shardplan.attention.strategies.all_gather import Gather
+from shardplan.attention.strategies.ring import Ring, ring_attention
+from shardplan.attention.strategies.ulysses import Exchange
 from shardplan.positions.sequence_layout import Layout
 
 

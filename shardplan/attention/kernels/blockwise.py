@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from shardplan.attention.kernel import EMPTY, Hop, Rule, Tokens
+from shardplan.attention.kernels.kernel import EMPTY, Hop, Rule, Tokens
 from shardplan.positions.pattern import PADDING
 
 
@@ -25,7 +25,7 @@ class Blockwise:
     rule: Rule
 
     def attend(self, hop: Hop, q: Array, k: Array, v: Array, wants_sums: bool = True) -> tuple[Array, Array]:
-        """As `shardplan.attention.kernel.Kernel.attend`."""
+        """As `shardplan.attention.kernels.kernel.Kernel.attend`."""
         del wants_sums  # they are there anyway
         rule = self.rule
         blocks = _Blocks(rule, hop, q.shape[3], k.shape[2])
@@ -62,7 +62,7 @@ class Blockwise:
     def attend_backward(
         self, hop: Hop, q: Array, k: Array, v: Array, logsum: Array, out_gradient: Array, offset: Array
     ) -> tuple[Array, Array, Array]:
-        """As `shardplan.attention.kernel.Kernel.attend_backward`."""
+        """As `shardplan.attention.kernels.kernel.Kernel.attend_backward`."""
         rule = self.rule
         blocks = _Blocks(rule, hop, q.shape[3], k.shape[2])
         by_query = tuple(blocks.of_queries(x, 3) for x in (q, logsum, out_gradient, offset))

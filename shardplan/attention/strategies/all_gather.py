@@ -9,7 +9,7 @@ from jax import Array
 
 @dataclass(frozen=True)
 class Gather:
-    """What is done before and after attention where it is `shardplan.attention.ulysses.Exchange` elsewhere."""
+    """What is done before and after attention where it is `ulysses.Exchange` elsewhere."""
 
     axes: tuple[str, ...]
     """Mesh axes that cut the sequence, major to minor."""

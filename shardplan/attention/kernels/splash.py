@@ -22,7 +22,7 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from shardplan.attention.kernel import EMPTY, Hop, Rule, Tokens
+from shardplan.attention.kernels.kernel import EMPTY, Hop, Rule, Tokens
 from shardplan.cost.attention import KERNEL_LANES
 from shardplan.errors import ConfigError
 from shardplan.hardware import divisors
@@ -42,7 +42,7 @@ MASKED = kernels.DEFAULT_MASK_VALUE
 
 @dataclass(frozen=True, eq=False)
 class Splash:
-    """Attention by the kernels; see `shardplan.attention.kernel.Kernel`."""
+    """Attention by the kernels; see `shardplan.attention.kernels.kernel.Kernel`."""
 
     rule: Rule
     queries: np.ndarray
@@ -50,7 +50,7 @@ class Splash:
     keys: np.ndarray
     """int[ring, T]: the positions of the keys of every ring index."""
     distances: tuple[int, ...]
-    """How many ring indices back keys come from; see `shardplan.attention.ring.Ring`."""
+    """How many ring indices back keys come from; see `shardplan.attention.strategies.ring.Ring`."""
 
     @cached_property
     def _sees_itself(self) -> bool:
@@ -70,7 +70,7 @@ class Splash:
         return self._over_batch(one, (self._scaled(q), k, v), hop)
 
     def attend(self, hop: Hop, q: Array, k: Array, v: Array, wants_sums: bool = True) -> tuple[Array, Array]:
-        """As `shardplan.attention.kernel.Kernel.attend`."""
+        """As `shardplan.attention.kernels.kernel.Kernel.attend`."""
         if len(self._parts) > 1:
             found = [part.attend(part_hop, q, k, v, wants_sums) for part, part_hop, q in self._in_parts(hop, q)]
             outs, logsums = zip(*found, strict=True)
@@ -95,7 +95,7 @@ class Splash:
     def attend_backward(
         self, hop: Hop, q: Array, k: Array, v: Array, logsum: Array, out_gradient: Array, offset: Array
     ) -> tuple[Array, Array, Array]:
-        """As `shardplan.attention.kernel.Kernel.attend_backward`."""
+        """As `shardplan.attention.kernels.kernel.Kernel.attend_backward`."""
         if len(self._parts) > 1:
             found = [
                 part.attend_backward(part_hop, q, k, v, *rest)

@@ -15,9 +15,9 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from shardplan.attention.gather import Gather
-from shardplan.attention.kernel import Hop, Kernel, Tokens, merged
-from shardplan.attention.ulysses import Exchange
+from shardplan.attention.kernels.kernel import Hop, Kernel, Tokens, merged
+from shardplan.attention.strategies.all_gather import Gather
+from shardplan.attention.strategies.ulysses import Exchange
 
 RESIDUALS = "shardplan_attention"
 """Name of the output and the logarithms of weights, for policies of `jax.checkpoint`: kept, no hop is made again."""
@@ -86,7 +86,7 @@ def ring_attention(
         explicit: bool[B or 1, N or 1, G or 1, S, ring x T], what may attend besides.
 
     Returns:
-        As `shardplan.attention.kernel.Kernel.attend`, but heads are exchanged as outputs of the queries' type.
+        As `shardplan.attention.kernels.kernel.Kernel.attend`, but heads are exchanged as outputs of the queries' type.
     """
     # merging does too, and the gradient, for which `_forward` is called by itself
     wants_sums = ring.wants_sums or len(ring.distances) > 1

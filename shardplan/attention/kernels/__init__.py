@@ -1,0 +1,1 @@
+"""What one device computes attention with: XLA block by block, or the splash kernel of TPUs."""

@@ -1,0 +1,1 @@
+"""How devices share attention: keys gathered, passed around a ring, or heads exchanged for positions."""
