@@ -9,11 +9,11 @@ from shardplan.model import Model
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import workload_of
 from shardplan.positions.sequence_layout import attended
-from shardplan.verify.collectives import Network
 from shardplan.verify.compiled import Compiled
-from shardplan.verify.hlo import HloError, Module, parse
-from shardplan.verify.memory import LARGEST, hbm_buffers, hbm_bytes
-from shardplan.verify.timing import Timing, model_step
+from shardplan.verify.hlo.collectives import Network
+from shardplan.verify.hlo.memory import LARGEST, hbm_buffers, hbm_bytes
+from shardplan.verify.hlo.module import HloError, Module, parse
+from shardplan.verify.hlo.timing import Timing, model_step
 from shardplan.verify.verdict import (
     DOES_NOT_FIT,
     FITS,

@@ -16,9 +16,9 @@ from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.hardware import parse_slice
-from shardplan.verify.collectives import Network
-from shardplan.verify.hlo import parse
-from shardplan.verify.timing import model_step
+from shardplan.verify.hlo.collectives import Network
+from shardplan.verify.hlo.module import parse
+from shardplan.verify.hlo.timing import model_step
 from shardplan.verify.topology import make_topology_mesh
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")

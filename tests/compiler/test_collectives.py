@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan.hardware import parse_slice
 from shardplan.plan.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
-from shardplan.verify.collectives import Network
-from shardplan.verify.hlo import parse
-from shardplan.verify.timing import model_step
+from shardplan.verify.hlo.collectives import Network
+from shardplan.verify.hlo.module import parse
+from shardplan.verify.hlo.timing import model_step
 from shardplan.verify.topology import make_topology_mesh
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")

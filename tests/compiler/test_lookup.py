@@ -13,9 +13,9 @@ from shardplan.cost.sharding import Layout
 from shardplan.hardware import parse_slice
 from shardplan.program.tasks import prepare
 from shardplan.program.trace import trace_jaxpr
-from shardplan.verify.collectives import Network
-from shardplan.verify.hlo import parse
-from shardplan.verify.timing import model_step
+from shardplan.verify.hlo.collectives import Network
+from shardplan.verify.hlo.module import parse
+from shardplan.verify.hlo.timing import model_step
 from shardplan.verify.topology import make_topology_mesh
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")

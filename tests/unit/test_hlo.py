@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.verify.hlo import Array, HloError, Module, Value, parse, replica_groups, source_target_pairs
+from shardplan.verify.hlo.module import Array, HloError, Module, Value, parse, replica_groups, source_target_pairs
 
 FIXTURES = Path(__file__).parent / "hlo"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from shardplan.hardware import parse_slice
-from shardplan.verify.collectives import Network
-from shardplan.verify.hlo import parse
-from shardplan.verify.memory import hbm_buffers, hbm_bytes, live_at_peak
-from shardplan.verify.timing import NO_CYCLES, Timing, model_step
+from shardplan.verify.hlo.collectives import Network
+from shardplan.verify.hlo.memory import hbm_buffers, hbm_bytes, live_at_peak
+from shardplan.verify.hlo.module import parse
+from shardplan.verify.hlo.timing import NO_CYCLES, Timing, model_step
 from shardplan.verify.verdict import Buffer
 
 FIXTURES = Path(__file__).parent / "hlo"

@@ -1,7 +1,7 @@
 """Which arrays fill the memory of a compiled program: the compiler's own live ranges, with names and operations."""
 
-from shardplan.verify.collectives import short_op
-from shardplan.verify.hlo import Array, Instruction, Module
+from shardplan.verify.hlo.collectives import short_op
+from shardplan.verify.hlo.module import Array, Instruction, Module
 from shardplan.verify.verdict import Buffer
 
 LARGEST = 12

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardplan.hardware import Slice, embed
 from shardplan.hardware.mesh_placement import NETWORK
-from shardplan.verify.hlo import SAME_VALUE, Computation, Instruction, replica_groups, source_target_pairs
+from shardplan.verify.hlo.module import SAME_VALUE, Computation, Instruction, replica_groups, source_target_pairs
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardplan.hardware import Slice
-from shardplan.verify.collectives import KINDS, Network, Transfer, base_opcode, is_collective, short_op
-from shardplan.verify.hlo import Computation, HloError, Instruction, Known, Module
+from shardplan.verify.hlo.collectives import KINDS, Network, Transfer, base_opcode, is_collective, short_op
+from shardplan.verify.hlo.module import Computation, HloError, Instruction, Known, Module
 
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all",

@@ -1,0 +1,1 @@
+"""The compiled module as text: instructions, collectives, buffers, and a time modelled from them."""
