@@ -28,7 +28,7 @@ from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.positions.pattern import Pattern
-from shardplan.positions.sequence_layout import KINDS, Layout, blocks
+from shardplan.positions.sequence_layout import KINDS, SequenceLayout, blocks
 
 DEVICES = 8
 BATCH, KEY_HEADS, PER_KEY_HEAD, HEAD_SIZE, LENGTH = 1, 2, 4, 64, 4096
@@ -182,7 +182,7 @@ def balance() -> str:
     )
     for name, pattern, lengths in masks:
         for kind in KINDS:
-            layout = Layout(BALANCED, DEVICES, 1, kind, lengths)
+            layout = SequenceLayout(BALANCED, DEVICES, 1, kind, lengths)
             work = blocks(layout, layout, pattern, BALANCED_BLOCK)
             mean, made = work.sum(1).mean(), int((work.max(0)[1:] > 0).sum())
             ratios = (f"{each / mean:.2f}" for each in (work.sum(1).max(), work.max(0).sum()))

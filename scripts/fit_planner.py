@@ -24,10 +24,10 @@ from scipy.optimize import lsq_linear
 
 from shardplan.cost import calibration as calibrations
 from shardplan.cost.calibration import Calibration, calibration
-from shardplan.cost.gspmd import Share
+from shardplan.cost.gspmd import DeviceCost
 from shardplan.cost.memory import memory
 from shardplan.cost.roofline import Seconds, compute_seconds, step_tasks
-from shardplan.cost.sharding import Habits, Layout
+from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.generations import GENERATIONS
 from shardplan.plan.mapping import as_tuples
@@ -77,14 +77,14 @@ class Observation:
 
     label: str
     step: Step
-    layout: Layout
+    layout: ShardingAssignment
     hardware: Slice
     moved: Counter[str]
     """Bytes per device by kind of collective."""
     memory: CompiledMemory
     time: CompiledTime
 
-    def tasks(self, factors: Calibration) -> Iterator[tuple[Task, Share, Seconds]]:
+    def tasks(self, factors: Calibration) -> Iterator[tuple[Task, DeviceCost, Seconds]]:
         """The planner's estimate with these factors, task by task."""
         return step_tasks(self.step, self._under(factors), self.hardware, factors)
 
@@ -106,8 +106,8 @@ class Observation:
         alone = replace(factors, **weights)
         return sum(compute_seconds(task, mine, self.hardware, alone) for task, mine, _ in self.tasks(factors))
 
-    def _under(self, factors: Calibration) -> Layout:
-        return replace(self.layout, habits=factors.habits)
+    def _under(self, factors: Calibration) -> ShardingAssignment:
+        return replace(self.layout, quirks=factors.quirks)
 
 
 Error = Callable[[Observation, Calibration], float]
@@ -134,7 +134,7 @@ def observe(case: Case, verdict: Verdict) -> Observation:
     plan = case.plan
     step = plan_step(case.model, workload_of(plan.workload))
     compute, params = as_tuples(plan.compute_mapping), as_tuples(plan.param_mapping)
-    layout = Layout(plan.mesh, compute, params, step.merged, step.activation_axes)
+    layout = ShardingAssignment(plan.mesh, compute, params, step.merged, step.activation_axes)
     hardware = parse_slice(plan.hardware.slice)
     return Observation(case.label, step, layout, hardware, by_kind(verdict), verdict.memory, verdict.time)
 
@@ -147,10 +147,12 @@ def fit(seen: Sequence[Observation]) -> Calibration:
     everything, seen = seen, [observation for observation in seen if not observation.step.routed]
     devices = sorted({observation.hardware.devices for observation in seen})
     factors = Calibration()
-    factors = best(factors, "habits", [Habits(least) for least in (None, *reversed(devices))], seen, bytes_error)
-    for habit in ("copies_stacks", "gathers_early", "wide_rows", "frees_rows"):
-        habits = [replace(factors.habits, **{habit: value}) for value in (False, True)]
-        factors = best(factors, "habits", habits, everything, peak_error)
+    factors = best(
+        factors, "quirks", [CompilerQuirks(least) for least in (None, *reversed(devices))], seen, bytes_error
+    )
+    for quirk in ("copies_stacks", "gathers_early", "wide_rows", "frees_rows"):
+        quirks = [replace(factors.quirks, **{quirk: value}) for value in (False, True)]
+        factors = best(factors, "quirks", quirks, everything, peak_error)
     own_cycles = [o.time.compute_seconds - o.time.kernel_seconds for o in seen]
     factors = replace(factors, **least_squares(factors, LINEAR, seen, own_cycles))
     kernels = [o.time.kernel_seconds for o in seen]
@@ -206,9 +208,9 @@ ERRORS = {"compute": compute_error, "step": step_error, "peak": peak_error, "byt
 def to_json(factors: Mapping[str, Calibration]) -> str:
     """A line per generation, without what is as in a Calibration that nothing was fitted for."""
 
-    def unlike(each: Calibration | Habits, plain: Calibration | Habits) -> dict[str, Any]:
+    def unlike(each: Calibration | CompilerQuirks, plain: Calibration | CompilerQuirks) -> dict[str, Any]:
         return {
-            key: unlike(value, Habits()) if isinstance(value, Habits) else value
+            key: unlike(value, CompilerQuirks()) if isinstance(value, CompilerQuirks) else value
             for key, value in vars(each).items()
             if value != vars(plain)[key]
         }

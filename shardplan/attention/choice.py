@@ -23,10 +23,10 @@ import numpy as np
 
 from shardplan.cost.attention import FLOAT32
 from shardplan.cost.calibration import calibration
-from shardplan.hardware import Slice, divisors, embed
+from shardplan.hardware import Slice, divisors, place_mesh
 from shardplan.positions.heads import HeadCut
 from shardplan.positions.pattern import Pattern
-from shardplan.positions.sequence_layout import KERNEL_BLOCK, KINDS, MOST_BLOCKS, Layout, blocks, hops
+from shardplan.positions.sequence_layout import KERNEL_BLOCK, KINDS, MOST_BLOCKS, SequenceLayout, blocks, hops
 
 MEASURED_PASSES = 3
 """How often what is merged at a hop is read or written at HBM bandwidth, which puts measured runs of MaxText in order;
@@ -56,7 +56,7 @@ class Choice:
     """A way to do attention, with what it costs a device in one forward pass."""
 
     strategy: str
-    layout: Layout
+    layout: SequenceLayout
     seconds: float
     compute_seconds: float
     """Of the slowest device, block by block; of a ring, hop by hop."""
@@ -67,14 +67,14 @@ class Choice:
 
 def layouts(
     length: int, degree: int, kinds: Iterable[str] = KINDS, documents: tuple[int, ...] | None = None
-) -> list[Layout]:
+) -> list[SequenceLayout]:
     """Every layout of a sequence over `degree` devices, for every Ulysses degree.
 
     Args:
         documents: their lengths, where they are known.
     """
     return [
-        Layout(length, degree // ulysses, ulysses, kind, documents)
+        SequenceLayout(length, degree // ulysses, ulysses, kind, documents)
         for ulysses, kind in itertools.product(divisors(degree), kinds)
         # one ring index has all positions, and one document is as a sequence is
         if kind == "contiguous" or (ulysses < degree and (kind != "documents" or documents))
@@ -82,7 +82,7 @@ def layouts(
 
 
 def choices(
-    layouts: Iterable[Layout],
+    layouts: Iterable[SequenceLayout],
     pattern: Pattern,
     heads: Heads,
     along: tuple[str, ...],
@@ -107,7 +107,7 @@ def choices(
 
 def weigh(
     strategy: str,
-    layout: Layout,
+    layout: SequenceLayout,
     pattern: Pattern,
     heads: Heads,
     along: tuple[str, ...],
@@ -115,7 +115,7 @@ def weigh(
     hardware: Slice,
 ) -> Choice:
     """What one strategy costs with one layout; see `choices`."""
-    embedding, factors = embed(hardware, mesh), calibration(hardware.generation.name)
+    embedding, factors = place_mesh(hardware, mesh), calibration(hardware.generation.name)
     ring, ulysses = layout.ring, layout.ulysses
     shard = layout.padded / (ring * ulysses)
     exchange = HeadCut(ulysses, heads.key_heads, heads.per_key_head)
@@ -146,7 +146,7 @@ def weigh(
     return Choice(strategy, layout, float(seconds), float(compute), float(received), float(held))
 
 
-def _strategies(layout: Layout) -> tuple[str, ...]:
+def _strategies(layout: SequenceLayout) -> tuple[str, ...]:
     """Those that have such a layout."""
     if layout.ulysses == 1:
         return "all_gather", "ring"

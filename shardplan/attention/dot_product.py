@@ -26,7 +26,7 @@ from shardplan.errors import ConfigError, nearest
 from shardplan.hardware import GIB, parse_slice
 from shardplan.plan.plan import BLOCKWISE, KERNELS
 from shardplan.positions.pattern import Pattern
-from shardplan.positions.sequence_layout import KINDS, Layout, hops
+from shardplan.positions.sequence_layout import KINDS, SequenceLayout, hops
 from shardplan.runtime.devices import slice_from
 
 STRATEGIES = ("all_gather", "ring", "ulysses", "hybrid", "auto")
@@ -45,7 +45,7 @@ def dot_product_attention(
     *,
     strategy: str = "auto",
     ulysses: int | None = None,
-    layout: str | Layout = "contiguous",
+    layout: str | SequenceLayout = "contiguous",
     prefix: int = 0,
     documents: Sequence[int] | None = None,
     axis_mapping: ResourceMapping | None = None,
@@ -77,11 +77,11 @@ def dot_product_attention(
             the devices along QPos. `auto` chooses it.
         layout: the order that positions are in already, of segment ids and explicit masks too; see
             `shardplan.positions.sequence_layout`. Causal offsets, windows and prefixes count positions of the sequence.
-            Of a kind that is not contiguous the length must be a multiple of the parts. A `Layout` is of queries and
-            keys as `shard_sequence` leaves them, padding included.
+            Of a kind that is not contiguous the length must be a multiple of the parts. A `SequenceLayout` is of
+            queries and keys as `shard_sequence` leaves them, padding included.
         prefix: with a causal mask, positions that all may attend to (a prefix LM); one number for all sequences.
         documents: lengths of the documents of every sequence, where they are known while tracing: they attend within
-            themselves, and what they make empty is not sent. A `Layout` has its own.
+            themselves, and what they make empty is not sent. A `SequenceLayout` has its own.
         axis_mapping: logical axis -> mesh axes; default: the current `hax.axis_mapping`.
         attention_dtype: type that query, key and value are cast to; sums are in float32 in any case.
         scaling_factor: of scores, known while tracing; default: 1 / sqrt(Key.size).
@@ -101,7 +101,7 @@ def dot_product_attention(
             lack, no heads to exchange, a mask or length that the splash kernel cannot do, or, for `auto`, hardware
             that is not known, or has too little memory.
     """
-    kind = layout.kind if isinstance(layout, Layout) else layout
+    kind = layout.kind if isinstance(layout, SequenceLayout) else layout
     given_of = {"strategy": (strategy, STRATEGIES), "layout": (kind, KINDS), "kernel": (kernel, KERNELS)}
     for name, (given, valid) in given_of.items():
         if given not in valid:
@@ -190,11 +190,11 @@ def _kernel(name: str, rule: Rule, queries: np.ndarray, ring: Ring, masks: Mappi
 
 
 def _orders(
-    layout: str | Layout, dims: Dims, ring: int, ulysses: int, documents: Sequence[int] | None
-) -> tuple[Layout, Layout]:
+    layout: str | SequenceLayout, dims: Dims, ring: int, ulysses: int, documents: Sequence[int] | None
+) -> tuple[SequenceLayout, SequenceLayout]:
     """The layouts of queries and keys."""
     axes = dims.queries, dims.keys
-    if isinstance(layout, Layout):
+    if isinstance(layout, SequenceLayout):
         if (layout.ring, layout.ulysses) != (ring, ulysses) or {axis.size for axis in axes} != {layout.padded}:
             unmapped = "" if ring * ulysses > 1 else f": no mesh axis of several devices is that of {axes[0].name}"
             raise ConfigError(
@@ -203,12 +203,12 @@ def _orders(
                 f"{unmapped}"
             )
         if documents is not None:
-            raise ConfigError("attention: a Layout has documents of its own; leave the others out")
+            raise ConfigError("attention: a SequenceLayout has documents of its own; leave the others out")
         return layout, layout
     known = None if documents is None else tuple(documents)
-    queries, keys = (Layout(axis.size, ring, ulysses, layout, known) for axis in axes)
+    queries, keys = (SequenceLayout(axis.size, ring, ulysses, layout, known) for axis in axes)
     if layout != "contiguous" and (queries.padded, keys.padded) != (queries.length, keys.length):
-        least = Layout(1, ring, ulysses, layout).padded
+        least = SequenceLayout(1, ring, ulysses, layout).padded
         raise ConfigError(f"attention layout {layout}: {axes[0].name} and {axes[1].name} must be multiples of {least}")
     return queries, keys
 
@@ -217,7 +217,7 @@ def _fastest(
     dims: Dims,
     local: Mapping[str, int],
     pattern: Pattern,
-    layout: str | Layout,
+    layout: str | SequenceLayout,
     documents: Sequence[int] | None,
     along: tuple[str, ...],
     mesh: Mapping[str, int],
@@ -249,7 +249,7 @@ def _fastest(
             f"attention strategy auto: hardware {chosen_for.name} has {chosen_for.devices} devices, the mesh {count}; "
             "name the slice of these, as in hardware='v5p-128'"
         )
-    if isinstance(layout, Layout):
+    if isinstance(layout, SequenceLayout):
         if layout.ring * layout.ulysses != degree:
             raise ConfigError(
                 f"attention: the layout is for ring {layout.ring} x ulysses {layout.ulysses}, here are {degree} devices"

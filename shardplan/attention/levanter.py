@@ -17,7 +17,7 @@ from levanter.models.olmo import Olmo2Attention
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError
 from shardplan.plan.plan import BLOCKWISE, UNCUT, Plan
-from shardplan.positions.sequence_layout import CONTIGUOUS, Layout
+from shardplan.positions.sequence_layout import CONTIGUOUS, SequenceLayout
 
 KNOWN = (Attention.__call__, Olmo2Attention.__call__)
 """What `SequenceParallel` does in place of; other subclasses do more, as with sinks."""
@@ -30,7 +30,7 @@ class Method:
     strategy: str
     ulysses: int | None = None
     kernel: str = BLOCKWISE
-    layout: Layout | None = None
+    layout: SequenceLayout | None = None
     """The order that positions are in; None where it is the sequence's."""
     hardware: str | None = None
     """Name of the slice, that the strategy `auto` needs."""
@@ -95,14 +95,14 @@ class SequenceParallel(Attention):
         return self.o_proj(out.flatten_axes(("kv_head", "q_heads_per_group"), "heads").astype(x.dtype))
 
 
-def ordered(module: Any, layout: Layout) -> Any:
+def ordered(module: Any, layout: SequenceLayout) -> Any:
     """`module` for sequences that are in the order of `layout`, whatever it makes of their positions.
 
     Raises:
         ConfigError: its attention takes another order, or other documents.
     """
     for node in filter(_is_attention, jax.tree.leaves(module, is_leaf=_is_attention)):
-        taken = (node.method.layout if isinstance(node, SequenceParallel) else None) or Layout(layout.padded)
+        taken = (node.method.layout if isinstance(node, SequenceParallel) else None) or SequenceLayout(layout.padded)
         if taken.documents != layout.documents or not np.array_equal(taken.order(), layout.order()):
             raise ConfigError(
                 f"the sequence is for {layout.described}, and attention of the model for {taken.described}; give both "

@@ -12,7 +12,7 @@ from levanter.layers.attention import AttentionMask
 from shardplan.attention.axes import Dims
 from shardplan.errors import ConfigError
 from shardplan.positions.pattern import PADDING, Pattern
-from shardplan.positions.sequence_layout import Layout, labels_of
+from shardplan.positions.sequence_layout import SequenceLayout, labels_of
 
 
 def pattern_of(mask: AttentionMask, prefix: int) -> Pattern:
@@ -31,7 +31,9 @@ def pattern_of(mask: AttentionMask, prefix: int) -> Pattern:
     return Pattern(mask.is_causal, offset, mask.sliding_window, int(prefix))
 
 
-def mask_arrays(mask: AttentionMask, prefix: int, dims: Dims, orders: Sequence[Layout]) -> Mapping[str, NamedArray]:
+def mask_arrays(
+    mask: AttentionMask, prefix: int, dims: Dims, orders: Sequence[SequenceLayout]
+) -> Mapping[str, NamedArray]:
     """What there is besides, by name.
 
     | name | axes | |

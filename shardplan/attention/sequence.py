@@ -16,7 +16,7 @@ from shardplan.attention.levanter import ordered
 from shardplan.errors import ConfigError
 from shardplan.model.forward import capped_logits
 from shardplan.positions.pattern import PADDING
-from shardplan.positions.sequence_layout import Layout, labels_of
+from shardplan.positions.sequence_layout import SequenceLayout, labels_of
 
 POSITION, KEYS = "position", "key_position"
 
@@ -33,10 +33,10 @@ class CutSequence(eqx.Module):
     loss_mask: NamedArray
     """[..., position]: the loss counts; 0 of padding, and of the last, which nothing follows."""
     mask: AttentionMask
-    layout: Layout = eqx.field(static=True)
+    layout: SequenceLayout = eqx.field(static=True)
 
 
-def shard_sequence(example: LmExample, layout: Layout) -> CutSequence:
+def shard_sequence(example: LmExample, layout: SequenceLayout) -> CutSequence:
     """`example` in the order of `layout`, filled up to its padded length.
 
     Targets are taken before the sequence is cut: afterwards the next element is another token's, or another device's.
@@ -71,7 +71,7 @@ def shard_sequence(example: LmExample, layout: Layout) -> CutSequence:
     )
 
 
-def in_order(x: NamedArray, layout: Layout) -> NamedArray:
+def in_order(x: NamedArray, layout: SequenceLayout) -> NamedArray:
     """The inverse for one array [..., position, ...]: in the sequence's order, without padding."""
     return x.take(POSITION, hax.named(jnp.asarray(layout.places()), POSITION))
 
@@ -107,7 +107,7 @@ def next_token_losses(module: Any, sequence: CutSequence, soft_cap: float | None
     )
 
 
-def _known(layout: Layout, segments: NamedArray) -> bool:
+def _known(layout: SequenceLayout, segments: NamedArray) -> bool:
     """Whether the layout knows the documents, so that attention needs no ids for them."""
     labels = labels_of(layout)
     if labels is None:

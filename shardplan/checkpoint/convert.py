@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.checkpoint.save import CONFIG, new_target, save_levanter, save_pretrained
-from shardplan.checkpoint.session import Planned, start
+from shardplan.checkpoint.session import Session, prepare
 from shardplan.config import Config
 from shardplan.runtime.devices import is_first_process
 from shardplan.search.make_plan import with_plan
@@ -29,21 +29,21 @@ def convert(config: Config, to: str) -> str:
     """
     is_levanter = config.format == "levanter"
     target = new_target(to, is_levanter)  # before what takes long
-    planned = start(*with_plan(config))
-    settings = _config_json(planned)
-    module, program = planned.load(planned.model.template)
+    session = prepare(*with_plan(config))
+    settings = _config_json(session)
+    module, program = session.load(session.model.template)
     if is_levanter:
         save_levanter(module, to, settings)
     else:
-        others = _others(planned.folder) if is_first_process() else {}
+        others = _others(session.folder) if is_first_process() else {}
         save_pretrained(module, to, settings, program, others)
-    return f"{planned.folder.ref} written to {target.ref}: {config.format}, {planned.plan.workload.param_dtype}"
+    return f"{session.folder.ref} written to {target.ref}: {config.format}, {session.plan.workload.param_dtype}"
 
 
-def _config_json(planned: Planned) -> dict[str, Any]:
+def _config_json(session: Session) -> dict[str, Any]:
     """The config.json that the model is built from, as it is written."""
-    path = planned.config.model.config
-    text = Path(path).read_bytes() if path is not None else read_bytes(planned.folder, CONFIG)
+    path = session.config.model.config
+    text = Path(path).read_bytes() if path is not None else read_bytes(session.folder, CONFIG)
     found: dict[str, Any] = json.loads(text or b"")
     return found
 

@@ -26,7 +26,7 @@ from shardplan.checkpoint.transfer.schedule import (
 )
 from shardplan.checkpoint.transfer.stream import transfer_limits, travelling
 from shardplan.config import Config
-from shardplan.hardware import GIB, Slice, embed, parse_slice
+from shardplan.hardware import GIB, Slice, parse_slice, place_mesh
 from shardplan.model import Model, read_config
 from shardplan.plan.plan import Plan
 from shardplan.storage import open_folder
@@ -103,7 +103,7 @@ def forecast(config: Config, plan: Plan, model: Model) -> Forecast:
     wanted = np.dtype(jnp.dtype(plan.workload.param_dtype))
     _, views, specs = in_stored_order(program.views, array_specs(model.template, plan.param_mapping, program))
     sources = {name: Source(*places[name], types[name].itemsize) for name in program.tensors}
-    fleet = Fleet(tuple(plan.mesh.items()), tuple(embed(hardware, plan.mesh).hosts()))
+    fleet = Fleet(tuple(plan.mesh.items()), tuple(place_mesh(hardware, plan.mesh).hosts()))
     bandwidth = _network_bandwidth(hardware)
     itemsizes = {path: travelling(view, types, wanted).itemsize for path, view in views.items()}
     limits = transfer_limits(int(config.load.gib * GIB), hardware.is_cpu)

@@ -29,7 +29,7 @@ from shardplan.model.axes import named_leaves
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh
-from shardplan.runtime.peers import watched
+from shardplan.runtime.process_group import watched
 from shardplan.storage import Folder, open_folder
 
 
@@ -125,13 +125,13 @@ def stream_checkpoint(
     """What `stream_model` gives, and how it was made of the checkpoint's tensors."""
     if checksum:
         folder = CheckedFolder(folder)
-    with watched() as peers:
-        tensors, program = peers.agree("checkpoint", lambda: validated(template, folder), _versions)
+    with watched() as processes:
+        tensors, program = processes.agree("checkpoint", lambda: validated(template, folder), _versions)
         specs = _best_effort_specs(mesh, program) if mapping is None else array_specs(template, mapping, program)
         dtypes = _dtypes(program, tensors, dtype)
-        arrays = stream_arrays(program.views, tensors, mesh, specs, dtypes, peers, budget)
+        arrays = stream_arrays(program.views, tensors, mesh, specs, dtypes, processes, budget)
         if checksum:
-            check_files(tensors.values(), peers)
+            check_files(tensors.values(), processes)
 
     def fill(path: tuple[Any, ...], leaf: Any) -> Any:
         array = arrays.get(jax.tree_util.keystr(path).lstrip("."))

@@ -32,7 +32,7 @@ from shardplan.checkpoint.mapping.views import Piece, Shape
 from shardplan.errors import CheckpointError, ConfigError, one_line
 from shardplan.model.axes import named_leaves
 from shardplan.runtime.devices import is_first_process
-from shardplan.runtime.peers import Peers, watched
+from shardplan.runtime.process_group import ProcessGroup, watched
 from shardplan.runtime.progress import progress_bar
 from shardplan.storage.writing import Target
 
@@ -99,15 +99,15 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
     """
     # Levanter's `load_checkpoint` reads arrays only, and switches that are Python's cannot be written by processes
     tree = {"model": eqx.filter(model, eqx.is_array)}
-    with watched() as peers:
-        target = _claimed(ref, config, peers, is_levanter=True)
+    with watched() as processes:
+        target = _claimed(ref, config, processes, is_levanter=True)
         manager = GlobalAsyncCheckpointManager(timeout_secs=LONGEST)
         try:
             save_checkpoint(tree, step=0, checkpoint_path=target.ref, manager=manager, is_temporary=False)
             manager.wait_until_finished()
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"{target.ref} cannot be written to: {one_line(error)}") from error
-        peers.gather("saved", None)
+        processes.gather("saved", None)
 
 
 def save_pretrained(
@@ -134,32 +134,32 @@ def save_pretrained(
     tensors = stored_tensors(model, program)
     key = "dtype" if "dtype" in config else "torch_dtype"
     settings = {**config, key: str(next(iter(tensors.values())).dtype)}
-    with watched() as peers:
-        target = _claimed(ref, settings, peers)
-        files = split({name: tensor.nbytes for name, tensor in tensors.items()}, peers.count)
-        _write_files(target, files, tensors, peers)
-        peers.gather("written", None)
+    with watched() as processes:
+        target = _claimed(ref, settings, processes)
+        files = split({name: tensor.nbytes for name, tensor in tensors.items()}, processes.count)
+        _write_files(target, files, tensors, processes)
+        processes.gather("written", None)
         if is_first_process():
             for name, text in {**(others or {}), **_index(files, tensors)}.items():
                 _write(target, name, text)
-        peers.gather("whole", None)
-        peers.agree(
+        processes.gather("whole", None)
+        processes.agree(
             "result", lambda: check_tensors(read_index(target.folder()), program.tensors, target.ref), lambda _: {}
         )
 
 
-def _claimed(ref: str, config: Mapping[str, Any], peers: Peers, is_levanter: bool = False) -> Target:
+def _claimed(ref: str, config: Mapping[str, Any], processes: ProcessGroup, is_levanter: bool = False) -> Target:
     """A new target, with its config.json, once all processes see that; each may have a disk of its own by that name."""
-    target = peers.agree("target", lambda: new_target(ref, is_levanter), lambda _: {})
+    target = processes.agree("target", lambda: new_target(ref, is_levanter), lambda _: {})
     if is_first_process():
         _write(target, CONFIG, json.dumps(config, indent=2).encode())
-    peers.gather("claimed", None)
+    processes.gather("claimed", None)
 
     def see() -> None:
         if not target.holds(CONFIG):
             raise ConfigError(f"{target.ref} is another folder there than for process 0; give all processes one folder")
 
-    peers.agree("sight", see, lambda _: {})
+    processes.agree("sight", see, lambda _: {})
     return target
 
 
@@ -221,13 +221,15 @@ def header(tensors: Mapping[str, Stored]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_files(target: Target, files: Mapping[str, list[str]], tensors: Mapping[str, Stored], peers: Peers) -> None:
+def _write_files(
+    target: Target, files: Mapping[str, list[str]], tensors: Mapping[str, Stored], processes: ProcessGroup
+) -> None:
     """Each process one file at a time: all gather a tensor of each of these files in turn."""
     names = [*files]
     with progress_bar(sum(tensor.nbytes for tensor in tensors.values()), "saving", "B") as bar:
-        for first in range(0, len(names), peers.count):
-            group = names[first : first + peers.count]
-            mine = group[peers.here] if peers.here < len(group) else None
+        for first in range(0, len(names), processes.count):
+            group = names[first : first + processes.count]
+            mine = group[processes.here] if processes.here < len(group) else None
             with target.create(mine) if mine else nullcontext() as writer, ThreadPoolExecutor(1) as pool:
                 writing: deque[Future[int]] = deque()
                 if writer is not None and mine is not None:

@@ -18,7 +18,7 @@ from shardplan.storage import Folder, open_folder
 
 
 @dataclass(frozen=True)
-class Planned:
+class Session:
     """A checkpoint, and how it is to rest on the devices of this run."""
 
     config: Config
@@ -37,7 +37,7 @@ class Planned:
         return stream_checkpoint(template, self.folder, self.mesh, mapping, dtype, budget, config.checksum)
 
 
-def start(config: Config, given: Plan | None) -> Planned:
+def prepare(config: Config, given: Plan | None) -> Session:
     """Start JAX on the configured slice, and plan; `given` is used instead of a new plan.
 
     Raises:
@@ -52,4 +52,4 @@ def start(config: Config, given: Plan | None) -> Planned:
     model = build_model(read_config(config.model.config, folder), config.workload.position)
     plan = given or make_plan(config, model)
     check_model(plan, model)
-    return Planned(config, folder, model, plan, make_mesh(hardware, plan.mesh))
+    return Session(config, folder, model, plan, make_mesh(hardware, plan.mesh))

@@ -8,15 +8,14 @@ from collections.abc import Iterable, Iterator
 from math import prod
 
 from shardplan.cost.collectives import Traffic, all_gather, all_reduce, all_to_all, permute, reduce_scatter
-from shardplan.cost.sharding import Layout
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.plan.plan import BLOCKWISE, GATHERED, SPLASH, UNCUT
 from shardplan.positions.heads import HeadCut
-from shardplan.positions.sequence_layout import KERNEL_BLOCK, attended, hops
-from shardplan.positions.sequence_layout import Layout as Order
+from shardplan.positions.sequence_layout import KERNEL_BLOCK, SequenceLayout, attended, hops
 from shardplan.program.fusion import is_scores
 from shardplan.program.named_arrays import SECOND, Array
-from shardplan.program.tasks import Item, Task, sums_queries
+from shardplan.program.tasks import LiveBuffer, Task, sums_queries
 
 KERNEL_LANES = 128
 """Attention kernels take positions that are multiples of this, and Levanter's head sizes too."""
@@ -32,13 +31,13 @@ and the sum, and the sums of weights, that kernels write 128 times over. As elem
 longer than at HBM bandwidth."""
 
 
-def has_kernel(task: Task, layout: Layout) -> bool:
+def has_kernel(task: Task, layout: ShardingAssignment) -> bool:
     """Whether a kernel can do attention on each device alone: with all keys, and each query head's key head.
 
     Of the axes of scores those may be cut that keys have too, and, of shardplan's attention, positions: a cut of the
     query heads of a group alone would pair them with the wrong key heads.
     """
-    if layout.habits.plain_attention:
+    if layout.quirks.plain_attention:
         return False
     keys, scores, positions = _keys(task), _scores(task), _positions(task)
     is_own = layout.attention.strategy != UNCUT
@@ -57,13 +56,13 @@ def has_kernel(task: Task, layout: Layout) -> bool:
     )
 
 
-def kernel_of(tasks: Iterable[Task], layout: Layout) -> str:
+def kernel_of(tasks: Iterable[Task], layout: ShardingAssignment) -> str:
     """What does the attention among some tasks: splash, where it can do all of it."""
     attention = [task for task in tasks if task.kind == "attention"]
     return SPLASH if attention and all(has_kernel(task, layout) for task in attention) else BLOCKWISE
 
 
-def unmasked(task: Task, layout: Layout) -> float:
+def unmasked(task: Task, layout: ShardingAssignment) -> float:
     """The part of its scores that the mask leaves to the device with most of them, block by block.
 
     With heads that are nobody's, where they are not as many as the devices that share them.
@@ -71,13 +70,13 @@ def unmasked(task: Task, layout: Layout) -> float:
     return _heads(task, layout).padding * attended(_order(task, layout), layout.pattern, layout.attention.gathers)
 
 
-def score_bytes(task: Task, layout: Layout) -> float:
+def score_bytes(task: Task, layout: ShardingAssignment) -> float:
     """What attention without a kernel reads and writes of scores, per execution."""
     scores = _scores(task)
     return SCORE_PASSES * FLOAT32 * scores.elements / layout.parts(scores, layout.compute)
 
 
-def merged_bytes(task: Task, layout: Layout) -> float:
+def merged_bytes(task: Task, layout: ShardingAssignment) -> float:
     """What a device writes and reads, over all executions, to add up the outputs of the hops of a ring."""
     if is_scores(task.results[0]) or layout.attention.gathers:
         return 0.0
@@ -86,7 +85,7 @@ def merged_bytes(task: Task, layout: Layout) -> float:
     return task.times * _hops(task, layout) * MERGE_PASSES * output
 
 
-def held_bytes(item: Item, layout: Layout) -> float:
+def extra_attention_bytes(item: LiveBuffer, layout: ShardingAssignment) -> float:
     """What a device has for attention beside queries, its own part of values, and outputs where these are made.
 
     Gathered keys and values come of copies in another order. A ring has the next ones beside those that it has, the
@@ -108,7 +107,7 @@ def held_bytes(item: Item, layout: Layout) -> float:
     return queries + (1 + gradient) * own
 
 
-def collectives(task: Task, layout: Layout) -> Iterator[Traffic]:
+def collectives(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
     """Those of keys and values of other positions, of their gradients, and of sums over what is cut besides."""
     positions, is_own = _positions(task), layout.attention.strategy != UNCUT
     along = next((layout.compute[name] for name in positions if name in layout.compute), ())
@@ -122,7 +121,7 @@ def collectives(task: Task, layout: Layout) -> Iterator[Traffic]:
         yield from _sequence_parallel(task, layout, along)
 
 
-def _sequence_parallel(task: Task, layout: Layout, axes: MeshAxes) -> Iterator[Traffic]:
+def _sequence_parallel(task: Task, layout: ShardingAssignment, axes: MeshAxes) -> Iterator[Traffic]:
     """What crosses the mesh axes that cut positions.
 
     The backward pass has keys and values, where they are gathered or exchanged, from the forward pass (or from this
@@ -152,7 +151,7 @@ def _sequence_parallel(task: Task, layout: Layout, axes: MeshAxes) -> Iterator[T
         yield permute(there, around, task.times * _hops(task, layout), "keys and values going round")
 
 
-def _heads(task: Task, layout: Layout) -> HeadCut:
+def _heads(task: Task, layout: ShardingAssignment) -> HeadCut:
     """Heads of one device, and how they are exchanged for positions."""
     keys, scores = _keys(task), _scores(task)
     others = _positions(task) | {*layout.activation_axes}
@@ -164,16 +163,16 @@ def _heads(task: Task, layout: Layout) -> HeadCut:
     return HeadCut(layout.attention.ulysses, in_keys, prod(local.values()) // in_keys)
 
 
-def _order(task: Task, layout: Layout) -> Order:
+def _order(task: Task, layout: ShardingAssignment) -> SequenceLayout:
     """Which positions each device has."""
     method, positions = layout.attention, _positions(task)
     length = max(size for name, size in _scores(task).factors if name in positions)
     if method.strategy == UNCUT:
-        return Order(length, max(mesh_size(layout.mesh, layout.compute.get(name, ())) for name in positions))
+        return SequenceLayout(length, max(mesh_size(layout.mesh, layout.compute.get(name, ())) for name in positions))
     return method.order(length)
 
 
-def _hops(task: Task, layout: Layout) -> int:
+def _hops(task: Task, layout: ShardingAssignment) -> int:
     """How often keys go on."""
     order = _order(task, layout)
     return len(hops(order, order, layout.pattern)) - 1

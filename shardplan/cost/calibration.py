@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 
-from shardplan.cost.sharding import Habits
+from shardplan.cost.sharding import CompilerQuirks
 from shardplan.hardware import GIB, Slice
 
 FILE = "calibration.json"
@@ -34,7 +34,7 @@ class Calibration:
     """Part of a product's time in which a gather of its weights can hide."""
     memory_error: float = 0.0
     """Part of the memory that is kept free for the error of the estimated peak."""
-    habits: Habits = field(default_factory=Habits)
+    quirks: CompilerQuirks = field(default_factory=CompilerQuirks)
 
 
 @cache
@@ -42,7 +42,7 @@ def calibration(generation: str) -> Calibration:
     """The factors of a generation; the rooflines themselves for one that has not been fitted, such as CPUs."""
     text = resources.files("shardplan.cost").joinpath(FILE).read_text(encoding="utf-8")
     values = json.loads(text).get(generation, {})
-    return Calibration(**{**values, "habits": Habits(**values.get("habits", {}))})
+    return Calibration(**{**values, "quirks": CompilerQuirks(**values.get("quirks", {}))})
 
 
 def usable_bytes(hardware: Slice) -> float:
@@ -50,6 +50,6 @@ def usable_bytes(hardware: Slice) -> float:
     return hardware.generation.hbm_gib * GIB * (1 - calibration(hardware.generation.name).memory_error)
 
 
-def habits(hardware: Slice) -> Habits:
+def quirks(hardware: Slice) -> CompilerQuirks:
     """What the compiler for `hardware` does."""
-    return replace(calibration(hardware.generation.name).habits, plain_attention=hardware.is_cpu)
+    return replace(calibration(hardware.generation.name).quirks, plain_attention=hardware.is_cpu)

@@ -13,7 +13,7 @@ from shardplan.cost import attention
 from shardplan.cost.collectives import Traffic, all_gather, all_reduce, all_to_all, reduce_scatter
 from shardplan.cost.lookup import lookup
 from shardplan.cost.matmul import NO_PRODUCT, Product, product
-from shardplan.cost.sharding import Gather, Layout
+from shardplan.cost.sharding import Gather, ShardingAssignment
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.program.fusion import is_scores
 from shardplan.program.named_arrays import Array
@@ -24,7 +24,7 @@ GATHER = "weights of"
 
 
 @dataclass(frozen=True)
-class Share:
+class DeviceCost:
     """What one device has of a task, over all its executions."""
 
     product: Product
@@ -43,13 +43,13 @@ class Share:
     """Of attention: the part of its scores that the mask leaves to the device with most of them."""
 
 
-def share(task: Task, layout: Layout, least: Share | None = None) -> Share:
+def device_cost(task: Task, layout: ShardingAssignment, least: DeviceCost | None = None) -> DeviceCost:
     """One device's part of `task`.
 
     Args:
-        least: `least_share` of a layout that differs in how parameters rest, where it is known already.
+        least: `device_cost_lower_bound` of a layout that differs in how parameters rest, where it is known already.
     """
-    least = least or least_share(task, layout)
+    least = least or device_cost_lower_bound(task, layout)
     if task.kind not in RESTING:
         return least
     gathers = [(array, gather) for array in task.operands if (gather := gather_of(array, task, layout))]
@@ -61,23 +61,23 @@ def share(task: Task, layout: Layout, least: Share | None = None) -> Share:
     return replace(least, product=mine, rearranged_bytes=rearranged, own_bytes=own, traffic=traffic)
 
 
-def least_share(task: Task, layout: Layout) -> Share:
+def device_cost_lower_bound(task: Task, layout: ShardingAssignment) -> DeviceCost:
     """What a device has of `task` at least, however parameters rest."""
     moved = sum(
         layout.bytes(array, layout.compute) for array in (*task.operands, *task.results) if not is_scores(array)
     )
     traffic = _sent(COMPUTING[task.kind](task, layout)) if task.kind in COMPUTING else ()
     if task.kind not in ("contraction", "attention"):
-        return Share(NO_PRODUCT, task.times * moved, traffic)
+        return DeviceCost(NO_PRODUCT, task.times * moved, traffic)
     if task.groups > 1:  # what is computed follows from how the parameters rest, cut by all devices at best
         whole = product(task, replace(layout, params={}))
         mine = replace(whole, count=whole.count / math.prod(layout.mesh.values()))
     else:
         mine = product(task, layout)
     if task.kind == "contraction":
-        return Share(mine, task.times * moved, traffic)
+        return DeviceCost(mine, task.times * moved, traffic)
     is_kernel = attention.has_kernel(task, layout)
-    return Share(
+    return DeviceCost(
         mine,
         task.times * (moved if is_kernel else moved + attention.score_bytes(task, layout)),
         traffic,
@@ -91,7 +91,7 @@ def _sent(traffic: Iterator[Traffic]) -> tuple[Traffic, ...]:
     return tuple(each for each in traffic if each.bytes > 0)
 
 
-def weight_bytes(task: Task, layout: Layout) -> float:
+def weight_bytes(task: Task, layout: ShardingAssignment) -> float:
     """Of the parameters that a product is the first to use, on a device while computing, over all executions."""
     if task.kind != "contraction" or task.groups > 1:
         return 0.0
@@ -100,13 +100,13 @@ def weight_bytes(task: Task, layout: Layout) -> float:
     )
 
 
-def gather_of(array: Array, task: Task, layout: Layout) -> Gather | None:
+def gather_of(array: Array, task: Task, layout: ShardingAssignment) -> Gather | None:
     """How an operand is gathered here, where it is a parameter that is neither used as it rests nor there already."""
     is_new = array.weight is not None and array.weight in task.fresh and task.groups == 1
     return layout.gather(array) if is_new else None
 
 
-def _grouped(task: Task, layout: Layout) -> Iterator[Traffic]:
+def _grouped(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
     """A product with a matrix for every group of rows (experts): rows are whole, and parameters used as they rest."""
     if all(array.weight is None for array in task.operands):
         return  # the gradient of the parameters, each device its part
@@ -121,7 +121,7 @@ def _grouped(task: Task, layout: Layout) -> Iterator[Traffic]:
         yield all_gather(layout.bytes(result, layout.compute), layout, spread, task.times, f"result of {task.cause}")
 
 
-def _sum(task: Task, layout: Layout) -> Iterator[Traffic]:
+def _sum(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
     """The gradient of what a shard_map takes whole: every device has a part of the sum."""
     everywhere = tuple(axis for axis, size in layout.mesh.items() if size > 1)
     if everywhere:
@@ -129,7 +129,7 @@ def _sum(task: Task, layout: Layout) -> Iterator[Traffic]:
         yield all_reduce(size, layout, everywhere, task.times, f"sums of {task.cause}")
 
 
-def _contraction(task: Task, layout: Layout) -> Iterator[Traffic]:
+def _contraction(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
     if task.groups > 1:
         return
     for operand in task.operands:
@@ -141,7 +141,7 @@ def _contraction(task: Task, layout: Layout) -> Iterator[Traffic]:
         yield all_reduce(size, layout, partial, task.times, f"partial sums of {task.cause}")
 
 
-def _parameters(task: Task, layout: Layout) -> Iterator[Traffic]:
+def _parameters(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
     """Parameters of a product, and what becomes a gradient."""
     if task.groups > 1:
         yield from _grouped(task, layout)
@@ -166,12 +166,12 @@ def _parameters(task: Task, layout: Layout) -> Iterator[Traffic]:
         yield all_reduce(size / mesh_size(layout.mesh, scattered), layout, summed, task.times, cause)
 
 
-def _partial(task: Task, layout: Layout) -> MeshAxes:
+def _partial(task: Task, layout: ShardingAssignment) -> MeshAxes:
     """Mesh axes along which devices have partial sums of a result, to be added up here."""
     return layout.mesh_axes(task.contracted) if task.completes else ()
 
 
-def _flattened(task: Task, operand: Array, layout: Layout) -> Iterator[Traffic]:
+def _flattened(task: Task, operand: Array, layout: ShardingAssignment) -> Iterator[Traffic]:
     """An operand with merged axes: a cut of the major one stays in place where the whole is cut alike."""
     for dim in operand.dims:
         whole = next((name for name, parts in layout.merged.items() if parts == dim), None)
@@ -183,7 +183,7 @@ def _flattened(task: Task, operand: Array, layout: Layout) -> Iterator[Traffic]:
             yield all_gather(size, layout, cut, task.times, f"{whole} of {task.cause} cut differently before")
 
 
-def _lookup(task: Task, layout: Layout) -> Iterator[Traffic]:
+def _lookup(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
     """A lookup in a cut table."""
     table, result = task.operands[0], task.results[0]
     if table.weight is None:
@@ -201,7 +201,7 @@ def _lookup(task: Task, layout: Layout) -> Iterator[Traffic]:
         yield all_gather(way.turned, layout, way.columns, task.times, cause)
 
 
-def _update(task: Task, layout: Layout) -> Iterator[Traffic]:
+def _update(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
     """The gradient of a lookup."""
     result, rows = task.results[0], task.operands[-1]
     if not layout.rests(result):
@@ -222,7 +222,7 @@ def _update(task: Task, layout: Layout) -> Iterator[Traffic]:
         yield all_reduce(layout.bytes(result), layout, summed, task.times, cause)
 
 
-def _reshard(task: Task, layout: Layout) -> Iterator[Traffic]:
+def _reshard(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
     """What was cut and is whole from here on."""
     before, after = task.operands[0], task.results[0]
     kept = {axis for axes in layout.cut(after, layout.compute) for axis in axes}

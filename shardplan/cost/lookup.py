@@ -7,7 +7,7 @@ all cuts of rows, columns, and tokens by three mesh axes.
 import math
 from dataclasses import dataclass
 
-from shardplan.cost.sharding import Layout
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.program.named_arrays import Array
 
@@ -45,7 +45,7 @@ class Lookup:
         return max(summed, self.found + self.together, self.together + self.turned)
 
 
-def lookup(table: Array, result: Array, layout: Layout) -> Lookup:
+def lookup(table: Array, result: Array, layout: ShardingAssignment) -> Lookup:
     """How `result` (tokens and columns) is found in `table` (rows and columns), which rests cut."""
     own = layout.bytes(result, layout.compute)
     if table.weight is None:
@@ -77,7 +77,7 @@ def lookup(table: Array, result: Array, layout: Layout) -> Lookup:
     return Lookup(gathered, size, rows, found, shared, together, columns, turned, by_turning)
 
 
-def _sharing(rows: MeshAxes, columns: MeshAxes, busy: MeshAxes, layout: Layout) -> float:
+def _sharing(rows: MeshAxes, columns: MeshAxes, busy: MeshAxes, layout: ShardingAssignment) -> float:
     """How many times its own tokens a device looks up."""
     met = tuple(axis for axis in busy if axis in (*rows, *columns))
     if columns or not met:
@@ -86,18 +86,18 @@ def _sharing(rows: MeshAxes, columns: MeshAxes, busy: MeshAxes, layout: Layout) 
     return mesh_size(layout.mesh, busy) * mesh_size(layout.mesh, rows) / math.prod(layout.mesh.values())
 
 
-def _tokens_cut(table: Array, result: Array, layout: Layout) -> list[MeshAxes]:
+def _tokens_cut(table: Array, result: Array, layout: ShardingAssignment) -> list[MeshAxes]:
     """Mesh axes of every dimension of the tokens that is cut."""
     factors = (factor for factor in result.factors if factor[0] not in table.axes)
     return [axes for factor in factors if (axes := _several(layout.mesh_axes((factor,)), layout))]
 
 
-def _several(axes: MeshAxes, layout: Layout) -> MeshAxes:
+def _several(axes: MeshAxes, layout: ShardingAssignment) -> MeshAxes:
     """Those of several devices."""
     return tuple(axis for axis in axes if layout.mesh[axis] > 1)
 
 
-def _table_cuts(table: Array, result: Array, layout: Layout) -> tuple[MeshAxes, MeshAxes]:
+def _table_cuts(table: Array, result: Array, layout: ShardingAssignment) -> tuple[MeshAxes, MeshAxes]:
     """Mesh axes that cut the rows and the columns of a table at rest."""
     kept = set(result.axes)
     rows = layout.mesh_axes(tuple(f for f in table.factors if f[0] not in kept), layout.params)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from shardplan.cost.sharding import Layout
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.plan.mapping import mesh_size
 from shardplan.program.tasks import Task
 
@@ -43,7 +43,7 @@ def _filled(size: int, unit: int) -> int:
 NO_PRODUCT = Product(0.0, 0.0, 0.0, 0.0)
 
 
-def product(task: Task, layout: Layout) -> Product:
+def product(task: Task, layout: ShardingAssignment) -> Product:
     """One device's part of the product that `task` is."""
     mapping = layout.params if task.groups > 1 else layout.compute
     used: set[str] = set()

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from shardplan.cost.calibration import Calibration
 from shardplan.cost.collectives import Traffic
-from shardplan.cost.gspmd import GATHER, Share, share
-from shardplan.cost.sharding import Layout
-from shardplan.hardware import Slice, embed
+from shardplan.cost.gspmd import GATHER, DeviceCost, device_cost
+from shardplan.cost.sharding import ShardingAssignment
+from shardplan.hardware import Slice, place_mesh
 from shardplan.model import Model
 from shardplan.plan.mapping import MeshShape
 from shardplan.plan.workload import Workload
@@ -39,10 +39,10 @@ class Seconds:
 
 def transfer_seconds(traffic: Traffic, hardware: Slice, mesh: MeshShape) -> float:
     """On the links where the mesh axes lie (shardplan.hardware.mesh_placement)."""
-    return embed(hardware, mesh).seconds(traffic.kind, traffic.mesh_axes, traffic.bytes, traffic.count)
+    return place_mesh(hardware, mesh).seconds(traffic.kind, traffic.mesh_axes, traffic.bytes, traffic.count)
 
 
-def compute_seconds(task: Task, mine: Share, hardware: Slice, calibration: Calibration) -> float:
+def compute_seconds(task: Task, mine: DeviceCost, hardware: Slice, calibration: Calibration) -> float:
     """What the device works on its share."""
     generation = hardware.generation
     moving = mine.memory_bytes / generation.hbm_bandwidth
@@ -59,7 +59,7 @@ def compute_seconds(task: Task, mine: Share, hardware: Slice, calibration: Calib
     return calibration.elementwise * moving
 
 
-def task_seconds(task: Task, mine: Share, hardware: Slice, mesh: MeshShape, calibration: Calibration) -> Seconds:
+def task_seconds(task: Task, mine: DeviceCost, hardware: Slice, mesh: MeshShape, calibration: Calibration) -> Seconds:
     """One task."""
     compute = compute_seconds(task, mine, hardware, calibration)
     waiting = 0.0
@@ -77,11 +77,11 @@ def task_seconds(task: Task, mine: Share, hardware: Slice, mesh: MeshShape, cali
 
 
 def step_tasks(
-    step: Step, layout: Layout, hardware: Slice, calibration: Calibration
-) -> Iterator[tuple[Task, Share, Seconds]]:
+    step: Step, layout: ShardingAssignment, hardware: Slice, calibration: Calibration
+) -> Iterator[tuple[Task, DeviceCost, Seconds]]:
     """Every task with one device's share and its time; these add up."""
     for task in step.tasks:
-        mine = share(task, layout)
+        mine = device_cost(task, layout)
         yield task, mine, task_seconds(task, mine, hardware, layout.mesh, calibration)
 
 
@@ -92,9 +92,9 @@ def model_flops(model: Model, workload: Workload) -> float:
     """
     forward = replace(workload, kind="eval", microbatches=1) if workload.is_training else workload
     step = plan_step(model, forward)
-    nowhere = Layout({}, {}, {}, step.merged, step.activation_axes)
+    nowhere = ShardingAssignment({}, {}, {}, step.merged, step.activation_axes)
     needed = step.pattern.density(workload.position)
     flops = sum(
-        share(task, nowhere).product.flops * (needed if task.kind == "attention" else 1.0) for task in step.tasks
+        device_cost(task, nowhere).product.flops * (needed if task.kind == "attention" else 1.0) for task in step.tasks
     )
     return 3 * flops if workload.is_training else flops

@@ -15,7 +15,7 @@ REARRANGED_COPIES = 2
 
 
 @dataclass(frozen=True)
-class Habits:
+class CompilerQuirks:
     """What the compiler of a generation does beyond the partitioner's rules."""
 
     gathers_become_sums_from: int | None = None
@@ -44,7 +44,7 @@ class Gather(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardingAssignment:
     """A mesh with the mappings of logical axes: while computing, and of parameters at rest."""
 
     mesh: MeshShape
@@ -52,7 +52,7 @@ class Layout:
     params: AxisMapping
     merged: Mapping[str, Dim]
     activation_axes: tuple[str, ...]
-    habits: Habits = Habits()
+    quirks: CompilerQuirks = CompilerQuirks()
     attention: AttentionPlan = field(default_factory=AttentionPlan)
     pattern: Pattern = CAUSAL
     """Of attention's mask."""
@@ -66,7 +66,7 @@ class Layout:
 
     def sums_to_gather(self, axes: MeshAxes) -> bool:
         """Whether a gather over `axes` is written as a sum."""
-        least = self.habits.gathers_become_sums_from
+        least = self.quirks.gathers_become_sums_from
         return least is not None and self.is_whole(axes) and mesh_size(self.mesh, axes) >= least
 
     def rests(self, array: Array) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from shardplan.checkpoint.session import start
+from shardplan.checkpoint.session import prepare
 from shardplan.config import Config
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.eval.documents import Document, make_windows
@@ -31,10 +31,10 @@ def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Calla
     config, given = with_plan(config)
     if config.workload.kind != "eval":
         raise ConfigError(f"workload.kind is {config.workload.kind}; eval runs plans for evaluation, set it to eval")
-    planned = start(config, given)
-    folder, plan = planned.folder, planned.plan
+    session = prepare(config, given)
+    folder, plan = session.folder, session.plan
     on_plan(plan)
-    model = specialize(planned.model, plan)
+    model = specialize(session.model, plan)
     windows = make_windows(documents, load_encoder(folder), plan.workload.position, plan.workload.batch)
     largest = int(windows.tokens.max())
     if largest >= model.vocab.size:
@@ -43,9 +43,9 @@ def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Calla
             "it is another model's tokenizer"
         )
     started = time.perf_counter()
-    module, _ = planned.load(model.template)
+    module, _ = session.load(model.template)
     load_seconds = time.perf_counter() - started
-    measured = evaluate(module, model, plan, planned.mesh, windows)
+    measured = evaluate(module, model, plan, session.mesh, windows)
     summary = summarize(documents, windows, measured.losses)
     return {
         "total": {

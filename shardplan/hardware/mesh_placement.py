@@ -40,7 +40,7 @@ _DIGITS = 6
 """Decimals, of a link's bandwidth, to which the times of embeddings are compared."""
 
 
-class Embedding:
+class MeshPlacement:
     """A mesh on the devices of a slice, or of several."""
 
     def __init__(
@@ -135,13 +135,13 @@ class Embedding:
         latency = rounds * HOP_SECONDS * sum(span.hops for span in spans)
         return Cost(within + across * self.network_seconds, latency, links)
 
-    def _around(self, mesh_axes: tuple[str, ...]) -> "Embedding":
+    def _around(self, mesh_axes: tuple[str, ...]) -> "MeshPlacement":
         """Of the devices those that meet on the links of these axes: in the other dimensions all have it alike."""
         met = {factor.dimension for axis in mesh_axes for factor in self.factors[axis]}
         met.update(range(len(self.hardware.torus), len(self.dimensions)))  # devices of a chip share its network
         kept = {axis: tuple(f for f in factors if f.dimension in met) for axis, factors in self.factors.items()}
         sizes = {axis: self.slices[axis] * math.prod(f.size for f in factors) for axis, factors in kept.items()}
-        return Embedding(self.hardware, sizes, self.dimensions, kept)
+        return MeshPlacement(self.hardware, sizes, self.dimensions, kept)
 
     @property
     def network_seconds(self) -> float:
@@ -180,7 +180,7 @@ class Embedding:
         ]
 
 
-def embed(hardware: Slice, mesh: Mapping[str, int]) -> Embedding:
+def place_mesh(hardware: Slice, mesh: Mapping[str, int]) -> MeshPlacement:
     """The best embedding of `mesh` (mesh axis -> size, major to minor) in the devices of `hardware`.
 
     Virtual CPU devices have no torus: every mesh axis is a ring of its own, in the order of their numbers.
@@ -188,16 +188,16 @@ def embed(hardware: Slice, mesh: Mapping[str, int]) -> Embedding:
     Raises:
         ConfigError: the slices do not divide replica x data.
     """
-    return _embed(hardware, tuple(mesh.items()))
+    return _place_mesh(hardware, tuple(mesh.items()))
 
 
 @lru_cache(maxsize=4096)
-def _embed(hardware: Slice, sizes: tuple[tuple[str, int], ...]) -> Embedding:
+def _place_mesh(hardware: Slice, sizes: tuple[tuple[str, int], ...]) -> MeshPlacement:
     mesh = dict(sizes)
     if hardware.is_cpu:
         bandwidth = hardware.generation.link_bandwidth
         rings = tuple(Dimension(axis, size, True, bandwidth) for axis, size in sizes)
-        return Embedding(hardware, mesh, rings, {axis: (Factor(i, mesh[axis], 1),) for i, axis in enumerate(mesh)})
+        return MeshPlacement(hardware, mesh, rings, {axis: (Factor(i, mesh[axis], 1),) for i, axis in enumerate(mesh)})
     dimensions = dimensions_of(hardware)
     parts = dict(zip(mesh, slices_by_axis(hardware.slices, mesh), strict=True))
     axes = sorted(reversed(mesh), key=lambda axis: PRIORITY.index(axis) if axis in PRIORITY else len(PRIORITY))
@@ -214,7 +214,7 @@ def _embed(hardware: Slice, sizes: tuple[tuple[str, int], ...]) -> Embedding:
         fastest = min(seconds(factors[-1]) for factors in longer)
         equal = [factors for factors in longer if seconds(factors[-1]) == fastest]
     best = min(equal, key=lambda factors: sum(map(len, factors)))
-    return Embedding(hardware, mesh, dimensions, dict(zip(axes, best, strict=True)))
+    return MeshPlacement(hardware, mesh, dimensions, dict(zip(axes, best, strict=True)))
 
 
 def _cuts(

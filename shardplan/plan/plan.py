@@ -15,7 +15,7 @@ from shardplan.config import MESH_AXES, Config, ModelConfig, WorkloadConfig
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.hardware import parse_slice
 from shardplan.plan.mapping import mesh_text
-from shardplan.positions.sequence_layout import CONTIGUOUS, KINDS, Layout
+from shardplan.positions.sequence_layout import CONTIGUOUS, KINDS, SequenceLayout
 
 SCHEMA_VERSION = 1
 BATCH_AXIS, POSITION_AXIS = "batch", "position"
@@ -163,9 +163,9 @@ class AttentionPlan:
         """Whether all keys are in one place; where attention is Levanter's own, the partitioner gathers them."""
         return self.strategy in (UNCUT, GATHERED)
 
-    def order(self, length: int) -> Layout:
+    def order(self, length: int) -> SequenceLayout:
         """Which of `length` positions each device has."""
-        return Layout(length, self.ring, self.ulysses, self.layout)
+        return SequenceLayout(length, self.ring, self.ulysses, self.layout)
 
 
 @dataclass(frozen=True)

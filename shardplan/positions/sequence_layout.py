@@ -27,7 +27,7 @@ CONTIGUOUS, ZIGZAG, *_ = KINDS = ("contiguous", "zigzag", "striped", "documents"
 
 
 @dataclass(frozen=True)
-class Layout:
+class SequenceLayout:
     """The order of a sequence of `length` positions in an array that is cut into `ring` x `ulysses` shards."""
 
     length: int
@@ -84,7 +84,7 @@ class Layout:
 
 
 @cache
-def _order(layout: Layout) -> np.ndarray:
+def _order(layout: SequenceLayout) -> np.ndarray:
     positions: np.ndarray = np.arange(layout.padded, dtype=np.int32)
     positions[layout.length :] = PADDING
     if layout.kind == "zigzag":
@@ -99,7 +99,7 @@ def _order(layout: Layout) -> np.ndarray:
     return found
 
 
-def _by_document(positions: np.ndarray, layout: Layout) -> np.ndarray:
+def _by_document(positions: np.ndarray, layout: SequenceLayout) -> np.ndarray:
     """[ring, ...]: of each document the parts that a zigzag has; of what is left over, to each who has least so far."""
     parts: list[list[np.ndarray]] = [[] for _ in range(layout.ring)]
     counts = np.zeros(layout.ring, int)
@@ -120,7 +120,7 @@ def _by_document(positions: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 @cache
-def hops(queries: Layout, keys: Layout, pattern: Pattern) -> tuple[int, ...]:
+def hops(queries: SequenceLayout, keys: SequenceLayout, pattern: Pattern) -> tuple[int, ...]:
     """Distances in the ring over which any device needs keys, the nearest first; 0, its own, is always among them.
 
     At distance d the queries of ring index r need the keys of r - d. Documents attend within themselves.
@@ -129,7 +129,7 @@ def hops(queries: Layout, keys: Layout, pattern: Pattern) -> tuple[int, ...]:
     return (0, *(d for d in range(1, queries.ring) if needed[d]))
 
 
-def blocks(queries: Layout, keys: Layout, pattern: Pattern, block: int) -> np.ndarray:
+def blocks(queries: SequenceLayout, keys: SequenceLayout, pattern: Pattern, block: int) -> np.ndarray:
     """int[ring, distance]: blocks of `block` x `block` scores, not empty, that each ring index computes at each hop."""
     (q, q_blocks), (k, k_blocks) = _runs(queries, block), _runs(keys, block)
     # every run of queries with every run of keys of its document
@@ -149,7 +149,7 @@ def blocks(queries: Layout, keys: Layout, pattern: Pattern, block: int) -> np.nd
 
 
 @cache
-def attended(layout: Layout, pattern: Pattern, gathers: bool) -> float:
+def attended(layout: SequenceLayout, pattern: Pattern, gathers: bool) -> float:
     """Of the blocks of queries x keys of a device the part that a kernel computes, of the device with most of them.
 
     Args:
@@ -162,7 +162,7 @@ def attended(layout: Layout, pattern: Pattern, gathers: bool) -> float:
     return float(slowest / (layout.ring * (-(-region // block)) ** 2))
 
 
-def _runs(layout: Layout, block: int) -> tuple[np.ndarray, np.ndarray]:
+def _runs(layout: SequenceLayout, block: int) -> tuple[np.ndarray, np.ndarray]:
     """The runs of all blocks, int[start count step document, run], and the block of each."""
     labels, step = labels_of(layout), layout.ring if layout.kind == "striped" else 1
     starts = [(region, i) for region in layout.regions() for i in range(0, len(region), block)]
@@ -171,6 +171,6 @@ def _runs(layout: Layout, block: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(flat).T, np.repeat(np.arange(len(by_block)), [*map(len, by_block)])
 
 
-def labels_of(layout: Layout) -> np.ndarray | None:
+def labels_of(layout: SequenceLayout) -> np.ndarray | None:
     """int[position]: the document of every position; None where they are not known."""
     return None if layout.documents is None else np.repeat(np.arange(len(layout.documents)), layout.documents)

@@ -1,4 +1,4 @@
-"""What a traced step asks of the devices, whatever the mapping: tasks, and what is in memory at every moment."""
+"""What a traced step asks of the devices, whatever the mapping: tasks, and what is in memory at every point."""
 
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -60,11 +60,11 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Item:
-    """Something in memory at a moment of the program."""
+class LiveBuffer:
+    """Something in memory at a point of the program."""
 
     role: str
-    """`parameter` or `state` (of the optimizer): at rest, at every moment.
+    """`parameter` or `state` (of the optimizer): at rest, at every point.
     `kept`: between operations.
     `gathered`: a parameter, between its first and last use in a loop's body; where it rests in more parts.
     `early`: such a parameter before its first use: at most one loop lies between.
@@ -87,7 +87,7 @@ class Item:
     """Whether it is rows between products by groups, cut as these leave them."""
 
 
-Moment = tuple[Item, ...]
+ProgramPoint = tuple[LiveBuffer, ...]
 """A point of the program: what is in memory there, and does not rest."""
 
 
@@ -96,7 +96,7 @@ class Step:
     """A traced step, prepared for planning."""
 
     tasks: tuple[Task, ...]
-    moments: tuple[Moment, ...]
+    points: tuple[ProgramPoint, ...]
     merged: dict[str, Dim]
     """Logical axis -> the axes that it is made of elsewhere."""
     unnamed: dict[str, int]
@@ -177,14 +177,14 @@ def sums_queries(contracted: Dim, result: Array) -> bool:
 
 
 def prepare(trace: Trace) -> Step:
-    """The tasks and moments of `trace`."""
+    """The tasks and points of `trace`."""
     tasks: list[Task] = []
     # what becomes of the results, as the update of parameters by gradients, is fused with what made them
     fusion = Fusion(trace.operations, trace.arrays, set(trace.results), writes_wanted=False)
-    moments = _Sequence(fusion, tasks, 1, frozenset(trace.arguments)).run(set(), ())
+    points = _Sequence(fusion, tasks, 1, frozenset(trace.arguments)).run(set(), ())
     return Step(
         tuple(tasks),
-        tuple(dict.fromkeys(moments)),
+        tuple(dict.fromkeys(points)),
         trace.merged,
         dict(trace.unnamed),
         trace.resized,
@@ -196,7 +196,7 @@ class _Late(NamedTuple):
     """What stays in memory after its last use."""
 
     values: Mapping[str, Set[int]]
-    """By the role of `Item` that it has then."""
+    """By the role of `LiveBuffer` that it has then."""
     end: int
     """The operation until which it stays."""
 
@@ -211,8 +211,8 @@ class _Sequence:
         self.used: set[str] = set()
         """Parameters that a product so far has used."""
 
-    def run(self, carried: Set[int], outside: Moment) -> list[Moment]:
-        """Adds the tasks; returns the moments.
+    def run(self, carried: Set[int], outside: ProgramPoint) -> list[ProgramPoint]:
+        """Adds the tasks; returns the points.
 
         Args:
             carried: values that have their place in memory from the start, until they are last used.
@@ -223,7 +223,7 @@ class _Sequence:
         late = self._needs_of_gradients()
         alive = set(carried)
         used_up: set[int] = set()
-        moments: list[Moment] = []
+        points: list[ProgramPoint] = []
         for i, operation in enumerate(fusion.operations):
             if not fusion.runs(operation):
                 continue
@@ -233,14 +233,14 @@ class _Sequence:
             still = [item for role, values in late.values.items() for item in self._items(role, used_up & values)]
             here = (*outside, *still, *self._gathered(i, weights))
             if is_loop:
-                moments += self._loop(operation, alive, here)
+                points += self._loop(operation, alive, here)
             else:
-                moments.append((*here, *self._kept(alive), *self._made(operation), *self._copied_after(i)))
+                points.append((*here, *self._kept(alive), *self._made(operation), *self._copied_after(i)))
                 self.tasks += map(self._task, (*fusion.products_in(operation), operation))
             needed = {value for value in alive if last.get(value, -1) > i or value in fusion.kept}
             used_up = used_up | alive - needed if i < late.end else set()
             alive = needed
-        return moments
+        return points
 
     def _last_uses(self) -> dict[int, int]:
         return {
@@ -283,18 +283,21 @@ class _Sequence:
                         uses[array] = (uses.get(array, (i, i))[0], i)
         return uses
 
-    def _gathered(self, i: int, weights: dict[Array, tuple[int, int]]) -> Moment:
+    def _gathered(self, i: int, weights: dict[Array, tuple[int, int]]) -> ProgramPoint:
         """Parameters that are gathered, or may be, while operation `i` is done."""
         used = [weight for weight, (first, last) in weights.items() if first <= i <= last]
         early = [weight for weight, (first, _) in weights.items() if self._may_start(i, first)]
-        return (*(Item("gathered", weight) for weight in used), *(Item("early", weight) for weight in early))
+        return (
+            *(LiveBuffer("gathered", weight) for weight in used),
+            *(LiveBuffer("early", weight) for weight in early),
+        )
 
     def _may_start(self, i: int, first: int) -> bool:
         """Whether a transfer for operation `first` may be under way while operation `i` is done: over one loop."""
         between = [operation for operation in self.fusion.operations[i:first] if operation.kind == "loop"]
         return i < first and len(between) <= 1
 
-    def _loop(self, loop: Operation, alive: Set[int], outside: Moment) -> list[Moment]:
+    def _loop(self, loop: Operation, alive: Set[int], outside: ProgramPoint) -> list[ProgramPoint]:
         written = {value for stack, value in loop.slices if stack in loop.results}
         ends = written | {end for _, _, end, _ in loop.carried}
         starts = {start for _, start, _, _ in loop.carried if self.arrays[start].dims}
@@ -304,13 +307,13 @@ class _Sequence:
         body = _Sequence(fusion, self.tasks, self.times * loop.trips, frozenset())
         return body.run(starts, (*outside, *self._kept(alive - elsewhere), *self._copied(loop)))
 
-    def _copied_after(self, i: int) -> Moment:
+    def _copied_after(self, i: int) -> ProgramPoint:
         """What is copied, or may be, for the next loop after operation `i`."""
         return next(
             (self._copied(operation) for operation in self.fusion.operations[i:] if operation.kind == "loop"), ()
         )
 
-    def _copied(self, loop: Operation) -> Moment:
+    def _copied(self, loop: Operation) -> ProgramPoint:
         """Parameters that the loop takes slices of as they are stored, and sums over along one dimension."""
         products = [operation for operation in loop.body if operation.kind == "contraction"]
         summed = {
@@ -318,21 +321,23 @@ class _Sequence:
             for product in products if len(product.contracted) == 1 for operand in product.operands
         }  # fmt: skip
         taken = [stack for stack, _ in loop.slices if self.fusion.root(stack) in self.stored]
-        return tuple(Item("copied", self.arrays[v]) for v in taken if self.arrays[v].weight in summed - {None})
+        return tuple(LiveBuffer("copied", self.arrays[v]) for v in taken if self.arrays[v].weight in summed - {None})
 
-    def _kept(self, values: Set[int]) -> Moment:
+    def _kept(self, values: Set[int]) -> ProgramPoint:
         summands = {value for value in values if self.fusion.is_summand(value)}
         return (*self._items("kept", values - summands), *self._items("summand", summands))
 
-    def _items(self, role: str, values: Set[int]) -> Moment:
-        return tuple(Item(role, self.arrays[value], stays_cut=self.fusion.stays_cut(value)) for value in sorted(values))
+    def _items(self, role: str, values: Set[int]) -> ProgramPoint:
+        return tuple(
+            LiveBuffer(role, self.arrays[value], stays_cut=self.fusion.stays_cut(value)) for value in sorted(values)
+        )
 
-    def _made(self, operation: Operation) -> Moment:
+    def _made(self, operation: Operation) -> ProgramPoint:
         """What there is only while `operation` is done."""
         fusion = self.fusion
         operands, results = self._arrays(operation.operands), self._arrays(operation.results)
         if operation.kind == "lookup":
-            return (Item("found", results[0], (operands[0],)),)
+            return (LiveBuffer("found", results[0], (operands[0],)),)
         if operation.kind != "contraction":
             return ()
         if operation.groups > 1:
@@ -340,13 +345,13 @@ class _Sequence:
         scores = [array for array in (*operands, *results) if is_scores(array)][:1]
         made = {"whole": results, "scores": scores}
         if not scores:
-            attended: tuple[Item, ...] = ()
+            attended: tuple[LiveBuffer, ...] = ()
         elif sums_queries(operation.contracted, results[0]):
-            attended = (Item("keys_gradient", results[0]),)
+            attended = (LiveBuffer("keys_gradient", results[0]),)
         else:
             keys = [array for array in operands if not is_scores(array)][-1]
-            attended = (Item("keys", keys, () if is_scores(results[0]) else results),)
-        return (*(Item(role, array) for role, arrays in made.items() for array in arrays), *attended)
+            attended = (LiveBuffer("keys", keys, () if is_scores(results[0]) else results),)
+        return (*(LiveBuffer(role, array) for role, arrays in made.items() for array in arrays), *attended)
 
     def _task(self, operation: Operation) -> Task:
         fusion, kind = self.fusion, operation.kind

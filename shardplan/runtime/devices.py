@@ -17,7 +17,7 @@ from jax import Device
 from jax.sharding import AxisType, Mesh
 
 from shardplan.errors import ConfigError
-from shardplan.hardware import GENERATIONS, Slice, embed, parse_slice
+from shardplan.hardware import GENERATIONS, Slice, parse_slice, place_mesh
 
 KINDS = {
     "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
@@ -112,7 +112,7 @@ def make_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
 def arrange(devices: Sequence[Device], hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
     """`devices` as a mesh with Auto axes `sizes` (name -> size, major to minor); as many as the product of `sizes`.
 
-    TPUs lie as `shardplan.hardware.embed` has them on the torus; devices without coordinates are in order of their
+    TPUs lie as `shardplan.hardware.place_mesh` has them on the torus; devices without coordinates are in order of their
     numbers.
 
     Raises:
@@ -149,7 +149,7 @@ def _on_torus(devices: Sequence[Device], hardware: Slice, sizes: Mapping[str, in
             f"the devices of {hardware.name} are {len(found)} of the {whole.devices} of {len(slices)} x "
             f"{'x'.join(map(str, torus))} chips, as their coordinates say; use all devices of a slice"
         )
-    return [found[place] for place in embed(whole, sizes).places()]
+    return [found[place] for place in place_mesh(whole, sizes).places()]
 
 
 def _slice_of(device: Device) -> int:

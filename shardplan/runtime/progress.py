@@ -14,7 +14,7 @@ from tqdm_loggable.tqdm_logging import tqdm_logging
 
 from shardplan.hardware import GIB
 from shardplan.runtime.devices import is_first_process
-from shardplan.runtime.peers import Peers
+from shardplan.runtime.process_group import ProcessGroup
 
 
 def progress_bar(total: int, label: str, unit: str) -> Any:
@@ -33,7 +33,7 @@ def progress_bar(total: int, label: str, unit: str) -> Any:
 
 
 @contextlib.contextmanager
-def load_progress(total: int, peers: Peers) -> Iterator[Callable[[int], None]]:
+def load_progress(total: int, processes: ProcessGroup) -> Iterator[Callable[[int], None]]:
     """One bar for what all processes read together, and a summary of it on stderr.
 
     Args:
@@ -46,9 +46,9 @@ def load_progress(total: int, peers: Peers) -> Iterator[Callable[[int], None]]:
     with progress_bar(total, "loading", "B") as bar:
 
         def report(nbytes: int) -> None:
-            peers.done += nbytes
-            everybody = {**peers.progress, peers.here: peers.done}
-            if peers.count > 1:
+            processes.done += nbytes
+            everybody = {**processes.progress, processes.here: processes.done}
+            if processes.count > 1:
                 slowest = min(everybody, key=lambda process: everybody[process])
                 bar.set_postfix_str(f"slowest: process {slowest}", refresh=False)
             bar.update(sum(everybody.values()) - bar.n)
@@ -56,7 +56,7 @@ def load_progress(total: int, peers: Peers) -> Iterator[Callable[[int], None]]:
         yield report
     if is_first_process():
         seconds = time.perf_counter() - started
-        of = f", of them {peers.done / GIB:.2f} by this process" if peers.count > 1 else ""
+        of = f", of them {processes.done / GIB:.2f} by this process" if processes.count > 1 else ""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(
             f"loaded {total / GIB:.2f} GiB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s){of}; at most "

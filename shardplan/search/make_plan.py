@@ -8,11 +8,11 @@ from importlib import metadata
 
 from shardplan.config import KEYS, Config, HardwareConfig, MeshConfig, WorkloadConfig
 from shardplan.cost.attention import kernel_of
-from shardplan.cost.calibration import calibration, habits, usable_bytes
+from shardplan.cost.calibration import calibration, quirks, usable_bytes
 from shardplan.cost.gspmd import GATHER
 from shardplan.cost.memory import memory
 from shardplan.cost.roofline import step_tasks, transfer_seconds
-from shardplan.cost.sharding import Layout
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError, InfeasibleError, nearest
 from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.model import Model, ModelAxes, build_model, inspect_model, read_config
@@ -114,8 +114,8 @@ def plan_layout(
     """
     hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
     step = plan_step(model, workload_of(config.workload))
-    layout = Layout(
-        mesh, as_tuples(compute), as_tuples(params), step.merged, step.activation_axes, habits(hardware),
+    layout = ShardingAssignment(
+        mesh, as_tuples(compute), as_tuples(params), step.merged, step.activation_axes, quirks(hardware),
         attention or AttentionPlan(), step.pattern,
     )  # fmt: skip
     known = {*axes.axes, axes.position, BATCH_AXIS}
@@ -204,7 +204,7 @@ def _describe(
     axes: ModelAxes,
     hardware: Slice,
     step: Step,
-    layout: Layout,
+    layout: ShardingAssignment,
     cost: CostPlan,
     found: SearchInfo,
 ) -> Plan:
@@ -237,7 +237,7 @@ def _describe(
     )
 
 
-def _memory(step: Step, layout: Layout, hardware: Slice) -> MemoryPlan:
+def _memory(step: Step, layout: ShardingAssignment, hardware: Slice) -> MemoryPlan:
     found, available = memory(step, layout), int(hardware.generation.hbm_gib * GIB)
     return MemoryPlan(
         **{part: round(size) for part, size in vars(found).items()},
@@ -248,7 +248,7 @@ def _memory(step: Step, layout: Layout, hardware: Slice) -> MemoryPlan:
     )
 
 
-def _cost(step: Step, layout: Layout, hardware: Slice) -> CostPlan:
+def _cost(step: Step, layout: ShardingAssignment, hardware: Slice) -> CostPlan:
     """Time of a step, and its collectives by cause."""
     total = compute = 0.0
     moved: dict[tuple[str, MeshAxes, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
@@ -278,7 +278,7 @@ def _search_info(result: Result, found: Found, second: Found | None, cost: CostP
         else "nothing fits: of the search space what needs least memory"
     )
     reasons = [
-        f"{chosen}; {result.tally.evaluated} choices were weighed",
+        f"{chosen}; {result.statistics.evaluated} choices were weighed",
         f"{best.seconds:.3g} s a step: compute {cost.compute_seconds:.3g} s, other collectives {others:.3g} s, gathers "
         f"of weights {gathers:.3g} s ({max(0.0, cost.step_seconds - cost.compute_seconds - others):.3g} s not hidden "
         "behind compute)",
@@ -294,12 +294,12 @@ def _search_info(result: Result, found: Found, second: Found | None, cost: CostP
         )
         runner_up = RunnerUp(other.mesh, other.seconds)
     return SearchInfo(
-        candidates=result.tally.evaluated,
+        candidates=result.statistics.evaluated,
         proven_optimal=result.fits,  # what was left out is bounded by something better
         seconds=result.seconds,
         runner_up=runner_up,
-        rejected=dict(result.tally.rejected),
-        reasons=reasons + sorted(result.tally.indivisible.values()),
+        rejected=dict(result.statistics.rejected),
+        reasons=reasons + sorted(result.statistics.indivisible.values()),
     )
 
 

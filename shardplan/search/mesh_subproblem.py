@@ -1,8 +1,8 @@
 """One mesh with the mapping of batch and positions, and everything else chosen for it: the fastest that fits, proven.
 
-Times of tasks add up, and so do bytes at every moment of the program. With mesh, batch and position given, logical axes
+Times of tasks add up, and so do bytes at every point of the program. With mesh, batch and position given, logical axes
 that never meet in a task can be chosen apart: such a component has a list of choices, each with a time and its bytes at
-every moment, and what is left is one choice per component, the fastest that fits.
+every point, and what is left is one choice per component, the fastest that fits.
 """
 
 import itertools
@@ -15,19 +15,19 @@ from functools import cached_property, partial
 import numpy as np
 
 from shardplan.cost.attention import has_kernel
-from shardplan.cost.gspmd import Share, least_share, share, weight_bytes
-from shardplan.cost.memory import ATTENDING, item_bytes
+from shardplan.cost.gspmd import DeviceCost, device_cost, device_cost_lower_bound, weight_bytes
+from shardplan.cost.memory import ATTENDING, buffer_bytes
 from shardplan.cost.roofline import task_seconds
-from shardplan.cost.sharding import Layout
-from shardplan.hardware import embed
+from shardplan.cost.sharding import ShardingAssignment
+from shardplan.hardware import place_mesh
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
 from shardplan.program.tasks import Task
 from shardplan.search.ranking import TIME_RESOLUTION, Candidate, Ranking
-from shardplan.search.space import BATCH_AXES, METHOD, RESTING_AXES, TENSOR_AXES, Pick, Space, Work
+from shardplan.search.space import BATCH_AXES, METHOD, RESTING_AXES, TENSOR_AXES, ComponentCost, Pick, Space
 
 
 @dataclass
-class Tally:
+class SearchStatistics:
     """What a search has looked at."""
 
     evaluated: int = 0
@@ -37,7 +37,9 @@ class Tally:
     """Logical axis -> why it could not be cut, one example each."""
 
 
-def frames(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Iterator["Frame"]:
+def subproblems(
+    space: Space, meshes: Sequence[dict[str, int]], statistics: SearchStatistics
+) -> Iterator["MeshSubproblem"]:
     """Every mesh with every mapping of batch and positions."""
     # the residual stream is not cut by its own axis unless the user wants it
     options = {space.batch: BATCH_AXES, space.position: space.positions, space.residual: ((),)}
@@ -49,20 +51,22 @@ def frames(space: Space, meshes: Sequence[dict[str, int]], tally: Tally) -> Iter
                 continue
             tokens = dict(zip(options, cuts, strict=True))
             methods = space.methods_for(mesh, tokens[space.position])
-            if methods and all(_divides(space, mesh, axis, axes, tally) for axis, axes in tokens.items()):
+            if methods and all(_divides(space, mesh, axis, axes, statistics) for axis, axes in tokens.items()):
                 found = True
-                yield Frame(space, mesh, {axis: axes for axis, axes in tokens.items() if axes}, methods, tally)
+                yield MeshSubproblem(
+                    space, mesh, {axis: axes for axis, axes in tokens.items() if axes}, methods, statistics
+                )
         if not found:
-            tally.rejected["batch"] += 1
+            statistics.rejected["batch"] += 1
 
 
-def _divides(space: Space, mesh: dict[str, int], axis: str, axes: MeshAxes, tally: Tally) -> bool:
+def _divides(space: Space, mesh: dict[str, int], axis: str, axes: MeshAxes, statistics: SearchStatistics) -> bool:
     """Whether the mesh axes `axes` can cut a logical axis evenly; notes where not."""
     size, count = space.sizes[axis], mesh_size(mesh, axes)
     if size % count == 0:
         return True
-    tally.rejected["indivisible"] += 1
-    tally.indivisible.setdefault(axis, f"{axis} ({size}) is not divisible by {' x '.join(axes)} = {count}")
+    statistics.rejected["indivisible"] += 1
+    statistics.indivisible.setdefault(axis, f"{axis} ({size}) is not divisible by {' x '.join(axes)} = {count}")
     return False
 
 
@@ -74,10 +78,10 @@ class _Choice:
     params: dict[str, MeshAxes]
     seconds: float
     bytes: np.ndarray
-    """At every moment, or of every item."""
+    """At every point, or of every item."""
 
 
-class Frame:
+class MeshSubproblem:
     """One mesh with the mapping of batch and positions.
 
     Args:
@@ -86,31 +90,36 @@ class Frame:
     """
 
     def __init__(
-        self, space: Space, mesh: dict[str, int], tokens: dict[str, MeshAxes], methods: list[MeshAxes], tally: Tally
+        self,
+        space: Space,
+        mesh: dict[str, int],
+        tokens: dict[str, MeshAxes],
+        methods: list[MeshAxes],
+        statistics: SearchStatistics,
     ) -> None:
-        self.space, self.mesh, self.tokens, self.tally = space, mesh, tokens, tally
+        self.space, self.mesh, self.tokens, self.statistics = space, mesh, tokens, statistics
         self.given = {**tokens, METHOD: methods[0]}
-        self.methods = methods if sum(work.attends for work in space.works) == 1 else methods[:1]
-        self.shares: defaultdict[int, dict[object, Share]] = defaultdict(dict)
+        self.methods = methods if sum(work.attends for work in space.component_costs) == 1 else methods[:1]
+        self.shares: defaultdict[int, dict[object, DeviceCost]] = defaultdict(dict)
         self.seconds: defaultdict[int, dict[object, float]] = defaultdict(dict)
         self.sizes: dict[tuple[str, ...], list[dict[object, float]]] = {
-            work.component: [{} for _ in work.items] for work in (space.base, *space.works)
+            work.component: [{} for _ in work.items] for work in (space.base, *space.component_costs)
         }
-        self.layouts: dict[tuple[tuple[str, MeshAxes], ...], Layout] = {}
+        self.layouts: dict[tuple[tuple[str, MeshAxes], ...], ShardingAssignment] = {}
         self.ways: dict[object, list[MeshAxes]] = {}
         self.weights: dict[object, float] = {}
 
     @cached_property
     def computes(self) -> list[list[dict[str, MeshAxes]]]:
         """For each component the mappings while computing."""
-        return [list(self._computes(work)) for work in self.space.works]
+        return [list(self._computes(work)) for work in self.space.component_costs]
 
     @cached_property
     def times(self) -> list[list[float]]:
         """The least times that `computes` can take."""
         return [
             [self._least_time(work, compute) for compute in each]
-            for work, each in zip(self.space.works, self.computes, strict=True)
+            for work, each in zip(self.space.component_costs, self.computes, strict=True)
         ]
 
     @cached_property
@@ -127,7 +136,7 @@ class Frame:
             return math.inf
         least = sum(map(min, self.times))
         base = self._least_time(self.space.base, {})
-        rates = [embed(self.space.hardware, self.mesh).collective("all-gather", cut).seconds_per_byte
+        rates = [place_mesh(self.space.hardware, self.mesh).collective("all-gather", cut).seconds_per_byte
                  for cut in RESTING_AXES[1:] if mesh_size(self.mesh, cut) > 1]  # fmt: skip
         if not self.space.gathers_once or not rates:
             return base + least
@@ -135,7 +144,7 @@ class Frame:
         seen, rate = 1 - self.space.calibration.overlap, min(rates)
         gathering = sum(
             min(seen * seconds + rate * self._weights(work, compute) for seconds, compute in zip(*each, strict=True))
-            for work, *each in zip(self.space.works, self.times, self.computes, strict=True)
+            for work, *each in zip(self.space.component_costs, self.times, self.computes, strict=True)
         )
         return base + max(least, gathering - rate * self.space.available)
 
@@ -148,7 +157,7 @@ class Frame:
 
     @cached_property
     def least_bytes(self) -> float:
-        """At the largest moment: that, and of the components what rests, cut by all devices."""
+        """At the largest point: that, and of the components what rests, cut by all devices."""
         return min((size.max() + self.space.least_at_rest for _, size in self.residuals), default=math.inf)
 
     def rank(self, ranking: Ranking) -> None:
@@ -156,17 +165,17 @@ class Frame:
         for residual, base_bytes in self.residuals:
             limit = ranking.limit
             if self.bound > limit:
-                self.tally.rejected["slower"] += 1
+                self.statistics.rejected["slower"] += 1
                 return
             weighed = self._choices(residual, base_bytes, limit, self.space.available)
             if isinstance(weighed, str):
-                self.tally.rejected[weighed] += 1
+                self.statistics.rejected[weighed] += 1
                 continue
             found = self._fastest(*weighed, limit)
             if found:
                 ranking.add(found)
             else:
-                self.tally.rejected["memory" if limit == math.inf else "slower"] += 1
+                self.statistics.rejected["memory" if limit == math.inf else "slower"] += 1
 
     def smaller(self, most: float) -> Candidate | None:
         """The candidate with the smallest peak, whether or not it fits; None where none is below `most` bytes."""
@@ -190,7 +199,7 @@ class Frame:
                     stack.append((depth + 1, size + choice.bytes, (*chosen, choice)))
         return found[-1] if found else None
 
-    def _computes(self, work: Work) -> Iterator[dict[str, MeshAxes]]:
+    def _computes(self, work: ComponentCost) -> Iterator[dict[str, MeshAxes]]:
         whole, rules = self.space.whole, self.space.rules
         options = [
             [cut for cut in rules.options(axis, False, ((),) if axis in whole else TENSOR_AXES) if self._can(axis, cut)]
@@ -202,7 +211,7 @@ class Frame:
                 for method in self._methods(work, compute):
                     yield {**compute, METHOD: method}
 
-    def _methods(self, work: Work, compute: dict[str, MeshAxes]) -> list[MeshAxes]:
+    def _methods(self, work: ComponentCost, compute: dict[str, MeshAxes]) -> list[MeshAxes]:
         """How attention can be done: with a kernel where it must, and what nothing else outdoes in time and memory."""
         attention = [each for each in work.tasks if each[0].kind == "attention"]
         if not attention:
@@ -213,7 +222,7 @@ class Frame:
             self.ways[known] = self._best_methods(work, compute)
         return self.ways[known]
 
-    def _best_methods(self, work: Work, compute: dict[str, MeshAxes]) -> list[MeshAxes]:
+    def _best_methods(self, work: ComponentCost, compute: dict[str, MeshAxes]) -> list[MeshAxes]:
         weighed = []
         for method in self.methods:
             way = {**compute, METHOD: method}
@@ -222,7 +231,7 @@ class Frame:
             if self.space.kernels and not all(has_kernel(task, layout) for task, _ in attention):
                 continue
             seconds = sum(self._seconds(task, key, partial(self._least, task, key, layout)) for task, key in attention)
-            held = [item_bytes(item, layout) for item, _ in work.items if item.role in ATTENDING]
+            held = [buffer_bytes(item, layout) for item, _ in work.items if item.role in ATTENDING]
             weighed.append(_Choice(way, {}, seconds, np.array(held)))
         return [choice.compute[METHOD] for choice in _undominated(weighed)]
 
@@ -236,7 +245,7 @@ class Frame:
         """Whether mesh axes, each once and with several devices, cut a logical axis evenly."""
         if len(set(cut)) < len(cut) or any(self.mesh[mesh_axis] == 1 for mesh_axis in cut):
             return False
-        return _divides(self.space, self.mesh, axis, cut, self.tally)
+        return _divides(self.space, self.mesh, axis, cut, self.statistics)
 
     def _choices(
         self, residual: MeshAxes, base_bytes: np.ndarray, limit: float, available: float
@@ -254,10 +263,10 @@ class Frame:
         base = _Choice({}, rest, self._time(self.space.base, {}, rest), base_bytes)
         slack = limit - base.seconds - sum(map(min, self.times))
         timed = []
-        for work, computes, times in zip(self.space.works, self.computes, self.times, strict=True):
+        for work, computes, times in zip(self.space.component_costs, self.computes, self.times, strict=True):
             reached = [c for c, seconds in zip(computes, times, strict=True) if seconds - min(times) <= slack]
             options = [(compute, params) for compute in reached for params in self._rests(work, compute, rest)]
-            self.tally.evaluated += len(options)
+            self.statistics.evaluated += len(options)
             if not options:
                 return "duplicate" if reached else "slower"
             seconds = [self._time(work, compute, params) for compute, params in options]
@@ -266,7 +275,7 @@ class Frame:
             return "slower"
         choices = [
             [_Choice(*each, self._bytes(work, *each[:2])) for each in found]
-            for work, found in zip(self.space.works, timed, strict=True)
+            for work, found in zip(self.space.component_costs, timed, strict=True)
         ]
         smallest = [np.min([choice.bytes for choice in each], axis=0) for each in choices]
         together = base_bytes + sum(smallest)
@@ -279,7 +288,7 @@ class Frame:
         return (base, kept) if all(kept) else "memory"
 
     def _rests(
-        self, work: Work, compute: dict[str, MeshAxes], rest: dict[str, MeshAxes]
+        self, work: ComponentCost, compute: dict[str, MeshAxes], rest: dict[str, MeshAxes]
     ) -> Iterator[dict[str, MeshAxes]]:
         """Mappings of parameters at rest: cut as while computing, and further."""
         for cuts in itertools.product(*(self._resting(axis, compute) for axis in work.component)):
@@ -287,19 +296,19 @@ class Frame:
             if _is_distinct(params, work.resting):
                 yield params
 
-    def _bytes(self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> np.ndarray:
-        """Bytes of a component at every moment."""
+    def _bytes(self, work: ComponentCost, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> np.ndarray:
+        """Bytes of a component at every point."""
         layout = self._layout(compute, params)
         values = (*map(compute.get, work.axes), *map(params.get, work.axes))
         sizes = []
         for (item, pick), known in zip(work.items, self.sizes[work.component], strict=True):
             key = pick(values)
             if key not in known:
-                known[key] = item_bytes(item, layout)
+                known[key] = buffer_bytes(item, layout)
             sizes.append(known[key])
         return work.counts @ np.array(sizes)
 
-    def _weights(self, work: Work, compute: dict[str, MeshAxes]) -> float:
+    def _weights(self, work: ComponentCost, compute: dict[str, MeshAxes]) -> float:
         """Bytes of the parameters that a device takes products with."""
         layout, values = self._layout(compute, {}), tuple(map(compute.get, work.axes))
         found = 0.0
@@ -311,42 +320,42 @@ class Frame:
                 found += self.weights[key]
         return found
 
-    def _layout(self, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> Layout:
+    def _layout(self, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> ShardingAssignment:
         key = tuple(compute.items())
         if key not in self.layouts:
             self.layouts[key] = self.space.layout(self.mesh, {**self.given, **compute}, {})
         return replace(self.layouts[key], params=params)
 
-    def _least_time(self, work: Work, compute: dict[str, MeshAxes]) -> float:
+    def _least_time(self, work: ComponentCost, compute: dict[str, MeshAxes]) -> float:
         """The least time of the tasks of a component, however its parameters rest."""
         layout, values = self._layout(compute, {}), tuple(map(compute.get, work.axes))
         keys = ((task, pick(values)) for task, pick, _ in work.tasks)
         return sum(self._seconds(task, key, partial(self._least, task, key, layout)) for task, key in keys)
 
-    def _time(self, work: Work, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> float:
+    def _time(self, work: ComponentCost, compute: dict[str, MeshAxes], params: dict[str, MeshAxes]) -> float:
         """The time of the tasks of a component."""
         layout, values = self._layout(compute, params), tuple(map(compute.get, work.axes))
         all_values = (*values, *map(params.get, work.axes))
 
-        def mine(task: Task, pick: Pick) -> Share:
-            return share(task, layout, self._least(task, pick(values), layout))
+        def mine(task: Task, pick: Pick) -> DeviceCost:
+            return device_cost(task, layout, self._least(task, pick(values), layout))
 
         return sum(
             self._seconds(task, pick_all(all_values), partial(mine, task, pick)) for task, pick, pick_all in work.tasks
         )
 
-    def _seconds(self, task: Task, key: object, mine: Callable[[], Share]) -> float:
+    def _seconds(self, task: Task, key: object, mine: Callable[[], DeviceCost]) -> float:
         """Time of a task, for what it depends on."""
         known, space = self.seconds[id(task)], self.space
         if key not in known:
             known[key] = task_seconds(task, mine(), space.hardware, self.mesh, space.calibration).total
         return known[key]
 
-    def _least(self, task: Task, key: object, layout: Layout) -> Share:
+    def _least(self, task: Task, key: object, layout: ShardingAssignment) -> DeviceCost:
         """What a device has of a task at least, for what that depends on."""
         known = self.shares[id(task)]
         if key not in known:
-            known[key] = least_share(task, layout)
+            known[key] = device_cost_lower_bound(task, layout)
         return known[key]
 
     def _fastest(self, base: _Choice, choices: list[list[_Choice]], limit: float) -> list[Candidate]:
@@ -386,7 +395,7 @@ def _outdoes(one: Candidate, other: Candidate) -> bool:
 
 
 def _least_bytes(base: _Choice, choices: list[list[_Choice]]) -> list[np.ndarray]:
-    """For every number of components that have been chosen, the least bytes of the others at every moment."""
+    """For every number of components that have been chosen, the least bytes of the others at every point."""
     least = [np.zeros_like(base.bytes)]
     for each in reversed(choices):
         least.insert(0, least[0] + np.min([choice.bytes for choice in each], axis=0))
@@ -403,7 +412,7 @@ def _is_distinct(mapping: AxisMapping, arrays: Iterable[frozenset[str]]) -> bool
 
 
 def _undominated(choices: list[_Choice]) -> list[_Choice]:
-    """Those choices that no other is as fast as with as few bytes at every moment."""
+    """Those choices that no other is as fast as with as few bytes at every point."""
     kept: list[_Choice] = []
     for choice in sorted(choices, key=lambda choice: (choice.seconds, choice.bytes.sum())):
         if not any((other.bytes <= choice.bytes).all() for other in kept):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardplan.config import Config
-from shardplan.cost.calibration import calibration, habits, usable_bytes
+from shardplan.cost.calibration import calibration, quirks, usable_bytes
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import divisors, parse_slice
 from shardplan.model import Model, inspect_model
@@ -16,7 +16,7 @@ from shardplan.plan.plan import BATCH_AXIS
 from shardplan.plan.workload import workload_of
 from shardplan.program.step_trace import plan_step
 from shardplan.search.branch_and_bound import nearest_miss, search
-from shardplan.search.mesh_subproblem import Tally
+from shardplan.search.mesh_subproblem import SearchStatistics
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.space import METHODS, POSITION_AXES, Space, mesh_shapes
 
@@ -40,7 +40,7 @@ class Result:
     ranked: list[Found]
     """The fastest first; where nothing fits, what needs least memory."""
     fits: bool
-    tally: Tally
+    statistics: SearchStatistics
     seconds: float
     """What searching took, without the traces."""
 
@@ -58,7 +58,7 @@ def find(config: Config, model: Model, keep: int, own_attention: bool = False) -
     rules = parse_rules(config.pin, config.forbid, inspect_model(model))
     meshes = [mesh for mesh in mesh_shapes(hardware, _pinned_sizes(config, rules)) if rules.allows(mesh)]
     variants = list(_variants(config))
-    ranking, tally = Ranking(keep), Tally()
+    ranking, statistics = Ranking(keep), SearchStatistics()
     searched: dict[int, Config] = {}
     seconds = 0.0
     for group in variants:
@@ -71,7 +71,7 @@ def find(config: Config, model: Model, keep: int, own_attention: bool = False) -
             space = _space(each, model, rules, own_attention)
             searched[id(space)] = each
             started = time.perf_counter()
-            if not search(space, meshes, ranking, tally):
+            if not search(space, meshes, ranking, statistics):
                 beyond.append(parts)
             seconds += time.perf_counter() - started
     smallest: Found | None = None
@@ -79,24 +79,24 @@ def find(config: Config, model: Model, keep: int, own_attention: bool = False) -
         space = replace(_space(each, model, rules, own_attention), positions=POSITION_AXES, kernels=False)
         started = time.perf_counter()
         most = math.inf if smallest is None else smallest.candidate.peak_bytes
-        miss = nearest_miss(space, meshes, most, tally)
+        miss = nearest_miss(space, meshes, most, statistics)
         if miss is not None and miss.peak_bytes <= space.available:
             searched[id(space)] = each
-            search(space, meshes, ranking, tally)
+            search(space, meshes, ranking, statistics)
         elif miss is not None:
             smallest = Found(each, miss)
         seconds += time.perf_counter() - started
     if ranking.candidates:
         ranked = [Found(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
-        return Result(ranked, True, tally, seconds)
+        return Result(ranked, True, statistics, seconds)
     if smallest is None:
         raise InfeasibleError(
             f"no mapping on {config.hardware.slice} keeps to pin {' '.join(config.pin) or 'nothing'} and forbid "
             f"{' '.join(config.forbid) or 'nothing'}: "
             + "; ".join(_obstacles(rules, meshes) or ["no array can have a mesh axis twice"])
-            + "".join(f"; {reason}" for reason in sorted(tally.indivisible.values()))
+            + "".join(f"; {reason}" for reason in sorted(statistics.indivisible.values()))
         )
-    return Result([smallest], False, tally, seconds)
+    return Result([smallest], False, statistics, seconds)
 
 
 def _pinned_sizes(config: Config, rules: Rules) -> dict[str, int | None]:
@@ -142,7 +142,7 @@ def _space(config: Config, model: Model, rules: Rules, own_attention: bool) -> S
         residual=axes.residual,
         hardware=hardware,
         calibration=calibration(hardware.generation.name),
-        habits=habits(hardware),
+        quirks=quirks(hardware),
         available=usable_bytes(hardware),
         rules=rules,
         positions=((),) if is_training and not hardware.is_cpu else POSITION_AXES,

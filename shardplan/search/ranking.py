@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from shardplan.cost.sharding import Layout
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.plan.mapping import MeshAxes
 from shardplan.search.space import Space
 
@@ -23,7 +23,7 @@ class Candidate:
     peak_bytes: float
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ShardingAssignment:
         """What it makes of arrays."""
         return self.space.layout(self.mesh, self.compute, self.params)
 

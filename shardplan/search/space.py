@@ -22,8 +22,8 @@ from shardplan.config import MESH_AXES
 from shardplan.cost.calibration import Calibration
 from shardplan.cost.gspmd import RESTING
 from shardplan.cost.matmul import product
-from shardplan.cost.memory import ATTENDING, CUT_AS_RESTING, resting_items
-from shardplan.cost.sharding import Habits, Layout
+from shardplan.cost.memory import ATTENDING, CUT_AS_RESTING, stored_buffers
+from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice, divisors
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
@@ -31,7 +31,7 @@ from shardplan.plan.pins import Rules
 from shardplan.plan.plan import GATHERED, HYBRID, RING, ULYSSES, AttentionPlan
 from shardplan.positions.sequence_layout import CONTIGUOUS, ZIGZAG
 from shardplan.program.named_arrays import SECOND, Array
-from shardplan.program.tasks import Item, Step, Task
+from shardplan.program.tasks import LiveBuffer, Step, Task
 
 BATCH_AXES: tuple[MeshAxes, ...] = (("replica", "data"), ("data",), ("replica",), ())
 POSITION_AXES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",), ("replica", "data"), ("data", "replica"))
@@ -57,7 +57,7 @@ class Space:
     """Logical axis of the residual stream."""
     hardware: Slice
     calibration: Calibration
-    habits: Habits
+    quirks: CompilerQuirks
     available: float
     """Bytes per device that a plan may use."""
     rules: Rules
@@ -99,14 +99,14 @@ class Space:
         return tuple(tuple(axis for axis in self.tensor if axis in group) for group in groups)
 
     @cached_property
-    def works(self) -> tuple["Work", ...]:
+    def component_costs(self) -> tuple["ComponentCost", ...]:
         """What depends on each of `components`."""
         return tuple(_work(self, component) for component in self.components)
 
     @cached_property
     def least_at_rest(self) -> float:
         """Bytes per device of what rests of the components, cut by all devices."""
-        return sum(work.least_bytes for work in self.works)
+        return sum(work.least_bytes for work in self.component_costs)
 
     @cached_property
     def least_seconds(self) -> float:
@@ -123,16 +123,18 @@ class Space:
         return max(uses.values(), default=0) <= 1
 
     @cached_property
-    def base(self) -> "Work":
+    def base(self) -> "ComponentCost":
         """What depends on none."""
         return _work(self, ())
 
-    def layout(self, mesh: dict[str, int], compute: AxisMapping, params: AxisMapping) -> Layout:
+    def layout(self, mesh: dict[str, int], compute: AxisMapping, params: AxisMapping) -> ShardingAssignment:
         """A point of the space."""
         mapping = {axis: cut for axis, cut in compute.items() if axis != METHOD}
         method = self._attention(mesh, compute)
         step = self.step
-        return Layout(mesh, mapping, params, step.merged, step.activation_axes, self.habits, method, step.pattern)
+        return ShardingAssignment(
+            mesh, mapping, params, step.merged, step.activation_axes, self.quirks, method, step.pattern
+        )
 
     def methods_for(self, mesh: MeshShape, cut: MeshAxes) -> list[MeshAxes]:
         """What `METHOD` can be where `cut` cuts positions; nothing for Levanter's own.
@@ -202,7 +204,7 @@ Pick = Callable[[Sequence[MeshAxes | None]], Any]
 
 
 @dataclass(frozen=True)
-class Work:
+class ComponentCost:
     """The tasks and the memory that depend on the axes of one component; without axes, on batch and position alone."""
 
     component: tuple[str, ...]
@@ -210,12 +212,12 @@ class Work:
     """Logical axes whose mapping is still open: those of the component, and the residual axis at rest; and `METHOD`."""
     tasks: tuple[tuple[Task, Pick, Pick], ...]
     """With what they depend on of the mappings of `axes` while computing, and of both, these and those at rest."""
-    items: tuple[tuple[Item, Pick], ...]
+    items: tuple[tuple[LiveBuffer, Pick], ...]
     """With what they depend on of both."""
     least_bytes: float
     """Bytes per device of those that rest, cut by all devices."""
     counts: np.ndarray
-    """[moment, item]: how many of an item there are at a moment."""
+    """[point, item]: how many of an item there are at a point."""
     computed: frozenset[frozenset[str]]
     """Axes that meet while computing."""
     resting: frozenset[frozenset[str]]
@@ -227,7 +229,7 @@ class Work:
         return any(task.kind == "attention" for task, *_ in self.tasks)
 
 
-def _work(space: Space, component: tuple[str, ...]) -> Work:
+def _work(space: Space, component: tuple[str, ...]) -> ComponentCost:
     own = set(component)
 
     def belongs(*arrays: Array) -> bool:
@@ -236,11 +238,11 @@ def _work(space: Space, component: tuple[str, ...]) -> Work:
 
     step = space.step
     tasks = [task for task in step.tasks if belongs(*task.operands, *task.results)]
-    resting = [item for item in resting_items(step) if belongs(item.array)]
-    moments = [
-        Counter([*resting, *(item for item in moment if belongs(item.array, *item.tables))]) for moment in step.moments
+    resting = [item for item in stored_buffers(step) if belongs(item.array)]
+    points = [
+        Counter([*resting, *(item for item in point if belongs(item.array, *item.tables))]) for point in step.points
     ]
-    items = list(dict.fromkeys(item for counter in moments for item in counter))
+    items = list(dict.fromkeys(item for counter in points for item in counter))
     axes = (*component, space.residual, METHOD)
     rests = space.layout({}, {}, {}).rests
 
@@ -255,19 +257,19 @@ def _work(space: Space, component: tuple[str, ...]) -> Work:
         attends = task.kind == "attention"
         return pick(arrays, False, attends), pick(arrays, task.kind in RESTING, attends)
 
-    def of_item(item: Item) -> Pick:
+    def of_item(item: LiveBuffer) -> Pick:
         arrays = (item.array, *item.tables)
         with_resting = item.stays_cut or item.role in CUT_AS_RESTING or any(map(rests, arrays))
         return pick(arrays, with_resting, item.role in ATTENDING)
 
-    counts = np.array([[counter[item] for item in items] for counter in moments], float)
-    return Work(
+    counts = np.array([[counter[item] for item in items] for counter in points], float)
+    return ComponentCost(
         component,
         axes,
         tuple((task, *picks(task)) for task in tasks),
         tuple((item, of_item(item)) for item in items),
         sum(item.array.elements * item.array.itemsize for item in resting) / space.hardware.devices,
-        counts.reshape(len(moments), len(items)),
+        counts.reshape(len(points), len(items)),
         frozenset(met for task in tasks for met in _meetings(task)),
         frozenset(frozenset(a.axes) for a in step.parameters if belongs(a)),
     )

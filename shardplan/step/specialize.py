@@ -9,8 +9,8 @@ from levanter.layers.attention import AttentionBackend
 
 from shardplan.attention.levanter import with_sequence_parallel
 from shardplan.cost.attention import kernel_of
-from shardplan.cost.calibration import habits
-from shardplan.cost.sharding import Layout
+from shardplan.cost.calibration import quirks
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model import Model
@@ -49,6 +49,8 @@ def specialize(model: Model, plan: Plan) -> Model:
 def _kernel(model: Model, plan: Plan) -> str:
     """What can do attention on each device; forward is enough to know."""
     step = plan_step(model, workload_of(dataclasses.replace(plan.workload, kind="eval", microbatches=1)))
-    compute, known = as_tuples(plan.compute_mapping), habits(parse_slice(plan.hardware.slice))
-    layout = Layout(plan.mesh, compute, {}, step.merged, step.activation_axes, known, plan.attention, step.pattern)
+    compute, known = as_tuples(plan.compute_mapping), quirks(parse_slice(plan.hardware.slice))
+    layout = ShardingAssignment(
+        plan.mesh, compute, {}, step.merged, step.activation_axes, known, plan.attention, step.pattern
+    )
     return kernel_of(step.tasks, layout)

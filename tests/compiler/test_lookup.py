@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardplan.cost.gspmd import share
-from shardplan.cost.sharding import Layout
+from shardplan.cost.gspmd import device_cost
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import parse_slice
 from shardplan.program.tasks import prepare
 from shardplan.program.trace import trace_jaxpr
@@ -33,10 +33,12 @@ def predicted(mapping, table, batch) -> Counter:
     shapes = jax.ShapeDtypeStruct((VOCAB, EMBED), jnp.bfloat16), jax.ShapeDtypeStruct((batch, POSITION), jnp.int32)
     jaxpr = jax.make_jaxpr(lambda weight, tokens: weight[tokens])(*shapes)
     step = prepare(trace_jaxpr(jaxpr, [(("vocab", "embed"), "table"), (("batch", "position"), None)]))
-    layout = Layout(MESH, mapping, dict(zip(("vocab", "embed"), table, strict=True)), {}, ("batch", "position"))
+    layout = ShardingAssignment(
+        MESH, mapping, dict(zip(("vocab", "embed"), table, strict=True)), {}, ("batch", "position")
+    )
     found = Counter()
     for task in step.tasks:
-        for traffic in share(task, layout).traffic:
+        for traffic in device_cost(task, layout).traffic:
             found[traffic.kind] += traffic.bytes
     return found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardplan.errors import ConfigError
-from shardplan.hardware import GENERATIONS, embed, parse_slice
+from shardplan.hardware import GENERATIONS, parse_slice, place_mesh
 from shardplan.verify.topology import environment, make_topology_mesh
 
 pytest.importorskip("libtpu")
@@ -105,7 +105,7 @@ def test_every_size(generation):
             (number, (*coords[: len(torus)], *([core] if cores > 1 else [])))
             for number, coords, core in zip(mesh["slices"], mesh["coords"], mesh["cores"], strict=True)
         ]
-        assert places == embed(hardware, sizes).places()
+        assert places == place_mesh(hardware, sizes).places()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,7 +19,7 @@ from levanter.layers.attention import dot_product_attention as levanter_attentio
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.attention.kernels import splash
 from shardplan.errors import ConfigError
-from shardplan.positions.sequence_layout import KINDS, Layout
+from shardplan.positions.sequence_layout import KINDS, SequenceLayout
 
 Q = ("batch", "kv_head", "q_heads_per_group", "position", "head_size")
 K = ("batch", "kv_head", "key_position", "head_size")
@@ -144,7 +144,7 @@ def check(case: Case, dtype=jnp.float32, is_dense=False):
     cap = 3.0 if case.extra == "soft cap" else None
     ring = case.devices // case.ulysses if case.strategy != "ulysses" else 1
     known = lengths_of(case.length) if case.mask == "known documents" else None
-    layout = Layout(case.length, ring, case.ulysses, case.layout, known)
+    layout = SequenceLayout(case.length, ring, case.ulysses, case.layout, known)
     order = layout.order()[: case.length]
     mask, more, allowed = mask_of(case.mask, case.length, order, rng)
     expected = dense_attention(q, k, v, allowed, change, cap, sink)
@@ -365,7 +365,7 @@ def test_bad_input():
         ({"documents": [3, 4]}, "documents of 3, 4 positions are not the 8 of the sequence"),
         ({"documents": [3, 4], "strategy": "auto"}, "documents of 3, 4 positions are not the 8 of the sequence"),
         ({"strategy": "ring", "ulysses": 2}, "ulysses 2 is for the strategy hybrid; ring has 1"),
-        ({"layout": Layout(8, 8, 1, "zigzag"), "strategy": "auto"}, "ring 8 x ulysses 1, here are 4 devices"),
+        ({"layout": SequenceLayout(8, 8, 1, "zigzag"), "strategy": "auto"}, "ring 8 x ulysses 1, here are 4 devices"),
         ({"strategy": "auto", "hardware": "v5p-16"}, "hardware v5p-16 has 8 devices, the mesh 4"),
         ({"strategy": "auto", "hardware": "h100-4"}, "unknown generation 'h100'"),
         ({"block": 0}, "block is 0; it must be at least 1"),
@@ -376,7 +376,10 @@ def test_bad_input():
         ({"axis_mapping": {"position": "model", "kv_head": "model"}}, "kv_head and position are both mapped to model"),
         ({"axis_mapping": {"kv_head": "model"}}, "kv_head (2) is not divisible by the 4 devices that cut it"),
         ({"mask": by_head}, "a mask or sink has the axis kv_head (2), where it may have position (8)"),
-        ({"layout": Layout(8, 4), "axis_mapping": {"pos": "model"}}, "no mesh axis of several devices is that of posi"),
+        (
+            {"layout": SequenceLayout(8, 4), "axis_mapping": {"pos": "model"}},
+            "no mesh axis of several devices is that of posi",
+        ),
         ({"kernel": "splash", "strategy": "ring"}, "each ring index has 2 positions, which must be a multiple of 128"),
         ({"kernel": "splash", "mask": allowed}, "kernel splash has no explicit masks; use the kernel blockwise"),
     ):

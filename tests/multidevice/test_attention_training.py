@@ -17,7 +17,7 @@ from levanter.models.loss import maybe_fused_next_token_loss
 
 from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.attention.sequence import next_token_losses, shard_sequence
-from shardplan.positions.sequence_layout import Layout
+from shardplan.positions.sequence_layout import SequenceLayout
 
 STEPS, BATCH, LENGTH = 100, 2, 94
 COUNT = BATCH * (LENGTH - 1)
@@ -86,7 +86,7 @@ def expected(model, batches):
 def test_losses_of_training(model, batches, expected, devices, strategy, ulysses, kind):
     """Ulysses, a ring, both, and as many heads exchanged as the numbers of heads and devices have in common."""
     degree = np.gcd(HEADS, devices) if ulysses is None else ulysses
-    layout = Layout(LENGTH, devices // int(degree), int(degree), kind)
+    layout = SequenceLayout(LENGTH, devices // int(degree), int(degree), kind)
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, -1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def loss(model, tokens):

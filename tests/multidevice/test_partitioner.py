@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardplan.cost.gspmd import GATHER, share
-from shardplan.cost.sharding import Layout
+from shardplan.cost.gspmd import GATHER, device_cost
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.program.tasks import prepare
 from shardplan.program.trace import trace_jaxpr
 
@@ -66,10 +66,10 @@ def planned(sizes, batch, resting, computing):
         jax.ShapeDtypeStruct((MLP, EMBED), jnp.float32),
     ]
     step = prepare(trace_jaxpr(jax.make_jaxpr(product)(*shapes), arguments))
-    layout = Layout(
+    layout = ShardingAssignment(
         dict(zip(AXES, sizes, strict=True)), {"batch": batch, "mlp": computing}, resting, {}, ("batch", "position")
     )
-    (gather,) = [t for task in step.tasks for t in share(task, layout).traffic if t.cause.startswith(GATHER)]
+    (gather,) = [t for task in step.tasks for t in device_cost(task, layout).traffic if t.cause.startswith(GATHER)]
     devices = math.prod(layout.mesh[axis] for axis in gather.mesh_axes)
     return [round(gather.bytes / 4 * devices / (devices - 1))]
 

@@ -17,7 +17,7 @@ from levanter.models.mixtral import MixtralConfig
 from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.attention.sequence import in_order, next_token_losses, shard_sequence
 from shardplan.errors import ConfigError
-from shardplan.positions.sequence_layout import Layout
+from shardplan.positions.sequence_layout import SequenceLayout
 
 LENGTH, VOCAB = 61, 40
 DOCUMENTS = (23, 7, 31)
@@ -69,7 +69,7 @@ def example_documents(example, kind):
 )
 def test_losses_are_those_of_the_whole_sequence(model, example, expected, strategy, ulysses, kind):
     """A length that no number of devices divides, so that there is padding."""
-    layout = Layout(LENGTH, 4 // ulysses, ulysses, kind, example_documents(example, kind))
+    layout = SequenceLayout(LENGTH, 4 // ulysses, ulysses, kind, example_documents(example, kind))
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     parallel = with_sequence_parallel(model, Method(strategy, ulysses, layout=layout))
     sequence = shard_sequence(example, layout)
@@ -85,7 +85,7 @@ def test_losses_are_those_of_the_whole_sequence(model, example, expected, strate
 
 def test_targets_are_shifted_before_the_cut(example):
     """Shifted afterwards, every device would lose one, or take another's."""
-    layout = Layout(LENGTH, 4, 1, "zigzag")
+    layout = SequenceLayout(LENGTH, 4, 1, "zigzag")
     sequence = shard_sequence(example, layout)
     tokens, targets = in_order(sequence.tokens, layout), in_order(sequence.targets, layout)
     assert (tokens.array == example.tokens.array).all()
@@ -95,18 +95,18 @@ def test_targets_are_shifted_before_the_cut(example):
 
 def test_a_layout_of_another_length_is_refused(example):
     with pytest.raises(ConfigError, match="the layout is for 60 positions, the example has 61"):
-        shard_sequence(example, Layout(60, 4))
+        shard_sequence(example, SequenceLayout(60, 4))
 
 
 @pytest.mark.parametrize("example", ["documents"], indirect=True)
 def test_a_layout_of_other_documents_is_refused(example):
     with pytest.raises(ConfigError, match="documents of 30, 31 positions, the example's segment ids have others"):
-        shard_sequence(example, Layout(LENGTH, 4, 1, "documents", (30, 31)))
+        shard_sequence(example, SequenceLayout(LENGTH, 4, 1, "documents", (30, 31)))
 
 
 def test_what_levanter_takes_besides(example):
     """No mask, and segment ids of keys by their own name."""
-    layout = Layout(LENGTH, 4, 1, "zigzag")
+    layout = SequenceLayout(LENGTH, 4, 1, "zigzag")
     assert shard_sequence(replace(example, attn_mask=None), layout).mask == AttentionMask()
     if example.attn_mask.segment_ids is None:
         return
@@ -116,13 +116,13 @@ def test_what_levanter_takes_besides(example):
     for each, name in zip(found, ("position", "key_position"), strict=True):
         assert (each.array == ids.array[np.maximum(layout.order(), 0)]).all() and each.axes[0].name == name
     with pytest.raises(ConfigError, match="segment ids are traced, so that they cannot be compared"):
-        jax.jit(lambda e: shard_sequence(e, Layout(LENGTH, 4, 1, "documents", DOCUMENTS)).tokens.array)(example)
+        jax.jit(lambda e: shard_sequence(e, SequenceLayout(LENGTH, 4, 1, "documents", DOCUMENTS)).tokens.array)(example)
 
 
 @pytest.mark.parametrize("example", ["one document"], indirect=True)
 def test_sequences_in_another_order_are_refused(model, example):
     """Than attention of the model has; one without a layout, or Levanter's own, has the sequence's."""
-    sequence, striped = (shard_sequence(example, Layout(LENGTH, 4, 1, kind)) for kind in ("zigzag", "striped"))
+    sequence, striped = (shard_sequence(example, SequenceLayout(LENGTH, 4, 1, kind)) for kind in ("zigzag", "striped"))
     for method, given in (
         (Method("ring", layout=sequence.layout), striped),
         (Method("ring"), sequence),
@@ -132,7 +132,7 @@ def test_sequences_in_another_order_are_refused(model, example):
         kind = given.layout.kind
         with pytest.raises(ConfigError, match=f"the sequence is for 61 positions, {kind} over ring 4 x ulysses 1, and"):
             next_token_losses(parallel, given)
-    documents = Layout(LENGTH, 4, 1, "zigzag", DOCUMENTS)
+    documents = SequenceLayout(LENGTH, 4, 1, "zigzag", DOCUMENTS)
     with pytest.raises(ConfigError, match="attention of the model for 61 positions in 3 documents, zigzag over ring 4"):
         next_token_losses(with_sequence_parallel(model, Method("ring", layout=documents)), sequence)
 
@@ -146,14 +146,14 @@ def test_examples_in_order_are_refused(example, kind):
         attn_backend=AttentionBackend.VANILLA,
     )  # fmt: skip
     model = config.build(hax.Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
-    zigzag, ring = (Layout(LENGTH, 4, 1, kind) for kind in ("zigzag", "contiguous"))
+    zigzag, ring = (SequenceLayout(LENGTH, 4, 1, kind) for kind in ("zigzag", "contiguous"))
     parallel = with_sequence_parallel(model, Method("ring", layout=zigzag))
     with pytest.raises(ConfigError, match="takes sequences in zigzag order, and nothing says that these are"):
         compute_next_token_loss(parallel, example, reduction=None)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         # Levanter's own attention; its loss of Mixtral has the router's auxiliary loss in it
-        expected = jax.jit(next_token_losses)(model, shard_sequence(example, Layout(LENGTH)))
+        expected = jax.jit(next_token_losses)(model, shard_sequence(example, SequenceLayout(LENGTH)))
     for layout in (zigzag, ring):
         parallel = with_sequence_parallel(parallel, Method("ring", layout=layout))
         with jax.set_mesh(mesh), hax.axis_mapping({"position": "model"}):

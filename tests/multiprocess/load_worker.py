@@ -24,7 +24,7 @@ from shardplan.checkpoint.transfer import schedule
 from shardplan.errors import ShardplanError
 from shardplan.model import build_model, read_config
 from shardplan.model.axes import named_leaves
-from shardplan.runtime import peers
+from shardplan.runtime import process_group
 from shardplan.runtime.devices import start_devices
 from shardplan.storage import open_folder
 from shardplan.storage.local import LocalFile
@@ -36,7 +36,7 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: s
     count = 2 * int(os.environ["JAX_NUM_PROCESSES"])
     start_devices(f"cpu-{count}", count, is_cpu=True)
     schedule.MOST_READ_AGAIN = 0  # the tensors are small
-    peers.SILENCE, peers.BEAT = 8.0, 1.0  # so that tests are short
+    process_group.HEARTBEAT_TIMEOUT_S, process_group.HEARTBEAT_INTERVAL_S = 8.0, 1.0  # so that tests are short
     template = build_model(read_config(str(GOLDEN / "config.json"), None), 64).template
     state = {name: value for file in GOLDEN.glob("*.safetensors") for name, value in load_file(file).items()}
     whole = from_torch_compatible_state_dict(template, {name: jnp.asarray(value) for name, value in state.items()})

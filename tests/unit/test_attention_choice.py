@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardplan.attention.choice import Heads, choices, layouts, weigh
 from shardplan.hardware import parse_slice
 from shardplan.positions.pattern import Pattern
-from shardplan.positions.sequence_layout import KINDS, Layout
+from shardplan.positions.sequence_layout import KINDS, SequenceLayout
 
 CAUSAL = Pattern(causal=True)
 LLAMA_8B = Heads(batch=1, key_heads=8, per_key_head=4, head_size=128, value_size=128)
@@ -25,7 +25,7 @@ def test_the_order_of_measured_runs():
     found = {}
     for ring, ulysses in measured:
         strategy = {1: "all_gather", 64: "ring"}.get(ring, "hybrid")
-        layout = Layout(262144, 64 if ring == 1 else ring, 1 if ring == 1 else ulysses, "zigzag")
+        layout = SequenceLayout(262144, 64 if ring == 1 else ring, 1 if ring == 1 else ulysses, "zigzag")
         choice = weigh(strategy, layout, CAUSAL, LLAMA_8B, ("data",), mesh(64), parse_slice("v5p-128"))
         found[ring, ulysses] = choice.seconds
     assert sorted(found, key=found.get) == sorted(measured, key=measured.get)
@@ -45,10 +45,10 @@ def test_what_is_received(degrees, counts, size):
     unit = 3 * size * 2
     if u == 1:
         for strategy in ("ring", "all_gather"):
-            found = weigh(strategy, Layout(length, ring), CAUSAL, heads, ("data",), mesh(parts), hardware)
+            found = weigh(strategy, SequenceLayout(length, ring), CAUSAL, heads, ("data",), mesh(parts), hardware)
             assert found.received_bytes == 2 * keys * (length / parts) * (parts - 1) * unit
         return
-    layout = Layout(length, ring, u)
+    layout = SequenceLayout(length, ring, u)
     found = weigh("ulysses" if ring == 1 else "hybrid", layout, CAUSAL, heads, ("data",), mesh(parts), hardware)
     if keys % u == 0:
         exchanged = (2 * queries + 2 * keys) * (length / parts) * (u - 1) / u
@@ -65,7 +65,9 @@ def test_ulysses_receives_less_than_a_ring_from_a_degree_on(degree):
     """Exactly where P > 1 + Hq / Hkv."""
     heads, hardware = Heads(1, 16, 3, 64, 64), parse_slice(f"cpu-{degree}")
     ring, ulysses = (
-        weigh(strategy, Layout(8192, degree // u, u), CAUSAL, heads, ("data",), mesh(degree), hardware).received_bytes
+        weigh(
+            strategy, SequenceLayout(8192, degree // u, u), CAUSAL, heads, ("data",), mesh(degree), hardware
+        ).received_bytes
         for strategy, u in (("ring", 1), ("ulysses", degree))
     )
     assert (ulysses < ring) == (degree > 1 + 3)

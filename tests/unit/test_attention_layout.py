@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardplan.positions import sequence_layout
 from shardplan.positions.pattern import PADDING, Pattern, runs_of
-from shardplan.positions.sequence_layout import KINDS, Layout, blocks, hops, labels_of
+from shardplan.positions.sequence_layout import KINDS, SequenceLayout, blocks, hops, labels_of
 
 patterns = st.builds(Pattern, st.booleans(), st.integers(-3, 9), st.none() | st.integers(1, 12), st.integers(0, 20))
 
@@ -23,7 +23,9 @@ def layouts(draw):
     if lengths is not None:
         labels = np.repeat(np.arange(len(lengths) + 1), [*lengths, max(0, length - sum(lengths))])[:length]
         documents = tuple(int(n) for n in np.bincount(labels) if n)
-    return Layout(length, draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.sampled_from(KINDS)), documents)
+    return SequenceLayout(
+        length, draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.sampled_from(KINDS)), documents
+    )
 
 
 @given(layouts())
@@ -83,7 +85,7 @@ def test_hops_and_blocks_are_those_that_any_pair_needs(layout, pattern, block, m
     ],
 )
 def test_hops_at_64k_on_8_devices(pattern, documents, expected):
-    layout = Layout(65536, 8, documents=None if documents is None else tuple(documents))
+    layout = SequenceLayout(65536, 8, documents=None if documents is None else tuple(documents))
     assert hops(layout, layout, pattern) == expected
 
 
@@ -95,7 +97,7 @@ def balance(layout, pattern):
 
 def test_balance_of_a_causal_mask():
     """Contiguous gives the last device nearly twice the mean."""
-    found = {kind: balance(Layout(65536, 8, 1, kind), Pattern(causal=True)) for kind in KINDS}
+    found = {kind: balance(SequenceLayout(65536, 8, 1, kind), Pattern(causal=True)) for kind in KINDS}
     assert found["contiguous"] > 1.8
     assert max(found["zigzag"], found["striped"], found["documents"]) <= 1.05
 
@@ -107,6 +109,6 @@ def test_balance_of_packed_documents():
     ends = np.minimum(np.cumsum(sizes), 65536)
     documents = tuple(int(n) for n in np.diff(ends, prepend=0) if n)
     assert sum(documents) == 65536 and len(documents) > 8
-    found = {kind: balance(Layout(65536, 8, 1, kind, documents), Pattern(causal=True)) for kind in KINDS}
+    found = {kind: balance(SequenceLayout(65536, 8, 1, kind, documents), Pattern(causal=True)) for kind in KINDS}
     assert min(found["contiguous"], found["zigzag"]) > 2
     assert max(found["striped"], found["documents"]) <= 1.15

@@ -17,7 +17,7 @@ def test_every_generation_is_there():
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_factors_are_sane(generation):
-    """Nothing is faster than its roofline; what takes many times as long is no habit of a compiler but a wrong fit."""
+    """Nothing is faster than its roofline; what takes many times as long is no quirk of a compiler but a wrong fit."""
     factors = calibration(generation)
     assert 1 <= factors.products < 3
     assert 0 <= factors.elementwise < 5
@@ -26,7 +26,7 @@ def test_factors_are_sane(generation):
     assert 0 <= factors.gathering < 20
     assert 0 <= factors.overlap <= 1
     assert 0 < factors.memory_error < 0.5
-    least = factors.habits.gathers_become_sums_from
+    least = factors.quirks.gathers_become_sums_from
     assert least is None or least > 1
 
 

@@ -2,18 +2,17 @@
 
 import pytest
 
-from shardplan.cost.gspmd import Traffic, share
+from shardplan.cost.gspmd import Traffic, device_cost
 from shardplan.cost.matmul import Product
 from shardplan.cost.roofline import model_flops, transfer_seconds
-from shardplan.cost.sharding import Layout
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.hardware.multislice import slices_by_axis
 from shardplan.model import build_model, read_config
 from shardplan.plan.workload import Workload
 from shardplan.positions.pattern import Pattern
-from shardplan.positions.sequence_layout import Layout as Order
-from shardplan.positions.sequence_layout import attended
+from shardplan.positions.sequence_layout import SequenceLayout, attended
 from shardplan.program.step_trace import plan_step
 
 MESH = {"replica": 2, "data": 4, "model": 1}
@@ -71,7 +70,7 @@ def test_training_experts_keeps_all_rows(kind, kept, freed):
     rows = (((None, 2 * 64 * 4096),), (("embed", 4096),))
 
     def most(*roles):
-        return max(sum(item.array.dims == rows for item in moment if item.role in roles) for moment in step.moments)
+        return max(sum(item.array.dims == rows for item in point if item.role in roles) for point in step.points)
 
     assert (most("kept", "summand", "lingering"), most("kept", "summand")) == (kept, freed)
 
@@ -89,8 +88,8 @@ def test_products_of_experts():
     and what a token's two experts say is added up by a product with a vector."""
     model = build_model(read_config("configs/models/mixtral-8x7b.json", None), 1024)
     step = plan_step(model, Workload("batch", 4, 1024, "bfloat16", "bfloat16", "train"))
-    layout = Layout({}, {}, {}, step.merged, step.activation_axes)
-    products = [(task, share(task, layout).product) for task in step.tasks if task.kind == "contraction"]
+    layout = ShardingAssignment({}, {}, {}, step.merged, step.activation_axes)
+    products = [(task, device_cost(task, layout).product) for task in step.tasks if task.kind == "contraction"]
     one = 32 * 2 * (2 * 4 * 1024) * 4096 * 14336
     forward = [p for task, p in products if task.groups > 1 and any(a.weight for a in task.operands)]
     gradients = [p for task, p in products if task.groups > 1 and not any(a.weight for a in task.operands)]
@@ -123,21 +122,23 @@ def test_slices_that_no_axis_can_cross():
     ],
 )
 def test_blocks_that_a_mask_leaves(position, window, blocks):
-    assert attended(Order(position), Pattern(True, window=window), True) == blocks / max(1, position // 512) ** 2
+    assert (
+        attended(SequenceLayout(position), Pattern(True, window=window), True) == blocks / max(1, position // 512) ** 2
+    )
 
 
 def test_blocks_of_the_last_part():
     """Of 2048 positions in blocks of 512, cut in two: the last half computes 3 + 4 of its 2 x 4 blocks."""
     causal, window = Pattern(causal=True), Pattern(causal=True, window=513)
-    assert attended(Order(2048, 2), causal, gathers=True) == (3 + 4) / 8
-    assert attended(Order(2048, 2), window, gathers=True) == (2 + 2) / 8
-    assert attended(Order(2048, 8), causal, gathers=True) == 8 / 8
+    assert attended(SequenceLayout(2048, 2), causal, gathers=True) == (3 + 4) / 8
+    assert attended(SequenceLayout(2048, 2), window, gathers=True) == (2 + 2) / 8
+    assert attended(SequenceLayout(2048, 8), causal, gathers=True) == 8 / 8
 
 
 def test_blocks_hop_by_hop():
     """Of 4096 positions in two parts: the first half waits at the second hop for the other, but not in a zigzag."""
     causal = Pattern(causal=True)
-    assert attended(Order(4096, 2), causal, gathers=False) == ((1 + 2 + 3 + 4) + 4 * 4) / 32
+    assert attended(SequenceLayout(4096, 2), causal, gathers=False) == ((1 + 2 + 3 + 4) + 4 * 4) / 32
     # of quarters 0 and 3, 1 and 2: at home both 2 diagonals and one whole, and 8 of 16 blocks of the other's
-    assert attended(Order(4096, 2, kind="zigzag"), causal, gathers=False) == (10 + 8) / 32
-    assert attended(Order(4096, 2, kind="zigzag"), causal, gathers=True) == (10 + 8) / 32
+    assert attended(SequenceLayout(4096, 2, kind="zigzag"), causal, gathers=False) == (10 + 8) / 32
+    assert attended(SequenceLayout(4096, 2, kind="zigzag"), causal, gathers=True) == (10 + 8) / 32

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from shardplan.errors import ConfigError
-from shardplan.hardware import GENERATIONS, embed, parse_slice
+from shardplan.hardware import GENERATIONS, parse_slice, place_mesh
 from shardplan.runtime.devices import arrange, slice_from
 
 
@@ -69,7 +69,7 @@ def test_every_device_is_where_the_embedding_has_it(name):
         found = [
             (d.slice_index, (*d.coords[:rank], *([d.core_on_chip] if cores > 1 else []))) for d in mesh.devices.flat
         ]
-        assert found == embed(hardware, shape).places()
+        assert found == place_mesh(hardware, shape).places()
 
 
 def test_a_slice_somewhere_in_its_pod():

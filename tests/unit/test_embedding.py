@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from shardplan.errors import ConfigError
-from shardplan.hardware import GENERATIONS, embed, parse_slice
-from shardplan.hardware.mesh_placement import _embed
+from shardplan.hardware import GENERATIONS, parse_slice, place_mesh
+from shardplan.hardware.mesh_placement import _place_mesh
 
 AXES = ("replica", "data", "model")
 HOP = 1e-6
@@ -26,12 +26,12 @@ def mesh(*sizes: int) -> dict[str, int]:
 
 def lies(name: str, *sizes: int) -> dict[str, str]:
     """Mesh axis -> its factors: `y4` is all, or the first, of dimension y; `y4/2` is four places, two apart."""
-    embedding = embed(parse_slice(name), mesh(*sizes))
+    placement = place_mesh(parse_slice(name), mesh(*sizes))
     return {
         axis: " ".join(
-            f"{embedding.dimensions[f.dimension].name}{f.size}{f'/{f.stride}' if f.stride > 1 else ''}" for f in factors
+            f"{placement.dimensions[f.dimension].name}{f.size}{f'/{f.stride}' if f.stride > 1 else ''}" for f in factors
         )
-        for axis, factors in embedding.factors.items()
+        for axis, factors in placement.factors.items()
         if factors
     }
 
@@ -54,7 +54,7 @@ def test_every_device_has_one_place(name):
     cores = [hardware.generation.devices_per_chip] if hardware.generation.devices_per_chip > 1 else []
     limits = (*hardware.torus, *cores)
     for sizes in some_meshes(hardware.devices, hardware.slices):
-        places = embed(hardware, sizes).places()
+        places = place_mesh(hardware, sizes).places()
         assert len(set(places)) == len(places) == hardware.devices
         for number, place in places:
             assert 0 <= number < hardware.slices
@@ -94,14 +94,14 @@ def test_no_other_embedding_is_better():
     With `model` on y, `data` can have 2x8, 4x4, or 4x2 x 2 of x and z. Receiving 15 parts takes 1 + 2 * 7/2 units of a
     link (a pair, then a ring of pairs), or 3 * 1 + 4 * 3/2 (a line of four, then a ring).
     """
-    embedding = embed(parse_slice("v4-256"), mesh(2, 16, 4))
+    placement = place_mesh(parse_slice("v4-256"), mesh(2, 16, 4))
     link = 4.5e10
-    assert embedding.collective("all-gather", ("model",)).seconds_per_byte == pytest.approx(1 / (2 * link))
-    assert embedding.collective("all-gather", ("data",)).seconds_per_byte == pytest.approx((1 + 7) / 15 / link)
+    assert placement.collective("all-gather", ("model",)).seconds_per_byte == pytest.approx(1 / (2 * link))
+    assert placement.collective("all-gather", ("data",)).seconds_per_byte == pytest.approx((1 + 7) / 15 / link)
     # two apart, so that two groups share a link
-    assert embedding.collective("all-gather", ("replica",)).seconds_per_byte == pytest.approx(2 / link)
+    assert placement.collective("all-gather", ("replica",)).seconds_per_byte == pytest.approx(2 / link)
     # together they are whole again
-    both = embedding.collective("all-gather", ("replica", "data"))
+    both = placement.collective("all-gather", ("replica", "data"))
     assert both.seconds_per_byte == pytest.approx(1 / (4 * link))
 
 
@@ -132,12 +132,12 @@ def test_no_other_embedding_is_better():
     ],
 )
 def test_collectives_by_hand(name, sizes, kind, axes, received, seconds):
-    assert embed(parse_slice(name), mesh(*sizes)).seconds(kind, axes, received) == pytest.approx(seconds)
+    assert place_mesh(parse_slice(name), mesh(*sizes)).seconds(kind, axes, received) == pytest.approx(seconds)
 
 
 def test_executions_take_the_hops_each():
-    embedding = embed(parse_slice("v4-256"), mesh(1, 16, 8))
-    assert embedding.seconds("all-gather", ("model",), 8e9, 1000) == pytest.approx(8e9 / 9e10 + 4000 * HOP)
+    placement = place_mesh(parse_slice("v4-256"), mesh(1, 16, 8))
+    assert placement.seconds("all-gather", ("model",), 8e9, 1000) == pytest.approx(8e9 / 9e10 + 4000 * HOP)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,10 @@ def test_executions_take_the_hops_each():
     ],
 )
 def test_slices_take_the_network(kind, within, across):
-    embedding = embed(parse_slice("2xv4-256"), mesh(1, 32, 8))
-    assert embedding.seconds(kind, ("data",), 31e9) == pytest.approx(within + across)
-    assert "network" in embedding.collective(kind, ("data",)).links
-    assert "network" not in embedding.collective(kind, ("model",)).links
+    placement = place_mesh(parse_slice("2xv4-256"), mesh(1, 32, 8))
+    assert placement.seconds(kind, ("data",), 31e9) == pytest.approx(within + across)
+    assert "network" in placement.collective(kind, ("data",)).links
+    assert "network" not in placement.collective(kind, ("model",)).links
 
 
 def test_permutes_between_slices():
@@ -162,20 +162,20 @@ def test_permutes_between_slices():
     for name, sharing, bandwidth in (("2xv4-8", 1, 6.25e9), ("2xtpu7x-8", 2, 1.25e10)):
         hardware = parse_slice(name)
         half = hardware.devices // 2
-        embedding = embed(hardware, mesh(2, half, 1))
+        placement = place_mesh(hardware, mesh(2, half, 1))
         pairs = tuple((i, (i + half) % (2 * half)) for i in range(2 * half))
-        assert embedding.permute(pairs).seconds(1e9) == pytest.approx(sharing * 1e9 / bandwidth)
-        assert embedding.permute(pairs).links == {"network"}
+        assert placement.permute(pairs).seconds(1e9) == pytest.approx(sharing * 1e9 / bandwidth)
+        assert placement.permute(pairs).links == {"network"}
 
 
 def test_links_that_collectives_share():
     """`model` on z and `data` on x and y do not meet; a shift around a ring takes one direction."""
-    embedding = embed(parse_slice("v4-256"), mesh(1, 16, 8))
-    assert embedding.collective("all-gather", ("model",)).links == {"z+", "z-"}
-    assert embedding.collective("all-gather", ("data",)).links == {"x+", "x-", "y+", "y-"}
-    assert embedding.collective("collective-permute", ("model",)).links == {"z+"}
+    placement = place_mesh(parse_slice("v4-256"), mesh(1, 16, 8))
+    assert placement.collective("all-gather", ("model",)).links == {"z+", "z-"}
+    assert placement.collective("all-gather", ("data",)).links == {"x+", "x-", "y+", "y-"}
+    assert placement.collective("collective-permute", ("model",)).links == {"z+"}
     # around y, and from the end of a row on to the next
-    assert embedding.collective("collective-permute", ("data",)).links == {"x+", "y+"}
+    assert placement.collective("collective-permute", ("data",)).links == {"x+", "y+"}
 
 
 @pytest.mark.parametrize(
@@ -198,17 +198,17 @@ def test_wraparound(name, wraps):
 
 def test_slices_that_no_axis_can_cross():
     with pytest.raises(ConfigError, match="the 2 slices do not divide replica x data = 1"):
-        embed(parse_slice("2xv4-8"), mesh(1, 1, 8))
+        place_mesh(parse_slice("2xv4-8"), mesh(1, 1, 8))
 
 
 def test_the_search_is_quick():
     """The planner asks for about a hundred meshes."""
     hardware = parse_slice("v4:16x16x16")
     shapes = [mesh(2**r, 2**d, 2 ** (12 - r - d)) for r in range(13) for d in range(13 - r)]
-    _embed.cache_clear()
+    _place_mesh.cache_clear()
     started = time.process_time()
     for shape in shapes:
-        embed(hardware, shape)
+        place_mesh(hardware, shape)
     assert (time.process_time() - started) / len(shapes) < 0.005
 
 
@@ -223,13 +223,13 @@ def test_the_search_is_quick():
 def test_a_permute_along_mesh_axes_is_that_of_all_pairs(name, mesh, axes):
     """Counted on the devices that share links alone."""
     sizes = dict(zip(("replica", "data", "model"), mesh, strict=True))
-    embedding = embed(parse_slice(name), sizes)
+    placement = place_mesh(parse_slice(name), sizes)
     numbers = np.arange(math.prod(mesh)).reshape(mesh)
     along = [list(sizes).index(axis) for axis in axes]
     rows = np.moveaxis(numbers, along, range(len(along))).reshape(math.prod(sizes[axis] for axis in axes), -1)
     pairs = tuple(zip(rows.reshape(-1).tolist(), np.roll(rows, -1, axis=0).reshape(-1).tolist(), strict=True))
     kind = "collective-permute"
     if len(rows) > 1:
-        assert embedding.collective(kind, axes).seconds(2**20, 1) == pytest.approx(
-            embedding.permute(pairs).seconds(2**20, 1)
+        assert placement.collective(kind, axes).seconds(2**20, 1) == pytest.approx(
+            placement.permute(pairs).seconds(2**20, 1)
         )

@@ -9,16 +9,16 @@ import pytest
 
 from shardplan.attention.choice import Heads, weigh
 from shardplan.cost.attention import has_kernel
-from shardplan.cost.gspmd import share
-from shardplan.cost.memory import item_bytes, memory
-from shardplan.cost.sharding import Habits, Layout
+from shardplan.cost.gspmd import device_cost
+from shardplan.cost.memory import buffer_bytes, memory
+from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model import build_model, read_config
 from shardplan.plan.plan import AttentionPlan
 from shardplan.plan.workload import Workload
 from shardplan.positions.pattern import CAUSAL
-from shardplan.positions.sequence_layout import Layout as Order
+from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.program.named_arrays import Array
 from shardplan.program.step_trace import abstract_state, optimizer, plan_step
 from shardplan.program.tasks import prepare
@@ -61,11 +61,11 @@ def step(is_training):
     )
 
 
-def traffic(of, compute, params, is_training=False, habits=Habits(), mesh=MESH):  # noqa: B008
+def traffic(of, compute, params, is_training=False, quirks=CompilerQuirks(), mesh=MESH):  # noqa: B008
     """(kind, mesh axes, bytes, executions) of the collectives whose cause has `of` in it."""
-    layout = Layout(mesh, {**TOKENS, **compute}, params, {}, ("batch", "position"), habits)
+    layout = ShardingAssignment(mesh, {**TOKENS, **compute}, params, {}, ("batch", "position"), quirks)
     tasks = step(is_training).tasks
-    moved = [t for task in tasks for t in share(task, layout).traffic if of in t.cause]
+    moved = [t for task in tasks for t in device_cost(task, layout).traffic if of in t.cause]
     return [(t.kind, t.mesh_axes, t.bytes, t.count) for t in moved]
 
 
@@ -112,8 +112,8 @@ def test_sums_that_are_added_up_are_reduced_once():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((B, E), (M, E), (M, E))]
     jaxpr = jax.make_jaxpr(jax.grad(gated))(*shapes)
     tasks = prepare(trace_jaxpr(jaxpr, [(("batch", "embed"), None), weight, weight])).tasks
-    layout = Layout(MESH, {**TOKENS, "mlp": ("model",)}, {"mlp": ("model",)}, {}, ("batch",))
-    reduced = [t for task in tasks for t in share(task, layout).traffic]
+    layout = ShardingAssignment(MESH, {**TOKENS, "mlp": ("model",)}, {"mlp": ("model",)}, {}, ("batch",))
+    reduced = [t for task in tasks for t in device_cost(task, layout).traffic]
     assert [(t.kind, t.mesh_axes, t.bytes) for t in reduced] == [("all-reduce", ("model",), 2 * 1 / 2 * 4 * B * E / 8)]
 
 
@@ -122,25 +122,25 @@ def test_the_whole_mesh_has_no_reduce_scatter():
     mesh = {"replica": 1, "data": 8, "model": 1}
     kinds = {t[0] for t in traffic("gradient of", {}, {"embed": ("data",)}, is_training=True, mesh=mesh)}
     assert kinds == {"all-reduce", "all-to-all"}  # the latter of the lookup
-    habits = Habits(gathers_become_sums_from=8)
-    gathered = traffic("weights of mlp_up", {}, {"embed": ("data",)}, habits=habits, mesh=mesh)
+    quirks = CompilerQuirks(gathers_become_sums_from=8)
+    gathered = traffic("weights of mlp_up", {}, {"embed": ("data",)}, quirks=quirks, mesh=mesh)
     assert gathered == [("all-reduce", ("data",), LAYERS * 2 * 7 / 8 * WEIGHT, LAYERS)]
-    assert traffic("weights of mlp_up", {}, {"embed": ("data",)}, habits=habits)[0][0] == "all-gather"
+    assert traffic("weights of mlp_up", {}, {"embed": ("data",)}, quirks=quirks)[0][0] == "all-gather"
 
 
 def test_gathers_that_leave_a_weight_out_of_order():
     """Along two of its dimensions, or written as a sum, over the whole mesh; once a layer each."""
     whole = {"replica": 1, "data": 8, "model": 1}
 
-    def rearranged(mesh, params, habits):
-        layout = Layout(mesh, TOKENS, params, {}, ("batch", "position"), habits)
-        return sum(share(t, layout).rearranged_bytes for t in step(False).tasks if t.cause == "mlp_up")
+    def rearranged(mesh, params, quirks):
+        layout = ShardingAssignment(mesh, TOKENS, params, {}, ("batch", "position"), quirks)
+        return sum(device_cost(t, layout).rearranged_bytes for t in step(False).tasks if t.cause == "mlp_up")
 
-    sums = Habits(gathers_become_sums_from=8)
-    assert rearranged(whole, {"embed": ("data",)}, Habits()) == 0
+    sums = CompilerQuirks(gathers_become_sums_from=8)
+    assert rearranged(whole, {"embed": ("data",)}, CompilerQuirks()) == 0
     assert rearranged(whole, {"embed": ("data",)}, sums) == LAYERS * WEIGHT
     assert rearranged(MESH, {"embed": ("data",)}, sums) == 0
-    assert rearranged(MESH, {"embed": ("data",), "mlp": ("replica",)}, Habits()) == LAYERS * WEIGHT
+    assert rearranged(MESH, {"embed": ("data",), "mlp": ("replica",)}, CompilerQuirks()) == LAYERS * WEIGHT
 
 
 def test_lookups_in_a_cut_table():
@@ -166,16 +166,16 @@ def test_keys_and_values_of_other_positions():
     model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}, 1024)
     llama = plan_step(model, Workload("batch", 4, 1024, "bfloat16", "bfloat16"))
     cut = {"position": ("data",)}
-    layout = Layout({"data": 4}, cut, {}, llama.merged, llama.activation_axes)
+    layout = ShardingAssignment({"data": 4}, cut, {}, llama.merged, llama.activation_axes)
     attention = [task for task in llama.tasks if task.kind == "attention"]
-    moved = [(t.kind, t.bytes) for task in attention for t in share(task, layout).traffic]
+    moved = [(t.kind, t.bytes) for task in attention for t in device_cost(task, layout).traffic]
     whole = 2 * 4 * 1024 * 8 * 128
     assert moved == [("all-gather", 2 * 3 / 4 * whole)] * 2
     assert not any(has_kernel(task, layout) for task in attention)
     ours = dataclasses.replace(layout, attention=AttentionPlan("all_gather", ring=4))
     assert all(has_kernel(task, ours) for task in attention)
     # the last quarter's queries, a block of 256, see the keys of all four
-    assert [share(task, ours).unmasked for task in attention] == [1] * 2
+    assert [device_cost(task, ours).unmasked for task in attention] == [1] * 2
     short = dataclasses.replace(
         ours, mesh={"data": 16}, attention=AttentionPlan("all_gather", ring=16)
     )  # 64 positions of a device, less than the kernel's 128
@@ -200,12 +200,14 @@ def test_products_and_the_choice_of_a_strategy_agree(strategy, ulysses, ring, ki
     along = tuple(axis for axis, size in sizes.items() if size > 1)
     compute = {"position": along, "kv_head": ("model",), "heads": ("model",)}
     method = AttentionPlan(strategy, ulysses, ring, kind)
-    layout = Layout({**sizes, "model": by_model}, compute, {}, llama.merged, llama.activation_axes, attention=method)
-    shares = [share(task, layout) for task in llama.tasks if task.kind == "attention"]
+    layout = ShardingAssignment(
+        {**sizes, "model": by_model}, compute, {}, llama.merged, llama.activation_axes, attention=method
+    )
+    shares = [device_cost(task, layout) for task in llama.tasks if task.kind == "attention"]
     heads = Heads(2, 8 // by_model, 4, 128, 128)
     weighed = weigh(
         strategy,
-        Order(8192, ring, ulysses, kind),
+        SequenceLayout(8192, ring, ulysses, kind),
         CAUSAL,
         heads,
         along,
@@ -241,8 +243,8 @@ def test_attention_of_a_training_step(strategy, ulysses, ring, moved):
     along = tuple(axis for axis, size in sizes.items() if size > 1)
     method = AttentionPlan(strategy, ulysses, ring)
     mesh = {**sizes, "model": 2}
-    layout = Layout(mesh, {"position": along}, {}, llama.merged, llama.activation_axes, attention=method)
-    shares = {task: share(task, layout) for task in llama.tasks}
+    layout = ShardingAssignment(mesh, {"position": along}, {}, llama.merged, llama.activation_axes, attention=method)
+    shares = {task: device_cost(task, layout) for task in llama.tasks}
     received = dict.fromkeys(moved, 0.0)
     for task, mine in shares.items():
         for each in mine.traffic if task.kind == "attention" else ():
@@ -256,7 +258,7 @@ def test_attention_of_a_training_step(strategy, ulysses, ring, moved):
 
 def test_memory_of_the_largest_moment():
     """In a layer: the stream, what the nonlinearity makes of the first product, and the second product, added to it."""
-    layout = Layout(MESH, TOKENS, {"embed": ("data",)}, {}, ("batch", "position"))
+    layout = ShardingAssignment(MESH, TOKENS, {"embed": ("data",)}, {}, ("batch", "position"))
     found = memory(step(False), layout)
     stored = (2 * V * E + 2 * LAYERS * E * M) * 4 / 4
     tokens = B * P / 8
@@ -269,21 +271,26 @@ def test_memory_of_the_largest_moment():
 def test_memory_of_what_is_prepared_early():
     """While tokens are looked up the layers' parameters may be copied already, and in a layer both its weights and the
     head be gathered."""
-    layout = Layout(
-        MESH, TOKENS, {"embed": ("data",)}, {}, ("batch", "position"), Habits(copies_stacks=True, gathers_early=True)
+    layout = ShardingAssignment(
+        MESH,
+        TOKENS,
+        {"embed": ("data",)},
+        {},
+        ("batch", "position"),
+        CompilerQuirks(copies_stacks=True, gathers_early=True),
     )
     early = memory(step(False), layout)
     assert (early.cast_parameters, early.gathered_weights) == (2 * LAYERS * E * M * 4 / 4, 4 * V * E)
     assert early.logits == 0 < early.activations
-    moments = [moment for moment in step(False).moments if any(item.role == "copied" for item in moment)]
-    in_layer = max(sum(item_bytes(i, layout) for i in m if i.role in ("gathered", "early")) for m in moments)
+    moments = [point for point in step(False).points if any(item.role == "copied" for item in point)]
+    in_layer = max(sum(buffer_bytes(i, layout) for i in m if i.role in ("gathered", "early")) for m in moments)
     assert in_layer == 4 * V * E + 2 * WEIGHT
     # a gather that leaves a weight out of order waits until it is used
     both = dataclasses.replace(layout, params={"embed": ("data",), "mlp": ("replica",)})
     assert all(
-        item_bytes(item, both) == 0
-        for moment in moments
-        for item in moment
+        buffer_bytes(item, both) == 0
+        for point in moments
+        for item in point
         if item.role == "early" and "mlp" in item.array.axes
     )
 
@@ -293,11 +300,13 @@ def test_rows_of_experts_in_float32():
     config = {**read_config("configs/models/mixtral-8x7b.json", None), "num_hidden_layers": 2}
     mixtral = plan_step(build_model(config, 1024), Workload("batch", 8, 1024, "bfloat16", "bfloat16"))
     cut = {"mlp": ("model",), "vocab": ("model",)}
-    layout = Layout({"model": 16}, cut, cut, mixtral.merged, mixtral.activation_axes)
-    plain, wide = (memory(mixtral, dataclasses.replace(layout, habits=Habits(wide_rows=w))) for w in (False, True))
+    layout = ShardingAssignment({"model": 16}, cut, cut, mixtral.merged, mixtral.activation_axes)
+    plain, wide = (
+        memory(mixtral, dataclasses.replace(layout, quirks=CompilerQuirks(wide_rows=w))) for w in (False, True)
+    )
     experts_per_token, embed, mlp = 2, 4096, 14336
     tokens = 8 * 1024 * experts_per_token
-    # without, the largest moment has rows of embed twice: before and after they are put in order
+    # without, the largest point has rows of embed twice: before and after they are put in order
     assert wide.activations - plain.activations == 2 * tokens * (embed + mlp / 16)
 
 
@@ -306,13 +315,15 @@ def test_sums_of_rows_in_float32():
     not. The tokens that the rows are looked up in are there still, where rows themselves are not."""
     config = {**read_config("configs/models/mixtral-8x7b.json", None), "num_hidden_layers": 2}
     mixtral = plan_step(build_model(config, 1024), Workload("batch", 8, 1024, "float32", "bfloat16", "train"))
-    layout = Layout({"model": 16}, {"mlp": ("model",)}, {"mlp": ("model",)}, mixtral.merged, mixtral.activation_axes)
+    layout = ShardingAssignment(
+        {"model": 16}, {"mlp": ("model",)}, {"mlp": ("model",)}, mixtral.merged, mixtral.activation_axes
+    )
     tokens, embed = 8 * 1024, 4096
-    summed = [moment for moment in mixtral.moments if sum(item.role == "summand" for item in moment) == 2]
+    summed = [point for point in mixtral.points if sum(item.role == "summand" for item in point) == 2]
 
-    def largest(role, **habits):
-        mine = dataclasses.replace(layout, habits=Habits(**habits))
-        return max(sum(item_bytes(item, mine) for item in moment if item.role == role) for moment in summed)
+    def largest(role, **quirks):
+        mine = dataclasses.replace(layout, quirks=CompilerQuirks(**quirks))
+        return max(sum(buffer_bytes(item, mine) for item in point if item.role == role) for point in summed)
 
     assert largest("summand", wide_rows=True) == 2 * largest("summand") == 2 * 4 * 2 * tokens * embed
     assert largest("looked_up", frees_rows=True) == 2 * tokens * embed
@@ -329,7 +340,9 @@ def test_what_optimizers_keep(name, times):
     config = {**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}
     work = Workload("batch", 8, 1024, "float32", "bfloat16", "train", optimizer=name)
     llama = plan_step(build_model(config, 1024), work)
-    layout = Layout({"data": 8}, {"batch": ("data",)}, {"embed": ("data",)}, llama.merged, llama.activation_axes)
+    layout = ShardingAssignment(
+        {"data": 8}, {"batch": ("data",)}, {"embed": ("data",)}, llama.merged, llama.activation_axes
+    )
     found = memory(llama, layout)
     assert found.optimizer / found.parameters == pytest.approx(times, abs=0.02)
     assert (found.optimizer > 0) == (name != "sgd")
@@ -349,7 +362,7 @@ def test_training_keeps_no_masks():
     """The loop over layers is given them, but kernels go by positions. Tables of angles there are, cut as positions."""
     model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}, 8192)
     llama = plan_step(model, Workload("batch", 1, 8192, "bfloat16", "bfloat16", "train"))
-    kept = [item.array for moment in llama.moments for item in moment if item.role == "kept"]
+    kept = [item.array for point in llama.points for item in point if item.role == "kept"]
     assert not any(array.factors.count((None, 8192)) == 2 for array in kept)
     assert (("position", 8192), ("head_size", 128)) in [array.factors for array in kept]
 
@@ -360,7 +373,9 @@ def test_what_training_keeps_of_every_layer(checkpointing):
     llama = plan_step(
         build_model(config, 4096), Workload("batch", 8, 4096, "bfloat16", "bfloat16", "train", checkpointing)
     )
-    layout = Layout({"data": 8}, {"batch": ("data",)}, {"embed": ("data",)}, llama.merged, llama.activation_axes)
+    layout = ShardingAssignment(
+        {"data": 8}, {"batch": ("data",)}, {"embed": ("data",)}, llama.merged, llama.activation_axes
+    )
     found = memory(llama, layout)
     stream = 8 * 4096 * 4096 * 2 / GIB
     everything = 8 * 4096 * (3 * 4096 + 2 * 1024 + 3 * 14336) * 2 / GIB

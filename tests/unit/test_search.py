@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardplan.cost.calibration import calibration
 from shardplan.cost.memory import memory
 from shardplan.cost.roofline import step_tasks
-from shardplan.cost.sharding import Habits
+from shardplan.cost.sharding import CompilerQuirks
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model import build_model, read_config
@@ -25,7 +25,7 @@ from shardplan.program.tasks import prepare
 from shardplan.program.trace import trace_jaxpr
 from shardplan.search.branch_and_bound import nearest_miss, search
 from shardplan.search.make_plan import make_plan, model_of, plan_layout
-from shardplan.search.mesh_subproblem import Tally, frames
+from shardplan.search.mesh_subproblem import SearchStatistics, subproblems
 from shardplan.search.open_choices import find
 from shardplan.search.ranking import TIME_RESOLUTION, Candidate, Ranking
 from shardplan.search.space import METHOD, METHODS, Space, mesh_shapes
@@ -93,9 +93,9 @@ def spaces(draw):
         vocab="v",
     )
     hardware = parse_slice(draw(st.sampled_from(["v4-8", "v6e-4", "cpu-3", "cpu-6", "4xv6e-1"])))
-    habits = Habits(draw(st.sampled_from([None, 4])), *(draw(st.booleans()) for _ in range(4)))
+    quirks = CompilerQuirks(draw(st.sampled_from([None, 4])), *(draw(st.booleans()) for _ in range(4)))
     factors = calibration(hardware.generation.name)
-    space = Space(step, "batch", "position", "e", hardware, factors, habits, math.inf, Rules(), kernels=False)
+    space = Space(step, "batch", "position", "e", hardware, factors, quirks, math.inf, Rules(), kernels=False)
     space = dataclasses.replace(space, methods=draw(st.sampled_from([(), METHODS])))
     return dataclasses.replace(space, rules=draw(rules(space)))
 
@@ -171,7 +171,7 @@ def test_search_equals_brute_force(space, tightness, keep):
     peaks = sorted(peak for _, peak in points)
     available = peaks[round(tightness * (len(peaks) - 1))]
     ranking = Ranking(keep)
-    search(dataclasses.replace(space, available=available), meshes, ranking, Tally())
+    search(dataclasses.replace(space, available=available), meshes, ranking, SearchStatistics())
     best = ranking.candidates[0]
     fastest = min(seconds for seconds, peak in points if peak <= available)
     assert best.seconds <= fastest * (1 + TIME_RESOLUTION) * (1 + 1e-9)
@@ -184,19 +184,19 @@ def test_search_equals_brute_force(space, tightness, keep):
 
 
 @pytest.mark.parametrize("pin", [(), ("mlp=data",), ("heads=replica", "mlp=model+data")], ids=str)
-def test_frames_take_no_less_than_their_bounds(make_config, pin):
-    """What lets the search leave a frame out, for products that fill the matrix unit; pins cut by other mesh axes."""
+def test_subproblems_take_no_less_than_their_bounds(make_config, pin):
+    """The bounds that let the search leave a subproblem out, for products that fill the matrix unit, and with pins."""
     config = make_config(
         model_config=CONFIGS / "models" / "llama-3.1-70b.json", hardware_slice="v5p-64", workload_batch=8
     )
     space = find(dataclasses.replace(config, pin=pin), model_of(config), 1).ranked[0].candidate.space
     reached = 0
-    for frame in frames(space, mesh_shapes(space.hardware, {}), Tally()):
+    for subproblem in subproblems(space, mesh_shapes(space.hardware, {}), SearchStatistics()):
         ranking = Ranking(1)
-        frame.rank(ranking)
+        subproblem.rank(ranking)
         for candidate in ranking.candidates:
             reached += 1
-            assert frame.floor <= frame.bound <= candidate.seconds * (1 + 1e-9)
+            assert subproblem.floor <= subproblem.bound <= candidate.seconds * (1 + 1e-9)
     assert reached > 5
 
 
@@ -216,11 +216,11 @@ def test_where_nothing_fits_the_smallest_is_named(space):
     meshes = mesh_shapes(space.hardware, {})
     peaks = [peak for _, peak in brute_force(space, meshes)]
     ranking = Ranking(2)
-    search(dataclasses.replace(space, available=0), meshes, ranking, Tally())
+    search(dataclasses.replace(space, available=0), meshes, ranking, SearchStatistics())
     assert not ranking.candidates
-    miss = nearest_miss(space, meshes, math.inf, Tally())
+    miss = nearest_miss(space, meshes, math.inf, SearchStatistics())
     assert (miss and miss.peak_bytes) == (pytest.approx(min(peaks)) if peaks else None)
-    assert miss is None or nearest_miss(space, meshes, miss.peak_bytes, Tally()) is None
+    assert miss is None or nearest_miss(space, meshes, miss.peak_bytes, SearchStatistics()) is None
 
 
 def plan_of(make_config, name, slice_name, batch=16, **overrides):

@@ -13,7 +13,7 @@ from shardplan.attention.kernels.kernel import EMPTY, Kernel, Tokens
 from shardplan.attention.strategies.all_gather import Gather
 from shardplan.attention.strategies.ring import Ring, ring_attention
 from shardplan.attention.strategies.ulysses import Exchange
-from shardplan.positions.sequence_layout import Layout
+from shardplan.positions.sequence_layout import SequenceLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Task:
     gathers: bool
     """Whether keys and values are all gathered first; else they go round."""
     ring: Ring
-    q_order: Layout
+    q_order: SequenceLayout
 
     def run(self, inputs: Mapping[str, Array], axes: Mapping[str, tuple[Axis, ...]]) -> Array:
         """The output of this device's queries, with axes as `Dims.of_output`.

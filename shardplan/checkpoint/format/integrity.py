@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.errors import CheckpointError
 from shardplan.runtime.devices import is_first_process
-from shardplan.runtime.peers import Peers
+from shardplan.runtime.process_group import ProcessGroup
 from shardplan.storage import File, Folder
 from shardplan.storage.checksums import Checksum, crc, joined, sha256
 from shardplan.storage.folder import Pace
@@ -60,7 +60,7 @@ class CheckedFolder:
         return CheckedFile(file) if file is not None and name.endswith(TENSORS) else file
 
 
-def check_files(tensors: Iterable[Tensor], peers: Peers) -> None:
+def check_files(tensors: Iterable[Tensor], processes: ProcessGroup) -> None:
     """Compare the files of `tensors`, of a `CheckedFolder`, with what is on record; say on stderr what was compared.
 
     Every process calls this when it has read its part. Files that all read are shared out; of what each has a copy of
@@ -72,24 +72,24 @@ def check_files(tensors: Iterable[Tensor], peers: Peers) -> None:
     files = {tensor.file.name: tensor.file for tensor in tensors}
     checked = [file for _, file in sorted(files.items()) if isinstance(file, CheckedFile)]
     to_each = {
-        process: [file.parts if _checks(file, i, process, peers) else [] for i, file in enumerate(checked)]
-        for process in range(peers.count)
+        process: [file.parts if _checks(file, i, process, processes) else [] for i, file in enumerate(checked)]
+        for process in range(processes.count)
     }
-    said = peers.tell("parts", to_each)
+    said = processes.tell("parts", to_each)
 
     def check() -> None:
         for i, file in enumerate(checked):
-            if _checks(file, i, peers.here, peers):
-                those = said.values() if file.is_shared else [said[peers.here]]
+            if _checks(file, i, processes.here, processes):
+                those = said.values() if file.is_shared else [said[processes.here]]
                 check_file(file, [(start, stop, value) for parts in those for start, stop, value in parts[i]])
 
-    peers.agree("checksums", check, lambda _: {})
+    processes.agree("checksums", check, lambda _: {})
     if is_first_process():
         print(_summary(checked), file=sys.stderr)
 
 
-def _checks(file: CheckedFile, number: int, process: int, peers: Peers) -> bool:
-    return not file.is_shared or number % peers.count == process
+def _checks(file: CheckedFile, number: int, process: int, processes: ProcessGroup) -> bool:
+    return not file.is_shared or number % processes.count == process
 
 
 def _summary(files: list[CheckedFile]) -> str:

@@ -30,7 +30,7 @@ from shardplan.checkpoint.transfer.schedule import (
     make_schedule,
     read_by_process,
 )
-from shardplan.runtime.peers import Peers
+from shardplan.runtime.process_group import ProcessGroup
 from shardplan.runtime.progress import load_progress
 
 BUDGET = 2 * 2**30
@@ -50,7 +50,7 @@ def stream_arrays(
     mesh: Mesh,
     specs: Mapping[str, Sequence[MeshAxes]],
     dtypes: Mapping[str, np.dtype],
-    peers: Peers,
+    processes: ProcessGroup,
     budget: int = BUDGET,
     adopts: bool | None = None,
 ) -> dict[str, jax.Array]:
@@ -63,7 +63,7 @@ def stream_arrays(
         tensors: tensor name -> where it lies.
         specs: array path -> the mesh axes that cut each dimension.
         dtypes: array path -> type.
-        peers: the processes of the mesh.
+        processes: the processes of the mesh.
         budget: most bytes of host memory beside the arrays.
         adopts: whether the devices take over host memory that was read into; default: whether they are CPU devices.
 
@@ -72,7 +72,7 @@ def stream_arrays(
     """
     loading = _Loading(views, tensors, mesh, specs, dtypes, budget, adopts)
     # where the caller has a mesh, jax would have every operation on one device be on all of them
-    with jax.set_mesh(NO_MESH), load_progress(loading.nbytes, peers) as report:
+    with jax.set_mesh(NO_MESH), load_progress(loading.nbytes, processes) as report:
         return loading.run(report)
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardplan.hardware import Slice, embed
+from shardplan.hardware import Slice, place_mesh
 from shardplan.hardware.mesh_placement import NETWORK
 from shardplan.verify.hlo.module import SAME_VALUE, Computation, Instruction, replica_groups, source_target_pairs
 
@@ -37,7 +37,7 @@ class Network:
 
     def __init__(self, mesh: Mapping[str, int], hardware: Slice, slice_of_partition: Sequence[int]) -> None:
         self.mesh, self.slices = mesh, slice_of_partition
-        self.embedding = embed(hardware, mesh)
+        self.placement = place_mesh(hardware, mesh)
 
     def transfer(self, computation: Computation, instruction: Instruction, context: str) -> Transfer | None:
         """What `instruction` moves; None where its groups are not understood.
@@ -57,7 +57,7 @@ class Network:
             pairs = source_target_pairs(instruction.attributes["source_target_pairs"])
             moved = tuple((a, b) for a, b in pairs if a != b)
             received = float(size if moved else 0)
-            cost = self.embedding.permute(moved)
+            cost = self.placement.permute(moved)
             return Transfer(kind, self._axes(moved), received, cost.seconds(received), cost.links, op)
         root = computation.root
         while root.opcode in SAME_VALUE:
@@ -76,7 +76,7 @@ class Network:
         axes = self._axes(groups)
         within_slice = all(len({self.slices[member] for member in group}) == 1 for group in groups)
         # groups that are another part of an axis are timed as all of it
-        cost = self.embedding.collective(kind, axes, within_slice)
+        cost = self.placement.collective(kind, axes, within_slice)
         return Transfer(kind, axes, factor * size, cost.seconds(factor * size), cost.links, op)
 
     def between_slices(self, instruction: Instruction, context: str) -> Transfer:
@@ -84,7 +84,7 @@ class Network:
         attributes = instruction.attributes.get("frontend_attributes", "")
         kind = attributes.partition('_xla_megascale_transfer_type="')[2].partition('"')[0]
         size = float(instruction.arrays[0].bytes)
-        seconds = size * self.embedding.network_seconds
+        seconds = size * self.placement.network_seconds
         axes = self._axes(self._across())
         op = short_op(instruction.op_name or context)
         return Transfer(kind.lower().replace("_", "-") or "recv", axes, size, seconds, frozenset({NETWORK}), op)

@@ -24,11 +24,11 @@ from jax._src import distributed
 
 from shardplan.errors import CheckpointError, PeerError, ShardplanError, one_line
 
-BEAT = 2.0
+HEARTBEAT_INTERVAL_S = 2.0
 """Seconds between signs of life."""
-SILENCE = 20.0
+HEARTBEAT_TIMEOUT_S = 20.0
 """Seconds without one, after which a process is lost."""
-PATIENCE = 3600.0
+BARRIER_TIMEOUT_S = 3600.0
 """Most seconds that processes wait for each other where they must agree: one may have many headers to read."""
 RUNNING, THROUGH = "running", "through"
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _runs = 0
 
 
-class Peers:
+class ProcessGroup:
     """The processes of a run, while something is done that needs all of them."""
 
     def __init__(self, name: str) -> None:
@@ -85,7 +85,7 @@ class Peers:
         self._set(f"{what} seen/{self.here}", "")
         if self.here == 0:  # the others read the store in this process
             with contextlib.suppress(PeerError):
-                self._wait_for_all(f"{what} seen", SILENCE)
+                self._wait_for_all(f"{what} seen", HEARTBEAT_TIMEOUT_S)
         raise problem
 
     def gather(self, what: str, said: Any) -> dict[int, Any]:
@@ -121,7 +121,7 @@ class Peers:
                     )
         return None
 
-    def _wait_for_all(self, what: str, seconds: float = PATIENCE) -> dict[int, Any]:
+    def _wait_for_all(self, what: str, seconds: float = BARRIER_TIMEOUT_S) -> dict[int, Any]:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             said = self._all(what)
@@ -132,7 +132,7 @@ class Peers:
 
     def watch(self) -> None:
         """Give and hear signs of life until told to stop; ends the process where another is lost."""
-        while not self._stop.wait(BEAT):
+        while not self._stop.wait(HEARTBEAT_INTERVAL_S):
             self.beat()
             now = time.monotonic()
             for process, text in self._all("alive").items():
@@ -143,8 +143,8 @@ class Peers:
                     self._hear(process, json.loads(text))
             for process in range(self.count):
                 _, since = self._heard.setdefault(process, ("", now))
-                if process != self.here and process not in self._gone and now - since > SILENCE:
-                    _end(f"process {process} of {self.count} was lost: no sign of life for {SILENCE:.0f} s")
+                if process != self.here and process not in self._gone and now - since > HEARTBEAT_TIMEOUT_S:
+                    _end(f"process {process} of {self.count} was lost: no sign of life for {HEARTBEAT_TIMEOUT_S:.0f} s")
 
     def _hear(self, process: int, said: Mapping[str, Any]) -> None:
         self.progress[process] = said["done"]
@@ -183,31 +183,31 @@ class Peers:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Peers]:
+def watched() -> Iterator[ProcessGroup]:
     """The processes of this run, watched while the block runs; every process enters it, as often as the others."""
     global _runs
     _runs += 1
-    peers = Peers(str(_runs))
-    if peers.count == 1:
-        yield peers
+    processes = ProcessGroup(str(_runs))
+    if processes.count == 1:
+        yield processes
         return
-    _on_abort(peers.count)
-    peers.beat()
-    thread = threading.Thread(target=peers.watch, daemon=True)
+    _on_abort(processes.count)
+    processes.beat()
+    thread = threading.Thread(target=processes.watch, daemon=True)
     thread.start()
     try:
-        yield peers
+        yield processes
     except ShardplanError as error:
-        peers.finish(str(error))
+        processes.finish(str(error))
         raise
     except BaseException as error:
         # most likely a collective that a lost process was to take part in: soon it is known which
         if isinstance(error, Exception):
             logger.warning("%s", one_line(error))
-            time.sleep(SILENCE + 2 * BEAT)
-        peers.finish(one_line(error) or type(error).__name__)
+            time.sleep(HEARTBEAT_TIMEOUT_S + 2 * HEARTBEAT_INTERVAL_S)
+        processes.finish(one_line(error) or type(error).__name__)
         raise
-    peers.finish()
+    processes.finish()
     thread.join()
 
 
@@ -215,7 +215,7 @@ def _end(problem: str) -> None:
     """Leave: threads wait for what will not come."""
     print(f"shardplan: {problem}; start the run again", file=sys.stderr, flush=True)
     if jax.process_index() == 0:
-        time.sleep(3 * BEAT)  # the others find the same, in the store in this process
+        time.sleep(3 * HEARTBEAT_INTERVAL_S)  # the others find the same, in the store in this process
     os._exit(PeerError.exit_code)
 
 
@@ -234,7 +234,7 @@ def _on_abort(count: int) -> None:
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def handle(_: int) -> None:
         try:
-            socket.create_connection((host, int(port)), timeout=BEAT).close()
+            socket.create_connection((host, int(port)), timeout=HEARTBEAT_INTERVAL_S).close()
         except OSError as error:
             _end(f"process 0 of {count} was lost: {one_line(error)}")
 
