@@ -1,10 +1,10 @@
 """python scripts/bench_attention.py --output docs/benchmarks/attention.md
 
-Sequence-parallel attention on 8 virtual CPU devices against (a) attention in plain JAX whose keys and values the
-partitioner gathers and (b) haoliuhl/ringattention from its package, forward and with gradients: medians of runs that
-take turns, as ratios. And, by arithmetic, how evenly layouts share the blocks that masks leave.
+Measures sequence-parallel attention on 8 virtual CPU devices against (a) attention in plain JAX, for which the
+partitioner gathers keys and values, and (b) haoliuhl/ringattention from its package, forward and with gradients:
+ratios of medians of alternating runs. Also counts how evenly sequence layouts distribute blocks over devices.
 
-(b) wants `pip install --no-deps ringattention einops`; without these its rows are left out.
+(b) requires `pip install --no-deps ringattention einops`; without them its rows are left out.
 """
 
 import argparse
@@ -26,16 +26,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from levanter.layers.attention import AttentionMask
 
-from shardplan.attention.dot_product import dot_product_attention
+from shardplan.attention import dot_product_attention
 from shardplan.positions.pattern import Pattern
-from shardplan.positions.sequence_layout import KINDS, SequenceLayout, blocks
+from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder, count_blocks
 
 DEVICES = 8
 BATCH, KEY_HEADS, PER_KEY_HEAD, HEAD_SIZE, LENGTH = 1, 2, 4, 64, 4096
 WINDOW = 512
 BLOCK = 256
 RUNS = 5
-WAYS = {
+METHODS = {
     "ring": ("ring", 1, "contiguous"),
     "ring, zigzag": ("ring", 1, "zigzag"),
     "ulysses": ("ulysses", DEVICES, "contiguous"),
@@ -51,24 +51,24 @@ BALANCED, BALANCED_BLOCK = 65536, 512
 
 
 def documents(length: int) -> tuple[int, ...]:
-    """Lengths of packed documents: the modules of Haliax and Levanter, four bytes a token, until they fill it."""
+    """Return lengths of packed documents: the modules of Haliax and Levanter, 4 bytes per token, up to `length`."""
     roots = [Path(str(importlib.util.find_spec(name).origin)).parent for name in ("haliax", "levanter")]
     sizes = [path.stat().st_size // 4 for root in roots for path in sorted(root.rglob("*.py"))]
     ends = np.minimum(np.cumsum(sizes), length)
     return tuple(int(n) for n in np.diff(ends, prepend=0) if n)
 
 
-def plain(q: jax.Array, k: jax.Array, v: jax.Array, allowed: Callable[[Any, Any], Any]) -> jax.Array:
-    """q[B, N, G, S, K] on k[B, N, T, K]: what a model does whose positions are cut, and keys wanted whole."""
-    whole = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
-    k, v = (jax.lax.with_sharding_constraint(x, whole) for x in (k, v))
+def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, allowed: Callable[[Any, Any], Any]) -> jax.Array:
+    """Compute attention of q[B, N, G, S, K], with sharded positions, on replicated k[B, N, T, K]."""
+    replicated = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+    k, v = (jax.lax.with_sharding_constraint(x, replicated) for x in (k, v))
     scores = jnp.einsum("bngsk,bntk->bngst", q, k) * q.shape[-1] ** -0.5
-    places = jnp.arange(q.shape[3])
-    scores = jnp.where(allowed(places[:, None], places[None]), scores, -jnp.inf)
+    positions = jnp.arange(q.shape[3])
+    scores = jnp.where(allowed(positions[:, None], positions[None]), scores, -jnp.inf)
     return jnp.einsum("bngst,bntk->bngsk", jax.nn.softmax(scores, -1), v)
 
 
-def mine(
+def shardplan_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, strategy: str, ulysses: int, layout: str
 ) -> Any:
     named = (hax.named(x, axes) for x, axes in ((q, Q), (k, K), (v, K)))
@@ -79,12 +79,12 @@ def mine(
     return out.array
 
 
-def peer() -> Callable[..., jax.Array] | None:
-    """haoliuhl/ringattention in plain JAX; the package itself fails to import with jax 0.10."""
-    found = importlib.util.find_spec("ringattention")
-    if found is None or not found.submodule_search_locations:
+def load_ringattention() -> Callable[..., jax.Array] | None:
+    """Load the plain JAX module of haoliuhl/ringattention; the package itself fails to import with jax 0.10."""
+    package = importlib.util.find_spec("ringattention")
+    if package is None or not package.submodule_search_locations:
         return None
-    path = Path(found.submodule_search_locations[0]) / "ringattention_jax.py"
+    path = Path(package.submodule_search_locations[0]) / "ringattention_jax.py"
     spec = importlib.util.spec_from_file_location("ringattention_jax", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -99,7 +99,7 @@ def peer() -> Callable[..., jax.Array] | None:
     }  # fmt: skip
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Causal; it has no groups of query heads, so that every one gets a key head."""
+        """Compute causal attention; without groups of query heads, so that keys are repeated for every query head."""
         heads = q.reshape(BATCH, -1, *q.shape[3:])
         k, v = (jnp.repeat(x, PER_KEY_HEAD, axis=1) for x in (k, v))
         spec = PartitionSpec(None, "model", None, None)
@@ -114,20 +114,21 @@ def peer() -> Callable[..., jax.Array] | None:
     return attend
 
 
-def seconds(functions: dict[str, Callable[..., Any]], inputs: tuple[jax.Array, ...]) -> dict[str, float]:
-    """Medians; all functions once, then all again."""
+def median_seconds(functions: dict[str, Callable[..., Any]], inputs: tuple[jax.Array, ...]) -> dict[str, float]:
+    """Return the median time of each function; runs of all functions alternate."""
     compiled = {name: jax.jit(function).lower(*inputs).compile() for name, function in functions.items()}
-    taken: dict[str, list[float]] = {name: [] for name in functions}
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for run in range(RUNS + 1):
         for name, function in compiled.items():
             started = time.perf_counter()
             jax.block_until_ready(function(*inputs))
             if run:
-                taken[name].append(time.perf_counter() - started)
-    return {name: statistics.median(each) for name, each in taken.items()}
+                times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
-def times() -> str:
+def time_table() -> str:
+    """Return the table of times on CPU devices."""
     mesh = Mesh(np.array(jax.devices()).reshape(1, DEVICES), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     rng = np.random.default_rng(0)
     by_position = NamedSharding(mesh, PartitionSpec(None, None, None, "model"))
@@ -143,35 +144,39 @@ def times() -> str:
             AttentionMask.causal(sliding_window=WINDOW), lambda i, j: (j <= i) & (i - j < WINDOW),
         ),
     }  # fmt: skip
-    lines = ["| mask | way | forward | forward and gradients |", "| --- | --- | --- | --- |"]
-    theirs = peer()
+    lines = ["| mask | method | forward | forward and gradients |", "| --- | --- | --- | --- |"]
+    ringattention = load_ringattention()
     with jax.set_mesh(mesh):
         for name, (mask, allowed) in masks.items():
-            ways: dict[str, Callable[..., jax.Array]] = {"plain JAX": partial(plain, allowed=allowed)}
-            if theirs is not None and name == "causal":
-                ways["ringattention"] = theirs
-            ways |= {
-                way: partial(mine, mask=mask, strategy=strategy, ulysses=ulysses, layout=layout)
-                for way, (strategy, ulysses, layout) in WAYS.items()
+            methods: dict[str, Callable[..., jax.Array]] = {"plain JAX": partial(plain_attention, allowed=allowed)}
+            if ringattention is not None and name == "causal":
+                methods["ringattention"] = ringattention
+            methods |= {
+                method: partial(shardplan_attention, mask=mask, strategy=strategy, ulysses=ulysses, layout=layout)
+                for method, (strategy, ulysses, layout) in METHODS.items()
             }
-            right = jax.jit(ways["plain JAX"])(q, k, v)
-            for way, function in ways.items():
-                if "zigzag" not in way:  # in another order it is another sequence
-                    np.testing.assert_allclose(jax.jit(function)(q, k, v), right, atol=1e-4)
-            forward = seconds(ways, (q, k, v))
-            gradients = {way: jax.grad(partial(total, function), argnums=(0, 1, 2)) for way, function in ways.items()}
-            backward = seconds(gradients, (q, k, v))
-            for way in ways:
-                cells = (f"{each['plain JAX'] / each[way]:.2f}" for each in (forward, backward))
-                lines.append(f"| {name} | {way} | {' | '.join(cells)} |")
+            expected = jax.jit(methods["plain JAX"])(q, k, v)
+            for method, function in methods.items():
+                if "zigzag" not in method:  # in another order it is a different sequence
+                    np.testing.assert_allclose(jax.jit(function)(q, k, v), expected, atol=1e-4)
+            forward = median_seconds(methods, (q, k, v))
+            gradients = {
+                method: jax.grad(partial(sum_of_squares, function), argnums=(0, 1, 2))
+                for method, function in methods.items()
+            }
+            backward = median_seconds(gradients, (q, k, v))
+            for method in methods:
+                cells = (f"{each['plain JAX'] / each[method]:.2f}" for each in (forward, backward))
+                lines.append(f"| {name} | {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def total(function: Callable[..., jax.Array], *inputs: jax.Array) -> jax.Array:
+def sum_of_squares(function: Callable[..., jax.Array], *inputs: jax.Array) -> jax.Array:
     return (function(*inputs) ** 2).sum()
 
 
-def balance() -> str:
+def balance_table() -> str:
+    """Return the table of how evenly sequence layouts distribute the blocks that are not fully masked."""
     lines = ["| mask | layout | hops | blocks | slowest : mean | hop by hop |", "| --- | --- | --- | --- | --- | --- |"]
     packed = documents(BALANCED)
     masks: tuple[tuple[str, Pattern, tuple[int, ...] | None], ...] = (
@@ -181,12 +186,12 @@ def balance() -> str:
         ("8 documents of 8192", Pattern(causal=True), (8192,) * 8),
     )
     for name, pattern, lengths in masks:
-        for kind in KINDS:
+        for kind in SequenceOrder:
             layout = SequenceLayout(BALANCED, DEVICES, 1, kind, lengths)
-            work = blocks(layout, layout, pattern, BALANCED_BLOCK)
-            mean, made = work.sum(1).mean(), int((work.max(0)[1:] > 0).sum())
+            work = count_blocks(layout, layout, pattern, BALANCED_BLOCK)
+            mean, hops = work.sum(1).mean(), int((work.max(0)[1:] > 0).sum())
             ratios = (f"{each / mean:.2f}" for each in (work.sum(1).max(), work.max(0).sum()))
-            lines.append(f"| {name} | {kind} | {made} | {work.sum()} | {' | '.join(ratios)} |")
+            lines.append(f"| {name} | {kind} | {hops} | {work.sum()} | {' | '.join(ratios)} |")
     return "\n".join(lines)
 
 
@@ -196,19 +201,20 @@ Made by `python scripts/bench_attention.py --output docs/benchmarks/attention.md
 
 ## Time on 8 virtual CPU devices
 
-{length} positions over 8 devices, {heads} query heads on {keys} key heads of {size}, float32, blocks of {block}: how
-many times as fast as attention in plain JAX, whose keys and values the partitioner gathers (medians of {runs} runs that
-take turns). The devices share 2 cores, so that this is work done, not balance: what a mask leaves out is not computed.
-ringattention has as many key heads as query heads: each is repeated for it.
+{length} positions over 8 devices, {heads} query heads, {keys} key heads of size {size}, float32, blocks of {block}:
+speed relative to attention in plain JAX, for which the partitioner gathers keys and values (medians of {runs}
+alternating runs). The devices share 2 cores, so that the ratios show the amount of work, not its balance: fully masked
+blocks are not computed. ringattention needs as many key heads as query heads; key heads are repeated for it.
 
 {times}
 
-tokamax's ring is a Pallas kernel for TPUs, without a form for CPUs, and is not compared.
+tokamax's ring is a Pallas kernel for TPUs that does not run on CPUs, and is not compared.
 
 ## Balance
 
-{balanced} positions over a ring of 8, blocks of {balanced_block}: hops besides a device's own, blocks that are not
-empty, the slowest device's over the mean device's, and the same where every hop waits for its slowest.
+{balanced} positions over a ring of 8 devices, blocks of {balanced_block}: number of hops beyond a device's own keys,
+number of blocks that are not fully masked, the slowest device's blocks divided by the mean of all devices, and the same
+ratio if every hop waits for its slowest device.
 
 {balance}
 """
@@ -221,7 +227,7 @@ def main() -> None:
     output = parser.parse_args().output
     text = TEMPLATE.format(
         length=LENGTH, heads=KEY_HEADS * PER_KEY_HEAD, keys=KEY_HEADS, size=HEAD_SIZE, block=BLOCK, runs=RUNS,
-        times=times(), balanced=BALANCED, balanced_block=BALANCED_BLOCK, balance=balance(),
+        times=time_table(), balanced=BALANCED, balanced_block=BALANCED_BLOCK, balance=balance_table(),
     )  # fmt: skip
     if output:
         Path(output).write_text(text, encoding="utf-8")

@@ -2,11 +2,11 @@
 
 Load one checkpoint with shardplan and with its peers (scripts/loader_peers.py), onto the same mesh of virtual CPU
 devices with the same axis mapping, and compare seconds and peak memory. Every measurement is a process of its own; the
-loaders take turns, and ratios are taken within a run. What shardplan and Levanter load must be equal bit for bit, and
-cut into the same shards.
+loaders take turns, and ratios are taken within a run. The models that shardplan and Levanter load must have equal bits
+and equal shards.
 
-It prints a table (--output also writes it) and exits with 1 where a target is missed or the models differ. The
-checkpoint is made by scripts/make_llama_checkpoint.py where it is missing. Levanter needs about 22 GiB of memory.
+It prints a table (--output also writes it) and exits with 1 if a target is missed or the models differ. If the
+checkpoint does not exist, scripts/make_llama_checkpoint.py makes it. Levanter needs about 22 GiB of memory.
 """
 
 import argparse
@@ -34,94 +34,94 @@ MESH = {"replica": 1, "data": 2, "model": 4}
 DTYPE = "bfloat16"
 LOADERS = ("preadv", "shardplan", "orbax", "maxtext", "levanter")
 MODELS = ("shardplan", "levanter")
-"""Loaders that give a Levanter model; of the others only the bytes are counted."""
+"""Loaders that return a Levanter model; of the arrays of the others only the bytes are counted."""
 BUDGET = 256 * 2**20
-"""Host memory that shardplan may use beside the model, bytes."""
-VERSIONS_OF = ("jax", "haliax", "levanter", "numpy")
-MAX_TOUCHED = 0.9
-"""Largest part of the free memory that is touched before a load; the rest is left to the machine's other work."""
+"""Host memory that shardplan may use beyond the model, bytes."""
+PACKAGES = ("jax", "haliax", "levanter", "numpy")
+MAX_TOUCHED_FRACTION = 0.9
+"""Largest fraction of the free memory that is touched before a load; other processes keep the remainder."""
 TOUCHED_PER_MODEL_BYTE = 10
-"""What Levanter needs at its peak, per byte of the model: more memory need not be touched."""
+"""Bytes touched per byte of the model: what Levanter needs at its peak."""
 GIB = 2**30
-MOST_BESIDE = BUDGET / GIB + 300 / 1024
-"""GiB that shardplan's process may have beside the model: the budget, and what Python and its libraries need."""
+MAX_OVERHEAD_GIB = BUDGET / GIB + 300 / 1024
+"""Limit of the memory of shardplan's process beyond the model, GiB: the budget, and Python with its libraries."""
 CHECKPOINT = Path("build/llama-2gib")
 COMMAND = "python scripts/bench_loader.py --output docs/benchmarks/loader.md"
 
 LIMITATIONS = (
-    "Virtual CPU devices share one memory: the transfer to an accelerator, which both loaders would add, is not in "
-    "these numbers, and shardplan lets the devices that hold the same shard share its buffer.",
+    "Virtual CPU devices share one memory: these numbers do not include the transfer to an accelerator, which both "
+    "loaders would add, and with shardplan the devices that hold the same shard share its buffer.",
     "The files are read once before each measurement, so they come from the page cache: with a slower disk or network "
-    "the seconds of both grow by the same reading.",
-    "It is one process that holds all shards: what shardplan saves by reading only a host's own shards does not show.",
-    "`preadv` reads all bytes with as many threads as shardplan into memory that was touched before; Orbax gives the "
-    "checkpoint's tensors, not the stacked model; MaxText's way is written after its description.",
+    "the same time for reading is added to the seconds of both.",
+    "One process holds all shards: what shardplan saves when every host reads only its own shards is not measured.",
+    "`preadv` reads all bytes with as many threads as shardplan into memory that was touched before; Orbax returns the "
+    "checkpoint's tensors, not the stacked model; `maxtext` reimplements MaxText's loader from its description.",
     "Only the `load_pretrained` call is timed, in a process that has imported its loader and inspected the model "
     "before; Levanter's time includes compiling its conversion, as every first load does.",
     "Peak RSS is that of the whole process up to the end of the load, interpreter and libraries included.",
     "Free memory is written to just before each load, because the first use of memory that a virtual machine's host "
-    "has taken back costs seconds per GiB; a load of more than a few seconds, as Levanter's, still meets some of that.",
+    "has reclaimed costs seconds per GiB; a load of more than a few seconds, such as Levanter's, still has some of it.",
     "The machine's other work is not controlled; only ratios within a run are compared with the targets.",
 )
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One load in a process of its own."""
+    """The measurements of one load, in a process of its own."""
 
     seconds: float
-    """Of the `load_pretrained` call, until all arrays are ready."""
+    """Duration of the `load_pretrained` call, until all arrays are ready."""
     peak_bytes: int
-    """Most resident memory of the process up to the end of the load."""
+    """Peak resident memory of the process up to the end of the load."""
     base_bytes: int
-    """Most resident memory before the load."""
+    """Peak resident memory before the load."""
     model_bytes: int
-    """Of all arrays, each counted once."""
+    """Bytes of all arrays, each counted once."""
     values_sha256: str
-    """Of the arrays, in the order of their paths."""
+    """Digest of the values of all arrays, in the order of their paths."""
     shards_sha256: str
-    """Of which part of which array lies on which device."""
+    """Digest of the part of each array on each device."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the measurements of a run must show."""
+    """A value computed from the measurements of a run, and the range in which its median must be."""
 
-    what: str
-    of: Callable[[Mapping[str, Measurement]], float]
-    least: float = 0.0
-    most: float = math.inf
+    label: str
+    compute: Callable[[Mapping[str, Measurement]], float]
+    minimum: float = 0.0
+    maximum: float = math.inf
 
     def row(self, results: list[dict[str, Measurement]]) -> str:
-        """Of the Markdown table."""
-        found = [self.of(run) for run in results]
-        limit = f">= {self.least:g}" if self.least else f"<= {self.most:.3g}"
-        each = ", ".join(f"{value:.2f}" for value in found)
-        return f"| {self.what} | {statistics.median(found):.2f} | {each} | {limit} |"
+        """Return the row of the Markdown table."""
+        values = [self.compute(run) for run in results]
+        limit = f">= {self.minimum:g}" if self.minimum else f"<= {self.maximum:.3g}"
+        each = ", ".join(f"{value:.2f}" for value in values)
+        return f"| {self.label} | {statistics.median(values):.2f} | {each} | {limit} |"
 
     def is_met(self, results: list[dict[str, Measurement]]) -> bool:
-        """Whether the median is within the limits."""
-        return self.least <= statistics.median(self.of(run) for run in results) <= self.most
+        """Return whether the median is within the limits."""
+        return self.minimum <= statistics.median(self.compute(run) for run in results) <= self.maximum
 
 
-def times_slower(loader: str) -> Callable[[Mapping[str, Measurement]], float]:
+def time_ratio(loader: str) -> Callable[[Mapping[str, Measurement]], float]:
     return lambda run: run[loader].seconds / run["shardplan"].seconds
 
 
-def times_larger(loader: str) -> Callable[[Mapping[str, Measurement]], float]:
+def memory_ratio(loader: str) -> Callable[[Mapping[str, Measurement]], float]:
     return lambda run: run[loader].peak_bytes / run["shardplan"].peak_bytes
 
 
 TARGETS = (
-    Target("seconds, levanter / shardplan", times_slower("levanter"), least=15),
-    Target("seconds, orbax / shardplan", times_slower("orbax"), least=1),
-    Target("seconds, maxtext / shardplan", times_slower("maxtext"), least=1),
-    Target("seconds, shardplan / preadv", lambda run: 1 / times_slower("preadv")(run), most=2.5),
-    Target("peak RSS, levanter / shardplan", times_larger("levanter"), least=1),
-    Target("peak RSS, orbax / shardplan", times_larger("orbax"), least=1),
-    Target("peak RSS, maxtext / shardplan", times_larger("maxtext"), least=1),
-    Target("GiB of shardplan beside the model",
-           lambda run: (run["shardplan"].peak_bytes - run["shardplan"].model_bytes) / GIB, most=MOST_BESIDE),
+    Target("seconds, levanter / shardplan", time_ratio("levanter"), minimum=15),
+    Target("seconds, orbax / shardplan", time_ratio("orbax"), minimum=1),
+    Target("seconds, maxtext / shardplan", time_ratio("maxtext"), minimum=1),
+    Target("seconds, shardplan / preadv", lambda run: 1 / time_ratio("preadv")(run), maximum=2.5),
+    Target("peak RSS, levanter / shardplan", memory_ratio("levanter"), minimum=1),
+    Target("peak RSS, orbax / shardplan", memory_ratio("orbax"), minimum=1),
+    Target("peak RSS, maxtext / shardplan", memory_ratio("maxtext"), minimum=1),
+    Target("GiB of shardplan beyond the model",
+           lambda run: (run["shardplan"].peak_bytes - run["shardplan"].model_bytes) / GIB, maximum=MAX_OVERHEAD_GIB),
 )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def measure(loader: str, checkpoint: str) -> Measurement:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     calls = {"shardplan": shardplan_load, "levanter": levanter_load}
     calls |= {"preadv": preadv_load, "orbax": orbax_load, "maxtext": maxtext_load}
-    load = calls[loader](checkpoint, plan_of(checkpoint))
+    load = calls[loader](checkpoint, make_bench_plan(checkpoint))
     base = peak_rss()
     touch_free_memory(sum(path.stat().st_size for path in Path(checkpoint).glob("*.safetensors")))
     started = time.perf_counter()
@@ -154,31 +154,33 @@ def measure(loader: str, checkpoint: str) -> Measurement:
     return Measurement(seconds, peak, base, *fingerprint(model))
 
 
-def plan_of(checkpoint: str) -> Any:
-    """shardplan's Plan for `MESH`; making it also inspects the model, for whichever loader comes after."""
+def make_bench_plan(checkpoint: str) -> Any:
+    """Make shardplan's Plan for `MESH`; this also inspects the model, so that no loader is timed doing it first."""
     from shardplan import make_plan
-    from shardplan.config import Config, HardwareConfig, MeshConfig, ModelConfig, WorkloadConfig
+    from shardplan.config import PlanConfig
+    from shardplan.config.sections import HardwareConfig, MeshConfig, ModelConfig
+    from shardplan.plan.workload import Workload
 
     return make_plan(
-        Config(
+        PlanConfig(
             model=ModelConfig(ref=checkpoint),
             hardware=HardwareConfig(slice=f"cpu-{DEVICES}"),
             mesh=MeshConfig(**MESH),
-            # Few tokens: the plan is there for its parameter mapping, and must fit any machine the load fits.
-            workload=WorkloadConfig(batch=DEVICES, position=256, param_dtype=DTYPE, compute_dtype=DTYPE),
+            # few tokens: only the parameter mapping of the plan is used, and it must fit any machine that the load fits
+            workload=Workload(batch=DEVICES, position=256, param_dtype=DTYPE, compute_dtype=DTYPE),
         )
     )
 
 
 def shardplan_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
-    """The call that loads with shardplan."""
+    """Return the call that loads with shardplan."""
     from shardplan import load_pretrained
 
-    return lambda: load_pretrained(None, checkpoint, plan=plan, budget=BUDGET)
+    return lambda: load_pretrained(checkpoint, plan=plan, budget=BUDGET)
 
 
 def levanter_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
-    """The call that loads with Levanter, in the mesh and with the parameter mapping of `plan`."""
+    """Return the call that loads with Levanter, on the mesh and with the parameter mapping of `plan`."""
     import haliax as hax
     import jax.numpy as jnp
     from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
@@ -202,22 +204,22 @@ def levanter_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
 def touch_free_memory(model_bytes: int) -> None:
     """Write once, in a process that then ends, to as much free memory as a load may need.
 
-    A virtual machine's host takes back memory that was free for some seconds, and giving it again costs up to 3 s/GiB:
-    without this, what is measured is mainly how recently something else had used that memory.
+    A virtual machine's host reclaims memory that was free for some seconds, and its next use costs up to 3 s/GiB:
+    otherwise the measured time would mainly depend on how recently another process used that memory.
     """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    nbytes = min(int(MAX_TOUCHED * free), TOUCHED_PER_MODEL_BYTE * model_bytes)
+    nbytes = min(int(MAX_TOUCHED_FRACTION * free), TOUCHED_PER_MODEL_BYTE * model_bytes)
     touch = "import sys, numpy; numpy.empty(int(sys.argv[1]), numpy.uint8)[::4096] = 1"
     subprocess.run([sys.executable, "-c", touch, str(nbytes)], check=True)
 
 
 def peak_rss() -> int:
-    """Most bytes of memory this process has had resident so far."""
+    """Return the largest resident memory of this process so far, bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
 def fingerprint(model: Any) -> tuple[int, str, str]:
-    """Bytes of all arrays of `model`, a digest of their values, and one of their shards."""
+    """Return the bytes of all arrays of `model`, a digest of their values, and one of their shards."""
     import jax
     import numpy as np
 
@@ -250,22 +252,22 @@ def warm_page_cache(checkpoint: Path) -> None:
 
 
 def measure_apart(loader: str, checkpoint: Path) -> Measurement:
-    """`measure` in a fresh process.
+    """Run `measure` in a fresh process.
 
-    Linux starts a child's peak RSS at that of the process it was forked from: this one must hold little memory.
+    Linux starts a child's peak RSS at that of the process it was forked from: this process must hold little memory.
     """
     warm_page_cache(checkpoint)
     command = [sys.executable, __file__, "--checkpoint", str(checkpoint), "--measure", loader]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
-        reason = "; killed, probably for lack of memory" if done.returncode == -9 else ""
+        reason = "; killed, probably because the machine ran out of memory" if done.returncode == -9 else ""
         raise SystemExit(f"bench_loader: loading with {loader} ended with status {done.returncode}{reason}")
     return Measurement(**json.loads(done.stdout))
 
 
 def run_all(checkpoint: Path, runs: int) -> list[dict[str, Measurement]]:
-    """All loaders, `runs` times; which one goes first alternates."""
+    """Measure all loaders `runs` times, in alternating order."""
     results = []
     for i in range(runs):
         order = LOADERS if i % 2 == 0 else LOADERS[::-1]
@@ -278,18 +280,18 @@ def run_all(checkpoint: Path, runs: int) -> list[dict[str, Measurement]]:
 
 
 def check_equal(results: list[dict[str, Measurement]]) -> None:
-    """Exit with status 1 unless every load gave the same bytes in the same shards."""
+    """Exit with status 1 unless every load returned the same bytes in the same shards."""
     loads = [run[loader] for run in results for loader in MODELS]
-    for what, digests in (
+    for label, digests in (
         ("values", {load.values_sha256 for load in loads}),
         ("shards", {load.shards_sha256 for load in loads}),
     ):
         if len(digests) > 1:
-            raise SystemExit(f"bench_loader: the {what} of the loaded models differ: {', '.join(sorted(digests))}")
+            raise SystemExit(f"bench_loader: the {label} of the loaded models differ: {', '.join(sorted(digests))}")
 
 
 def table(results: list[dict[str, Measurement]]) -> str:
-    """The measurements and ratios as Markdown tables."""
+    """Format the measurements and ratios as Markdown tables."""
     rows = [
         "| loader | seconds (median) | seconds (each run) | peak RSS, GiB | RSS before the load, GiB | model, GiB |",
         "|---|---:|---|---:|---:|---:|",
@@ -310,7 +312,7 @@ def table(results: list[dict[str, Measurement]]) -> str:
 
 
 def model_text(config: Mapping[str, Any]) -> str:
-    """The shape of the checkpoint's model, in words."""
+    """Describe the shape of the checkpoint's model."""
     return (
         f"{config['model_type']}, {config['num_hidden_layers']} layers, hidden {config['hidden_size']}, intermediate "
         f"{config['intermediate_size']}, {config['num_attention_heads']} heads / {config['num_key_value_heads']} kv "
@@ -319,33 +321,33 @@ def model_text(config: Mapping[str, Any]) -> str:
 
 
 def page(checkpoint: Path, tables: str, runs: int) -> str:
-    """The whole Markdown page."""
+    """Format the Markdown page."""
     import shardplan
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     versions = {"Python": platform.python_version(), "shardplan": shardplan.__version__}
-    versions |= {package: metadata.version(package) for package in VERSIONS_OF}
+    versions |= {package: metadata.version(package) for package in PACKAGES}
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     mesh = ", ".join(f"{axis} {size}" for axis, size in MESH.items())
-    # a path of this machine would mean nothing on another
-    elsewhere = "" if checkpoint == CHECKPOINT else " --checkpoint FOLDER"
+    # a path of this machine means nothing on another
+    checkpoint_option = "" if checkpoint == CHECKPOINT else " --checkpoint FOLDER"
     return "\n".join(
         [
             "# Loading a checkpoint: shardplan against its peers",
             "",
             "```",
-            f"{COMMAND} --runs {runs}{elsewhere}",
+            f"{COMMAND} --runs {runs}{checkpoint_option}",
             "```",
             "",
             f"Model: {model_text(config)}.",
-            f"Mesh: {mesh}, on {DEVICES} virtual CPU devices; all use the plan's parameter mapping.",
-            f"Beside the model shardplan may use {BUDGET / GIB:g} GiB of host memory.",
+            f"Mesh: {mesh}, on {DEVICES} virtual CPU devices; all loaders use the plan's parameter mapping.",
+            f"Host memory that shardplan may use beyond the model: {BUDGET / GIB:g} GiB.",
             f"Machine: {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory.",
             f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}.",
             "",
             tables,
             "",
-            "All loads of shardplan and Levanter gave the same values, bit for bit, in the same shards.",
+            "All loads of shardplan and Levanter returned the same values, bit for bit, in the same shards.",
             "",
             *(f"- {sentence}" for sentence in LIMITATIONS),
             "",
@@ -354,14 +356,14 @@ def page(checkpoint: Path, tables: str, runs: int) -> str:
 
 
 def ensure_checkpoint(checkpoint: Path) -> None:
-    """Make the checkpoint where it is missing."""
+    """Make the checkpoint if it does not exist."""
     if not checkpoint.exists():
         script = Path(__file__).with_name("make_llama_checkpoint.py")
         subprocess.run([sys.executable, str(script), "--output", str(checkpoint)], check=True)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description="Compare shardplan's loader with its peers.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -369,7 +371,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="folder; made if missing")
     parser.add_argument("--runs", type=int, default=3, help="times that all loaders are measured")
     parser.add_argument("--output", type=Path, help="Markdown page to write")
-    parser.add_argument("--measure", choices=LOADERS, help=argparse.SUPPRESS)  # what the measuring processes are given
+    parser.add_argument("--measure", choices=LOADERS, help=argparse.SUPPRESS)  # for the measuring processes
     args = parser.parse_args()
     if args.runs < 1:
         parser.error(f"--runs is {args.runs}; it must be at least 1")
@@ -377,10 +379,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, compare, report; the exit status."""
+    """Measure, compare, report, and return the exit status."""
     args = parse_arguments()
     if args.measure:
-        with redirect_stdout(sys.stderr):  # stdout carries the measurement and nothing else
+        with redirect_stdout(sys.stderr):  # stdout must carry nothing but the measurement
             measurement = measure(args.measure, str(args.checkpoint))
         print(json.dumps(asdict(measurement)))
         return 0
@@ -392,7 +394,7 @@ def main() -> int:
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(page(args.checkpoint, tables, args.runs), encoding="utf-8")
-    missed = [target.what for target in TARGETS if not target.is_met(results)]
+    missed = [target.label for target in TARGETS if not target.is_met(results)]
     if missed:
         log(f"bench_loader: targets missed: {', '.join(missed)}")
     return 1 if missed else 0

@@ -1,9 +1,9 @@
 """python scripts/bench_planner.py --output docs/benchmarks/planner.md
 
-The planner against the TPU compiler: solve times, predicted against compiled memory and bytes, the plan against 24
-other good plans, 405B on v4-256 against the usual mapping, and against the meshes of published runs. Needs no TPU. All
-that is compiled takes 3 hours on 2 cores: what comes out is kept beside the tables, in planner.json, and a program that
-is there, of the same versions of packages and the same code, is not compiled again.
+Measures solve times of the planner; compares predicted with compiled memory, bytes and time; and compares compiled step
+times of the plan with those of the 24 next best plans, of the usual mapping of 405B on v4-256, and of the meshes of
+published runs. Needs no TPU. Compiling everything takes 3 hours on 2 cores; planner.json, beside the tables, keeps the
+results, and a program in it is compiled again only if package versions or the code have changed.
 """
 
 import argparse
@@ -23,24 +23,31 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from shardplan import config as configuration
-from shardplan.config import CompilerConfig, Config
+from shardplan.config import PlanConfig
+from shardplan.config.sections import CompilerConfig
 from shardplan.errors import InfeasibleError
 from shardplan.hardware import GIB, parse_slice
-from shardplan.model import Model, build_model, read_config
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
-from shardplan.search.make_plan import make_plan, plan_layout, rank_plans
-from shardplan.search.open_choices import AUTOMATIC
-from shardplan.verify.run import Case, code_digest, digest, verify
-from shardplan.verify.verdict import FITS, UNDECIDED, Verdict
+from shardplan.report.verdicts import reason_text
+from shardplan.search.given_plan import plan_given_mappings
+from shardplan.search.make_plan import make_plan, rank_plans
+from shardplan.search.search_configuration import AUTO_CHECKPOINTING
+from shardplan.verify.cache import code_digest, digest
+from shardplan.verify.case import Case
+from shardplan.verify.run import verify
+from shardplan.verify.verdict import Outcome, Verdict
 
 RECORD = Path("docs/benchmarks/planner.json")
-READING = ("verify/*", "hardware/*")
-"""Modules of shardplan that read what comes out of a compile."""
+READING = ("verify/**/*", "hardware/*")
+"""Modules of shardplan that read what the compiler returns, as glob patterns of their paths without suffix."""
 
 POSITION = 4096
 EVAL_DEVICES_PER_SEQUENCE = 8
 ALTERNATIVES = 24
-LEAST_PART = 0.01
+MIN_PART = 0.01
+"""Part of a step's bytes below which a kind of collective is left out of the errors."""
 
 SOLVE = (
     "llama-3.1-405b v4-256 eval 16", "llama-3.1-405b v5p-1024 train 512", "llama-3.1-405b v4-8192 eval 512",
@@ -71,17 +78,17 @@ REGRET = (
 )  # fmt: skip
 
 EXPERTS = (
-    # model, slice, sequences of how many tokens, mesh, tensor-parallel, published
-    ("llama-3.1-405b", "v5p-1024", 1024, 8192, (1, 512, 1), "fsdp512, 2 a device, 68.5 % MFU"),
-    ("llama-3.1-405b", "2xv6e-256", 512, 8192, (2, 256, 1), "fsdp256 x dcn-fsdp2, 1 a device, 42.8 %"),
-    ("llama-3.1-70b", "v6e-256", 1280, 8192, (1, 256, 1), "fsdp256, 5 a device, 50.4 %"),
-    ("llama-3.1-8b", "v6e-8", 24, 8192, (1, 8, 1), "fsdp8, 3 a device, 45 %"),
-    ("qwen3-32b", "v5p-128", 384, 2048, (1, 16, 4), "a 32B: fsdp16 x TP4, 6 a device, 71.5 %"),
+    # model, slice, sequences, tokens of a sequence, mesh (replica, data, model), published
+    ("llama-3.1-405b", "v5p-1024", 1024, 8192, (1, 512, 1), "fsdp512, 2 per device, 68.5 % MFU"),
+    ("llama-3.1-405b", "2xv6e-256", 512, 8192, (2, 256, 1), "fsdp256 x dcn-fsdp2, 1 per device, 42.8 %"),
+    ("llama-3.1-70b", "v6e-256", 1280, 8192, (1, 256, 1), "fsdp256, 5 per device, 50.4 %"),
+    ("llama-3.1-8b", "v6e-8", 24, 8192, (1, 8, 1), "fsdp8, 3 per device, 45 %"),
+    ("qwen3-32b", "v5p-128", 384, 2048, (1, 16, 4), "a 32B: fsdp16 x TP4, 6 per device, 71.5 %"),
 )
 
 
-def load(model: str, slice_name: str, kind: str, batch: int, position: int = POSITION) -> Config:
-    """Training keeps parameters, gradients and moments in float32; evaluation has parameters in bfloat16."""
+def load(model: str, slice_name: str, kind: str, batch: int, position: int = POSITION) -> PlanConfig:
+    """The configuration of a training step, which stores everything in float32, or of an evaluation in bfloat16."""
     settings = {
         "model.config": f"configs/models/{model}.json",
         "hardware.slice": slice_name,
@@ -90,53 +97,53 @@ def load(model: str, slice_name: str, kind: str, batch: int, position: int = POS
         "workload.position": position,
         "workload.param_dtype": "float32" if kind == "train" else "bfloat16",
     }
-    return configuration.load([f"--{key}={value}" for key, value in settings.items()], "bench")
+    return configuration.parse_config([f"--{key}={value}" for key, value in settings.items()])
 
 
 def usual_batch(slice_name: str, kind: str) -> int:
-    """Sequences of a step: one per device for training, one per EVAL_DEVICES_PER_SEQUENCE for evaluation."""
+    """Number of sequences: one per device for training, one per EVAL_DEVICES_PER_SEQUENCE for evaluation."""
     devices = parse_slice(slice_name).devices
     return devices if kind == "train" else max(8, devices // EVAL_DEVICES_PER_SEQUENCE)
 
 
-def planned_case(label: str, config: Config) -> Case:
-    """The plan; where none fits, the one that lacks least memory."""
+def planned_case(label: str, config: PlanConfig) -> Case:
+    """The plan as a case to compile; if none fits, the plan with the smallest peak memory."""
     hf_config, built = build(config)
     plan = make_plan(config, built, nearest_miss=True)
     return Case(label, plan, built, hf_config, options=plan.compiler_options)
 
 
-def build(config: Config) -> tuple[dict, Model]:
+def build(config: PlanConfig) -> tuple[dict, Model]:
     hf_config = read_config(config.model.config, None)
     return hf_config, build_model(hf_config, config.workload.position)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is kept of a verdict."""
+class CompiledResult:
+    """The part of a verdict that planner.json keeps."""
 
     outcome: str
     reason: str
     peak: int | None
-    """Bytes."""
+    """Peak memory of a device, bytes."""
     seconds: list[float] | None
-    """Of the step, of computing; and the MFU."""
+    """Seconds of the step, seconds of its compute, MFU."""
     collectives: list[list]
-    """Kind, mesh axes, bytes and number of each."""
+    """[kind, mesh axes, bytes, number of executions] of every kind and mesh axes."""
 
     @property
     def fits(self) -> bool:
-        """Whether the compiler has nothing against it."""
-        return self.outcome == FITS
+        """Whether the compiler accepts the program."""
+        return self.outcome == Outcome.FITS
 
     @property
     def step_seconds(self) -> float:
-        """Endless, where the compiler did not say."""
+        """Modelled time of the step; infinite if it was not compiled."""
         return self.seconds[0] if self.seconds else math.inf
 
 
-def compiled(cases: Sequence[Case], jobs: int | None) -> list[Found]:
-    """Of each program what came out, from `RECORD` where it is there; what is new is added as soon as it is known."""
+def compile_cases(cases: Sequence[Case], jobs: int | None) -> list[CompiledResult]:
+    """Compile what `RECORD` does not hold yet, adding each result as soon as it is known; return all results."""
     kept = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     keys = {id(case): f"{digest(case)[:24]} {code_digest(READING)[:8]}" for case in cases}
     lock = threading.Lock()
@@ -144,18 +151,18 @@ def compiled(cases: Sequence[Case], jobs: int | None) -> list[Found]:
     def keep(case: Case, verdict: Verdict) -> None:
         report(case, verdict)
         with lock:
-            kept[keys[id(case)]] = vars(short(verdict))
-            # what ran into a limit of this machine is tried again another time
-            decided = sorted(key for key in kept if kept[key]["outcome"] != UNDECIDED)
+            kept[keys[id(case)]] = vars(summarize(verdict))
+            # programs that exceeded a limit of this machine are compiled again the next time
+            decided = sorted(key for key in kept if kept[key]["outcome"] != Outcome.UNDECIDED)
             rows = (f"{json.dumps(key)}: {json.dumps(kept[key])}" for key in decided)
             RECORD.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
 
     verify([case for case in cases if keys[id(case)] not in kept], CompilerConfig(jobs=jobs), keep)
-    return [Found(**kept[keys[id(case)]]) for case in cases]
+    return [CompiledResult(**kept[keys[id(case)]]) for case in cases]
 
 
-def short(verdict: Verdict) -> Found:
-    """What the tables need of it."""
+def summarize(verdict: Verdict) -> CompiledResult:
+    """The part of a verdict that the tables need."""
     sums: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
     for each in verdict.collectives:
@@ -163,9 +170,9 @@ def short(verdict: Verdict) -> Found:
         sums[key] += each.bytes
         counts[key] += each.count
     memory, time = verdict.memory, verdict.time
-    return Found(
+    return CompiledResult(
         verdict.outcome,
-        verdict.reason[:200],
+        reason_text(verdict.reason)[:200],
         memory and memory.peak,
         time and [time.step_seconds, time.compute_seconds, time.mfu],
         [[*key, size, counts[key]] for key, size in sums.items()],
@@ -174,11 +181,12 @@ def short(verdict: Verdict) -> Found:
 
 def report(case: Case, verdict: Verdict) -> None:
     time_text = f"{verdict.time.step_seconds:.4g} of {case.plan.cost.step_seconds:.4g} s" if verdict.time else ""
-    print(f"{case.label}: {verdict.outcome} {time_text} {verdict.reason[:80]}", file=sys.stderr, flush=True)
+    reason = reason_text(verdict.reason)[:80]
+    print(f"{case.label}: {verdict.outcome} {time_text} {reason}", file=sys.stderr, flush=True)
 
 
 def solve_times() -> str:
-    lines = table("devices", "trace s", "search s", "step s", "proven")
+    lines = table("devices", "trace s", "search s", "step s", "proven optimal")
     for text in SOLVE:
         model, slice_name, kind, batch = text.split()
         config = load(model, slice_name, kind, int(batch))
@@ -189,31 +197,31 @@ def solve_times() -> str:
         except InfeasibleError:
             lines.append(row(model, slice_name, kind, batch, "", "", "", "does not fit", ""))
             continue
-        trace, found = time.perf_counter() - started - plan.search.seconds, plan.search
-        numbers = (f"{trace:.2f}", f"{found.seconds:.2f}", f"{plan.cost.step_seconds:.3g}", found.proven_optimal)
+        trace, search = time.perf_counter() - started - plan.search.seconds, plan.search
+        numbers = (f"{trace:.2f}", f"{search.seconds:.2f}", f"{plan.cost.step_seconds:.3g}", search.proven_optimal)
         lines.append(row(model, slice_name, kind, batch, plan.hardware.devices, *numbers))
     return "\n".join(lines)
 
 
 def estimates(jobs: int | None, only: str) -> str:
-    asked = []
+    settings = []
     for kind in ("eval", "train"):
         for model, slices in ESTIMATES.items():
             for slice_name in slices.split():
                 batch = usual_batch(slice_name, kind)
-                asked.append((f"{model} {slice_name} {kind}", load(model, slice_name, kind, batch)))
+                settings.append((f"{model} {slice_name} {kind}", load(model, slice_name, kind, batch)))
     for text in MICROBATCHED:
         model, slice_name, batch, parts = text.split()
         config = load(model, slice_name, "train", int(batch))
         work = replace(config.workload, microbatches=int(parts))
-        asked.append((f"{model} {slice_name} train, {parts} microbatches", replace(config, workload=work)))
-    cases = [planned_case(label, config) for label, config in asked if only in label]
+        settings.append((f"{model} {slice_name} train, {parts} microbatches", replace(config, workload=work)))
+    cases = [planned_case(label, config) for label, config in settings if only in label]
     lines = table(
-        "mesh", "predicted to fit", "verdict", "peak GiB predicted", "compiled", "error", "GiB moved predicted",
+        "mesh", "predicted to fit", "verdict", "peak GiB predicted", "compiled", "error", "GiB received predicted",
         "compiled", "error", "step s predicted", "modelled",
     )  # fmt: skip
     memory, moved, seconds, wrong = [], [], [], []
-    for case, result in zip(cases, compiled(cases, jobs), strict=True):
+    for case, result in zip(cases, compile_cases(cases, jobs), strict=True):
         plan, (model, slice_name, kind) = case.plan, case.label.split(maxsplit=2)
         expected = plan.memory.fits
         cells = [mesh(plan), "yes" if expected else "no", result.outcome]
@@ -225,34 +233,36 @@ def estimates(jobs: int | None, only: str) -> str:
             memory += [abs(error)] if result.fits else []
         if result.seconds:
             predicted = by_kind((each.kind, each.bytes) for each in plan.cost.collectives)
-            found = by_kind((kind, size) for kind, _, size, _ in result.collectives)
-            total, whole = sum(predicted.values()), sum(found.values())
-            moved += [abs(predicted[name] / found[name] - 1) for name in found if found[name] > LEAST_PART * whole]
-            cells += [f"{total / GIB:.2f}", f"{whole / GIB:.2f}", f"{total / whole - 1:+.1%}" if whole else "-"]
+            actual = by_kind((kind, size) for kind, _, size, _ in result.collectives)
+            total, actual_total = sum(predicted.values()), sum(actual.values())
+            large = [name for name in actual if actual[name] > MIN_PART * actual_total]
+            moved += [abs(predicted[name] / actual[name] - 1) for name in large]
+            error_text = f"{total / actual_total - 1:+.1%}" if actual_total else "-"
+            cells += [f"{total / GIB:.2f}", f"{actual_total / GIB:.2f}", error_text]
             seconds.append(abs(plan.cost.step_seconds / result.step_seconds - 1))
             cells += [f"{plan.cost.step_seconds:.3g}", f"{result.step_seconds:.3g}"]
         lines.append(row(model, slice_name, kind, plan.workload.batch, *cells))
     lines += [
         "",
-        f"Memory: median error {statistics.median(memory):.1%}, worst {max(memory):.1%}, of {len(memory)} that fit. "
-        f"Predicted to fit and refused: {', '.join(wrong) or 'none'}.",
-        f"Bytes by kind of collective (those with more than {LEAST_PART:.0%} of a step's bytes): median error "
-        f"{statistics.median(moved):.1%}, of {len(moved)}. Step: median {statistics.median(seconds):.1%}, worst "
-        f"{max(seconds):.1%}.",
+        f"Memory: median error {statistics.median(memory):.1%}, worst {max(memory):.1%}, of {len(memory)} plans that "
+        f"fit. Predicted to fit, but rejected by the compiler: {', '.join(wrong) or 'none'}.",
+        f"Bytes by kind of collective (kinds with more than {MIN_PART:.0%} of a step's bytes): median error "
+        f"{statistics.median(moved):.1%}, of {len(moved)} values. Step time: median error "
+        f"{statistics.median(seconds):.1%}, worst {max(seconds):.1%}.",
     ]
     return "\n".join(lines)
 
 
 def by_kind(collectives: Iterable[tuple[str, int]]) -> Counter[str]:
-    """Bytes by kind of collective; permutes are pieces of gathers that the compiler has split."""
-    found: Counter[str] = Counter()
+    """Bytes by kind of collective; permutes count as all-gathers, which the compiler has split into them."""
+    sums: Counter[str] = Counter()
     for kind, size in collectives:
-        found["all-gather" if kind == "collective-permute" else kind] += size
-    return found
+        sums["all-gather" if kind == "collective-permute" else kind] += size
+    return sums
 
 
 def regret(jobs: int | None, only: str) -> str:
-    lines = table("plan: mesh", "modelled s", "predicted s", "best of all: mesh", "modelled s", "regret", "compiled")
+    lines = table("plan: mesh", "modelled s", "predicted s", "fastest: mesh", "modelled s", "regret", "compiled")
     for text in REGRET:
         if only not in text:
             continue
@@ -264,7 +274,7 @@ def regret(jobs: int | None, only: str) -> str:
             Case(f"{text} {i} {mesh(plan)}", plan, built, hf_config, options=plan.compiler_options)
             for i, plan in enumerate(plans)
         ]
-        times = [result.step_seconds if result.fits else math.inf for result in compiled(cases, jobs)]
+        times = [result.step_seconds if result.fits else math.inf for result in compile_cases(cases, jobs)]
         best, mine = min(times), times[0]
         winner, predicted = mesh(plans[times.index(best)]), plans[0].cost.step_seconds
         numbers = (f"{mine:.4g}", f"{predicted:.4g}", winner, f"{best:.4g}", f"{mine / best - 1:.1%}")
@@ -273,11 +283,12 @@ def regret(jobs: int | None, only: str) -> str:
 
 
 def usual(jobs: int | None) -> str:
-    """405B on v4-256: FSDP on embed, tensor parallelism of 8, with default options, and the plan with its own."""
+    """405B on v4-256: FSDP on embed with tensor parallelism of 8, and the plan, each with two sets of options."""
     config = load("llama-3.1-405b", "v4-256", "eval", 16)
     hf_config, built = build(config)
-    cut = {"batch": ["data"], "mlp": ["model"], "heads": ["model"], "kv_head": ["model"], "vocab": ["model"]}
-    by_hand = plan_layout(config, built, {"replica": 1, "data": 16, "model": 8}, cut, {**cut, "embed": ["data"]})
+    compute = {"batch": ["data"], "mlp": ["model"], "heads": ["model"], "kv_head": ["model"], "vocab": ["model"]}
+    params = {**compute, "embed": ["data"]}
+    by_hand = plan_given_mappings(config, built, {"replica": 1, "data": 16, "model": 8}, compute, params)
     plan = make_plan(config, built)
     cases = [
         Case(label, each, built, hf_config, options=options)
@@ -288,8 +299,11 @@ def usual(jobs: int | None) -> str:
             ("plan", plan, plan.compiler_options),
         )
     ]
-    lines = [row("", "mesh", "peak GiB", "modelled step s", "compute s", "waiting s", "MFU"), row(*["---"] * 7)]
-    results = compiled(cases, jobs)
+    lines = [
+        row("", "mesh", "peak GiB", "modelled step s", "compute s", "exposed transfers s", "MFU"),
+        row(*["---"] * 7),
+    ]
+    results = compile_cases(cases, jobs)
     for case, result in zip(cases, results, strict=True):
         assert result.peak and result.seconds
         step, computing, mfu = result.seconds
@@ -299,18 +313,19 @@ def usual(jobs: int | None) -> str:
     sums = [each[2:] for each in results[-1].collectives if each[:2] == ["all-reduce", "model"]]
     count, gib = sum(number for _, number in sums), sum(size for size, _ in sums) / GIB
     text = (
-        f"The plan takes {fast / slow:.0%} of the time of the first row: it is {slow / fast - 1:.0%} faster. What it\n"
-        f"waits for are sums over `model`: {count} of them, {gib:.0f} GiB received by every device; products cannot\n"
-        "go on without them. Sequences are cut along `replica`, and attention gathers keys and values (sequence\n"
-        "parallelism), so that `model` can be half of what it is by hand, and these sums less than half."
+        f"The plan takes {fast / slow:.0%} of the time of the first row: it is {slow / fast - 1:.0%} faster. Its\n"
+        f"exposed transfers are all-reduces over `model`: {count} of them, with {gib:.0f} GiB received by every\n"
+        "device; the next matmul needs their results. Positions are sharded over `replica`, and attention gathers\n"
+        "keys and values (sequence parallelism), so that `model` has half the size that it has in the usual mapping,\n"
+        "and these all-reduces have less than half the bytes."
     )
     return "\n".join([*lines, "", text])
 
 
 def experts(jobs: int | None, only: str) -> str:
     lines = table(
-        "published", "expert mesh", "step", "verdict", "modelled s", "plan mesh", "step", "verdict", "modelled s",
-        "plan : expert",
+        "published run", "its mesh", "checkpointing", "verdict", "modelled s", "plan: mesh", "checkpointing", "verdict",
+        "modelled s", "plan : published run",
     )  # fmt: skip
     for model, slice_name, batch, position, sizes, published in EXPERTS:
         if only not in f"{model} {slice_name}":
@@ -320,16 +335,16 @@ def experts(jobs: int | None, only: str) -> str:
         left_open = replace(config.workload, gradient_checkpointing="auto", microbatches=None)
         plan = make_plan(replace(config, workload=left_open), built)
         shape = dict(zip(("replica", "data", "model"), sizes, strict=True))
-        rest = [axis for axis in ("replica", "data") if shape[axis] > 1]
-        cut = {"batch": [axis for axis in ("replica", "data") if shape[axis] > 1]}
+        data_axes = [axis for axis in ("replica", "data") if shape[axis] > 1]
+        compute = {"batch": data_axes}
         if shape["model"] > 1:
-            cut |= {axis: ["model"] for axis in ("mlp", "heads", "kv_head", "vocab")}
-        by_hand = best_step(config, built, shape, cut, {**cut, "embed": rest})
+            compute |= {axis: ["model"] for axis in ("mlp", "heads", "kv_head", "vocab")}
+        by_hand = best_step(config, built, shape, compute, {**compute, "embed": data_axes})
         cases = [
             Case(f"{model} {slice_name} {name}", p, built, hf_config, options=p.compiler_options)
             for name, p in (("expert", by_hand), ("plan", plan))
         ]
-        expert, mine = compiled(cases, jobs)
+        expert, mine = compile_cases(cases, jobs)
         ratio = f"{mine.step_seconds / expert.step_seconds:.2f}" if mine.seconds and expert.seconds else "-"
         theirs = (published, mesh(by_hand), step_text(by_hand), expert.outcome, seconds(expert))
         ours = (mesh(plan), step_text(plan), mine.outcome, seconds(mine), ratio)
@@ -337,16 +352,16 @@ def experts(jobs: int | None, only: str) -> str:
     return "\n".join(lines)
 
 
-def best_step(config: Config, model: Model, shape: dict, compute: dict, params: dict) -> Plan:
-    """A layout with the gradient checkpointing and the microbatches with which it fits and is fastest."""
+def best_step(config: PlanConfig, model: Model, shape: dict, compute: dict, params: dict) -> Plan:
+    """The plan of given mappings whose gradient checkpointing and microbatches are the fastest that fit."""
     batch, groups = config.workload.batch, prod(shape[axis] for axis in compute["batch"])
     works = [
         replace(config.workload, gradient_checkpointing=kind, microbatches=parts)
-        for kind in AUTOMATIC
+        for kind in AUTO_CHECKPOINTING
         for parts in range(1, batch // groups + 1)
         if batch % (parts * groups) == 0
     ]
-    plans = [plan_layout(replace(config, workload=work), model, shape, compute, params) for work in works]
+    plans = [plan_given_mappings(replace(config, workload=work), model, shape, compute, params) for work in works]
     fitting = [plan for plan in plans if plan.memory.fits]
     return min(fitting or plans, key=lambda p: p.cost.step_seconds if fitting else p.memory.peak)
 
@@ -356,7 +371,7 @@ def step_text(plan: Plan) -> str:
 
 
 def table(*columns: str) -> list[str]:
-    """The head of a table whose rows are for a model, a slice, a step and a batch."""
+    """The header lines of a table whose rows begin with model, slice, step and batch."""
     names = ("model", "slice", "step", "batch", *columns)
     return [row(*names), row(*("---" for _ in names))]
 
@@ -366,13 +381,13 @@ def row(*cells: object) -> str:
 
 
 def mesh(plan: Plan) -> str:
-    """Its sizes, and where positions are cut."""
+    """Text of the sizes of the mesh axes, and of the mesh axes that shard positions."""
     along = [axis for axis in plan.compute_mapping.get("position", ()) if plan.mesh[axis] > 1]
     sizes = " x ".join(map(str, plan.mesh.values()))
     return f"{sizes}, positions on {' x '.join(along)}" if along else sizes
 
 
-def seconds(result: Found) -> str:
+def seconds(result: CompiledResult) -> str:
     return f"{result.step_seconds:.3g}" if result.seconds else "-"
 
 
@@ -381,7 +396,7 @@ def main() -> None:
     parser.add_argument("--output", help="Markdown file to write; default: stdout")
     parser.add_argument("--jobs", type=int, help="compiles at a time")
     parser.add_argument("--parts", default="solve usual regret estimates experts", help="which tables")
-    parser.add_argument("--only", default="", help="only the cases whose 'model slice ...' holds this text")
+    parser.add_argument("--only", default="", help="only the cases whose 'model slice ...' contains this text")
     arguments = parser.parse_args()
     tables = {
         "solve": solve_times,
@@ -391,9 +406,9 @@ def main() -> None:
         "experts": lambda: experts(arguments.jobs, arguments.only),
     }
     parts = arguments.parts.split()
-    found = {name: table() if name in parts else LEFT_OUT for name, table in tables.items()}
+    made = {name: table() if name in parts else LEFT_OUT for name, table in tables.items()}
     text = TEMPLATE.format(
-        **found, parts=" ".join(parts), alternatives=ALTERNATIVES, position=POSITION, each=EVAL_DEVICES_PER_SEQUENCE
+        **made, parts=" ".join(parts), alternatives=ALTERNATIVES, position=POSITION, each=EVAL_DEVICES_PER_SEQUENCE
     )
     if arguments.output:
         Path(arguments.output).write_text(text, encoding="utf-8")
@@ -408,42 +423,44 @@ TEMPLATE = """# The planner, judged by the TPU compiler
 Made by `python scripts/bench_planner.py --parts "{parts}" --output docs/benchmarks/planner.md`
 with libtpu on a CPU machine with 2 cores.
 
-Modelled steps are those of `shardplan.verify`: the compiler's cycles, and transfers on the torus where they do not hide
-behind cycles; they rank programs and have not been compared with a TPU. Compiler options are the plan's, and the same
-for everything in a table, unless it says otherwise.
+Modelled steps are those of `shardplan.verify`: the compiler's cycles, and transfers on the torus that do not overlap
+with them; they rank programs and have not been compared with a TPU. All programs of a table are compiled with the
+options of the plan, unless a row names others. A mesh is replica x data x model; positions are sharded over the mesh
+axes named after it.
 
 ## Solve time
 
-Without imports; the trace of the step is made once per model and workload.
+The times do not include imports. The step is traced once per model and workload.
 
 {solve}
 
 ## 405B on v4-256, batch 16 x 4096, against the usual mapping
 
-FSDP on embed, tensor parallelism of 8 on heads, mlp and vocab, with the compiler's default options.
+The usual mapping is FSDP on embed and tensor parallelism of 8 on heads, mlp and vocab. The last row has the plan's own
+compiler options.
 
 {usual}
 
 ## Regret
 
-The plan and the {alternatives} next best candidates with another mesh, other mesh axes on the batch, or another way for
-the residual axis to rest, all compiled. Regret: how much slower the plan is than the fastest of all.
+The plan and the {alternatives} next best candidates with another mesh, other mesh axes of the batch or another storage
+sharding of the residual axis, all compiled. Regret: how much slower the plan is than the fastest of all.
 
 {regret}
 
 ## Memory, bytes and time
 
-Sequences of {position} tokens: one per device for training (AdamW, everything in float32, computing in bfloat16), one
-per {each} devices, at least 8, for evaluation (bfloat16).
+Sequences of {position} tokens: one per device for training (AdamW; parameters, gradients and moments in float32,
+compute in bfloat16), one per {each} devices, at least 8, for evaluation (bfloat16).
 
 {estimates}
 
 ## Published runs
 
-The mesh of the run and the plan, compiled alike: training, one device's sequences as published, float32 parameters and
-moments. Gradient checkpointing and microbatches are for both what the cost model finds fastest of what fits (the
-publications offload to the host, or keep less than float32). The 32B model of the publication is not released:
-Qwen3-32B.
+The mesh of the published run and the plan, compiled with the same settings: training, sequences per device as
+published, float32 parameters and moments. Both use the gradient checkpointing and microbatches that the cost model
+estimates to be fastest of those that fit (the published runs offload to the host, or store less than float32). The 32B
+model of the publication is not released; Qwen3-32B stands in for it.
 
 {experts}
 """

@@ -1,8 +1,8 @@
 """python scripts/bench_prefill.py --output docs/benchmarks/prefill.md
 
-Long prompts, planned, and judged by the TPU compiler: 405B with 128K tokens on v4-256, and the architecture of 8B with
-1M on v5p-128. The plan is that of the whole prompt; shorter ones are laid out the same way, to see what grows with
-them. Needs no TPU; takes ten minutes on 2 cores.
+Plans long prompts and compiles the plans with the TPU compiler: 405B with 128K tokens on v4-256, and the architecture
+of 8B with 1M tokens on v5p-128. Shorter prompts use the mesh and mappings of the longest one, so that the table shows
+how memory grows. Needs no TPU; takes ten minutes on 2 cores.
 """
 
 import argparse
@@ -15,49 +15,54 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from bench_planner import mesh, row
 
 from shardplan import config as configuration
-from shardplan.config import CompilerConfig
+from shardplan.config.sections import CompilerConfig
 from shardplan.hardware import GIB
-from shardplan.model import build_model, read_config
-from shardplan.search.make_plan import make_plan, plan_layout
-from shardplan.verify.run import Case, verify
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import build_model
+from shardplan.search.given_plan import plan_given_mappings
+from shardplan.search.make_plan import make_plan
+from shardplan.verify.case import Case
+from shardplan.verify.run import verify
 
 PROMPTS = ("405b-128k", "8b-1m")
-SHORTER = (8, 4, 2, 1)
+LENGTH_DIVISORS = (8, 4, 2, 1)
+"""The prompt's length is divided by each of these."""
 COLUMNS = (
     "model", "slice", "tokens", "mesh", "attention", "verdict", "peak GiB predicted", "compiled",
-    "KiB more per token of a device", "step s predicted", "modelled", "MFU",
+    "KiB per further token of a device", "step s predicted", "modelled", "MFU",
 )  # fmt: skip
 
 
-def prompts(jobs: int | None) -> str:
+def prompt_table(jobs: int | None) -> str:
+    """Return the table of prompts; at most `jobs` compile at once."""
     lines = [row(*COLUMNS), row(*("---" for _ in COLUMNS))]
     for name in PROMPTS:
-        config = configuration.load(["--config", f"configs/{name}.yaml"], "bench")
+        config = configuration.parse_config(["--config", f"configs/{name}.yaml"])
         plan = make_plan(config)
         cases = []
-        for part in SHORTER:
-            position = config.workload.position // part
+        for divisor in LENGTH_DIVISORS:
+            position = config.workload.position // divisor
             hf_config = read_config(config.model.config, None)
             model = build_model(hf_config, position)
-            shorter = plan_layout(
+            shorter = plan_given_mappings(
                 replace(config, workload=replace(config.workload, position=position)),
                 model, plan.mesh, plan.compute_mapping, plan.param_mapping, plan.attention,
             )  # fmt: skip
             cases.append(Case(f"{name} {position}", shorter, model, hf_config, options=plan.compiler_options))
-        before: tuple[int, int] | None = None
+        previous: tuple[int, int] | None = None
         for case, verdict in zip(cases, verify(cases, CompilerConfig(jobs=jobs)), strict=True):
             assert verdict.memory and verdict.time, verdict.reason
-            found, method, tokens = case.plan, case.plan.attention, case.plan.workload.position
+            case_plan, method, tokens = case.plan, case.plan.attention, case.plan.workload.position
             peak = verdict.memory.peak
             shard = tokens // (method.ulysses * method.ring)
-            grown = f"{(peak - before[1]) / (shard - before[0]) / 2**10:.1f}" if before else ""
-            before = shard, peak
+            growth = f"{(peak - previous[1]) / (shard - previous[0]) / 2**10:.1f}" if previous else ""
+            previous = shard, peak
             lines.append(
                 row(
-                    Path(str(config.model.config)).stem, config.hardware.slice, tokens, mesh(found),
+                    Path(str(config.model.config)).stem, config.hardware.slice, tokens, mesh(case_plan),
                     f"{method.strategy} {method.layout}, ulysses {method.ulysses} x ring {method.ring}",
-                    verdict.outcome, f"{found.memory.peak / GIB:.2f}", f"{peak / GIB:.2f}", grown,
-                    f"{found.cost.step_seconds:.3g}", f"{verdict.time.step_seconds:.3g}", f"{verdict.time.mfu:.1%}",
+                    verdict.outcome, f"{case_plan.memory.peak / GIB:.2f}", f"{peak / GIB:.2f}", growth,
+                    f"{case_plan.cost.step_seconds:.3g}", f"{verdict.time.step_seconds:.3g}", f"{verdict.time.mfu:.1%}",
                 )
             )  # fmt: skip
     return "\n".join(lines)
@@ -67,11 +72,11 @@ TEMPLATE = """# Long prompts, judged by the TPU compiler
 
 Made by `python scripts/bench_prefill.py --output docs/benchmarks/prefill.md` with libtpu on a CPU machine with 2 cores.
 
-One prompt at a time, bfloat16. The plan is that of the whole prompt; shorter ones are laid out the same way. What more
-a token takes of the memory of its device, beside the row above, is not the same in all rows: of shorter prompts the
-peak may be at another moment, where weights are gathered.
-Steps are modelled by the compiler's cycles, and attention's kernels at the matrix unit's peak for the blocks
-that the mask leaves to the slowest device; they have not been compared with a TPU.
+One prompt at a time, bfloat16. Shorter prompts use the mesh and mappings of the longest one. The memory per further
+token, relative to the row above, differs between rows: the peak of shorter prompts may be at another point of the
+program, where weights are gathered. Step times are modelled from the compiler's cycles, with attention kernels at the
+peak of the matrix unit for the blocks that the mask leaves to the slowest device; they have not been compared with a
+TPU. A mesh is replica x data x model; positions are sharded over the mesh axes named after it.
 
 {prompts}
 """
@@ -82,7 +87,7 @@ def main() -> None:
     parser.add_argument("--output", help="Markdown file to write; default: stdout")
     parser.add_argument("--jobs", type=int, help="compiles at a time")
     arguments = parser.parse_args()
-    text = TEMPLATE.format(prompts=prompts(arguments.jobs))
+    text = TEMPLATE.format(prompts=prompt_table(arguments.jobs))
     if arguments.output:
         Path(arguments.output).write_text(text, encoding="utf-8")
     else:

@@ -1,7 +1,8 @@
 """python scripts/bench_verify.py --output docs/benchmarks/verify.md
 
-What the TPU compiler says, in two tables: hand-written configurations of Llama-3.1-405B on v4-256 (configs/levanter),
-and the plans of four models on five generations, evaluation and training. Needs no TPU; takes an hour on 2 cores.
+Writes the TPU compiler's verdicts in two tables: hand-written configurations of Llama-3.1-405B on v4-256
+(configs/levanter), and the plans of four models on five generations, evaluation and training. Needs no TPU; takes an
+hour on 2 cores.
 """
 
 import argparse
@@ -17,12 +18,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from bench_planner import EVAL_DEVICES_PER_SEQUENCE, POSITION, load, mesh, planned_case, usual_batch
 
 from shardplan import config as configuration
-from shardplan.config import CompilerConfig, Config
+from shardplan.config import PlanConfig
+from shardplan.config.command_flags import VerifyCommand
+from shardplan.config.sections import CompilerConfig
 from shardplan.hardware import GIB
 from shardplan.plan.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
-from shardplan.verify.cases import cases_of
-from shardplan.verify.run import Case, verify
-from shardplan.verify.verdict import Verdict
+from shardplan.report.verdicts import omission_text, reason_text
+from shardplan.verify.case import Case
+from shardplan.verify.run import verify
+from shardplan.verify.select_cases import build_cases
+from shardplan.verify.verdict import OutOfMemory, Verdict
 
 SLICES = {
     "llama-3.1-8b": "v4-16 v4-64 v5e-32 v5e-64 v5p-16 v5p-64 v6e-16 v6e-64 tpu7x-16 tpu7x-64",
@@ -34,7 +39,7 @@ SLICES = {
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 HAND_WRITTEN = (
-    # file, program, options, what the issue's table says
+    # file, program, options, the table's name for the program
     ("405b-heads-mlp", "load", "", "assembly, float32"),
     ("405b-q-heads", "load", "", "assembly, float32"),
     ("405b-everything-on-model", "step", "", "evaluation"),
@@ -54,29 +59,30 @@ OPTIONS = {
 
 
 def hand_written(jobs: int | None) -> str:
-    """The table of configs/levanter."""
+    """The table of the configurations in configs/levanter."""
     cases = []
     for name, program, options, _ in HAND_WRITTEN:
         path = f"configs/levanter/{name}.yaml"
         settings = ["--config", "configs/405b.yaml", "--against", path, "--compiler.program", program]
-        case = cases_of(configuration.load(settings, "bench"))[1]
+        config = configuration.parse_config(settings, VerifyCommand)
+        case = build_cases(config, config.options, config.against)[1]
         cases.append(dataclasses.replace(case, label=f"{name} {options}", options=OPTIONS[options]))
     verdicts = verify(cases, CompilerConfig(jobs=jobs), report)
     lines = [
-        "| configuration | program | mesh | compiler options | verdict | peak GiB | modelled step s | why |",
+        "| configuration | program | mesh | compiler options | verdict | peak GiB | modelled step s | reason |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for (name, _, options, program), case, verdict in zip(HAND_WRITTEN, cases, verdicts, strict=True):
         lines.append(
             f"| [{name}](../../configs/levanter/{name}.yaml) | {program} | {mesh(case.plan)} | "
             f"{options or 'default'} | {verdict.outcome} | {peak(verdict)} | {step(verdict)} | "
-            f"{verdict.reason[:300].replace('|', '/')} |"
+            f"{reason_text(verdict.reason)[:300].replace('|', '/')} |"
         )
     return "\n".join(lines)
 
 
 def plans(jobs: int | None, only: str) -> str:
-    """The table of SLICES."""
+    """The table of the plans for SLICES."""
     cases = [
         planned_case(f"{model} {slice_name} {kind}", with_own_attention(model, slice_name, kind))
         for kind in ("eval", "train")
@@ -88,7 +94,7 @@ def plans(jobs: int | None, only: str) -> str:
     lines = [
         "| model | slice | step | batch | mesh | verdict | predicted GiB | peak GiB | modelled step s | MFU | "
         + " | ".join(KINDS)
-        + " | why not |",
+        + " | reason |",
         "|---|---|---|---|---|---|---|---|---|---|" + "---|" * (len(KINDS) + 1),
     ]
     for case, verdict in zip(cases, verdicts, strict=True):
@@ -101,20 +107,21 @@ def plans(jobs: int | None, only: str) -> str:
         lines.append(
             f"| {model} | {slice_name} | {kind} | {case.plan.workload.batch} | {mesh(case.plan)} | "
             f"{verdict.outcome} | {case.plan.memory.peak / GIB:.2f} | {peak(verdict)} | {step(verdict)} | {mfu} | "
-            f"{' | '.join(columns)} | {short(verdict.reason)} |"
+            f"{' | '.join(columns)} | {short_reason(verdict)} |"
         )
     return "\n".join(lines)
 
 
-def with_own_attention(model: str, slice_name: str, kind: str) -> Config:
-    """For Levanter's attention, which wants positions whole; training leaves them so."""
+def with_own_attention(model: str, slice_name: str, kind: str) -> PlanConfig:
+    """The configuration for Levanter's attention, which requires unsharded positions; training plans have these."""
     config = load(model, slice_name, kind, usual_batch(slice_name, kind))
     return dataclasses.replace(config, forbid=("position",)) if kind == "eval" else config
 
 
 def report(case: Case, verdict: Verdict) -> None:
-    result = f"{case.label}: {verdict.outcome} {peak(verdict)} GiB {short(verdict.reason)}"
-    print(f"{result}, {verdict.compile_seconds:.0f} s {verdict.not_understood}", file=sys.stderr, flush=True)
+    result = f"{case.label}: {verdict.outcome} {peak(verdict)} GiB {short_reason(verdict)}"
+    omissions = {omission_text(omission): count for omission, count in verdict.not_understood.items()}
+    print(f"{result}, {verdict.compile_seconds:.0f} s {omissions}", file=sys.stderr, flush=True)
 
 
 def peak(verdict: Verdict) -> str:
@@ -125,15 +132,18 @@ def step(verdict: Verdict) -> str:
     return f"{verdict.time.step_seconds:.3g}" if verdict.time else "-"
 
 
-def short(reason: str) -> str:
-    return reason.split("; the largest")[0][:160].replace("|", "/")
+def short_reason(verdict: Verdict) -> str:
+    reason = verdict.reason
+    if isinstance(reason, OutOfMemory):
+        reason = dataclasses.replace(reason, largest=[])
+    return reason_text(reason)[:160].replace("|", "/")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", help="Markdown file to write; default: stdout")
     parser.add_argument("--jobs", type=int, help="compiles at a time")
-    parser.add_argument("--only", default="", help="only the plans whose 'model slice step' holds this text")
+    parser.add_argument("--only", default="", help="only the plans whose 'model slice step' contains this text")
     arguments = parser.parse_args()
     started = time.perf_counter()
     text = TEMPLATE.format(
@@ -149,30 +159,31 @@ def main() -> None:
         print(text)
 
 
-TEMPLATE = """# What the TPU compiler says
+TEMPLATE = """# Verdicts of the TPU compiler
 
 Made by `python scripts/bench_verify.py --output docs/benchmarks/verify.md` with libtpu on a CPU machine.
 
-The step time is modelled: the compiler's cycles, and transfers at the bandwidth of their links where they do not hide
-behind cycles. It ranks programs, and has not been compared with a TPU. FLOPs for MFU are those that the model needs:
-neither recomputation nor the masked half of attention.
+The step time is modelled: the compiler's cycles, and transfers, at the bandwidth of their links, that do not overlap
+with them. It ranks programs, and has not been compared with a TPU. MFU counts the FLOPs that the model needs, without
+recomputation and without the masked half of attention.
 
 ## Hand-written configurations of Llama-3.1-405B on v4-256
 
-`assembly` is how Levanter loads: every tensor of the state dict cut by `data` alone, then stacked in one jit
-(`--compiler.program load`). With one device along `data` that means whole tensors everywhere, and the mapping leaves
-`kv_head`, `q_heads_per_group` and `head_size` whole: a stacked projection takes 126 x 16384 x 16384 x 4 bytes.
-The last rows are the same chips with other mappings and compiler options.
+`assembly` is the program that builds the model when Levanter loads a checkpoint (`--compiler.program load`): every
+tensor of the state dict is sharded over `data` alone, and one jit stacks the layers. In the first row `data` has one
+device, so that every device holds all tensors unsharded, and the mapping does not shard `kv_head`, `q_heads_per_group`
+and `head_size`: a stacked projection takes 126 x 16384 x 16384 x 4 bytes. The last rows compile other mappings and
+compiler options for the same chips.
 
 {hand_written}
 
 ## Plans
 
-Batch in sequences of {position} tokens: one per device for training (AdamW, everything in float32, computing in
-bfloat16), one per {devices_per_sequence} devices, at least 8, for evaluation (bfloat16). The mesh is replica x data x
-model; the columns of collectives are GiB that one device receives in a step. Where no plan was predicted to fit, the
-one that needs least memory was compiled. Positions are whole (`--forbid position`), as Levanter's own attention wants
-them.
+Batch in sequences of {position} tokens: one per device for training (AdamW; parameters, gradients and moments in
+float32, compute in bfloat16), one per {devices_per_sequence} devices, at least 8, for evaluation (bfloat16). The mesh
+is replica x data x model; the columns of collectives are GiB that one device receives in a step. If no plan was
+predicted to fit, the plan with the smallest peak memory was compiled. Positions are not sharded (`--forbid position`),
+as Levanter's own attention requires.
 
 {plans}
 """

@@ -1,8 +1,11 @@
 """python scripts/compare_plans.py BEFORE AFTER
 
-Compares the plans that two checkouts of this repository make of the same settings: every configuration in configs/, and
-the cases of the accuracy table (docs/benchmarks/planner.md). Prints each difference, and ends with 1 if there is one.
-Compared are mesh, mappings, PartitionSpecs, attention, compiler options, memory and cost, to the last digit.
+Compares the plans that two checkouts of this repository make for the same settings: every configuration in configs/,
+and the cases of the table of estimates (docs/benchmarks/planner.md). Prints each difference, and exits with 1 if there
+is one. It compares mesh, mappings, PartitionSpecs, attention, compiler options, workload, memory and cost to the last
+digit.
+
+BEFORE and AFTER are folders of checkouts, or JSON files that `--dump FILE` has written in a checkout.
 """
 
 import json
@@ -22,7 +25,7 @@ COMPARED = (
 
 
 def dump(target: str) -> None:
-    """Write the plans of the checkout in the working directory, whose modules come first on the path."""
+    """Write the plans of the checkout in the working directory to `target`; PYTHONPATH must begin with the checkout."""
     import bench_planner
 
     from shardplan.__main__ import main
@@ -40,7 +43,7 @@ def dump(target: str) -> None:
 
 
 def cases(bench: Any) -> Iterator[tuple[str, Any]]:
-    """The settings of the accuracy table."""
+    """Yield label and configuration of every case of the table of estimates."""
     for kind in ("eval", "train"):
         for model, slices in bench.ESTIMATES.items():
             for name in slices.split():
@@ -53,7 +56,7 @@ def cases(bench: Any) -> Iterator[tuple[str, Any]]:
 
 
 def plans_of(checkout: str) -> dict[str, Any]:
-    """Label -> Plan JSON, made by the code in `checkout`."""
+    """Return label -> Plan JSON, made by the code in `checkout`."""
     root = Path(checkout).resolve()
     with tempfile.TemporaryDirectory() as folder:
         target = f"{folder}/plans.json"
@@ -67,7 +70,7 @@ def plans_of(checkout: str) -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any, where: str) -> Iterator[str]:
-    """Where two JSON values differ; texts that only name a cause are not compared."""
+    """Yield a line for every path at which two JSON values differ; `cause` and `load_transient` are not compared."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in before:
             if key not in ("cause", "load_transient"):

@@ -1,9 +1,9 @@
 """python scripts/levanter_example.py --config_path scripts/levanter_example.yaml
 
-A Levanter evaluation script. One import differs from the same script for Levanter alone, the marked line: with it,
-every parameter streams straight into the sharding of `trainer.parameter_axis_mapping`. The `trainer:` section of the
-configuration begins as `python -m shardplan.plan --config configs/tiny.yaml --mesh.replica 1` prints it. Without
-accelerators, set JAX_PLATFORMS=cpu and JAX_NUM_CPU_DEVICES=8.
+A Levanter evaluation script that differs in one import, the marked line, from the same script for Levanter alone. With
+that import every parameter streams directly into the sharding of `trainer.parameter_axis_mapping`. The `trainer:`
+section of the configuration begins as `python -m shardplan.plan --config configs/tiny.yaml --mesh.replica 1` prints it.
+Without accelerators, set JAX_PLATFORMS=cpu and JAX_NUM_CPU_DEVICES=8.
 """
 
 import json
@@ -19,13 +19,13 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmExample, LmHeadModel, compute_next_token_loss
 from levanter.trainer import TrainerConfig
 
-# from levanter.compat.hf_checkpoints import HFCheckpointConverter   # what this line was
+# from levanter.compat.hf_checkpoints import HFCheckpointConverter   # the import for Levanter alone
 from shardplan import HFCheckpointConverter
 
 
 @dataclass
 class ExampleConfig:
-    """What to evaluate, on which mesh."""
+    """The checkpoint and text to evaluate, and Levanter's trainer section."""
 
     hf_checkpoint: str = "build/demo"
     text: str = "build/demo/heldout.jsonl"
@@ -46,14 +46,14 @@ def main(config: ExampleConfig) -> None:
 
 
 def mean_loss(model: LmHeadModel, example: LmExample, policy: jmp.Policy) -> jax.Array:
-    """Mean next-token loss in nats, a scalar."""
-    # Levanter's own mean hands a float mask to jnp.mean, which JAX 0.10 refuses
+    """Return the mean next-token loss in nats, a scalar."""
+    # Levanter's own mean passes a float mask to jnp.mean, which JAX 0.10 refuses
     losses = compute_next_token_loss(policy.cast_to_compute(model), example, reduction=None)
     return (hax.sum(losses) / hax.sum(example.loss_mask)).scalar()
 
 
 def first_batch(config: ExampleConfig, converter: HFCheckpointConverter, batch: hax.Axis) -> LmExample:
-    """The first tokens of the first documents: int32[batch, position], and the mask of the tokens that are there."""
+    """Return the first tokens of the first documents, int32[batch, position], and a mask of the tokens to predict."""
     position = converter.default_config.Pos
     tokens = np.zeros((batch.size, position.size), np.int32)
     present = np.zeros((batch.size, position.size), np.float32)

@@ -1,4 +1,4 @@
-"""How others load a checkpoint, for scripts/bench_loader.py: each function returns the call that is to be timed."""
+"""Other loaders of checkpoints, for scripts/bench_loader.py: each function returns the call to be timed."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -12,11 +12,11 @@ TENSOR_AXES = {
     "k_proj": ("kv_head", "embed"), "v_proj": ("kv_head", "embed"), "o_proj": ("embed", "kv_head"),
     "gate_proj": ("mlp", "embed"), "up_proj": ("mlp", "embed"), "down_proj": ("embed", "mlp"),
 }  # fmt: skip
-"""Logical axes of a Llama's tensors in the checkpoint, of merged ones the first; norms are replicated."""
+"""Logical axes of a Llama's tensors; of axes merged into one dimension, the first; norms are replicated."""
 
 
 def preadv_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
-    """Bare parallel `preadv` of all bytes into memory that has been touched: what the medium can do."""
+    """Read all bytes with bare parallel `preadv` into memory that has been touched: the speed limit of the medium."""
     del plan
     import numpy as np
 
@@ -38,7 +38,7 @@ def preadv_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
 
 
 def orbax_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
-    """Orbax v1's safetensors layout: the checkpoint's tensors, sharded as the plan says, not stacked into a model."""
+    """Load with Orbax v1's safetensors layout: tensors sharded by the plan's mapping, not stacked into a model."""
     import jax
     import jax.numpy as jnp
     import orbax.checkpoint.experimental.v1 as ocp
@@ -58,7 +58,7 @@ def orbax_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
 
 
 def maxtext_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
-    """As MaxText does it: each device reads a contiguous part of every tensor, all layers are stacked and resharded."""
+    """Load as MaxText does: each device reads a contiguous part of every tensor; layers are stacked and resharded."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -72,25 +72,25 @@ def maxtext_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
         groups: dict[str, list[tuple[str, Any]]] = {}
         for file in sorted(Path(checkpoint).glob("*.safetensors")):
             with safe_open(file, "flax") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  it is no mapping
+                for name in tensors.keys():  # noqa: SIM118  it is not a mapping
                     part = tensors.get_slice(name)
                     shape = tuple(part.get_shape())
                     array = jax.make_array_from_callback(shape, flat, lambda index, part=part: part[index[0]])
                     kind = ".".join(word for word in name.split(".") if not word.isdecimal())
                     groups.setdefault(kind, []).append((name, array))
         return {
-            kind: jax.device_put(jnp.stack([array for _, array in found]), stacked(shardings[found[0][0]][1]))
-            for kind, found in groups.items()
+            kind: jax.device_put(jnp.stack([array for _, array in layers]), stack_sharding(shardings[layers[0][0]][1]))
+            for kind, layers in groups.items()
         }
 
-    def stacked(sharding: Any) -> Any:
+    def stack_sharding(sharding: Any) -> Any:
         return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
     return load
 
 
 def tensor_shardings(checkpoint: str, plan: Any) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-    """Tensor of the checkpoint -> its shape, and the sharding that the plan means for it."""
+    """Return tensor of the checkpoint -> its shape, and its sharding by the plan's parameter mapping."""
     from jax.sharding import NamedSharding, PartitionSpec
     from safetensors import safe_open
 
@@ -98,11 +98,11 @@ def tensor_shardings(checkpoint: str, plan: Any) -> Mapping[str, tuple[tuple[int
     from shardplan.runtime.devices import make_mesh
 
     mesh = make_mesh(parse_slice(plan.hardware.slice), plan.mesh)
-    found = {}
+    tensor_specs = {}
     for file in sorted(Path(checkpoint).glob("*.safetensors")):
         with safe_open(file, "np") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  it is no mapping
+            for name in tensors.keys():  # noqa: SIM118  it is not a mapping
                 axes = next((axes for word, axes in TENSOR_AXES.items() if word in name), ())
                 spec = PartitionSpec(*(tuple(plan.param_mapping.get(axis, ())) or None for axis in axes))
-                found[name] = (tuple(tensors.get_slice(name).get_shape()), NamedSharding(mesh, spec))
-    return found
+                tensor_specs[name] = (tuple(tensors.get_slice(name).get_shape()), NamedSharding(mesh, spec))
+    return tensor_specs

@@ -1,13 +1,13 @@
 """python scripts/make_demo_checkpoint.py --output build/demo [--steps N] [--seed 0] [--force]
 
-Trains a small Llama on the text of `pydoc_data.topics` (part of every CPython) and saves it as a Hugging Face folder.
-Takes two CPU cores a bit more than a minute, and no network. The folder then holds:
+Train a small Llama on the text of `pydoc_data.topics` (part of every CPython) and save it as a Hugging Face folder.
+This takes a bit more than a minute on two CPU cores, and no network. The folder then holds:
 
     config.json                         Llama with grouped-query attention
     tokenizer.json                      byte-level BPE; encoding begins with <|bos|>
     model-0000i-of-0000N.safetensors    bfloat16 weights under Hugging Face names, in several shards
     model.safetensors.index.json        which tensor is in which shard
-    heldout.jsonl                       {"id", "text"} per line: the documents that were never trained on
+    heldout.jsonl                       {"id", "text"} per line: the documents that are not trained on
 
 Every tenth topic (in sorted order) is held out. An interrupted run leaves no output folder: everything is written to a
 sibling folder that is renamed at the end.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-# sized for two CPU cores, whatever accelerator there is; JAX reads this when it is imported
+# the model is sized for two CPU cores, even where there is an accelerator; JAX reads this when it is imported
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import equinox as eqx
@@ -56,7 +56,7 @@ MODEL = LlamaConfig(
     num_heads=8,
     num_kv_heads=4,
     tie_word_embeddings=False,
-    # three things that cost time at this size: recomputing activations, scanning over layers, attention by blocks
+    # recomputed activations, a scan over layers and blockwise attention would only cost time at this size
     gradient_checkpointing=False,
     scan_layers=False,
     attn_backend=AttentionBackend.VANILLA,
@@ -65,19 +65,19 @@ MODEL = LlamaConfig(
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train."""
+    """The hyperparameters of the training."""
 
     steps: int
     batch: int = 2
     """Windows per step."""
     learning_rate: float = 2e-3
-    """At its peak, after warming up over a twentieth of the steps."""
+    """Peak value, reached after a warm-up over a twentieth of the steps."""
     weight_decay: float = 0.3
     clip_norm: float = 1.0
 
 
 def main() -> None:
-    """Make the checkpoint that the command line asks for."""
+    """Make the checkpoint of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("build/demo"))
     parser.add_argument("--steps", type=int, default=500)
@@ -104,7 +104,7 @@ def log(message: str) -> None:
 
 
 def split_documents() -> tuple[dict[str, str], dict[str, str]]:
-    """Documents to train on and documents held out, {topic: text}."""
+    """Return the documents to train on and the documents held out, both as topic -> text."""
     train: dict[str, str] = {}
     heldout: dict[str, str] = {}
     for i, topic in enumerate(sorted(topics)):
@@ -114,7 +114,7 @@ def split_documents() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def train_tokenizer(documents: list[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer of `VOCAB.size` tokens whose encodings begin with BOS."""
+    """Train a byte-level BPE tokenizer of `VOCAB.size` tokens whose encodings begin with BOS."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -132,27 +132,27 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """int32[tokens]: BOS, the text, EOS."""
+    """Encode a text as int32[tokens]: BOS, the text, EOS."""
     return np.array([*tokenizer.encode(text).ids, tokenizer.token_to_id(EOS)], np.int32)
 
 
 def random_windows(stream: np.ndarray, batch: int, length: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """int32[batch, length] windows of `stream` (int32[tokens]), for ever.
+    """Yield int32[batch, length] windows of `stream` (int32[tokens]) without end.
 
-    Each pass cuts the stream at a fresh random offset and shuffles the pieces: every token is seen equally often.
+    Each pass splits the stream from a fresh random offset and shuffles the windows: every token is seen equally often.
     """
     pending = np.empty((0, length), np.int32)
     while True:
         while len(pending) < batch:
             shifted = np.roll(stream, -int(rng.integers(len(stream))))
-            pieces = shifted[: len(stream) // length * length].reshape(-1, length)
-            pending = np.concatenate([pending, rng.permutation(pieces)])
+            windows = shifted[: len(stream) // length * length].reshape(-1, length)
+            pending = np.concatenate([pending, rng.permutation(windows)])
         yield pending[:batch]
         pending = pending[batch:]
 
 
 def initial_model(seed: int) -> LlamaLMHeadModel:
-    """Random weights; embeddings of unit variance and a small head learn fastest at this size."""
+    """Initialise a model; embeddings of unit variance and a small head learn fastest at this size."""
     model = LlamaLMHeadModel.init(VOCAB, MODEL, key=jax.random.PRNGKey(seed))
     embedding = model.embeddings.token_embeddings.weight
     return eqx.tree_at(
@@ -163,17 +163,17 @@ def initial_model(seed: int) -> LlamaLMHeadModel:
 
 
 def mean_loss(model: LlamaLMHeadModel, tokens: jax.Array) -> jax.Array:
-    """Mean loss (nats, scalar) of the next tokens of int32[batch, position] `tokens`."""
+    """Return the mean loss (nats, scalar) of the next tokens of int32[batch, position] `tokens`."""
     ids = hax.named(tokens, (hax.Axis("batch", tokens.shape[0]), model.Pos))
     activations = model.activations(ids, AttentionMask.causal())
     losses = maybe_fused_next_token_loss(
         model.Pos, model.Embed, model.Vocab, activations, model.get_lm_head(), ids, reduction=None
     )
-    return jnp.sum(losses.array) / (tokens.shape[0] * (tokens.shape[1] - 1))  # the last one has no next
+    return jnp.sum(losses.array) / (tokens.shape[0] * (tokens.shape[1] - 1))  # the last token has no next one
 
 
 def train(model: LlamaLMHeadModel, recipe: Recipe, windows: Iterator[np.ndarray]) -> LlamaLMHeadModel:
-    """`model` after `recipe.steps` steps of AdamW, with progress on stderr."""
+    """Train `model` for `recipe.steps` steps of AdamW, with progress on stderr."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, recipe.learning_rate, recipe.steps // 20, recipe.steps, end_value=0.02 * recipe.learning_rate
     )
@@ -201,7 +201,7 @@ def train(model: LlamaLMHeadModel, recipe: Recipe, windows: Iterator[np.ndarray]
 
 
 def save(output: Path, model: LlamaLMHeadModel, tokenizer: Tokenizer, heldout: dict[str, str]) -> None:
-    """Write the folder, all of it or nothing."""
+    """Write the folder, completely or not at all."""
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -224,7 +224,7 @@ def save(output: Path, model: LlamaLMHeadModel, tokenizer: Tokenizer, heldout: d
 
 
 def save_shards(folder: Path, state: dict[str, jax.Array]) -> None:
-    """The tensors in bfloat16, in `SHARDS` files of about the same size, and their index."""
+    """Write the tensors in bfloat16, in `SHARDS` files of about the same size, and their index."""
     tensors = {name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in state.items()}
     total = sum(tensor.nbytes for tensor in tensors.values())
     weight_map, shards, done = {}, [dict[str, np.ndarray]() for _ in range(SHARDS)], 0

@@ -1,11 +1,11 @@
 """python scripts/make_hlo_fixtures.py [--output tests/unit/hlo]
 
-Compile small programs for TPU slices and keep the compiled text, for the tests that read it: collectives inside of
-fusions, a product decomposed into a loop, a reduce-scatter, transfers between slices, attention kernels, replica groups
+Compiles small programs for TPU slices and writes the compiled text, for the tests of its parser: collectives inside of
+fusions, a matmul decomposed into a loop, a reduce-scatter, transfers between slices, attention kernels, replica groups
 in every notation, and the reports of a program that does not fit. Needs libtpu, and takes ten seconds.
 
-What says where on this machine the program was traced is taken out of the text, and so is what nobody reads and takes
-much room: most of `backend_config`, and the code of kernels.
+Source locations of this machine are removed from the text, and so are long parts that the parser does not use: most of
+`backend_config`, and the code of kernels.
 """
 
 import argparse
@@ -28,23 +28,23 @@ from jax.sharding import PartitionSpec as P
 
 from shardplan.hardware import parse_slice
 from shardplan.plan.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
-from shardplan.verify.topology import environment, make_topology_mesh
+from shardplan.verify.topology import libtpu_environment, make_topology_mesh
 
 WINDOWED = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"}
 KEPT = ("window_config", "barrier_config", "collective_algorithm_config", "async_collective_fusion_config")
-"""Keys of `backend_config` that stay."""
+"""Keys of `backend_config` that the fixtures keep."""
 REPORTS = {
     "too_large": ".after_optimizations.txt",
     "too_large.live-range": "live-range.txt",
     "too_large.usage": "memory-usage-report.txt",
 }
-"""Fixture -> end of the name of the file in the compiler's dump."""
+"""Fixture -> end of the file name in the compiler's dump."""
 
 Array = tuple[tuple[int, ...], tuple[Any, ...]]
 """Shape and partition spec."""
 
 
-def compiled(
+def compile_text(
     function: Callable[..., Any],
     slice_name: str,
     sizes: Sequence[int],
@@ -52,7 +52,7 @@ def compiled(
     options: Mapping[str, str] = NO_WINDOWED_EINSUM,
     dtype: Any = jnp.bfloat16,
 ) -> str:
-    """Text of `function` compiled for arrays on a mesh of `sizes` replica x data x model."""
+    """Compile `function` for arrays on a mesh of `sizes` replica x data x model, and return the module's text."""
     mesh = make_topology_mesh(parse_slice(slice_name), dict(zip(("replica", "data", "model"), sizes, strict=True)))
     structs = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec))) for shape, spec in arrays]
 
@@ -64,12 +64,12 @@ def compiled(
 
 
 def constrain(mesh: Mesh, array: jax.Array, *spec: Any) -> jax.Array:
-    """`array` with its dimensions cut along mesh axes."""
+    """`array` with its dimensions sharded over mesh axes."""
     return lax.with_sharding_constraint(array, NamedSharding(mesh, P(*spec)))
 
 
 def mlp(mesh: Mesh, x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
-    """Layers of two products; the weights rest cut by `data`, and are gathered in every layer."""
+    """Layers of two matmuls; the stored weights are sharded over `data`, and gathered in every layer."""
 
     def layer(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         hidden = constrain(mesh, x @ weights[0], "data", "model")
@@ -79,7 +79,7 @@ def mlp(mesh: Mesh, x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def columns(mesh: Mesh, x: jax.Array, w: jax.Array) -> jax.Array:
-    """A product with each weight of a stack, which rest cut along the dimension that is summed over."""
+    """A matmul with each weight of a stack, stored with the contracted dimension sharded."""
 
     def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x, constrain(mesh, x @ weight, "data", "model")
@@ -88,7 +88,7 @@ def columns(mesh: Mesh, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def gradient(mesh: Mesh, x: jax.Array, w: jax.Array) -> jax.Array:
-    """The gradient of a weight that rests cut by `data`, while the batch is cut by `replica` and `data`."""
+    """The gradient of a weight stored sharded over `data`; the batch is sharded over `replica` and `data`."""
 
     def loss(w: jax.Array) -> jax.Array:
         return (constrain(mesh, x @ w, ("replica", "data"), None).astype(jnp.float32) ** 2).sum()
@@ -97,33 +97,33 @@ def gradient(mesh: Mesh, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def attention(mesh: Mesh, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Gradients of causal splash attention on [batch, heads, position, head_size], by q and by k."""
+    """Gradients of causal splash attention on [batch, heads, position, head_size], with respect to q and k."""
     heads, position = q.shape[1:3]
     mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((position, position))] * heads)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     blocks = splash_attention_kernel.BlockSizes(**{f"block_{name}": 128 for name in names})
     kernel = splash_attention_kernel.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=blocks)
     spec = P("data")
-    # as Levanter does
+    # like Levanter
     run = jax.shard_map(jax.vmap(kernel), mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
     return jax.grad(lambda q, k: run(q, k, v).astype(jnp.float32).sum(), argnums=(0, 1))(q, k)
 
 
 def gathers(mesh: Mesh, x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays that rest cut in several ways, made whole."""
+    """Two sharded arrays, gathered on every device."""
     return constrain(mesh, x * 2, None, None), constrain(mesh, y * 2, None, None)
 
 
 def too_large(mesh: Mesh, x: jax.Array, w: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Takes 56 GiB of a device that has 31."""
+    """Needs 56 GiB of a device with 31."""
     return jnp.tanh(x @ w) @ v, (x @ w).sum()
 
 
-def fixtures(dump: Path) -> dict[str, str]:
-    """Name -> text. The compiler has been told to leave its reports in `dump`."""
+def make_fixtures(dump: Path) -> dict[str, str]:
+    """Fixture -> text; XLA_FLAGS makes the compiler write its reports to `dump`."""
     side = 32768
     texts = {
-        "async_gather": compiled(
+        "async_gather": compile_text(
             mlp,
             "v4:4x4x4",
             (1, 16, 4),
@@ -134,38 +134,38 @@ def fixtures(dump: Path) -> dict[str, str]:
             ],
             {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES},
         ),
-        "windowed": compiled(
+        "windowed": compile_text(
             columns,
             "v4:2x2x4",
             (1, 8, 2),
             [((16384, 512), ("data", None)), ((7, 512, 2048), (None, "data", "model"))],
             WINDOWED,
         ),
-        "reduce_scatter": compiled(
+        "reduce_scatter": compile_text(
             gradient, "v4:4x4x4", (1, 16, 4), [((8192, 512), ("data", None)), ((512, 1024), (None, None))]
         ),
-        "two_slices": compiled(
+        "two_slices": compile_text(
             gradient, "2xv4:2x2x2", (2, 4, 2), [((4096, 512), (("replica", "data"), None)), ((512, 1024), ("data",))]
         ),
-        "splash": compiled(attention, "v4-8", (1, 4, 1), [((4, 2, 256, 128), ("data",))] * 3),
-        "splash_batch": compiled(attention, "v4-8", (1, 4, 1), [((8, 2, 256, 128), ("data",))] * 3),
-        "groups": compiled(
+        "splash": compile_text(attention, "v4-8", (1, 4, 1), [((4, 2, 256, 128), ("data",))] * 3),
+        "splash_batch": compile_text(attention, "v4-8", (1, 4, 1), [((8, 2, 256, 128), ("data",))] * 3),
+        "groups": compile_text(
             gathers, "v4:2x2x4", (2, 2, 4), [((512, 1024), (("data", "replica"), None)), ((512, 1024), ("replica",))]
         ),
     }
     try:
         arrays = [((4 * side, side), ("data",)), ((side, 4 * side), ()), ((4 * side, side), ())]
-        compiled(too_large, "v4-8", (1, 4, 1), arrays, dtype=jnp.float32)
+        compile_text(too_large, "v4-8", (1, 4, 1), arrays, dtype=jnp.float32)
     except jax.errors.JaxRuntimeError as error:
         assert "RESOURCE_EXHAUSTED" in str(error)
     for name, end in REPORTS.items():
         [path] = dump.glob(f"**/*jit_too_large*{end}")
         texts[name] = path.read_text(encoding="utf-8")
-    return {name: trimmed(text) for name, text in texts.items()}
+    return {name: trim(text) for name, text in texts.items()}
 
 
-def trimmed(text: str) -> str:
-    """`text` without places in source files, and without what is long and not read."""
+def trim(text: str) -> str:
+    """`text` without source locations, and without long parts that the parser does not use."""
     text = re.sub(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*\n*", "", text, flags=re.MULTILINE)
     text = re.sub(r" ?(source_file=\"[^\"]*\"|source_(end_)?(line|column)=\d+|stack_frame_id=\d+)", "", text)
     pieces, position, mark = [], 0, "backend_config="
@@ -187,9 +187,9 @@ def main() -> None:
     output: Path = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="shardplan-fixtures-") as dump:
-        os.environ.update(environment(parse_slice("v4-8")))
+        os.environ.update(libtpu_environment(parse_slice("v4-8")))
         os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_too_large"
-        texts = fixtures(Path(dump))
+        texts = make_fixtures(Path(dump))
     for name, text in texts.items():
         (output / f"{name}.txt").write_text(text, encoding="utf-8")
         print(f"{name}: {len(text)} characters")

@@ -1,7 +1,7 @@
 """python scripts/make_llama_checkpoint.py --output build/llama-2gib [--layers 16] [--hidden 2048] [--seed 0] [--force]
 
-Make a Hugging Face Llama checkpoint of a given size with random bfloat16 weights, for benchmarks. The default shape is
-2.06 GiB, and takes half a minute and little over 1 GiB of memory. The folder then holds:
+Make a Hugging Face Llama checkpoint of a given size with random bfloat16 weights, for benchmarks. The default shape has
+2.06 GiB; making it takes half a minute and little over 1 GiB of memory. The folder then holds:
 
     config.json                         LlamaForCausalLM with an untied output head
     tokenizer.json, tokenizer_config.json, special_tokens_map.json
@@ -9,7 +9,7 @@ Make a Hugging Face Llama checkpoint of a given size with random bfloat16 weight
     model-0000i-of-0000N.safetensors    bfloat16 weights under Hugging Face names, about --shard_mb megabytes each
     model.safetensors.index.json        which tensor is in which shard
 
-A tensor's values depend on --seed and its place in the model only. An interrupted run leaves no `--output` folder:
+A tensor's values depend only on --seed and its position in the model. An interrupted run leaves no `--output` folder:
 everything is written to a sibling folder that is renamed at the end.
 """
 
@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama model, as in its config.json."""
+    """The sizes of a Llama model, as in its config.json."""
 
     layers: int
     hidden: int
@@ -50,15 +50,15 @@ class LlamaShape:
     vocab: int
 
     def problem(self) -> str | None:
-        """Why no model has this shape, or None."""
+        """Return why no model can have this shape, or None if one can."""
         if min(self.layers, self.hidden, self.intermediate, self.heads, self.kv_heads) < 1:
             return "every size must be at least 1"
         if self.vocab < 3:
             return f"--vocab {self.vocab} has no room for {UNK}, {BOS} and {EOS}; use at least 3"
         if self.hidden % self.heads or self.hidden // self.heads % 2:
-            return f"--hidden {self.hidden} is no even multiple of --heads {self.heads}"
+            return f"--hidden {self.hidden} is not an even multiple of --heads {self.heads}"
         if self.heads % self.kv_heads:
-            return f"--heads {self.heads} is no multiple of --kv_heads {self.kv_heads}"
+            return f"--heads {self.heads} is not a multiple of --kv_heads {self.kv_heads}"
         return None
 
 
@@ -68,7 +68,7 @@ def log(message: str) -> None:
 
 
 def tensor_shapes(shape: LlamaShape) -> Iterator[tuple[str, Shape]]:
-    """Every tensor of the checkpoint, in the order transformers saves them: name, shape (output dimension first)."""
+    """Yield name and shape (output dimension first) of every tensor, in the order in which transformers saves them."""
     key_value = shape.hidden // shape.heads * shape.kv_heads
     yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
     for layer in range(shape.layers):
@@ -87,12 +87,12 @@ def tensor_shapes(shape: LlamaShape) -> Iterator[tuple[str, Shape]]:
 
 
 def tensor_bytes(shape: Shape) -> int:
-    """Bytes of a tensor of `shape` in bfloat16."""
+    """Return the bytes of a tensor of `shape` in bfloat16."""
     return math.prod(shape) * BF16.itemsize
 
 
 def random_tensor(name: str, shape: Shape, seed: tuple[int, int]) -> np.ndarray:
-    """A bfloat16 tensor: normal around 0, or around 1 for the scales of the norms, as in a model at initialisation."""
+    """Make a bfloat16 tensor: normal around 0, or around 1 for scales of norms, as in a newly initialised model."""
     values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
     values *= STANDARD_DEVIATION
     if name.endswith("norm.weight"):
@@ -101,7 +101,7 @@ def random_tensor(name: str, shape: Shape, seed: tuple[int, int]) -> np.ndarray:
 
 
 def split_shards(tensors: Mapping[str, Shape], shard_bytes: int) -> list[list[str]]:
-    """Tensor names shard by shard, in order; a shard is over `shard_bytes` only where a single tensor is."""
+    """Assign tensors to shards in order; a shard exceeds `shard_bytes` only if a single tensor does."""
     shards: list[list[str]] = []
     filled = 0
     for name, shape in tensors.items():
@@ -115,12 +115,12 @@ def split_shards(tensors: Mapping[str, Shape], shard_bytes: int) -> list[list[st
 
 def write_weights(folder: Path, tensors: Mapping[str, Shape], shard_bytes: int, seed: int) -> None:
     """Write the shards, one in memory at a time, and their index."""
-    place = {name: i for i, name in enumerate(tensors)}
+    position = {name: i for i, name in enumerate(tensors)}
     shards = split_shards(tensors, shard_bytes)
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards, start=1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        values = {name: random_tensor(name, tensors[name], (seed, place[name])) for name in names}
+        values = {name: random_tensor(name, tensors[name], (seed, position[name])) for name in names}
         save_file(values, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
         log(f"shard {i}/{len(shards)}: {len(names)} tensors, {sum(v.nbytes for v in values.values()) / 1e6:,.0f} MB")
@@ -180,7 +180,7 @@ def make_checkpoint(output: Path, shape: LlamaShape, shard_bytes: int, seed: int
 
 
 def parse_arguments() -> tuple[argparse.Namespace, LlamaShape]:
-    """The command line; exits with status 2 where it asks for no model."""
+    """Parse the command line; exit with status 2 if no model can have the shape."""
     parser = argparse.ArgumentParser(
         description="Make a Hugging Face Llama checkpoint with random bfloat16 weights.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -210,7 +210,7 @@ def parse_arguments() -> tuple[argparse.Namespace, LlamaShape]:
 
 
 def main() -> None:
-    """Make the checkpoint, unless it is there."""
+    """Make the checkpoint, unless it exists."""
     args, shape = parse_arguments()
     if args.output.exists() and not args.force:
         log(f"{args.output} exists already; --force replaces it")

@@ -9,22 +9,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardplan.checkpoint.best_effort import best_effort_sharding
     from shardplan.checkpoint.load import HFCheckpointConverter, load_pretrained
+    from shardplan.config import load_config
     from shardplan.plan import Plan
     from shardplan.search.make_plan import make_plan
 
 __version__ = "0.1.0"
-__all__ = ["HFCheckpointConverter", "Plan", "best_effort_sharding", "load_pretrained", "make_plan"]
+__all__ = ["HFCheckpointConverter", "Plan", "best_effort_sharding", "load_config", "load_pretrained", "make_plan"]
 
-_HOME = {
+_MODULES = {
     "HFCheckpointConverter": "shardplan.checkpoint.load",
     "Plan": "shardplan.plan",
     "best_effort_sharding": "shardplan.checkpoint.best_effort",
+    "load_config": "shardplan.config",
     "load_pretrained": "shardplan.checkpoint.load",
     "make_plan": "shardplan.search.make_plan",
 }
+"""Public name -> the module that defines it."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'shardplan' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -2,11 +2,20 @@
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 
 from shardplan.errors import nearest
+from shardplan.runtime.exit_codes import run
 
-COMMANDS = ("checkpoint", "eval", "plan", "verify")
+COMMANDS = {
+    "plan": "plan",
+    "plan diff": "diff",
+    "verify": "verify",
+    "eval": "eval",
+    "checkpoint": "checkpoint",
+    "checkpoint convert": "convert",
+}
+"""Command -> its module in `shardplan.commands`, imported by name: a command pays for its own imports only."""
 
 
 def main(command: str | None = None, argv: Sequence[str] | None = None) -> int:
@@ -18,17 +27,21 @@ def main(command: str | None = None, argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if command is None:
-        if given and given[0] in ("-h", "--help"):
-            print(f"usage: shardplan {{{','.join(COMMANDS)}}} --config FILE [--key value ...]")
+        if given[:1] in (["-h"], ["--help"]):
+            print(f"usage: shardplan {{{','.join(COMMANDS)}}} --config FILE [--KEY VALUE ...]")
+            print("       shardplan COMMAND --help")
+            return 0
+        if given[:1] == ["--version"]:
+            print(f"shardplan {metadata.version('shardplan')}")
             return 0
         command = given.pop(0) if given else ""
+    if given and f"{command} {given[0]}" in COMMANDS:
+        command = f"{command} {given.pop(0)}"
     if command not in COMMANDS:
         print(f"shardplan: unknown command {command!r}; {nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
-    # by name, so that a command pays for what it imports itself, and for nothing that others do
-    module = import_module(f"shardplan.commands.{command}")
-    code: int = module.run_command(given)
-    return code
+    module = import_module(f"shardplan.commands.{COMMANDS[command]}")
+    return run(command, module.main, given)
 
 
 if __name__ == "__main__":

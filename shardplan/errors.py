@@ -1,4 +1,4 @@
-"""What can go wrong that is not a bug: one exception class per exit code.
+"""Errors that are not bugs: one exception class per exit code.
 
 | exit code | class | meaning |
 |---|---|---|
@@ -7,9 +7,9 @@
 | 2 | `ConfigError` | bad configuration or arguments |
 | 3 | `InfeasibleError` | no plan fits |
 | 4 | `CheckpointError` | the checkpoint does not match the model, or is damaged |
-| 5 | `PeerError` | another process of the run was lost |
+| 5 | `PeerError` | another process of the run was lost, failed, or is stuck |
 
-Every message is one line: what is wrong, where, the nearest valid value, the remedy.
+Every message is one line: what is wrong, where, the nearest valid value, and the remedy.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from difflib import get_close_matches
 
 
 class ShardplanError(Exception):
-    """Base of the errors that end a command with one line and an exit code."""
+    """Base class of errors that end a command with a one-line message and an exit code."""
 
     exit_code: int
 
@@ -35,31 +35,31 @@ class InfeasibleError(ShardplanError):
 
 
 class CheckpointError(ShardplanError):
-    """The checkpoint is incomplete, damaged, or holds another model than the configuration says."""
+    """The checkpoint is incomplete or damaged, or does not match the configured model."""
 
     exit_code = 4
 
 
 class PeerError(ShardplanError):
-    """Another process of the run was lost, or failed."""
+    """Another process of the run was lost, failed, or is stuck."""
 
     exit_code = 5
 
 
 def closest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid value closest to `name`, where one is close."""
-    # cutoff 0.5 finds `batchsize` -> `batch`, which difflib's default of 0.6 misses
-    return next(iter(get_close_matches(name, sorted(valid), n=1, cutoff=0.5)), None)
+    """Return the valid value most similar to `name`, or None if none is similar."""
+    # cutoff 0.5 matches `batchsize` to `batch`, which difflib's default of 0.6 misses
+    return next(iter(get_close_matches(name, sorted(map(str, valid)), n=1, cutoff=0.5)), None)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint naming the valid value closest to `name`, or all of them where none is close."""
-    choices = sorted(valid)
+    """Return a hint for an error message: the valid value most similar to `name`, or all of them if none is similar."""
+    choices = sorted(map(str, valid))
     close = closest(name, choices)
     return f"did you mean {close!r}?" if close else f"valid: {', '.join(choices) or 'none'}"
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """What a library says went wrong, on one line of at most `limit` characters."""
-    said, _, _ = str(error).partition("Debug source:")  # obstore's, of many lines
-    return " ".join(said.split())[:limit]
+    """Return the message of another library's error on one line of at most `limit` characters."""
+    message, _, _ = str(error).partition("Debug source:")  # obstore appends a dump of many lines
+    return " ".join(message.split())[:limit]

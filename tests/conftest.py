@@ -7,6 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 import contextlib
+import dataclasses
 import io
 import json
 import shutil
@@ -25,6 +26,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "data"
+LLAMA_CONFIG = "configs/models/llama-3.1-8b.json"
 MODEL_TYPES = sorted(path.name for path in GOLDEN.iterdir())
 
 
@@ -49,9 +51,9 @@ def golden() -> Path:
 def tpu_compiler() -> None:
     """Lets this process use libtpu, as the processes that verify starts do."""
     from shardplan.hardware import parse_slice
-    from shardplan.verify.topology import environment
+    from shardplan.verify.topology import libtpu_environment
 
-    os.environ.update(environment(parse_slice("v4-8")))
+    os.environ.update(libtpu_environment(parse_slice("v4-8")))
 
 
 @pytest.fixture
@@ -61,7 +63,28 @@ def make_config():
 
     def make(**overrides):
         argv = [f"--{key.replace('_', '.', 1)}={value}" for key, value in overrides.items()]
-        return config.load(argv, "test")
+        return config.parse_config(argv)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama_model():
+    """Llama 3.1 8B for 4096 tokens, without weights."""
+    from shardplan.model.hf_config import read_config
+    from shardplan.model.registry import build_model
+
+    return build_model(read_config(LLAMA_CONFIG, None), 4096)
+
+
+@pytest.fixture
+def llama_config(make_config):
+    """Makes a configuration for `llama_model` on v4-64 with batch 8, unless overrides change that."""
+
+    def make(pin=(), forbid=(), **overrides):
+        settings = {"model_config": LLAMA_CONFIG, "hardware_slice": "v4-64", "workload_batch": 8}
+        config = make_config(**{**settings, "workload_position": 4096, **overrides})
+        return dataclasses.replace(config, pin=pin, forbid=forbid)
 
     return make
 

@@ -1,1 +1,17 @@
-"""Attention over sequences that are cut over devices: all-gather, ring, Ulysses and their hybrid."""
+"""Sequence-parallel attention: all-gather, ring, Ulysses and hybrid, on named arrays and in Levanter models."""
+
+from shardplan.attention.dot_product import dot_product_attention
+from shardplan.attention.levanter import Method, with_sequence_parallel
+from shardplan.attention.sequence import ShardedSequence, next_token_losses, restore_order, shard_sequence
+from shardplan.positions.sequence_layout import SequenceLayout
+
+__all__ = [
+    "Method",
+    "SequenceLayout",
+    "ShardedSequence",
+    "dot_product_attention",
+    "next_token_losses",
+    "restore_order",
+    "shard_sequence",
+    "with_sequence_parallel",
+]

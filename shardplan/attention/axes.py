@@ -1,161 +1,225 @@
-"""The axes of an attention: what each is, which mesh axes cut it, and arrays with one dimension for each group."""
+"""The axes of an attention: their roles, the mesh axes that shard them, and arrays with one dimension per role."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import haliax as hax
+import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSelector, NamedArray
 from haliax.partitioning import ResourceMapping
 from jax import Array
+from jax.sharding import AxisType, PartitionSpec
 
 from shardplan.errors import ConfigError, nearest
 
-HEADS = ("kv_head", "kv_heads", "heads", "head")
-"""Names of axes that queries and keys share and that number heads; other shared axes are of the batch."""
+HEAD_AXES = ("kv_head", "kv_heads", "heads", "head")
+"""Names of head axes; other axes that queries and keys share are batch axes."""
 
 
 @dataclass(frozen=True)
-class Dims:
-    """The axes of an attention, by what they are."""
+class AxisRoles:
+    """The axes of query, key and value, by role."""
 
     batch: tuple[Axis, ...]
     key_heads: tuple[Axis, ...]
-    groups: tuple[Axis, ...]
-    """Of the query heads of one key head."""
+    query_groups: tuple[Axis, ...]
+    """Query heads per key head."""
     queries: Axis
+    """Positions of queries."""
     keys: Axis
-    size: Axis
-    values: tuple[Axis, ...]
+    """Positions of keys."""
+    head_size: Axis
+    """Head size of queries and keys."""
+    value_size: tuple[Axis, ...]
+    """Head size of values."""
 
     @property
     def all(self) -> tuple[Axis, ...]:
         """Every axis once."""
-        return (*self.of_query, self.keys, *(axis for axis in self.values if axis.name != self.size.name))
+        return (*self.query, self.keys, *(axis for axis in self.value_size if axis.name != self.head_size.name))
 
     @property
-    def of_query(self) -> tuple[Axis, ...]:
-        """Of queries, in the order that kernels have them in."""
-        return (*self.batch, *self.key_heads, *self.groups, self.queries, self.size)
+    def query(self) -> tuple[Axis, ...]:
+        """Axes of the query array, in the order that kernels expect."""
+        return (*self.batch, *self.key_heads, *self.query_groups, self.queries, self.head_size)
 
     @property
-    def of_key(self) -> tuple[Axis, ...]:
-        """Of keys, likewise."""
-        return (*self.batch, *self.key_heads, self.keys, self.size)
+    def key(self) -> tuple[Axis, ...]:
+        """Axes of the key array, in the order that kernels expect."""
+        return (*self.batch, *self.key_heads, self.keys, self.head_size)
 
     @property
-    def of_value(self) -> tuple[Axis, ...]:
-        """Of values, likewise."""
-        return (*self.batch, *self.key_heads, self.keys, *self.values)
+    def value(self) -> tuple[Axis, ...]:
+        """Axes of the value array, in the order that kernels expect."""
+        return (*self.batch, *self.key_heads, self.keys, *self.value_size)
 
     @property
-    def of_output(self) -> tuple[Axis, ...]:
-        """Of outputs, likewise."""
-        return (*self.batch, *self.key_heads, *self.groups, self.queries, *self.values)
+    def output(self) -> tuple[Axis, ...]:
+        """Axes of the output array, in the order of kernels."""
+        return (*self.batch, *self.key_heads, *self.query_groups, self.queries, *self.value_size)
 
 
-def dims_of(
+def resolve_axis_roles(
     QPos: AxisSelector, KPos: AxisSelector, Key: AxisSelector, query: NamedArray, key: NamedArray, value: NamedArray
-) -> Dims:
-    """What the axes of query, key and value are.
+) -> AxisRoles:
+    """Assign a role to every axis of query, key and value.
 
     Raises:
-        ConfigError: positions of one name, or an axis of keys that queries or values lack.
+        ConfigError: query and key positions have one name, or queries or values miss an axis of keys.
     """
     queries, keys, size = query.resolve_axis(QPos), key.resolve_axis(KPos), query.resolve_axis(Key)
     if queries.name == keys.name:
-        raise ConfigError(f"attention: queries and keys have positions of one name, {queries.name}; rename the keys'")
+        raise ConfigError(
+            f"attention: queries and keys both name their positions {queries.name}; rename the positions of keys"
+        )
     shared = [axis for axis in key.axes if axis.name not in (keys.name, size.name)]
     for axis in shared:
         for name, x in (("queries", query), ("values", value)):
             if axis not in x.axes:
-                has = {each.name: f"size {each.size}" for each in x.axes}.get(axis.name, "none")
+                actual = {each.name: f"size {each.size}" for each in x.axes}.get(axis.name, "none")
                 raise ConfigError(
-                    f"attention: {axis.name} is an axis of keys, of size {axis.size}, and must be one of queries and "
-                    f"values too; {name} have {has}"
+                    f"attention: {name} must have the axis {axis.name} of size {axis.size}, as keys do; "
+                    f"they have {actual}"
                 )
-    return Dims(
-        tuple(axis for axis in shared if axis.name not in HEADS),
-        tuple(axis for axis in shared if axis.name in HEADS),
-        tuple(axis for axis in query.axes if axis not in shared and axis.name not in (queries.name, size.name)),
-        queries,
-        keys,
-        size,
-        tuple(axis for axis in value.axes if axis not in shared and axis.name != keys.name),
+    return AxisRoles(
+        batch=tuple(axis for axis in shared if axis.name not in HEAD_AXES),
+        key_heads=tuple(axis for axis in shared if axis.name in HEAD_AXES),
+        query_groups=tuple(
+            axis for axis in query.axes if axis not in shared and axis.name not in (queries.name, size.name)
+        ),
+        queries=queries,
+        keys=keys,
+        head_size=size,
+        value_size=tuple(axis for axis in value.axes if axis not in shared and axis.name != keys.name),
     )
 
 
-def mesh_axes(axis: Axis, mapping: ResourceMapping, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes, of several devices, that cut a logical axis.
+@dataclass(frozen=True)
+class AttentionSharding:
+    """The mesh axes that shard each axis of an attention."""
 
-    Raises:
-        ConfigError: it is mapped to what is no axis of the mesh, or to one twice.
-    """
-    found = mapping.get(axis.name) or ()
-    names = (found,) if isinstance(found, str) else found
-    for name in names:
-        if name not in sizes:
-            raise ConfigError(
-                f"attention: {axis.name} is mapped to {name!r}, no axis of the mesh; {nearest(name, sizes)}"
-            )
-    if len(set(names)) < len(names):
-        raise ConfigError(f"attention: {axis.name} is mapped to a mesh axis twice: {', '.join(names)}")
-    return tuple(name for name in names if sizes[name] > 1)
+    axes: AxisRoles
+    mesh: Mapping[str, int]
+    """Mesh axis -> number of devices; empty if no mesh is set."""
+    mesh_axes: Mapping[str, tuple[str, ...]]
+    """Logical axis -> mesh axes of several devices, major to minor. Keys are sharded as queries are."""
+
+    @property
+    def position_mesh_axes(self) -> tuple[str, ...]:
+        """Mesh axes that shard positions, major to minor."""
+        return self.mesh_axes.get(self.axes.queries.name, ())
+
+    @property
+    def degree(self) -> int:
+        """Number of shards of the positions."""
+        return self.shards(self.axes.queries)
+
+    def shards(self, axis: Axis) -> int:
+        """Number of shards of an axis."""
+        return math.prod(self.mesh[name] for name in self.mesh_axes.get(axis.name, ()))
+
+    def local_size(self, axes: Iterable[Axis]) -> int:
+        """Product of the sizes that axes have on one device."""
+        return math.prod(axis.size // self.shards(axis) for axis in axes)
+
+    def spec(self, axes: Iterable[Axis], unsharded: Iterable[Axis]) -> PartitionSpec:
+        """The `PartitionSpec` of an array with these axes, some of which are not sharded."""
+        names = {axis.name for axis in unsharded}
+        return PartitionSpec(*(None if a.name in names else self.mesh_axes.get(a.name) or None for a in axes))
+
+    def check(self, masks: Mapping[str, NamedArray]) -> None:
+        """Check that the sharding is possible, and that masks and the sink have only axes of the attention.
+
+        Args:
+            masks: the arrays of `shardplan.attention.masking.mask_arrays`, and the sink, by name.
+
+        Raises:
+            ConfigError: a size is not divisible, two logical axes share a mesh axis, or a mask has another axis.
+        """
+        axes = self.axes
+        by_query = *axes.batch, axes.queries
+        valid_axes = {
+            "sink": (*axes.key_heads, *axes.query_groups), "max_key_position": by_query,
+            "q_segments": by_query, "k_segments": (*axes.batch, axes.keys),
+        }  # fmt: skip
+        for name, x in masks.items():
+            valid = {axis.name: axis.size for axis in valid_axes.get(name, axes.all)}
+            for axis in x.axes:
+                if valid.get(axis.name) != axis.size:
+                    raise ConfigError(
+                        f"attention: a mask or sink has the axis {axis.name} ({axis.size}); "
+                        f"valid: {', '.join(f'{name} ({size})' for name, size in valid.items())}"
+                    )
+        users: dict[str, str] = {}
+        sharded = (*axes.batch, *axes.key_heads, *axes.query_groups, axes.queries)
+        for axis in sharded:
+            for mesh_axis in self.mesh_axes.get(axis.name, ()):
+                if users.setdefault(mesh_axis, axis.name) != axis.name:
+                    raise ConfigError(f"attention: {users[mesh_axis]} and {axis.name} are both mapped to {mesh_axis}")
+        for axis in sharded[:-1]:  # positions are padded
+            if axis.size % self.shards(axis):
+                raise ConfigError(
+                    f"attention: {axis.name} ({axis.size}) is not divisible by the {self.shards(axis)} devices "
+                    "that shard it"
+                )
 
 
-def check_axes(
-    dims: Dims, cuts: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], others: Mapping[str, NamedArray]
-) -> None:
-    """See that the cuts can be, and that masks and sinks have axes that they may have.
+def resolve_attention_sharding(axes: AxisRoles, mapping: ResourceMapping) -> AttentionSharding:
+    """Look up the mesh axes of every axis, on the current mesh.
 
     Args:
-        cuts: logical axis -> mesh axes.
-        sizes: mesh axis -> devices.
-        others: masks, by the names of `shardplan.attention.masking.mask_arrays`, and the sink.
+        mapping: logical axis -> mesh axes.
 
     Raises:
-        ConfigError: one does not divide, two logical axes have one mesh axis, or an axis is unknown.
+        ConfigError: the mesh has axes of type Explicit, positions are mapped but no mesh is set, or an axis is mapped
+            to a mesh axis that does not exist, or twice to one.
     """
-    of_queries = *dims.batch, dims.queries
-    narrow = {
-        "sink": (*dims.key_heads, *dims.groups), "reach": of_queries,
-        "q_segments": of_queries, "k_segments": (*dims.batch, dims.keys),
-    }  # fmt: skip
-    for name, x in others.items():
-        known = {axis.name: axis.size for axis in narrow.get(name, dims.all)}
-        for axis in x.axes:
-            if known.get(axis.name) != axis.size:
-                raise ConfigError(
-                    f"attention: a mask or sink has the axis {axis.name} ({axis.size}), where it may have "
-                    f"{', '.join(f'{name} ({size})' for name, size in known.items())}"
-                )
-    users: dict[str, str] = {}
-    cut = (*dims.batch, *dims.key_heads, *dims.groups, dims.queries)
-    for axis in cut:
-        for name in cuts.get(axis.name, ()):
-            if users.setdefault(name, axis.name) != axis.name:
-                raise ConfigError(f"attention: {users[name]} and {axis.name} are both mapped to {name}")
-    for axis in cut[:-1]:
-        parts = math.prod(sizes[name] for name in cuts.get(axis.name, ()))
-        if axis.size % parts:
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:
+        raise ConfigError("attention: the mesh has axes of type Explicit; make it with AxisType.Auto, as Haliax needs")
+    if mesh.empty:
+        if mapping.get(axes.queries.name):
+            raise ConfigError(f"attention: {axes.queries.name} is mapped, but no mesh is set; use jax.set_mesh")
+        return AttentionSharding(axes, {}, {})
+    mesh_axes = {axis.name: _mesh_axes(axis, mapping, mesh.shape) for axis in axes.all}
+    return AttentionSharding(axes, mesh.shape, {**mesh_axes, axes.keys.name: mesh_axes[axes.queries.name]})
+
+
+def _mesh_axes(axis: Axis, mapping: ResourceMapping, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes of several devices that shard a logical axis."""
+    mapped = mapping.get(axis.name) or ()
+    names = (mapped,) if isinstance(mapped, str) else mapped
+    for name in names:
+        if name not in mesh:
             raise ConfigError(
-                f"attention: {axis.name} ({axis.size}) is not divisible by the {parts} devices that cut it"
+                f"attention: {axis.name} is mapped to {name!r}, which is no axis of the mesh; {nearest(name, mesh)}"
             )
+    if len(set(names)) < len(names):
+        raise ConfigError(f"attention: {axis.name} is mapped to one mesh axis twice: {', '.join(names)}")
+    return tuple(name for name in names if mesh[name] > 1)
 
 
-def padded(x: NamedArray, lengths: Mapping[str, int]) -> NamedArray:
-    """`x` with its axes of positions as long as the layout has them."""
+def pad_axes(x: NamedArray, lengths: Mapping[str, int]) -> NamedArray:
+    """Pad `x` with zeros at the end of axes, to the lengths given by axis name."""
     added = [lengths.get(axis.name, axis.size) - axis.size for axis in x.axes]
     axes = [axis.resize(axis.size + more) for axis, more in zip(x.axes, added, strict=True)]
     return hax.named(jnp.pad(x.array, [(0, more) for more in added]), axes) if any(added) else x
 
 
-def flat(x: Array, axes: Sequence[Axis], groups: Sequence[Sequence[Axis]], sizes: Mapping[str, int]) -> Array:
-    """`x` with one dimension for each group of axes: of size 1 where it has none of them, else with all of them."""
+def merge_axes(x: Array, axes: Sequence[Axis], groups: Sequence[Sequence[Axis]], sizes: Mapping[str, int]) -> Array:
+    """Merge the axes of `x` into one dimension per group.
+
+    A group of which `x` has some axes is broadcast to all of its axes; a group of which it has none gets size 1.
+
+    Args:
+        axes: the axes of `x`, in order.
+        sizes: axis name -> size in `x`.
+    """
     names = [axis.name for axis in axes]
-    kept = [axis.name for group in groups for axis in group if any(a.name in names for a in group)]
-    x = jnp.transpose(x, [names.index(name) for name in kept if name in names])
-    x = x.reshape([sizes[name] if name in names else 1 for name in kept])
-    x = jnp.broadcast_to(x, [sizes[name] for name in kept])
-    return x.reshape([math.prod(sizes[a.name] for a in group if a.name in kept) for group in groups])
+    expanded = [axis.name for group in groups for axis in group if any(a.name in names for a in group)]
+    x = jnp.transpose(x, [names.index(name) for name in expanded if name in names])
+    x = x.reshape([sizes[name] if name in names else 1 for name in expanded])
+    x = jnp.broadcast_to(x, [sizes[name] for name in expanded])
+    return x.reshape([math.prod(sizes[a.name] for a in group if a.name in expanded) for group in groups])

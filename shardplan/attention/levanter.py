@@ -1,4 +1,4 @@
-"""Levanter models with sequence-parallel attention in place of their own; nothing of Levanter is patched."""
+"""Sequence-parallel attention in Levanter models: replaces their `Attention` modules; Levanter is not patched."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -16,39 +16,40 @@ from levanter.models.olmo import Olmo2Attention
 
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError
-from shardplan.plan.plan import BLOCKWISE, UNCUT, Plan
-from shardplan.positions.sequence_layout import CONTIGUOUS, SequenceLayout
+from shardplan.plan.attention_plan import KernelName, Strategy
+from shardplan.plan.plan import Plan
+from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder
 
-KNOWN = (Attention.__call__, Olmo2Attention.__call__)
-"""What `SequenceParallel` does in place of; other subclasses do more, as with sinks."""
+SUPPORTED_CALLS = (Attention.__call__, Olmo2Attention.__call__)
+"""Implementations that `SequenceParallelAttention` can replace; those of other subclasses do more, such as sinks."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """How attention is done."""
+    """How a model computes attention: arguments of `shardplan.attention.dot_product.dot_product_attention`."""
 
     strategy: str
     ulysses: int | None = None
-    kernel: str = BLOCKWISE
+    kernel: str = KernelName.BLOCKWISE
     layout: SequenceLayout | None = None
-    """The order that positions are in; None where it is the sequence's."""
+    """The order that positions are in; None for the order of the sequence."""
     hardware: str | None = None
-    """Name of the slice, that the strategy `auto` needs."""
+    """Name of the slice that the strategy `auto` chooses for; default: the slice of JAX's devices."""
 
 
 def method_of(plan: Plan) -> Method:
-    """How a plan does attention."""
-    method = plan.attention
-    order = None if method.layout == CONTIGUOUS else method.order(plan.workload.position)
-    return Method(method.strategy, method.ulysses, method.kernel, order)
+    """Return how a plan computes attention."""
+    attention = plan.attention
+    layout = None if attention.layout == SequenceOrder.CONTIGUOUS else attention.sequence_layout(plan.workload.position)
+    return Method(attention.strategy, attention.ulysses, attention.kernel, layout)
 
 
-class SequenceParallel(Attention):
-    """Levanter's attention, by `shardplan.attention.dot_product.dot_product_attention`."""
+class SequenceParallelAttention(Attention):
+    """Levanter's attention, computed by `shardplan.attention.dot_product.dot_product_attention`."""
 
-    method: Method = eqx.field(static=True, default=Method("all_gather"))
-    takes_ordered: bool = eqx.field(static=True, default=False)
-    """Whether sequences are known to be in the order of the layout: see `ordered`."""
+    method: Method = eqx.field(static=True, default=Method(Strategy.ALL_GATHER))
+    accepts_layout: bool = eqx.field(static=True, default=False)
+    """Whether the caller guarantees that sequences are in the order of the layout; see `accept_layout`."""
 
     def __call__(
         self,
@@ -58,21 +59,21 @@ class SequenceParallel(Attention):
         key: Any = None,
         pos_ids: NamedArray | None = None,
     ) -> NamedArray:
-        """{..., position, embed} -> the same, as Levanter's; without dropout.
+        """Attend within {..., position, embed} and return the same axes, as Levanter's attention without dropout.
 
         Raises:
-            ConfigError: the layout reorders positions, and nothing says that the sequence has been.
+            ConfigError: the layout reorders positions, and the caller has not called `accept_layout`.
         """
-        del key  # of dropout and of noise in projections, which no supported model has
-        order = self.method.layout
-        if order is not None and order.kind != CONTIGUOUS:
-            if not self.takes_ordered:
+        del key  # for dropout and for noise in projections, which no supported model has
+        layout = self.method.layout
+        if layout is not None and layout.kind != SequenceOrder.CONTIGUOUS:
+            if not self.accepts_layout:
                 raise ConfigError(
-                    f"attention takes sequences in {order.kind} order, and nothing says that these are; use "
-                    "shardplan.attention.sequence: next_token_losses(model, shard_sequence(example, layout))"
+                    f"attention expects sequences in {layout.kind} order, but the model was called without it; use "
+                    "shardplan.attention: next_token_losses(model, shard_sequence(example, layout))"
                 )
-            if pos_ids is None:  # Levanter's Mixtral takes positions, and drops them
-                pos_ids = hax.named(jnp.asarray(np.maximum(order.order(), 0)), "position")
+            if pos_ids is None:  # Levanter's Mixtral accepts position ids, but does not pass them on
+                pos_ids = hax.named(jnp.asarray(np.maximum(layout.positions(), 0)), "position")
         q, k, v = self._compute_qkv(x, key=None, pos_ids=pos_ids)
         k, v = (each.rename({"position": "key_position"}) for each in (k, v))
         out = dot_product_attention(
@@ -86,7 +87,7 @@ class SequenceParallel(Attention):
             strategy=self.method.strategy,
             ulysses=self.method.ulysses,
             kernel=self.method.kernel,
-            layout=order or CONTIGUOUS,
+            layout=layout or SequenceOrder.CONTIGUOUS,
             hardware=self.method.hardware,
             attention_dtype=jnp.float32 if self.config.upcast_attn else x.dtype,
             scaling_factor=self.config.scaling_factor,
@@ -95,46 +96,47 @@ class SequenceParallel(Attention):
         return self.o_proj(out.flatten_axes(("kv_head", "q_heads_per_group"), "heads").astype(x.dtype))
 
 
-def ordered(module: Any, layout: SequenceLayout) -> Any:
-    """`module` for sequences that are in the order of `layout`, whatever it makes of their positions.
+def accept_layout(module: Any, layout: SequenceLayout) -> Any:
+    """Return `module` such that its attention accepts sequences in the order of `layout`.
 
     Raises:
-        ConfigError: its attention takes another order, or other documents.
+        ConfigError: its attention has a layout of another order, or of other documents.
     """
-    for node in filter(_is_attention, jax.tree.leaves(module, is_leaf=_is_attention)):
-        taken = (node.method.layout if isinstance(node, SequenceParallel) else None) or SequenceLayout(layout.padded)
-        if taken.documents != layout.documents or not np.array_equal(taken.order(), layout.order()):
+    for attention in filter(_is_attention, jax.tree.leaves(module, is_leaf=_is_attention)):
+        expected = attention.method.layout if isinstance(attention, SequenceParallelAttention) else None
+        expected = expected or SequenceLayout(layout.padded_length)
+        if expected.documents != layout.documents or not np.array_equal(expected.positions(), layout.positions()):
             raise ConfigError(
-                f"the sequence is for {layout.described}, and attention of the model for {taken.described}; give both "
-                "one: with_sequence_parallel(model, Method(strategy, layout=layout))"
+                f"the layout of the sequence is {layout.description}, that of the model's attention "
+                f"{expected.description}; give both the same: "
+                "with_sequence_parallel(model, Method(strategy, layout=layout))"
             )
-    return _changed(
-        module, lambda node: replace(node, takes_ordered=True) if isinstance(node, SequenceParallel) else node
+    return _replace_attention(
+        module,
+        lambda each: replace(each, accepts_layout=True) if isinstance(each, SequenceParallelAttention) else each,
     )
 
 
 def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
-    """`module`, a Levanter model with or without weights, with every attention done by `method`, or as planned.
+    """Return a Levanter model, with or without weights, whose attention is computed by `method`, or as a plan says.
 
-    Where the layout is not contiguous the model takes sequences in its order: `shardplan.attention.sequence`. A plan
-    that does not cut positions leaves the model as it is.
+    With a layout that is not contiguous the model takes sequences in its order: `shardplan.attention.sequence`. A plan
+    that does not shard positions leaves the model unchanged.
 
     Raises:
-        ConfigError: the model has no attention of the class that Levanter's models share, or it does more than that.
+        ConfigError: the model has no `Attention` module of Levanter, or a subclass that does more.
     """
     if not any(map(_is_attention, jax.tree.leaves(module, is_leaf=_is_attention))):
-        raise ConfigError(
-            f"{type(module).__name__} has attention of its own; only Levanter's Attention can have its positions cut"
-        )
+        raise ConfigError(f"{type(module).__name__} does not use Levanter's Attention; its positions cannot be sharded")
     if isinstance(method, Plan):
-        if method.attention.strategy == UNCUT:
+        if method.attention.strategy == Strategy.NONE:
             return module
         method = method_of(method)
-    return _changed(module, partial(_parallel, method=method))
+    return _replace_attention(module, partial(_make_parallel, method=method))
 
 
-def _changed(module: Any, change: Callable[[Attention], Attention]) -> Any:
-    """`module` with every attention changed."""
+def _replace_attention(module: Any, change: Callable[[Attention], Attention]) -> Any:
+    """Return `module` with `change` applied to every attention module."""
     return jax.tree.map(lambda node: change(node) if _is_attention(node) else node, module, is_leaf=_is_attention)
 
 
@@ -142,21 +144,28 @@ def _is_attention(node: Any) -> bool:
     return isinstance(node, Attention)
 
 
-def _parallel(attention: Attention, method: Method) -> Attention:
-    if isinstance(attention, SequenceParallel):
+def _make_parallel(attention: Attention, method: Method) -> Attention:
+    """Return a sequence-parallel copy of an attention module; if it is sequence-parallel already, with `method`.
+
+    Raises:
+        ConfigError: a subclass that does more than Levanter's Attention, or attention with dropout.
+    """
+    if isinstance(attention, SequenceParallelAttention):
         return replace(attention, method=method)
-    if type(attention).__call__ not in KNOWN:
-        raise ConfigError(f"{type(attention).__name__} is more than Levanter's Attention; its positions cannot be cut")
+    if type(attention).__call__ not in SUPPORTED_CALLS:
+        raise ConfigError(
+            f"{type(attention).__name__} does more than Levanter's Attention; its positions cannot be sharded"
+        )
     values: Mapping[str, Any] = {field.name: getattr(attention, field.name) for field in fields(attention)}
     if values.get("attention_dropout"):
         raise ConfigError("attention with dropout has no sequence-parallel form; set attention_dropout to 0")
     kind: Any = type(attention)
-    found: Attention = _class(kind)(**{**values, "method": method})
-    return found
+    parallel: Attention = _parallel_class(kind)(**{**values, "method": method})
+    return parallel
 
 
 @cache
-def _class(original: Any) -> Any:
-    """A subclass of a Levanter class, so that its projections, norms and names in a checkpoint stay as they are."""
-    name, kind = f"SequenceParallel{original.__name__}", type(original)
-    return kind(name, (SequenceParallel, original), {"__module__": __name__})
+def _parallel_class(original: Any) -> Any:
+    """Return a sequence-parallel subclass of a Levanter class, which keeps its projections, norms and tensor names."""
+    name, metaclass = f"SequenceParallel{original.__name__}", type(original)
+    return metaclass(name, (SequenceParallelAttention, original), {"__module__": __name__})

@@ -1,4 +1,4 @@
-"""What a mask says: a pattern of positions that is known while tracing, and arrays that go with queries and keys."""
+"""Masks of attention: a static pattern of positions, known while tracing, and arrays for the rest."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,22 +9,27 @@ import numpy as np
 from haliax import NamedArray
 from levanter.layers.attention import AttentionMask
 
-from shardplan.attention.axes import Dims
+from shardplan.attention.axes import AxisRoles
 from shardplan.errors import ConfigError
 from shardplan.positions.pattern import PADDING, Pattern
-from shardplan.positions.sequence_layout import SequenceLayout, labels_of
+from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 
 
-def pattern_of(mask: AttentionMask, prefix: int) -> Pattern:
-    """What is known while tracing of where queries may attend to.
+def static_pattern(mask: AttentionMask, prefix: int) -> Pattern:
+    """Return the part of a mask that is known while tracing.
 
-    A causal offset that is not known, or not one for all, is left to `mask_arrays`.
+    A causal offset that is traced, or that is not a single number, is left to `mask_arrays`.
+
+    Args:
+        prefix: with a causal mask, the number of first positions that all queries may attend to.
 
     Raises:
-        ConfigError: the prefix is not known.
+        ConfigError: the prefix is not known while tracing.
     """
     if not isinstance(prefix, int | np.integer):
-        raise ConfigError("attention: prefix must be one number, known while tracing; make an explicit mask of others")
+        raise ConfigError(
+            "attention: prefix must be one number, known while tracing; use an explicit mask for other prefixes"
+        )
     if not _has_static_offset(mask):
         return Pattern(window=mask.sliding_window)
     offset = 0 if mask.causal_offset is None else int(mask.causal_offset.array)
@@ -32,52 +37,55 @@ def pattern_of(mask: AttentionMask, prefix: int) -> Pattern:
 
 
 def mask_arrays(
-    mask: AttentionMask, prefix: int, dims: Dims, orders: Sequence[SequenceLayout]
+    mask: AttentionMask, prefix: int, axes: AxisRoles, layouts: Sequence[SequenceLayout]
 ) -> Mapping[str, NamedArray]:
-    """What there is besides, by name.
+    """Return the part of a mask that `static_pattern` does not cover, as arrays by name.
 
     | name | axes | |
     |---|---|---|
-    | q_segments, k_segments | batch, QPos or KPos | documents |
-    | reach | batch, QPos | the last position that each query may attend to |
-    | explicit | any | what is given entry by entry |
+    | q_segments, k_segments | batch, QPos or KPos | document ids |
+    | max_key_position | batch, QPos | the last position that each query may attend to |
+    | explicit | any | an explicit mask, true where attention is allowed |
 
     Args:
-        orders: the layouts of queries and keys.
+        layouts: the layouts of queries and of keys.
 
     Raises:
-        ConfigError: documents that the layout knows beside segment ids, or an explicit mask that is not of bools.
+        ConfigError: segment ids although the layout has documents, or an explicit mask that is not bool.
     """
-    found: dict[str, NamedArray] = {}
+    arrays: dict[str, NamedArray] = {}
     segments = mask.segment_ids
-    if segments is not None and orders[0].documents is not None:
-        raise ConfigError("attention: the mask has segment ids, and documents are known beside them; leave one out")
-    axes = dims.queries, dims.keys
-    placed = [order.order()[: axis.size] for order, axis in zip(orders, axes, strict=True)]
+    if segments is not None and layouts[0].documents is not None:
+        raise ConfigError("attention: documents are given twice, as segment ids and by the layout; leave one out")
+    position_axes = axes.queries, axes.keys
+    positions = [layout.positions()[: axis.size] for layout, axis in zip(layouts, position_axes, strict=True)]
     if segments is not None:
-        found["q_segments"] = segments[0]
-        found["k_segments"] = segments[1].rename({dims.queries.name: dims.keys.name})
-    labels = labels_of(orders[0])
+        arrays["q_segments"] = segments[0]
+        arrays["k_segments"] = segments[1].rename({axes.queries.name: axes.keys.name})
+    labels = document_ids(layouts[0])
     if labels is not None:
-        found["q_segments"], found["k_segments"] = (
-            hax.named(jnp.asarray(np.where(order == PADDING, PADDING, labels[order]), jnp.int32), axis)
-            for order, axis in zip(placed, axes, strict=True)
+        arrays["q_segments"], arrays["k_segments"] = (
+            hax.named(jnp.asarray(np.where(each == PADDING, PADDING, labels[each]), jnp.int32), axis)
+            for each, axis in zip(positions, position_axes, strict=True)
         )
     if not _has_static_offset(mask):
         assert mask.causal_offset is not None
-        reach = mask.causal_offset.broadcast_axis(dims.queries) + hax.named(jnp.asarray(placed[0]), dims.queries)
-        found["reach"] = hax.maximum(reach, prefix - 1) if prefix else reach
+        query_positions = hax.named(jnp.asarray(positions[0]), axes.queries)
+        last = mask.causal_offset.broadcast_axis(axes.queries) + query_positions
+        arrays["max_key_position"] = hax.maximum(last, prefix - 1) if prefix else last
     explicit = mask.explicit_mask
     if explicit is not None:
         if explicit.dtype != jnp.bool_:
-            raise ConfigError(f"attention: the mask is of {explicit.dtype}; it must be bool, true where allowed")
-        has = {axis.name for axis in explicit.axes}
-        found["explicit"] = explicit.broadcast_axis([axis for axis in axes if axis.name not in has])
-    return found
+            raise ConfigError(
+                f"attention: the explicit mask has dtype {explicit.dtype}; it must be bool, true where allowed"
+            )
+        names = {axis.name for axis in explicit.axes}
+        arrays["explicit"] = explicit.broadcast_axis([axis for axis in position_axes if axis.name not in names])
+    return arrays
 
 
 def _has_static_offset(mask: AttentionMask) -> bool:
-    """Whether the mask is not causal, or by an offset that is one number, known while tracing."""
+    """Whether the mask is not causal, or its causal offset is one number, known while tracing."""
     if not mask.is_causal or mask.causal_offset is None:
         return True
     return mask.causal_offset.ndim == 0 and not isinstance(mask.causal_offset.array, jax.core.Tracer)

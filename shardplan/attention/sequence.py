@@ -1,4 +1,4 @@
-"""Examples in the order of a layout: tokens, what they are followed by, positions, documents and masks together."""
+"""Training examples in the order of a sequence layout: tokens, targets, positions, documents and masks together."""
 
 from typing import Any
 
@@ -12,122 +12,130 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 from levanter.models.loss import cross_entropy_and_logsumexp_penalty
 
-from shardplan.attention.levanter import ordered
+from shardplan.attention.levanter import accept_layout
 from shardplan.errors import ConfigError
-from shardplan.model.forward import capped_logits
+from shardplan.model.forward import project_to_vocab
 from shardplan.positions.pattern import PADDING
-from shardplan.positions.sequence_layout import SequenceLayout, labels_of
+from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 
-POSITION, KEYS = "position", "key_position"
+POSITION, KEY_POSITION = "position", "key_position"
+"""Names of the position axes of queries and keys in Levanter's masks."""
 
 
-class CutSequence(eqx.Module):
-    """What a model takes of sequences whose positions are in the order of a layout."""
+class ShardedSequence(eqx.Module):
+    """The inputs and targets of a model for sequences whose positions are in the order of a layout."""
 
     tokens: NamedArray
     """int32[..., position]."""
     targets: NamedArray
-    """int32[..., position]: the token that follows each in the sequence, whichever device has it."""
+    """int32[..., position]: the token that follows each one in the sequence, whichever device has it."""
     positions: NamedArray
-    """int32[position], for rotary embeddings; 0 of padding."""
+    """int32[position], for rotary embeddings; 0 for padding."""
     loss_mask: NamedArray
-    """[..., position]: the loss counts; 0 of padding, and of the last, which nothing follows."""
+    """[..., position]: weight of the loss; 0 for padding, and for the last token, which has no target."""
     mask: AttentionMask
     layout: SequenceLayout = eqx.field(static=True)
 
 
-def shard_sequence(example: LmExample, layout: SequenceLayout) -> CutSequence:
-    """`example` in the order of `layout`, filled up to its padded length.
+def shard_sequence(example: LmExample, layout: SequenceLayout) -> ShardedSequence:
+    """Reorder `example` to the order of `layout`, padded to the layout's length.
 
-    Targets are taken before the sequence is cut: afterwards the next element is another token's, or another device's.
+    Targets are taken before reordering, because afterwards the next element may be another token, or on another device.
 
     Raises:
-        ConfigError: the example's sequence is not as long as the layout's, or has other documents than that knows, or
-            documents that are known at run time only.
+        ConfigError: the example has another length than the layout, other documents than the layout, or documents that
+            are traced although the layout has some.
     """
     tokens = example.tokens
     length = tokens.axis_size(POSITION)
     if length != layout.length:
         raise ConfigError(f"shard_sequence: the layout is for {layout.length} positions, the example has {length}")
-    order = layout.order()
-    places = hax.named(jnp.asarray(np.where(order == PADDING, 0, order), jnp.int32), POSITION)
-    is_kept = hax.named(jnp.asarray((order != PADDING) & (order != length - 1)), POSITION)
+    order = layout.positions()
+    positions = hax.named(jnp.asarray(np.where(order == PADDING, 0, order), jnp.int32), POSITION)
+    has_target = hax.named(jnp.asarray((order != PADDING) & (order != length - 1)), POSITION)
     mask = AttentionMask() if example.attn_mask is None else example.attn_mask
     if isinstance(mask, NamedArray):
         mask = AttentionMask.explicit(mask)
     segments, explicit = mask.segment_ids, mask.explicit_mask
     if segments is not None:
-        found = None if _known(layout, segments[0]) else tuple(_placed(x, order) for x in segments)
-        mask = eqx.tree_at(lambda m: m.segment_ids, mask, found)
+        is_known = _has_documents(layout, segments[0])
+        reordered = None if is_known else tuple(_reorder(x, order) for x in segments)
+        mask = eqx.tree_at(lambda m: m.segment_ids, mask, reordered)
     if explicit is not None:
-        mask = eqx.tree_at(lambda m: m.explicit_mask, mask, _placed(explicit, order))
-    return CutSequence(
-        tokens=_placed(tokens, order),
-        targets=_placed(hax.roll(tokens, -1, POSITION), order),
-        positions=places,
-        loss_mask=_placed(example.loss_mask, order) * is_kept,
+        mask = eqx.tree_at(lambda m: m.explicit_mask, mask, _reorder(explicit, order))
+    return ShardedSequence(
+        tokens=_reorder(tokens, order),
+        targets=_reorder(hax.roll(tokens, -1, POSITION), order),
+        positions=positions,
+        loss_mask=_reorder(example.loss_mask, order) * has_target,
         mask=mask,
         layout=layout,
     )
 
 
-def in_order(x: NamedArray, layout: SequenceLayout) -> NamedArray:
-    """The inverse for one array [..., position, ...]: in the sequence's order, without padding."""
-    return x.take(POSITION, hax.named(jnp.asarray(layout.places()), POSITION))
+def restore_order(x: NamedArray, layout: SequenceLayout) -> NamedArray:
+    """Reorder an array [..., position, ...] from the order of a layout to that of the sequence, without padding."""
+    return x.take(POSITION, hax.named(jnp.asarray(layout.array_indices()), POSITION))
 
 
-def activations(module: Any, sequence: CutSequence) -> NamedArray:
-    """The residual stream [..., position, embed] behind the last layer, in the order of the layout.
+def sequence_activations(module: Any, sequence: ShardedSequence) -> NamedArray:
+    """Return the residual stream [..., position, embed] after the last layer, in the order of the layout.
 
     Raises:
-        ConfigError: the module's attention takes another order.
+        ConfigError: the module's attention has another layout.
     """
-    found = ordered(module, sequence.layout).activations(sequence.tokens, sequence.mask, pos_ids=sequence.positions)
+    module = accept_layout(module, sequence.layout)
+    result = module.activations(sequence.tokens, sequence.mask, pos_ids=sequence.positions)
     # mixture-of-experts models return the router's auxiliary loss as well
-    return found[0] if isinstance(found, tuple) else found
+    return result[0] if isinstance(result, tuple) else result
 
 
-def next_token_losses(module: Any, sequence: CutSequence, soft_cap: float | None = None) -> NamedArray:
-    """float32[..., position]: nats of the token after each, in the order of the layout; 0 where the loss is masked.
+def next_token_losses(module: Any, sequence: ShardedSequence, soft_cap: float | None = None) -> NamedArray:
+    """Return float32[..., position]: nats of every next token, in the order of the layout; 0 where the loss is masked.
 
-    Their mean is their sum by that of `sequence.loss_mask`. Without a z-loss, and a router's auxiliary loss.
+    The mean loss is their sum divided by the sum of `sequence.loss_mask`. A z-loss and a router's auxiliary loss are
+    not included.
 
     Args:
         module: a Levanter model with sequence-parallel attention of the sequence's layout
             (`shardplan.attention.levanter.with_sequence_parallel`).
-        soft_cap: of logits.
+        soft_cap: soft cap of the logits.
 
     Raises:
-        ConfigError: the module's attention takes another order.
+        ConfigError: the module's attention has another layout.
     """
-    logits = capped_logits(module, activations(module, sequence), soft_cap)
+    logits = project_to_vocab(module, sequence_activations(module, sequence), soft_cap)
     targets = hax.nn.one_hot(sequence.targets, module.Vocab, dtype=jnp.float32)
     return cross_entropy_and_logsumexp_penalty(
         Vocab=module.Vocab, pred_y=logits, target_y=targets, reduction=None, where=sequence.loss_mask
     )
 
 
-def _known(layout: SequenceLayout, segments: NamedArray) -> bool:
-    """Whether the layout knows the documents, so that attention needs no ids for them."""
-    labels = labels_of(layout)
-    if labels is None:
+def _has_documents(layout: SequenceLayout, segments: NamedArray) -> bool:
+    """Whether the layout has the documents of segment ids, so that attention does not need the ids.
+
+    Raises:
+        ConfigError: the layout has other documents, or cannot be compared because the ids are traced.
+    """
+    known_ids = document_ids(layout)
+    if known_ids is None:
         return False
     if isinstance(segments.array, jax.core.Tracer):
         raise ConfigError(
-            "shard_sequence: the layout has documents, and the example's segment ids are traced, so that they cannot "
-            "be compared; call it outside of jit, or leave the ids out"
+            "shard_sequence: the layout has documents, but the example's segment ids are traced and cannot be "
+            "compared with them; call it outside of jit, or leave out the ids"
         )
-    ends = np.diff(np.asarray(segments.rearrange((..., POSITION)).array)) != 0
-    if (ends != (np.diff(labels) != 0)).any():
+    is_boundary = np.diff(np.asarray(segments.rearrange((..., POSITION)).array)) != 0
+    if (is_boundary != (np.diff(known_ids) != 0)).any():
         raise ConfigError(
             f"shard_sequence: the layout has documents of {', '.join(map(str, layout.documents or ()))} positions, the "
-            "example's segment ids have others; make the layout of these, or of none"
+            "example's segment ids have others; give the layout those documents, or none"
         )
     return True
 
 
-def _placed(x: NamedArray, order: np.ndarray) -> NamedArray:
-    """Every axis of positions, of queries and of keys, in that order."""
-    for name in {POSITION, KEYS} & {axis.name for axis in x.axes}:
+def _reorder(x: NamedArray, order: np.ndarray) -> NamedArray:
+    """Take every position axis, of queries and of keys, in that order."""
+    for name in {POSITION, KEY_POSITION} & {axis.name for axis in x.axes}:
         x = x.take(name, hax.named(jnp.asarray(np.where(order == PADDING, 0, order)), name))
     return x

@@ -1,1 +1,1 @@
-"""Stream Hugging Face checkpoints into sharded Levanter models."""
+"""Stream Hugging Face checkpoints into sharded Levanter models, and write sharded models out again."""

@@ -1,4 +1,4 @@
-"""`python -m shardplan.checkpoint`, the same as `shardplan checkpoint`."""
+"""`python -m shardplan.checkpoint` runs `shardplan checkpoint`."""
 
 from shardplan.__main__ import main
 

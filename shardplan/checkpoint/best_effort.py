@@ -1,4 +1,4 @@
-"""A sharding for an array of which nothing is known but its shape."""
+"""A sharding for an array of which only the shape is known."""
 
 import itertools
 import math
@@ -9,10 +9,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 def best_effort_sharding(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Spread an array of `shape` over as many devices of `mesh` as its dimensions allow.
+    """Shard an array of `shape` over as many devices of `mesh` as its dimensions allow.
 
-    Every mesh axis is used if some dimension can take it. Among the assignments that use the most devices, the one
-    whose shards are the fewest contiguous pieces on disk (row-major) wins, then the one on the leftmost dimensions.
+    Every mesh axis is used if some dimension is divisible by it. Among the assignments that use the most devices, the
+    one whose shards are the fewest contiguous pieces on disk (row-major) wins, then the one on the leftmost dimensions.
     There are no size thresholds.
 
     Args:
@@ -23,7 +23,7 @@ def best_effort_sharding(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> Nam
     axes = [(name, size) for name, size in mesh.shape.items() if size > 1]
     # dimension len(dimensions) stands for "not used"
     choices = itertools.product(range(len(dimensions) + 1), repeat=len(axes))
-    best = min(filter(None, (_ranked(dimensions, axes, choice) for choice in choices)))
+    best = min(filter(None, (_rank(dimensions, axes, choice) for choice in choices)))
     spec: list[Any] = [
         tuple(name for (name, _), dimension in zip(axes, best[-1], strict=True) if dimension == d) or None
         for d in range(len(dimensions))
@@ -31,16 +31,16 @@ def best_effort_sharding(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> Nam
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def _ranked(
+def _rank(
     dimensions: tuple[int, ...], axes: list[tuple[str, int]], choice: tuple[int, ...]
 ) -> tuple[int, int, tuple[int, ...]] | None:
-    """Sort key of an assignment (mesh axis i on dimension `choice[i]`); None where a dimension is not divisible."""
+    """Return the sort key of a choice (mesh axis i on dimension `choice[i]`); None if a dimension is not divisible."""
     parts = [1] * (len(dimensions) + 1)
     for (_, size), dimension in zip(axes, choice, strict=True):
         parts[dimension] *= size
     if any(n % k for n, k in zip(dimensions, parts, strict=False)):
         return None
     devices_used = math.prod(parts[: len(dimensions)])
-    last_cut = max((d for d in range(len(dimensions)) if parts[d] > 1), default=0)
-    runs = math.prod(n // k for n, k in zip(dimensions[:last_cut], parts, strict=False))
+    last_sharded = max((d for d in range(len(dimensions)) if parts[d] > 1), default=0)
+    runs = math.prod(n // k for n, k in zip(dimensions[:last_sharded], parts, strict=False))
     return -devices_used, runs, choice

@@ -1,53 +1,56 @@
-"""Load a checkpoint as planned, and write it out in another format, type or place."""
+"""Load a checkpoint as planned, and write it in another format, type or location."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
-from shardplan.checkpoint.save import CONFIG, new_target, save_levanter, save_pretrained
+from shardplan.checkpoint.save import CONFIG, open_target, save_levanter, save_pretrained
 from shardplan.checkpoint.session import Session, prepare
-from shardplan.config import Config
+from shardplan.config.command_flags import Format, LoadingConfig
 from shardplan.runtime.devices import is_first_process
-from shardplan.search.make_plan import with_plan
+from shardplan.search.given_plan import load_given_plan
 from shardplan.storage import Folder, read_bytes
 
-BESIDE = (
+COPIED_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-"""Files of a Hugging Face checkpoint that are copied where they are there."""
+"""Files of a Hugging Face checkpoint that are copied if they exist."""
 
 
-def convert(config: Config, to: str) -> str:
-    """Load what the configuration says, and write it to the folder `to`; returns a line that says what was done.
+def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> str:
+    """Load the configured checkpoint, write it to the folder `to`, and return a line that says what was written.
 
     Raises:
         ConfigError: the folder cannot be written to, or holds a checkpoint.
-        CheckpointError: the checkpoint is damaged, or cannot be written as it is.
+        CheckpointError: the checkpoint is damaged, or cannot be written in the requested format.
     """
-    is_levanter = config.format == "levanter"
-    target = new_target(to, is_levanter)  # before what takes long
-    session = prepare(*with_plan(config))
-    settings = _config_json(session)
+    # before the load, which takes long: a bad folder fails at once
+    target = open_target(to, is_levanter=file_format is Format.LEVANTER)
+    session = prepare(*load_given_plan(config))
+    config_json = _read_config_json(session)
     module, program = session.load(session.model.template)
-    if is_levanter:
-        save_levanter(module, to, settings)
-    else:
-        others = _others(session.folder) if is_first_process() else {}
-        save_pretrained(module, to, settings, program, others)
-    return f"{session.folder.ref} written to {target.ref}: {config.format}, {session.plan.workload.param_dtype}"
+    match file_format:
+        case Format.LEVANTER:
+            save_levanter(module, to, config_json)
+        case Format.HF:
+            files = _read_copied_files(session.folder) if is_first_process() else {}
+            save_pretrained(module, to, config_json, program, files)
+        case _:
+            assert_never(file_format)
+    return f"{session.folder.ref} written to {target.ref}: {file_format}, {session.plan.workload.param_dtype}"
 
 
-def _config_json(session: Session) -> dict[str, Any]:
-    """The config.json that the model is built from, as it is written."""
+def _read_config_json(session: Session) -> dict[str, Any]:
+    """Read the config.json that the model is built from, unchanged."""
     path = session.config.model.config
     text = Path(path).read_bytes() if path is not None else read_bytes(session.folder, CONFIG)
-    found: dict[str, Any] = json.loads(text or b"")
-    return found
+    config_json: dict[str, Any] = json.loads(text or b"")
+    return config_json
 
 
-def _others(folder: Folder) -> Mapping[str, bytes]:
-    found = {name: read_bytes(folder, name) for name in BESIDE}
-    return {name: data for name, data in found.items() if data is not None}
+def _read_copied_files(folder: Folder) -> Mapping[str, bytes]:
+    files = {name: read_bytes(folder, name) for name in COPIED_FILES}
+    return {name: data for name, data in files.items() if data is not None}

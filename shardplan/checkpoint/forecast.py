@@ -1,49 +1,43 @@
-"""What loading a checkpoint as planned will read, process by process, before any process runs."""
+"""Forecast what every process reads when a checkpoint is loaded as planned, without starting any process."""
 
 import dataclasses
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from shardplan.checkpoint.load import array_specs, validated
-from shardplan.checkpoint.mapping.program import trace_program
-from shardplan.checkpoint.transfer.schedule import (
-    Fleet,
-    Ranges,
-    Schedule,
-    Sharing,
-    Source,
-    Speeds,
-    Transfer,
-    in_stored_order,
-    make_schedule,
-    read_by_process,
-)
-from shardplan.checkpoint.transfer.stream import transfer_limits, travelling
-from shardplan.config import Config
+from shardplan.checkpoint.load import array_specs, inspect_checkpoint
+from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
+from shardplan.checkpoint.mapping.views import View
+from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource
+from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedule, read_by_process, to_stored_order
+from shardplan.checkpoint.transfer.stream import choose_transfer_dtype, transfer_limits
+from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer
+from shardplan.config.command_flags import CheckpointCommand
 from shardplan.hardware import GIB, Slice, parse_slice, place_mesh
-from shardplan.model import Model, read_config
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.storage import open_folder
 
 
 @dataclass(frozen=True)
 class ArrayForecast:
-    """One array of the model."""
+    """The reads of one array of the model, of all processes together."""
 
     path: str
     nbytes: int
-    """Read by the fleet."""
+    """Bytes read."""
     transfers: int
     ranges: int
-    """Of all processes."""
+    """Byte ranges read."""
     sharing: str
-    """How devices read it."""
+    """How devices read it: "local", or the collectives that follow the reads."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +45,25 @@ class Forecast:
     """The read schedule of a plan in numbers."""
 
     source: str
-    """What the offsets are of."""
+    """The checkpoint whose byte offsets are used."""
     checkpoint_bytes: int
     network_bandwidth: float
-    """Bytes per second that a process can read at most."""
-    processes: dict[int, Ranges]
+    """Most bytes per second that a process can read."""
+    processes: dict[int, ReadVolume]
     arrays: list[ArrayForecast]
 
     @property
     def fleet_bytes(self) -> int:
-        """What all processes read together."""
-        return sum(ranges.bytes for ranges in self.processes.values())
+        """Bytes that all processes read together."""
+        return sum(volume.bytes for volume in self.processes.values())
 
     @property
     def seconds(self) -> float:
-        """At the speed of the network: until the process that reads most is through."""
-        return max(ranges.bytes for ranges in self.processes.values()) / self.network_bandwidth
+        """Time at the speed of the network, until the process that reads the most has finished."""
+        return max(volume.bytes for volume in self.processes.values()) / self.network_bandwidth
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the forecast as JSON."""
         return {
             **dataclasses.asdict(self),
             "fleet_bytes": self.fleet_bytes,
@@ -78,58 +72,92 @@ class Forecast:
         }
 
 
-def forecast(config: Config, plan: Plan, model: Model) -> Forecast:
-    """What loading as `plan` says reads: of the checkpoint `model.ref`, or of one such as its config.json describes.
+@dataclass(frozen=True)
+class _StoredModel:
+    """The tensors of a checkpoint that a model is made of."""
+
+    source: str
+    program: StateDictProgram
+    dtypes: Mapping[str, np.dtype]
+    """Tensor name -> its type."""
+    locations: Mapping[str, tuple[str, int]]
+    """Tensor name -> file, and byte of the file where its data starts."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the data of all tensors."""
+        return sum(math.prod(shape) * self.dtypes[name].itemsize for name, shape in self.program.tensors.items())
+
+
+def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forecast:
+    """Forecast the reads of the checkpoint `model.ref`, or of one that model.config describes, as `plan` loads it.
 
     Raises:
-        CheckpointError: the checkpoint does not hold the model, or is damaged.
+        CheckpointError: the checkpoint does not match the model, or is damaged.
     """
     hardware = parse_slice(plan.hardware.slice)
-    if config.model.config is None:
-        folder = open_folder(config.model.ref)
-        tensors, program = validated(model.template, folder)
-        source, sizes = folder.ref, {name: tensor.nbytes for name, tensor in tensors.items()}
-        types = {name: tensor.dtype for name, tensor in tensors.items()}
-        places = {name: (tensor.file.name, tensor.offset) for name, tensor in tensors.items()}
-    else:
-        program = trace_program(model.template)
-        said = read_config(config.model.config, None)
-        stored = np.dtype(jnp.dtype(said.get("torch_dtype") or said.get("dtype") or "bfloat16"))
-        source = f"one file with the tensors of {config.model.config} in {stored}"
-        types = dict.fromkeys(program.tensors, stored)
-        sizes = {name: math.prod(shape) * stored.itemsize for name, shape in program.tensors.items()}
-        offsets = itertools.accumulate(sizes.values(), initial=0)
-        places = {name: ("checkpoint", offset) for name, offset in zip(sizes, offsets, strict=False)}
-    wanted = np.dtype(jnp.dtype(plan.workload.param_dtype))
-    _, views, specs = in_stored_order(program.views, array_specs(model.template, plan.param_mapping, program))
-    sources = {name: Source(*places[name], types[name].itemsize) for name in program.tensors}
-    fleet = Fleet(tuple(plan.mesh.items()), tuple(place_mesh(hardware, plan.mesh).hosts()))
-    bandwidth = _network_bandwidth(hardware)
-    itemsizes = {path: travelling(view, types, wanted).itemsize for path, view in views.items()}
+    path = config.model.config
+    stored = _read_checkpoint(config.model.ref, model) if path is None else _assume_checkpoint(path, model)
+    program = stored.program
+    _, views, specs = to_stored_order(program.views, array_specs(model.template, plan.param_mapping, program))
+    sources = {name: TensorSource(*stored.locations[name], stored.dtypes[name].itemsize) for name in program.tensors}
+    mesh = DeviceMesh(tuple(plan.mesh.items()), tuple(place_mesh(hardware, plan.mesh).hosts()))
+    param_dtype = np.dtype(jnp.dtype(plan.workload.param_dtype))
+    itemsizes = {path: choose_transfer_dtype(view, stored.dtypes, param_dtype).itemsize for path, view in views.items()}
     limits = transfer_limits(int(config.load.gib * GIB), hardware.is_cpu)
+    bandwidth = _network_bandwidth(hardware)
     speeds = Speeds(read=bandwidth, exchange=hardware.generation.link_bandwidth)
-    schedule = make_schedule(views, sources, specs, itemsizes, fleet, limits, speeds)
+    schedule = make_schedule(views, sources, specs, itemsizes, mesh, limits, speeds)
+    arrays, processes = _summarise(schedule, views, sources)
+    return Forecast(stored.source, stored.nbytes, bandwidth, processes, arrays)
+
+
+def _read_checkpoint(ref: str, model: Model) -> _StoredModel:
+    folder = open_folder(ref)
+    tensors, program = inspect_checkpoint(model.template, folder)
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    locations = {name: (tensor.file.name, tensor.offset) for name, tensor in tensors.items()}
+    return _StoredModel(folder.ref, program, dtypes, locations)
+
+
+def _assume_checkpoint(config_path: str, model: Model) -> _StoredModel:
+    """Lay out all tensors of a config.json in one file, in the type that it names."""
+    program = trace_program(model.template)
+    config_json = read_config(config_path, None)
+    dtype = np.dtype(jnp.dtype(config_json.get("torch_dtype") or config_json.get("dtype") or "bfloat16"))
+    sizes = (math.prod(shape) * dtype.itemsize for shape in program.tensors.values())
+    offsets = itertools.accumulate(sizes, initial=0)
+    locations = {name: ("checkpoint", offset) for name, offset in zip(program.tensors, offsets, strict=False)}
+    source = f"one file with the tensors of {config_path} in {dtype}"
+    return _StoredModel(source, program, dict.fromkeys(program.tensors, dtype), locations)
+
+
+def _summarise(
+    schedule: Schedule, views: Mapping[str, View], sources: Mapping[str, TensorSource]
+) -> tuple[list[ArrayForecast], dict[int, ReadVolume]]:
+    """Sum up a schedule by array, and by process."""
     by_path: defaultdict[str, list[Transfer]] = defaultdict(list)
     for transfer in schedule.transfers:
         by_path[transfer.path].append(transfer)
-    total = dict.fromkeys(fleet.by_process, Ranges())
+    processes = dict.fromkeys(schedule.mesh.devices_by_process, ReadVolume())
     arrays = []
     for path, transfers in by_path.items():
-        read = read_by_process(Schedule(fleet, tuple(transfers)), views, sources)
-        total = {process: total[process] + ranges for process, ranges in read.items()}
-        of_all = sum(read.values(), Ranges())
-        arrays.append(ArrayForecast(path, of_all.bytes, len(transfers), of_all.count, _way(transfers[0].sharing)))
-    return Forecast(source, sum(sizes[name] for name in program.tensors), bandwidth, total, arrays)
+        volumes = read_by_process(Schedule(schedule.mesh, tuple(transfers)), views, sources)
+        processes = {process: processes[process] + volume for process, volume in volumes.items()}
+        total = sum(volumes.values(), ReadVolume())
+        strategy = _strategy_text(transfers[0].strategy)
+        arrays.append(ArrayForecast(path, total.bytes, len(transfers), total.count, strategy))
+    return arrays, processes
 
 
 def _network_bandwidth(hardware: Slice) -> float:
-    """Bytes per second of all network cards of a host."""
+    """Return the bytes per second of all network cards of a host."""
     chips = math.prod(min(n, host) for n, host in zip(hardware.torus, hardware.generation.host_chips, strict=False))
     return hardware.generation.network_bandwidth * chips
 
 
-def _way(sharing: Sharing) -> str:
-    if not sharing.steps:
-        return "each its own"
-    moved = [f"all-to-all over {axis}" for _, axes in sharing.moved for axis in axes]
-    return ", ".join([*moved, *(f"all-gather over {axis}" for axis in sharing.gathered)])
+def _strategy_text(strategy: ReadStrategy) -> str:
+    if not strategy.collectives:
+        return "local"
+    resharded = [f"all-to-all over {axis}" for _, axes in strategy.all_to_all for axis in axes]
+    return ", ".join([*resharded, *(f"all-gather over {axis}" for axis in strategy.all_gather)])

@@ -1,8 +1,8 @@
-"""The assembly that Levanter's loader does: the whole state dict goes in, the model comes out, in one jit.
+"""The program of Levanter's own loader: it makes the model of the checkpoint's state dict in one jit.
 
-`stream_model` needs no such program. It is here so that the compiler can judge a configuration that is loaded that way:
-Levanter 1.2.dev1644 puts every tensor on the mesh cut along one dimension by `data`, whatever the mapping, and then
-stacks the layers and moves everything to where it belongs.
+`stream_checkpoint` needs no such program. It is here so that the compiler can judge a configuration that Levanter's
+loader loads: Levanter 1.2.dev1644 shards every tensor over `data` along one dimension, whatever the mapping, and then
+stacks the layers and reshards all arrays.
 """
 
 from typing import Any
@@ -13,15 +13,15 @@ from haliax.state_dict import from_torch_compatible_state_dict
 from jax.sharding import Mesh
 from levanter.utils.jax_utils import best_effort_sharding
 
-from shardplan.checkpoint.mapping.program import expected_tensors
-from shardplan.model import Model
+from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
+from shardplan.model.registry import Model
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
 from shardplan.step import Program
 
 
 def assemble_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
-    """(state dict) -> module, in the plan's parameter type and, in the end, its parameter mapping."""
+    """Return the program (state dict) -> module, in the plan's parameter type and parameter sharding."""
     mapping = as_tuples(plan.param_mapping)
     dtype = plan.workload.param_dtype
 

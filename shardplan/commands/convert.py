@@ -1,24 +1,25 @@
-"""`python -m shardplan.checkpoint convert --config C --to FOLDER`: write a checkpoint in another format or place."""
+"""`shardplan checkpoint convert --config C --to FOLDER`: write a checkpoint in another format, type or place."""
 
 import sys
 from collections.abc import Sequence
 
-from shardplan.commands.plan import main as dry_run
-from shardplan.config import load
+from shardplan.commands.plan import dry_run
+from shardplan.config import parse_config
+from shardplan.config.command_flags import ConvertCommand
 from shardplan.errors import ConfigError
 
 
-def convert(argv: Sequence[str]) -> None:
-    """`convert --config C --to FOLDER`: load the checkpoint as planned, and write it out."""
-    config = load(argv, "shardplan.checkpoint convert")
+def main(argv: Sequence[str]) -> None:
+    """Run `shardplan checkpoint convert` with the arguments `argv`."""
+    config = parse_config(argv, ConvertCommand)
     if not config.to:
         raise ConfigError("convert needs a folder to write to: --to FOLDER")
     if config.dry_run:
         dry_run(config)
         return
-    from shardplan.checkpoint.convert import convert as write_out
+    from shardplan.checkpoint.convert import convert_checkpoint
     from shardplan.runtime.devices import is_first_process
 
-    done = write_out(config, config.to)
+    summary = convert_checkpoint(config, config.to, config.format)
     if is_first_process():
-        print(done, file=sys.stderr)
+        print(summary, file=sys.stderr)

@@ -5,14 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from shardplan.config import Config
 from shardplan.plan.plan import Plan
 from shardplan.runtime.writable import check_writable
 
 
-def beside(config: Config) -> TextIO:
-    """Where tables go that are no part of the Plan: with `--json -` stdout is the Plan's."""
-    return sys.stderr if config.json == "-" else sys.stdout
+def side_stream(json_target: str | None) -> TextIO:
+    """The stream for tables beside the command's JSON: stderr if the JSON goes to stdout (`--json -`)."""
+    return sys.stderr if json_target == "-" else sys.stdout
 
 
 def write_json(values: Any, target: str) -> None:
@@ -24,19 +23,23 @@ def write_json(values: Any, target: str) -> None:
         Path(target).write_text(text, encoding="utf-8")
 
 
-def check_targets(config: Config) -> None:
-    """Complain about a place the Plan cannot be written to before planning rather than after."""
-    if config.json not in (None, "-"):
-        check_writable("json", str(config.json))
+def check_json_target(json_target: str | None) -> None:
+    """Check before long work that the JSON can be written; without a target and for stdout it always can.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if json_target not in (None, "-"):
+        check_writable("json", str(json_target))
 
 
-def show(plan: Plan, json_target: str | None) -> None:
+def output_plan(plan: Plan, json_target: str | None) -> None:
     """Print the plan's tables, or with `-` its JSON; any other `json_target` is a file that gets the JSON as well."""
     if json_target == "-":
         write_json(plan.to_json(), json_target)
         return
-    from shardplan.report.tables import console, print_plan
+    from shardplan.report import tables
 
-    print_plan(plan, console(sys.stdout))
+    tables.print_plan(plan, tables.console(sys.stdout))
     if json_target is not None:
         plan.save(json_target)

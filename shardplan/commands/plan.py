@@ -1,6 +1,6 @@
-"""`python -m shardplan.plan --config C`: print the plan that eval would run; needs no accelerator and no weights.
+"""`shardplan plan --config C`: print the plan that eval would run; needs no accelerator and no weights.
 
-With `--lint levanter.yaml`: what is wrong with a hand-written layout.
+With `--lint levanter.yaml`: print what is wrong with a hand-written layout.
 """
 
 import dataclasses
@@ -10,22 +10,32 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardplan.commands.diff import diff
-from shardplan.commands.output import beside, check_targets, show, write_json
-from shardplan.commands.run import run
-from shardplan.config import Config
+from shardplan.commands.output import check_json_target, output_plan, side_stream, write_json
+from shardplan.config import PlanConfig, parse_config
+from shardplan.config.command_flags import PlanCommand
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from shardplan.model import Model
+    from shardplan.model.registry import Model
 
 
-def main(config: Config) -> None:
-    """Plan, and show the plan."""
+def main(argv: Sequence[str]) -> None:
+    """Run `shardplan plan` with the arguments `argv`."""
+    plan_and_print(parse_config(argv, PlanCommand))
+
+
+def dry_run(config: PlanConfig) -> None:
+    """Run `shardplan plan` with the keys that it shares with the configuration of another command."""
+    names = [item.name for item in dataclasses.fields(PlanCommand) if hasattr(config, item.name)]
+    plan_and_print(PlanCommand(**{name: getattr(config, name) for name in names}))
+
+
+def plan_and_print(config: PlanCommand) -> None:
+    """Plan, print the plan, and answer the questions that the configuration asks about it."""
     started = time.perf_counter()
-    check_targets(config)
-    # Planning runs nothing on a device; without this JAX would look for accelerators first.
+    check_json_target(config.json)
+    # planning runs nothing on a device; without this JAX would look for accelerators first
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if config.lint == "":
         raise ConfigError("lint needs the path of a Levanter configuration")
@@ -33,26 +43,27 @@ def main(config: Config) -> None:
         lint(config, config.lint)
         return
     from shardplan.commands.verify import best_plan, verify_plan
-    from shardplan.model import inspect_model
+    from shardplan.model.inspect import inspect_model
     from shardplan.plan.pins import parse_pin
-    from shardplan.search.make_plan import check_model, make_plan, model_of, with_plan
+    from shardplan.search.given_plan import check_model, load_given_plan
+    from shardplan.search.make_plan import make_plan, model_from_config
 
-    asked = config
-    config, given = with_plan(config)
-    is_asked = not given or config.why or config.what_if or {"model.ref", "model.config"} & asked.given
-    model = model_of(config) if is_asked else None
+    requested = config
+    config, given = load_given_plan(config)
+    needs_model = not given or config.why or config.what_if or {"model.ref", "model.config"} & requested.given
+    model = model_from_config(config) if needs_model else None
     if given and model:
         check_model(given, model)
-    # a given plan's mesh holds for that plan, not for what else there could be
-    others = dataclasses.replace(config, mesh=asked.mesh)
+    # the mesh of a given plan must not constrain its alternatives
+    others = dataclasses.replace(config, mesh=requested.mesh)
     if model:
         for choice in config.why:
             parse_pin(choice, inspect_model(model))
     try:
-        plan = given or (best_plan(config, beside(config)) if config.verify > 1 else make_plan(config, model))
-        show(plan, config.json)
+        plan = given or (best_plan(config, side_stream(config.json)) if config.verify > 1 else make_plan(config, model))
+        output_plan(plan, config.json)
         explain(others, plan, model)
-    finally:  # other settings are of most interest where these have no plan
+    finally:  # also without a plan: then other settings are of most interest
         if config.what_if and model:
             print_variants(others, model)
     print(
@@ -60,37 +71,41 @@ def main(config: Config) -> None:
         file=sys.stderr,
     )
     if config.verify and (given or config.verify == 1):
-        verify_plan(config, plan, beside(config))
+        verify_plan(config, plan, side_stream(config.json))
 
 
-def explain(config: Config, plan: Plan, model: "Model | None") -> None:
-    """Print why the plan does not make the choices that `why` asks for; with `--json -` to stderr."""
+def explain(config: PlanCommand, plan: Plan, model: "Model | None") -> None:
+    """Print why the plan does not make the choices of `--why`; nothing without these or without a model.
+
+    With `--json -` it goes to stderr.
+    """
     if model and config.why:
         from shardplan.explain.why_not import why_not
         from shardplan.report.explain import print_why
         from shardplan.report.tables import console
 
-        print_why([why_not(choice, plan, config, model) for choice in config.why], plan, console(beside(config)))
+        answers = [why_not(choice, plan, config, model) for choice in config.why]
+        print_why(answers, plan, console(side_stream(config.json)))
 
 
-def print_variants(config: Config, model: "Model") -> None:
-    """Print what other settings would change; with `--json -` to stderr."""
+def print_variants(config: PlanCommand, model: "Model") -> None:
+    """Print what other settings would change; to stderr with `--json -`."""
     from shardplan.explain.what_if import what_if
     from shardplan.report.explain import print_what_if
     from shardplan.report.tables import console
 
-    print_what_if(what_if(config, model), console(beside(config)))
+    print_what_if(what_if(config, model), console(side_stream(config.json)))
 
 
-def lint(config: Config, path: str) -> None:
+def lint(config: PlanCommand, path: str) -> None:
     """Print what is wrong with the Levanter configuration `path`, its smallest repair, and the best plan beside it.
 
     Raises:
         InfeasibleError: it cannot run.
     """
-    others = [f"--{name}" for name in ("plan", "verify", "why", "what_if", "pin", "forbid") if getattr(config, name)]
-    if others:
-        raise ConfigError(f"lint checks what is written, and plans by itself; leave out {' and '.join(others)}")
+    conflicts = [f"--{name}" for name in ("plan", "verify", "why", "what_if", "pin", "forbid") if getattr(config, name)]
+    if conflicts:
+        raise ConfigError(f"lint checks the file as it is, and plans by itself; leave out {' and '.join(conflicts)}")
     from shardplan.lint.repair import review
     from shardplan.report.lint import print_review, review_json
     from shardplan.report.tables import console
@@ -104,8 +119,3 @@ def lint(config: Config, path: str) -> None:
     if errors:
         kinds = ", ".join(dict.fromkeys(error.kind for error in errors))
         raise InfeasibleError(f"{path} cannot run as it is on {config.hardware.slice}: {kinds}")
-
-
-def run_command(argv: Sequence[str]) -> int:
-    """`shardplan plan ARGV`; returns the exit code."""
-    return run(main, "shardplan plan", argv, {"diff": diff})

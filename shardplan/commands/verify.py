@@ -1,31 +1,31 @@
-"""`python -m shardplan.verify --config C`: have the TPU compiler judge the plan, on a machine without a TPU."""
+"""`shardplan verify --config C`: have the TPU compiler judge the plan, on a machine without a TPU."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from shardplan.commands.output import check_targets
-from shardplan.commands.run import run
-from shardplan.config import Config
-from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.commands.output import check_json_target, write_json
+from shardplan.config import parse_config
+from shardplan.config.command_flags import CompilingConfig, PlanCommand, VerifyCommand
+from shardplan.errors import InfeasibleError
 from shardplan.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from shardplan.verify.run import Case
+    from shardplan.verify.case import Case
     from shardplan.verify.verdict import Verdict
 
 
-def main(config: Config) -> None:
-    """Verify the plan of the configuration, and what it is to be compared with."""
-    check_targets(config)
+def main(argv: Sequence[str]) -> None:
+    """Run `shardplan verify` with the arguments `argv`."""
+    config = parse_config(argv, VerifyCommand)
+    check_json_target(config.json)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from shardplan.verify.cases import cases_of
+    from shardplan.report.verdicts import verdict_json
     from shardplan.verify.run import verify
+    from shardplan.verify.select_cases import build_cases
 
-    cases = cases_of(config)
+    cases = build_cases(config, config.options, config.against)
 
     def progress(case: "Case", verdict: "Verdict") -> None:
         if len(cases) > 1:
@@ -33,50 +33,41 @@ def main(config: Config) -> None:
 
     verdicts = verify(cases, config.compiler, progress)
     ranked = sorted(zip(cases, verdicts, strict=True), key=lambda pair: pair[1].rank(pair[0].plan.workload))
-    values = {"verdicts": [{"label": case.label, **verdict.to_json()} for case, verdict in ranked]}
-    if config.json == "-":
-        json.dump(values, sys.stdout, indent=1)
-        print()
-    else:
+    values = {"verdicts": [{"label": case.label, **verdict_json(verdict)} for case, verdict in ranked]}
+    if config.json != "-":
         show(ranked, sys.stdout)
-    if config.json not in (None, "-"):
-        Path(str(config.json)).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    if config.json is not None:
+        write_json(values, config.json)
     check_fits(ranked[0][1])
 
 
-def verify_plan(config: Config, plan: Plan, out: TextIO) -> None:
-    """Have `plan` judged, as `--verify` of the other commands does, and print the verdict.
+def verify_plan(config: CompilingConfig, plan: Plan, out: TextIO) -> None:
+    """Compile `plan`, as `--verify` of the other commands does, and print the verdict.
 
     Raises:
         InfeasibleError: it does not fit, or is refused.
     """
-    from shardplan.verify.cases import plan_case
     from shardplan.verify.run import verify
+    from shardplan.verify.select_cases import build_case
 
-    _check_plain(config)
-    if config.verify > 1:
-        raise ConfigError(
-            "verify with a number is for shardplan.plan; write its plan with --json, and use it with --plan"
-        )
-    case = plan_case(config, plan)
+    case = build_case(config, plan)
     (verdict,) = verify([case], config.compiler)
     show([(case, verdict)], out)
     check_fits(verdict)
 
 
-def best_plan(config: Config, out: TextIO) -> Plan:
-    """Of the `config.verify` best plans by estimate the one that the compiler finds fastest; prints the ranking.
+def best_plan(config: PlanCommand, out: TextIO) -> Plan:
+    """Print the compiler's ranking of the `config.verify` best plans by estimate, and return its fastest.
 
     Raises:
         InfeasibleError: none fits.
     """
-    from shardplan.search.make_plan import model_of, rank_plans
-    from shardplan.verify.cases import plan_case
+    from shardplan.search.make_plan import model_from_config, rank_plans
     from shardplan.verify.run import verify
+    from shardplan.verify.select_cases import build_case
 
-    _check_plain(config)
-    plans = rank_plans(config, int(config.verify), model_of(config))
-    cases = [plan_case(config, plan, f"plan {number}") for number, plan in enumerate(plans, 1)]
+    plans = rank_plans(config, int(config.verify), model_from_config(config))
+    cases = [build_case(config, plan, f"plan {number}") for number, plan in enumerate(plans, 1)]
     verdicts = verify(cases, config.compiler)
     ranked = sorted(zip(cases, verdicts, strict=True), key=lambda pair: pair[1].rank(pair[0].plan.workload))
     show(ranked, out)
@@ -85,19 +76,14 @@ def best_plan(config: Config, out: TextIO) -> Plan:
     assert verdict.time is not None
     case.plan.search.reasons.insert(
         0,
-        f"of the {len(plans)} best by estimate, of which it is number {case.label.split()[-1]}, the fastest by the TPU "
-        f"compiler: {verdict.time.step_seconds:.3g} s a step",
+        f"fastest of {len(plans)} compiled plans ({case.label} by estimate): {verdict.time.step_seconds:.3g} s a step "
+        "by the TPU compiler",
     )
     return case.plan
 
 
-def _check_plain(config: Config) -> None:
-    if config.options != "plan" or config.against:
-        raise ConfigError("options and against are for shardplan verify; --verify checks the plan as it is")
-
-
 def show(ranked: "Sequence[tuple[Case, Verdict]]", stream: TextIO) -> None:
-    """Print the first verdict, and the ranking where there are several."""
+    """Print the first verdict, and the ranking if there are several."""
     from shardplan.report.tables import console
     from shardplan.report.verdicts import print_ranking, print_verdict
 
@@ -109,15 +95,12 @@ def show(ranked: "Sequence[tuple[Case, Verdict]]", stream: TextIO) -> None:
 
 
 def check_fits(verdict: "Verdict") -> None:
-    """See that it fits; with several, that the best does.
+    """Check that a verdict is that the program fits.
 
     Raises:
         InfeasibleError: it does not.
     """
     if not verdict.fits:
-        raise InfeasibleError(f"{verdict.slice}: {verdict.program} {verdict.outcome}: {verdict.reason}")
+        from shardplan.report.verdicts import reason_text
 
-
-def run_command(argv: Sequence[str]) -> int:
-    """`shardplan verify ARGV`; returns the exit code."""
-    return run(main, "shardplan verify", argv)
+        raise InfeasibleError(f"{verdict.slice}: {verdict.program} {verdict.outcome}: {reason_text(verdict.reason)}")

@@ -1,1 +1,1 @@
-"""What a mapping costs: how arrays are sharded, which collectives follow, time and memory of a step."""
+"""The cost model: time and memory per device of a traced step under a sharding assignment."""

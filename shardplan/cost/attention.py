@@ -1,199 +1,213 @@
-"""What a mapping and an `AttentionPlan` make of attention's products: kernels, collectives, what is masked, merging.
+"""The cost of attention's matmuls under a mapping and an `AttentionPlan`: kernels, collectives, masking, ring merges.
 
-Bytes are those of the table in `shardplan.attention.choice`, product by product: queries and
-keys with the scores, outputs and values with the sum over these.
+Bytes are those of the table in `shardplan.attention.strategy_cost`, matmul by matmul: queries and keys belong to the
+matmul that makes scores, outputs and values to the one that sums over them.
 """
 
 from collections.abc import Iterable, Iterator
 from math import prod
 
-from shardplan.cost.collectives import Traffic, all_gather, all_reduce, all_to_all, permute, reduce_scatter
+from shardplan.cost.collectives import (
+    Purpose,
+    Traffic,
+    all_gather_traffic,
+    all_reduce_traffic,
+    all_to_all_traffic,
+    permute_traffic,
+    reduce_scatter_traffic,
+)
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.mapping import MeshAxes, mesh_size
-from shardplan.plan.plan import BLOCKWISE, GATHERED, SPLASH, UNCUT
-from shardplan.positions.heads import HeadCut
-from shardplan.positions.sequence_layout import KERNEL_BLOCK, SequenceLayout, attended, hops
-from shardplan.program.fusion import is_scores
-from shardplan.program.named_arrays import SECOND, Array
-from shardplan.program.tasks import LiveBuffer, Task, sums_queries
+from shardplan.positions.heads import HeadSharding
+from shardplan.positions.sequence_layout import KERNEL_BLOCK, SequenceLayout, attended_fraction, ring_distances
+from shardplan.program.live_buffers import BufferRole, LiveBuffer
+from shardplan.program.named_arrays import TracedArray, is_scores, score_positions
+from shardplan.program.tasks import Task, TaskKind
 
 KERNEL_LANES = 128
-"""Attention kernels take positions that are multiples of this, and Levanter's head sizes too."""
+"""Attention kernels require numbers of positions that are multiples of this; Levanter's kernel, head sizes too."""
 HEAD_SIZES = range(64, 257)
-"""What shardplan's takes."""
-FLOAT32 = 4
-"""Bytes of a number."""
+"""Head sizes that shardplan's kernel takes."""
+FLOAT32_BYTES = 4
 SCORE_PASSES = 3
-"""How often attention without a kernel writes or reads its scores, in float32, per product."""
+"""Number of times that attention without a kernel writes or reads its scores, in float32, per matmul."""
 MERGE_PASSES = 7
-"""How often outputs, in float32, are read or written for each hop of a ring, by the TPU compiler's cycles: both parts
-and the sum, and the sums of weights, that kernels write 128 times over. As elementwise work: by these cycles that takes
-longer than at HBM bandwidth."""
+"""Number of times that float32 outputs are read or written to merge one hop of a ring, fitted to the TPU compiler's
+cycles: both parts and their sum, and the sums of weights, which kernels write 128 times over. It counts as elementwise
+work, because by these cycles it takes longer than at HBM bandwidth."""
 
 
-def has_kernel(task: Task, layout: ShardingAssignment) -> bool:
-    """Whether a kernel can do attention on each device alone: with all keys, and each query head's key head.
+def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
+    """Whether a kernel can compute attention on each device alone: it has all keys, and each query head's key head.
 
-    Of the axes of scores those may be cut that keys have too, and, of shardplan's attention, positions: a cut of the
-    query heads of a group alone would pair them with the wrong key heads.
+    Of the axes of scores, those that keys have too may be sharded, and with shardplan's attention also positions.
+    Sharding of the query heads of a group alone would pair them with the wrong key heads.
     """
-    if layout.quirks.plain_attention:
+    if assignment.quirks.plain_attention:
         return False
-    keys, scores, positions = _keys(task), _scores(task), _positions(task)
-    is_own = layout.attention.strategy != UNCUT
-    separable = {name for name in keys.axes if name in scores.axes} - positions
-    separable |= positions if is_own else set()
-    met = (*task.operands, *task.results)
-    if any(layout.compute.get(name) for array in met for name in array.axes if name not in separable):
+    keys, scores = _keys(task), _scores(task)
+    positions = score_positions(scores)
+    is_sequence_parallel = assignment.attention.strategy != Strategy.NONE
+    shardable = {name for name in keys.axes if name in scores.axes} - positions
+    shardable |= positions if is_sequence_parallel else set()
+    arrays = (*task.operands, *task.results)
+    if any(assignment.compute.get(name) for array in arrays for name in array.axes if name not in shardable):
         return False
     sizes = [size for name, size in keys.factors if size > 1 and name not in scores.axes]
-    if is_own:
-        order = _order(task, layout)
-        return all(size in HEAD_SIZES for size in sizes) and order.padded // order.ring % KERNEL_LANES == 0
+    if is_sequence_parallel:
+        layout = _sequence_layout(task, assignment)
+        is_aligned = layout.padded_length // layout.ring % KERNEL_LANES == 0
+        return all(size in HEAD_SIZES for size in sizes) and is_aligned
     lengths = [size for name, size in scores.factors if name in positions]
     return all(size % KERNEL_LANES == 0 for size in (*sizes, *lengths)) and all(
         size % min(KERNEL_BLOCK, size) == 0 for size in lengths
     )
 
 
-def kernel_of(tasks: Iterable[Task], layout: ShardingAssignment) -> str:
-    """What does the attention among some tasks: splash, where it can do all of it."""
-    attention = [task for task in tasks if task.kind == "attention"]
-    return SPLASH if attention and all(has_kernel(task, layout) for task in attention) else BLOCKWISE
+def kernel_of(tasks: Iterable[Task], assignment: ShardingAssignment) -> KernelName:
+    """The kernel for the attention among `tasks`: splash if it can compute all of it, else blockwise."""
+    attention = [task for task in tasks if task.kind == TaskKind.ATTENTION]
+    can_splash = bool(attention) and all(has_kernel(task, assignment) for task in attention)
+    return KernelName.SPLASH if can_splash else KernelName.BLOCKWISE
 
 
-def unmasked(task: Task, layout: ShardingAssignment) -> float:
-    """The part of its scores that the mask leaves to the device with most of them, block by block.
+def unmasked_fraction(task: Task, assignment: ShardingAssignment) -> float:
+    """The fraction of its scores that the mask leaves to the device with most of them, block by block.
 
-    With heads that are nobody's, where they are not as many as the devices that share them.
+    Heads are padded to a multiple of the devices that share them; scores of padding heads count too.
     """
-    return _heads(task, layout).padding * attended(_order(task, layout), layout.pattern, layout.attention.gathers)
+    layout, gathers_keys = _sequence_layout(task, assignment), assignment.attention.gathers_keys
+    attended = attended_fraction(layout, assignment.pattern, gathers_keys)
+    return _head_sharding(task, assignment).padding_ratio * attended
 
 
-def score_bytes(task: Task, layout: ShardingAssignment) -> float:
-    """What attention without a kernel reads and writes of scores, per execution."""
+def score_bytes(task: Task, assignment: ShardingAssignment) -> float:
+    """Bytes of scores that attention without a kernel reads and writes, per execution."""
     scores = _scores(task)
-    return SCORE_PASSES * FLOAT32 * scores.elements / layout.parts(scores, layout.compute)
+    return SCORE_PASSES * FLOAT32_BYTES * scores.elements / assignment.num_shards(scores, assignment.compute)
 
 
-def merged_bytes(task: Task, layout: ShardingAssignment) -> float:
-    """What a device writes and reads, over all executions, to add up the outputs of the hops of a ring."""
-    if is_scores(task.results[0]) or layout.attention.gathers:
+def ring_merge_bytes(task: Task, assignment: ShardingAssignment) -> float:
+    """Bytes that a device reads and writes, over all executions, to merge the outputs of the hops of a ring."""
+    if is_scores(task.results[0]) or assignment.attention.gathers_keys:
         return 0.0
-    result = task.results[0]
-    output = layout.bytes(result, layout.compute) / result.itemsize * FLOAT32
-    return task.times * _hops(task, layout) * MERGE_PASSES * output
+    return task.executions * _hops(task, assignment) * MERGE_PASSES * _float32_bytes(task.results[0], assignment)
 
 
-def extra_attention_bytes(item: LiveBuffer, layout: ShardingAssignment) -> float:
-    """What a device has for attention beside queries, its own part of values, and outputs where these are made.
+def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Extra live bytes per device for keys or values, beyond queries, local values and local outputs.
 
-    Gathered keys and values come of copies in another order. A ring has the next ones beside those that it has, the
-    outputs of a hop as a kernel gives them, and in float32 these and those of all hops before. Gradients of keys and
-    values are made in float32, one after the other where they are gathered, both where they go round.
+    Gathered keys and values exist once more, in another order. A ring holds the next keys beside the present ones, the
+    outputs of a hop as a kernel writes them, and in float32 these and those of all hops before. Gradients of keys and
+    values are computed in float32: one after the other where keys are gathered, both at once in a ring.
     """
-    *_, position = layout.activation_axes
-    own, method, outputs = layout.bytes(item.array, layout.compute), layout.attention, item.tables
-    gradient = FLOAT32 / item.array.itemsize if item.role == "keys_gradient" else 0.0
-    if method.strategy == UNCUT:
+    *_, position = assignment.activation_axes
+    array, outputs, method = buffer.array, buffer.related_arrays, assignment.attention
+    own = assignment.bytes(array, assignment.compute)
+    is_gradient = buffer.role == BufferRole.KEYS_OR_VALUES_GRADIENT
+    gradient = FLOAT32_BYTES / array.itemsize if is_gradient else 0.0
+    if method.strategy == Strategy.NONE:
         return 0.0
-    queries = sum(layout.bytes(output, layout.compute) for output in outputs)
-    if method.strategy == GATHERED:
-        whole = layout.bytes(item.array, {**layout.compute, position: ()})
-        return (2 + gradient) * whole + (3 * own if outputs else 0.0)
+    queries = sum(assignment.bytes(output, assignment.compute) for output in outputs)
+    if method.strategy == Strategy.ALL_GATHER:
+        gathered = assignment.bytes(array, {**assignment.compute, position: ()})
+        return (2 + gradient) * gathered + (3 * own if outputs else 0.0)
     if method.ring > 1:
-        merged = sum(layout.bytes(output, layout.compute) / output.itemsize * FLOAT32 for output in outputs)
+        merged = sum(_float32_bytes(output, assignment) for output in outputs)
         return (3 + 2 * gradient) * own + queries + 2 * merged
     return queries + (1 + gradient) * own
 
 
-def collectives(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
-    """Those of keys and values of other positions, of their gradients, and of sums over what is cut besides."""
-    positions, is_own = _positions(task), layout.attention.strategy != UNCUT
-    along = next((layout.compute[name] for name in positions if name in layout.compute), ())
-    partial = layout.mesh_axes(tuple(factor for factor in task.contracted if not (is_own and factor[0] in positions)))
+def attention_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the traffic of keys and values of other positions, of their gradients, and of sums over sharded axes."""
+    positions = score_positions(_scores(task))
+    is_sequence_parallel = assignment.attention.strategy != Strategy.NONE
+    axes = next((assignment.compute[name] for name in positions if name in assignment.compute), ())
+    partial = assignment.mesh_axes(
+        tuple(factor for factor in task.contracted if not (is_sequence_parallel and factor[0] in positions))
+    )
     if partial:
-        # of Levanter's own attention the partitioner adds up gradients of all keys
-        parts = 1 if is_own or not _is_of_keys(task) else mesh_size(layout.mesh, along)
-        size = parts * layout.bytes(task.results[0], layout.compute)
-        yield all_reduce(size, layout, partial, task.times, "attention over a cut axis")
-    if along and (is_own or not _is_of_keys(task)):
-        yield from _sequence_parallel(task, layout, along)
+        # with Levanter's own attention, the partitioner sums gradients of all keys
+        is_local = is_sequence_parallel or not task.computes_kv_gradients
+        parts = 1 if is_local else mesh_size(assignment.mesh, axes)
+        size = parts * assignment.bytes(task.results[0], assignment.compute)
+        yield all_reduce_traffic(size, assignment, partial, task.executions, Purpose.ATTENTION_SUMS)
+    if axes and (is_sequence_parallel or not task.computes_kv_gradients):
+        yield from _sequence_parallel_traffic(task, assignment, axes)
 
 
-def _sequence_parallel(task: Task, layout: ShardingAssignment, axes: MeshAxes) -> Iterator[Traffic]:
-    """What crosses the mesh axes that cut positions.
+def _sequence_parallel_traffic(task: Task, assignment: ShardingAssignment, axes: MeshAxes) -> Iterator[Traffic]:
+    """Yield the traffic of sequence-parallel attention over the mesh axes `axes` that shard positions.
 
-    The backward pass has keys and values, where they are gathered or exchanged, from the forward pass (or from this
-    done again), and sends their gradients; in a ring, both go round. Gradients are added up in float32.
+    The backward pass has gathered or resharded keys and values from the forward pass (or its rematerialization), and
+    sends their gradients; in a ring, it passes both around. Gradients are summed in float32.
     """
-    method, keys, is_gradient = layout.attention, _keys(task), _is_of_keys(task)
-    own, heads = layout.bytes(keys, layout.compute), _heads(task, layout)
-    wide = FLOAT32 / keys.itemsize if is_gradient else 1.0
-    if method.gathers:
-        whole = own * mesh_size(layout.mesh, axes)
+    method, keys, is_gradient, count = assignment.attention, _keys(task), task.computes_kv_gradients, task.executions
+    own, heads = assignment.bytes(keys, assignment.compute), _head_sharding(task, assignment)
+    widening = FLOAT32_BYTES / keys.itemsize if is_gradient else 1.0
+    if method.gathers_keys:
+        gathered = own * mesh_size(assignment.mesh, axes)
         if is_gradient:
-            yield reduce_scatter(whole * wide, layout, axes, task.times, "gradients of keys and values")
-        elif not (task.is_backward and method.strategy == GATHERED):
-            yield all_gather(whole, layout, axes, task.times, "keys and values of other positions")
+            yield reduce_scatter_traffic(gathered * widening, assignment, axes, count, Purpose.KEY_AND_VALUE_GRADIENTS)
+        elif not (task.is_backward and method.strategy == Strategy.ALL_GATHER):
+            yield all_gather_traffic(gathered, assignment, axes, count, Purpose.KEYS_AND_VALUES)
         return
     if method.ulysses > 1:
-        by_heads, cause = axes if method.ring == 1 else axes[-1:], "heads exchanged for positions"
+        by_heads, purpose = axes if method.ring == 1 else axes[-1:], Purpose.HEADS_TO_POSITIONS
         if not is_gradient:
-            turned = task.operands[0] if is_scores(task.results[0]) else task.results[0]
-            yield all_to_all(layout.bytes(turned, layout.compute) * heads.padding, layout, by_heads, task.times, cause)
+            queries_or_outputs = task.operands[0] if is_scores(task.results[0]) else task.results[0]
+            size = assignment.bytes(queries_or_outputs, assignment.compute) * heads.padding_ratio
+            yield all_to_all_traffic(size, assignment, by_heads, count, purpose)
         if is_gradient or not task.is_backward:
-            copies = heads.received / heads.key_heads * (1.0 if heads.is_even else wide)
-            yield all_to_all(own * copies, layout, by_heads, task.times, cause)
+            copies = heads.total_key_heads_received / heads.key_heads * (1.0 if heads.is_even else widening)
+            yield all_to_all_traffic(own * copies, assignment, by_heads, count, purpose)
     if method.ring > 1:
-        around = axes if method.ulysses == 1 else axes[:-1]
-        there = own * wide * heads.degree * heads.key_heads_there / heads.key_heads
-        yield permute(there, around, task.times * _hops(task, layout), "keys and values going round")
+        ring_axes = axes if method.ulysses == 1 else axes[:-1]
+        passed = own * widening * heads.degree * heads.key_heads_after_duplication / heads.key_heads
+        yield permute_traffic(passed, ring_axes, count * _hops(task, assignment))
 
 
-def _heads(task: Task, layout: ShardingAssignment) -> HeadCut:
-    """Heads of one device, and how they are exchanged for positions."""
+def _float32_bytes(array: TracedArray, assignment: ShardingAssignment) -> float:
+    """Bytes per device of an activation, in float32."""
+    return assignment.bytes(array, assignment.compute) / array.itemsize * FLOAT32_BYTES
+
+
+def _head_sharding(task: Task, assignment: ShardingAssignment) -> HeadSharding:
+    """The heads of one device, and their division among the devices of a Ulysses group."""
     keys, scores = _keys(task), _scores(task)
-    others = _positions(task) | {*layout.activation_axes}
+    others = {*score_positions(scores), *assignment.activation_axes}
     local = {
-        name: size // mesh_size(layout.mesh, layout.compute.get(name, ()))
+        name: size // mesh_size(assignment.mesh, assignment.compute.get(name, ()))
         for name, size in scores.factors if name and name not in others
     }  # fmt: skip
-    in_keys = prod(size for name, size in local.items() if name in keys.axes)
-    return HeadCut(layout.attention.ulysses, in_keys, prod(local.values()) // in_keys)
+    key_heads = prod(size for name, size in local.items() if name in keys.axes)
+    return HeadSharding(assignment.attention.ulysses, key_heads, prod(local.values()) // key_heads)
 
 
-def _order(task: Task, layout: ShardingAssignment) -> SequenceLayout:
-    """Which positions each device has."""
-    method, positions = layout.attention, _positions(task)
-    length = max(size for name, size in _scores(task).factors if name in positions)
-    if method.strategy == UNCUT:
-        return SequenceLayout(length, max(mesh_size(layout.mesh, layout.compute.get(name, ())) for name in positions))
-    return method.order(length)
+def _sequence_layout(task: Task, assignment: ShardingAssignment) -> SequenceLayout:
+    """The positions of each device."""
+    method, scores = assignment.attention, _scores(task)
+    positions = score_positions(scores)
+    length = max(size for name, size in scores.factors if name in positions)
+    if method.strategy == Strategy.NONE:
+        return SequenceLayout(
+            length, max(mesh_size(assignment.mesh, assignment.compute.get(name, ())) for name in positions)
+        )
+    return method.sequence_layout(length)
 
 
-def _hops(task: Task, layout: ShardingAssignment) -> int:
-    """How often keys go on."""
-    order = _order(task, layout)
-    return len(hops(order, order, layout.pattern)) - 1
+def _hops(task: Task, assignment: ShardingAssignment) -> int:
+    """Number of times that keys pass to the next device of a ring."""
+    layout = _sequence_layout(task, assignment)
+    return len(ring_distances(layout, layout, assignment.pattern)) - 1
 
 
-def _is_of_keys(task: Task) -> bool:
-    """Whether it makes gradients of keys, or of values."""
-    return sums_queries(task.contracted, task.results[0])
-
-
-def _keys(task: Task) -> Array:
-    """Keys, or values, or gradients of either."""
-    arrays = task.results if _is_of_keys(task) else task.operands
+def _keys(task: Task) -> TracedArray:
+    """Keys or values, or the gradient of either, that `task` reads or computes."""
+    arrays = task.results if task.computes_kv_gradients else task.operands
     return [array for array in arrays if not is_scores(array)][-1]
 
 
-def _scores(task: Task) -> Array:
+def _scores(task: Task) -> TracedArray:
     return next(filter(is_scores, (*task.operands, *task.results)))
-
-
-def _positions(task: Task) -> set[str]:
-    """The names of positions."""
-    axes = _scores(task).axes
-    return {name for name in axes if name.endswith(SECOND) or name + SECOND in axes}

@@ -1,53 +1,143 @@
-"""What devices receive in collectives of one cause. Pure arithmetic."""
+"""Bytes that devices receive in the collectives of a step. Pure arithmetic."""
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes, mesh_size
+
+
+class Purpose(Enum):
+    """What a collective is for; the value is its text, with `{}` for the subject."""
+
+    WEIGHTS = "weights of {}"
+    WEIGHT_GRADIENTS = "gradient of {}"
+    PARTIAL_SUMS = "partial sums of {}"
+    GROUPED_RESULTS = "result of {}"
+    """Of a grouped matmul: the part of its result that another sharding needs."""
+    SUMS_OVER_DEVICES = "sums of {}"
+    LOOKUPS = "rows of {}"
+    LOOKUP_GRADIENTS = "gradient of the lookup"
+    FLATTENED_AXES = "{} resharded"
+    """Of a flattened dimension whose axes have another sharding than the axis that they are flattened into."""
+    REPLICATION = "replicated for {}"
+    ATTENTION_SUMS = "attention over a sharded axis"
+    KEYS_AND_VALUES = "keys and values of other positions"
+    KEY_AND_VALUE_GRADIENTS = "gradients of keys and values"
+    HEADS_TO_POSITIONS = "heads resharded to positions (all-to-all)"
+    RING = "keys and values passed around the ring"
+
+
+class Overlap(Enum):
+    """What computation a collective can run behind."""
+
+    NONE = auto()
+    """The task waits for it."""
+    INDEPENDENT = auto()
+    """It depends on no other task, and runs behind the part of the task's compute that compilers can overlap."""
+    RING_HOPS = auto()
+    """Each execution runs behind the attention to the keys of one hop; nothing is sent during the last one."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one cause in one step."""
+    """The executions of one collective in one step."""
 
-    kind: str
+    kind: CollectiveKind
     mesh_axes: MeshAxes
     bytes: float
-    """Received per device, over all executions."""
+    """Bytes received per device, over all executions of the step."""
     count: int
-    cause: str
+    """Number of executions per step."""
+    purpose: Purpose
+    subject: str = ""
+    """The parameter or named scope that it serves."""
+    overlap: Overlap = Overlap.NONE
+
+    @property
+    def cause(self) -> str:
+        """Text of the purpose and its subject."""
+        return self.purpose.value.format(self.subject)
 
 
-def all_gather(result_bytes: float, layout: ShardingAssignment, axes: MeshAxes, count: int, cause: str) -> Traffic:
-    """Every device gets the parts of the others; `result_bytes` is what it then has, per execution."""
-    if layout.sums_to_gather(axes):
-        return all_reduce(result_bytes, layout, axes, count, cause)
-    return _of_others("all-gather", result_bytes, layout, axes, count, cause)
+def all_gather_traffic(
+    result_bytes: float,
+    assignment: ShardingAssignment,
+    axes: MeshAxes,
+    count: int,
+    purpose: Purpose,
+    subject: str = "",
+    overlap: Overlap = Overlap.NONE,
+) -> Traffic:
+    """Return the traffic of an all-gather, or of the all-reduce that the compiler makes of it.
+
+    Args:
+        result_bytes: bytes on a device after the gather, per execution.
+        axes: mesh axes whose devices gather each other's shards.
+        count: executions per step.
+        purpose: what the collective is for.
+        subject: the parameter or named scope that it serves.
+        overlap: what computation it can run behind.
+    """
+    if assignment.compiles_all_gather_to_all_reduce(axes):
+        # an all-reduce is not an independent weight gather that the compiler overlaps, so `overlap` does not apply
+        return all_reduce_traffic(result_bytes, assignment, axes, count, purpose, subject)
+    size = _bytes_of_others(result_bytes, assignment, axes, count)
+    return Traffic(CollectiveKind.ALL_GATHER, axes, size, count, purpose, subject, overlap)
 
 
-def all_reduce(array_bytes: float, layout: ShardingAssignment, axes: MeshAxes, count: int, cause: str) -> Traffic:
-    """A reduce-scatter and an all-gather of `array_bytes`, per execution."""
-    return _of_others("all-reduce", 2 * array_bytes, layout, axes, count, cause)
+def all_reduce_traffic(
+    array_bytes: float, assignment: ShardingAssignment, axes: MeshAxes, count: int, purpose: Purpose, subject: str = ""
+) -> Traffic:
+    """Return the traffic of an all-reduce, which is a reduce-scatter and an all-gather of `array_bytes` per execution.
+
+    Other arguments as for `all_gather_traffic`.
+    """
+    size = _bytes_of_others(2 * array_bytes, assignment, axes, count)
+    return Traffic(CollectiveKind.ALL_REDUCE, axes, size, count, purpose, subject)
 
 
-def reduce_scatter(array_bytes: float, layout: ShardingAssignment, axes: MeshAxes, count: int, cause: str) -> Traffic:
-    """Every device gets the sum of its part of `array_bytes`, per execution; over the whole mesh, the sum of all."""
-    if layout.is_whole(axes):
-        return all_reduce(array_bytes, layout, axes, count, cause)
-    return _of_others("reduce-scatter", array_bytes, layout, axes, count, cause)
+def reduce_scatter_traffic(
+    array_bytes: float, assignment: ShardingAssignment, axes: MeshAxes, count: int, purpose: Purpose, subject: str = ""
+) -> Traffic:
+    """Return the traffic of a reduce-scatter, or over the whole mesh of the all-reduce that the compiler makes of it.
+
+    Every device receives the sum of its shard of `array_bytes` per execution. Other arguments as for
+    `all_gather_traffic`.
+    """
+    if assignment.spans_mesh(axes):
+        return all_reduce_traffic(array_bytes, assignment, axes, count, purpose, subject)
+    size = _bytes_of_others(array_bytes, assignment, axes, count)
+    return Traffic(CollectiveKind.REDUCE_SCATTER, axes, size, count, purpose, subject)
 
 
-def all_to_all(array_bytes: float, layout: ShardingAssignment, axes: MeshAxes, count: int, cause: str) -> Traffic:
-    """Every device sends a part of its `array_bytes` to every other, per execution."""
-    return _of_others("all-to-all", array_bytes, layout, axes, count, cause)
+def all_to_all_traffic(
+    array_bytes: float, assignment: ShardingAssignment, axes: MeshAxes, count: int, purpose: Purpose, subject: str = ""
+) -> Traffic:
+    """Return the traffic of an all-to-all: every device sends an equal part of its `array_bytes` to every other.
+
+    `array_bytes` are per execution; other arguments as for `all_gather_traffic`.
+    """
+    size = _bytes_of_others(array_bytes, assignment, axes, count)
+    return Traffic(CollectiveKind.ALL_TO_ALL, axes, size, count, purpose, subject)
 
 
-def permute(array_bytes: float, axes: MeshAxes, count: int, cause: str) -> Traffic:
-    """Every device gets `array_bytes` of another, per execution."""
-    return Traffic("collective-permute", axes, count * array_bytes, count, cause)
+def permute_traffic(array_bytes: float, axes: MeshAxes, count: int) -> Traffic:
+    """Return the traffic of ring attention: each device receives `array_bytes` from its neighbour, per execution.
+
+    Args:
+        axes: mesh axes whose devices make up the ring.
+        count: executions per step.
+    """
+    kind, overlap = CollectiveKind.COLLECTIVE_PERMUTE, Overlap.RING_HOPS
+    return Traffic(kind, axes, count * array_bytes, count, Purpose.RING, overlap=overlap)
 
 
-def _of_others(kind: str, size: float, layout: ShardingAssignment, axes: MeshAxes, count: int, cause: str) -> Traffic:
-    """All of `size` but a device's own part is received."""
-    n = mesh_size(layout.mesh, axes)
-    return Traffic(kind, axes, count * size * (n - 1) / n, count, cause)
+def _bytes_of_others(size: float, assignment: ShardingAssignment, axes: MeshAxes, count: int) -> float:
+    """Bytes that a device receives in `count` executions.
+
+    For each it needs `size` bytes, and holds an equal part of them like all others along `axes`.
+    """
+    n = mesh_size(assignment.mesh, axes)
+    return count * size * (n - 1) / n

@@ -1,238 +1,279 @@
-"""What a mapping makes of a task: the share of one device, and the collectives that the partitioner must add.
+"""The cost of one task on one device, with the collectives that the GSPMD partitioner adds.
 
-The rules are those of GSPMD (https://arxiv.org/abs/2105.04663): a value is cut by the mesh axes that its logical axes
-are mapped to; contracting a cut axis leaves partial sums, to be added up; a parameter that rests in more parts than it
-is used in is gathered, and its gradient is scattered back.
+The rules are those of GSPMD (https://arxiv.org/abs/2105.04663): an array is sharded by the mesh axes that its logical
+axes are mapped to; contracting a sharded axis leaves partial sums, to be added up; a parameter whose stored sharding
+has more shards than its compute sharding is gathered, and its gradient is scattered back.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shardplan.cost import attention
-from shardplan.cost.collectives import Traffic, all_gather, all_reduce, all_to_all, reduce_scatter
-from shardplan.cost.lookup import lookup
-from shardplan.cost.matmul import NO_PRODUCT, Product, product
-from shardplan.cost.sharding import Gather, ShardingAssignment
+from shardplan.cost.collectives import (
+    Overlap,
+    Purpose,
+    Traffic,
+    all_gather_traffic,
+    all_reduce_traffic,
+    all_to_all_traffic,
+    reduce_scatter_traffic,
+)
+from shardplan.cost.matmul import NO_MATMUL, Matmul, local_matmul
+from shardplan.cost.partitioned_lookup import partition_lookup
+from shardplan.cost.sharding import ShardingAssignment, WeightGather
 from shardplan.plan.mapping import MeshAxes, mesh_size
-from shardplan.program.fusion import is_scores
-from shardplan.program.named_arrays import Array
-from shardplan.program.tasks import Task
-
-GATHER = "weights of"
-"""How the causes of gathers of parameters begin."""
+from shardplan.program.named_arrays import TracedArray, is_scores
+from shardplan.program.tasks import Task, TaskKind
 
 
 @dataclass(frozen=True)
 class DeviceCost:
-    """What one device has of a task, over all its executions."""
+    """The work of one device for a task, over all its executions."""
 
-    product: Product
+    matmul: Matmul
     memory_bytes: float
-    """Read from and written to HBM."""
+    """Bytes read from and written to HBM."""
     traffic: tuple[Traffic, ...]
-    rearranged_bytes: float = 0.0
-    """Of parameters that a gather does not leave in order: along several dimensions at once, or written as a sum."""
-    own_bytes: float = 0.0
-    """Of parameters that are gathered, the parts that the device has itself and copies into what it gathers."""
-    merged_bytes: float = 0.0
-    """Of attention: read and written to add up what the hops of a ring give."""
+    reordered_weight_bytes: float = 0.0
+    """Bytes of parameters that a gather leaves out of order: along several dimensions at once, or as an all-reduce."""
+    local_weight_bytes: float = 0.0
+    """Bytes of the device's own shards of gathered parameters, which it copies into the gathered arrays."""
+    ring_merge_bytes: float = 0.0
+    """Of attention: bytes read and written to merge the outputs of the hops of a ring."""
     has_kernel: bool = False
-    """Of attention: whether one kernel does it, on each device alone, and never writes scores."""
-    unmasked: float = 1.0
+    """Of attention: whether a kernel computes it, on each device alone, and never writes scores to memory."""
+    unmasked_fraction: float = 1.0
     """Of attention: the part of its scores that the mask leaves to the device with most of them."""
 
 
-def device_cost(task: Task, layout: ShardingAssignment, least: DeviceCost | None = None) -> DeviceCost:
-    """One device's part of `task`.
+def device_cost(task: Task, assignment: ShardingAssignment, lower_bound: DeviceCost | None = None) -> DeviceCost:
+    """The cost of `task` on one device.
 
     Args:
-        least: `device_cost_lower_bound` of a layout that differs in how parameters rest, where it is known already.
+        lower_bound: the `device_cost_lower_bound` of an assignment that differs in `params` only, if already known.
     """
-    least = least or device_cost_lower_bound(task, layout)
-    if task.kind not in RESTING:
-        return least
-    gathers = [(array, gather) for array in task.operands if (gather := gather_of(array, task, layout))]
+    lower_bound = lower_bound or device_cost_lower_bound(task, assignment)
+    rule = PARAM_COLLECTIVES[task.kind]
+    if rule is None:
+        return lower_bound
+    gathers = [(array, gather) for array in task.operands if (gather := gather_of(array, task, assignment))]
     # each copy is written and read again
-    rearranged = task.times * sum(gather.bytes for _, gather in gathers if gather.copies > 1)
-    own = task.times * sum(layout.bytes(array, layout.params) for array, _ in gathers)
-    traffic = (*least.traffic, *_sent(RESTING[task.kind](task, layout)))
-    mine = product(task, layout) if task.groups > 1 else least.product
-    return replace(least, product=mine, rearranged_bytes=rearranged, own_bytes=own, traffic=traffic)
+    reordered = task.executions * sum(gather.bytes for _, gather in gathers if gather.copies > 1)
+    local = task.executions * sum(assignment.bytes(array, assignment.params) for array, _ in gathers)
+    traffic = (*lower_bound.traffic, *_nonempty(rule(task, assignment)))
+    matmul = local_matmul(task, assignment) if task.groups > 1 else lower_bound.matmul
+    return replace(
+        lower_bound, matmul=matmul, reordered_weight_bytes=reordered, local_weight_bytes=local, traffic=traffic
+    )
 
 
-def device_cost_lower_bound(task: Task, layout: ShardingAssignment) -> DeviceCost:
-    """What a device has of `task` at least, however parameters rest."""
+def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> DeviceCost:
+    """The least cost of `task` on one device, for the compute mapping and any mapping of parameters."""
     moved = sum(
-        layout.bytes(array, layout.compute) for array in (*task.operands, *task.results) if not is_scores(array)
+        assignment.bytes(array, assignment.compute) for array in (*task.operands, *task.results) if not is_scores(array)
     )
-    traffic = _sent(COMPUTING[task.kind](task, layout)) if task.kind in COMPUTING else ()
-    if task.kind not in ("contraction", "attention"):
-        return DeviceCost(NO_PRODUCT, task.times * moved, traffic)
-    if task.groups > 1:  # what is computed follows from how the parameters rest, cut by all devices at best
-        whole = product(task, replace(layout, params={}))
-        mine = replace(whole, count=whole.count / math.prod(layout.mesh.values()))
+    rule = COMPUTE_COLLECTIVES[task.kind]
+    traffic = _nonempty(rule(task, assignment)) if rule else ()
+    if task.kind not in (TaskKind.CONTRACTION, TaskKind.ATTENTION):
+        return DeviceCost(NO_MATMUL, task.executions * moved, traffic)
+    if task.groups > 1:  # the stored sharding of the parameters decides; at best it divides the work by all devices
+        everything = local_matmul(task, replace(assignment, params={}))
+        matmul = replace(everything, count=everything.count / math.prod(assignment.mesh.values()))
     else:
-        mine = product(task, layout)
-    if task.kind == "contraction":
-        return DeviceCost(mine, task.times * moved, traffic)
-    is_kernel = attention.has_kernel(task, layout)
+        matmul = local_matmul(task, assignment)
+    if task.kind == TaskKind.CONTRACTION:
+        return DeviceCost(matmul, task.executions * moved, traffic)
+    has_kernel = attention.has_kernel(task, assignment)
     return DeviceCost(
-        mine,
-        task.times * (moved if is_kernel else moved + attention.score_bytes(task, layout)),
+        matmul,
+        task.executions * (moved if has_kernel else moved + attention.score_bytes(task, assignment)),
         traffic,
-        merged_bytes=attention.merged_bytes(task, layout),
-        has_kernel=is_kernel,
-        unmasked=attention.unmasked(task, layout),
+        ring_merge_bytes=attention.ring_merge_bytes(task, assignment),
+        has_kernel=has_kernel,
+        unmasked_fraction=attention.unmasked_fraction(task, assignment),
     )
 
 
-def _sent(traffic: Iterator[Traffic]) -> tuple[Traffic, ...]:
+def _nonempty(traffic: Iterator[Traffic]) -> tuple[Traffic, ...]:
     return tuple(each for each in traffic if each.bytes > 0)
 
 
-def weight_bytes(task: Task, layout: ShardingAssignment) -> float:
-    """Of the parameters that a product is the first to use, on a device while computing, over all executions."""
-    if task.kind != "contraction" or task.groups > 1:
+def weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
+    """Bytes per device, in the compute sharding, of the parameters that a matmul uses first, over all executions."""
+    if task.kind != TaskKind.CONTRACTION or task.groups > 1:
         return 0.0
-    return task.times * sum(
-        layout.bytes(array, layout.compute) for array in task.operands if array.weight in task.fresh
+    return task.executions * sum(
+        assignment.bytes(array, assignment.compute)
+        for array in task.operands
+        if array.weight in task.first_used_weights
     )
 
 
-def gather_of(array: Array, task: Task, layout: ShardingAssignment) -> Gather | None:
-    """How an operand is gathered here, where it is a parameter that is neither used as it rests nor there already."""
-    is_new = array.weight is not None and array.weight in task.fresh and task.groups == 1
-    return layout.gather(array) if is_new else None
+def gather_of(array: TracedArray, task: Task, assignment: ShardingAssignment) -> WeightGather | None:
+    """The gather of an operand for `task`; None unless it is a parameter that is gathered and used here first."""
+    is_new = array.weight is not None and array.weight in task.first_used_weights and task.groups == 1
+    return assignment.weight_gather(array) if is_new else None
 
 
-def _grouped(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
-    """A product with a matrix for every group of rows (experts): rows are whole, and parameters used as they rest."""
+def _grouped_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the traffic of a grouped matmul (experts), of unsharded rows and of parameters in their stored sharding."""
     if all(array.weight is None for array in task.operands):
-        return  # the gradient of the parameters, each device its part
+        return  # the gradient of the parameters: each device computes its shard
     result = task.results[0]
-    partial = layout.mesh_axes(task.contracted, layout.params)
+    partial = assignment.mesh_axes(task.contracted, assignment.params)
     if partial:
-        size = layout.bytes(result, layout.params)
-        yield all_reduce(size, layout, partial, task.times, f"partial sums of {task.cause}")
-    used = layout.mesh_axes(result.factors)
-    spread = tuple(axis for axis in layout.mesh_axes(result.factors, layout.params) if axis not in used)
-    if spread and not task.stays_cut:
-        yield all_gather(layout.bytes(result, layout.compute), layout, spread, task.times, f"result of {task.cause}")
+        size = assignment.bytes(result, assignment.params)
+        yield all_reduce_traffic(size, assignment, partial, task.executions, Purpose.PARTIAL_SUMS, task.label)
+    used = assignment.mesh_axes(result.factors)
+    gathered = tuple(axis for axis in assignment.mesh_axes(result.factors, assignment.params) if axis not in used)
+    if gathered and not task.feeds_only_grouped_matmuls:
+        size = assignment.bytes(result, assignment.compute)
+        yield all_gather_traffic(size, assignment, gathered, task.executions, Purpose.GROUPED_RESULTS, task.label)
 
 
-def _sum(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
-    """The gradient of what a shard_map takes whole: every device has a part of the sum."""
-    everywhere = tuple(axis for axis, size in layout.mesh.items() if size > 1)
+def _psum_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the all-reduce of the gradient of an operand that a shard_map takes replicated; all devices have a part."""
+    everywhere = tuple(axis for axis, size in assignment.mesh.items() if size > 1)
     if everywhere:
-        size = sum(layout.bytes(array, layout.compute) for array in task.results)
-        yield all_reduce(size, layout, everywhere, task.times, f"sums of {task.cause}")
+        size = sum(assignment.bytes(array, assignment.compute) for array in task.results)
+        yield all_reduce_traffic(size, assignment, everywhere, task.executions, Purpose.SUMS_OVER_DEVICES, task.label)
 
 
-def _contraction(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
+def _matmul_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the traffic of a matmul's activations: resharded operands, and partial sums; none of a grouped matmul."""
     if task.groups > 1:
         return
     for operand in task.operands:
         if operand.weight is None:
-            yield from _flattened(task, operand, layout)
-    partial, result = _partial(task, layout), task.results[0]
-    if partial and not layout.rests(result):
-        size = layout.bytes(result, layout.compute)
-        yield all_reduce(size, layout, partial, task.times, f"partial sums of {task.cause}")
+            yield from _flattened_operand_traffic(task, operand, assignment)
+    partial, result = _partial_sum_axes(task, assignment), task.results[0]
+    if partial and not assignment.is_stored_like_a_parameter(result):
+        size = assignment.bytes(result, assignment.compute)
+        yield all_reduce_traffic(size, assignment, partial, task.executions, Purpose.PARTIAL_SUMS, task.label)
 
 
-def _parameters(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
-    """Parameters of a product, and what becomes a gradient."""
+def _parameter_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the traffic of a matmul's parameters: gathered ones, and partial sums of a gradient of a parameter."""
     if task.groups > 1:
-        yield from _grouped(task, layout)
+        yield from _grouped_matmul_traffic(task, assignment)
         return
-    result = task.results[0]
+    result, count = task.results[0], task.executions
     for operand in task.operands:
-        gather = gather_of(operand, task, layout)
+        gather = gather_of(operand, task, assignment)
         if gather:
-            yield all_gather(gather.bytes, layout, gather.axes, task.times, f"{GATHER} {operand.weight}")
-    partial = _partial(task, layout)
-    if not partial or not layout.rests(result):
+            subject = str(operand.weight)
+            yield all_gather_traffic(
+                gather.bytes, assignment, gather.axes, count, Purpose.WEIGHTS, subject, Overlap.INDEPENDENT
+            )
+    partial = _partial_sum_axes(task, assignment)
+    if not partial or not assignment.is_stored_like_a_parameter(result):
         return
-    # each device needs its part of what rests cut, and all of what does not
-    size = layout.bytes(result, layout.compute)
-    resting = layout.mesh_axes(result.factors, layout.params)
-    scattered = tuple(axis for axis in partial if axis in resting)
-    summed = tuple(axis for axis in partial if axis not in resting)
-    cause = f"gradient of {task.cause}"
+    # each device needs its shard of a gradient along the mesh axes that shard it, and the sum along all others
+    size = assignment.bytes(result, assignment.compute)
+    stored = assignment.mesh_axes(result.factors, assignment.params)
+    scattered = tuple(axis for axis in partial if axis in stored)
+    summed = tuple(axis for axis in partial if axis not in stored)
     if scattered:
-        yield reduce_scatter(size, layout, scattered, task.times, cause)
+        yield reduce_scatter_traffic(size, assignment, scattered, count, Purpose.WEIGHT_GRADIENTS, task.label)
     if summed:
-        yield all_reduce(size / mesh_size(layout.mesh, scattered), layout, summed, task.times, cause)
+        part = size / mesh_size(assignment.mesh, scattered)
+        yield all_reduce_traffic(part, assignment, summed, count, Purpose.WEIGHT_GRADIENTS, task.label)
 
 
-def _partial(task: Task, layout: ShardingAssignment) -> MeshAxes:
-    """Mesh axes along which devices have partial sums of a result, to be added up here."""
-    return layout.mesh_axes(task.contracted) if task.completes else ()
+def _partial_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
+    """Mesh axes along which devices have partial sums of a result, to be added up in this task."""
+    return assignment.mesh_axes(task.contracted) if task.reduces_partial_sums else ()
 
 
-def _flattened(task: Task, operand: Array, layout: ShardingAssignment) -> Iterator[Traffic]:
-    """An operand with merged axes: a cut of the major one stays in place where the whole is cut alike."""
+def _flattened_operand_traffic(task: Task, operand: TracedArray, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the gather of each flattened dimension of an operand, unless major and flattened axis are sharded alike."""
     for dim in operand.dims:
-        whole = next((name for name, parts in layout.merged.items() if parts == dim), None)
-        if whole is None or (whole, math.prod(size for _, size in dim)) not in task.contracted:
+        flat = next((name for name, parts in assignment.merged_axes.items() if parts == dim), None)
+        if flat is None or (flat, math.prod(size for _, size in dim)) not in task.contracted:
             continue
-        cut = layout.mesh_axes(dim)
-        if cut and not layout.mesh_axes(dim[:1]) == cut == layout.compute.get(whole, ()):
-            size = layout.bytes(operand, {**layout.compute, **dict.fromkeys((name for name, _ in dim if name), ())})
-            yield all_gather(size, layout, cut, task.times, f"{whole} of {task.cause} cut differently before")
+        axes = assignment.mesh_axes(dim)
+        if axes and not assignment.mesh_axes(dim[:1]) == axes == assignment.compute.get(flat, ()):
+            unsharded = {**assignment.compute, **dict.fromkeys((name for name, _ in dim if name), ())}
+            size, subject = assignment.bytes(operand, unsharded), f"{flat} of {task.label}"
+            yield all_gather_traffic(size, assignment, axes, task.executions, Purpose.FLATTENED_AXES, subject)
 
 
-def _lookup(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
-    """A lookup in a cut table."""
+def _lookup_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the traffic of a lookup in a sharded parameter; no traffic for other tables."""
     table, result = task.operands[0], task.results[0]
     if table.weight is None:
         return
-    way, cause = lookup(table, result, layout), f"rows of {table.weight}"
-    if way.gathered:
-        yield all_gather(way.table, layout, way.gathered, task.times, cause)
-    if way.rows:
-        yield all_reduce(way.found, layout, way.rows, task.times, cause)
-    if way.shared:
-        yield all_gather(way.together, layout, way.shared, task.times, cause)
-    if way.by_turning:
-        yield all_to_all(way.together, layout, way.columns, task.times, cause)
-    elif way.columns:
-        yield all_gather(way.turned, layout, way.columns, task.times, cause)
+    steps, count = partition_lookup(table, result, assignment), task.executions
+    purpose, subject = Purpose.LOOKUPS, table.weight
+    if steps.table_gather_axes:
+        yield all_gather_traffic(
+            steps.gathered_table_bytes, assignment, steps.table_gather_axes, count, purpose, subject
+        )
+    if steps.row_axes:
+        yield all_reduce_traffic(steps.local_result_bytes, assignment, steps.row_axes, count, purpose, subject)
+    if steps.token_gather_axes:
+        yield all_gather_traffic(steps.token_gather_bytes, assignment, steps.token_gather_axes, count, purpose, subject)
+    if steps.uses_all_to_all:
+        yield all_to_all_traffic(steps.token_gather_bytes, assignment, steps.column_axes, count, purpose, subject)
+    elif steps.column_axes:
+        yield all_gather_traffic(steps.all_columns_bytes, assignment, steps.column_axes, count, purpose, subject)
 
 
-def _update(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
-    """The gradient of a lookup."""
+def _scatter_add_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the traffic of the gradient of a lookup in a parameter; no traffic for other tables."""
     result, rows = task.results[0], task.operands[-1]
-    if not layout.rests(result):
+    if not assignment.is_stored_like_a_parameter(result):
         return
-    busy = layout.mesh_axes(tuple(f for f in rows.factors if f[0] not in result.axes))
-    columns = layout.mesh_axes(tuple(f for f in result.factors if f[0] in rows.axes), layout.params)
-    table_rows = layout.mesh_axes(tuple(f for f in result.factors if f[0] not in rows.axes), layout.params)
-    size = layout.bytes(rows, layout.compute)
-    turned = tuple(axis for axis in busy if axis in columns)
-    spread = tuple(axis for axis in busy if axis in table_rows)
-    summed = tuple(axis for axis in busy if axis not in (*turned, *spread))
-    cause = "gradient of the lookup"
-    if turned:
-        yield all_to_all(size, layout, turned, task.times, cause)
-    if spread:
-        yield all_gather(size * mesh_size(layout.mesh, spread), layout, spread, task.times, cause)
+    token_axes = assignment.mesh_axes(tuple(f for f in rows.factors if f[0] not in result.axes))
+    columns = assignment.mesh_axes(tuple(f for f in result.factors if f[0] in rows.axes), assignment.params)
+    table_rows = assignment.mesh_axes(tuple(f for f in result.factors if f[0] not in rows.axes), assignment.params)
+    size, count, purpose = assignment.bytes(rows, assignment.compute), task.executions, Purpose.LOOKUP_GRADIENTS
+    resharded = tuple(axis for axis in token_axes if axis in columns)
+    gathered = tuple(axis for axis in token_axes if axis in table_rows)
+    summed = tuple(axis for axis in token_axes if axis not in (*resharded, *gathered))
+    if resharded:
+        yield all_to_all_traffic(size, assignment, resharded, count, purpose)
+    if gathered:
+        yield all_gather_traffic(size * mesh_size(assignment.mesh, gathered), assignment, gathered, count, purpose)
     if summed:
-        yield all_reduce(layout.bytes(result), layout, summed, task.times, cause)
+        yield all_reduce_traffic(assignment.bytes(result), assignment, summed, count, purpose)
 
 
-def _reshard(task: Task, layout: ShardingAssignment) -> Iterator[Traffic]:
-    """What was cut and is whole from here on."""
+def _reshard_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the gather of an array that is sharded before a shard_map begins or ends, and replicated after it."""
     before, after = task.operands[0], task.results[0]
-    kept = {axis for axes in layout.cut(after, layout.compute) for axis in axes}
-    # of merged axes a cut of the minor one does not even reach the merged one
-    lost = tuple(axis for axis in layout.mesh_axes(before.factors) if axis not in kept)
-    if lost:
-        yield all_gather(layout.bytes(after, layout.compute), layout, lost, task.times, f"whole for {task.cause}")
+    kept = {axis for axes in assignment.dimension_mesh_axes(after, assignment.compute) for axis in axes}
+    # of a flattened dimension, the sharding of its minor axis does not even reach the flattened one
+    gathered = tuple(axis for axis in assignment.mesh_axes(before.factors) if axis not in kept)
+    if gathered:
+        size = assignment.bytes(after, assignment.compute)
+        yield all_gather_traffic(size, assignment, gathered, task.executions, Purpose.REPLICATION, task.label)
 
 
-COMPUTING = {"contraction": _contraction, "attention": attention.collectives, "reshard": _reshard, "sum": _sum}
-"""Kind of task -> its collectives that follow from the mapping while computing."""
-RESTING = {"contraction": _parameters, "lookup": _lookup, "update": _update}
-"""Kind of task -> those that follow from how parameters rest too."""
+CollectiveRule = Callable[[Task, ShardingAssignment], Iterator[Traffic]]
+COMPUTE_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
+    TaskKind.CONTRACTION: _matmul_traffic,
+    TaskKind.ATTENTION: attention.attention_traffic,
+    TaskKind.LOOKUP: None,
+    TaskKind.SCATTER_ADD: None,
+    TaskKind.RESHARD: _reshard_traffic,
+    TaskKind.PSUM: _psum_traffic,
+    TaskKind.ELEMENTWISE: None,
+}
+"""Kind of task -> its collectives that follow from the compute mapping alone."""
+PARAM_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
+    TaskKind.CONTRACTION: _parameter_matmul_traffic,
+    TaskKind.ATTENTION: None,
+    TaskKind.LOOKUP: _lookup_traffic,
+    TaskKind.SCATTER_ADD: _scatter_add_traffic,
+    TaskKind.RESHARD: None,
+    TaskKind.PSUM: None,
+    TaskKind.ELEMENTWISE: None,
+}
+"""Kind of task -> its collectives that depend on the mapping of parameters too; None where its cost does not."""
+
+
+def depends_on_params(task: Task) -> bool:
+    """Whether the cost of `task` depends on the stored sharding of parameters."""
+    return PARAM_COLLECTIVES[task.kind] is not None

@@ -1,4 +1,4 @@
-"""Products of matrices: the part of one device, and what a matrix unit has to do for it."""
+"""Matmuls: the part of one device, and the FLOPs of its matrix unit with padding."""
 
 import math
 from dataclasses import dataclass
@@ -8,48 +8,46 @@ from shardplan.plan.mapping import mesh_size
 from shardplan.program.tasks import Task
 
 SUBLANES, LANES = 8, 128
-"""Numbers that registers hold of two dimensions: products of less take as long."""
+"""Size of a vector register, in two dimensions: matmuls are padded to multiples of it."""
 
 
 @dataclass(frozen=True)
-class Product:
-    """What one device has of a product of matrices, [rows, inner] x [inner, columns], over all executions."""
+class Matmul:
+    """The matmuls [rows, inner] x [inner, columns] of one device, over all executions of a task."""
 
     count: float
-    """Products, each done by itself."""
+    """Number of independent matmuls."""
     rows: float
     inner: float
     columns: float
 
     @property
     def flops(self) -> float:
-        """What the product needs."""
+        """FLOPs without padding."""
         return 2 * self.count * self.rows * self.inner * self.columns
 
     @property
-    def filled_flops(self) -> float:
-        """What the matrix unit does: it holds tiles of one matrix, whole, and the rows of the other stream through."""
+    def padded_flops(self) -> float:
+        """FLOPs of the matrix unit, which holds full tiles of one matrix and streams the rows of the other."""
         rows, inner, columns = map(math.ceil, (self.rows, self.inner, self.columns))
-        streamed = min(
-            _filled(rows, SUBLANES) * _filled(columns, LANES), _filled(columns, SUBLANES) * _filled(rows, LANES)
-        )
-        return 2 * self.count * _filled(inner, LANES) * streamed
+        streamed = min(_pad(rows, SUBLANES) * _pad(columns, LANES), _pad(columns, SUBLANES) * _pad(rows, LANES))
+        return 2 * self.count * _pad(inner, LANES) * streamed
 
 
-def _filled(size: int, unit: int) -> int:
+def _pad(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-NO_PRODUCT = Product(0.0, 0.0, 0.0, 0.0)
+NO_MATMUL = Matmul(0.0, 0.0, 0.0, 0.0)
 
 
-def product(task: Task, layout: ShardingAssignment) -> Product:
-    """One device's part of the product that `task` is."""
-    mapping = layout.params if task.groups > 1 else layout.compute
+def local_matmul(task: Task, assignment: ShardingAssignment) -> Matmul:
+    """One device's part of the matmul that `task` is."""
+    mapping = assignment.params if task.groups > 1 else assignment.compute
     used: set[str] = set()
     local = []
-    for size, factors in task.extents:
-        axes = [axis for axis in layout.mesh_axes(factors, mapping) if axis not in used]
+    for size, factors in task.matmul_extents:
+        axes = [axis for axis in assignment.mesh_axes(factors, mapping) if axis not in used]
         used.update(axes)
-        local.append(size / mesh_size(layout.mesh, axes))
-    return Product(task.times * local[0], rows=local[2], inner=local[1], columns=local[3])
+        local.append(size / mesh_size(assignment.mesh, axes))
+    return Matmul(task.executions * local[0], rows=local[2], inner=local[1], columns=local[3])

@@ -1,26 +1,45 @@
-"""Bytes per device of a step under a mapping, by part: what rests, and the largest point of the traced program. Pure.
+"""Bytes per device of a step under a mapping, by part: stored arrays, and the largest point of the program. Pure.
 
-Nothing is measured here; the rules of what is written to memory are those of `shardplan.program.tasks`, and were
+Nothing is measured here. The rules of what is written to memory are those of `shardplan.program.walk`, and were
 compared with the TPU compiler's peaks (scripts/bench_planner.py).
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import assert_never
 
-from shardplan.cost.attention import FLOAT32, extra_attention_bytes
-from shardplan.cost.lookup import lookup
+from shardplan.cost.attention import FLOAT32_BYTES, extra_attention_bytes
+from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.program.named_arrays import SECOND, Array
-from shardplan.program.tasks import LiveBuffer, Step
+from shardplan.program.live_buffers import BufferRole, LiveBuffer
+from shardplan.program.named_arrays import TracedArray, score_positions
+from shardplan.program.tasks import Step
 
 FLASH_BLOCK = 1024
-"""Side of the block of attention scores that Levanter's flash attention keeps where there is no kernel, tokens."""
+"""Side of the block of attention scores that Levanter's flash attention computes without a kernel, in tokens."""
+ROLES_THAT_MAY_BE_STORED = {BufferRole.FLOAT32_RESULT, BufferRole.FLOAT32_SUMMAND, BufferRole.SLICED_ROWS}
+"""Roles whose arrays are activations, and may have the sharding of stored parameters nevertheless."""
+ATTENTION_ROLES = {BufferRole.KEYS_OR_VALUES, BufferRole.KEYS_OR_VALUES_GRADIENT}
+"""Roles whose bytes depend on the strategy of attention."""
+
+
+class MemoryPart(StrEnum):
+    """The fields of `Memory`."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    CAST_PARAMETERS = "cast_parameters"
+    GATHERED_WEIGHTS = "gathered_weights"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per device; `peak` is the sum of the parts, all alive at the largest point."""
+    """Bytes per device at the largest point; `peak` is the sum of the parts, which are all live at that point."""
 
     parameters: float = 0.0
     optimizer: float = 0.0
@@ -32,93 +51,130 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """All parts together."""
+        """Bytes of all parts together."""
         return sum(vars(self).values())
 
 
+def estimate_memory(step: Step, assignment: ShardingAssignment) -> Memory:
+    """The bytes per device at the largest point of the program, by part."""
+    stored = _bytes_by_part(stored_buffers(step), step, assignment)
+    points = [_bytes_by_part(point, step, assignment) for point in step.points]
+    return Memory(**stored, **max(points, key=lambda parts: sum(parts.values())))
+
+
 def stored_buffers(step: Step) -> Iterator[LiveBuffer]:
-    """What is in memory at every point."""
-    yield from (LiveBuffer("parameter", array) for array in step.parameters)
-    yield from (LiveBuffer("state", array) for array in step.state)
+    """The buffers that are live at every point: parameters and optimizer state."""
+    yield from (LiveBuffer(BufferRole.PARAMETER, array) for array in step.parameters)
+    yield from (LiveBuffer(BufferRole.OPTIMIZER_STATE, array) for array in step.optimizer_state)
 
 
-def buffer_bytes(item: LiveBuffer, layout: ShardingAssignment) -> float:
-    """Bytes on one device."""
-    array = item.array
-    if item.role in ("gathered", "early"):
-        gather = layout.gather(array) if item.role == "gathered" or layout.quirks.gathers_early else None
-        if gather is None or (item.role == "early" and gather.copies > 1):
-            return 0.0
-        return gather.copies * gather.bytes
-    if item.role == "whole":
-        is_scattered = layout.rests(array) and layout.parts(array) > layout.parts(array, layout.compute)
-        return layout.bytes(array, layout.compute) if is_scattered else 0.0
-    if item.role == "found":
-        way = lookup(item.tables[0], array, layout)
-        own = layout.bytes(array)
-        return way.table + (way.largest if way.largest > 2 * own else 0.0)
-    if item.role == "copied":
-        return layout.bytes(array) if layout.quirks.copies_stacks else 0.0
-    if item.role in ("wide", "summand") and _is_converted(array, layout):
-        return layout.bytes(array, layout.params) * FLOAT32 / array.itemsize
-    if item.role == "wide":
-        return 0.0
-    if item.role == "scores":
-        return _score_block(array, layout) if layout.quirks.plain_attention else 0.0
-    if item.role in ATTENDING:
-        return extra_attention_bytes(item, layout)
-    if item.role in LATE and layout.quirks.frees_rows == (item.role == "lingering"):
-        return 0.0
-    if item.role == "sliced":
-        return layout.bytes(array, layout.params) if layout.parts(array, layout.params) > layout.parts(array) else 0.0
-    return layout.bytes(array, layout.params if item.stays_cut else None)
+def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a live buffer on one device; 0 where the compiler or the sharding needs none."""
+    array, role, quirks = buffer.array, buffer.role, assignment.quirks
+    match role:
+        case BufferRole.PARAMETER | BufferRole.OPTIMIZER_STATE:
+            return assignment.bytes(array)
+        case BufferRole.LIVE:
+            return _live_bytes(buffer, assignment)
+        case BufferRole.GATHERED_WEIGHT:
+            gather = assignment.weight_gather(array)
+            return gather.copies * gather.bytes if gather else 0.0
+        case BufferRole.PREFETCHED_WEIGHT:
+            gather = assignment.weight_gather(array) if quirks.gathers_early else None
+            return gather.bytes if gather and gather.copies == 1 else 0.0
+        case BufferRole.UNSCATTERED_RESULT:
+            is_stored = assignment.is_stored_like_a_parameter(array)
+            is_scattered = is_stored and assignment.num_shards(array) > assignment.num_shards(array, assignment.compute)
+            return assignment.bytes(array, assignment.compute) if is_scattered else 0.0
+        case BufferRole.FLOAT32_RESULT:
+            return _float32_row_bytes(array, assignment) if _is_written_in_float32(array, assignment) else 0.0
+        case BufferRole.FLOAT32_SUMMAND:
+            is_wide = _is_written_in_float32(array, assignment)
+            return _float32_row_bytes(array, assignment) if is_wide else _live_bytes(buffer, assignment)
+        case BufferRole.UNFREED_ROWS:
+            return 0.0 if quirks.frees_rows else _live_bytes(buffer, assignment)
+        case BufferRole.SLICED_ROWS:
+            is_sliced = assignment.num_shards(array, assignment.params) > assignment.num_shards(array)
+            return assignment.bytes(array, assignment.params) if quirks.frees_rows and is_sliced else 0.0
+        case BufferRole.ROUTED_TOKENS:
+            return _live_bytes(buffer, assignment) if quirks.frees_rows else 0.0
+        case BufferRole.LOOKUP_RESULT:
+            steps = partition_lookup(buffer.related_arrays[0], array, assignment)
+            transient = steps.max_transient_bytes
+            return steps.gathered_table_bytes + (transient if transient > 2 * assignment.bytes(array) else 0.0)
+        case BufferRole.COPIED_STACK:
+            return assignment.bytes(array) if quirks.copies_stacks else 0.0
+        case BufferRole.KEYS_OR_VALUES | BufferRole.KEYS_OR_VALUES_GRADIENT:
+            return extra_attention_bytes(buffer, assignment)
+        case BufferRole.SCORES:
+            return _score_block_bytes(array, assignment) if quirks.plain_attention else 0.0
+        case _:
+            assert_never(role)
 
 
-CUT_AS_RESTING = ("wide", "summand", "sliced")
-"""Roles of what may be cut as parameters rest, though it is none."""
-ATTENDING = ("keys", "keys_gradient")
-"""Roles of what depends on how attention is done."""
-LATE = ("lingering", "sliced", "looked_up")
-"""Roles of what stays for the gradients of experts: the first where rows are not freed, the others where they are."""
+def _live_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes per device of a value between tasks; between grouped matmuls it has the sharding of their parameters."""
+    return assignment.bytes(buffer.array, assignment.params if buffer.is_between_grouped_matmuls else None)
 
 
-def memory(step: Step, layout: ShardingAssignment) -> Memory:
-    """The largest point, by part."""
-    resting = _by_part(stored_buffers(step), step, layout)
-    points = [_by_part(point, step, layout) for point in step.points]
-    return Memory(**resting, **max(points, key=lambda parts: sum(parts.values())))
-
-
-def _by_part(items: Iterable[LiveBuffer], step: Step, layout: ShardingAssignment) -> dict[str, float]:
-    parts: defaultdict[str, float] = defaultdict(float)
-    for item in items:
-        parts[_part(item, step, layout)] += buffer_bytes(item, layout)
+def _bytes_by_part(
+    buffers: Iterable[LiveBuffer], step: Step, assignment: ShardingAssignment
+) -> dict[MemoryPart, float]:
+    parts: defaultdict[MemoryPart, float] = defaultdict(float)
+    for buffer in buffers:
+        parts[_part_of(buffer, step, assignment)] += buffer_bytes(buffer, assignment)
     return dict(parts)
 
 
-def _part(item: LiveBuffer, step: Step, layout: ShardingAssignment) -> str:
-    """The part of `Memory` that an item belongs to."""
-    if item.role in PARTS:
-        return PARTS[item.role]
-    if item.array.weight is not None:
-        return "cast_parameters"
-    if layout.rests(item.array):
-        return "gradients"
-    return "logits" if step.vocab in item.array.axes else "activations"
+def _part_of(buffer: LiveBuffer, step: Step, assignment: ShardingAssignment) -> MemoryPart:
+    """The part of `Memory` that a buffer belongs to."""
+    part = PART_OF_ROLE[buffer.role]
+    if part is not None:
+        return part
+    if buffer.array.weight is not None:
+        return MemoryPart.CAST_PARAMETERS
+    if assignment.is_stored_like_a_parameter(buffer.array):
+        return MemoryPart.GRADIENTS
+    return MemoryPart.LOGITS if step.vocab in buffer.array.axes else MemoryPart.ACTIVATIONS
 
 
-PARTS = {"parameter": "parameters", "state": "optimizer", "gathered": "gathered_weights", "early": "gathered_weights"}
+PART_OF_ROLE: dict[BufferRole, MemoryPart | None] = {
+    BufferRole.PARAMETER: MemoryPart.PARAMETERS,
+    BufferRole.OPTIMIZER_STATE: MemoryPart.OPTIMIZER,
+    BufferRole.LIVE: None,
+    BufferRole.GATHERED_WEIGHT: MemoryPart.GATHERED_WEIGHTS,
+    BufferRole.PREFETCHED_WEIGHT: MemoryPart.GATHERED_WEIGHTS,
+    BufferRole.UNSCATTERED_RESULT: None,
+    BufferRole.FLOAT32_RESULT: None,
+    BufferRole.FLOAT32_SUMMAND: None,
+    BufferRole.UNFREED_ROWS: None,
+    BufferRole.SLICED_ROWS: None,
+    BufferRole.ROUTED_TOKENS: None,
+    BufferRole.LOOKUP_RESULT: None,
+    BufferRole.COPIED_STACK: None,
+    BufferRole.KEYS_OR_VALUES: None,
+    BufferRole.KEYS_OR_VALUES_GRADIENT: None,
+    BufferRole.SCORES: None,
+}
+"""Role -> its part of `Memory`; None where the part follows from the array."""
 
 
-def _is_converted(rows: Array, layout: ShardingAssignment) -> bool:
-    """Whether the result of a product by groups is written in float32 first."""
-    return layout.quirks.wide_rows and rows.itemsize < FLOAT32 and not layout.rests(rows)
+def _is_written_in_float32(rows: TracedArray, assignment: ShardingAssignment) -> bool:
+    """Whether the kernel of grouped matmuls writes `rows` in float32, to be converted afterwards."""
+    is_narrow = rows.itemsize < FLOAT32_BYTES
+    return assignment.quirks.wide_rows and is_narrow and not assignment.is_stored_like_a_parameter(rows)
 
 
-def _score_block(scores: Array, layout: ShardingAssignment) -> float:
-    """The block of scores that attention without a kernel works on."""
-    size = scores.elements / layout.parts(scores, layout.compute) * FLOAT32
+def _float32_row_bytes(rows: TracedArray, assignment: ShardingAssignment) -> float:
+    """Bytes per device of rows in float32, in the sharding of the parameters that they were multiplied with."""
+    return assignment.bytes(rows, assignment.params) * FLOAT32_BYTES / rows.itemsize
+
+
+def _score_block_bytes(scores: TracedArray, assignment: ShardingAssignment) -> float:
+    """Bytes per device of the block of scores that attention without a kernel works on."""
+    size = scores.elements / assignment.num_shards(scores, assignment.compute) * FLOAT32_BYTES
+    positions = score_positions(scores)
     for name, count in scores.factors:
-        if name is not None and name.removesuffix(SECOND) + SECOND in scores.axes:
+        if name in positions:
             size *= min(1.0, FLASH_BLOCK / count)
     return size

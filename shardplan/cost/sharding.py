@@ -1,141 +1,145 @@
-"""A mesh with both mappings, and what they make of arrays: how each is cut, and what is gathered for use."""
+"""Sharding of arrays by a mesh and two axis mappings: shards per dimension, bytes per device, weight gathers. Pure."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
-from shardplan.plan.plan import AttentionPlan
 from shardplan.positions.pattern import CAUSAL, Pattern
-from shardplan.program.named_arrays import Array, Dim
+from shardplan.program.named_arrays import Dim, TracedArray
 
-REARRANGED_COPIES = 2
-"""Arrays of the gathered size that a gather along several dimensions needs until the result is in order."""
+REORDERING_COPIES = 2
+"""Number of buffers of the gathered size that an all-gather along several dimensions needs to reorder its result."""
 
 
 @dataclass(frozen=True)
 class CompilerQuirks:
-    """What the compiler of a generation does beyond the partitioner's rules."""
+    """Behaviour of the compiler for one TPU generation, beyond the rules of the partitioner."""
 
     gathers_become_sums_from: int | None = None
-    """An all-gather over at least this many devices is written as an all-reduce of zeros with a part filled in."""
+    """Smallest number of devices for which an all-gather is compiled to an all-reduce of zero-padded shards."""
     copies_stacks: bool = False
-    """Stacked parameters are copied into another layout before the loop over them."""
+    """Whether stacked parameters are copied into another memory layout before the loop over them."""
     gathers_early: bool = False
-    """Parameters are gathered before the loop that comes before their use, and those of a loop's body all at once."""
+    """Whether parameters are gathered before the loop that precedes their use, and those of a loop's body all at
+    once."""
     wide_rows: bool = False
-    """The kernel of products by groups writes rows in float32; they are converted afterwards."""
+    """Whether the kernel of grouped matmuls writes rows in float32, to be converted afterwards."""
     frees_rows: bool = False
-    """Rows that experts are chosen for are freed after their last use, not with the last of the gradients."""
+    """Whether rows routed to experts are freed after their last use, rather than with the last of the gradients."""
     plain_attention: bool = False
-    """Attention has no kernel: a block of scores is in memory."""
+    """Whether attention has no kernel, so that a block of scores is in memory."""
 
 
-class Gather(NamedTuple):
-    """How a device gets what it uses of a parameter that rests in more parts."""
+class WeightGather(NamedTuple):
+    """The all-gather of a parameter whose stored sharding has more shards than its compute sharding."""
 
     axes: MeshAxes
-    """Over which it is gathered."""
+    """Mesh axes over which the parameter is gathered."""
     bytes: float
-    """What the device then has."""
+    """Bytes on a device after the gather."""
     copies: int
-    """Arrays of that size that it takes."""
+    """Number of buffers of that size that the gather needs."""
 
 
 @dataclass(frozen=True)
 class ShardingAssignment:
-    """A mesh with the mappings of logical axes: while computing, and of parameters at rest."""
+    """A mesh with the mappings of logical axes to mesh axes: `compute` for computation, `params` for storage."""
 
     mesh: MeshShape
     compute: AxisMapping
     params: AxisMapping
-    merged: Mapping[str, Dim]
+    merged_axes: Mapping[str, Dim]
+    """Logical axis -> the axes that it is split into elsewhere in the program."""
     activation_axes: tuple[str, ...]
+    """The logical axes that number tokens: batch and position."""
     quirks: CompilerQuirks = CompilerQuirks()
     attention: AttentionPlan = field(default_factory=AttentionPlan)
     pattern: Pattern = CAUSAL
-    """Of attention's mask."""
-    known: dict[Array, int] = field(default_factory=dict, compare=False, repr=False)
-    """Into how many parts arrays are cut while computing, as far as that was asked for; layouts with the same `mesh`
-    and `compute` may share it."""
+    """The attention mask."""
+    shard_counts: dict[TracedArray, int] = field(default_factory=dict, compare=False, repr=False)
+    """Cache of `num_shards` under `compute`; assignments with equal `mesh` and `compute` may share it."""
 
-    def is_whole(self, axes: MeshAxes) -> bool:
-        """Whether devices along `axes` are all there are."""
+    def spans_mesh(self, axes: MeshAxes) -> bool:
+        """Whether a group of devices along `axes` is the whole mesh."""
         return mesh_size(self.mesh, axes) == math.prod(self.mesh.values())
 
-    def sums_to_gather(self, axes: MeshAxes) -> bool:
-        """Whether a gather over `axes` is written as a sum."""
-        least = self.quirks.gathers_become_sums_from
-        return least is not None and self.is_whole(axes) and mesh_size(self.mesh, axes) >= least
+    def compiles_all_gather_to_all_reduce(self, axes: MeshAxes) -> bool:
+        """Whether an all-gather over `axes` is compiled to an all-reduce."""
+        min_devices = self.quirks.gathers_become_sums_from
+        return min_devices is not None and self.spans_mesh(axes) and mesh_size(self.mesh, axes) >= min_devices
 
-    def rests(self, array: Array) -> bool:
-        """Whether `array` is a parameter, a copy of one, or a gradient: these are cut as parameters at rest."""
+    def is_stored_like_a_parameter(self, array: TracedArray) -> bool:
+        """Whether `array` has the stored sharding between tasks: a parameter, a copy of one, or a gradient."""
         if array.weight is not None:
             return True
         return all(name is not None and name not in self.activation_axes for name, n in array.factors if n > 1)
 
-    def cut(self, array: Array, mapping: AxisMapping | None = None) -> list[MeshAxes]:
-        """Mesh axes that cut each dimension; by default as `array` is kept between tasks."""
-        mapping = mapping if mapping is not None else self.params if self.rests(array) else self.compute
+    def dimension_mesh_axes(self, array: TracedArray, mapping: AxisMapping | None = None) -> list[MeshAxes]:
+        """Mesh axes that shard each dimension, under `mapping` or else in the sharding of `array` between tasks."""
+        if mapping is None:
+            mapping = self.params if self.is_stored_like_a_parameter(array) else self.compute
         used: set[str] = set()
-        cuts = []
+        result = []
         for name in array.majors:
             axes = mapping.get(name, ())
             if not used.isdisjoint(axes):
                 axes = tuple(axis for axis in axes if axis not in used)
             used.update(axes)
-            cuts.append(axes)
-        return cuts
+            result.append(axes)
+        return result
 
-    def parts(self, array: Array, mapping: AxisMapping | None = None) -> int:
-        """Into how many parts `array` is cut; by default as it is kept between tasks."""
-        if mapping is self.compute or (mapping is None and not self.rests(array)):
-            if array not in self.known:
-                self.known[array] = self._parts(array, self.compute)
-            return self.known[array]
-        return self._parts(array, mapping)
+    def num_shards(self, array: TracedArray, mapping: AxisMapping | None = None) -> int:
+        """Number of shards of `array`, under `mapping` or else in its sharding between tasks."""
+        if mapping is self.compute or (mapping is None and not self.is_stored_like_a_parameter(array)):
+            if array not in self.shard_counts:
+                self.shard_counts[array] = self._num_shards(array, self.compute)
+            return self.shard_counts[array]
+        return self._num_shards(array, mapping)
 
-    def _parts(self, array: Array, mapping: AxisMapping | None) -> int:
-        return math.prod(mesh_size(self.mesh, axes) for axes in self.cut(array, mapping) if axes)
+    def _num_shards(self, array: TracedArray, mapping: AxisMapping | None) -> int:
+        return math.prod(mesh_size(self.mesh, axes) for axes in self.dimension_mesh_axes(array, mapping) if axes)
 
-    def bytes(self, array: Array, mapping: AxisMapping | None = None) -> float:
-        """Bytes of `array` on one device."""
-        return array.elements * array.itemsize / self.parts(array, mapping)
+    def bytes(self, array: TracedArray, mapping: AxisMapping | None = None) -> float:
+        """Bytes of one shard of `array`, under `mapping` or else in its sharding between tasks."""
+        return array.elements * array.itemsize / self.num_shards(array, mapping)
 
-    def mesh_axes(self, names: Dim, mapping: AxisMapping | None = None) -> MeshAxes:
-        """The mesh axes that the named axes are mapped to while computing, each once, in the mesh's order."""
+    def mesh_axes(self, factors: Dim, mapping: AxisMapping | None = None) -> MeshAxes:
+        """Mesh axes that any of the logical axes is mapped to, by default in `compute`; in the order of the mesh."""
         source = self.compute if mapping is None else mapping
-        found: set[str] = set()
-        for name, _ in names:
-            found.update(source.get(name or "", ()))
-        return tuple(axis for axis in self.mesh if axis in found) if found else ()
+        mapped: set[str] = set()
+        for name, _ in factors:
+            mapped.update(source.get(name or "", ()))
+        return tuple(axis for axis in self.mesh if axis in mapped) if mapped else ()
 
-    def gather(self, weight: Array) -> Gather | None:
-        """How a parameter is gathered for use; None where it is used as it rests."""
-        resting = self.mesh_axes(weight.factors, self.params)
-        if not resting:
+    def weight_gather(self, weight: TracedArray) -> WeightGather | None:
+        """The all-gather of a parameter for computation; None where its stored sharding is used as it is."""
+        stored = self.mesh_axes(weight.factors, self.params)
+        if not stored:
             return None
-        used = {} if self.is_mistaken(weight) else self.compute
+        used = {} if self.is_gathered_whole_by_mistake(weight) else self.compute
         kept = self.mesh_axes(weight.factors, used)
-        axes = tuple(axis for axis in resting if axis not in kept)
+        axes = tuple(axis for axis in stored if axis not in kept)
         if not axes:
             return None
-        dimensions = sum(not set(axes).isdisjoint(cut) for cut in self.cut(weight, self.params))
-        copies = REARRANGED_COPIES if dimensions > 1 else 2 if self.sums_to_gather(axes) else 1
-        return Gather(axes, self.bytes(weight, used), copies)
+        dimensions = sum(not set(axes).isdisjoint(each) for each in self.dimension_mesh_axes(weight, self.params))
+        copies = REORDERING_COPIES if dimensions > 1 else 2 if self.compiles_all_gather_to_all_reduce(axes) else 1
+        return WeightGather(axes, self.bytes(weight, used), copies)
 
-    def is_mistaken(self, array: Array) -> bool:
-        """Whether the partitioner, of XLA in jaxlib 0.10.2, gathers all of a parameter rather than a dimension's part.
+    def is_gathered_whole_by_mistake(self, array: TracedArray) -> bool:
+        """Whether XLA's partitioner, in jaxlib 0.10.2, gathers a parameter over more mesh axes than computation needs.
 
-        Where a dimension rests on two mesh axes, of which the first still cuts it in use, and the parameter is whole
-        along the third, it takes that one for the first if they are of one size.
+        Where a dimension is stored on two mesh axes, of which computation keeps the first, and the parameter is
+        replicated along the third, the partitioner confuses the third axis with the first if both have the same size.
         """
         if not any(len(self.params.get(name, ())) == 2 for name in array.majors):
             return False
-        resting = {axis for axes in self.cut(array, self.params) for axis in axes}
-        others = [self.mesh[axis] for axis in self.mesh if axis not in resting]
+        stored_axes = self.dimension_mesh_axes(array, self.params)
+        sharding = {axis for axes in stored_axes for axis in axes}
+        others = [self.mesh[axis] for axis in self.mesh if axis not in sharding]
         return any(
-            len(rests) == 2 and used == rests[:1] and self.mesh[rests[0]] > 1 and self.mesh[rests[0]] in others
-            for rests, used in zip(self.cut(array, self.params), self.cut(array, self.compute), strict=True)
+            len(stored) == 2 and used == stored[:1] and self.mesh[stored[0]] > 1 and self.mesh[stored[0]] in others
+            for stored, used in zip(stored_axes, self.dimension_mesh_axes(array, self.compute), strict=True)
         )

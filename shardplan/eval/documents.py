@@ -1,4 +1,4 @@
-"""Text to evaluate: documents, and the windows of tokens they are cut into."""
+"""Text to evaluate: documents, and the windows of tokens that they are split into."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,20 +12,20 @@ from shardplan.errors import ConfigError, one_line
 
 @dataclass(frozen=True)
 class Document:
-    """One text."""
+    """One text to evaluate."""
 
     id: str
     text: str
 
     @property
     def bytes(self) -> int:
-        """Length in UTF-8."""
+        """The number of bytes of the text in UTF-8."""
         return len(self.text.encode("utf-8"))
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Documents as rows of equal length.
+    """Windows of equal length that cover documents.
 
     Neighbouring windows of a document overlap by one token, so that every token but the document's first is predicted
     exactly once, from the tokens before it in its window.
@@ -36,14 +36,17 @@ class Windows:
     predicted: np.ndarray
     """bool[window, position]: whether the token after this one is predicted from here."""
     document: np.ndarray
-    """int32[window]: which document the window is of; -1 for none (padding)."""
+    """int32[window]: the index of the window's document; -1 for padding."""
 
 
 def read_documents(path: str, limit: int | None = None) -> list[Document]:
-    """The documents of a .jsonl file (`text`, and `id` if there is one, per line) or of a .txt file (one).
+    """Read the documents of a .jsonl file (`text`, and optionally `id`, per line) or of a .txt file (one document).
+
+    Args:
+        limit: most documents to read of a .jsonl file; None for all.
 
     Raises:
-        ConfigError: no such file, or a line that is not like that.
+        ConfigError: no such file, or a line without a text.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -74,7 +77,7 @@ def read_documents(path: str, limit: int | None = None) -> list[Document]:
 def make_windows(
     documents: Sequence[Document], encode: Callable[[str], list[int]], position: int, batch: int
 ) -> Windows:
-    """Cut `documents` into windows of `position` tokens; padded with empty windows to a multiple of `batch`.
+    """Split `documents` into windows of `position` tokens, padded with empty windows to a multiple of `batch`.
 
     Args:
         encode: text -> token ids, with a beginning-of-sequence token first where the tokenizer has one.

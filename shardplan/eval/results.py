@@ -1,4 +1,4 @@
-"""From losses to results: per document and in total. Pure arithmetic."""
+"""The results of an evaluation, per document and in total, from the losses of its windows. Pure arithmetic."""
 
 import math
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from shardplan.eval.documents import Document, Windows
 
 
 def summarize(documents: Sequence[Document], windows: Windows, losses: np.ndarray) -> dict[str, Any]:
-    """Loss per token (nats), perplexity and bits per UTF-8 byte, of every document and of all together.
+    """Summarize loss per token (nats), perplexity and bits per UTF-8 byte, per document and in total.
 
-    `unigram_loss_per_token` is the entropy of the predicted tokens: what the best model that ignores context, fitted to
-    this very text, would reach.
+    `unigram_loss_per_token` is the entropy of the predicted tokens: the loss of the best model without context, fitted
+    to the same text.
 
     Args:
         losses: float[window, position], as `EvalRun.losses`; at least one token must be predicted.
@@ -33,6 +33,7 @@ def summarize(documents: Sequence[Document], windows: Windows, losses: np.ndarra
 
 
 def _measures(losses: np.ndarray, tokens: int, text_bytes: int) -> dict[str, Any]:
+    """Return the measures of one text; None for those that a text of one token does not have."""
     nats = float(losses.sum(dtype=np.float64))
     if tokens == 0:  # a text of one token: nothing is predicted, nothing is measured
         return {"tokens": 0, "bytes": text_bytes, "loss_per_token": None, "perplexity": None, "bits_per_byte": None}

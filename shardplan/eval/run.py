@@ -1,4 +1,4 @@
-"""The main job: plan, stream the checkpoint into the plan, evaluate, summarise."""
+"""An evaluation from start to end: plan, stream the checkpoint into the plan, evaluate, summarize."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,27 +8,33 @@ import equinox as eqx
 import jax
 
 from shardplan.checkpoint.session import prepare
-from shardplan.config import Config
+from shardplan.config.command_flags import LoadingConfig
 from shardplan.errors import CheckpointError, ConfigError
+from shardplan.eval.batch_loop import evaluate_windows
 from shardplan.eval.documents import Document, make_windows
-from shardplan.eval.evaluate import evaluate
 from shardplan.eval.results import summarize
 from shardplan.eval.tokenizer import load_encoder
 from shardplan.plan.plan import Plan
-from shardplan.search.make_plan import with_plan
+from shardplan.search.given_plan import load_given_plan
 from shardplan.step import specialize
 
 
-def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Callable[[Plan], None]) -> dict[str, Any]:
-    """Evaluate `documents` as the configuration says.
+def run_evaluation(
+    config: LoadingConfig, documents: Sequence[Document], on_plan: Callable[[Plan], None]
+) -> dict[str, Any]:
+    """Plan (or take the Plan file of `config.plan`), load the checkpoint, and evaluate `documents`.
 
     Args:
         on_plan: called with the Plan before anything is loaded.
 
     Returns:
         The results JSON: `total`, `documents` (a row each), `load`, `plan` (the Plan's JSON), `versions`.
+
+    Raises:
+        ConfigError: the workload is not an evaluation.
+        CheckpointError: the tokenizer is another model's, or the checkpoint is damaged.
     """
-    config, given = with_plan(config)
+    config, given = load_given_plan(config)
     if config.workload.kind != "eval":
         raise ConfigError(f"workload.kind is {config.workload.kind}; eval runs plans for evaluation, set it to eval")
     session = prepare(config, given)
@@ -39,13 +45,13 @@ def run_evaluation(config: Config, documents: Sequence[Document], on_plan: Calla
     largest = int(windows.tokens.max())
     if largest >= model.vocab.size:
         raise CheckpointError(
-            f"{folder.ref}/tokenizer.json makes token {largest}, the model has {model.vocab.size} tokens; "
+            f"{folder.ref}/tokenizer.json produces token {largest}, but the model has {model.vocab.size} tokens; "
             "it is another model's tokenizer"
         )
     started = time.perf_counter()
     module, _ = session.load(model.template)
     load_seconds = time.perf_counter() - started
-    measured = evaluate(module, model, plan, session.mesh, windows)
+    measured = evaluate_windows(module, model, plan, session.mesh, windows)
     summary = summarize(documents, windows, measured.losses)
     return {
         "total": {

@@ -9,7 +9,7 @@ from shardplan.storage import Folder, read_bytes
 
 
 def load_encoder(folder: Folder) -> Callable[[str], list[int]]:
-    """text -> token ids, with the special tokens that the tokenizer puts around a text.
+    """Load the function from a text to its token ids, special tokens included.
 
     Raises:
         CheckpointError: no tokenizer.json, or not one.
@@ -21,7 +21,7 @@ def load_encoder(folder: Folder) -> Callable[[str], list[int]]:
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{folder.ref}/tokenizer.json is damaged: {one_line(error)}") from error
-    # tokenizer.json keeps the settings of its last use; every token of a text counts here, and none besides
+    # tokenizer.json keeps the settings of its last use; here every token of a text counts, and padding does not
     tokenizer.no_truncation()
     tokenizer.no_padding()
 

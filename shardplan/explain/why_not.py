@@ -1,61 +1,64 @@
-"""Why a plan does not make a choice: the best plan that does, and what is worse about it; or what forbids it."""
+"""Why a plan does not make a choice: the best plan that makes it and what it costs more, or what rules it out."""
 
 from dataclasses import dataclass, replace
 
-from shardplan.config import Config
+from shardplan.config import PlanConfig
 from shardplan.errors import InfeasibleError
-from shardplan.model import Model, inspect_model
-from shardplan.plan.pins import Size, parse_pin
+from shardplan.model.inspect import inspect_model
+from shardplan.model.registry import Model
+from shardplan.plan.pins import MeshSize, parse_pin
 from shardplan.plan.plan import Plan
-from shardplan.search.make_plan import NO_KERNEL, make_plan
+from shardplan.search.make_plan import make_plan
+from shardplan.search.reasons import CAVEATS
 
 COMPUTE = "compute"
-LEAST_PART = 0.005
-"""Differences below this part of the step are not told."""
+MIN_PART = 0.005
+"""Part of a step's time below which a difference is left out."""
 
 
 @dataclass(frozen=True)
-class Why:
-    """One choice that the plan does not make."""
+class WhyNot:
+    """A choice that a plan does not make, and the consequences of making it."""
 
     choice: str
-    """As the user wrote it."""
+    """The choice as the user wrote it."""
     plan: Plan | None
-    """The best plan that makes it; None where none fits."""
+    """The best plan that makes the choice; None if none fits."""
     obstacle: str
-    """What forbids it, or speaks against it beside its time; empty where nothing does."""
-    instead: list[str]
-    """The user's pins that it takes the place of."""
+    """What rules the choice out, or speaks against it besides its time; empty if nothing does."""
+    replaced_pins: list[str]
+    """The user's pins that the choice replaces."""
     seconds: dict[str, float]
-    """Cause -> how much longer a step takes for it, in seconds; what is hidden behind compute included. The largest."""
+    """Cause -> seconds by which a step takes longer for it, overlapped time included; the largest differences first."""
 
 
-def why_not(choice: str, plan: Plan, config: Config, model: Model) -> Why:
-    """Compare `plan`, the best one for `config`, with the best one that makes `choice`, a pin.
+def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model) -> WhyNot:
+    """Compare `plan`, the best one for `config`, with the best one that makes `choice`, written like a pin.
 
     Raises:
-        ConfigError: the choice is none.
+        ConfigError: `choice` is not a pin.
     """
     axes = inspect_model(model)
     rules = parse_pin(choice, axes)
-    chosen = {rule.subject for rule in rules}
-    instead = [pin for pin in config.pin if chosen & {rule.subject for rule in parse_pin(pin, axes)}]
-    kept = [pin for pin in config.pin if pin not in instead]
-    mesh = replace(config.mesh, **{rule.mesh_axis: None for rule in rules if isinstance(rule, Size)})
+    subjects = {rule.subject for rule in rules}
+    replaced = [pin for pin in config.pin if subjects & {rule.subject for rule in parse_pin(pin, axes)}]
+    kept = [pin for pin in config.pin if pin not in replaced]
+    mesh = replace(config.mesh, **{rule.mesh_axis: None for rule in rules if isinstance(rule, MeshSize)})
     try:
         other = make_plan(replace(config, pin=(*kept, choice), mesh=mesh), model)
     except InfeasibleError as error:
-        return Why(choice, None, str(error), instead, {})
-    before, after = _seconds(plan), _seconds(other)
+        return WhyNot(choice, None, str(error), replaced, {})
+    before, after = _seconds_by_cause(plan), _seconds_by_cause(other)
     differences = {cause: after.get(cause, 0.0) - before.get(cause, 0.0) for cause in {**before, **after}}
-    told = sorted(differences.items(), key=lambda item: -abs(item[1]))
-    least = LEAST_PART * plan.cost.step_seconds
-    obstacle = NO_KERNEL if NO_KERNEL in other.search.reasons and NO_KERNEL not in plan.search.reasons else ""
-    return Why(choice, other, obstacle, instead, {cause: seconds for cause, seconds in told if abs(seconds) > least})
+    by_size = sorted(differences.items(), key=lambda item: -abs(item[1]))
+    minimum = MIN_PART * plan.cost.step_seconds
+    new_caveats = [caveat for caveat in other.search.caveats if caveat not in plan.search.caveats]
+    obstacle = "; ".join(CAVEATS[caveat] for caveat in new_caveats)
+    return WhyNot(choice, other, obstacle, replaced, {cause: value for cause, value in by_size if abs(value) > minimum})
 
 
-def _seconds(plan: Plan) -> dict[str, float]:
-    """Seconds of a step by cause."""
+def _seconds_by_cause(plan: Plan) -> dict[str, float]:
+    """Seconds of a step for compute, and for every kind and cause of collectives."""
     causes = {COMPUTE: plan.cost.compute_seconds}
     for collective in plan.cost.collectives:
         cause = f"{collective.kind}, {collective.cause}"

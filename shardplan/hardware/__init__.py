@@ -1,7 +1,18 @@
-"""What is known of accelerators: generations as data rows, slices by name, meshes on their links."""
+"""Accelerator hardware: generations as data rows, slices by name, and the placement of meshes on their torus."""
 
+from shardplan.hardware.collective_kind import CollectiveKind
 from shardplan.hardware.generations import GENERATIONS, Generation
 from shardplan.hardware.mesh_placement import MeshPlacement, place_mesh
 from shardplan.hardware.slices import GIB, Slice, divisors, parse_slice
 
-__all__ = ["GENERATIONS", "GIB", "Generation", "MeshPlacement", "Slice", "divisors", "parse_slice", "place_mesh"]
+__all__ = [
+    "GENERATIONS",
+    "GIB",
+    "CollectiveKind",
+    "Generation",
+    "MeshPlacement",
+    "Slice",
+    "divisors",
+    "parse_slice",
+    "place_mesh",
+]

@@ -1,12 +1,12 @@
-"""Where the axes of a mesh lie on the torus of a slice, and how long collectives over them take. Pure.
+"""The placement of a mesh on the torus of a slice, and the cost of collectives on it. Pure arithmetic.
 
-Every mesh axis is cut into factors, at most one for each torus dimension. What slices cut from `replica` and `data`
-is taken off before: it lies on the data-centre network (shardplan.hardware.multislice).
+Every mesh axis is split into factors, at most one for each torus dimension. The parts of `replica` and `data` that lie
+across slices are divided off first: they use the data-centre network (shardplan.hardware.multislice).
 
-All ways to cut are compared: the one with the fastest all-gather over `model` wins, among equals the one with the
-fastest over `data`, then over `replica`, then the one with the fewest factors. `model` comes first because what it
-carries, partial sums of activations, is waited for, while the gathers of weights over `data` hide behind compute.
-Within a dimension the first of them has the smallest stride: a part of a dimension has one link, divided by its stride.
+`place_mesh` compares all splits. The best one has the fastest all-gather over `model`, among equals the fastest over
+`data`, then over `replica`, then the fewest factors. `model` has priority because its traffic, partial sums of
+activations, is on the critical path, whereas weight gathers over `data` overlap with compute. Within one dimension the
+axis of highest priority has the smallest stride, because a part of a dimension gets one link, divided by its stride.
 """
 
 import math
@@ -14,218 +14,270 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from itertools import product
+from typing import assert_never
 
+from shardplan.hardware.collective_kind import CollectiveKind
 from shardplan.hardware.multislice import slices_by_axis
 from shardplan.hardware.slices import Slice, divisors
 from shardplan.hardware.torus import (
-    HOP_SECONDS,
+    HOP_LATENCY_S,
     Coordinates,
-    Cost,
-    Dimension,
-    Factor,
-    Span,
-    dimensions_of,
-    exchange_seconds,
-    gather_seconds,
+    GroupSpan,
+    TorusDimension,
+    TorusFactor,
+    TransferCost,
+    all_gather_seconds_per_byte,
+    all_to_all_seconds_per_byte,
     links_of,
-    route,
+    permute_cost,
+    torus_dimensions,
 )
 
-PRIORITY = ("model", "data", "replica")
-"""Mesh axes, the one whose bandwidth matters most in front. Of others, the minor ones first, as in JAX's own meshes."""
+AXIS_PRIORITY = ("model", "data", "replica")
+"""Mesh axes in the order in which they are placed; other axes follow, minor ones first, as in JAX's own meshes."""
 NETWORK = "network"
-"""The link between slices."""
-FREE = Cost(0.0, 0.0, frozenset())
+"""Name of the link between slices, the data-centre network."""
+NO_COST = TransferCost(0.0, 0.0, frozenset())
 _DIGITS = 6
-"""Decimals, of a link's bandwidth, to which the times of embeddings are compared."""
+"""Decimals to which all-gather times, in units of one byte over one link, are compared."""
 
 
 class MeshPlacement:
-    """A mesh on the devices of a slice, or of several."""
+    """A mesh on the devices of one slice or of several."""
 
     def __init__(
         self,
         hardware: Slice,
         mesh: Mapping[str, int],
-        dimensions: tuple[Dimension, ...],
-        factors: Mapping[str, tuple[Factor, ...]],
+        dimensions: tuple[TorusDimension, ...],
+        factors: Mapping[str, tuple[TorusFactor, ...]],
     ) -> None:
-        self.hardware, self.mesh, self.dimensions = hardware, dict(mesh), dimensions
-        self.factors = dict(factors)
-        """Mesh axis -> its factors, major to minor, within a slice."""
-        self.slices = dict(zip(mesh, slices_by_axis(hardware.slices, mesh), strict=True))
-        """Mesh axis -> the parts that slices cut it into, outside of its factors."""
-        self._costs: dict[object, Cost] = {}
-
-    def seconds(self, kind: str, mesh_axes: tuple[str, ...], received: float, count: int = 1) -> float:
-        """Time of `count` collectives in which a device receives `received` bytes altogether; see `collective`."""
-        return self.collective(kind, mesh_axes).seconds(received, count)
-
-    def collective(self, kind: str, mesh_axes: tuple[str, ...], within_slice: bool = False) -> Cost:
-        """Cost of a collective over groups that are whole mesh axes; a permute shifts by one, around the end.
-
-        Of n devices in s slices each receives n-1 parts: n-s from its own slice, and, as each of a slice's devices asks
-        the others for another part, s-1 over the network. Of an all-to-all it is n-n/s that come over the network.
+        """Make the placement of a mesh.
 
         Args:
-            kind: an HLO opcode, as all-gather.
-            within_slice: the groups are the parts of these axes that are in one slice.
+            mesh: mesh axis -> size, major to minor.
+            dimensions: of the torus of one slice.
+            factors: mesh axis -> its factors within one slice, major to minor.
+        """
+        self.hardware, self.mesh, self.dimensions = hardware, dict(mesh), dimensions
+        self.factors = dict(factors)
+        """Mesh axis -> its factors within one slice, major to minor."""
+        self.slices_by_axis = dict(zip(mesh, slices_by_axis(hardware.slices, mesh), strict=True))
+        """Mesh axis -> number of slices that it spans; slices are major to the factors."""
+        self._costs: dict[object, TransferCost] = {}
+
+    def seconds(self, kind: CollectiveKind, mesh_axes: tuple[str, ...], received: float, count: int = 1) -> float:
+        """Return the time of `count` collectives in which a device receives `received` bytes in total.
+
+        See `collective_cost`.
+        """
+        return self.collective_cost(kind, mesh_axes).seconds(received, count)
+
+    def collective_cost(
+        self, kind: CollectiveKind, mesh_axes: tuple[str, ...], within_slice: bool = False
+    ) -> TransferCost:
+        """Return the cost of a collective whose groups are complete mesh axes; a permute shifts by one, cyclically.
+
+        In a group of n devices in s slices each device receives n-1 parts: n-s from its own slice and, because the
+        devices of a slice request different parts from the other slices, s-1 over the network. In an all-to-all n-n/s
+        parts come over the network.
+
+        Args:
+            within_slice: whether each group is limited to the part of the mesh axes inside one slice.
         """
         key = (kind, mesh_axes, within_slice)
         if key not in self._costs:
-            self._costs[key] = self._collective(kind, mesh_axes, within_slice)
+            self._costs[key] = self._compute_collective_cost(kind, mesh_axes, within_slice)
         return self._costs[key]
 
-    def permute(self, pairs: tuple[tuple[int, int], ...]) -> Cost:
-        """Cost of sending between (source, target) places of the mesh, in row-major order, all at once."""
+    def permute_cost(self, pairs: tuple[tuple[int, int], ...]) -> TransferCost:
+        """Return the cost of sending between (source, target) pairs of row-major device indices, all at once."""
         if pairs not in self._costs:
-            self._costs[pairs] = self._permute(pairs)
+            self._costs[pairs] = self._compute_permute_cost(pairs)
         return self._costs[pairs]
 
-    def places(self) -> list[tuple[int, Coordinates]]:
-        """Slice and coordinates of the device at each place of the mesh, in row-major order."""
+    def coordinates(self) -> list[tuple[int, Coordinates]]:
+        """Return (slice, torus coordinates) of every device of the mesh, in row-major order."""
         steps = [self._steps(axis) for axis in self.mesh]
         return [
-            (sum(part[0] for part in parts), tuple(map(sum, zip(*(part[1] for part in parts), strict=True))))
-            for parts in product(*steps)
+            (
+                sum(step[0] for step in combination),
+                tuple(map(sum, zip(*(step[1] for step in combination), strict=True))),
+            )
+            for combination in product(*steps)
         ]
 
     def hosts(self) -> list[int]:
-        """Number of the host of the device at each place, in row-major order; virtual CPU devices have one."""
+        """Return the host index of every device of the mesh, in row-major order; virtual CPU devices share host 0."""
         if self.hardware.is_cpu:
             return [0] * self.hardware.devices
         size = self.hardware.generation.host_chips
-        found = [(slice_, *(c // n for c, n in zip(place, size, strict=False))) for slice_, place in self.places()]
-        numbers = {host: number for number, host in enumerate(sorted(set(found)))}
-        return [numbers[host] for host in found]
+        hosts = [
+            (slice_index, *(c // n for c, n in zip(coordinates, size, strict=False)))
+            for slice_index, coordinates in self.coordinates()
+        ]
+        numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
+        return [numbers[host] for host in hosts]
 
     def _steps(self, axis: str) -> list[tuple[int, Coordinates]]:
-        """What each place along a mesh axis adds to the slice's number and to the coordinates."""
-        axes = list(self.slices)
-        inner = math.prod(self.slices[later] for later in axes[axes.index(axis) + 1 :])
+        """Return what each index along a mesh axis adds to the slice index and to the torus coordinates."""
+        axes = list(self.slices_by_axis)
+        inner = math.prod(self.slices_by_axis[later] for later in axes[axes.index(axis) + 1 :])
         steps = []
-        for part in range(self.slices[axis]):
+        for slice_index in range(self.slices_by_axis[axis]):
             for digits in product(*(range(factor.size) for factor in self.factors[axis])):
                 coordinates = [0] * len(self.dimensions)
                 for factor, digit in zip(self.factors[axis], digits, strict=True):
                     coordinates[factor.dimension] += digit * factor.stride
-                steps.append((part * inner, tuple(coordinates)))
+                steps.append((slice_index * inner, tuple(coordinates)))
         return steps
 
-    def _collective(self, kind: str, mesh_axes: tuple[str, ...], within_slice: bool) -> Cost:
-        n = math.prod(self.mesh[axis] for axis in mesh_axes)
-        slices = math.prod(self.slices[axis] for axis in mesh_axes)
+    def _compute_collective_cost(
+        self, kind: CollectiveKind, mesh_axes: tuple[str, ...], within_slice: bool
+    ) -> TransferCost:
+        """The uncached `collective_cost`; see there for the parts."""
+        group_size = math.prod(self.mesh[axis] for axis in mesh_axes)
+        group_slices = math.prod(self.slices_by_axis[axis] for axis in mesh_axes)
         if within_slice:
-            n, slices = n // slices, 1
-        if n == 1:
-            return FREE
-        if kind == "collective-permute":
-            part = self._around(mesh_axes)
-            return part.permute(tuple(_shifted(part.mesh, mesh_axes)))
+            group_size, group_slices = group_size // group_slices, 1
+        if group_size == 1:
+            return NO_COST
         spans = self._spans(mesh_axes)
-        if kind.endswith("all-to-all"):
-            # a device has n/(n-1) of what it receives, and sends a part of it to each slice
-            within = n / (n - 1) / slices * exchange_seconds(spans)
-            across = n / (n - 1) * (slices - 1) / slices
-        else:
-            within = (n - slices) / (n - 1) * gather_seconds(spans)
-            across = (slices - 1) / (n - 1)
-        rounds = 2 if kind == "all-reduce" else 1
-        links = links_of(spans) | ({NETWORK} if slices > 1 else set())
-        latency = rounds * HOP_SECONDS * sum(span.hops for span in spans)
-        return Cost(within + across * self.network_seconds, latency, links)
+        match kind:
+            case CollectiveKind.COLLECTIVE_PERMUTE:
+                reduced = self._reduce_to_links_of(mesh_axes)
+                return reduced.permute_cost(tuple(_neighbours(reduced.mesh, mesh_axes)))
+            case CollectiveKind.ALL_TO_ALL | CollectiveKind.RAGGED_ALL_TO_ALL:
+                # to receive 1 byte a device holds n/(n-1) bytes, and sends 1/slices of them to each slice
+                held = group_size / (group_size - 1)
+                torus_seconds_per_byte = held / group_slices * all_to_all_seconds_per_byte(spans)
+                network_fraction = held * (group_slices - 1) / group_slices
+            case (
+                CollectiveKind.ALL_GATHER
+                | CollectiveKind.REDUCE_SCATTER
+                | CollectiveKind.ALL_REDUCE
+                | CollectiveKind.COLLECTIVE_BROADCAST
+            ):
+                torus_fraction = (group_size - group_slices) / (group_size - 1)
+                torus_seconds_per_byte = torus_fraction * all_gather_seconds_per_byte(spans)
+                network_fraction = (group_slices - 1) / (group_size - 1)
+            case _:
+                assert_never(kind)
+        rounds = 2 if kind == CollectiveKind.ALL_REDUCE else 1
+        links = links_of(spans) | ({NETWORK} if group_slices > 1 else set())
+        latency = rounds * HOP_LATENCY_S * sum(span.hops for span in spans)
+        # a group is assumed to use the torus and the network one after the other, so that their times add up
+        seconds_per_byte = torus_seconds_per_byte + network_fraction * self.network_seconds_per_byte
+        return TransferCost(seconds_per_byte, latency, links)
 
-    def _around(self, mesh_axes: tuple[str, ...]) -> "MeshPlacement":
-        """Of the devices those that meet on the links of these axes: in the other dimensions all have it alike."""
-        met = {factor.dimension for axis in mesh_axes for factor in self.factors[axis]}
-        met.update(range(len(self.hardware.torus), len(self.dimensions)))  # devices of a chip share its network
-        kept = {axis: tuple(f for f in factors if f.dimension in met) for axis, factors in self.factors.items()}
-        sizes = {axis: self.slices[axis] * math.prod(f.size for f in factors) for axis, factors in kept.items()}
-        return MeshPlacement(self.hardware, sizes, self.dimensions, kept)
+    def _reduce_to_links_of(self, mesh_axes: tuple[str, ...]) -> "MeshPlacement":
+        """Return the placement of those devices only that share links along `mesh_axes`.
+
+        Along all other torus dimensions the load is the same everywhere.
+        """
+        shared = {factor.dimension for axis in mesh_axes for factor in self.factors[axis]}
+        shared.update(range(len(self.hardware.torus), len(self.dimensions)))  # devices of a chip share its network
+        factors = {axis: tuple(f for f in factors if f.dimension in shared) for axis, factors in self.factors.items()}
+        sizes = {axis: self.slices_by_axis[axis] * math.prod(f.size for f in parts) for axis, parts in factors.items()}
+        return MeshPlacement(self.hardware, sizes, self.dimensions, factors)
 
     @property
-    def network_seconds(self) -> float:
-        """For each byte that every device receives over the network between slices."""
+    def network_seconds_per_byte(self) -> float:
+        """Seconds per byte that every device receives over the network between slices."""
         return self.hardware.generation.devices_per_chip / self.hardware.generation.network_bandwidth
 
-    def _permute(self, pairs: Iterable[tuple[int, int]]) -> Cost:
-        places = self.places()
-        inside: dict[int, list[tuple[Coordinates, Coordinates]]] = defaultdict(list)
+    def _compute_permute_cost(self, pairs: Iterable[tuple[int, int]]) -> TransferCost:
+        """The uncached `permute_cost`: messages within slices and across the network take place at the same time."""
+        coordinates = self.coordinates()
+        within: dict[int, list[tuple[Coordinates, Coordinates]]] = defaultdict(list)
         crossing: Counter[tuple[int, Coordinates]] = Counter()
         chip = len(self.hardware.torus)
         for source, target in pairs:
-            (slice_, start), (other, end) = places[source], places[target]
-            if slice_ == other:
-                inside[slice_].append((start, end))
+            (source_slice, start), (target_slice, end) = coordinates[source], coordinates[target]
+            if source_slice == target_slice:
+                within[source_slice].append((start, end))
             else:
-                crossing[slice_, start[:chip]] += 1
-        costs = [route(self.dimensions, moved) for moved in inside.values()]
+                crossing[source_slice, start[:chip]] += 1
+        costs = [permute_cost(self.dimensions, moves) for moves in within.values()]
         if crossing:
             network = max(crossing.values()) / self.hardware.generation.network_bandwidth
-            costs.append(Cost(network, 0.0, frozenset({NETWORK})))
-        return Cost(
+            costs.append(TransferCost(network, 0.0, frozenset({NETWORK})))
+        return TransferCost(
             max((cost.seconds_per_byte for cost in costs), default=0.0),
             max((cost.latency for cost in costs), default=0.0),
             frozenset().union(*(cost.links for cost in costs)),
         )
 
-    def _spans(self, mesh_axes: Iterable[str]) -> list[Span]:
-        by_dimension: dict[int, list[Factor]] = defaultdict(list)
+    def _spans(self, mesh_axes: Iterable[str]) -> list[GroupSpan]:
+        """Return the devices of a group along `mesh_axes` in each torus dimension that the group uses."""
+        by_dimension: dict[int, list[TorusFactor]] = defaultdict(list)
         for axis in mesh_axes:
             for factor in self.factors[axis]:
                 by_dimension[factor.dimension].append(factor)
         return [
-            Span(self.dimensions[number], tuple(sorted(factors, key=lambda factor: factor.stride)))
+            GroupSpan(self.dimensions[number], tuple(sorted(factors, key=lambda factor: factor.stride)))
             for number, factors in sorted(by_dimension.items())
         ]
 
 
 def place_mesh(hardware: Slice, mesh: Mapping[str, int]) -> MeshPlacement:
-    """The best embedding of `mesh` (mesh axis -> size, major to minor) in the devices of `hardware`.
+    """Return the best placement of a mesh on the devices of `hardware`.
 
-    Virtual CPU devices have no torus: every mesh axis is a ring of its own, in the order of their numbers.
+    Virtual CPU devices have no torus: every mesh axis is a ring of its own, in the order of device ids.
+
+    Args:
+        mesh: mesh axis -> size, major to minor.
 
     Raises:
-        ConfigError: the slices do not divide replica x data.
+        ConfigError: the number of slices does not divide replica x data.
     """
     return _place_mesh(hardware, tuple(mesh.items()))
 
 
 @lru_cache(maxsize=4096)
 def _place_mesh(hardware: Slice, sizes: tuple[tuple[str, int], ...]) -> MeshPlacement:
+    """Return the cached result of `place_mesh`: axis by axis, keep the factors with the fastest all-gather."""
     mesh = dict(sizes)
     if hardware.is_cpu:
         bandwidth = hardware.generation.link_bandwidth
-        rings = tuple(Dimension(axis, size, True, bandwidth) for axis, size in sizes)
-        return MeshPlacement(hardware, mesh, rings, {axis: (Factor(i, mesh[axis], 1),) for i, axis in enumerate(mesh)})
-    dimensions = dimensions_of(hardware)
-    parts = dict(zip(mesh, slices_by_axis(hardware.slices, mesh), strict=True))
-    axes = sorted(reversed(mesh), key=lambda axis: PRIORITY.index(axis) if axis in PRIORITY else len(PRIORITY))
+        rings = tuple(TorusDimension(axis, size, True, bandwidth) for axis, size in sizes)
+        return MeshPlacement(
+            hardware, mesh, rings, {axis: (TorusFactor(i, mesh[axis], 1),) for i, axis in enumerate(mesh)}
+        )
+    dimensions = torus_dimensions(hardware)
+    slices = dict(zip(mesh, slices_by_axis(hardware.slices, mesh), strict=True))
+    axes = sorted(
+        reversed(mesh), key=lambda axis: AXIS_PRIORITY.index(axis) if axis in AXIS_PRIORITY else len(AXIS_PRIORITY)
+    )
 
     @cache
-    def seconds(factors: tuple[Factor, ...]) -> float:
-        spans = [Span(dimensions[factor.dimension], (factor,)) for factor in factors]
-        return round(hardware.generation.link_bandwidth * gather_seconds(spans), _DIGITS)
+    def all_gather_time(factors: tuple[TorusFactor, ...]) -> float:
+        spans = [GroupSpan(dimensions[factor.dimension], (factor,)) for factor in factors]
+        return round(hardware.generation.link_bandwidth * all_gather_seconds_per_byte(spans), _DIGITS)
 
-    # the factors of the axes so far, for every embedding that is the best for these
-    equal: list[list[tuple[Factor, ...]]] = [[]]
+    # factors of the axes placed so far, for every placement of these axes that is equally good
+    best: list[list[tuple[TorusFactor, ...]]] = [[]]
     for axis in axes:
-        longer = [[*done, cut] for done in equal for cut in _cuts(dimensions, done, mesh[axis] // parts[axis])]
-        fastest = min(seconds(factors[-1]) for factors in longer)
-        equal = [factors for factors in longer if seconds(factors[-1]) == fastest]
-    best = min(equal, key=lambda factors: sum(map(len, factors)))
-    return MeshPlacement(hardware, mesh, dimensions, dict(zip(axes, best, strict=True)))
+        candidates = [
+            [*placed, factors]
+            for placed in best
+            for factors in _factorizations(dimensions, placed, mesh[axis] // slices[axis])
+        ]
+        fastest = min(all_gather_time(placed[-1]) for placed in candidates)
+        best = [placed for placed in candidates if all_gather_time(placed[-1]) == fastest]
+    factors_by_axis = min(best, key=lambda placed: sum(map(len, placed)))
+    return MeshPlacement(hardware, mesh, dimensions, dict(zip(axes, factors_by_axis, strict=True)))
 
 
-def _cuts(
-    dimensions: tuple[Dimension, ...], taken: list[tuple[Factor, ...]], size: int
-) -> Iterator[tuple[Factor, ...]]:
-    """Every way to lay a mesh axis of `size` on what the factors `taken` leave of the dimensions."""
+def _factorizations(
+    dimensions: tuple[TorusDimension, ...], placed: list[tuple[TorusFactor, ...]], size: int
+) -> Iterator[tuple[TorusFactor, ...]]:
+    """Yield every way to lay a mesh axis of `size` on the torus, outside of the factors that are `placed` already."""
     strides = [1] * len(dimensions)
-    for factor in (factor for factors in taken for factor in factors):
+    for factor in (factor for factors in placed for factor in factors):
         strides[factor.dimension] *= factor.size
     choices = (
-        [Factor(number, part, stride) for part in divisors(dimension.size // stride)]
+        [TorusFactor(number, part, stride) for part in divisors(dimension.size // stride)]
         for number, (dimension, stride) in enumerate(zip(dimensions, strides, strict=True))
     )
     for factors in product(*choices):
@@ -233,14 +285,14 @@ def _cuts(
             yield tuple(factor for factor in factors if factor.size > 1)
 
 
-def _shifted(mesh: Mapping[str, int], mesh_axes: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """Every place of the mesh with its successor along `mesh_axes`, the last of which changes fastest."""
+def _neighbours(mesh: Mapping[str, int], mesh_axes: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+    """Yield every device index of the mesh with its cyclic successor along `mesh_axes`, major to minor."""
     strides = {axis: math.prod(list(mesh.values())[i + 1 :]) for i, axis in enumerate(mesh)}
-    for place in range(math.prod(mesh.values())):
-        target = place
+    for source in range(math.prod(mesh.values())):
+        target = source
         for axis in reversed(mesh_axes):
-            last = target // strides[axis] % mesh[axis] == mesh[axis] - 1
-            target += strides[axis] * (1 - mesh[axis] * last)
-            if not last:
+            is_last = target // strides[axis] % mesh[axis] == mesh[axis] - 1
+            target += strides[axis] * (1 - mesh[axis] * is_last)
+            if not is_last:
                 break
-        yield place, target
+        yield source, target

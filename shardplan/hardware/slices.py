@@ -1,5 +1,10 @@
-"""Slice names: `v4-256` or `v4:4x4x8` -> 128 devices on a 4x4x8 torus; `2xv6e-256` -> two slices of 16x16 chips, joined
-by the data-centre network; `cpu-8` -> 8 virtual CPU devices.
+"""TPU slices and their names.
+
+| name | hardware |
+|---|---|
+| `v4-256` or `v4:4x4x8` | 128 devices on a 4x4x8 torus |
+| `2xv6e-256` | two slices of 16x16 chips, connected by the data-centre network |
+| `cpu-8` | 8 virtual CPU devices |
 """
 
 import math
@@ -7,67 +12,76 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cache
+from typing import assert_never
 
 from shardplan.errors import ConfigError, nearest
-from shardplan.hardware.generations import GENERATIONS, Generation
+from shardplan.hardware.generations import GENERATIONS, Generation, Wraparound
 
 GIB = 2**30
-MOST_CPU_DEVICES = 4096
-"""Virtual devices are threads of one process."""
-MOST_SLICES = 1024
+MAX_CPU_DEVICES = 4096
+"""Maximum number of virtual devices; they are threads of one process."""
+MAX_SLICES = 1024
 _CUBE = 4
-"""Chips along each side of the cubes that optical switches connect into the larger 3D tori."""
+"""Chips along each side of the cubes from which optical switches make the larger 3D tori."""
 
 
 @cache
 def divisors(n: int) -> tuple[int, ...]:
-    """Of a number of devices, chips or sequences: every one that divides it, ascending."""
+    """Return all divisors of `n`, ascending."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return tuple(sorted({*low, *(n // d for d in low)}))
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A set of connected devices that one program runs on: one slice, or several of the same kind."""
+    """The hardware of one job: one slice, or several identical slices."""
 
     name: str
     generation: Generation
     torus: tuple[int, ...]
-    """Chips along each torus dimension of one slice; their product is the number of its chips."""
+    """Chips along each torus dimension of one slice."""
     slices: int = 1
-    """Slices, each a torus of its own, that only the data-centre network connects."""
+    """Number of slices; only the data-centre network connects them."""
 
     @property
     def devices(self) -> int:
-        """Number of JAX devices, of all slices together."""
+        """Number of JAX devices in all slices."""
         return self.slices * math.prod(self.torus) * self.generation.devices_per_chip
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Of each torus dimension, whether a link connects its ends, so that it is a ring."""
-        pod, rule = self.generation.sizes[-1], self.generation.wraparound
-        if rule == "side":
-            return tuple(n == most for n, most in zip(self.torus, pod, strict=True))
-        every = self.torus == pod if rule == "pod" else all(n % _CUBE == 0 for n in self.torus)
-        return (every,) * len(self.torus)
+        """Whether each torus dimension is a ring, with a link between its two ends."""
+        pod = self.generation.sizes[-1]
+        match self.generation.wraparound:
+            case Wraparound.SIDE:
+                return tuple(n == side for n, side in zip(self.torus, pod, strict=True))
+            case Wraparound.POD:
+                return (self.torus == pod,) * len(self.torus)
+            case Wraparound.CUBES:
+                return (all(n % _CUBE == 0 for n in self.torus),) * len(self.torus)
+            case _:
+                assert_never(self.generation.wraparound)
 
     @property
     def is_cpu(self) -> bool:
-        """Virtual CPU devices rather than accelerators."""
+        """Whether the devices are virtual CPU devices, not accelerators."""
         return self.generation.name == "cpu"
 
 
 def parse_slice(name: str) -> Slice:
-    """The slice called `name`: a generation and its number of cores or chips as in its name on Cloud TPU (`v4-256`), or
-    a generation and the chips along each dimension of its torus (`v4:4x4x8`); `Kx` in front means K of them.
+    """Parse a slice name.
+
+    Args:
+        name: a generation and its number of cores or chips as on Cloud TPU (`v4-256`), or a generation and the chips
+            along each torus dimension (`v4:4x4x8`); a prefix `Kx` means K slices.
 
     Raises:
-        ConfigError: an unknown generation, or a size that generation does not come in.
+        ConfigError: the generation is unknown, or has no slice of that size.
     """
     match = re.fullmatch(r"(?:([0-9]{1,9})x)?([a-z0-9]+?)(?:-([0-9]{1,9})|:([0-9]{1,9}(?:x[0-9]{1,9})*))", name)
     copies, generation_name, count, chips = match.groups() if match else (None, re.split("[-:]", name)[0], None, None)
     if generation_name == "cpu":
-        return _cpu_slice(name, int(count or 0), copies)
+        return _make_cpu_slice(name, int(count or 0), copies)
     generation = GENERATIONS.get({"v5litepod": "v5e"}.get(generation_name, generation_name))
     if generation is None:
         valid = [*GENERATIONS, "cpu"]
@@ -78,68 +92,88 @@ def parse_slice(name: str) -> Slice:
         torus = generation.sizes[1]
         cores = math.prod(torus) * generation.name_counts_per_chip
         raise ConfigError(
-            f"hardware.slice {name!r}: no size; write it as in '{generation.name}-{cores}' or "
-            f"'{generation.name}:{_by(torus)}'"
+            f"hardware.slice {name!r}: the size is missing; write for example '{generation.name}-{cores}' or "
+            f"'{generation.name}:{_format_torus(torus)}'"
         )
     slices = int(copies or 1)
-    if not 1 <= slices <= MOST_SLICES:
-        raise ConfigError(f"hardware.slice {name!r}: needs 1 to {MOST_SLICES} slices, as in '2x{generation.name}-256'")
+    if not 1 <= slices <= MAX_SLICES:
+        raise ConfigError(
+            f"hardware.slice {name!r}: needs 1 to {MAX_SLICES} slices, for example '2x{generation.name}-256'"
+        )
     prefix = f"{copies}x" if copies else ""
     if chips:
-        torus = _torus(name, prefix, generation, tuple(map(int, chips.split("x"))))
+        torus = _validate_torus(name, prefix, generation, tuple(map(int, chips.split("x"))))
     else:
-        torus = _standard_torus(name, prefix, generation, int(count or 0))
+        torus = _find_standard_torus(name, prefix, generation, int(count or 0))
     return Slice(name, generation, torus, slices)
 
 
-def _standard_torus(name: str, prefix: str, generation: Generation, count: int) -> tuple[int, ...]:
+def _find_standard_torus(name: str, prefix: str, generation: Generation, count: int) -> tuple[int, ...]:
+    """Return the torus of the slice whose Cloud TPU name ends in `count`."""
     tori = {math.prod(torus) * generation.name_counts_per_chip: torus for torus in generation.sizes}
     if count not in tori:
         closest = min(tori, key=lambda size: abs(math.log(size / max(count, 1))))
         raise ConfigError(
-            f"hardware.slice {name!r}: {generation.name} does not come in size {count}; "
+            f"hardware.slice {name!r}: {generation.name} has no slice of size {count}; "
             f"did you mean '{prefix}{generation.name}-{closest}'? (sizes: {', '.join(map(str, sorted(tori)))})"
         )
     return tori[count]
 
 
-def _torus(name: str, prefix: str, generation: Generation, torus: tuple[int, ...]) -> tuple[int, ...]:
-    """`torus` itself, when the generation can be connected that way."""
+def _validate_torus(name: str, prefix: str, generation: Generation, torus: tuple[int, ...]) -> tuple[int, ...]:
+    """Return `torus` if chips of the generation can be connected that way; raise ConfigError otherwise."""
     pod, hosts = generation.sizes[-1], generation.host_chips[: len(generation.sizes[-1])]
     if len(torus) != len(pod):
         problem = f"a {generation.name} torus has {len(pod)} dimensions, not {len(torus)}"
     elif torus not in generation.sizes and any(n < 1 or n % host for n, host in zip(torus, hosts, strict=True)):
-        problem = f"{generation.name} comes in whole hosts of {_by(hosts)} chips"
-    elif not _fits(torus, pod):
-        problem = f"the largest {generation.name} pod is {_by(pod)}"
+        problem = f"{generation.name} slices consist of complete hosts of {_format_torus(hosts)} chips"
+    elif not _fits_in_pod(torus, pod):
+        problem = f"the largest {generation.name} pod is {_format_torus(pod)}"
     else:
         return torus
     closest = tuple(host * max(1, round(n / host)) for n, host in zip(torus, hosts, strict=False))
-    if len(torus) != len(pod) or not _fits(closest, pod):
-        wanted = max(1, math.prod(torus))
-        closest = min(generation.sizes, key=lambda size: abs(math.log(math.prod(size) / wanted)))
-    raise ConfigError(f"hardware.slice {name!r}: {problem}; did you mean '{prefix}{generation.name}:{_by(closest)}'?")
+    if len(torus) != len(pod) or not _fits_in_pod(closest, pod):
+        chips = max(1, math.prod(torus))
+        closest = min(generation.sizes, key=lambda size: abs(math.log(math.prod(size) / chips)))
+    raise ConfigError(
+        f"hardware.slice {name!r}: {problem}; did you mean '{prefix}{generation.name}:{_format_torus(closest)}'?"
+    )
 
 
-def _fits(torus: tuple[int, ...], pod: tuple[int, ...]) -> bool:
-    """Whether `torus` is a part of the pod, or can be put together from its cubes."""
-    part = all(n <= most for n, most in zip(sorted(torus), sorted(pod), strict=True))
-    cubes = len(pod) == 3 and all(n % _CUBE == 0 for n in torus)
-    return part or (cubes and math.prod(torus) <= math.prod(pod))
+def _fits_in_pod(torus: tuple[int, ...], pod: tuple[int, ...]) -> bool:
+    """Whether `torus` is a sub-torus of the pod, or can be assembled from its cubes."""
+    is_part = all(n <= side for n, side in zip(sorted(torus), sorted(pod), strict=True))
+    has_cubes = len(pod) == 3 and all(n % _CUBE == 0 for n in torus)
+    return is_part or (has_cubes and math.prod(torus) <= math.prod(pod))
 
 
-def _by(sizes: tuple[int, ...]) -> str:
+def _format_torus(sizes: tuple[int, ...]) -> str:
     return "x".join(map(str, sizes))
 
 
-def _cpu_slice(name: str, devices: int, copies: str | None) -> Slice:
+def _make_cpu_slice(name: str, devices: int, copies: str | None) -> Slice:
+    """Return a slice of virtual CPU devices that share the memory of this host."""
     if copies is not None:
-        raise ConfigError(f"hardware.slice {name!r}: virtual CPU devices are one slice; name them as in 'cpu-8'")
-    if not 1 <= devices <= MOST_CPU_DEVICES:
-        raise ConfigError(f"hardware.slice {name!r}: needs 1 to {MOST_CPU_DEVICES} virtual devices, as in 'cpu-8'")
+        raise ConfigError(
+            f"hardware.slice {name!r}: virtual CPU devices are always one slice; write for example 'cpu-8'"
+        )
+    if not 1 <= devices <= MAX_CPU_DEVICES:
+        raise ConfigError(f"hardware.slice {name!r}: needs 1 to {MAX_CPU_DEVICES} virtual devices, for example 'cpu-8'")
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Speeds of virtual devices only rank plans against each other; they are not a prediction for this machine.
+    # these speeds only rank plans against each other; they are no prediction for this machine
     generation = Generation(
-        "cpu", 1, 1, host_bytes / GIB / devices, 2e10, 5e9, 2.5e9, 0, "pod", 2.5e9, 1e9, (1, 1, 1), ((devices,),)
+        name="cpu",
+        devices_per_chip=1,
+        name_counts_per_chip=1,
+        hbm_gib=host_bytes / GIB / devices,
+        flops=2e10,
+        hbm_bandwidth=5e9,
+        link_bandwidth=2.5e9,
+        chip_bandwidth=0,
+        wraparound=Wraparound.POD,
+        network_bandwidth=2.5e9,
+        clock=1e9,
+        host_chips=(1, 1, 1),
+        sizes=((devices,),),
     )
     return Slice(name, generation, (devices,))

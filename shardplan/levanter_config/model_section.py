@@ -1,21 +1,22 @@
-"""What the `model` section of a Levanter configuration says beside the architecture."""
+"""Parses the keys of a Levanter configuration's `model:` section that do not describe the architecture."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardplan.config import CHECKPOINTING, WorkloadConfig
 from shardplan.errors import ConfigError, nearest
-from shardplan.levanter_config.section import Section, text_of
+from shardplan.levanter_config.section import SectionReader, short_repr
+from shardplan.plan.workload import CHECKPOINTING, Workload
 
 ATTENTION_BACKENDS = ("default", "jax_flash", "nvte", "splash", "vanilla")
+"""Values that Levanter takes for `attn_backend`."""
 POSITION_KEYS = ("max_seq_len", "seq_len")
-"""Of the `model` section: what the later schema calls the number of positions, and what the flat one does."""
+"""Keys for the number of positions: the name in later versions of Levanter, and the one in 1.2.dev1644."""
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """What the `model` section of a configuration says that is not the architecture; None where it does not."""
+    """The values of a model section that do not describe the architecture; None for what the file omits."""
 
     gradient_checkpointing: str | None = None
     """One of `CHECKPOINTING`."""
@@ -24,27 +25,27 @@ class ModelSection:
     attention_backend: str | None = None
     """`attn_backend` as written."""
 
-    def workload(self, asked: WorkloadConfig) -> WorkloadConfig:
-        """The workload `asked` for, with the positions and the checkpointing that the section says."""
+    def apply_to(self, workload: Workload) -> Workload:
+        """Return `workload` with the number of positions and the checkpointing of this section."""
         return replace(
-            asked,
-            position=self.position or asked.position,
-            gradient_checkpointing=self.gradient_checkpointing or asked.gradient_checkpointing,
+            workload,
+            position=self.position or workload.position,
+            gradient_checkpointing=self.gradient_checkpointing or workload.gradient_checkpointing,
         )
 
 
 NO_MODEL_SECTION = ModelSection()
 
 
-def model_section(values: Mapping[str, Any]) -> ModelSection:
-    """What the `model` section among the sections `values` of a configuration says; nothing where there is none.
+def parse_model_section(sections: Mapping[str, Any]) -> ModelSection:
+    """Parse the `model` section among the `sections` of a configuration; it may be absent.
 
     Raises:
         ConfigError: a value that Levanter does not take.
     """
-    if not isinstance(values.get("model"), dict):
+    if not isinstance(sections.get("model"), dict):
         return NO_MODEL_SECTION
-    section = Section("model", values["model"])
+    section = SectionReader("model", sections["model"])
     positions = [section.size(key, None) for key in POSITION_KEYS if key in section.values]
     backend = section.values.get("attn_backend")
     checkpointing = None
@@ -54,7 +55,7 @@ def model_section(values: Mapping[str, Any]) -> ModelSection:
 
 
 def _checkpointing(value: Any) -> str:
-    """The name of a kind of gradient checkpointing; Levanter takes booleans, names, and Haliax's policies."""
+    """Convert a value of `gradient_checkpointing`, a boolean, a name or a Haliax policy, to one of `CHECKPOINTING`."""
     if isinstance(value, bool):
         return "default" if value else "save_all"
     if isinstance(value, dict):
@@ -68,5 +69,5 @@ def _checkpointing(value: Any) -> str:
     names = {"full": "recompute", **{name: name for name in CHECKPOINTING if name not in ("auto", "default")}}
     if not isinstance(value, str) or value not in names:
         hint = nearest(str(value), names)
-        raise ConfigError(f"model.gradient_checkpointing is {text_of(value)}; {hint} (or true, or false)")
+        raise ConfigError(f"model.gradient_checkpointing is {short_repr(value)}; {hint} (or true, or false)")
     return names[value]

@@ -1,4 +1,4 @@
-"""The Plan as the `trainer:` section of a Levanter configuration, and in Python what YAML cannot say."""
+"""Writes a Plan as the `trainer:` section of a Levanter configuration, and as Python what YAML cannot express."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,78 +7,82 @@ import yaml
 
 from shardplan.hardware import parse_slice
 from shardplan.hardware.multislice import slices_by_axis
-from shardplan.levanter_config.trainer_section import BATCH_MESH_AXES, DCN_AXIS, SHARED_BY_DEFAULT
+from shardplan.levanter_config.mesh_schema import DCN_AXIS, DEFAULT_SHARED_AXES
+from shardplan.levanter_config.schema import BATCH_MESH_AXES, TrainerSchema
+from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.mapping import MeshAxes, as_tuples, mesh_size
-from shardplan.plan.plan import BATCH_AXIS, BLOCKWISE, UNCUT, Mapping, Plan
-from shardplan.positions.sequence_layout import CONTIGUOUS
+from shardplan.plan.plan import Mapping, Plan
+from shardplan.plan.workload import BATCH_AXIS
+from shardplan.positions.sequence_layout import SequenceOrder
 
-SPLASH_NEEDS_WHOLE = ("position", "q_heads_per_group", "head_size")
-"""Logical axes that Levanter's splash attention, its default on TPUs, takes for whole wherever they are cut."""
+SPLASH_UNSHARDED_AXES = ("position", "q_heads_per_group", "head_size")
+"""Logical axes that Levanter's splash attention, its default on TPUs, treats as unsharded even if they are sharded."""
 
 
-def trainer_section(plan: Plan) -> dict[str, Any]:
-    """Levanter's `trainer:` keys for the plan's mesh, batch and mappings; see `inexpressible`.
+def flat_trainer_section(plan: Plan) -> dict[str, Any]:
+    """Write the plan's mesh, batch and mappings as `trainer:` keys of the flat schema; see `yaml_limitations`.
 
-    In Levanter data is what replica and model leave of the devices, parameters rest as they are computed with unless
-    told otherwise, and an evaluation has as many sequences as a training step.
+    In Levanter, data is what replica and model leave of the devices, the parameter sharding is the compute sharding
+    unless `parameter_axis_resources` says otherwise, and an evaluation has as many sequences as a training step.
     """
-    replica_slices, replica = _replica(plan)
+    replica_slices, replica = _replica_sizes(plan)
     compute = {axis: mesh_axes for axis, mesh_axes in plan.compute_mapping.items() if axis != BATCH_AXIS}
-    whole_at_rest = dict.fromkeys(axis for axis in compute if axis not in plan.param_mapping)
+    stored_replicated = dict.fromkeys(axis for axis in compute if axis not in plan.param_mapping)
     return {
-        "mp": _types(plan),
+        "mp": _precision_policy(plan),
         "replica_dcn_axis_size": replica_slices,
         "replica_ici_axis_size": replica,
         "model_axis_size": plan.mesh["model"],
-        **_batches(plan),
+        **_batch_sizes(plan),
         "fsdp_axis": None,
-        "axis_resources": _values(compute),
-        "parameter_axis_resources": {**_values(plan.param_mapping), **whole_at_rest},
+        "axis_resources": _yaml_values(compute),
+        "parameter_axis_resources": {**_yaml_values(plan.param_mapping), **stored_replicated},
     }
 
 
 def mesh_trainer_section(plan: Plan) -> dict[str, Any] | None:
-    """The same for the later schema, with a `mesh` section; None where slices cut data, which that has no name for.
+    """Write the plan as `trainer:` keys of the mesh schema; None if data crosses slices, which it cannot express.
 
-    It has lists of mesh axes, and says the batch like any other axis.
+    The mesh schema takes lists of mesh axes, and maps the batch like any other logical axis.
     """
-    replica_slices, replica = _replica(plan)
+    replica_slices, replica = _replica_sizes(plan)
     slices = parse_slice(plan.hardware.slice).slices
     if replica_slices != slices:
         return None
     across = [DCN_AXIS] if slices > 1 else []
-    names = {"replica": across + (["replica"] if replica > 1 or not across else [])}
+    replica_names = across + (["replica"] if replica > 1 or not across else [])
 
-    def named(mapping: Mapping) -> dict[str, str | list[str]]:
-        return _values({axis: [n for m in axes for n in names.get(m, [m])] for axis, axes in mapping.items()})
+    def rename(mapping: Mapping) -> dict[str, str | list[str]]:
+        names = {"replica": replica_names}
+        return _yaml_values({axis: [n for m in axes for n in names.get(m, [m])] for axis, axes in mapping.items()})
 
-    compute, params = named(plan.compute_mapping), named(plan.param_mapping)
+    compute, params = rename(plan.compute_mapping), rename(plan.param_mapping)
     shared = {axis: value for axis, value in compute.items() if axis != BATCH_AXIS and params.get(axis) == value}
-    whole: dict[str, Any] = {axis: [] for axis in SHARED_BY_DEFAULT if axis not in shared}
+    replicated: dict[str, Any] = {axis: [] for axis in DEFAULT_SHARED_AXES if axis not in shared}
     return {
-        "mp": _types(plan),
-        **_batches(plan),
+        "mp": _precision_policy(plan),
+        **_batch_sizes(plan),
         "mesh": {
             "axes": {"replica": replica, "data": plan.mesh["data"], "model": plan.mesh["model"]},
             **({"dcn_axes": {DCN_AXIS: slices}} if across else {}),
-            "shared_mapping": {**shared, **whole},
+            "shared_mapping": {**shared, **replicated},
             "compute_mapping": {BATCH_AXIS: [], **{a: value for a, value in compute.items() if a not in shared}},
             "param_mapping": {axis: value for axis, value in params.items() if axis not in shared},
         },
     }
 
 
-def inexpressible(plan: Plan) -> list[str]:
-    """Why Levanter 1.2.dev1644 does not do as planned with `trainer_section` alone; empty where it does."""
-    return list(_inexpressible(plan))
+def yaml_limitations(plan: Plan) -> list[str]:
+    """List why Levanter 1.2.dev1644 does not follow the plan with `flat_trainer_section` alone; empty if it does."""
+    return list(_yaml_limitations(plan))
 
 
 def trainer_python(plan: Plan) -> str | None:
-    """Python for a class that is Levanter's TrainerConfig with the plan's mappings; None where YAML suffices."""
-    if not inexpressible(plan):
+    """Write Python for a subclass of Levanter's TrainerConfig with the plan's mappings; None if YAML suffices."""
+    if not yaml_limitations(plan):
         return None
-    batch = _batch(plan)
-    # without a batch axis in the mapping, Levanter's data loader and train step refuse
+    batch = _batch_mesh_axes(plan)
+    # without a batch axis in the mapping, Levanter's data loader and train step raise
     compute = {BATCH_AXIS: batch, **as_tuples(plan.compute_mapping)}
     return (
         "from levanter.trainer import TrainerConfig\n"
@@ -86,100 +90,114 @@ def trainer_python(plan: Plan) -> str | None:
         "class PlannedTrainerConfig(TrainerConfig):\n"
         f"    compute_axis_mapping = {compute!r}\n"
         f"    parameter_axis_mapping = {as_tuples(plan.param_mapping)!r}\n"
-        f"    data_axis_size = {mesh_size(plan.mesh, batch)}  # groups of devices with sequences of their own\n"
+        f"    data_axis_size = {mesh_size(plan.mesh, batch)}  # number of shards of the batch\n"
     )
 
 
-def trainer_yaml(plan: Plan, is_flat: bool = True) -> str:
-    """`trainer_section` as text to paste; what YAML cannot say follows as a comment, with `trainer_python`.
+def trainer_yaml(plan: Plan, schema: TrainerSchema = TrainerSchema.FLAT) -> str:
+    """Write the trainer section as text to paste.
+
+    Comments after the section give settings outside of it, and a TrainerConfig subclass if the flat YAML cannot express
+    the plan.
 
     Args:
-        is_flat: otherwise `mesh_trainer_section`, where that can say the plan.
+        schema: flat: Levanter 1.2.dev1644; mesh: later versions. A plan whose data crosses slices is written in the
+            flat schema in any case, because the mesh schema cannot express it.
     """
-    section = None if is_flat else mesh_trainer_section(plan)
+    mesh_section = mesh_trainer_section(plan) if schema == TrainerSchema.MESH else None
     text = yaml.safe_dump(
-        {"trainer": section or trainer_section(plan)}, sort_keys=False, default_flow_style=None, width=120
+        {"trainer": mesh_section or flat_trainer_section(plan)}, sort_keys=False, default_flow_style=None, width=120
     )
-    notes = list(_notes(plan))
-    python = trainer_python(plan) if section is None else None
+    comments = list(_settings_outside_trainer(plan))
+    python = trainer_python(plan) if mesh_section is None else None
     if python is not None:
-        notes += [
-            *(f"YAML alone is not this plan: {reason}." for reason in inexpressible(plan)),
-            "Take this class in place of TrainerConfig:",
+        comments += [
+            *(f"YAML alone cannot express this plan: {reason}." for reason in yaml_limitations(plan)),
+            "Use this class instead of TrainerConfig:",
             "",
             *python.splitlines(),
         ]
-    return text + "".join(f"# {line}".rstrip() + "\n" for line in notes)
+    return text + "".join(f"# {line}".rstrip() + "\n" for line in comments)
 
 
-def _replica(plan: Plan) -> tuple[int, int]:
-    """Slices along replica, and its size within one."""
+def _replica_sizes(plan: Plan) -> tuple[int, int]:
+    """Return the number of slices along replica, and the size of replica within one slice."""
     slices = parse_slice(plan.hardware.slice).slices
     along = dict(zip(plan.mesh, slices_by_axis(slices, plan.mesh), strict=True))["replica"]
     return along, plan.mesh["replica"] // along
 
 
-def _types(plan: Plan) -> str:
+def _precision_policy(plan: Plan) -> str:
     return f"p={plan.workload.param_dtype},c={plan.workload.compute_dtype}"
 
 
-def _batches(plan: Plan) -> dict[str, int]:
+def _batch_sizes(plan: Plan) -> dict[str, int]:
+    """Return the keys of the batch; `per_device_parallelism`, which sets the microbatch, only if there are several."""
     work = plan.workload
-    per_device = work.batch // work.microbatches // mesh_size(plan.mesh, _batch(plan))
+    per_device = work.batch // work.num_microbatches // mesh_size(plan.mesh, _batch_mesh_axes(plan))
     return {
         "train_batch_size": work.batch,
-        **({"per_device_parallelism": per_device} if work.microbatches > 1 else {}),
+        **({"per_device_parallelism": per_device} if work.num_microbatches > 1 else {}),
     }
 
 
-def _inexpressible(plan: Plan) -> Iterator[str]:
-    cuts = [*plan.compute_mapping.items(), *plan.param_mapping.items()]
-    listed = dict.fromkeys(axis for axis, mesh_axes in cuts if len(mesh_axes) > 1 and axis != BATCH_AXIS)
-    if listed:
-        yield f"Levanter takes a list of mesh axes ({', '.join(listed)}) for one name, and finds no such mesh axis"
-    batch = _batch(plan)
-    if _cutting(plan, batch) != _cutting(plan, tuple(BATCH_MESH_AXES)):
+def _yaml_limitations(plan: Plan) -> Iterator[str]:
+    """Yield the reasons of `yaml_limitations`: lists of mesh axes, and a batch not sharded as Levanter shards it."""
+    entries = [*plan.compute_mapping.items(), *plan.param_mapping.items()]
+    lists = dict.fromkeys(axis for axis, mesh_axes in entries if len(mesh_axes) > 1 and axis != BATCH_AXIS)
+    if lists:
+        yield f"Levanter reads a list of mesh axes ({', '.join(lists)}) as one name, which is not a mesh axis"
+    batch = _batch_mesh_axes(plan)
+    if _sharding_axes(plan, batch) != _sharding_axes(plan, tuple(BATCH_MESH_AXES)):
         planned = " x ".join(batch) or "no mesh axis"
         yield f"Levanter always maps the batch to {' x '.join(BATCH_MESH_AXES)}, the plan to {planned}"
 
 
-def _notes(plan: Plan) -> Iterator[str]:
-    """What is to be said in other sections."""
-    if plan.workload.kind == "train" and plan.workload.gradient_checkpointing != "default":
+def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
+    """Yield lines of comment about settings outside of the trainer section that the plan requires."""
+    if plan.workload.is_training and plan.workload.gradient_checkpointing != "default":
         yield f"model.gradient_checkpointing must be {plan.workload.gradient_checkpointing}, as planned."
-    cut = [axis for axis in SPLASH_NEEDS_WHOLE if _cutting(plan, tuple(plan.compute_mapping.get(axis, ())))]
     if parse_slice(plan.hardware.slice).is_cpu:
-        return  # Levanter's attention on CPUs is no kernel, and right wherever it is cut
-    method = plan.attention
-    if method.strategy != UNCUT:
-        order = f'Layout({plan.workload.position}, {method.ring}, {method.ulysses}, "{method.layout}")'
-        given = (
-            (f"ulysses={method.ulysses}", method.ulysses > 1),
-            (f'kernel="{method.kernel}"', method.kernel != BLOCKWISE),
-            (f"layout={order}", method.layout != CONTIGUOUS),
-        )
-        settings = ", ".join([f'"{method.strategy}"', *(text for text, is_given in given if is_given)])
-        yield "Attention must be that of shardplan.attention.levanter, as planned: with positions cut Levanter's own is"
-        yield f"wrong in silence. model = with_sequence_parallel(model, Method({settings}))"
-        if method.layout != CONTIGUOUS:
-            yield f"Examples must be in its order, shard_sequence(example, {order}) of"
-            yield "shardplan.attention.sequence, and their losses next_token_losses(model, sequence)."
-    elif cut:
+        return  # Levanter's attention on CPUs is no kernel, and correct under any sharding
+    if plan.attention.strategy != Strategy.NONE:
+        yield from _attention_settings(plan)
+        return
+    sharded = [
+        axis for axis in SPLASH_UNSHARDED_AXES if _sharding_axes(plan, tuple(plan.compute_mapping.get(axis, ())))
+    ]
+    if sharded:
         yield (
-            f"model.attn_backend must be jax_flash: with {', '.join(cut)} cut, Levanter's default on TPUs is wrong in "
-            "silence."
+            f"model.attn_backend must be jax_flash: with {', '.join(sharded)} sharded, Levanter's default on TPUs is "
+            "silently wrong."
         )
 
 
-def _batch(plan: Plan) -> MeshAxes:
+def _attention_settings(plan: Plan) -> Iterator[str]:
+    """Yield lines of comment about the calls that replace Levanter's attention with sequence-parallel attention."""
+    attention = plan.attention
+    layout = f'SequenceLayout({plan.workload.position}, {attention.ring}, {attention.ulysses}, "{attention.layout}")'
+    options = (
+        (f"ulysses={attention.ulysses}", attention.ulysses > 1),
+        (f'kernel="{attention.kernel}"', attention.kernel != KernelName.BLOCKWISE),
+        (f"layout={layout}", attention.layout != SequenceOrder.CONTIGUOUS),
+    )
+    arguments = ", ".join([f'"{attention.strategy}"', *(text for text, is_needed in options if is_needed)])
+    yield "Use the attention of shardplan.attention.levanter, as planned: with sharded positions Levanter's own is"
+    yield f"silently wrong. model = with_sequence_parallel(model, Method({arguments}))"
+    if attention.layout != SequenceOrder.CONTIGUOUS:
+        yield f"Put examples in the same order with shard_sequence(example, {layout}) of"
+        yield "shardplan.attention.sequence, and compute their losses with next_token_losses(model, sequence)."
+
+
+def _batch_mesh_axes(plan: Plan) -> MeshAxes:
     return tuple(plan.compute_mapping.get(BATCH_AXIS, ()))
 
 
-def _cutting(plan: Plan, mesh_axes: MeshAxes) -> MeshAxes:
+def _sharding_axes(plan: Plan, mesh_axes: MeshAxes) -> MeshAxes:
     """Those of `mesh_axes` that have more than one device."""
     return tuple(mesh_axis for mesh_axis in mesh_axes if plan.mesh[mesh_axis] > 1)
 
 
-def _values(mapping: Mapping) -> dict[str, str | list[str]]:
-    """A mesh axis, or several as a list, for every logical axis."""
+def _yaml_values(mapping: Mapping) -> dict[str, str | list[str]]:
+    """Return the YAML value of each logical axis: the name of one mesh axis, or a list of several."""
     return {axis: mesh_axes[0] if len(mesh_axes) == 1 else list(mesh_axes) for axis, mesh_axes in mapping.items()}

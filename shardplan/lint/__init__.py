@@ -1,1 +1,1 @@
-"""What is wrong with a hand-written layout, and the smallest repair."""
+"""Finds what is wrong with a hand-written Levanter trainer section, and its smallest repair."""

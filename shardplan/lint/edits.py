@@ -1,4 +1,4 @@
-"""Changes of the keys of a hand-written Levanter configuration, and which ones could mend it."""
+"""Edits of a hand-written trainer section: what one edit changes, and which edits a repair tries."""
 
 import copy
 import math
@@ -6,31 +6,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.config import MESH_AXES, leaves
 from shardplan.errors import closest
 from shardplan.hardware import divisors
-from shardplan.levanter_config.trainer_section import DEFAULT_FSDP_AXIS
-from shardplan.lint.findings import Subject
+from shardplan.levanter_config.flat_schema import DEFAULT_FSDP_AXIS
+from shardplan.levanter_config.schema import TrainerSchema
+from shardplan.lint.subject import Subject
+from shardplan.plan.mesh_axes import MESH_AXES
+from shardplan.plan.serialization import flatten
 
-ROOT = "trainer."
-BATCH_KEY, PARTS_KEY = "trainer.train_batch_size", "trainer.per_device_parallelism"
+TRAINER_PREFIX = "trainer."
+BATCH_KEY, PER_DEVICE_KEY = "trainer.train_batch_size", "trainer.per_device_parallelism"
 SECTIONS_WITH_DEFAULT = ("trainer.mesh.param_mapping",)
-"""Mappings that mean something else without an entry than left out."""
+"""Mappings that have a default if the file omits them, so that an empty one means something else."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One change: a key gets another value, is added, removed, or renamed."""
+    """One change of a trainer section: a key gets another value, is added, removed, or renamed."""
 
     values: Mapping[str, Any]
     """Dotted key -> its new value."""
     removed: tuple[str, ...] = ()
     """Dotted keys."""
     axes: frozenset[str] = frozenset()
-    """Logical axes whose mapping it changes; all mesh axes where it changes the size of one."""
+    """Logical axes whose mapping it changes; all mesh axes if it changes the size of one."""
 
     def apply(self, trainer: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of the `trainer` section after the change."""
+        """Return the content of the `trainer` section after the change; `trainer` itself is left as it is."""
         changed = copy.deepcopy(dict(trainer))
         for key in self.removed:
             section, name = _parent(changed, key)
@@ -42,15 +44,15 @@ class Edit:
 
 
 def _parent(trainer: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    *sections, name = key.removeprefix(ROOT).split(".")
+    *sections, name = key.removeprefix(TRAINER_PREFIX).split(".")
     for section in sections:
         trainer = trainer.setdefault(section, {})
     return trainer, name
 
 
-def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Keys that differ, as the lines of a unified diff: `-trainer.fsdp_axis: mlp`, `+trainer.fsdp_axis: embed`."""
-    old, new = leaves(before, ROOT), leaves(after, ROOT)
+def diff_trainers(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """List the keys that differ as lines of a unified diff: `-trainer.fsdp_axis: mlp`, `+trainer.fsdp_axis: embed`."""
+    old, new = flatten(before, TRAINER_PREFIX), flatten(after, TRAINER_PREFIX)
     lines = []
     for key in dict.fromkeys((*old, *new)):
         if key in old and (key not in new or new[key] != old[key]):
@@ -67,17 +69,18 @@ def _text(value: Any) -> str:
 
 
 def candidate_edits(trainer: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    """Every single change that is tried: sizes of mesh and batch, entries of mappings, entries that are not there."""
-    written = leaves(trainer, ROOT)
-    yield from _sizes(written, s)
-    yield from _batches(written, s)
-    yield from _entries(written, s)
-    yield from _additions(written, s)
-    if s.is_flat:
-        yield from _fsdp(written, s)
+    """Yield every single edit that a repair tries: sizes of mesh and batch, entries changed, removed and added."""
+    written = flatten(trainer, TRAINER_PREFIX)
+    yield from _mesh_size_edits(written, s)
+    yield from _batch_edits(written, s)
+    yield from _entry_edits(written, s)
+    yield from _new_entries(written, s)
+    if s.schema == TrainerSchema.FLAT:
+        yield from _fsdp_edits(written, s)
 
 
-def _sizes(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+def _mesh_size_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+    """Other sizes of `model`, and of those other mesh axes whose size is in the file."""
     parts = divisors(s.hardware.devices // s.hardware.slices)
     others: dict[str, Sequence[int]] = {
         "trainer.replica_ici_axis_size": parts,
@@ -93,73 +96,74 @@ def _sizes(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
                 yield Edit({key: size}, axes=frozenset(MESH_AXES))
 
 
-def _batches(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    """Batches that divide, near one in the file that does not; of training, what a device takes at once."""
-    size, layout = s.workload.batch, s.layout
-    groups = math.lcm(layout.batch_shards, s.devices(s.compute.get(layout.batch_axis, ())))
-    axes = frozenset({layout.batch_axis})
-    if size % groups and written.get(BATCH_KEY) == size:
-        for near in (size // groups * groups, (size // groups + 1) * groups):
+def _batch_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+    """Divisible batches near an indivisible one in the file; for training, other sizes of the microbatch."""
+    size, section = s.workload.batch, s.section
+    shards = math.lcm(section.batch_shards, s.devices(s.compute.get(section.batch_axis, ())))
+    axes = frozenset({section.batch_axis})
+    if size % shards and written.get(BATCH_KEY) == size:
+        for near in (size // shards * shards, (size // shards + 1) * shards):
             if 0 < near <= 2 * size:
                 yield Edit({BATCH_KEY: near}, axes=axes)
-    if s.workload.kind != "train" or written.get(BATCH_KEY) == -1:
+    if not s.workload.is_training or written.get(BATCH_KEY) == -1:
         return
-    each = size // layout.batch_shards
-    fewer = divisors(each)[:-1] if size % layout.batch_shards == 0 else ()
-    now = written.get(PARTS_KEY, -1)
-    for number in (-1, *fewer):  # all at once is -1
-        if number != now:
-            yield Edit({PARTS_KEY: number}, axes=axes)
+    per_device = size // section.batch_shards
+    smaller = divisors(per_device)[:-1] if size % section.batch_shards == 0 else ()
+    current = written.get(PER_DEVICE_KEY, -1)
+    for number in (-1, *smaller):  # -1 is the whole batch at once
+        if number != current:
+            yield Edit({PER_DEVICE_KEY: number}, axes=axes)
 
 
-def _entries(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    """Changes of what there is; an entry that is there by default is overridden."""
-    batch_key = "trainer.batch_axis" if s.is_flat else "trainer.mesh.batch_axis_name"
+def _entry_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+    """Changes of existing entries; an entry that exists by default is overridden."""
+    batch_key = "trainer.batch_axis" if s.schema == TrainerSchema.FLAT else "trainer.mesh.batch_axis_name"
     if batch_key in written:
         yield Edit({}, (batch_key,), frozenset(s.batch_axes))
-    entries = {entry.key: entry for entry in (*s.layout.compute_entries, *s.layout.param_entries)}
+    entries = {entry.key: entry for entry in (*s.section.compute_entries, *s.section.param_entries)}
     for name in written.get("trainer.tensor_parallel_axes") or ():
-        left = [axis for axis in written["trainer.tensor_parallel_axes"] if axis != name]
-        yield Edit({"trainer.tensor_parallel_axes": left}, axes=frozenset({name}))
+        others = [axis for axis in written["trainer.tensor_parallel_axes"] if axis != name]
+        yield Edit({"trainer.tensor_parallel_axes": others}, axes=frozenset({name}))
     for key, entry in entries.items():
         section, _, axis = key.rpartition(".")
-        if axis != entry.axis or section == ROOT.rstrip("."):
-            continue  # not one of a mapping
-        in_section = [other for other in written if other.startswith(f"{section}.")]
-        if key in written and (len(in_section) > 1 or section not in SECTIONS_WITH_DEFAULT):
+        if axis != entry.axis or section == TRAINER_PREFIX.rstrip("."):
+            continue  # not an entry of a mapping
+        siblings = [other for other in written if other.startswith(f"{section}.")]
+        if key in written and (len(siblings) > 1 or section not in SECTIONS_WITH_DEFAULT):
             yield Edit({}, (key,), frozenset({axis}))
         elif entry.mesh_axes:
             yield Edit({key: None}, axes=frozenset({axis}))
-        for mesh_axis, size in s.layout.mesh.items():
-            if size > 1 and entry.mesh_axes != [mesh_axis] and axis in s.mappable and not _cuts_residual(key, s):
+        for mesh_axis, size in s.section.mesh.items():
+            if size > 1 and entry.mesh_axes != [mesh_axis] and axis in s.mappable and not _shards_residual(key, s):
                 yield Edit({key: mesh_axis}, axes=frozenset({axis}))
         meant = closest(axis, s.mappable) if axis not in s.known else None
         if meant and key in written and f"{section}.{meant}" not in written:
             yield Edit({f"{section}.{meant}": written[key]}, (key,), frozenset({axis, meant}))
 
 
-def _additions(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    """Entries for axes that products of matrices have; those that layers are stacked along, and experts, stay whole."""
+def _new_entries(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+    """New entries for the axes of weights in matrix products; the axes of stacked layers and experts get none."""
     for section, mesh_axis in zip(s.mapping_keys, ("model", "data"), strict=True):
-        for axis in s.computed:
+        for axis in s.weight_axes:
             key = f"{section}.{axis}"
-            if s.layout.mesh[mesh_axis] > 1 and key not in written and not _cuts_residual(key, s):
+            if s.section.mesh[mesh_axis] > 1 and key not in written and not _shards_residual(key, s):
                 yield Edit({key: mesh_axis}, axes=frozenset({axis}))
 
 
-def _fsdp(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+def _fsdp_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+    """Other axes of FSDP; the default one by removing the key."""
     key = "trainer.fsdp_axis"
-    now = written.get(key, DEFAULT_FSDP_AXIS)
-    old = frozenset([now] if isinstance(now, str) else now or ())
-    for axis in (None, *s.computed):
+    current = written.get(key, DEFAULT_FSDP_AXIS)
+    old = frozenset([current] if isinstance(current, str) else current or ())
+    for axis in (None, *s.weight_axes):
         axes = old | ({axis} if axis else frozenset())
-        if axis == DEFAULT_FSDP_AXIS and key in written and axis != now:
+        if axis == DEFAULT_FSDP_AXIS and key in written and axis != current:
             yield Edit({}, (key,), axes)
-        elif axis != now:
+        elif axis != current:
             yield Edit({key: axis}, axes=axes)
 
 
-def _cuts_residual(key: str, s: Subject) -> bool:
-    """Whether the entry would cut the residual stream by its own axis while computing, as no plan does."""
+def _shards_residual(key: str, s: Subject) -> bool:
+    """Whether the entry would shard the residual axis in computations, which no plan does."""
     section, _, axis = key.rpartition(".")
     return axis == s.axes.residual and section != s.mapping_keys[1]

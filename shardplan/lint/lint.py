@@ -1,4 +1,4 @@
-"""Findings on a hand-written Levanter configuration, for one model, workload and slice."""
+"""Lints a hand-written Levanter trainer section for one model, workload and slice."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,114 +6,118 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardplan.config import MESH_AXES, Config
-from shardplan.hardware import GIB, Slice, parse_slice
+from shardplan.config import PlanConfig
+from shardplan.hardware import Slice, parse_slice
 from shardplan.levanter_config.model_section import NO_MODEL_SECTION, ModelSection
-from shardplan.levanter_config.trainer_section import LEVANTER_BATCH, LevanterLayout, MeshSizeError, layout_of
+from shardplan.levanter_config.schema import MeshSizeError
+from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, TrainerSection, parse_trainer_section
+from shardplan.lint.activation_axes import is_activation_axis
 from shardplan.lint.checks import BLOCKING, OTHERS
 from shardplan.lint.edits import Edit
-from shardplan.lint.findings import ERROR, WARNING, Finding, Findings, Subject, sizes_text
-from shardplan.lint.running_axes import is_of_running_model
-from shardplan.model import Model, ModelAxes, inspect_model
-from shardplan.plan.plan import BATCH_AXIS, MemoryPlan, Plan
-from shardplan.plan.workload import workload_of
+from shardplan.lint.findings import Finding, FindingKind, Severity
+from shardplan.lint.memory import check_large_parameters, check_memory
+from shardplan.lint.subject import Subject
+from shardplan.model.axes import ModelAxes
+from shardplan.model.inspect import inspect_model
+from shardplan.model.registry import Model
+from shardplan.plan.mesh_axes import MESH_AXES
+from shardplan.plan.plan import Plan
+from shardplan.plan.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
-from shardplan.search.make_plan import model_of, plan_layout
-
-GIANT_PART = 0.01
-"""Part of a device's memory from which on a parameter is worth a finding."""
-LITTLE_CUT = 4
-"""A parameter cut into this many times fewer parts than there are devices is cut by far less than it could be."""
-LARGEST = 3
-"""Parts of memory that are named where it does not suffice."""
-PARTS = [part.name for part in dataclasses.fields(MemoryPlan) if part.name not in ("peak", "available", "reserved")]
+from shardplan.search.given_plan import plan_given_mappings
+from shardplan.search.make_plan import model_from_config
 
 
 @dataclass(frozen=True)
-class Target:
-    """What a configuration is to be linted for."""
+class LintTarget:
+    """The model, slice and workload that a trainer section is linted for."""
 
-    config: Config
+    config: PlanConfig
     model: Model
     axes: ModelAxes
     hardware: Slice
-    written: ModelSection = NO_MODEL_SECTION
-    """What the `model` section of the Levanter configuration says."""
+    model_section: ModelSection = NO_MODEL_SECTION
+    """The `model` section of the Levanter configuration."""
 
 
 @dataclass(frozen=True)
-class Lint:
-    """What there is to say of one configuration."""
+class LintResult:
+    """The findings on one trainer section, and its predicted cost."""
 
     trainer: Mapping[str, Any]
-    """The content of its `trainer` section, as written."""
+    """The content of the `trainer` section, as written."""
     subject: Subject
-    """The layout; where sizes of mesh axes are wrong, that with the nearest valid sizes."""
+    """The parsed section; with the nearest valid sizes of mesh axes, if those written are wrong."""
     findings: tuple[Finding, ...]
     """Errors first."""
     plan: Plan | None
-    """The layout measured; None where an error leaves nothing to measure."""
+    """The plan with its mesh and mappings; None if an error makes a prediction impossible."""
 
     @cached_property
     def errors(self) -> list[Finding]:
-        """Findings because of which it cannot run."""
-        return [finding for finding in self.findings if finding.severity == ERROR]
+        """Findings that keep it from running."""
+        return [finding for finding in self.findings if finding.severity == Severity.ERROR]
 
     @property
     def needed_bytes(self) -> int:
-        """Predicted peak per device; of what cannot be measured, the parameters at rest."""
-        return self.plan.memory.peak if self.plan else self.subject.resting_bytes
+        """Predicted peak memory per device, bytes; without a prediction, that of the stored parameters."""
+        return self.plan.memory.peak if self.plan else self.subject.stored_bytes
 
 
-def target_of(config: Config, written: ModelSection = NO_MODEL_SECTION) -> Target:
-    """Model and slice of `config`, and its workload with what is `written` in the Levanter configuration.
+def target_of(config: PlanConfig, model_section: ModelSection = NO_MODEL_SECTION) -> LintTarget:
+    """Build the model of `config`, and override its workload by `model_section`.
 
     Raises:
-        ConfigError: it names none, or none that is supported.
+        ConfigError: it names no model or slice, or one that is not supported.
     """
-    config = dataclasses.replace(config, workload=written.workload(config.workload))
+    config = dataclasses.replace(config, workload=model_section.apply_to(config.workload))
     hardware = parse_slice(config.hardware.slice)
-    model = model_of(config)
-    return Target(config, model, inspect_model(model), hardware, written)
+    model = model_from_config(config)
+    return LintTarget(config, model, inspect_model(model), hardware, model_section)
 
 
-def lint(trainer: Mapping[str, Any], target: Target) -> Lint:
-    """Everything that is found in the `trainer` section of a configuration.
+def lint_trainer(trainer: Mapping[str, Any], target: LintTarget) -> LintResult:
+    """Run every check on the content of a `trainer` section.
 
     Raises:
         ConfigError: a value of the wrong type, or a mesh that is not replica x data x model.
     """
-    layout, findings, fixed = readable(trainer, target.hardware)
-    workload = layout.workload(target.config.workload)
-    step = plan_step(target.model, workload_of(workload))
-    backend, running = target.written.attention_backend, _running(layout, target)
-    subject = Subject(fixed, layout, target.axes, workload, target.hardware, step, backend, running)
+    section, findings, corrected = parse_nearest(trainer, target.hardware)
+    workload = section.apply_to(target.config.workload)
+    step = plan_step(target.model, workload.resolve())
+    backend, activation_only = target.model_section.attention_backend, _activation_only(section, target)
+    subject = Subject(corrected, section, target.axes, workload, target.hardware, step, backend, activation_only)
     blocking = [finding for check in BLOCKING for finding in check(subject)]
     findings += [*blocking, *(finding for check in OTHERS for finding in check(subject))]
     plan = None
-    if not any(finding.severity == ERROR for finding in blocking):
-        plan = _measured(subject, target)
-        findings += [*_memory(subject, plan), *_giants(subject, plan)]
-    return Lint(trainer, subject, tuple(sorted(findings, key=lambda f: f.severity != ERROR)), plan)
+    if not any(finding.severity == Severity.ERROR for finding in blocking):
+        plan = _plan(subject, target)
+        findings += [*check_memory(subject, plan), *check_large_parameters(subject, plan)]
+    return LintResult(trainer, subject, tuple(sorted(findings, key=lambda f: f.severity != Severity.ERROR)), plan)
 
 
-def assumptions(found: Lint, target: Target) -> list[str]:
-    """What the prediction takes from shardplan's configuration, for the Levanter configuration does not say it."""
-    work, written = found.subject.workload, target.written
+def assumptions(result: LintResult, target: LintTarget) -> list[str]:
+    """List what the prediction takes from shardplan's configuration because the Levanter configuration omits it."""
+    work, model_section = result.subject.workload, target.model_section
     assumed = []
-    if found.subject.layout.batch is None:
-        assumed.append(f"batch {work.batch} (Levanter's default is {LEVANTER_BATCH})")
-    if written.position is None:
+    if result.subject.section.batch is None:
+        assumed.append(f"batch {work.batch} (Levanter's default is {DEFAULT_TRAIN_BATCH_SIZE})")
+    if model_section.position is None:
         assumed.append(f"{work.position} tokens per sequence")
-    if work.kind == "train":
-        if written.gradient_checkpointing is None:
-            assumed.append(f"gradient checkpointing {workload_of(work).gradient_checkpointing} (default in Levanter)")
+    if work.is_training:
+        if model_section.gradient_checkpointing is None:
+            assumed.append(f"gradient checkpointing {work.resolve().gradient_checkpointing} (default in Levanter)")
         assumed.append(f"optimizer {work.optimizer}, whatever the section optimizer says")
     return assumed
 
 
-def readable(trainer: Mapping[str, Any], hardware: Slice) -> tuple[LevanterLayout, list[Finding], Mapping[str, Any]]:
-    """The layout, after every size that makes no mesh of the slice was replaced by the nearest that does.
+def parse_nearest(
+    trainer: Mapping[str, Any], hardware: Slice
+) -> tuple[TrainerSection, list[Finding], Mapping[str, Any]]:
+    """Parse a `trainer` section, after replacing wrong sizes of mesh axes by the nearest valid ones.
+
+    Returns:
+        The parsed section, a finding per replaced size, and the content with the replaced sizes.
 
     Raises:
         ConfigError: a value of the wrong type, or a mesh that is not replica x data x model.
@@ -121,88 +125,32 @@ def readable(trainer: Mapping[str, Any], hardware: Slice) -> tuple[LevanterLayou
     findings: list[Finding] = []
     while True:
         try:
-            return layout_of(trainer, hardware.devices, hardware.slices), findings, trainer
+            return parse_trainer_section(trainer, hardware.devices, hardware.slices), findings, trainer
         except MeshSizeError as error:
             if len(findings) > len(MESH_AXES):
                 raise
             trainer = Edit({error.key: error.nearest}).apply(trainer)
             findings.append(
                 Finding(
-                    ERROR,
-                    "mesh size",
+                    Severity.ERROR,
+                    FindingKind.MESH_SIZE,
                     (error.key,),
                     str(error),
-                    f"what follows is said of {error.nearest}",
+                    f"the other findings assume {error.nearest}",
                     axes=frozenset(MESH_AXES),
                 )
             )
 
 
-def _running(layout: LevanterLayout, target: Target) -> frozenset[str]:
-    known = {*target.axes.axes, target.axes.position, BATCH_AXIS, layout.batch_axis}
-    return frozenset(a for a in layout.compute_mapping if a not in known and is_of_running_model(target.model, a))
+def _activation_only(section: TrainerSection, target: LintTarget) -> frozenset[str]:
+    known = {*target.axes.axes, target.axes.position, BATCH_AXIS, section.batch_axis}
+    return frozenset(a for a in section.compute_mapping if a not in known and is_activation_axis(target.model, a))
 
 
-def _measured(s: Subject, target: Target) -> Plan:
-    def named(mapping: Mapping[str, list[str]]) -> dict[str, list[str]]:
-        return {BATCH_AXIS if axis == s.layout.batch_axis else axis: axes for axis, axes in mapping.items()}
+def _plan(s: Subject, target: LintTarget) -> Plan:
+    def rename_batch(mapping: Mapping[str, list[str]]) -> dict[str, list[str]]:
+        return {BATCH_AXIS if axis == s.section.batch_axis else axis: axes for axis, axes in mapping.items()}
 
     config = dataclasses.replace(target.config, workload=s.workload)
-    compute, params = named(s.layout.compute_mapping), named(s.layout.param_mapping)
-    return plan_layout(config, target.model, s.layout.mesh, compute, params)
-
-
-def _memory(s: Subject, plan: Plan) -> Findings:
-    memory = plan.memory
-    if memory.fits:
-        return
-    if memory.peak <= memory.available:
-        yield Finding(
-            WARNING,
-            "memory",
-            s.mapping_keys,
-            f"may not fit: {memory.peak / GIB:.2f} GiB per device of {memory.available / GIB:.2f}, and the estimate "
-            f"errs by up to {memory.reserved / GIB:.2f}",
-            "ask the compiler (python -m shardplan.verify --against), or cut more",
-        )
-        return
-    parts = sorted(((getattr(memory, part), part) for part in PARTS), reverse=True)[:LARGEST]
-    largest = s.bytes(s.axes.parameters)
-    yield Finding(
-        ERROR,
-        "memory",
-        s.mapping_keys,
-        f"out of memory: {memory.peak / GIB:.2f} GiB per device of {memory.available / GIB:.2f}, "
-        f"{(memory.peak - memory.available) / GIB:.2f} too much; the largest parts: "
-        + ", ".join(f"{part.replace('_', ' ')} {amount / GIB:.2f}" for amount, part in parts if amount)
-        + f"; the largest parameters: {sizes_text(largest)}",
-        "cut the largest by more mesh axes, or use a larger slice, a smaller batch, or a narrower type",
-        {path: largest[path] for path in list(largest)[:LARGEST]},
-    )
-
-
-def _giants(s: Subject, plan: Plan) -> Findings:
-    """Large parameters that every device holds whole, or that are cut by far less than the devices allow."""
-    least = GIANT_PART * plan.memory.available
-    sizes = s.bytes(s.axes.parameters)
-    giants = [p for p in s.axes.parameters if sizes[p.path] >= least and s.cut(p) * LITTLE_CUT <= s.hardware.devices]
-    for whole in (True, False):
-        some = [p for p in giants if (s.cut(p) == 1) == whole]
-        if not some:
-            continue
-        held = s.bytes(some)
-        cuts = sorted({s.cut(p) for p in some})
-        free = [axis for axis in s.computed if axis not in s.params and any(axis in p.axes for p in some)]
-        yield Finding(
-            WARNING if plan.memory.peak <= plan.memory.available else ERROR,
-            "replicated" if whole else "hardly cut",
-            s.mapping_keys,
-            (
-                f"whole on each of the {s.hardware.devices} devices"
-                if whole
-                else f"cut into {' or '.join(map(str, cuts))} parts for {s.hardware.devices} devices"
-            )
-            + f": {sum(held.values()) / GIB:.2f} GiB per device, of {sizes_text(held)}",
-            f"let them rest cut by more mesh axes; of their axes nothing maps {', '.join(free) or 'none'}",
-            held,
-        )
+    compute, params = rename_batch(s.section.compute_mapping), rename_batch(s.section.param_mapping)
+    return plan_given_mappings(config, target.model, s.section.mesh, compute, params)

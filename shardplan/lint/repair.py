@@ -1,4 +1,4 @@
-"""The smallest edit of a hand-written configuration that leaves no error, and the best plan beside it."""
+"""Finds the smallest edit of a hand-written trainer section that leaves no error, and the best plan to compare with."""
 
 import dataclasses
 import math
@@ -6,151 +6,159 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.config import Config, leaves
+from shardplan.config import PlanConfig
 from shardplan.cost.calibration import usable_bytes
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
-from shardplan.levanter_config.model_section import model_section
-from shardplan.levanter_config.trainer_section import read_file
-from shardplan.lint.edits import ROOT, candidate_edits, difference
-from shardplan.lint.lint import Lint, Target, assumptions, lint, readable, target_of
+from shardplan.levanter_config.levanter_file import read_sections
+from shardplan.levanter_config.model_section import parse_model_section
+from shardplan.lint.edits import TRAINER_PREFIX, candidate_edits, diff_trainers
+from shardplan.lint.findings import FindingKind
+from shardplan.lint.lint import LintResult, LintTarget, assumptions, lint_trainer, parse_nearest, target_of
 from shardplan.plan.plan import Plan
+from shardplan.plan.serialization import flatten
 from shardplan.search.make_plan import make_plan
 from shardplan.search.ranking import TIME_RESOLUTION
 
-MOST_EDITS = 8
-FRONTIER = 100
-"""Unfinished configurations that are edited further, of every number of edits."""
-NEAR = 1.1
-"""A step at most this many times as long as the best plan's is good enough."""
+MAX_EDITS = 8
+BEAM_WIDTH = 100
+"""How many of the unfinished trainer sections are edited further, for each number of edits."""
+NEAR_BEST = 1.1
+"""A step is near the best plan's if it takes at most this many times as long."""
 
 
 @dataclass(frozen=True)
 class Repair:
-    """A configuration without errors, near one with errors."""
+    """A trainer section without errors, a few edits away from one with errors."""
 
     edits: int
-    """Keys that were changed, added, removed or renamed."""
+    """Number of keys that were changed, added, removed or renamed."""
     lines: list[str]
-    """The keys that differ, as a unified diff."""
-    lint: Lint
-    """What there still is to say of it: warnings."""
+    """The keys that differ, as lines of a unified diff."""
+    lint: LintResult
+    """The result for the edited section: it may have warnings."""
 
 
 @dataclass(frozen=True)
 class Review:
-    """A configuration, what is wrong with it, and what could be instead."""
+    """A hand-written trainer section with its findings, its repair, and the best plan to compare with."""
 
     path: str
-    lint: Lint
+    lint: LintResult
     assumed: list[str]
-    """What is taken from shardplan's configuration, for the file does not say it."""
+    """What the prediction takes from shardplan's configuration because the file omits it."""
     repair: Repair | None
-    """The smallest edit that leaves no error; None where there is none to leave, or no edit was found."""
+    """The smallest edit that leaves no error; None if there is no error, or no such edit was found."""
     faster: Repair | None
-    """Where the step is not `NEAR` the best plan's: the smallest edit after which it is, or the fastest seen."""
+    """If the step is not `NEAR_BEST`: the smallest edit after which it is, or else the fastest result of any edit."""
     best: Plan | None
     why_no_best: str = ""
 
 
-def review(path: str, config: Config) -> Review:
+def review(path: str, config: PlanConfig) -> Review:
     """Lint the Levanter configuration `path` for the model, slice and workload of `config`, and look for better ones.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    values = read_file(path)
-    readable(values["trainer"], parse_slice(config.hardware.slice))  # complain before the model is built
-    target = target_of(config, model_section(values))
-    found = lint(values["trainer"], target)
-    assumed = assumptions(found, target)
-    best, why, work = None, "", found.subject.workload
-    is_asked = "workload.microbatches" in config.given and config.workload.microbatches is not None
-    if work.kind == "train" and (found.subject.layout.microbatch or not is_asked):  # edits change them too
+    sections = read_sections(path)
+    parse_nearest(sections["trainer"], parse_slice(config.hardware.slice))  # raise before the model is built
+    target = target_of(config, parse_model_section(sections))
+    result = lint_trainer(sections["trainer"], target)
+    assumed = assumptions(result, target)
+    best, why, work = None, "", result.subject.workload
+    is_given = "workload.microbatches" in config.given and config.workload.microbatches is not None
+    if work.is_training and (result.subject.section.microbatch or not is_given):  # edits change them too
         work = dataclasses.replace(work, microbatches=None)
     try:
         best = make_plan(dataclasses.replace(config, workload=work), target.model, own_attention=True)
     except (ConfigError, InfeasibleError) as error:
         why = str(error)
-    if best is None:  # where no plan fits no edit does
-        return Review(path, found, assumed, None, None, None, why)
-    repair = smallest_edit(found, target) if found.errors else None
-    runs = repair.lint if repair else found
-    faster, near = None, NEAR * _pace(best)
-    if runs.plan and _seconds(runs) > near:
-        faster = smallest_edit(found, target, near)
-        if faster and _seconds(faster.lint) * NEAR > _seconds(runs):
-            faster = None  # not worth it
-    return Review(path, found, assumed, repair, faster, best)
+    if best is None:  # if no plan fits, no edit does
+        return Review(path, result, assumed, None, None, None, why)
+    repair = find_smallest_edit(result, target) if result.errors else None
+    runnable = repair.lint if repair else result
+    faster, near = None, NEAR_BEST * _plan_seconds(best)
+    if runnable.plan and _seconds(runnable) > near:
+        faster = find_smallest_edit(result, target, near)
+        if faster and _seconds(faster.lint) * NEAR_BEST > _seconds(runnable):
+            faster = None  # too small a gain
+    return Review(path, result, assumed, repair, faster, best)
 
 
-def smallest_edit(start: Lint, target: Target, most_seconds: float = math.inf) -> Repair | None:
-    """The fewest edits that leave no error, and at most `most_seconds` a sequence, or else the fastest that was seen.
+def find_smallest_edit(start: LintResult, target: LintTarget, max_seconds: float = math.inf) -> Repair | None:
+    """Find the fewest edits that leave no error and take at most `max_seconds` per sequence.
 
-    Of as many edits those that leave the fewest warnings about what they wrote; of these the fastest per sequence, for
-    edits can change the batch; and among those that are equally fast to the model's resolution the lowest peak.
+    If none are that fast, this returns the fastest repair that was seen; if none removes all errors, None. Among
+    repairs with the same number of edits, those with the fewest warnings about the edited keys win; then the fastest
+    per sequence, since edits can change the batch; and among those that tie to `TIME_RESOLUTION`, the lowest peak.
 
-    Searched by number of edits. Where there are errors only edits of an axis that the first one is about are made, for
-    one of those has to change. Only the `FRONTIER` unfinished configurations that are closest to done are edited
-    further, so that of many edits a smaller number may be missed.
+    The beam search goes by number of edits. While there are errors, it tries only edits of an axis of the first one,
+    since one of those has to change. It edits further only the `BEAM_WIDTH` sections that are closest to done, so a
+    repair of many edits may not be the smallest.
     """
-    frontier, seen = [start], {_identity(start.trainer)}
+    beam, seen = [start], {_identity(start.trainer)}
     usable = usable_bytes(target.hardware)
     fastest: Repair | None = None
-    for edits in range(1, MOST_EDITS + 1):
-        found: list[Lint] = []
-        unfinished: list[Lint] = []
-        for state in frontier:
-            for trainer in _edited(state):
+    for edits in range(1, MAX_EDITS + 1):
+        finished: list[LintResult] = []
+        unfinished: list[LintResult] = []
+        for state in beam:
+            for trainer in _edit(state):
                 identity = _identity(trainer)
                 if identity in seen:
                     continue
                 seen.add(identity)
                 try:
-                    child = lint(trainer, target)
+                    child = lint_trainer(trainer, target)
                 except ConfigError:
                     continue
-                (found if _fits(child) and _seconds(child) <= most_seconds else unfinished).append(child)
-        runs = found or [state for state in unfinished if not state.errors]
-        if runs:
-            best = _choose(start, runs)
+                (finished if _fits(child) and _seconds(child) <= max_seconds else unfinished).append(child)
+        runnable = finished or [state for state in unfinished if not state.errors]
+        if runnable:
+            best = _choose(start, runnable)
             if fastest is None or _seconds(best) < _seconds(fastest.lint):
-                fastest = Repair(edits, difference(start.trainer, best.trainer), best)
-        if found:
+                fastest = Repair(edits, diff_trainers(start.trainer, best.trainer), best)
+        if finished:
             return fastest
-        frontier = sorted(unfinished, key=lambda state: _distance(state, usable))[:FRONTIER]
+        beam = sorted(unfinished, key=lambda state: _distance(state, usable))[:BEAM_WIDTH]
     return fastest
 
 
-def _choose(start: Lint, found: list[Lint]) -> Lint:
-    own = [_own_warnings(start, f) for f in found]
-    found = [f for f, warnings in zip(found, own, strict=True) if warnings == min(own)]
-    equal = min(map(_seconds, found)) * (1 + TIME_RESOLUTION)
-    return min((f for f in found if _seconds(f) <= equal), key=lambda f: (f.needed_bytes, _seconds(f), len(f.findings)))
+def _choose(start: LintResult, results: list[LintResult]) -> LintResult:
+    """Return the result with fewest new warnings and, among the fastest of these, least memory."""
+    warnings = [_new_warnings(start, result) for result in results]
+    results = [result for result, count in zip(results, warnings, strict=True) if count == min(warnings)]
+    tied = min(map(_seconds, results)) * (1 + TIME_RESOLUTION)
+    return min(
+        (result for result in results if _seconds(result) <= tied),
+        key=lambda result: (result.needed_bytes, _seconds(result), len(result.findings)),
+    )
 
 
-def _own_warnings(start: Lint, state: Lint) -> int:
-    """How many warnings there are about what the edits after `start` wrote, as of a mesh axis with nothing on it."""
-    before = leaves(start.trainer, ROOT)
-    written = {key for key, value in leaves(state.trainer, ROOT).items() if key not in before or before[key] != value}
-    # Levanter's loader is about the model's size, whatever key it is said at
-    return sum(bool(written & {*finding.where}) for finding in state.findings if finding.kind != "loading")
+def _new_warnings(start: LintResult, state: LintResult) -> int:
+    """Number of warnings about keys that the edits after `start` wrote, for example an unused mesh axis."""
+    before = flatten(start.trainer, TRAINER_PREFIX)
+    after = flatten(state.trainer, TRAINER_PREFIX)
+    written = {key for key, value in after.items() if key not in before or before[key] != value}
+    # a LOADING finding depends on the size of the model, whatever key it names
+    return sum(bool(written & {*f.where}) for f in state.findings if f.kind != FindingKind.LOADING)
 
 
-def _fits(state: Lint) -> bool:
+def _fits(state: LintResult) -> bool:
     return not state.errors and state.plan is not None and state.plan.memory.fits
 
 
-def _seconds(state: Lint) -> float:
-    """Per sequence."""
-    return _pace(state.plan) if state.plan else math.inf
+def _seconds(state: LintResult) -> float:
+    """Predicted time per sequence."""
+    return _plan_seconds(state.plan) if state.plan else math.inf
 
 
-def _pace(plan: Plan) -> float:
+def _plan_seconds(plan: Plan) -> float:
     return plan.cost.step_seconds / plan.workload.batch
 
 
-def _edited(state: Lint) -> Iterable[dict[str, Any]]:
+def _edit(state: LintResult) -> Iterable[dict[str, Any]]:
     axes = state.errors[0].axes if state.errors else None
     for edit in candidate_edits(state.trainer, state.subject):
         if not axes or axes & edit.axes:
@@ -158,11 +166,11 @@ def _edited(state: Lint) -> Iterable[dict[str, Any]]:
 
 
 def _identity(trainer: Mapping[str, Any]) -> str:
-    return repr(sorted(leaves(trainer).items(), key=lambda item: item[0]))
+    return repr(sorted(flatten(trainer).items(), key=lambda item: item[0]))
 
 
-def _distance(state: Lint, usable: float) -> tuple[int, float]:
-    """How far from done: how many errors, too much memory being one, and how much memory; without errors, how slow."""
+def _distance(state: LintResult, usable: float) -> tuple[int, float]:
+    """Distance from done: the number of errors, counting too much memory as one, then the bytes; or else the time."""
     if _fits(state):
         return 0, _seconds(state)
     needed = state.needed_bytes

@@ -1,15 +1,8 @@
-"""The named axes of a model's parameters, read from the module tree of the Levanter model."""
+"""A model's parameters and their logical axes, as plain data without JAX."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import haliax as hax
-import jax
-
-from shardplan.model.registry import Model
 
 Sizes = dict[str, int]
 """Logical axis name -> size, in the order of the array's dimensions."""
@@ -17,7 +10,7 @@ Sizes = dict[str, int]
 
 @dataclass(frozen=True)
 class Parameter:
-    """One array of the model."""
+    """One array of a model, with its logical axes."""
 
     path: str
     """Attribute path in the Levanter module, as in `transformer.norm.weight`."""
@@ -32,56 +25,24 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ModelAxes:
-    """What the planner knows of a model."""
+    """The parameters of a model, and the names of its logical axes that have a role of their own."""
 
     type: str
+    """Hugging Face `model_type`."""
     parameters: tuple[Parameter, ...]
     residual: str
     """Logical axis of the residual stream."""
     position: str
+    """Logical axis of the tokens of a sequence."""
     vocab: str
+    """Logical axis of the vocabulary."""
 
     @cached_property
     def axes(self) -> Sizes:
-        """Every logical axis of the parameters."""
+        """Every logical axis of the parameters, with its size."""
         return {name: size for parameter in self.parameters for name, size in parameter.axes.items()}
 
     @property
     def size(self) -> int:
-        """Number of parameters."""
+        """Number of elements of all parameters together."""
         return sum(parameter.size for parameter in self.parameters)
-
-
-def inspect_model(model: Model) -> ModelAxes:
-    """The inventory of `model`, from its abstract module tree."""
-    template = model.template
-    return ModelAxes(
-        type=model.type,
-        parameters=tuple(_parameters(template)),
-        residual=template.Embed.name,
-        position=template.Pos.name,
-        vocab=template.Vocab.name,
-    )
-
-
-def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Path and value of every array of `tree`; a NamedArray is one leaf. Non-arrays are left out."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, hax.NamedArray))[0]
-    for path, leaf in leaves:
-        if isinstance(leaf, hax.NamedArray) or hasattr(leaf, "shape"):
-            yield jax.tree_util.keystr(path).lstrip("."), leaf
-
-
-def axes_of(leaf: Any) -> tuple[hax.Axis, ...]:
-    """The named axes of an array; none where it has lost them, as in an optimizer's state of fewer dimensions."""
-    axes = leaf.axes if isinstance(leaf, hax.NamedArray) else ()
-    return axes if axes and tuple(axis.size for axis in axes) == leaf.array.shape else ()
-
-
-def _parameters(template: Any) -> Iterator[Parameter]:
-    for path, leaf in named_leaves(template):
-        if isinstance(leaf, hax.NamedArray):
-            yield Parameter(path, {axis.name: axis.size for axis in leaf.axes}, str(leaf.array.dtype))
-        else:
-            # an array without names cannot be mapped: its dimensions get names that no mapping holds
-            yield Parameter(path, {f"_{i}": n for i, n in enumerate(leaf.shape)}, str(leaf.dtype))

@@ -1,4 +1,4 @@
-"""What a Levanter model computes of a batch of tokens: activations, logits, losses, gradients."""
+"""The forward pass of a Levanter model on a batch of tokens: activations, logits, losses and gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,32 +15,37 @@ from levanter.utils.tree_utils import inference_mode
 from shardplan.model.registry import Model
 
 
-def activations(model: Model, module: Any, tokens: NamedArray) -> NamedArray:
-    """The residual stream [batch, position, embed] behind the last layer, for int32[batch, position] tokens."""
+def compute_activations(model: Model, module: Any, tokens: NamedArray) -> NamedArray:
+    """Compute the residual stream [batch, position, embed] after the last layer, for int32[batch, position] tokens."""
     mask = AttentionMask.causal(sliding_window=model.sliding_window)
     result = module.activations(tokens, mask, key=None)
-    # mixture-of-experts models return the router's auxiliary loss as well, which is no part of the likelihood
+    # mixture-of-experts models return the router's auxiliary loss as well, which is not part of the likelihood
     return result[0] if isinstance(result, tuple) else result
 
 
-def logits(model: Model, module: Any, activations: NamedArray) -> NamedArray:
-    """float32[..., vocab] logits of activations [..., embed]."""
-    return capped_logits(module, activations, model.logit_soft_cap)
+def compute_logits(model: Model, module: Any, activations: NamedArray) -> NamedArray:
+    """Compute float32[..., vocab] logits from activations [..., embed], with the model's soft cap."""
+    return project_to_vocab(module, activations, model.logit_soft_cap)
 
 
-def capped_logits(module: Any, activations: NamedArray, cap: float | None) -> NamedArray:
-    """The same of a Levanter module by itself; logits stay below `cap`."""
-    result = hax.dot(activations, module.get_lm_head(), axis=module.Embed).astype(jnp.float32)
-    return result if cap is None else cap * hax.tanh(result / cap)
+def project_to_vocab(module: Any, activations: NamedArray, soft_cap: float | None) -> NamedArray:
+    """Compute float32[..., vocab] logits from activations [..., embed], as `soft_cap * tanh(logits / soft_cap)`."""
+    logits = hax.dot(activations, module.get_lm_head(), axis=module.Embed).astype(jnp.float32)
+    return logits if soft_cap is None else soft_cap * hax.tanh(logits / soft_cap)
 
 
-def losses(model: Model, module: Any, tokens: NamedArray, predicted: NamedArray) -> NamedArray:
-    """float32[batch, position]: nats of the token after each; 0 where not `predicted` (bool[batch, position])."""
+def compute_losses(model: Model, module: Any, tokens: NamedArray, predicted: NamedArray) -> NamedArray:
+    """Compute the loss, float32[batch, position] in nats, of the token after each position.
+
+    Args:
+        tokens: int32[batch, position].
+        predicted: bool[batch, position]; where it is False the loss is 0.
+    """
     return maybe_fused_next_token_loss(
         module.Pos,
         module.Embed,
         module.Vocab,
-        activations(model, module, tokens),
+        compute_activations(model, module, tokens),
         module.get_lm_head(),
         tokens,
         loss_mask=predicted.astype(jnp.float32),
@@ -50,42 +55,45 @@ def losses(model: Model, module: Any, tokens: NamedArray, predicted: NamedArray)
     )
 
 
-def next_logits(model: Model, module: Any, tokens: NamedArray) -> NamedArray:
-    """float32[batch, vocab] logits of the token after each prompt int32[batch, position]."""
-    stream = activations(model, module, tokens)
-    return logits(model, module, stream[module.Pos.name, stream.axis_size(module.Pos.name) - 1])
+def compute_next_logits(model: Model, module: Any, tokens: NamedArray) -> NamedArray:
+    """Compute float32[batch, vocab] logits of the token after each prompt int32[batch, position]."""
+    stream = compute_activations(model, module, tokens)
+    return compute_logits(model, module, stream[module.Pos.name, stream.axis_size(module.Pos.name) - 1])
 
 
 def loss_and_gradients(
-    model: Model, module: Any, tokens: NamedArray, predicted: NamedArray, dtype: str, placed: Callable[[Any], Any]
+    model: Model, module: Any, tokens: NamedArray, predicted: NamedArray, dtype: str, shard: Callable[[Any], Any]
 ) -> tuple[jax.Array, Any]:
-    """Mean nats of the `predicted` tokens, computed in `dtype`, and its gradients, each `placed` where it rests.
+    """Compute the mean loss of the `predicted` tokens, in nats, and its gradients.
 
     Args:
-        tokens: int32[batch, position], or int32[microbatch, batch, position], of which one microbatch is taken after
-            the other and what it gives is added up.
+        tokens: int32[batch, position]; or int32[microbatch, batch, position], whose microbatches are computed one
+            after the other and whose losses and gradients are summed.
+        predicted: bool, with the axes of `tokens`; where it is False the token does not count.
+        dtype: compute type of the forward and backward pass.
+        shard: puts a tree of gradients into the parameter sharding.
     """
     count = predicted.sum().array
 
     def loss_of(module: Any, tokens: NamedArray, predicted: NamedArray) -> jax.Array:
-        return losses(model, for_compute(module, dtype), tokens, predicted).sum().array / count
+        return compute_losses(model, cast_for_compute(module, dtype), tokens, predicted).sum().array / count
 
     differentiate = eqx.filter_value_and_grad(loss_of)
     if tokens.ndim == 2:
         loss, gradients = differentiate(module, tokens, predicted)
-        return loss, placed(gradients)
+        return loss, shard(gradients)
 
     def add(sums: tuple[jax.Array, Any], part: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
         loss, gradients = differentiate(module, *(NamedArray(array, tokens.axes[1:]) for array in part))
-        added = jax.tree.map(jnp.add, sums, (loss, placed(gradients)))
-        return (added[0], placed(added[1])), None
+        added = jax.tree.map(jnp.add, sums, (loss, shard(gradients)))
+        return (added[0], shard(added[1])), None
 
-    zeros = placed(jax.tree.map(jnp.zeros_like, eqx.filter(module, eqx.is_inexact_array)))
+    zeros = shard(jax.tree.map(jnp.zeros_like, eqx.filter(module, eqx.is_inexact_array)))
     return jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), (tokens.array, predicted.array))[0]
 
 
-def for_compute(module: Any, dtype: str) -> Any:
-    """The module in the compute type, without dropout."""
+def cast_for_compute(module: Any, dtype: str) -> Any:
+    """Cast the floating-point arrays of the module to the compute type, and switch its dropout off."""
 
     def cast(leaf: Any) -> Any:
         return leaf.astype(dtype) if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf

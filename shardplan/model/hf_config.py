@@ -1,30 +1,25 @@
-"""Hugging Face's config.json: read, and checked before anything is built from it."""
+"""Reads a Hugging Face config.json, and checks it before a model is built from it."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from shardplan.errors import ConfigError, one_line
+from shardplan.model.levanter_compat import FIXED_VALUES
 from shardplan.storage import Folder, read_bytes
 
-COUNTS = (
+POSITIVE_INTEGER_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "num_local_experts",
     "num_experts_per_tok", "n_embd", "n_layer", "n_head", "n_positions", "n_inner",
 )  # fmt: skip
-"""Keys that hold positive integers, where they are there and not null."""
-NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar")
-"""Keys that hold positive numbers, where they are there and not null."""
-ASSUMED: dict[str, dict[str, Any]] = {
-    "": {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0},
-    "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
-    "gpt2": {"scale_attn_weights": True},
-}
-"""Model type ("" for every type) -> keys that Levanter's models ignore, and the only value they are right for."""
+"""Keys whose value, if present and not null, must be a positive integer."""
+POSITIVE_NUMBER_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar")
+"""Keys whose value, if present and not null, must be a positive number."""
 
 
 def read_config(path: str | None, folder: Folder | None) -> dict[str, Any]:
-    """The config.json at `path`, or else the one in `folder`.
+    """Read the config.json at `path`, or else the one in `folder`.
 
     Raises:
         ConfigError: there is none, or it is not the configuration of a model.
@@ -50,24 +45,29 @@ def read_config(path: str | None, folder: Folder | None) -> dict[str, Any]:
 
 
 def _check(values: dict[str, Any], where: str) -> None:
-    for key in COUNTS:
+    """Check sizes and numbers, and the settings of which Levanter supports only one value; missing keys are valid.
+
+    Raises:
+        ConfigError: a value is not valid or not supported.
+    """
+    for key in POSITIVE_INTEGER_KEYS:
         value = values.get(key)
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{where}: {key} is {value!r}; it must be a positive integer")
-    for key in NUMBERS:
+    for key in POSITIVE_NUMBER_KEYS:
         value = values.get(key)
         if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):
             raise ConfigError(f"{where}: {key} is {value!r}; it must be a positive number")
     for model_type in ("", values["model_type"]):
-        for key, assumed in ASSUMED.get(model_type, {}).items():
-            if values.get(key, assumed) not in (None, assumed):
+        for key, fixed in FIXED_VALUES.get(model_type, {}).items():
+            if values.get(key, fixed) not in (None, fixed):
                 raise ConfigError(
-                    f"{where}: {key} is {values[key]!r}; Levanter's {values['model_type']} has {assumed!r} only"
+                    f"{where}: {key} is {values[key]!r}; Levanter's {values['model_type']} supports only {fixed!r}"
                 )
 
 
 def _with_rope_keys(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """`values` with `rope_theta` and `rope_scaling` in place of `rope_parameters`, as transformers 5 writes them."""
+    """Replace `rope_parameters`, which transformers 5 writes, with `rope_theta` and `rope_scaling`."""
     rope = values.get("rope_parameters")
     if rope is None:
         return values

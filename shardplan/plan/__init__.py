@@ -1,4 +1,4 @@
-"""The planner. `Plan` says what was found; `shardplan.search.make_plan.make_plan` finds it (and imports JAX)."""
+"""The Plan and what it is made of: mappings, pins, workload, mesh axes. Imports no JAX; search/ makes plans."""
 
 from shardplan.plan.plan import Plan
 

@@ -1,10 +1,10 @@
-"""Sets of compiler options worth trying; which of them help depends on the mapping, and only the compiler can say.
+"""The compiler options that plans carry, and other sets worth trying: which help depends on the mapping.
 
-They are libtpu's, in effect through jit's `compiler_options` or, at run time, LIBTPU_INIT_ARGS.
+They are libtpu's options, passed as jit's `compiler_options` or, at run time, in LIBTPU_INIT_ARGS.
 """
 
 NO_WINDOWED_EINSUM = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-"""Products keep their all-gather instead of becoming loops of permutes and small products."""
+"""Matmuls keep their all-gather instead of becoming loops of collective-permutes and small matmuls."""
 ASYNC_COLLECTIVES = {
     "xla_tpu_enable_async_collective_fusion": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
@@ -13,7 +13,7 @@ ASYNC_COLLECTIVES = {
     "xla_enable_async_all_gather": "true",
     "xla_enable_async_all_reduce": "true",
 }
-"""Collectives run beside the products, inside of fusions."""
+"""Collectives run concurrently with matmuls, inside fusions."""
 
 CURATED: dict[str, dict[str, str]] = {
     "default options": {},
@@ -21,10 +21,10 @@ CURATED: dict[str, dict[str, str]] = {
     "async collectives": ASYNC_COLLECTIVES,
     "async collectives, no windowed einsum": {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES},
 }
-"""Name -> options, as `options: auto` tries them."""
+"""Name -> options; `shardplan verify --options auto` tries each."""
 
 PLANNED = CURATED["async collectives, no windowed einsum"]
-"""The options that plans for TPUs carry, and that their times are estimated for."""
+"""The options of plans for TPUs, which their times are estimated for."""
 PLANNED_FOR_EXPERTS = {name: value for name, value in PLANNED.items() if not name.endswith("fuse_all_gather")}
-"""Those of a training step with experts: with the gathers in fusions libtpu 0.0.42 fails on v5p with an internal error
-(Mixtral-8x7B on v5p-64); without, the step and the peak were the same on tpu7x-64."""
+"""The options of a training step with experts, without fused all-gathers: with them libtpu 0.0.42 fails on v5p with an
+internal error (Mixtral-8x7B on v5p-64); step time and peak without them are equal on tpu7x-64."""

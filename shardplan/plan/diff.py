@@ -1,4 +1,4 @@
-"""What differs between two Plans. Pure: how they were searched for, and by which versions, is left out."""
+"""The differences between two Plans, except how they were searched for and by which versions. Pure."""
 
 import dataclasses
 from collections import defaultdict
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.config import leaves
 from shardplan.plan.plan import ParameterPlan, Plan, Spec
+from shardplan.plan.serialization import flatten
 
 SETTINGS = ("model", "workload", "hardware", "compiler_options", "attention")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A value that differs; None where one of the two has none."""
+    """A value that differs; None for a plan that does not have it."""
 
     name: str
     before: Any
@@ -23,29 +23,29 @@ class Change:
 
 @dataclass(frozen=True)
 class SpecChange:
-    """Parameters whose dimensions are cut in the same old and in the same new way."""
+    """Parameters whose PartitionSpec changed, all from the same one and to the same one."""
 
     axes: list[str]
     """Logical axes of the parameters."""
     before: Spec | None
-    """Mesh axes of each dimension; None where the plan has no such parameter."""
+    """Mesh axes of each dimension; None if the plan has no such parameter."""
     after: Spec | None
     bytes_before: int
-    """Per device, of all of them together."""
+    """Bytes per device of all these parameters together."""
     bytes_after: int
     parameters: list[str]
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Every part lists what differs, and is empty where nothing does."""
+class PlanDiff:
+    """What changed between two plans, by part; the list of an equal part is empty."""
 
     settings: list[Change]
-    """Of the model, the workload, the slice, compiler options and attention."""
+    """Changed settings of the model, the workload, the slice, compiler options and attention."""
     mesh: list[Change]
-    """Sizes, by mesh axis."""
+    """Changed sizes, by mesh axis."""
     compute_mapping: list[Change]
-    """Mesh axes, by logical axis."""
+    """Changed mesh axes, by logical axis."""
     param_mapping: list[Change]
     parameters: list[SpecChange]
     memory: list[Change]
@@ -59,13 +59,13 @@ class Difference:
         return any(vars(self).values())
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The differences as JSON values."""
         return dataclasses.asdict(self)
 
 
-def difference(before: Plan, after: Plan) -> Difference:
-    """What differs between two plans."""
-    return Difference(
+def diff_plans(before: Plan, after: Plan) -> PlanDiff:
+    """Compare two plans."""
+    return PlanDiff(
         settings=_changes(_settings(before), _settings(after)),
         mesh=_changes(before.mesh, after.mesh),
         compute_mapping=_changes(before.compute_mapping, after.compute_mapping),
@@ -82,7 +82,7 @@ def difference(before: Plan, after: Plan) -> Difference:
 
 def _settings(plan: Plan) -> dict[str, Any]:
     values = plan.to_json()
-    return leaves({name: values[name] for name in SETTINGS})
+    return flatten({name: values[name] for name in SETTINGS})
 
 
 def _seconds(plan: Plan) -> dict[str, float]:
@@ -95,17 +95,19 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change
 
 
 def _specs(before: list[ParameterPlan], after: list[ParameterPlan]) -> list[SpecChange]:
-    """Parameters that are cut in another way, or that one plan has alone, by axes and ways; the largest first."""
+    """Parameters with different specs, or of one plan only, grouped by axes and specs; the largest first."""
     old, new = ({parameter.path: parameter for parameter in parameters} for parameters in (before, after))
     groups: dict[str, SpecChange] = {}
     for path in dict.fromkeys((*old, *new)):
         a, b = old.get(path), new.get(path)
         axes = list((a or new[path]).axes)
-        was, becomes = a.spec if a else None, b.spec if b else None
-        if was == becomes:
+        spec_before, spec_after = a.spec if a else None, b.spec if b else None
+        if spec_before == spec_after:
             continue
-        group = groups.setdefault(str((axes, was, becomes)), SpecChange(axes, was, becomes, 0, 0, []))
-        groups[str((axes, was, becomes))] = dataclasses.replace(
+        group = groups.setdefault(
+            str((axes, spec_before, spec_after)), SpecChange(axes, spec_before, spec_after, 0, 0, [])
+        )
+        groups[str((axes, spec_before, spec_after))] = dataclasses.replace(
             group,
             bytes_before=group.bytes_before + (a.bytes_per_device if a else 0),
             bytes_after=group.bytes_after + (b.bytes_per_device if b else 0),

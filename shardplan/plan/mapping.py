@@ -1,4 +1,4 @@
-"""Arithmetic of mappings: logical axes to tuples of mesh axes, and the shards that follow. Pure."""
+"""Mappings of logical axes to mesh axes: their types and arithmetic. Pure."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ MeshShape = Mapping[str, int]
 
 
 def mesh_size(mesh: MeshShape, axes: Iterable[str]) -> int:
-    """Number of devices along `axes` together."""
+    """The number of devices along the mesh axes `axes` together."""
     return math.prod(map(mesh.__getitem__, axes))
 
 
@@ -22,11 +22,11 @@ def mesh_text(mesh: MeshShape) -> str:
 
 
 def mapping_text(mapping: Mapping[str, Iterable[str]]) -> str:
-    """`mlp -> model x data, embed -> data`."""
-    cut = [f"{axis} -> {' x '.join(mesh_axes)}" for axis, mesh_axes in mapping.items() if mesh_axes]
-    return ", ".join(cut) or "all whole"
+    """`mlp -> model x data, embed -> data`; `all replicated` for a mapping without mesh axes."""
+    sharded = [f"{axis} -> {' x '.join(mesh_axes)}" for axis, mesh_axes in mapping.items() if mesh_axes]
+    return ", ".join(sharded) or "all replicated"
 
 
 def as_tuples(mapping: Mapping[str, Iterable[str]]) -> dict[str, MeshAxes]:
-    """A mapping as JAX and Haliax take it; in plans it holds lists."""
+    """Convert a mapping of lists, as Plans hold it, to one of tuples, as JAX and Haliax take it."""
     return {axis: tuple(mesh_axes) for axis, mesh_axes in mapping.items()}

@@ -1,61 +1,62 @@
-"""What the user pins or forbids of a plan, as text.
+"""Pins and prohibitions: the grammar of `--pin` and `--forbid`, and the rules for a plan that they stand for.
 
-| text | of |
+| text | constrains |
 |---|---|
-| `mlp=model`, `mlp=model+replica`, `position=` (whole) | a logical axis while computing |
-| `params.embed=data` | a logical axis of parameters at rest |
-| `q_proj.weight:kv_head=model,embed=data` | the axes of one parameter at rest, the others whole |
+| `mlp=model`, `mlp=model+replica`, `position=` (replicated) | the compute sharding of a logical axis |
+| `params.embed=data` | the parameter (storage) sharding of a logical axis |
+| `q_proj.weight:kv_head=model,embed=data` | the storage of one parameter; its other axes are replicated |
 | `mesh.model=8` | the mesh |
 
-What is forbidden may be an axis alone, `experts` or `params.vocab`: then it is not cut at all.
+`--forbid` also takes a logical axis alone, `experts` or `params.vocab`: the axis is then not sharded at all.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shardplan.config import MESH_AXES
 from shardplan.errors import ConfigError, nearest
-from shardplan.model import ModelAxes
+from shardplan.model.axes import ModelAxes
 from shardplan.plan.mapping import MeshAxes, MeshShape
-from shardplan.plan.plan import BATCH_AXIS
+from shardplan.plan.mesh_axes import MESH_AXES
+from shardplan.plan.workload import BATCH_AXIS
 
-AT_REST, MESH = "params.", "mesh."
-"""Begin a rule for parameters at rest, and one for the mesh; any other is for computing."""
+STORED, MESH = "params.", "mesh."
+"""Prefixes of a rule for stored parameters, and of one for the mesh; a rule without one is for computations."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One logical axis, and mesh axes for it."""
+    """A constraint on the mesh axes of one logical axis."""
 
     axis: str
-    at_rest: bool
+    is_stored: bool
+    """Whether it constrains stored parameters rather than computations."""
     mesh_axes: MeshAxes | None
-    """Major to minor; None for whatever they are."""
+    """Major to minor; None for any."""
 
     @property
     def subject(self) -> tuple[str, bool]:
-        """What it is about."""
-        return self.axis, self.at_rest
+        """The logical axis and mapping that the rule constrains; at most one pin may have it."""
+        return self.axis, self.is_stored
 
     def excludes(self, mesh_axes: MeshAxes) -> bool:
-        """Whether this, forbidden, speaks against `mesh_axes`."""
+        """Whether this rule, as a prohibition, excludes sharding over `mesh_axes`."""
         return bool(mesh_axes) if self.mesh_axes is None else bool(set(mesh_axes) & set(self.mesh_axes))
 
     def __str__(self) -> str:
-        name = f"{AT_REST if self.at_rest else ''}{self.axis}"
+        name = f"{STORED if self.is_stored else ''}{self.axis}"
         return name if self.mesh_axes is None else f"{name}={'+'.join(self.mesh_axes)}"
 
 
 @dataclass(frozen=True)
-class Size:
-    """One mesh axis, and how many devices it has."""
+class MeshSize:
+    """A constraint on the number of devices along one mesh axis."""
 
     mesh_axis: str
     devices: int
 
     @property
     def subject(self) -> tuple[str, bool]:
-        """What it is about."""
+        """The mesh axis, in the form of `Rule.subject`."""
         return f"{MESH}{self.mesh_axis}", False
 
     def __str__(self) -> str:
@@ -64,60 +65,59 @@ class Size:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a plan must keep to."""
+    """The pins and prohibitions that a plan must keep to."""
 
     pins: tuple[Rule, ...] = ()
     """Logical axes that must have exactly these mesh axes."""
     forbidden: tuple[Rule, ...] = ()
     """Logical axes that must not have any of these mesh axes."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Mesh axis -> how many devices it must have."""
+    """Mesh axis -> number of devices that it must have."""
     forbidden_sizes: frozenset[tuple[str, int]] = frozenset()
 
-    def options(self, axis: str, at_rest: bool, options: Iterable[MeshAxes]) -> list[MeshAxes]:
-        """Those of `options` that are allowed; what is pinned even if it is none of them."""
-        pinned = [pin.mesh_axes or () for pin in self.pins if pin.subject == (axis, at_rest)]
-        banned = [rule for rule in self.forbidden if rule.subject == (axis, at_rest)]
-        return pinned or [option for option in options if not any(rule.excludes(option) for rule in banned)]
+    def options(self, axis: str, is_stored: bool, options: Iterable[MeshAxes]) -> list[MeshAxes]:
+        """The allowed ones of `options`; for a pinned axis its pin alone, even if it is not one of them."""
+        pinned = [pin.mesh_axes or () for pin in self.pins if pin.subject == (axis, is_stored)]
+        prohibitions = [rule for rule in self.forbidden if rule.subject == (axis, is_stored)]
+        return pinned or [option for option in options if not any(rule.excludes(option) for rule in prohibitions)]
 
     def allows(self, mesh: MeshShape) -> bool:
-        """Whether no mesh axis has a size that is forbidden."""
+        """Whether no mesh axis has a forbidden size."""
         return not self.forbidden_sizes & set(mesh.items())
 
 
 def parse_rules(pins: Sequence[str], forbidden: Sequence[str], axes: ModelAxes) -> Rules:
-    """The rules that the texts of `--pin` and `--forbid` say.
+    """Parse the texts of `--pin` and `--forbid`.
 
     Raises:
-        ConfigError: a logical axis, mesh axis or tensor that there is not, a pin without `=`, or rules that contradict
-            each other.
+        ConfigError: an unknown logical axis, mesh axis or tensor, a pin without `=`, or contradicting rules.
     """
-    kept: dict[tuple[str, bool], tuple[str, Rule | Size]] = {}
+    by_subject: dict[tuple[str, bool], tuple[str, Rule | MeshSize]] = {}
     for text in pins:
         for pin in parse_pin(text, axes):
-            before, other = kept.setdefault(pin.subject, (text, pin))
+            before, other = by_subject.setdefault(pin.subject, (text, pin))
             if other != pin:
-                raise ConfigError(f"pins {before!r} and {text!r} want {pin.subject[0]} in two ways; keep one")
-    banned = [rule for text in forbidden for rule in _parse("forbid", text, axes)]
-    for text, pin in kept.values():
-        for rule in banned:
+                raise ConfigError(f"pins {before!r} and {text!r} contradict each other on {pin.subject[0]}; keep one")
+    prohibitions = [rule for text in forbidden for rule in _parse("forbid", text, axes)]
+    for text, pin in by_subject.values():
+        for rule in prohibitions:
             if isinstance(pin, Rule) and isinstance(rule, Rule) and rule.subject == pin.subject:
                 contradicts = rule.excludes(pin.mesh_axes or ())
             else:
                 contradicts = pin == rule
             if contradicts:
-                raise ConfigError(f"pin {text!r} has {pin}, and forbid {rule} excludes that; leave one out")
-    found = [pin for _, pin in kept.values()]
+                raise ConfigError(f"pin {text!r} sets {pin}, which forbid {rule} excludes; leave one out")
+    parsed = [pin for _, pin in by_subject.values()]
     return Rules(
-        tuple(pin for pin in found if isinstance(pin, Rule)),
-        tuple(rule for rule in banned if isinstance(rule, Rule)),
-        {pin.mesh_axis: pin.devices for pin in found if isinstance(pin, Size)},
-        frozenset((rule.mesh_axis, rule.devices) for rule in banned if isinstance(rule, Size)),
+        tuple(pin for pin in parsed if isinstance(pin, Rule)),
+        tuple(rule for rule in prohibitions if isinstance(rule, Rule)),
+        {pin.mesh_axis: pin.devices for pin in parsed if isinstance(pin, MeshSize)},
+        frozenset((rule.mesh_axis, rule.devices) for rule in prohibitions if isinstance(rule, MeshSize)),
     )
 
 
-def parse_pin(text: str, axes: ModelAxes) -> list[Rule | Size]:
-    """The rules of one pin.
+def parse_pin(text: str, axes: ModelAxes) -> list[Rule | MeshSize]:
+    """Parse one pin.
 
     Raises:
         ConfigError: see `parse_rules`.
@@ -125,7 +125,9 @@ def parse_pin(text: str, axes: ModelAxes) -> list[Rule | Size]:
     rules = _parse("pin", text, axes)
     for rule in rules:
         if isinstance(rule, Rule) and rule.mesh_axes is None:
-            raise ConfigError(f"pin {rule.axis!r}: say to what, as in {rule.axis}=model, or {rule.axis}= for whole")
+            raise ConfigError(
+                f"pin {rule.axis!r} has no '=': write {rule.axis}=model to shard it, {rule.axis}= to replicate it"
+            )
     tensor, separator, _ = text.partition(":")
     if not separator:
         return rules
@@ -133,48 +135,52 @@ def parse_pin(text: str, axes: ModelAxes) -> list[Rule | Size]:
     return rules + [Rule(axis, True, ()) for axis in _axes_of("pin", text, tensor, axes) if axis not in named]
 
 
-def _parse(key: str, text: str, axes: ModelAxes) -> list[Rule | Size]:
-    """The rules of one text, without those for axes of a tensor that it does not name."""
+def _parse(key: str, text: str, axes: ModelAxes) -> list[Rule | MeshSize]:
+    """The rules of one text, except those for axes of a tensor that the text does not name."""
     tensor, separator, rest = text.partition(":")
     if not separator:
-        return [_size(key, text) if text.startswith(MESH) else _rule(key, text, axes)]
+        return [_parse_size(key, text) if text.startswith(MESH) else _parse_rule(key, text, axes)]
     own = _axes_of(key, text, tensor, axes)
-    found = [_rule(key, f"{AT_REST}{each}", axes) for each in rest.split(",") if each]
-    for rule in found:
+    rules = [_parse_rule(key, f"{STORED}{each}", axes) for each in rest.split(",") if each]
+    for rule in rules:
         if rule.axis not in own:
             raise ConfigError(f"{key} {text!r}: {tensor} has no axis {rule.axis!r}; {nearest(rule.axis, own)}")
-    return [*found]
+    return [*rules]
 
 
-def _rule(key: str, text: str, axes: ModelAxes) -> Rule:
+def _parse_rule(key: str, text: str, axes: ModelAxes) -> Rule:
+    """Parse the pin or prohibition of a logical axis; without `=` it is about every sharding of the axis."""
     name, separator, mesh = text.partition("=")
-    at_rest, axis = name.startswith(AT_REST), name.removeprefix(AT_REST)
-    known = [*axes.axes] if at_rest else [BATCH_AXIS, axes.position, *axes.axes]
+    is_stored, axis = name.startswith(STORED), name.removeprefix(STORED)
+    known = [*axes.axes] if is_stored else [BATCH_AXIS, axes.position, *axes.axes]
     if axis not in known:
         raise ConfigError(f"{key} {text!r}: the model has no axis {axis!r}; {nearest(axis, known)}")
     mesh_axes = tuple(each for each in mesh.replace(",", "+").split("+") if each)
     for each in mesh_axes:
         if each not in MESH_AXES:
             raise ConfigError(f"{key} {text!r}: unknown mesh axis {each!r}; {nearest(each, MESH_AXES)}")
-    return Rule(axis, at_rest, mesh_axes if separator else None)
+    return Rule(axis, is_stored, mesh_axes if separator else None)
 
 
-def _size(key: str, text: str) -> Size:
+def _parse_size(key: str, text: str) -> MeshSize:
+    """Parse the pinned or forbidden size of a mesh axis, `mesh.model=8`."""
     name, _, count = text.removeprefix(MESH).partition("=")
     if name not in MESH_AXES:
         raise ConfigError(f"{key} {text!r}: unknown mesh axis {name!r}; {nearest(name, MESH_AXES)}")
     if not count.isdecimal() or int(count) < 1:
-        raise ConfigError(f"{key} {text!r}: say how many devices, as in {MESH}{name}=8")
-    return Size(name, int(count))
+        raise ConfigError(f"{key} {text!r} has no number of devices; write for example {MESH}{name}=8")
+    return MeshSize(name, int(count))
 
 
 def _axes_of(key: str, text: str, tensor: str, axes: ModelAxes) -> tuple[str, ...]:
-    """The axes of the parameters that are called `tensor`."""
-    found = [parameter for parameter in axes.parameters if f".{parameter.path}".endswith(f".{tensor}")]
-    if not found:
+    """The logical axes of the parameters whose path ends with `tensor`."""
+    matches = [parameter for parameter in axes.parameters if f".{parameter.path}".endswith(f".{tensor}")]
+    if not matches:
         paths = [parameter.path for parameter in axes.parameters]
         raise ConfigError(f"{key} {text!r}: no parameter is called {tensor!r}; {nearest(tensor, paths)}")
-    if len({tuple(parameter.axes) for parameter in found}) > 1:
-        several = " and ".join(parameter.path for parameter in found[:2])
-        raise ConfigError(f"{key} {text!r}: {tensor!r} is {several}, which have different axes; say which")
-    return tuple(found[0].axes)
+    if len({tuple(parameter.axes) for parameter in matches}) > 1:
+        several = " and ".join(parameter.path for parameter in matches[:2])
+        raise ConfigError(
+            f"{key} {text!r}: {tensor!r} matches {several}, which have different axes; write more of the path"
+        )
+    return tuple(matches[0].axes)

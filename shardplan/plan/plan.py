@@ -5,28 +5,28 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import draccus
-from draccus.utils import ParsingError
-
-from shardplan.config import MESH_AXES, Config, ModelConfig, WorkloadConfig
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.hardware import parse_slice
+from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.mapping import mesh_text
-from shardplan.positions.sequence_layout import CONTIGUOUS, KINDS, SequenceLayout
+from shardplan.plan.mesh_axes import MESH_AXES
+from shardplan.plan.serialization import decode
+from shardplan.plan.workload import BATCH_AXIS, POSITION_AXIS, Workload
+from shardplan.positions.sequence_layout import SequenceOrder
 
 SCHEMA_VERSION = 1
-BATCH_AXIS, POSITION_AXIS = "batch", "position"
-"""Logical axes of the sequences of a step, as Levanter's trainer calls it, and of their tokens, as its models do."""
-
+REQUIRED_WORKLOAD = {"kind", "batch", "position", "param_dtype", "compute_dtype"}
+"""Keys of a Plan's workload that have no default, for the Plan follows from them."""
 Mapping = dict[str, list[str]]
 """Logical axis -> mesh axes, major to minor. A logical axis that is absent is replicated."""
 
 
 Spec = list[list[str] | None]
-"""Mesh axes of each dimension of an array, None where it is not cut."""
+"""Mesh axes of each dimension of an array; None for a dimension that is not sharded."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +40,17 @@ class ModelInfo:
     parameters: int
     """Number of parameters."""
     config: str | None = None
-    """The config.json that was planned from, where it was not the checkpoint's."""
+    """The config.json that was planned from, if it was not the checkpoint's."""
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """The reference of the checkpoint, else the path of the config.json."""
         return self.ref or str(self.config)
 
 
 @dataclass(frozen=True)
-class WorkloadInfo:
-    """What one step does."""
-
-    kind: str
-    """eval, train or prefill."""
-    batch: int
-    position: int
-    param_dtype: str
-    compute_dtype: str
-    gradient_checkpointing: str = "default"
-    microbatches: int = 1
-    optimizer: str = "adamw"
-
-
-@dataclass(frozen=True)
 class HardwareInfo:
-    """Where it runs."""
+    """Which slice was planned for."""
 
     slice: str
     devices: int
@@ -81,13 +66,13 @@ class ParameterPlan:
     axes: dict[str, int]
     dtype: str
     spec: Spec
-    """Mesh axes of each dimension, None where it is not cut."""
+    """Mesh axes of each dimension; None for a dimension that is not sharded."""
     bytes_per_device: int
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes per device, by part; `peak` is the most that is alive at once."""
+    """Predicted memory of a step, bytes per device; `peak` is the largest sum of what is live at once."""
 
     parameters: int
     optimizer: int
@@ -100,27 +85,27 @@ class MemoryPlan:
     peak: int
     available: int
     reserved: int = 0
-    """Of what is available: kept free, for the estimate errs by so much."""
+    """Part of `available` that is kept free for the error of the estimate."""
 
     @property
     def usable(self) -> int:
-        """Bytes that the peak may have."""
+        """Bytes that the peak may use."""
         return self.available - self.reserved
 
     @property
     def fits(self) -> bool:
-        """Whether the peak, with the error of its estimate, is available."""
+        """Whether the peak fits the usable memory."""
         return self.peak <= self.usable
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective operation of the step, per device."""
+    """All executions of one collective operation of a step, on one device."""
 
     kind: str
     mesh_axes: list[str]
     bytes: int
-    """Bytes received per device in one step, over all executions."""
+    """Bytes that a device receives in one step, over all executions."""
     count: int
     """Executions in one step."""
     seconds: float
@@ -136,63 +121,45 @@ class CostPlan:
     collectives: list[Collective]
 
 
-UNCUT, GATHERED, RING, ULYSSES, HYBRID = STRATEGIES = ("none", "all_gather", "ring", "ulysses", "hybrid")
-"""How attention is done: by Levanter's own, for positions are not cut; keys and values are gathered; they go round;
-heads are exchanged for positions; in groups that, and between them a ring."""
-
-
-BLOCKWISE, SPLASH = KERNELS = ("blockwise", "splash")
-"""What a device does its part of attention with: XLA, or a Pallas kernel for TPUs."""
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """Sequence parallelism: how attention is done where positions are cut; and by which kernel it is."""
-
-    strategy: str = UNCUT
-    ulysses: int = 1
-    """Devices that exchange heads for positions."""
-    ring: int = 1
-    """Parts that positions are in then: together these are the devices that cut positions."""
-    layout: str = CONTIGUOUS
-    """The order of positions; see `shardplan.positions.sequence_layout`."""
-    kernel: str = BLOCKWISE
-
-    @property
-    def gathers(self) -> bool:
-        """Whether all keys are in one place; where attention is Levanter's own, the partitioner gathers them."""
-        return self.strategy in (UNCUT, GATHERED)
-
-    def order(self, length: int) -> SequenceLayout:
-        """Which of `length` positions each device has."""
-        return SequenceLayout(length, self.ring, self.ulysses, self.layout)
-
-
 @dataclass(frozen=True)
 class RunnerUp:
-    """The best plan that has another mesh, other mesh axes on batch, positions or the residual axis at rest, or, where
-    the workload leaves them open, other checkpointing or microbatches."""
+    """The second best plan of a search, with its predicted time.
+
+    It differs from the best one in the mesh, in the mesh axes of the batch, of positions or of the stored residual
+    axis, or in what the workload leaves open (gradient checkpointing, microbatches).
+    """
 
     mesh: dict[str, int]
     step_seconds: float
 
 
+class Caveat(StrEnum):
+    """A limitation of a plan's estimates that other code acts on; `SearchInfo.reasons` explains it in words."""
+
+    NO_ATTENTION_KERNEL = "no_attention_kernel"
+    """No kernel can run attention under this plan, so the time of attention is a guess."""
+    OFFLOAD_NOT_PRICED = "offload_not_priced"
+    """The step time leaves out the copies of activations to the host and back."""
+
+
 @dataclass(frozen=True)
 class SearchInfo:
-    """How the plan was found."""
+    """How the search chose the plan."""
 
     candidates: int
     """Combinations of mesh and mappings that were evaluated."""
     proven_optimal: bool
-    """Whether no combination in the search space is better under the cost model; false where none fits."""
+    """Whether no combination in the search space is better under the cost model; false if none fits."""
     seconds: float
+    """Duration of the search."""
     runner_up: RunnerUp | None
     rejected: dict[str, int]
-    """Reason -> how many choices it excluded."""
+    """`shardplan.search.reasons.Rejection` -> how many choices were rejected for it."""
     reasons: list[str]
-    """The verdict in words: why this one, and what was impossible."""
+    """Why this plan was chosen and what was impossible, one sentence each, for people to read."""
     given: bool = False
-    """Whether somebody else chose the mesh and mappings, and nothing was searched."""
+    """Whether the mesh and mappings were given by the caller, so that nothing was searched."""
+    caveats: list[Caveat] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -200,14 +167,14 @@ class Plan:
     """A mesh, both mappings, and what follows from them."""
 
     model: ModelInfo
-    workload: WorkloadInfo
+    workload: Workload
     hardware: HardwareInfo
     mesh: dict[str, int]
     """Mesh axis -> size, major to minor; the product is the number of devices."""
     compute_mapping: Mapping
-    """For activations, and for parameters while they are used."""
+    """Sharding of activations, and of parameters in computations."""
     param_mapping: Mapping
-    """For parameters at rest."""
+    """Sharding of stored parameters."""
     parameters: list[ParameterPlan]
     memory: MemoryPlan
     cost: CostPlan
@@ -232,17 +199,21 @@ class Plan:
         version = values.get("schema_version") if isinstance(values, dict) else None
         if version != SCHEMA_VERSION:
             raise ConfigError(f"plan has schema_version {version!r}; this shardplan reads {SCHEMA_VERSION}; plan again")
+        workload = values.get("workload")
+        missing = sorted(REQUIRED_WORKLOAD - (workload.keys() if isinstance(workload, dict) else set()))
+        if missing:
+            raise ConfigError(f"not a plan: workload has no {', '.join(missing)}")
         try:
-            plan: Plan = draccus.decode(cls, values)
-        except ParsingError as error:
-            raise ConfigError(f"not a plan: {one_line(error)}") from error
+            plan = decode(cls, values)
+        except ConfigError as error:
+            raise ConfigError(f"not a plan: {error}") from error
         problem = next(plan._problems(), None)
         if problem is not None:
             raise ConfigError(f"not a plan: {problem}")
         return plan
 
     def _problems(self) -> Iterator[str]:
-        """What cannot be, in a plan that somebody edited."""
+        """Everything that no plan can be, as after an edit by hand."""
         sizes = mesh_text(self.mesh)
         if self.mesh.keys() != set(MESH_AXES) or min(self.mesh.values()) < 1:
             yield f"its mesh is {sizes or 'empty'}; it must be {' x '.join(MESH_AXES)}, each at least 1"
@@ -253,52 +224,49 @@ class Plan:
             for name, amount in vars(getattr(self, section)).items():
                 if amount is None or (isinstance(amount, int | float) and not 0 <= amount < math.inf):
                     yield f"{section}.{name} is {amount}"
-        try:
-            Config(model=ModelConfig(ref=self.model.name), workload=WorkloadConfig(**vars(self.workload)))
-        except ConfigError as error:
-            yield str(error)
+        yield from self.workload.problems()
+        yield from self.workload.microbatch_problems()
         if not self.parameters:
             yield "it has no parameters"
         for where, mapping in (("compute_mapping", self.compute_mapping), ("param_mapping", self.param_mapping)):
             for axis, mesh_axes in mapping.items():
-                yield from self._misuses(f"{where}.{axis}", mesh_axes)
+                yield from self._mesh_axis_problems(f"{where}.{axis}", mesh_axes)
         shared = {*self.compute_mapping.get(BATCH_AXIS, ())} & {*self.compute_mapping.get(POSITION_AXIS, ())}
         if shared:
             yield f"compute_mapping has {BATCH_AXIS} and {POSITION_AXIS} both on {', '.join(sorted(shared))}"
         yield from self._attention_problems()
         for parameter in self.parameters:
-            yield from self._misuses(parameter.path, [axis for axes in parameter.spec if axes for axis in axes])
+            yield from self._mesh_axis_problems(
+                parameter.path, [axis for axes in parameter.spec if axes for axis in axes]
+            )
             if parameter.spec != [self.param_mapping.get(axis) for axis in parameter.axes]:
                 yield f"{parameter.path} has the spec {parameter.spec}, not that of param_mapping"
             if parameter.bytes_per_device < 0:
                 yield f"{parameter.path} has {parameter.bytes_per_device} bytes"
 
     def _attention_problems(self) -> Iterator[str]:
+        """Yield what is wrong with the attention plan: its degrees, its strategy, or its order of positions."""
         method = self.attention
-        valid = {"strategy": STRATEGIES, "layout": KINDS, "kernel": KERNELS}
-        for name, values in valid.items():
-            given = getattr(method, name)
-            if given not in values:
-                yield f"attention.{name} is {given!r}; {nearest(given, values)}"
         parts = f"attention.ulysses {method.ulysses} x ring {method.ring}"
         degree = math.prod(self.mesh.get(axis, 1) for axis in self.compute_mapping.get(POSITION_AXIS, []))
         if min(method.ulysses, method.ring) < 1:
             yield f"{parts}; each must be at least 1"
-        elif method.strategy != UNCUT and method.ulysses * method.ring != degree:
-            yield f"{parts} where {degree} devices cut {POSITION_AXIS}"
-        for size, users in ((method.ulysses, (ULYSSES, HYBRID)), (method.ring, (GATHERED, RING, HYBRID))):
+        elif method.strategy != Strategy.NONE and method.ulysses * method.ring != degree:
+            yield f"{parts} where {degree} devices shard {POSITION_AXIS}"
+        users_of_ring = (Strategy.ALL_GATHER, Strategy.RING, Strategy.HYBRID)
+        for size, users in ((method.ulysses, (Strategy.ULYSSES, Strategy.HYBRID)), (method.ring, users_of_ring)):
             if size > 1 and method.strategy not in users:
                 yield f"{parts} where the strategy is {method.strategy}"
-        if method.layout == CONTIGUOUS:
+        if method.layout == SequenceOrder.CONTIGUOUS:
             return
-        if method.strategy == UNCUT:
-            yield f"attention.layout {method.layout} where the strategy is {UNCUT}"
+        if method.strategy == Strategy.NONE:
+            yield f"attention.layout {method.layout} where the strategy is {Strategy.NONE}"
         elif self.workload.kind == "train":
             yield f"attention.layout {method.layout} where workload.kind is train, which takes sequences in order"
-        elif method.order(self.workload.position).padded != self.workload.position:
+        elif method.sequence_layout(self.workload.position).padded_length != self.workload.position:
             yield f"attention.layout {method.layout} with {parts}: {self.workload.position} positions do not divide"
 
-    def _misuses(self, where: str, mesh_axes: list[str]) -> Iterator[str]:
+    def _mesh_axis_problems(self, where: str, mesh_axes: list[str]) -> Iterator[str]:
         for mesh_axis in mesh_axes:
             if mesh_axis not in self.mesh:
                 yield f"{where} has mesh axis {mesh_axis!r}; {nearest(mesh_axis, self.mesh)}"

@@ -1,57 +1,101 @@
-"""What one step does."""
+"""The workload: what one step computes, as a configuration asks for it and as a Plan records it."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-import numpy as np
-from ml_dtypes import bfloat16
+from shardplan.errors import ConfigError, nearest
+from shardplan.plan.dtypes import DTYPES
 
-from shardplan.config import WorkloadConfig
-from shardplan.plan.plan import BATCH_AXIS, WorkloadInfo
+BATCH_AXIS, POSITION_AXIS = "batch", "position"
+"""Logical axes of the sequences of a step, as Levanter's trainer calls it, and of their tokens, as its models do."""
+KINDS = ("eval", "prefill", "train")
+CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
+MIN_POSITION = 2
+"""Fewest tokens of a sequence: a single one predicts nothing."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step does."""
+    """What one step computes."""
 
-    batch_axis: str
-    batch: int
-    position: int
-    param_dtype: str
-    compute_dtype: str
     kind: str = "eval"
-    """eval, train or prefill."""
+    """What the plan is for: eval, train or prefill."""
+    batch: int = 8
+    """Sequences per step, over all devices."""
+    position: int = 2048
+    """Tokens per sequence."""
+    param_dtype: str = "bfloat16"
+    """Type of stored parameters: bfloat16, float16 or float32."""
+    compute_dtype: str = "bfloat16"
+    """Type of activations and matrix products."""
     gradient_checkpointing: str = "default"
-    microbatches: int = 1
-    """Parts of the batch of a training step that are taken one after the other."""
+    """Which activations training keeps, as Levanter names it: default, recompute, nested, offload or save_all; auto for
+    the fastest that fits, offload left out."""
+    microbatches: int | None = 1
+    """Parts of the batch that a training step computes one after the other, adding up their gradients; null for the
+    number that is fastest and fits."""
     optimizer: str = "adamw"
-    """Of optax."""
+    """The optimizer of training, as optax names it: adamw, lion, adafactor, sgd, ..."""
 
     @property
     def is_training(self) -> bool:
-        """Whether gradients are computed and the parameters updated."""
+        """Whether the step computes gradients and updates the parameters."""
         return self.kind == "train"
-
-    @property
-    def training(self) -> str:
-        """How a training step is done, in words; empty for other kinds."""
-        if not self.is_training:
-            return ""
-        parts = "one microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
-        return f"{self.optimizer}, {parts}, gradient checkpointing {self.gradient_checkpointing}"
 
     @property
     def tokens(self) -> int:
         """Tokens per step, over all devices."""
         return self.batch * self.position
 
+    @property
+    def num_microbatches(self) -> int:
+        """The number of microbatches; 1 where the workload leaves it open."""
+        return self.microbatches or 1
 
-def workload_of(config: WorkloadConfig | WorkloadInfo) -> Workload:
-    """What a configuration or a plan says; where it leaves something open, what Levanter does by itself."""
-    checkpointing = config.gradient_checkpointing if config.gradient_checkpointing != "auto" else "default"
-    chosen = {"gradient_checkpointing": checkpointing, "microbatches": config.microbatches or 1}
-    return Workload(BATCH_AXIS, **{**vars(config), **chosen})
+    def resolve(self) -> "Workload":
+        """This workload with Levanter's defaults in place of what it leaves open."""
+        checkpointing = self.gradient_checkpointing if self.gradient_checkpointing != "auto" else "default"
+        return replace(self, gradient_checkpointing=checkpointing, microbatches=self.num_microbatches)
+
+    def training_text(self) -> str:
+        """The settings of a training step in words; empty for other kinds."""
+        if not self.is_training:
+            return ""
+        resolved = self.resolve()
+        parts = "one microbatch" if resolved.microbatches == 1 else f"{resolved.microbatches} microbatches"
+        return f"{self.optimizer}, {parts}, gradient checkpointing {resolved.gradient_checkpointing}"
+
+    def problems(self) -> Iterator[str]:
+        """Every value that no step can have."""
+        for key, value, minimum in (
+            ("batch", self.batch, 1), ("position", self.position, MIN_POSITION), ("microbatches", self.microbatches, 1),
+        ):  # fmt: skip
+            if value is not None and not value >= minimum:
+                yield f"workload.{key} is {value}; it must be at least {minimum}"
+        for key, valid in (
+            ("param_dtype", DTYPES), ("compute_dtype", DTYPES), ("kind", KINDS),
+            ("gradient_checkpointing", CHECKPOINTING),
+        ):  # fmt: skip
+            name = getattr(self, key)
+            if name not in valid:
+                yield f"workload.{key} is {name!r}; {nearest(name, valid)}"
+
+    def microbatch_problems(self) -> Iterator[str]:
+        """Every conflict between the kind, the batch and the number of microbatches."""
+        batch, parts = self.batch, self.num_microbatches
+        if self.is_training and batch % parts:
+            near = min((n for n in range(1, batch + 1) if batch % n == 0), key=lambda n: abs(n - parts))
+            yield f"workload.microbatches {parts} does not divide workload.batch {batch}; use {near}"
+        if not self.is_training and parts != 1:
+            yield f"workload.microbatches is {parts}: only training has them; set workload.kind to train"
 
 
-def itemsize(dtype: str) -> int:
-    """Bytes per element."""
-    return np.dtype(bfloat16 if dtype == "bfloat16" else dtype).itemsize
+def raise_first(problems: Iterator[str]) -> None:
+    """Raise the first of some problems.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    problem = next(problems, None)
+    if problem is not None:
+        raise ConfigError(problem)

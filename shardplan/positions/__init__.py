@@ -1,1 +1,1 @@
-"""Positions of a sequence: what a mask allows between them, which of them and which heads a device has. Pure."""
+"""Sequence positions: what a mask allows between them, and which positions and heads each device holds. Pure."""

@@ -1,6 +1,7 @@
-"""Which heads the devices of a group have that exchange positions for heads (Ulysses). Pure arithmetic.
+"""Which attention heads each device of a Ulysses group computes. Pure arithmetic.
 
-Key heads go where query heads need them: to several devices where they are fewer than these, and to no more.
+Every device gets the key heads that its query heads use: one key head goes to several devices if there are fewer key
+heads than devices, and to no device that does not use it.
 """
 
 from dataclasses import dataclass
@@ -10,58 +11,62 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class HeadCut:
-    """`key_heads` x `per_key_head` query heads over `degree` devices."""
+class HeadSharding:
+    """The division of `key_heads` x `queries_per_key_head` query heads among `degree` devices."""
 
     degree: int
     key_heads: int
-    per_key_head: int
-    """Query heads of each."""
+    queries_per_key_head: int
+    """Query heads per key head."""
 
     @cached_property
-    def slots(self) -> int:
-        """Query heads of a device; the last devices may have some that are nobody's."""
-        return -(-self.key_heads * self.per_key_head // self.degree)
+    def query_heads_per_device(self) -> int:
+        """Number of query heads of each device; the last devices may have padding heads."""
+        return -(-self.key_heads * self.queries_per_key_head // self.degree)
 
     @property
-    def padding(self) -> float:
-        """Query heads that devices have, nobody's among them, of those that there are."""
-        return self.degree * self.slots / (self.key_heads * self.per_key_head)
+    def padding_ratio(self) -> float:
+        """Number of query heads with padding, divided by the number without."""
+        return self.degree * self.query_heads_per_device / (self.key_heads * self.queries_per_key_head)
 
     @cached_property
-    def needed(self) -> np.ndarray:
-        """int[degree, slots]: the key head of every query head of a device."""
-        heads = np.arange(self.degree * self.slots).reshape(self.degree, -1)
-        return np.minimum(heads // self.per_key_head, self.key_heads - 1)
+    def key_head_of_query(self) -> np.ndarray:
+        """int[degree, query_heads_per_device]: the key head that each query head of a device uses."""
+        heads = np.arange(self.degree * self.query_heads_per_device).reshape(self.degree, -1)
+        return np.minimum(heads // self.queries_per_key_head, self.key_heads - 1)
 
     @cached_property
-    def sent(self) -> np.ndarray:
-        """int[degree, n]: the key heads that each device gets; as many for all."""
-        first = self.needed[:, :1]  # its heads follow one another
-        return np.minimum(first + np.arange(self.most), self.needed[:, -1:])
+    def key_heads_received(self) -> np.ndarray:
+        """int[degree, max_key_heads]: the key heads that each device receives, the last one repeated as padding."""
+        first = self.key_head_of_query[:, :1]  # the key heads of a device are consecutive
+        return np.minimum(first + np.arange(self.max_key_heads), self.key_head_of_query[:, -1:])
 
     @property
-    def most(self) -> int:
-        """Key heads of the device that needs most."""
-        heads = self.key_heads * self.per_key_head
+    def max_key_heads(self) -> int:
+        """Largest number of different key heads that the query heads of one device use."""
+        heads, per_device = self.key_heads * self.queries_per_key_head, self.query_heads_per_device
         return max(
-            (min(first + self.slots, heads) - 1) // self.per_key_head - first // self.per_key_head + 1
-            for first in range(0, heads, self.slots)
+            (min(first + per_device, heads) - 1) // self.queries_per_key_head - first // self.queries_per_key_head + 1
+            for first in range(0, heads, per_device)
         )
 
     @property
     def is_even(self) -> bool:
-        """Whether every device gets key heads of its own, with all of their query heads."""
+        """Whether every device gets its own key heads, each with all of its query heads."""
         return self.key_heads % self.degree == 0
 
     @property
-    def received(self) -> int:
-        """Key heads that all devices get together."""
-        return self.key_heads if self.is_even else self.degree * self.most
+    def total_key_heads_received(self) -> int:
+        """Number of key heads that all devices receive together, copies included."""
+        return self.key_heads if self.is_even else self.degree * self.max_key_heads
 
     @property
-    def key_heads_there(self) -> int:
-        """Key heads that a device has for its query heads: one for each, where these are not groups of one size."""
+    def key_heads_after_duplication(self) -> int:
+        """Number of key heads in the attention of one device.
+
+        It is `max_key_heads` if each device has its own key heads, or only one. Otherwise the query heads of a device
+        may divide unevenly among its key heads, so that each query head gets a copy of its key head.
+        """
         if self.is_even:
             return self.key_heads // self.degree
-        return 1 if self.most == 1 else self.slots
+        return 1 if self.max_key_heads == 1 else self.query_heads_per_device

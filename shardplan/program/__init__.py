@@ -1,1 +1,1 @@
-"""A step as a program: its jaxpr with logical axes on every dimension, what is fused, tasks and live buffers."""
+"""Traced steps: the jaxpr with logical axes on every dimension, fusion, tasks, and live buffers."""

@@ -1,230 +1,234 @@
-"""What a compiler for TPUs writes to memory of a sequence of operations, and what it does on the way.
+"""Fusion as a compiler for TPUs does it: which values of a sequence of operations are written to memory.
 
-The results of products, lookups and updates are written, and of elementwise work what one of these reads. Everything
-else is done on the way: an elementwise chain behind a product happens in that product, unless it first needs a sum over
-the whole result; and of several products that one chain takes, the last one has it.
+The results of matmuls, lookups and scatters are written, and of elementwise results those that one of these reads. All
+other values exist only inside a fused operation: an elementwise chain behind a matmul is fused into that matmul, unless
+the chain first reduces over the whole result; of several matmuls that one chain reads, the last one fuses it.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence, Set
-from functools import cache, lru_cache
+from functools import cache
 
-from shardplan.program.named_arrays import SECOND, Array
-from shardplan.program.trace import Operation
+from shardplan.program.named_arrays import TracedArray, is_scores
+from shardplan.program.operations import Operation, OperationKind
 
-VIEWS = {
+VIEW_PRIMITIVES = {
     "reshape", "transpose", "squeeze", "expand_dims", "sharding_constraint", "name", "copy", "copy_p", "stop_gradient",
     "optimization_barrier", "broadcast_in_dim", "slice", "reduce_precision",
 }  # fmt: skip
-"""Primitives whose results are their operands seen in another way, or made again where they are used."""
-SUMS = {"add", "add_any"}
-CASTS = {"convert_element_type"}
+"""Primitives whose results are views of their operands, or are recomputed where they are used."""
+SUM_PRIMITIVES = {"add", "add_any"}
+CAST_PRIMITIVES = {"convert_element_type"}
+FUSIBLE = (OperationKind.ELEMENTWISE, OperationKind.CONTRACTION)
+"""Kinds of operations whose results may exist only inside a fused operation."""
 
 
 class Fusion:
-    """The values of one sequence of operations (a loop's body, or the program): which are written, and what of."""
+    """Which values of one sequence of operations (a loop's body, or the program) are written, and from which others."""
 
     def __init__(
-        self, operations: Sequence[Operation], arrays: Sequence[Array], wanted: Set[int], writes_wanted: bool
+        self, operations: Sequence[Operation], arrays: Sequence[TracedArray], outputs: Set[int], writes_outputs: bool
     ) -> None:
         """
         Args:
-            wanted: values that are used after the sequence.
-            writes_wanted: whether these must be written, rather than made where they are used.
+            outputs: values that are used after the sequence.
+            writes_outputs: whether the sequence writes its outputs; else they are computed where they are used.
         """
         self.operations, self.arrays = operations, arrays
-        self._root: dict[int, int] = {}
-        """View -> what it is a view of."""
-        self._maker: dict[int, int] = {}
-        self._users: defaultdict[int, list[int]] = defaultdict(list)
+        self._base: dict[int, int] = {}
+        """View -> the value that it is a view of."""
+        self._producer: dict[int, int] = {}
+        """Value -> the operation that computes it."""
+        self._consumers: defaultdict[int, list[int]] = defaultdict(list)
         """Value -> the operations that use it or a view of it."""
         for i, operation in enumerate(operations):
             for result in operation.results:
-                self._maker[result] = i
+                self._producer[result] = i
             if self._is_view(operation):
-                self._root[operation.results[0]] = self.root(operation.operands[0])
+                self._base[operation.results[0]] = self.base_of(operation.operands[0])
             else:
-                for operand in set(map(self.root, operation.operands)):
-                    self._users[operand].append(i)
-        self._must = {self.root(value) for value in wanted} if writes_wanted else set[int]()
-        # the program is a graph in which paths meet again: without caches they would be walked over and over
-        self._made_of, self._is_reduced = cache(self._made_of), cache(self._is_reduced)  # type: ignore[method-assign]
-        self._products_in = cache(self._products_in)  # type: ignore[method-assign]
-        self.stays_cut = cache(self.stays_cut)  # type: ignore[method-assign]
-        self._users_of, self._is_of_groups = cache(self._users_of), cache(self._is_of_groups)  # type: ignore[method-assign]
-        self.written = {value for value in self._maker if self._is_written(value)}
+                for operand in set(map(self.base_of, operation.operands)):
+                    self._consumers[operand].append(i)
+        self._must_write = {self.base_of(value) for value in outputs} if writes_outputs else set[int]()
+        # paths through the program meet again: without caches, walks over them would take exponential time
+        self._final_values = cache(self._final_values)  # type: ignore[method-assign]
+        self._is_reduced = cache(self._is_reduced)  # type: ignore[method-assign]
+        self._matmuls_behind = cache(self._matmuls_behind)  # type: ignore[method-assign]
+        self.is_between_grouped_matmuls = cache(self.is_between_grouped_matmuls)  # type: ignore[method-assign]
+        self._final_consumers = cache(self._final_consumers)  # type: ignore[method-assign]
+        self._comes_from_grouped_matmuls = cache(self._comes_from_grouped_matmuls)  # type: ignore[method-assign]
+        self.written = {value for value in self._producer if self._is_written(value)}
         self.sources = cache(self._sources)
-        self.kept = set[int]().union(*(self.sources(self.root(value)) for value in wanted))
-        """What is in memory at the end, for the sake of `wanted`."""
+        self.held_for_outputs = set[int]().union(*(self.sources(self.base_of(value)) for value in outputs))
+        """Values that stay in memory until the end of the sequence, because outputs are computed from them."""
 
-    def root(self, value: int) -> int:
-        """What `value` is a view of; itself where it is none."""
-        return self._root.get(value, value)
+    def base_of(self, value: int) -> int:
+        """The value that `value` is a view of; `value` itself where it is none."""
+        return self._base.get(value, value)
 
-    def runs(self, operation: Operation) -> bool:
-        """Whether the operation takes place where it stands, rather than in one that uses its result."""
-        if operation.kind == "contraction" and is_scores(self.arrays[operation.results[0]]):
+    def is_executed(self, operation: Operation) -> bool:
+        """Whether the operation runs at its place in the sequence, rather than fused into a later one."""
+        if operation.kind == OperationKind.CONTRACTION and is_scores(self.arrays[operation.results[0]]):
             return True  # in a kernel, which writes no scores
-        if operation.kind in ("elementwise", "contraction"):
+        if operation.kind in FUSIBLE:
             return any(result in self.written for result in operation.results)
         return True
 
     def reads(self, operation: Operation) -> set[int]:
-        """What memory holds of what an operation needs."""
-        return set[int]().union(*(self.sources(self.root(operand)) for operand in operation.operands))
+        """The values in memory that an operation reads, directly or through what is fused into it."""
+        return set[int]().union(*(self.sources(self.base_of(operand)) for operand in operation.operands))
 
-    def products_in(self, operation: Operation) -> list[Operation]:
-        """The products that happen in an elementwise operation."""
-        if operation.kind != "elementwise":
+    def fused_matmuls(self, operation: Operation) -> list[Operation]:
+        """The matmuls that an elementwise operation is fused with."""
+        if operation.kind != OperationKind.ELEMENTWISE:
             return []
-        inside = set[int]().union(*(self._products_in(self.root(operand)) for operand in operation.operands))
-        fused = sorted(value for value in inside - self.written if not is_scores(self.arrays[value]))
-        return [self.operations[self._maker[value]] for value in fused]
+        behind = set[int]().union(*(self._matmuls_behind(self.base_of(operand)) for operand in operation.operands))
+        fused = sorted(value for value in behind - self.written if not is_scores(self.arrays[value]))
+        return [self.operations[self._producer[value]] for value in fused]
 
-    def stays_cut(self, value: int) -> bool:
-        """Whether products by groups alone make `value` and use it, or what elementwise work makes of theirs."""
-        users = self._users_of(value) if self._is_of_groups(value) else ()
-        return bool(users) and all(self.operations[i].groups > 1 for i in users)
+    def is_between_grouped_matmuls(self, value: int) -> bool:
+        """Whether only grouped matmuls produce and consume `value`, directly or through elementwise operations."""
+        consumers = self._final_consumers(value) if self._comes_from_grouped_matmuls(value) else ()
+        return bool(consumers) and all(self.operations[i].groups > 1 for i in consumers)
 
-    def is_summand(self, value: int) -> bool:
-        """Whether `value` is the result of a product by groups that is only added to others."""
-        users = [self.operations[i] for i in self._users[value]]
-        is_grouped = value in self._maker and self.operations[self._maker[value]].groups > 1
-        return is_grouped and len(users) == 1 and len(self._parts(users[0].results[0])) > 1
+    def is_grouped_summand(self, value: int) -> bool:
+        """Whether `value` is the result of a grouped matmul and is only added to other results of matmuls."""
+        consumers = [self.operations[i] for i in self._consumers[value]]
+        is_grouped = value in self._producer and self.operations[self._producer[value]].groups > 1
+        return is_grouped and len(consumers) == 1 and len(self._summed_matmuls(consumers[0].results[0])) > 1
 
-    def is_summed_here(self, value: int) -> bool:
-        """Whether partial sums of the product `value` are added up over devices at once.
+    def reduces_partial_sums(self, value: int) -> bool:
+        """Whether partial sums in the result `value` of a matmul are added up over devices at once.
 
-        False where it is only added to other products, partial sums too, and is not the last of them.
+        False where `value` is only added to results of other matmuls and is not the last of them: the sum of them all
+        is reduced once.
         """
-        parts = self._parts(self._total(value))
-        return len(parts) < 2 or max(parts, key=lambda part: self._maker[part]) == value
+        summed = self._summed_matmuls(self._sum_with_other_matmuls(value))
+        return len(summed) < 2 or max(summed, key=lambda each: self._producer[each]) == value
 
-    def _users_of(self, value: int) -> frozenset[int]:
-        """The operations that are no elementwise work and use `value`, or what elementwise work makes of it."""
-        elementwise = {i for i in self._users[value] if self.operations[i].kind == "elementwise"}
-        made = [result for i in elementwise for result in self.operations[i].results]
-        return frozenset(self._users[value]).difference(elementwise).union(*map(self._users_of, made))
+    def _final_consumers(self, value: int) -> frozenset[int]:
+        """The operations, other than elementwise ones, that use `value` directly or through elementwise operations."""
+        elementwise = {i for i in self._consumers[value] if self.operations[i].kind == OperationKind.ELEMENTWISE}
+        results = [result for i in elementwise for result in self.operations[i].results]
+        others = frozenset(self._consumers[value]).difference(elementwise)
+        return others.union(*map(self._final_consumers, results))
 
-    def _is_of_groups(self, value: int) -> bool:
-        """Whether elementwise work alone makes `value` of the results of products by groups."""
-        maker = self._maker.get(value)
-        if maker is None or self.operations[maker].kind != "elementwise":
-            return maker is not None and self.operations[maker].groups > 1
-        operands = [operand for operand in map(self.root, self.operations[maker].operands) if self.arrays[operand].dims]
-        return bool(operands) and all(map(self._is_of_groups, operands))
+    def _comes_from_grouped_matmuls(self, value: int) -> bool:
+        """Whether `value` is computed from results of grouped matmuls by elementwise operations alone, or by none."""
+        producer = self._producer.get(value)
+        if producer is None or self.operations[producer].kind != OperationKind.ELEMENTWISE:
+            return producer is not None and self.operations[producer].groups > 1
+        operands = map(self.base_of, self.operations[producer].operands)
+        arrays = [operand for operand in operands if self.arrays[operand].dims]
+        return bool(arrays) and all(map(self._comes_from_grouped_matmuls, arrays))
 
     def _sources(self, value: int) -> frozenset[int]:
-        """What memory holds of what `value` is made of: itself, or what the work on the way to it reads."""
-        maker = self._maker.get(value)
-        if maker is None or value in self.written:
+        """The values in memory from which `value` is computed: itself, or what the operations fused into it read."""
+        producer = self._producer.get(value)
+        if producer is None or value in self.written or self.operations[producer].kind not in FUSIBLE:
             return frozenset({value})
-        if self.operations[maker].kind not in ("elementwise", "contraction"):
-            return frozenset({value})
-        return frozenset().union(*(self.sources(self.root(operand)) for operand in self.operations[maker].operands))
+        return frozenset().union(*(self.sources(self.base_of(each)) for each in self.operations[producer].operands))
 
     def _is_view(self, operation: Operation) -> bool:
-        if operation.kind != "elementwise" or len(operation.results) != 1 or not operation.operands:
+        """Whether an elementwise result exists only as its operand: a view of it, or a scaled copy of a weight."""
+        if operation.kind != OperationKind.ELEMENTWISE or len(operation.results) != 1 or not operation.operands:
             return False
         operand, result = self.arrays[operation.operands[0]], self.arrays[operation.results[0]]
-        if operation.primitive in VIEWS:
+        if operation.primitive in VIEW_PRIMITIVES:
             return True
-        # a scaled copy of a weight is made where the weight is used
+        # a scaled copy of a weight is computed where the weight is used
         return result.weight is not None and result.weight == operand.weight and result.itemsize == operand.itemsize
 
     def _is_written(self, value: int) -> bool:
-        array, operation = self.arrays[value], self.operations[self._maker[value]]
-        if value in self._root or is_scores(array) or not array.dims:
+        """Whether a value is written to memory, rather than computed within the operations that use it."""
+        array, operation = self.arrays[value], self.operations[self._producer[value]]
+        if value in self._base or is_scores(array) or not array.dims:
             return False
-        if operation.kind == "elementwise":
-            return self._is_needed(value) or self._is_shared(value)
-        if operation.kind == "contraction" and operation.groups == 1 and value not in self._must:
+        if operation.kind == OperationKind.ELEMENTWISE:
+            return self._is_needed_in_memory(value) or self._saves_memory_if_written(value)
+        if operation.kind == OperationKind.CONTRACTION and operation.groups == 1 and value not in self._must_write:
             return not self._is_fused(value)
-        return True  # grouped products are kernels of their own
+        return True  # grouped matmuls are separate kernels
 
-    def _is_needed(self, value: int) -> bool:
-        """Whether something must find an elementwise result in memory."""
-        return value in self._must or any(self.operations[i].kind != "elementwise" for i in self._users[value])
-
-    def _is_shared(self, value: int) -> bool:
-        """Whether writing an elementwise result costs less memory than keeping what several users would need for it."""
-        size = self.arrays[value].elements
-        large = [source for source in self._elementwise_inputs(value) if self.arrays[source].elements >= size]
-        return len(self._made_of(value)) > 1 and len(large) > 1
-
-    def _elementwise_inputs(self, value: int) -> set[int]:
-        """What the elementwise work behind `value` starts from."""
-        maker = self._maker.get(value)
-        if maker is None or self.operations[maker].kind != "elementwise":
-            return {value}
-        operands = self.operations[maker].operands
-        return set[int]().union(*(self._elementwise_inputs(self.root(operand)) for operand in operands))
-
-    def _is_fused(self, value: int) -> bool:
-        """Whether the product `value` goes at once into the one thing that is made of it."""
-        made = self._made_of(value)
-        if len(made) != 1 or value in made or self._is_reduced(value):
-            return False
-        return max(self._products_in(next(iter(made))), key=lambda source: self._maker[source]) == value
-
-    def _is_reduced(self, value: int) -> bool:
-        """Whether elementwise work needs a sum or a maximum over all of `value`."""
-        operations = [self.operations[i] for i in self._users[value] if self.operations[i].kind == "elementwise"]
-        return any(
-            operation.primitive.startswith("reduce_") or any(map(self._is_reduced, operation.results))
-            for operation in operations
+    def _is_needed_in_memory(self, value: int) -> bool:
+        """Whether an elementwise result is an output, or an operand of an operation of another kind."""
+        return value in self._must_write or any(
+            self.operations[i].kind != OperationKind.ELEMENTWISE for i in self._consumers[value]
         )
 
-    def _made_of(self, value: int) -> frozenset[int]:
-        """The values needed in memory that elementwise work alone makes of `value`; itself where it is one."""
-        found: set[int] = set()
-        for i in self._users[value]:
-            if self.operations[i].kind != "elementwise":
+    def _saves_memory_if_written(self, value: int) -> bool:
+        """Whether an elementwise result takes less memory than the inputs from which consumers would recompute it."""
+        size = self.arrays[value].elements
+        large = [source for source in self._elementwise_inputs(value) if self.arrays[source].elements >= size]
+        return len(self._final_values(value)) > 1 and len(large) > 1
+
+    def _elementwise_inputs(self, value: int) -> set[int]:
+        """The inputs of the chain of elementwise operations that computes `value`."""
+        producer = self._producer.get(value)
+        if producer is None or self.operations[producer].kind != OperationKind.ELEMENTWISE:
+            return {value}
+        operands = self.operations[producer].operands
+        return set[int]().union(*(self._elementwise_inputs(self.base_of(operand)) for operand in operands))
+
+    def _is_fused(self, value: int) -> bool:
+        """Whether the result of a matmul is used only by one elementwise chain, which the matmul fuses."""
+        final = self._final_values(value)
+        if len(final) != 1 or value in final or self._is_reduced(value):
+            return False
+        return max(self._matmuls_behind(next(iter(final))), key=lambda each: self._producer[each]) == value
+
+    def _is_reduced(self, value: int) -> bool:
+        """Whether elementwise operations reduce over `value`, so that they need all of it first."""
+        consumers = map(self.operations.__getitem__, self._consumers[value])
+        return any(
+            operation.primitive.startswith("reduce_") or any(map(self._is_reduced, operation.results))
+            for operation in consumers
+            if operation.kind == OperationKind.ELEMENTWISE
+        )
+
+    def _final_values(self, value: int) -> frozenset[int]:
+        """The values needed in memory that elementwise operations alone compute from `value`; or `value` itself."""
+        final: set[int] = set()
+        for i in self._consumers[value]:
+            if self.operations[i].kind != OperationKind.ELEMENTWISE:
                 return frozenset({value})
             for result in self.operations[i].results:
-                found |= {result} if self._is_needed(result) else set()
-                found |= self._made_of(result)
-        return frozenset(found)
+                final |= {result} if self._is_needed_in_memory(result) else set()
+                final |= self._final_values(result)
+        return frozenset(final)
 
-    def _products_in(self, value: int) -> frozenset[int]:
-        """The products that elementwise work makes `value` of."""
-        maker = self._maker.get(value)
-        if maker is None:
+    def _matmuls_behind(self, value: int) -> frozenset[int]:
+        """The results of matmuls from which elementwise operations compute `value`."""
+        producer = self._producer.get(value)
+        if producer is None:
             return frozenset()
-        operation = self.operations[maker]
-        if operation.kind != "elementwise":
-            return frozenset({value}) if operation.kind == "contraction" else frozenset()
-        return frozenset().union(*(self._products_in(self.root(operand)) for operand in operation.operands))
+        operation = self.operations[producer]
+        if operation.kind != OperationKind.ELEMENTWISE:
+            return frozenset({value}) if operation.kind == OperationKind.CONTRACTION else frozenset()
+        return frozenset().union(*(self._matmuls_behind(self.base_of(operand)) for operand in operation.operands))
 
-    def _total(self, value: int) -> int:
-        """The sum that `value` and other products are added up to."""
-        users = self._users[value]
-        if len(users) != 1:
+    def _sum_with_other_matmuls(self, value: int) -> int:
+        """The sum of `value` and the results of other matmuls; `value` itself where it is used in another way."""
+        consumers = self._consumers[value]
+        if len(consumers) != 1:
             return value
-        operation = self.operations[users[0]]
-        if operation.primitive in CASTS:
-            return self._total(operation.results[0])
-        others = [operand for operand in map(self.root, operation.operands) if operand != value]
-        if operation.primitive in SUMS and others and all(self._parts(other) for other in others):
-            return self._total(operation.results[0])
+        operation = self.operations[consumers[0]]
+        if operation.primitive in CAST_PRIMITIVES:
+            return self._sum_with_other_matmuls(operation.results[0])
+        others = [operand for operand in map(self.base_of, operation.operands) if operand != value]
+        if operation.primitive in SUM_PRIMITIVES and others and all(map(self._summed_matmuls, others)):
+            return self._sum_with_other_matmuls(operation.results[0])
         return value
 
-    def _parts(self, value: int) -> set[int]:
-        """The products whose sum `value` is; empty where there is something else in it."""
-        maker = self._maker.get(value)
-        if maker is None:
+    def _summed_matmuls(self, value: int) -> set[int]:
+        """The results of matmuls whose sum is `value`; empty where `value` has any other summand."""
+        producer = self._producer.get(value)
+        if producer is None:
             return set()
-        operation = self.operations[maker]
-        if operation.kind == "contraction":
+        operation = self.operations[producer]
+        if operation.kind == OperationKind.CONTRACTION:
             return {value}
-        if operation.primitive not in SUMS | CASTS:
+        if operation.primitive not in SUM_PRIMITIVES | CAST_PRIMITIVES:
             return set()
-        parts = [self._parts(self.root(operand)) for operand in operation.operands]
-        return set[int]().union(*parts) if all(parts) else set()
-
-
-@lru_cache(maxsize=4096)
-def is_scores(array: Array) -> bool:
-    """Whether it has both query and key positions: attention kernels never write it."""
-    names = set(array.axes)
-    return any(name + SECOND in names for name in names)
+        summands = [self._summed_matmuls(self.base_of(operand)) for operand in operation.operands]
+        return set[int]().union(*summands) if all(summands) else set()

@@ -1,32 +1,32 @@
-"""Arrays with logical axes on their dimensions, and arithmetic of such dimensions. Pure."""
+"""Shapes of traced arrays with logical axes on every dimension, and arithmetic of such dimensions. Pure."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 Factor = tuple[str | None, int]
 """A logical axis, or None where the name is not known, and its size."""
 Dim = tuple[Factor, ...]
-"""One dimension of an array: the axes that are merged into it, major to minor."""
+"""One dimension of an array: the logical axes that are flattened into it, major to minor."""
 
-SECOND = "'"
-"""Ends the name of an axis that an array has twice, as scores have query and key positions."""
-MINOR = "."
-"""Ends the name of the minor part of an axis that is taken apart, as layers are into blocks; the major part keeps its
-name, for it is what a mesh axis cuts first."""
+REPEATED_AXIS_SUFFIX = "'"
+"""Ends the second name of a logical axis that an array has twice, as scores have query and key positions."""
+MINOR_PART_SUFFIX = "."
+"""Ends the name of the minor part of a split logical axis, such as layers split into blocks. The major part keeps the
+axis' name, because a mesh axis shards the major part first."""
 
 
 @dataclass(frozen=True)
-class Array:
-    """A value of the program."""
+class TracedArray:
+    """Shape, logical axes and element size of one value of a traced program."""
 
     dims: tuple[Dim, ...]
     itemsize: int
     """Bytes per element."""
     weight: str | None = None
-    """Path of the parameter that it is, or is a cast, a scaled copy or a slice of."""
+    """Path of the parameter that the value is, or that it is a cast, a scaled copy or a slice of."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -37,17 +37,17 @@ class Array:
 
     @cached_property
     def factors(self) -> Dim:
-        """The axes of all dimensions, in order."""
+        """The logical axes of all dimensions with their sizes, in order."""
         return tuple(factor for dim in self.dims for factor in dim)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The names among `factors`."""
+        """The known names among `factors`."""
         return tuple(name for name, _ in self.factors if name is not None)
 
     @cached_property
     def majors(self) -> tuple[str, ...]:
-        """The names that each dimension begins with: of merged axes only the major one stays cut in place."""
+        """The major logical axis of each dimension, or ""; of a flattened dimension only this axis can be sharded."""
         return tuple(dim[0][0] or "" if dim else "" for dim in self.dims)
 
     @cached_property
@@ -56,45 +56,44 @@ class Array:
         return math.prod(size for _, size in self.factors)
 
 
-def names_of(spec: Any, shape: Sequence[int]) -> tuple[Dim, ...]:
-    """Dimensions as a PartitionSpec over a mesh of logical axes names them."""
-    named = [*spec, *(None,) * (len(shape) - len(spec))]
-    return tuple(((entry if isinstance(entry, str) else None, size),) for entry, size in zip(named, shape, strict=True))
-
-
-def constrained(array: Array, spec: Any) -> Array:
-    return replace(array, dims=tuple(map(best, zip(array.dims, names_of(spec, shape_of(array)), strict=True))))
-
-
-def shape_of(array: Array) -> tuple[int, ...]:
+def shape_of(array: TracedArray) -> tuple[int, ...]:
+    """The size of each dimension."""
     return tuple(size_of(dim) for dim in array.dims)
 
 
 def size_of(dim: Dim) -> int:
+    """The number of elements along one dimension."""
     return math.prod(size for _, size in dim)
 
 
-def best(dims: Sequence[Dim]) -> Dim:
-    """The dimension with most names; of equals the first."""
+def dims_of_spec(spec: Any, shape: Sequence[int]) -> tuple[Dim, ...]:
+    """The dimensions of an array of `shape` with a PartitionSpec over a mesh whose axes are the logical axes."""
+    named = [*spec, *(None,) * (len(shape) - len(spec))]
+    return tuple(((entry if isinstance(entry, str) else None, size),) for entry, size in zip(named, shape, strict=True))
+
+
+def most_named(dims: Sequence[Dim]) -> Dim:
+    """The dimension with the largest part of its axes named; the first one of equals."""
     return max(dims, key=lambda dim: sum(name is not None for name, _ in dim) / len(dim) if dim else 0)
 
 
-def named_after(start: Array, end: Array) -> Array:
-    return replace(start, dims=tuple(map(best, zip(start.dims, end.dims, strict=True))))
+def adopt_names(array: TracedArray, dims: Sequence[Dim]) -> TracedArray:
+    """`array` with names from `dims`, of the same shape, for the dimensions that are better named there."""
+    return replace(array, dims=tuple(map(most_named, zip(array.dims, dims, strict=True))))
 
 
-def distinct(dims: Sequence[Dim]) -> tuple[Dim, ...]:
-    """`dims`, where the second of the same name is marked, and nothing else is."""
+def mark_repeated_axes(dims: Sequence[Dim]) -> tuple[Dim, ...]:
+    """`dims` with `REPEATED_AXIS_SUFFIX` on every repeated name, and on no other name."""
     names = {name for dim in dims for name, _ in dim}
     seen: set[str] = set()
     result = []
     for dim in dims:
         factors = []
         for name, size in dim:
-            if name is not None and name.removesuffix(SECOND) not in names:
-                name = name.removesuffix(SECOND)
+            if name is not None and name.removesuffix(REPEATED_AXIS_SUFFIX) not in names:
+                name = name.removesuffix(REPEATED_AXIS_SUFFIX)
             while name is not None and name in seen:
-                name += SECOND
+                name += REPEATED_AXIS_SUFFIX
             if name is not None:
                 seen.add(name)
             factors.append((name, size))
@@ -102,8 +101,30 @@ def distinct(dims: Sequence[Dim]) -> tuple[Dim, ...]:
     return tuple(result)
 
 
-def regroup(factors: Sequence[Factor], shape: Sequence[int], merged: dict[str, Dim]) -> tuple[Dim, ...] | None:
-    """`factors` as dimensions of `shape`; None where they do not come out even."""
+@lru_cache(maxsize=4096)
+def score_positions(array: TracedArray) -> frozenset[str]:
+    """The names of query and key positions, which attention scores have twice; empty for every other array."""
+    names = set(array.axes)
+    return frozenset(
+        name for name in names if name.endswith(REPEATED_AXIS_SUFFIX) or name + REPEATED_AXIS_SUFFIX in names
+    )
+
+
+@lru_cache(maxsize=4096)
+def is_scores(array: TracedArray) -> bool:
+    """Whether `array` has both query and key positions: attention kernels never write it to memory."""
+    names = set(array.axes)
+    return any(name + REPEATED_AXIS_SUFFIX in names for name in names)
+
+
+def reshape_factors(
+    factors: Sequence[Factor], shape: Sequence[int], merged_axes: dict[str, Dim]
+) -> tuple[Dim, ...] | None:
+    """`factors` as dimensions of `shape`; None where the sizes do not divide.
+
+    Args:
+        merged_axes: logical axis -> the axes that it can be split into.
+    """
     left = [(name, size) for name, size in factors if size > 1]
     result: list[Dim] = []
     for size in shape:
@@ -113,16 +134,16 @@ def regroup(factors: Sequence[Factor], shape: Sequence[int], merged: dict[str, D
             if not left:
                 return None
             name, n = left.pop(0)
-            if name in merged and len(merged[name]) == 1:
-                name = merged[name][0][0]
+            if name in merged_axes and len(merged_axes[name]) == 1:
+                name = merged_axes[name][0][0]
             if missing % n == 0:
-                taken[-1:] = _joined(taken[-1:], (name, n))
+                taken[-1:] = _join_minor_part(taken[-1:], (name, n))
                 missing //= n
-            elif name in merged:
-                left[:0] = merged[name]
+            elif name in merged_axes:
+                left[:0] = merged_axes[name]
             elif n % missing == 0:
                 taken.append((name, missing))
-                left.insert(0, (name and name + MINOR, n // missing))
+                left.insert(0, (name and name + MINOR_PART_SUFFIX, n // missing))
                 missing = 1
             else:
                 return None
@@ -130,9 +151,9 @@ def regroup(factors: Sequence[Factor], shape: Sequence[int], merged: dict[str, D
     return tuple(result) if not left else None
 
 
-def _joined(before: Sequence[Factor], factor: Factor) -> list[Factor]:
-    """`factor` after the one before it, if any; as one where it is the minor part of that axis."""
+def _join_minor_part(before: Sequence[Factor], factor: Factor) -> list[Factor]:
+    """`before`, of at most one factor, and `factor`; as one factor where `factor` is the minor part of that axis."""
     (name, size), (major, count) = factor, before[0] if before else (None, 1)
-    if name and major and name != major and name == major.ljust(len(name), MINOR):
+    if name and major and name != major and name == major.ljust(len(name), MINOR_PART_SUFFIX):
         return [(major, count * size)]
     return [*before, factor]

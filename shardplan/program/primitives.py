@@ -1,4 +1,4 @@
-"""What primitives of JAX do to the names of dimensions: one rule each."""
+"""One rule per JAX primitive for the logical axes of its results."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,22 +8,24 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 
-from shardplan.config import MESH_AXES
+from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.program.named_arrays import (
-    SECOND,
-    Array,
+    REPEATED_AXIS_SUFFIX,
     Dim,
-    best,
-    constrained,
-    distinct,
-    regroup,
+    TracedArray,
+    adopt_names,
+    dims_of_spec,
+    mark_repeated_axes,
+    most_named,
+    reshape_factors,
     shape_of,
     size_of,
 )
+from shardplan.program.operations import OperationKind
 
-RESIZING = {"slice", "dynamic_slice", "concatenate", "pad", "split", "top_k", "all_gather", "all_to_all"}
-"""Primitives that leave the dimensions whose size stays."""
-NEW_NAMES = {
+RESIZING_PRIMITIVES = {"slice", "dynamic_slice", "concatenate", "pad", "split", "top_k", "all_gather", "all_to_all"}
+"""Primitives that change the size of some dimensions and keep the names of all others."""
+SOURCE_PRIMITIVES = {
     "iota",
     "random_bits",
     "random_seed",
@@ -33,203 +35,213 @@ NEW_NAMES = {
     "empty",
     "create_token",
 }
-"""Primitives whose results have no operands to be named after."""
+"""Primitives whose results have no operand to take names from."""
 
 
 @dataclass
-class Names:
-    """What is known of names so far, and the rules, which are methods: equation and operands to a `Named`."""
+class AxisNaming:
+    """The rules, as methods from an equation and its operands to a `RuleResult`, and what they learn about axes."""
 
-    merged: dict[str, Dim] = field(default_factory=dict)
-    """Logical axis -> the axes that it is made of elsewhere in the program."""
+    merged_axes: dict[str, Dim] = field(default_factory=dict)
+    """Logical axis -> the axes that it is split into elsewhere in the program."""
     unnamed: Counter[str] = field(default_factory=Counter)
-    """Primitives whose results could not be named -> how many of them."""
+    """Primitive -> number of its results that no rule could name."""
     tables: dict[tuple[int, ...], tuple[Dim, ...]] = field(default_factory=dict)
-    """Shape -> dimensions of what has been looked up in: the gradient of a lookup adds to zeros of that shape."""
-    experts: list[Dim] = field(default_factory=list)
-    """Dimensions that number the matrices of grouped products."""
-    resized: set[str] = field(default_factory=set)
-    """Logical axes of which parts are taken: where they are cut, parts that meet would have to be moved."""
+    """Shape -> dimensions of a table of lookups: the gradient of a lookup adds to unnamed zeros of that shape."""
+    expert_dims: list[Dim] = field(default_factory=list)
+    """Dimensions that number the matrices of grouped matmuls."""
+    resized_axes: set[str] = field(default_factory=set)
+    """Logical axes of which slices are taken: if they were sharded, their elements would have to move."""
 
-    def apply(self, primitive: str, equation: Any, arrays: list[Array]) -> "Named":
+    def apply(self, primitive: str, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
         """The results of one equation."""
-        return RULES.get(primitive, Names.elementwise)(self, equation, arrays)
+        return RULES.get(primitive, AxisNaming.elementwise)(self, equation, arrays)
 
-    def elementwise(self, equation: Any, arrays: list[Array]) -> "Named":
-        """Results have the dimensions of the operands of their shape; a name that any of them has."""
-        name = equation.primitive.name
+    def elementwise(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
+        """Give results the best names of the operands of equal rank, dimension by dimension where sizes agree."""
+        primitive = equation.primitive.name
         results = []
         for v in equation.outvars:
-            plain = _plain(v)
-            alike = [a for a in arrays if len(a.dims) == len(plain)]
-            if not alike and plain and arrays and name not in NEW_NAMES:
-                self.unnamed[name] += 1
+            unnamed = _unnamed_dims(v)
+            alike = [a for a in arrays if len(a.dims) == len(unnamed)]
+            if not alike and unnamed and arrays and primitive not in SOURCE_PRIMITIVES:
+                self.unnamed[primitive] += 1
             dims = tuple(
-                best([a.dims[i] for a in alike if size_of(a.dims[i]) == size_of(dim)] or [dim])
-                for i, dim in enumerate(plain)
+                most_named([a.dims[i] for a in alike if size_of(a.dims[i]) == size_of(dim)] or [dim])
+                for i, dim in enumerate(unnamed)
             )
             weights = {a.weight for a in arrays if a.elements > 1}
             weight = weights.pop() if len(weights) == 1 else None
-            results.append(Array(dims, width(v), weight))
-        return "elementwise", results, {}
+            results.append(TracedArray(dims, itemsize_of(v), weight))
+        return OperationKind.ELEMENTWISE, results, {}
 
-    def resize(self, equation: Any, arrays: list[Array]) -> "Named":
-        """Dimensions whose size stays keep their names."""
+    def resize(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
+        """Keep the names of the dimensions whose size does not change."""
         results = []
         for v in equation.outvars:
-            dims = _plain(v)
+            dims = _unnamed_dims(v)
             for array in arrays:
                 if len(array.dims) == len(dims):
                     dims = tuple(
-                        best((mine, theirs)) if size_of(mine) == size_of(theirs) else mine
-                        for mine, theirs in zip(dims, array.dims, strict=True)
+                        most_named((new, old)) if size_of(new) == size_of(old) else new
+                        for new, old in zip(dims, array.dims, strict=True)
                     )
-                    self.resized |= {
+                    self.resized_axes |= {
                         name
-                        for mine, theirs in zip(dims, array.dims, strict=True)
-                        for name, _ in theirs
-                        if name is not None and size_of(mine) != size_of(theirs)
+                        for new, old in zip(dims, array.dims, strict=True)
+                        for name, _ in old
+                        if name is not None and size_of(new) != size_of(old)
                     }
-            results.append(Array(dims, width(v)))
-        return "elementwise", results, {}
+            results.append(TracedArray(dims, itemsize_of(v)))
+        return OperationKind.ELEMENTWISE, results, {}
 
-    def broadcast(self, equation: Any, arrays: list[Array]) -> "Named":
+    def broadcast(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
         v = equation.outvars[0]
-        dims = list(_plain(v))
-        for dim, place in zip(arrays[0].dims, equation.params["broadcast_dimensions"], strict=True):
-            if size_of(dim) == size_of(dims[place]):
-                dims[place] = dim
-        return "elementwise", [Array(tuple(dims), width(v), arrays[0].weight)], {}
+        dims = list(_unnamed_dims(v))
+        for dim, i in zip(arrays[0].dims, equation.params["broadcast_dimensions"], strict=True):
+            if size_of(dim) == size_of(dims[i]):
+                dims[i] = dim
+        return OperationKind.ELEMENTWISE, [TracedArray(tuple(dims), itemsize_of(v), arrays[0].weight)], {}
 
-    def transpose(self, equation: Any, arrays: list[Array]) -> "Named":
+    def transpose(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
         array = arrays[0]
-        return "elementwise", [replace(array, dims=tuple(array.dims[i] for i in equation.params["permutation"]))], {}
+        dims = tuple(array.dims[i] for i in equation.params["permutation"])
+        return OperationKind.ELEMENTWISE, [replace(array, dims=dims)], {}
 
-    def reshape(self, equation: Any, arrays: list[Array]) -> "Named":
+    def reshape(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
         v = equation.outvars[0]
-        dims = regroup(arrays[0].factors, v.aval.shape, self.merged)
+        dims = reshape_factors(arrays[0].factors, v.aval.shape, self.merged_axes)
         if dims is None:
             self.unnamed["reshape"] += 1
-            dims = _plain(v)
-        return "elementwise", [replace(arrays[0], dims=dims)], {}
+            dims = _unnamed_dims(v)
+        return OperationKind.ELEMENTWISE, [replace(arrays[0], dims=dims)], {}
 
-    def reduce(self, equation: Any, arrays: list[Array]) -> "Named":
-        gone = equation.params["axes"]
+    def reduce(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
+        reduced = equation.params["axes"]
         results = [
-            Array(tuple(dim for i, dim in enumerate(a.dims) if i not in gone), width(v))
+            TracedArray(tuple(dim for i, dim in enumerate(a.dims) if i not in reduced), itemsize_of(v))
             for a, v in zip(arrays, equation.outvars, strict=False)
         ]
-        return "elementwise", results, {}
+        return OperationKind.ELEMENTWISE, results, {}
 
-    def dot(self, equation: Any, arrays: list[Array]) -> "Named":
+    def dot(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
+        """A matmul; elementwise if nothing is contracted, or if both operands are vectors, batch dimensions aside."""
         (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
         left, right = arrays
-        contracted = [self.meet(left.dims[i], right.dims[j]) for i, j in zip(contract_l, contract_r, strict=True)]
-        batched = [self.meet(left.dims[i], right.dims[j]) for i, j in zip(batch_l, batch_r, strict=True)]
+        contracted = [self.unify(left.dims[i], right.dims[j]) for i, j in zip(contract_l, contract_r, strict=True)]
+        batched = [self.unify(left.dims[i], right.dims[j]) for i, j in zip(batch_l, batch_r, strict=True)]
         dims = [
             *batched,
             *(dim for i, dim in enumerate(left.dims) if i not in (*contract_l, *batch_l)),
             *(dim for i, dim in enumerate(right.dims) if i not in (*contract_r, *batch_r)),
         ]
-        result = Array(distinct(dims), width(equation.outvars[0]))
-        # a dot product of vectors is no product of matrices: compilers multiply and add up
+        result = TracedArray(mark_repeated_axes(dims), itemsize_of(equation.outvars[0]))
+        # compilers turn a dot product of vectors into a multiplication and a sum
         if not contracted or all(len(a.dims) == len(contract_l) + len(batch_l) for a in arrays):
-            return "elementwise", [result], {}
-        return "contraction", [result], {"contracted": _factors(contracted), "batched": _factors(batched)}
+            return OperationKind.ELEMENTWISE, [result], {}
+        axes = {"contracted": _factors(contracted), "batched": _factors(batched)}
+        return OperationKind.CONTRACTION, [result], axes
 
-    def ragged_dot(self, equation: Any, arrays: list[Array]) -> "Named":
-        """Rows of the first operand by groups, each with a matrix of the second; or its gradients."""
+    def ragged_dot(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
+        """A grouped matmul, which multiplies each group of rows by its own matrix; or the gradient of one."""
         numbers = equation.params["ragged_dot_dimension_numbers"]
         (contract_l, contract_r), (batch_l, batch_r) = numbers.dot_dimension_numbers
         left, right = arrays[:2]
         grouped = numbers.rhs_group_dimensions
-        contracted = [self.meet(left.dims[i], right.dims[j]) for i, j in zip(contract_l, contract_r, strict=True)]
+        contracted = [self.unify(left.dims[i], right.dims[j]) for i, j in zip(contract_l, contract_r, strict=True)]
         kept_l = [dim for i, dim in enumerate(left.dims) if i not in (*contract_l, *batch_l)]
         kept_r = [dim for i, dim in enumerate(right.dims) if i not in (*contract_r, *batch_r, *grouped)]
         groups = int(arrays[2].elements)
         v = equation.outvars[0]
         dims = [*kept_l, *kept_r]
-        if len(dims) < len(v.aval.shape):  # rows are contracted: the result has a matrix for every group
-            dims = [next((d for d in self.experts if size_of(d) == groups), ((None, groups),)), *dims]
+        if len(dims) < len(v.aval.shape):  # the rows are contracted, so that the result has a matrix for every group
+            dims = [next((d for d in self.expert_dims if size_of(d) == groups), ((None, groups),)), *dims]
         else:
-            self.experts += [right.dims[i] for i in grouped]
-        return "contraction", [Array(distinct(dims), width(v))], {"contracted": _factors(contracted), "groups": groups}
+            self.expert_dims += [right.dims[i] for i in grouped]
+        result = TracedArray(mark_repeated_axes(dims), itemsize_of(v))
+        return OperationKind.CONTRACTION, [result], {"contracted": _factors(contracted), "groups": groups}
 
-    def gather(self, equation: Any, arrays: list[Array]) -> "Named":
-        """A lookup: the dimensions of the indices, and those of the table that come whole."""
+    def gather(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
+        """A lookup: the result has the dimensions of the indices, and those of the table that are not indexed."""
         table, indices = arrays
         numbers, v = equation.params["dimension_numbers"], equation.outvars[0]
-        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-        whole = [
+        indexed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        columns = [
             dim if size_of(dim) == n else ((None, n),)
             for i, (dim, n) in enumerate(zip(table.dims, equation.params["slice_sizes"], strict=True))
-            if i not in gone
+            if i not in indexed
         ]
         rows = list(indices.dims[:-1])
-        if indices.elements == size_of(indices.dims[-1]):  # one place, as an index of an array is: a slice
-            self.resized |= {name for i in gone for name, _ in table.dims[i] if name is not None}
-        dims = [
-            (whole if i in numbers.offset_dims else rows).pop(0) if (whole if i in numbers.offset_dims else rows) else d
-            for i, d in enumerate(_plain(v))
-        ]
+        if indices.elements == size_of(indices.dims[-1]):  # a single index, which takes a slice
+            self.resized_axes |= {name for i in indexed for name, _ in table.dims[i] if name is not None}
+        dims = []
+        for i, dim in enumerate(_unnamed_dims(v)):
+            source = columns if i in numbers.offset_dims else rows
+            dims.append(source.pop(0) if source else dim)
         self.tables[shape_of(table)] = table.dims
-        return "lookup", [Array(distinct(dims), width(v))], {}
+        return OperationKind.LOOKUP, [TracedArray(mark_repeated_axes(dims), itemsize_of(v))], {}
 
-    def scatter_add(self, equation: Any, arrays: list[Array]) -> "Named":
+    def scatter_add(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
         v = equation.outvars[0]
-        dims = self.tables.get(v.aval.shape, _plain(v))
-        return "update", [Array(tuple(map(best, zip(arrays[0].dims, dims, strict=True))), width(v))], {}
+        dims = self.tables.get(v.aval.shape, _unnamed_dims(v))
+        named = adopt_names(arrays[0], dims)
+        return OperationKind.SCATTER_ADD, [TracedArray(named.dims, itemsize_of(v))], {}
 
-    def constrain(self, equation: Any, arrays: list[Array]) -> "Named":
-        """The program is traced on a mesh that has an axis for every logical axis: a sharding says the names."""
-        return "elementwise", [constrained(arrays[0], equation.params["sharding"].spec)], {}
+    def constrain(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
+        """Take names from a sharding: the program is traced on a mesh with one axis for every logical axis."""
+        array = arrays[0]
+        dims = dims_of_spec(equation.params["sharding"].spec, shape_of(array))
+        return OperationKind.ELEMENTWISE, [adopt_names(array, dims)], {}
 
-    def sum_devices(self, equation: Any, arrays: list[Array]) -> "Named":
-        """In a shard_map: a sum over all devices, if over any; the mesh that is traced on has more axes than those."""
-        kind = "sum" if any(axis in MESH_AXES for axis in equation.params.get("axes", ())) else "elementwise"
-        return kind, [replace(a, itemsize=width(v)) for a, v in zip(arrays, equation.outvars, strict=True)], {}
+    def psum(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
+        """A sum in a shard_map: over all devices if over any axis of the device mesh; else over logical axes alone."""
+        is_over_devices = any(axis in MESH_AXES for axis in equation.params.get("axes", ()))
+        kind = OperationKind.PSUM if is_over_devices else OperationKind.ELEMENTWISE
+        return kind, [replace(a, itemsize=itemsize_of(v)) for a, v in zip(arrays, equation.outvars, strict=True)], {}
 
-    def meet(self, left: Dim, right: Dim) -> Dim:
-        """One dimension of two operands; where its names differ, which axis consists of which others is remembered."""
+    def unify(self, left: Dim, right: Dim) -> Dim:
+        """One dimension for two operands; where their axes differ, remember which axis is split into which others."""
         names = [name for name, _ in (*left, *right)]
-        if left == right or any(name is None or name.endswith(SECOND) for name in names):
-            return best((left, right))
-        for whole, parts in ((right, left), (left, right)):
-            if len(whole) == 1 and not any(name in self.merged for name, _ in parts):
-                self.merged.setdefault(str(whole[0][0]), parts)
-                return whole
+        if left == right or any(name is None or name.endswith(REPEATED_AXIS_SUFFIX) for name in names):
+            return most_named((left, right))
+        for merged, parts in ((right, left), (left, right)):
+            if len(merged) == 1 and not any(name in self.merged_axes for name, _ in parts):
+                self.merged_axes.setdefault(str(merged[0][0]), parts)
+                return merged
         return left
 
 
-Named = tuple[str, list[Array], dict[str, Any]]
-"""Kind of the operation, its results, and what else there is to say of it."""
+RuleResult = tuple[OperationKind, list[TracedArray], dict[str, Any]]
+"""Kind of the operation, its results, and further fields of `Operation`."""
 
-RULES: dict[str, Callable[[Names, Any, list[Array]], Named]] = {
-    "broadcast_in_dim": Names.broadcast,
-    "transpose": Names.transpose,
-    "reshape": Names.reshape,
-    "squeeze": Names.reshape,
-    "expand_dims": Names.reshape,
-    "dot_general": Names.dot,
-    "ragged_dot_general": Names.ragged_dot,
-    "gather": Names.gather,
-    "scatter-add": Names.scatter_add,
-    "psum": Names.sum_devices,
-    "psum_invariant": Names.sum_devices,
-    "sharding_constraint": Names.constrain,
-    **dict.fromkeys(RESIZING, Names.resize),
+RULES: dict[str, Callable[[AxisNaming, Any, list[TracedArray]], RuleResult]] = {
+    "broadcast_in_dim": AxisNaming.broadcast,
+    "transpose": AxisNaming.transpose,
+    "reshape": AxisNaming.reshape,
+    "squeeze": AxisNaming.reshape,
+    "expand_dims": AxisNaming.reshape,
+    "dot_general": AxisNaming.dot,
+    "ragged_dot_general": AxisNaming.ragged_dot,
+    "gather": AxisNaming.gather,
+    "scatter-add": AxisNaming.scatter_add,
+    "psum": AxisNaming.psum,
+    "psum_invariant": AxisNaming.psum,
+    "sharding_constraint": AxisNaming.constrain,
+    **dict.fromkeys(RESIZING_PRIMITIVES, AxisNaming.resize),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"),
-        Names.reduce,
+        AxisNaming.reduce,
     ),
 }
 
 
 def is_one(atom: Any) -> bool:
+    """Whether an operand of an equation is the scalar constant 1."""
     return isinstance(atom, jex.Literal) and np.ndim(atom.val) == 0 and bool(atom.val == 1)
 
 
-def width(atom: Any) -> int:
+def itemsize_of(atom: Any) -> int:
+    """Bytes per element of an operand or result of an equation."""
     return np.dtype(atom.aval.dtype).itemsize if hasattr(atom.aval, "dtype") else 0
 
 
@@ -237,6 +249,5 @@ def _factors(dims: Sequence[Dim]) -> Dim:
     return tuple(factor for dim in dims for factor in dim)
 
 
-def _plain(atom: Any) -> tuple[Dim, ...]:
-    """Dimensions without names."""
+def _unnamed_dims(atom: Any) -> tuple[Dim, ...]:
     return tuple(((None, size),) for size in atom.aval.shape)

@@ -1,1 +1,1 @@
-"""Views of a Plan and of its verdict: tables for a terminal, YAML for a Levanter trainer."""
+"""Prints plans, verdicts and their comparisons as tables on a terminal."""

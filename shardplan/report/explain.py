@@ -1,4 +1,4 @@
-"""Why a plan does not make a choice, and what other settings would change, on the terminal."""
+"""Prints why a plan does not make a choice, and what other settings would change."""
 
 from collections.abc import Sequence
 
@@ -6,28 +6,28 @@ from rich.console import Console
 from rich.table import Table
 
 from shardplan.explain.what_if import Variant
-from shardplan.explain.why_not import Why
+from shardplan.explain.why_not import WhyNot
 from shardplan.hardware import GIB
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 
 
-def print_why(answers: Sequence[Why], plan: Plan, out: Console) -> None:
-    """For every choice what forbids it, or how much slower and larger the best plan with it is, and because of what."""
+def print_why(answers: Sequence[WhyNot], plan: Plan, out: Console) -> None:
+    """Print for every choice what forbids it, or how much slower and larger the best plan with it is, by cause."""
     for answer in answers:
         out.print(f"\n[bold]why not {answer.choice}?[/bold]", soft_wrap=True)
         other = answer.plan
         if answer.obstacle:
             out.print(f"  · {answer.obstacle}", soft_wrap=True, markup=False)
-        if answer.instead:
-            out.print(f"  · in place of {' and '.join(answer.instead)}", soft_wrap=True, markup=False)
+        if answer.replaced_pins:
+            out.print(f"  · instead of {' and '.join(answer.replaced_pins)}", soft_wrap=True, markup=False)
         if other is None:
             continue
         seconds = other.cost.step_seconds - plan.cost.step_seconds
         bytes_ = other.memory.peak - plan.memory.peak
         mesh = mesh_text(other.mesh)
         if not seconds and not bytes_:
-            out.print("  · the plan does", soft_wrap=True)
+            out.print("  · the plan makes this choice", soft_wrap=True)
             continue
         out.print(
             f"  · the best plan with it, mesh {mesh}, takes {other.cost.step_seconds:.3g} s a step "
@@ -39,7 +39,7 @@ def print_why(answers: Sequence[Why], plan: Plan, out: Console) -> None:
 
 
 def print_what_if(variants: Sequence[Variant], out: Console) -> None:
-    """A row for every change."""
+    """Print one table row per change of the settings, then why some changes have no plan."""
     table = Table(title="What if", title_justify="left", header_style="bold")
     table.add_column("change", overflow="fold")
     for column in ("mesh", "GiB of available", "step s", "tokens/s"):
@@ -49,10 +49,11 @@ def print_what_if(variants: Sequence[Variant], out: Console) -> None:
     out.print(table)
     for variant in variants:
         if variant.plan is None:
-            out.print(f"  · {variant.change}: {variant.why_not}", soft_wrap=True, markup=False)
+            out.print(f"  · {variant.change}: {variant.obstacle}", soft_wrap=True, markup=False)
 
 
 def _cells(variant: Variant) -> list[str]:
+    """Return the mesh, memory, step time and tokens per second of a variant; `none` if it has no plan."""
     plan = variant.plan
     if plan is None:
         return ["none", "", "", ""]

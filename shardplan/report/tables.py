@@ -1,4 +1,4 @@
-"""A Plan, and the results of an evaluation, as tables on the terminal. Never cut when piped."""
+"""Prints a Plan, and the results of an evaluation, as tables; never truncated when piped."""
 
 from typing import Any, TextIO
 
@@ -6,46 +6,45 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shardplan.config import WorkloadConfig
 from shardplan.hardware import GIB
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.plan.mapping import mapping_text, mesh_text
-from shardplan.plan.plan import ParameterPlan, Plan, Spec, WorkloadInfo
-from shardplan.plan.workload import workload_of
+from shardplan.plan.plan import ParameterPlan, Plan, Spec
+from shardplan.plan.workload import Workload
 
 PIPED_WIDTH = 240
-"""Columns where there is no terminal: room for the longest row, so that lines can be searched."""
+"""Columns if the output is no terminal: room for the longest row, so that lines can be searched."""
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        # rich would end the process with exit code 1; a reader that has seen enough is no failure
+        # rich would end the process with exit code 1; a reader such as `head` that stops early is no failure
         raise BrokenPipeError
 
 
 def console(stream: TextIO) -> Console:
-    """A console on `stream`, wide enough that nothing is cut when it is piped."""
+    """A console on `stream`, wide enough that nothing is truncated when it is piped."""
     return _Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH)
 
 
-def workload_text(work: WorkloadInfo | WorkloadConfig) -> str:
-    """What one step does."""
+def workload_text(workload: Workload) -> str:
+    """The workload of one step in words: kind, batch, dtypes and training settings."""
     return ", ".join(
         filter(
             None,
             (
-                work.kind,
-                f"batch {work.batch} x {work.position} tokens",
-                f"{work.param_dtype} parameters",
-                f"{work.compute_dtype} compute",
-                workload_of(work).training,
+                workload.kind,
+                f"batch {workload.batch} x {workload.position} tokens",
+                f"{workload.param_dtype} parameters",
+                f"{workload.compute_dtype} compute",
+                workload.training_text(),
             ),
         )
     )
 
 
 def print_plan(plan: Plan, out: Console) -> None:
-    """Mesh, both mappings, every parameter, memory by part, the verdict and why, and Levanter's YAML."""
+    """Print mesh, both mappings, every parameter, memory by part, the verdict with reasons, and Levanter's YAML."""
     hardware = plan.hardware
     out.print(
         f"[bold]{escape(plan.model.name)}[/bold] ({plan.model.type}, {plan.model.parameters:,} parameters) · "
@@ -56,13 +55,13 @@ def print_plan(plan: Plan, out: Console) -> None:
     out.print(f"[bold]mesh[/bold]             {mesh} = {hardware.devices} devices of {hardware.slice}", soft_wrap=True)
     out.print(f"[bold]compute mapping[/bold]  {mapping_text(plan.compute_mapping)}", soft_wrap=True)
     out.print(f"[bold]param mapping[/bold]    {mapping_text(plan.param_mapping)}", soft_wrap=True)
-    out.print(_parameters(plan))
-    out.print(_memory(plan))
+    out.print(_parameter_table(plan))
+    out.print(_memory_table(plan))
     memory, free = plan.memory, plan.memory.available - plan.memory.peak
     verdict, rest = "[bold green]fits[/bold green]", "free"
     if not memory.fits:
         verdict, free = "[bold red]does not fit[/bold red]", memory.usable - memory.peak
-        rest = f"short of what is left after {memory.reserved / GIB:.2f} for the error of the estimate"
+        rest = f"short ({memory.reserved / GIB:.2f} reserved for the error of the estimate)"
     out.print(
         f"{verdict} {hardware.slice}: {memory.peak / GIB:.2f} of {hardware.hbm_gib:.2f} GiB per device, "
         f"{abs(free) / GIB:.2f} GiB {rest}; a step takes about {plan.cost.step_seconds:.3g} s",
@@ -79,25 +78,26 @@ def print_plan(plan: Plan, out: Console) -> None:
     out.print(trainer_yaml(plan), markup=False, highlight=False, soft_wrap=True)
 
 
-def _parameters(plan: Plan) -> Table:
+def _parameter_table(plan: Plan) -> Table:
+    """Return a table with the axes, sharding and bytes per device of every parameter."""
     table = Table(title="Parameters", title_justify="left", header_style="bold")
     for column in ("parameter", "axes", "PartitionSpec"):
         table.add_column(column, overflow="fold")
-    for column in ("devices", "MiB/device"):
+    for column in ("shards", "MiB/device"):
         table.add_column(column, justify="right", no_wrap=True)
     for parameter in plan.parameters:
         table.add_row(
             parameter.path,
             ", ".join(f"{axis} {size}" for axis, size in parameter.axes.items()),
             spec_text(parameter.spec),
-            str(_devices(parameter, plan.mesh)),
+            str(_shard_count(parameter, plan.mesh)),
             f"{parameter.bytes_per_device / 2**20:,.2f}",
         )
     return table
 
 
 def spec_text(spec: Spec) -> str:
-    """As JAX prints it: `P(None, 'model', ('data', 'replica'))`."""
+    """A spec as JAX prints it: `P(None, 'model', ('data', 'replica'))`."""
     entries = []
     for mesh_axes in spec:
         if not mesh_axes:
@@ -109,8 +109,8 @@ def spec_text(spec: Spec) -> str:
     return f"P({', '.join(entries)})"
 
 
-def _devices(parameter: ParameterPlan, mesh: dict[str, int]) -> int:
-    """Number of devices that hold different parts of the parameter."""
+def _shard_count(parameter: ParameterPlan, mesh: dict[str, int]) -> int:
+    """Number of different shards of the parameter."""
     count = 1
     for mesh_axes in parameter.spec:
         for axis in mesh_axes or ():
@@ -118,7 +118,8 @@ def _devices(parameter: ParameterPlan, mesh: dict[str, int]) -> int:
     return count
 
 
-def _memory(plan: Plan) -> Table:
+def _memory_table(plan: Plan) -> Table:
+    """Return a table of the parts of the memory of a device; parts of 0 bytes are left out."""
     memory = plan.memory
     table = Table(title="Memory per device", title_justify="left", header_style="bold")
     table.add_column("part")
@@ -142,7 +143,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def print_results(results: dict[str, Any], out: Console) -> None:
-    """The summary of an evaluation and a row per document (see `shardplan.eval.results`)."""
+    """Print a row per document and the totals of an evaluation (see `shardplan.eval.results`)."""
     table = Table(title="Documents", title_justify="left", header_style="bold")
     table.add_column("document", overflow="fold")
     for column in ("tokens", "bytes", "loss/token", "perplexity", "bits/byte"):

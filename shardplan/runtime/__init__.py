@@ -1,1 +1,1 @@
-"""Process start-up: devices, logging, progress, exit codes."""
+"""Process start-up and supervision: devices, other processes, progress, checks of output paths."""

@@ -1,7 +1,7 @@
-"""Start JAX on the devices of a slice, in one process or one of several, and arrange the devices as a mesh.
+"""Start-up of JAX on the devices of a slice, and their arrangement as a mesh.
 
-On Cloud TPU, Slurm and Kubernetes JAX finds the other processes by itself. Elsewhere each process is told:
-JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES, JAX_PROCESS_ID.
+On Cloud TPU, Slurm and Kubernetes JAX finds the other processes by itself. Elsewhere every process needs three
+environment variables: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES, JAX_PROCESS_ID.
 """
 
 import contextlib
@@ -19,38 +19,42 @@ from jax.sharding import AxisType, Mesh
 from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, Slice, parse_slice, place_mesh
 
-KINDS = {
+GENERATION_OF_DEVICE_KIND = {
     "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
     "TPU v6 lite": "v6e", "TPU v6e": "v6e", "TPU7x": "tpu7x",
 }  # fmt: skip
-"""Generations, by what JAX calls their devices."""
+"""JAX device kind -> name of the accelerator generation."""
 
 
 def start_devices(slice_name: str, count: int, is_cpu: bool) -> None:
-    """Make JAX run on the `count` devices of a slice; with `is_cpu`, on virtual CPU devices of all processes together.
+    """Start JAX on the `count` devices of a slice, and check that it has that many.
+
+    Args:
+        is_cpu: whether the devices are virtual CPU devices, which all processes provide in equal parts.
 
     Raises:
-        ConfigError: JAX sees another number of devices, or the processes are not told who they are.
+        ConfigError: JAX has another number of devices, or a variable of this process's environment is missing.
     """
     processes = _environment_number("JAX_NUM_PROCESSES", 1)
     if is_cpu:
         if count % processes:
             raise ConfigError(f"hardware.slice {slice_name} does not divide into JAX_NUM_PROCESSES = {processes}")
-        # where the devices exist already, as in a notebook, what counts is how many there are
+        # fails if the devices exist already, as in a notebook; their number is checked below
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", count // processes)
     _join_processes(processes, is_cpu)
-    found = jax.devices()
-    if len(found) != count:
+    devices = jax.devices()
+    if len(devices) != count:
         raise ConfigError(
-            f"hardware.slice {slice_name} has {count} devices, JAX sees {len(found)} ({found[0].platform}); run on "
-            "that slice, plan with --dry_run, or name a slice of the devices there are"
-            + (f" (cpu-{len(found)})" if found[0].platform == "cpu" else "")
+            f"hardware.slice {slice_name} has {count} devices, JAX sees {len(devices)} ({devices[0].platform}); run on "
+            "that slice, plan with --dry_run, or name a slice with as many devices"
+            + (f" (cpu-{len(devices)})" if devices[0].platform == "cpu" else "")
         )
 
 
 def _join_processes(processes: int, is_cpu: bool) -> None:
+    """Connect the processes of a run: those of JAX_COORDINATOR_ADDRESS, else on TPUs those of the cluster, if any."""
     if jax.distributed.is_initialized():
         return
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -58,7 +62,7 @@ def _join_processes(processes: int, is_cpu: bool) -> None:
         number = _environment_number("JAX_PROCESS_ID", None)
         jax.distributed.initialize(address, num_processes=processes, process_id=number)
     elif not is_cpu:
-        with contextlib.suppress(ValueError):  # no cluster was recognised: this process is the only one
+        with contextlib.suppress(ValueError):  # JAX recognises no cluster: this process is the only one
             jax.distributed.initialize()
 
 
@@ -67,90 +71,97 @@ def _environment_number(name: str, default: int | None) -> int:
     if text is None and default is not None:
         return default
     if text is None or not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r}; set it to a number, as every process of several needs to be told")
+        raise ConfigError(f"{name} is {text!r}; set it to a number in the environment of every process")
     return int(text)
 
 
 def is_first_process() -> bool:
-    """Whether this process reports: prints tables, writes results, draws progress."""
+    """Return whether this is process 0, which prints tables, writes results and draws progress."""
     return jax.process_index() == 0
 
 
 def slice_from(devices: Sequence[Device]) -> Slice:
-    """The slice, or the slices, that these are all devices of.
+    """Return the slice, or the several slices, whose devices are exactly `devices`.
 
     Raises:
-        ConfigError: devices of an unknown kind.
+        ConfigError: the device kind is unknown.
     """
     if devices[0].platform == "cpu":
         return parse_slice(f"cpu-{len(devices)}")
     kind = devices[0].device_kind
-    if kind not in KINDS:
-        raise ConfigError(f"nothing is known of the speed of {kind} devices, only of {', '.join(KINDS)}")
-    slices = {_slice_of(device) for device in devices}
-    places = [device.coords for device in devices if _slice_of(device) == min(slices)]
-    sides = [max(axis) - min(axis) + 1 for axis in zip(*places, strict=True)]
-    rank, copies = len(GENERATIONS[KINDS[kind]].sizes[0]), f"{len(slices)}x" if len(slices) > 1 else ""
-    return parse_slice(f"{copies}{KINDS[kind]}:{'x'.join(map(str, sides[:rank]))}")
+    if kind not in GENERATION_OF_DEVICE_KIND:
+        raise ConfigError(f"no hardware data for device kind {kind!r}; valid: {', '.join(GENERATION_OF_DEVICE_KIND)}")
+    generation = GENERATION_OF_DEVICE_KIND[kind]
+    slices = {_slice_index(device) for device in devices}
+    coordinates = [device.coords for device in devices if _slice_index(device) == min(slices)]
+    sides = [max(axis) - min(axis) + 1 for axis in zip(*coordinates, strict=True)]
+    rank, copies = len(GENERATIONS[generation].sizes[0]), f"{len(slices)}x" if len(slices) > 1 else ""
+    return parse_slice(f"{copies}{generation}:{'x'.join(map(str, sides[:rank]))}")
 
 
 def make_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
-    """All devices as a mesh with axes `sizes` (name -> size, major to minor); see `arrange`.
+    """Return a mesh of all JAX devices; see `arrange`.
+
+    Args:
+        sizes: mesh axis -> size, major to minor.
 
     Raises:
-        ConfigError: there are more or fewer devices.
+        ConfigError: JAX has more or fewer devices than the mesh.
     """
-    wanted, found = math.prod(sizes.values()), jax.device_count()
-    if wanted != found:
+    required, available = math.prod(sizes.values()), jax.device_count()
+    if required != available:
         raise ConfigError(
-            f"the mesh needs {wanted} devices, JAX has {found}; for virtual CPU devices set JAX_PLATFORMS=cpu and "
-            f"JAX_NUM_CPU_DEVICES={wanted} before JAX is imported"
+            f"the mesh needs {required} devices, JAX has {available}; for virtual CPU devices set JAX_PLATFORMS=cpu "
+            f"and JAX_NUM_CPU_DEVICES={required} before JAX is imported"
         )
     return arrange(jax.devices(), hardware, sizes)
 
 
 def arrange(devices: Sequence[Device], hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
-    """`devices` as a mesh with Auto axes `sizes` (name -> size, major to minor); as many as the product of `sizes`.
+    """Return a mesh of `devices` whose axes all have the type Auto.
 
-    TPUs lie as `shardplan.hardware.place_mesh` has them on the torus; devices without coordinates are in order of their
-    numbers.
+    TPU devices are placed on their torus by `shardplan.hardware.place_mesh`; devices without coordinates, such as
+    virtual CPU devices, are in the order of their ids.
+
+    Args:
+        sizes: mesh axis -> size, major to minor; the product is the number of devices.
 
     Raises:
-        ConfigError: the slices do not divide replica x data, or the devices are not a torus.
+        ConfigError: the number of slices does not divide replica x data, or the devices do not fill a torus.
     """
     if hardware.is_cpu or not hasattr(devices[0], "coords"):
         arranged = sorted(devices, key=lambda device: device.id)
     else:
-        arranged = _on_torus(devices, hardware, sizes)
+        arranged = _order_by_torus(devices, hardware, sizes)
     array = np.asarray(arranged).reshape(tuple(sizes.values()))
     return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _on_torus(devices: Sequence[Device], hardware: Slice, sizes: Mapping[str, int]) -> list[Device]:
-    """The devices in row-major order of the mesh."""
+def _order_by_torus(devices: Sequence[Device], hardware: Slice, sizes: Mapping[str, int]) -> list[Device]:
+    """Return the devices in row-major order of the mesh that `place_mesh` lays on their torus."""
     rank = len(hardware.torus)
-    slices = sorted({_slice_of(device) for device in devices})
+    slices = sorted({_slice_index(device) for device in devices})
     # a slice may begin anywhere in its pod
     origins = {
-        number: [min(axis) for axis in zip(*(d.coords[:rank] for d in devices if _slice_of(d) == number), strict=True)]
-        for number in slices
+        index: [min(axis) for axis in zip(*(d.coords[:rank] for d in devices if _slice_index(d) == index), strict=True)]
+        for index in slices
     }
-    found = {}
+    by_coordinates = {}
     for device in devices:
-        number = _slice_of(device)
-        place = [c - origin for c, origin in zip(device.coords, origins[number], strict=False)]
+        index = _slice_index(device)
+        chip = [c - origin for c, origin in zip(device.coords, origins[index], strict=False)]
         core = [device.core_on_chip] if hardware.generation.devices_per_chip > 1 else []
-        found[slices.index(number), (*place, *core)] = device
-    # the same torus may be turned: 8x4x4 where 4x4x8 is meant
-    torus = tuple(1 + max(axis) for axis in islice(zip(*(place for _, place in found), strict=True), rank))
-    whole = replace(hardware, torus=torus, slices=len(slices))
-    if len(found) != whole.devices:
+        by_coordinates[slices.index(index), (*chip, *core)] = device
+    # the same torus may be rotated: 8x4x4 instead of 4x4x8
+    torus = tuple(1 + max(axis) for axis in islice(zip(*(where for _, where in by_coordinates), strict=True), rank))
+    actual = replace(hardware, torus=torus, slices=len(slices))
+    if len(by_coordinates) != actual.devices:
         raise ConfigError(
-            f"the devices of {hardware.name} are {len(found)} of the {whole.devices} of {len(slices)} x "
-            f"{'x'.join(map(str, torus))} chips, as their coordinates say; use all devices of a slice"
+            f"the devices of {hardware.name} are only {len(by_coordinates)} of the {actual.devices} devices of "
+            f"{len(slices)} x {'x'.join(map(str, torus))} chips that their coordinates span; use all devices of a slice"
         )
-    return [found[place] for place in place_mesh(whole, sizes).places()]
+    return [by_coordinates[coordinates] for coordinates in place_mesh(actual, sizes).coordinates()]
 
 
-def _slice_of(device: Device) -> int:
+def _slice_index(device: Device) -> int:
     return getattr(device, "slice_index", 0) or 0

@@ -1,9 +1,10 @@
-"""The other processes of a run: what they say of themselves, and what happens where one is lost.
+"""The processes of a run: agreement between them, and detection of a process that is lost.
 
-Every process gives a sign of life every few seconds, through the key-value store of JAX's coordination service (which
-JAX offers no public way to). Where one has been silent for long, has said that it failed, or where process 0 and with
-it the store are gone, the others say which process it was and end with exit code 5: a collective that waits for it
-would wait for ever. What all must agree on, as the files they see, is exchanged in the same way before they go on.
+Every process sends a heartbeat every few seconds through the key-value store of JAX's coordination service, for which
+JAX has no public interface. If a process sends none for HEARTBEAT_TIMEOUT_S seconds or reports that it failed, or if
+process 0 and with it the store are gone, the other processes print which process it was and exit with code 5, because a
+collective that waits for a lost process never returns. Before a collective step, values that must be equal in all
+processes, such as the files of a checkpoint, are exchanged through the same store and compared.
 """
 
 import contextlib
@@ -17,7 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from enum import StrEnum
+from typing import Any, TypeVar, assert_never
 
 import jax
 from jax._src import distributed
@@ -25,175 +27,216 @@ from jax._src import distributed
 from shardplan.errors import CheckpointError, PeerError, ShardplanError, one_line
 
 HEARTBEAT_INTERVAL_S = 2.0
-"""Seconds between signs of life."""
+"""Seconds between heartbeats."""
 HEARTBEAT_TIMEOUT_S = 20.0
-"""Seconds without one, after which a process is lost."""
+"""Seconds without a heartbeat after which a process counts as lost."""
 BARRIER_TIMEOUT_S = 3600.0
-"""Most seconds that processes wait for each other where they must agree: one may have many headers to read."""
-RUNNING, THROUGH = "running", "through"
+"""Maximum number of seconds that processes wait for each other's values: one of them may have many headers to read."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_runs = 0
+_groups_opened = 0
+
+
+class ProcessState(StrEnum):
+    """The state that a process reports in its heartbeats."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
 
 
 class ProcessGroup:
-    """The processes of a run, while something is done that needs all of them."""
+    """All processes of a run, during a step that needs all of them."""
 
     def __init__(self, name: str) -> None:
-        self.here, self.count = jax.process_index(), jax.process_count()
+        """Make the group of all processes; `name` separates the keys of one group from those of others."""
+        self.process_index, self.process_count = jax.process_index(), jax.process_count()
         self.done = 0
-        """What this process has done of its part, as `progress` tells it of the others."""
+        """Amount of work that this process has done, which heartbeats report to the others."""
         self.progress: dict[int, int] = {}
-        """Process -> what it had done at its last sign of life."""
+        """Process -> amount of work done at its last heartbeat."""
         self._prefix = f"shardplan/{name}"
-        self._state = RUNNING
-        self._heard: dict[int, tuple[str, float]] = {}
-        """Process -> its last sign of life, and when it came."""
-        self._gone: set[int] = set()
-        """Processes that are through."""
-        self._has_said = False
-        """Whether the others know what ends this process: it ends them too."""
+        self._state = ProcessState.RUNNING
+        self._problem = ""
+        """Why this process failed."""
+        self._last_heartbeat: dict[int, tuple[str, float]] = {}
+        """Process -> its last heartbeat, and when it arrived."""
+        self._finished: set[int] = set()
+        """Processes that have finished; their heartbeats have stopped."""
+        self._problem_is_shared = False
+        """Whether the others know the problem of this process, and fail with it themselves."""
         self._stop = threading.Event()
-        self._beats = 0
+        self._heartbeats = 0
 
-    def agree(self, what: str, find: Callable[[], T], describe: Callable[[T], Mapping[str, str]]) -> T:
-        """What `find` finds here, once all processes have found the same.
+    def agree(self, name: str, compute: Callable[[], T], describe: Callable[[T], Mapping[str, str]]) -> T:
+        """Compute a value in every process, and return it once the values of all processes are known to be equal.
 
         Args:
-            what: a name for it.
-            describe: names of its parts, and what must be equal of them.
+            name: key of the exchange; it must be new in this group.
+            compute: makes the value of this process.
+            describe: value -> name of each part and a digest of it; the digests must be equal in all processes.
 
         Raises:
-            CheckpointError: two found something else; or whatever `find` raised, in this process or another.
+            CheckpointError: the values of two processes differ.
+            ShardplanError: whatever `compute` raised, in this process or in another.
         """
-        if self.count == 1:
-            return find()
-        said: dict[str, Any] = {}
+        if self.process_count == 1:
+            return compute()
+        message: dict[str, Any] = {}
         problem = None
         try:
-            found = find()
-            said["parts"] = dict(describe(found))
+            value = compute()
+            message["parts"] = dict(describe(value))
         except ShardplanError as error:
-            said |= {"error": str(error), "kind": type(error).__name__}
+            message |= {"error": str(error), "kind": type(error).__name__}
             problem = error
-        everybody = self.gather(what, said)
-        problem = problem or self._disagreement(said, everybody)
+        messages = self.gather(name, message)
+        problem = problem or self._find_disagreement(message, messages)
         if problem is None:
-            return found
-        self._has_said = True
-        self._set(f"{what} seen/{self.here}", "")
-        if self.here == 0:  # the others read the store in this process
+            return value
+        self._problem_is_shared = True
+        self._set(f"{name} seen/{self.process_index}", "")
+        if self.process_index == 0:  # the store is in this process, and must live until the others have read it
             with contextlib.suppress(PeerError):
-                self._wait_for_all(f"{what} seen", HEARTBEAT_TIMEOUT_S)
+                self._wait_for_all(f"{name} seen", HEARTBEAT_TIMEOUT_S)
         raise problem
 
-    def gather(self, what: str, said: Any) -> dict[int, Any]:
-        """Process -> what it says under a name, once all have said it; JSON, and short."""
-        if self.count == 1:
-            return {self.here: said}
-        self._set(f"{what}/{self.here}", json.dumps(said))
-        return self._wait_for_all(what)
+    def gather(self, name: str, value: Any) -> dict[int, Any]:
+        """Send a short JSON value to all processes, and return process -> value once all have sent theirs."""
+        if self.process_count == 1:
+            return {self.process_index: value}
+        self._set(f"{name}/{self.process_index}", json.dumps(value))
+        return self._wait_for_all(name)
 
-    def tell(self, what: str, said: Mapping[int, Any]) -> dict[int, Any]:
-        """Process -> what it says to this one under a name, once all have said everything; JSON.
+    def exchange(self, name: str, messages: Mapping[int, Any]) -> dict[int, Any]:
+        """Send each process its own message, and return process -> the message that it sent to this one.
 
         Args:
-            said: process -> what this one says to it.
+            name: key of the exchange; it must be new in this group.
+            messages: process -> JSON value for it.
         """
-        if self.count == 1:
-            return {self.here: said[self.here]}
-        for process, each in said.items():
-            self._set(f"{what} for {process}/{self.here}", json.dumps(each))
-        self.gather(what, None)
-        return {process: json.loads(text) for process, text in self._all(f"{what} for {self.here}").items()}
+        if self.process_count == 1:
+            return {self.process_index: messages[self.process_index]}
+        for process, message in messages.items():
+            self._set(f"{name} for {process}/{self.process_index}", json.dumps(message))
+        self.gather(name, None)
+        received = self._get_all(f"{name} for {self.process_index}")
+        return {process: json.loads(text) for process, text in received.items()}
 
-    def _disagreement(self, mine: Mapping[str, Any], said: Mapping[int, Mapping[str, Any]]) -> ShardplanError | None:
-        for process, theirs in sorted(said.items()):
-            if "error" in theirs:
-                kind = next(kind for kind in ShardplanError.__subclasses__() if kind.__name__ == theirs["kind"])
-                return kind(f"process {process}: {theirs['error']}")
-            for part in sorted({*mine["parts"], *theirs["parts"]}):
-                if mine["parts"].get(part) != theirs["parts"].get(part):
+    def monitor(self) -> None:
+        """Send and check heartbeats until `finish` is called; exit this process if another is lost or failed."""
+        while not self._stop.wait(HEARTBEAT_INTERVAL_S):
+            self.send_heartbeat()
+            now = time.monotonic()
+            for process, text in self._get_all("alive").items():
+                if process == self.process_index or process in self._finished:
+                    continue
+                if self._last_heartbeat.get(process, ("", 0.0))[0] != text:
+                    self._last_heartbeat[process] = (text, now)
+                    self._handle_heartbeat(process, json.loads(text))
+            for process in range(self.process_count):
+                _, since = self._last_heartbeat.setdefault(process, ("", now))
+                is_expected = process != self.process_index and process not in self._finished
+                if is_expected and now - since > HEARTBEAT_TIMEOUT_S:
+                    _exit(
+                        f"process {process} of {self.process_count} was lost: no heartbeat for "
+                        f"{HEARTBEAT_TIMEOUT_S:.0f} s"
+                    )
+
+    def send_heartbeat(self) -> None:
+        """Report that this process is alive, with its state and the work that it has done."""
+        self._heartbeats += 1
+        heartbeat = {"beat": self._heartbeats, "done": self.done, "state": self._state, "problem": self._problem}
+        self._set(f"alive/{self.process_index}", json.dumps(heartbeat))
+
+    def finish(self, problem: str = "") -> None:
+        """Send the last heartbeat: the process has finished, or failed with a problem that the others do not know."""
+        self._stop.set()
+        if problem and not self._problem_is_shared:
+            self._problem = problem  # before the state: the monitor sends heartbeats at the same time
+            self._state = ProcessState.FAILED
+        else:
+            self._state = ProcessState.FINISHED
+        self.send_heartbeat()
+
+    def _handle_heartbeat(self, process: int, heartbeat: Mapping[str, Any]) -> None:
+        """Note the progress of another process, and whether it has finished; exit if it has failed."""
+        self.progress[process] = heartbeat["done"]
+        match state := ProcessState(heartbeat["state"]):
+            case ProcessState.RUNNING:
+                pass
+            case ProcessState.FINISHED:
+                self._finished.add(process)
+            case ProcessState.FAILED:
+                _exit(f"process {process} of {self.process_count} failed: {heartbeat['problem']}")
+            case _:
+                assert_never(state)
+
+    def _find_disagreement(
+        self, own: Mapping[str, Any], messages: Mapping[int, Mapping[str, Any]]
+    ) -> ShardplanError | None:
+        """Return the error for the first process that failed, or whose parts are not those of this one; else None."""
+        for process, other in sorted(messages.items()):
+            if "error" in other:
+                kind = next(kind for kind in ShardplanError.__subclasses__() if kind.__name__ == other["kind"])
+                return kind(f"process {process}: {other['error']}")
+            for part in sorted({*own["parts"], *other["parts"]}):
+                if own["parts"].get(part) != other["parts"].get(part):
                     return CheckpointError(
-                        f"process {process} sees another {part} than process {self.here}; make all processes read "
-                        "the same checkpoint"
+                        f"process {process} reads a different {part} than process {self.process_index}; make all "
+                        "processes read the same checkpoint"
                     )
         return None
 
-    def _wait_for_all(self, what: str, seconds: float = BARRIER_TIMEOUT_S) -> dict[int, Any]:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            said = self._all(what)
-            if len(said) == self.count:
-                return {process: json.loads(text or "null") for process, text in said.items()}
+    def _wait_for_all(self, name: str, timeout: float = BARRIER_TIMEOUT_S) -> dict[int, Any]:
+        """Return process -> value once all processes have set a value under `name`."""
+        end = time.monotonic() + timeout
+        values: dict[int, str] = {}
+        while time.monotonic() < end:
+            values = self._get_all(name)
+            if len(values) == self.process_count:
+                return {process: json.loads(text or "null") for process, text in values.items()}
             time.sleep(0.05)
-        raise PeerError(f"only {len(said)} of {self.count} processes have told of the {what}")
-
-    def watch(self) -> None:
-        """Give and hear signs of life until told to stop; ends the process where another is lost."""
-        while not self._stop.wait(HEARTBEAT_INTERVAL_S):
-            self.beat()
-            now = time.monotonic()
-            for process, text in self._all("alive").items():
-                if process == self.here or process in self._gone:
-                    continue
-                if self._heard.get(process, ("", 0.0))[0] != text:
-                    self._heard[process] = (text, now)
-                    self._hear(process, json.loads(text))
-            for process in range(self.count):
-                _, since = self._heard.setdefault(process, ("", now))
-                if process != self.here and process not in self._gone and now - since > HEARTBEAT_TIMEOUT_S:
-                    _end(f"process {process} of {self.count} was lost: no sign of life for {HEARTBEAT_TIMEOUT_S:.0f} s")
-
-    def _hear(self, process: int, said: Mapping[str, Any]) -> None:
-        self.progress[process] = said["done"]
-        if said["state"] == THROUGH:
-            self._gone.add(process)
-        elif said["state"] != RUNNING:
-            _end(f"process {process} of {self.count} failed: {said['state']}")
-
-    def beat(self) -> None:
-        """Give a sign of life."""
-        self._beats += 1
-        self._set(f"alive/{self.here}", json.dumps({"beat": self._beats, "done": self.done, "state": self._state}))
-
-    def finish(self, problem: str = "") -> None:
-        """The last sign of life."""
-        self._stop.set()
-        self._state = THROUGH if self._has_said or not problem else problem
-        self.beat()
+        missing = [str(process) for process in range(self.process_count) if process not in values]
+        raise PeerError(
+            f"timed out after {timeout:.0f} s waiting for {name!r}; no message from "
+            f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)}"
+        )
 
     def _set(self, key: str, value: str) -> None:
         with self._store() as store:
             store.key_value_set(f"{self._prefix}/{key}", value, allow_overwrite=True)
 
-    def _all(self, key: str) -> dict[int, str]:
-        """Process -> what it has said under a key."""
+    def _get_all(self, key: str) -> dict[int, str]:
+        """Return process -> the text that it has set under `key`."""
         with self._store() as store:
-            said = store.key_value_dir_get(f"{self._prefix}/{key}/")
-        return {int(name.rpartition("/")[2]): text for name, text in said}
+            entries = store.key_value_dir_get(f"{self._prefix}/{key}/")
+        return {int(name.rpartition("/")[2]): text for name, text in entries}
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[Any]:
         try:
             yield distributed.global_state.client
-        except Exception as error:  # whatever the store raises: it lives in process 0
-            _end(f"process 0 of {self.count} was lost: {one_line(error)}")
+        except Exception as error:  # the store is in process 0: any error means that it is gone
+            _exit(f"process 0 of {self.process_count} was lost: {one_line(error)}")
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[ProcessGroup]:
-    """The processes of this run, watched while the block runs; every process enters it, as often as the others."""
-    global _runs
-    _runs += 1
-    processes = ProcessGroup(str(_runs))
-    if processes.count == 1:
+def open_process_group() -> Iterator[ProcessGroup]:
+    """Open the group of all processes, which is monitored until the block ends.
+
+    Every process must enter the block, and equally often.
+    """
+    global _groups_opened
+    _groups_opened += 1
+    processes = ProcessGroup(str(_groups_opened))
+    if processes.process_count == 1:
         yield processes
         return
-    _on_abort(processes.count)
-    processes.beat()
-    thread = threading.Thread(target=processes.watch, daemon=True)
+    _handle_abort(processes.process_count)
+    processes.send_heartbeat()
+    thread = threading.Thread(target=processes.monitor, daemon=True)
     thread.start()
     try:
         yield processes
@@ -201,7 +244,7 @@ def watched() -> Iterator[ProcessGroup]:
         processes.finish(str(error))
         raise
     except BaseException as error:
-        # most likely a collective that a lost process was to take part in: soon it is known which
+        # most likely a collective failed because a process was lost: wait until the monitor knows which
         if isinstance(error, Exception):
             logger.warning("%s", one_line(error))
             time.sleep(HEARTBEAT_TIMEOUT_S + 2 * HEARTBEAT_INTERVAL_S)
@@ -211,19 +254,19 @@ def watched() -> Iterator[ProcessGroup]:
     thread.join()
 
 
-def _end(problem: str) -> None:
-    """Leave: threads wait for what will not come."""
+def _exit(problem: str) -> None:
+    """Print the problem and exit without waiting for threads, which may be blocked in a collective."""
     print(f"shardplan: {problem}; start the run again", file=sys.stderr, flush=True)
     if jax.process_index() == 0:
-        time.sleep(3 * HEARTBEAT_INTERVAL_S)  # the others find the same, in the store in this process
+        time.sleep(3 * HEARTBEAT_INTERVAL_S)  # the others read the same from the store, which is in this process
     os._exit(PeerError.exit_code)
 
 
 _handlers: list[Any] = []
 
 
-def _on_abort(count: int) -> None:
-    """Where JAX's runtime aborts since process 0 and the coordination service are gone, say so; see `_end`."""
+def _handle_abort(count: int) -> None:
+    """Install a handler that reports the loss of process 0, for which JAX's runtime aborts; see `_exit`."""
     address = os.environ.get("JAX_COORDINATOR_ADDRESS") or getattr(
         distributed.global_state, "coordinator_address", None
     )
@@ -236,7 +279,7 @@ def _on_abort(count: int) -> None:
         try:
             socket.create_connection((host, int(port)), timeout=HEARTBEAT_INTERVAL_S).close()
         except OSError as error:
-            _end(f"process 0 of {count} was lost: {one_line(error)}")
+            _exit(f"process 0 of {count} was lost: {one_line(error)}")
 
-    _handlers.append(handle)  # alive as long as the process
+    _handlers.append(handle)  # keeps the callback alive as long as the process
     ctypes.CDLL(None).signal(signal.SIGABRT, handle)

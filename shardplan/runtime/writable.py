@@ -1,4 +1,4 @@
-"""Whether a path can be written to, asked before long work."""
+"""Check of output paths before long work."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,13 @@ from shardplan.errors import ConfigError
 
 
 def check_writable(key: str, path: str) -> None:
-    """Make the folder of `path`, and see that a file can be written there: before the work, not after.
+    """Create the folder of `path`, and check that a file can be written there.
+
+    Args:
+        key: configuration key of the path, for the message.
 
     Raises:
-        ConfigError: it cannot, naming the configuration key.
+        ConfigError: the path cannot be written.
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)

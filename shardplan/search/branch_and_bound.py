@@ -1,52 +1,56 @@
-"""Branch and bound over meshes and mappings: the fastest plan that fits, under the cost model, proven.
+"""Branch and bound over mesh subproblems: the fastest plans that fit, proven optimal under the cost model.
 
-Frames, a mesh with the mapping of batch and positions each, are looked into in the order of the least time that they
-can take, until that is more than what has been found.
+Subproblems are solved in the order of lower bounds of their times, until these exceed the times of the plans found.
 """
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from shardplan.search.mesh_subproblem import SearchStatistics, subproblems
 from shardplan.search.ranking import Candidate, Ranking
+from shardplan.search.reasons import Rejection, SearchStatistics
 from shardplan.search.space import Space
+from shardplan.search.subproblem.mesh_subproblem import enumerate_subproblems
 
 
-def search(space: Space, meshes: Sequence[dict[str, int]], ranking: Ranking, statistics: SearchStatistics) -> bool:
-    """Add the fastest candidates that fit to `ranking`, by mesh and what batch, positions and residual axis have.
+def search_meshes(
+    space: Space, meshes: Sequence[dict[str, int]], ranking: Ranking, statistics: SearchStatistics
+) -> bool:
+    """Add the fastest candidates that fit to `ranking`: a group per mesh and mapping of batch, positions and residual.
 
     Returns:
-        False where every mapping is too slow for the ranking, however much memory there were.
+        False if every mapping would be too slow for the ranking even with unlimited memory.
     """
-    every = list(subproblems(space, meshes, statistics))
-    small = [subproblem for subproblem in every if subproblem.least_bytes <= space.available]
-    statistics.rejected["memory"] += len(every) - len(small)
-    # one for every size of `model` first, for the fastest of these rules most others out; then by the least time that
-    # each can take, which is looked into more closely before anything else is
-    by_floor = sorted(range(len(small)), key=lambda i: (small[i].floor, i))
-    leads = {small[i].mesh["model"]: i for i in reversed(by_floor)}
-    for i in leads.values():
-        small[i].rank(ranking)
-    waiting = [(small[i].floor, i, False) for i in by_floor if i not in leads.values()]
-    heapify(waiting)
-    while waiting and waiting[0][0] <= ranking.limit:
-        _, i, is_bound = heappop(waiting)
-        if is_bound:
-            small[i].rank(ranking)
+    subproblems = list(enumerate_subproblems(space, meshes, statistics))
+    fitting = [subproblem for subproblem in subproblems if subproblem.min_bytes <= space.available_bytes]
+    statistics.rejected[Rejection.MEMORY] += len(subproblems) - len(fitting)
+    # The first subproblem of every size of `model` comes first: the fastest of them rules out most others. Of the
+    # rest the tighter bound is computed only when the quick one is the lowest of all.
+    by_bound = sorted(range(len(fitting)), key=lambda i: (fitting[i].quick_lower_bound, i))
+    first = {fitting[i].mesh["model"]: i for i in reversed(by_bound)}
+    for i in first.values():
+        fitting[i].rank(ranking)
+    queue = [(fitting[i].quick_lower_bound, i, False) for i in by_bound if i not in first.values()]
+    heapify(queue)
+    while queue and queue[0][0] <= ranking.limit:
+        _, i, is_tight = heappop(queue)
+        if is_tight:
+            fitting[i].rank(ranking)
         else:
-            heappush(waiting, (small[i].bound, i, True))
-    statistics.rejected["slower"] += len(waiting)
-    return not every or any(max(subproblem.floor, subproblem.bound) <= ranking.limit for subproblem in every)
+            heappush(queue, (fitting[i].lower_bound, i, True))
+    statistics.rejected[Rejection.SLOWER] += len(queue)
+    return not subproblems or any(
+        max(each.quick_lower_bound, each.lower_bound) <= ranking.limit for each in subproblems
+    )
 
 
-def nearest_miss(
-    space: Space, meshes: Sequence[dict[str, int]], most: float, statistics: SearchStatistics
+def find_smallest(
+    space: Space, meshes: Sequence[dict[str, int]], limit_bytes: float, statistics: SearchStatistics
 ) -> Candidate | None:
-    """The candidate that needs least memory, whether or not it fits; None where pins leave none below `most` bytes."""
+    """The candidate with the smallest peak memory, even if it does not fit; None if no peak is below `limit_bytes`."""
     best: Candidate | None = None
-    for subproblem in sorted(subproblems(space, meshes, statistics), key=lambda subproblem: subproblem.least_bytes):
-        limit = best.peak_bytes if best is not None else most
-        if subproblem.least_bytes >= limit:
+    for subproblem in sorted(enumerate_subproblems(space, meshes, statistics), key=lambda each: each.min_bytes):
+        limit = best.peak_bytes if best is not None else limit_bytes
+        if subproblem.min_bytes >= limit:
             break
-        best = subproblem.smaller(limit) or best
+        best = subproblem.find_smallest(limit) or best
     return best

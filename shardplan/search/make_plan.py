@@ -1,350 +1,158 @@
-"""make_plan: from a model, a workload and a slice to a Plan."""
+"""make_plan: searches for the fastest plan of a model and workload that fits on a slice."""
 
 import math
-from collections import defaultdict
-from dataclasses import replace
-from functools import cache
-from importlib import metadata
+from collections.abc import Iterator
 
-from shardplan.config import KEYS, Config, HardwareConfig, MeshConfig, WorkloadConfig
-from shardplan.cost.attention import kernel_of
-from shardplan.cost.calibration import calibration, quirks, usable_bytes
-from shardplan.cost.gspmd import GATHER
-from shardplan.cost.memory import memory
-from shardplan.cost.roofline import step_tasks, transfer_seconds
-from shardplan.cost.sharding import ShardingAssignment
-from shardplan.errors import ConfigError, InfeasibleError, nearest
-from shardplan.hardware import GIB, Slice, parse_slice
-from shardplan.model import Model, ModelAxes, build_model, inspect_model, read_config
-from shardplan.plan.compiler_options import PLANNED, PLANNED_FOR_EXPERTS
-from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, as_tuples, mapping_text, mesh_text
-from shardplan.plan.plan import (
-    BATCH_AXIS,
-    UNCUT,
-    AttentionPlan,
-    Collective,
-    CostPlan,
-    HardwareInfo,
-    Mapping,
-    MemoryPlan,
-    ModelInfo,
-    ParameterPlan,
-    Plan,
-    RunnerUp,
-    SearchInfo,
-    WorkloadInfo,
+from shardplan.config import PlanConfig
+from shardplan.cost.calibration import usable_bytes
+from shardplan.cost.memory import estimate_memory
+from shardplan.cost.roofline import step_tasks
+from shardplan.errors import InfeasibleError
+from shardplan.hardware import GIB
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import Model, build_model
+from shardplan.plan.attention_plan import Strategy
+from shardplan.plan.mapping import mesh_text
+from shardplan.plan.plan import Caveat, Plan, RunnerUp, SearchInfo
+from shardplan.search.assignment_to_plan import StepCost, build_plan, estimate_cost
+from shardplan.search.ranking import Candidate
+from shardplan.search.reasons import (
+    CAVEATS,
+    describe_attention,
+    describe_choice,
+    describe_indivisible,
+    describe_runner_up,
+    describe_time,
+    describe_trace,
 )
-from shardplan.plan.workload import workload_of
-from shardplan.program.step_trace import plan_step
-from shardplan.program.tasks import Step
-from shardplan.search.open_choices import Found, Result, find
-from shardplan.search.ranking import TIME_RESOLUTION, Candidate
+from shardplan.search.search_configuration import RankedCandidate, SearchResult, search_configuration
 from shardplan.search.space import METHOD
 from shardplan.storage import open_folder
 
-KERNEL = " (a kernel can do attention)"
-OFFLOAD, NO_PRICE = "offload", "copies of activations to the host and back have no price: its time is too short"
-LEFT_OPEN = (None, "auto")
-"""Values of keys that leave the choice to the planner."""
-NO_KERNEL = (
-    "attention can have no kernel here: its time is a guess, for it runs a loop whose length the compiler does not say"
-)
+OFFLOAD = "offload"
+"""Kind of gradient checkpointing that copies activations to the host."""
 
 
 def make_plan(
-    config: Config, model: Model | None = None, nearest_miss: bool = False, own_attention: bool = False
+    config: PlanConfig, model: Model | None = None, nearest_miss: bool = False, own_attention: bool = False
 ) -> Plan:
-    """The fastest mesh and mappings that fit.
+    """Return the Plan with the fastest mesh and mappings that fit.
 
     Args:
         config: model, hardware, mesh and workload; see `shardplan.config`.
-        model: the model, where it has been built already.
-        nearest_miss: where nothing fits, plan what needs least memory rather than raise.
-        own_attention: attention is Levanter's own, which has no kernel where positions are cut.
+        model: the model, if it has been built already.
+        nearest_miss: if nothing fits, return the plan with the smallest peak memory instead of raising.
+        own_attention: plan for Levanter's own attention, which has no kernel if positions are sharded.
 
     Raises:
         ConfigError: an unusable configuration.
-        InfeasibleError: nothing fits; says how much memory is lacking at least.
+        InfeasibleError: nothing fits; the message says how much memory is missing at least.
     """
     return rank_plans(config, 1, model, nearest_miss, own_attention)[0]
 
 
 def rank_plans(
-    config: Config,
+    config: PlanConfig,
     count: int,
     model: Model | None = None,
     nearest_miss: bool = False,
     own_attention: bool = False,
 ) -> list[Plan]:
-    """The `count` fastest plans that fit, the fastest first; see `make_plan`.
+    """Return the `count` fastest plans that fit, the fastest first; fewer if there are fewer. See `make_plan`.
 
-    No two have mesh, batch, positions and residual axis alike, and what the workload leaves open. Fewer, where there
-    are not so many.
+    No two agree in all of mesh, mesh axes of batch, positions and stored residual axis, and what the workload leaves
+    open.
     """
-    model = model or model_of(config)
-    result = find(config, model, count + 1, own_attention)
+    model = model or model_from_config(config)
+    result = search_configuration(config, model, count + 1, own_attention)
     if not result.fits and not nearest_miss:
-        miss = result.ranked[0]
-        raise _failure(miss)
-    plans = []
-    for found, runner_up in zip(result.ranked, [*result.ranked[1:], None], strict=True):
-        space, layout = found.candidate.space, found.candidate.layout
-        cost = _cost(space.step, layout, space.hardware)
-        info = _search_info(result, found, runner_up, cost)
-        info.reasons.extend([NO_KERNEL] if not space.kernels and not space.hardware.is_cpu else [])
-        info.reasons.extend([NO_PRICE] if found.config.workload.gradient_checkpointing == OFFLOAD else [])
-        info.reasons.extend(_other_attention(found.candidate))
-        info.reasons.extend(_unnamed(space.step))
-        plans.append(_describe(found.config, inspect_model(model), space.hardware, space.step, layout, cost, info))
-    return plans[:count]
+        raise _infeasible_error(result.ranked[0])
+    pairs = list(zip(result.ranked, [*result.ranked[1:], None], strict=True))
+    return [_plan(model, result, ranked, runner_up) for ranked, runner_up in pairs[:count]]
 
 
-def plan_layout(
-    config: Config,
-    model: Model,
-    mesh: MeshShape,
-    compute: Mapping,
-    params: Mapping,
-    attention: AttentionPlan | None = None,
-) -> Plan:
-    """The Plan of a mesh and mappings that somebody else chose: nothing is searched, nothing refused.
-
-    Attention is Levanter's own, unless `attention` says how else it is done.
-    Logical axes that the model does not have are named in `search.reasons`: they cut nothing.
-    """
-    hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
-    step = plan_step(model, workload_of(config.workload))
-    layout = ShardingAssignment(
-        mesh, as_tuples(compute), as_tuples(params), step.merged, step.activation_axes, quirks(hardware),
-        attention or AttentionPlan(), step.pattern,
-    )  # fmt: skip
-    known = {*axes.axes, axes.position, BATCH_AXIS}
-    reasons = ["given, not searched for"] + [
-        f"the model has no axis {axis!r}, so that mapping it does nothing; {nearest(axis, known)}"
-        for axis in sorted({*compute, *params} - known)
-    ]
-    given = SearchInfo(1, False, 0.0, None, {}, [*reasons, *_unnamed(step)], given=True)
-    return _describe(config, axes, hardware, step, layout, _cost(step, layout, hardware), given)
-
-
-def with_plan(config: Config) -> tuple[Config, Plan | None]:
-    """The Plan that the configuration names, and the configuration with its model, slice, mesh and workload.
-
-    Raises:
-        ConfigError: the file cannot be read or is not a plan, or the configuration asks for something else.
-    """
-    if config.plan is None:
-        return config, None
-    for name in ("pin", "forbid"):
-        if getattr(config, name):
-            raise ConfigError(f"{name} is for planning, and plan {config.plan} is given; leave one of the two out")
-    plan = Plan.load(config.plan)
-    planned = {
-        **{f"workload.{key}": value for key, value in vars(plan.workload).items()},
-        **{f"mesh.{key}": value for key, value in plan.mesh.items()},
-        "hardware.slice": plan.hardware.slice,
-    }
-    for name, value in planned.items():
-        section, _, key = name.partition(".")
-        asked = getattr(getattr(config, section), key)
-        is_asked = asked not in LEFT_OPEN and (name in config.given or asked != KEYS[name].default)
-        if is_asked and asked != value:
-            raise ConfigError(f"{name} is {asked}, plan {config.plan} has {value}; leave it out, or plan again")
-    return (
-        replace(
-            config,
-            model=replace(
-                config.model, ref=config.model.ref or plan.model.ref, config=config.model.config or plan.model.config
-            ),
-            hardware=HardwareConfig(plan.hardware.slice),
-            mesh=MeshConfig(**plan.mesh),
-            workload=WorkloadConfig(**vars(plan.workload)),
-        ),
-        plan,
-    )
-
-
-def check_model(plan: Plan, model: Model) -> None:
-    """See that `plan` is for `model`.
-
-    Raises:
-        ConfigError: it is for a model with other axes.
-    """
-    axes = inspect_model(model).axes
-    differing = [axis for axis in {**plan.model.axes, **axes} if plan.model.axes.get(axis) != axes.get(axis)]
-    if differing:
-        axis = differing[0]
-        raise ConfigError(
-            f"the plan is for {plan.model.name} with {axis} {plan.model.axes.get(axis)}, the model has "
-            f"{axes.get(axis)}; plan again"
-        )
-
-
-def model_of(config: Config) -> Model:
-    """The model that the configuration names, without weights."""
+def model_from_config(config: PlanConfig) -> Model:
+    """Build the model that the configuration names, without weights."""
     folder = open_folder(config.model.ref) if config.model.config is None else None
     return build_model(read_config(config.model.config, folder), config.workload.position)
 
 
-def _failure(found: Found) -> InfeasibleError:
-    miss, hardware = found.candidate, found.candidate.space.hardware
+def _infeasible_error(smallest: RankedCandidate) -> InfeasibleError:
+    """Return the error that no plan fits, which names the nearest miss and the missing memory."""
+    candidate, hardware = smallest.candidate, smallest.candidate.space.hardware
     usable, available = usable_bytes(hardware) / GIB, hardware.generation.hbm_gib
-    needed = miss.peak_bytes / GIB
-    more = ", more workload.microbatches" if found.config.workload.kind == "train" else ""
+    needed = candidate.peak_bytes / GIB
+    more = ", more workload.microbatches" if smallest.config.workload.is_training else ""
     return InfeasibleError(
-        f"no plan fits {hardware.name}: the nearest miss, mesh {mesh_text(miss.mesh)}, needs "
-        f"{needed:.2f} GiB per device of {available:.2f}, less {available - usable:.2f} for the error of the estimate: "
-        f"{needed - usable:.2f} GiB are lacking; use a larger slice, a smaller workload.batch or workload.position"
-        f"{more}, or a narrower dtype"
+        f"no plan fits {hardware.name}: the nearest miss, mesh {mesh_text(candidate.mesh)}, needs {needed:.2f} GiB per "
+        f"device, and {usable:.2f} GiB are usable ({available:.2f} less {available - usable:.2f} for the error of the "
+        f"estimate): {needed - usable:.2f} GiB are missing; use a larger slice, a smaller workload.batch or "
+        f"workload.position{more}, or a narrower dtype"
     )
 
 
-def _describe(
-    config: Config,
-    axes: ModelAxes,
-    hardware: Slice,
-    step: Step,
-    layout: ShardingAssignment,
-    cost: CostPlan,
-    found: SearchInfo,
-) -> Plan:
-    params, work = layout.params, workload_of(config.workload)
-    sizes = [round(layout.bytes(array)) for array in step.parameters]
-    options = PLANNED_FOR_EXPERTS if work.is_training and step.routed else PLANNED
-    return Plan(
-        model=ModelInfo(config.model.ref, axes.type, dict(axes.axes), axes.size, config.model.config),
-        workload=WorkloadInfo(**{key: value for key, value in vars(work).items() if key != "batch_axis"}),
-        hardware=HardwareInfo(hardware.name, hardware.devices, hardware.generation.hbm_gib),
-        mesh=dict(layout.mesh),
-        compute_mapping=_lists(layout.compute),
-        param_mapping=_lists(params),
-        parameters=[
-            ParameterPlan(
-                p.path,
-                p.axes,
-                work.param_dtype,
-                [list(params[axis]) if axis in params else None for axis in p.axes],
-                size,
-            )
-            for p, size in zip(axes.parameters, sizes, strict=True)
-        ],
-        memory=_memory(step, layout, hardware),
-        cost=cost,
-        search=found,
-        attention=replace(layout.attention, kernel=kernel_of(step.tasks, layout)),
-        compiler_options={} if hardware.is_cpu else dict(options),
-        versions=_versions(),
-    )
-
-
-def _memory(step: Step, layout: ShardingAssignment, hardware: Slice) -> MemoryPlan:
-    found, available = memory(step, layout), int(hardware.generation.hbm_gib * GIB)
-    return MemoryPlan(
-        **{part: round(size) for part, size in vars(found).items()},
-        load_transient=0,  # shards are filled on the host and put on the device once
-        peak=round(found.peak),
-        available=available,
-        reserved=available - int(usable_bytes(hardware)),
-    )
-
-
-def _cost(step: Step, layout: ShardingAssignment, hardware: Slice) -> CostPlan:
-    """Time of a step, and its collectives by cause."""
-    total = compute = 0.0
-    moved: dict[tuple[str, MeshAxes, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for _, mine, seconds in step_tasks(step, layout, hardware, calibration(hardware.generation.name)):
-        total += seconds.total
-        compute += seconds.compute
-        for traffic in mine.traffic:
-            sums = moved[traffic.kind, traffic.mesh_axes, traffic.cause]
-            sums[0] += traffic.bytes
-            sums[1] += traffic.count
-            sums[2] += transfer_seconds(traffic, hardware, layout.mesh)
-    collectives = [
-        Collective(kind, list(mesh_axes), round(size), round(count), seconds, cause)
-        for (kind, mesh_axes, cause), (size, count, seconds) in moved.items()
-    ]
-    return CostPlan(total, compute, sorted(collectives, key=lambda collective: -collective.bytes))
-
-
-def _search_info(result: Result, found: Found, second: Found | None, cost: CostPlan) -> SearchInfo:
-    best = found.candidate
-    gathers = sum(c.seconds for c in cost.collectives if c.cause.startswith(GATHER))
-    others = sum(c.seconds for c in cost.collectives) - gathers
-    chosen = (
-        f"the fastest of the search space{KERNEL if found.candidate.space.kernels else ''}, and of what is as fast to "
-        f"{TIME_RESOLUTION:.1%} the smallest"
-        if result.fits
-        else "nothing fits: of the search space what needs least memory"
-    )
-    reasons = [
-        f"{chosen}; {result.statistics.evaluated} choices were weighed",
-        f"{best.seconds:.3g} s a step: compute {cost.compute_seconds:.3g} s, other collectives {others:.3g} s, gathers "
-        f"of weights {gathers:.3g} s ({max(0.0, cost.step_seconds - cost.compute_seconds - others):.3g} s not hidden "
-        "behind compute)",
-    ]
-    runner_up = None
-    if second is not None:
-        other = second.candidate
-        step, others_step = (workload_of(each.config.workload).training for each in (found, second))
-        reasons.append(
-            f"runner-up: mesh {mesh_text(other.mesh)}, {mapping_text(other.layout.compute)}; at rest "
-            + "; ".join([mapping_text(other.params), *([others_step] if others_step != step else [])])
-            + f": {other.seconds / best.seconds - 1:+.1%} time, {(other.peak_bytes - best.peak_bytes) / GIB:+.2f} GiB"
-        )
-        runner_up = RunnerUp(other.mesh, other.seconds)
-    return SearchInfo(
+def _plan(model: Model, result: SearchResult, ranked: RankedCandidate, runner_up: RankedCandidate | None) -> Plan:
+    """Return the plan of a ranked candidate, with the reasons for it; `runner_up` is the next one, if there is one."""
+    candidate, config = ranked.candidate, ranked.config
+    space, assignment = candidate.space, candidate.assignment
+    cost = estimate_cost(space.step, assignment, space.hardware)
+    caveats = list(_caveats(ranked))
+    info = SearchInfo(
         candidates=result.statistics.evaluated,
-        proven_optimal=result.fits,  # what was left out is bounded by something better
+        proven_optimal=result.fits,  # the search leaves out only what a better plan bounds
         seconds=result.seconds,
-        runner_up=runner_up,
-        rejected=dict(result.statistics.rejected),
-        reasons=reasons + sorted(result.statistics.indivisible.values()),
+        runner_up=RunnerUp(runner_up.candidate.mesh, runner_up.candidate.seconds) if runner_up else None,
+        rejected={rejection.value: count for rejection, count in result.statistics.rejected.items()},
+        reasons=[
+            *_choice_reasons(result, ranked, runner_up, cost),
+            *(CAVEATS[caveat] for caveat in caveats),
+            *_attention_reasons(candidate),
+            *describe_trace(space.step),
+        ],
+        caveats=caveats,
     )
+    return build_plan(config, model, space.step, assignment, cost.plan, info)
 
 
-def _other_attention(found: Candidate) -> list[str]:
-    """What attention done in other ways would change."""
-    space, mine = found.space, found.layout
-    position = mine.compute.get(space.position, ())
-    others = [method for method in space.methods_for(found.mesh, position) if method != found.compute.get(METHOD)]
-    if mine.attention.strategy == UNCUT or not others:
-        return []
-    changes = []
-    for method in others:
-        layout = space.layout(found.mesh, {**found.compute, METHOD: method}, found.params)
-        tasks = step_tasks(space.step, layout, space.hardware, space.calibration)
-        seconds, peak = sum(each.total for *_, each in tasks), memory(space.step, layout).peak
-        changes.append(
-            f"{' '.join(method)} {seconds / found.seconds - 1:+.1%} time, {(peak - found.peak_bytes) / GIB:+.2f} GiB"
-        )
-    chosen = mine.attention
-    return [
-        f"{math.prod(found.mesh[axis] for axis in position)} devices cut positions; attention is {chosen.strategy} "
-        f"{chosen.layout} (ulysses {chosen.ulysses} x ring {chosen.ring}); instead: {'; '.join(changes)}"
-    ]
+def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:
+    space = ranked.candidate.space
+    if not space.requires_kernel and not space.hardware.is_cpu:
+        yield Caveat.NO_ATTENTION_KERNEL
+    if ranked.config.workload.gradient_checkpointing == OFFLOAD:
+        yield Caveat.OFFLOAD_NOT_PRICED
 
 
-def _unnamed(step: Step) -> list[str]:
-    """What the trace could not follow."""
+def _choice_reasons(
+    result: SearchResult, ranked: RankedCandidate, runner_up: RankedCandidate | None, cost: StepCost
+) -> list[str]:
+    """Why the plan was chosen, and which shardings were impossible."""
+    plan, statistics = cost.plan, result.statistics
+    has_kernel = ranked.candidate.space.requires_kernel
     reasons = [
-        f"{count} results of {primitive} have no names: they count as whole, and what cuts them is not counted"
-        for primitive, count in step.unnamed.items()
+        describe_choice(fits=result.fits, evaluated=statistics.evaluated, has_kernel=has_kernel),
+        describe_time(
+            plan.step_seconds, plan.compute_seconds, cost.weight_gather_seconds, cost.other_collective_seconds
+        ),
     ]
-    return reasons + [f"{count} {what}" for what, count in step.simplified.items()]
+    if runner_up is not None:
+        training, other_training = (each.config.workload.training_text() for each in (ranked, runner_up))
+        other_training = other_training if other_training != training else ""
+        reasons.append(describe_runner_up(ranked.candidate, runner_up.candidate, other_training))
+    return reasons + sorted(map(describe_indivisible, statistics.indivisible.values()))
 
 
-def _lists(mapping: AxisMapping) -> dict[str, list[str]]:
-    return {axis: list(mesh_axes) for axis, mesh_axes in mapping.items()}
-
-
-@cache  # reading the metadata takes longer than measuring a layout
-def _versions() -> dict[str, str]:
-    """Installed versions of the packages that a plan depends on; empty where one is not installed."""
-    versions = {}
-    for package in ("shardplan", "jax", "haliax", "levanter", "libtpu"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = ""
-    return versions
+def _attention_reasons(candidate: Candidate) -> list[str]:
+    """How attention is computed for sharded positions, and what other methods would change."""
+    space, assignment = candidate.space, candidate.assignment
+    position_axes = assignment.compute.get(space.position, ())
+    methods = space.methods_for(candidate.mesh, position_axes)
+    others = [method for method in methods if method != candidate.compute.get(METHOD)]
+    if assignment.attention.strategy == Strategy.NONE or not others:
+        return []
+    costs = []
+    for method in others:
+        other = space.assignment(candidate.mesh, {**candidate.compute, METHOD: method}, candidate.params)
+        tasks = step_tasks(space.step, other, space.hardware, space.calibration)
+        costs.append((method, sum(seconds.total for *_, seconds in tasks), estimate_memory(space.step, other).peak))
+    devices = math.prod(candidate.mesh[axis] for axis in position_axes)
+    return [describe_attention(candidate, assignment.attention, devices, costs)]

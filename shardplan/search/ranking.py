@@ -1,4 +1,4 @@
-"""What a search keeps: the best candidates so far."""
+"""The best candidates of a search, kept in order while it runs."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,28 +8,32 @@ from shardplan.plan.mapping import MeshAxes
 from shardplan.search.space import Space
 
 TIME_RESOLUTION = 1e-2
-"""Plans whose times differ by less than this part are equal to the cost model; the one with more free memory wins."""
+"""Relative difference of step times below which two plans tie; of tied plans the one with less peak memory wins."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One mesh with both mappings."""
+    """A mesh with both mappings, and its predicted cost."""
 
     space: Space = field(repr=False)
     mesh: dict[str, int]
     compute: dict[str, MeshAxes]
+    """Logical axis -> mesh axes of the compute sharding; with the method of attention under `space.METHOD`."""
     params: dict[str, MeshAxes]
+    """Logical axis -> mesh axes of the stored parameters."""
     seconds: float
+    """Time of a step."""
     peak_bytes: float
+    """Peak memory of a device."""
 
     @property
-    def layout(self) -> ShardingAssignment:
-        """What it makes of arrays."""
-        return self.space.layout(self.mesh, self.compute, self.params)
+    def assignment(self) -> ShardingAssignment:
+        """The sharding of every array under this candidate."""
+        return self.space.assignment(self.mesh, self.compute, self.params)
 
 
 class Ranking:
-    """The best candidates so far, one of every group; of what is as fast as the fastest of all the smallest first."""
+    """The best candidates so far, at most one of each group; candidates that tie for fastest are ordered by memory."""
 
     def __init__(self, keep: int) -> None:
         self.keep = keep
@@ -38,31 +42,33 @@ class Ranking:
 
     @property
     def limit(self) -> float:
-        """Seconds that another candidate must not exceed to be kept."""
+        """Step time in seconds above which a further candidate is not kept."""
         full = len(self.candidates) == self.keep
         return max(c.seconds for c in self.candidates) * (1 + TIME_RESOLUTION) if full else math.inf
 
     def add(self, group: list[Candidate]) -> None:
-        """Take in candidates of which one can be kept: those that none is both faster and smaller than."""
+        """Add a group of Pareto-optimal candidates (time against memory), of which at most one is kept."""
         self._groups.append(group)
-        equal = min(c.seconds for each in self._groups for c in each) * (1 + TIME_RESOLUTION)
+        tie_limit = min(c.seconds for each in self._groups for c in each) * (1 + TIME_RESOLUTION)
         best = sorted(
-            (_smallest(each, equal) for each in self._groups),
-            key=lambda c: (c.seconds > equal, c.seconds if c.seconds > equal else c.peak_bytes, c.seconds),
+            (_smallest(each, tie_limit) for each in self._groups),
+            key=lambda c: (c.seconds > tie_limit, c.seconds if c.seconds > tie_limit else c.peak_bytes, c.seconds),
         )
         self.candidates = []
         for candidate in best:
-            if len(self.candidates) < self.keep and not any(_is_same(candidate, kept) for kept in self.candidates):
+            if len(self.candidates) < self.keep and not any(
+                _is_equivalent(candidate, kept) for kept in self.candidates
+            ):
                 self.candidates.append(candidate)
 
 
-def _smallest(group: list[Candidate], equal: float) -> Candidate:
-    """The smallest of those that take no more than `equal` seconds, or else of those as fast as the group's fastest."""
+def _smallest(group: list[Candidate], tie_limit: float) -> Candidate:
+    """The smallest candidate that takes at most `tie_limit` seconds or, if none does, ties with the group's fastest."""
     fastest = min(candidate.seconds for candidate in group)
-    limit = equal if fastest <= equal else fastest * (1 + TIME_RESOLUTION)
+    limit = tie_limit if fastest <= tie_limit else fastest * (1 + TIME_RESOLUTION)
     return min((c for c in group if c.seconds <= limit), key=lambda c: (c.peak_bytes, c.seconds))
 
 
-def _is_same(one: Candidate, other: Candidate) -> bool:
-    """Whether two candidates only differ in names, as where two mesh axes always stand together."""
+def _is_equivalent(one: Candidate, other: Candidate) -> bool:
+    """Whether two candidates differ only in names, as when two mesh axes are always mapped together."""
     return math.isclose(one.seconds, other.seconds) and math.isclose(one.peak_bytes, other.peak_bytes)

@@ -1,11 +1,16 @@
-"""What the planner chooses from: meshes, and for each what logical axes can be mapped to, and what depends on it.
+"""The search space: meshes, and the mesh axes that each logical axis may be mapped to.
 
-All factorisations of the devices into (replica, data, model); the batch on any of replica and data; but in training,
-the positions on one of these that the batch leaves; every other logical axis that is computed with on `model`, with or
-without `replica` behind it; parameters rest cut like that, and in addition by `data`, `replica` or
-both, along any axis. No array has a mesh axis twice. While computing, the residual stream is not cut by its own axis,
-nor are axes that layers are stacked along, those that attention sums over, and those that a token chooses parameters by
-(experts). What the user pins or forbids changes that.
+It holds every factorisation of the devices into (replica, data, model) and, for each of these meshes, the choices in
+`shardplan.plan.mesh_axes`:
+
+- batch: `replica`, `data`, both or none;
+- positions: those of `replica` and `data` that the batch does not use; none in training;
+- every other logical axis of matmuls, compute sharding: `model`, `model` and `replica`, or none;
+- stored parameters, any logical axis: the mesh axes of the compute sharding, then `data`, `replica`, both or none.
+
+No array has a mesh axis twice. Unsharded in the compute sharding are the residual axis, axes that layers are stacked
+along, axes that attention sums over, and axes that a token chooses parameters by (experts). The user's pins and
+forbidden mappings override all this.
 """
 
 import math
@@ -14,163 +19,187 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardplan.config import MESH_AXES
 from shardplan.cost.calibration import Calibration
-from shardplan.cost.gspmd import RESTING
-from shardplan.cost.matmul import product
-from shardplan.cost.memory import ATTENDING, CUT_AS_RESTING, stored_buffers
+from shardplan.cost.gspmd import depends_on_params
+from shardplan.cost.matmul import local_matmul
+from shardplan.cost.memory import ATTENTION_ROLES, ROLES_THAT_MAY_BE_STORED, stored_buffers
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice, divisors
+from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
+from shardplan.plan.mesh_axes import MESH_AXES, POSITION_CHOICES
 from shardplan.plan.pins import Rules
-from shardplan.plan.plan import GATHERED, HYBRID, RING, ULYSSES, AttentionPlan
-from shardplan.positions.sequence_layout import CONTIGUOUS, ZIGZAG
-from shardplan.program.named_arrays import SECOND, Array
-from shardplan.program.tasks import LiveBuffer, Step, Task
+from shardplan.positions.sequence_layout import SequenceOrder
+from shardplan.program.live_buffers import LiveBuffer
+from shardplan.program.named_arrays import REPEATED_AXIS_SUFFIX, TracedArray
+from shardplan.program.tasks import Step, Task, TaskKind
 
-BATCH_AXES: tuple[MeshAxes, ...] = (("replica", "data"), ("data",), ("replica",), ())
-POSITION_AXES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",), ("replica", "data"), ("data", "replica"))
 METHODS: tuple[MeshAxes, ...] = (
-    (GATHERED, CONTIGUOUS), (GATHERED, ZIGZAG), (RING, CONTIGUOUS), (RING, ZIGZAG), (ULYSSES, CONTIGUOUS),
-    (HYBRID, CONTIGUOUS), (HYBRID, ZIGZAG),
+    (Strategy.ALL_GATHER, SequenceOrder.CONTIGUOUS), (Strategy.ALL_GATHER, SequenceOrder.ZIGZAG),
+    (Strategy.RING, SequenceOrder.CONTIGUOUS), (Strategy.RING, SequenceOrder.ZIGZAG),
+    (Strategy.ULYSSES, SequenceOrder.CONTIGUOUS),
+    (Strategy.HYBRID, SequenceOrder.CONTIGUOUS), (Strategy.HYBRID, SequenceOrder.ZIGZAG),
 )  # fmt: skip
-"""Strategies of attention, each with a layout."""
+"""Methods of sequence-parallel attention: a strategy of `AttentionPlan`, and an order of `SequenceLayout`."""
 METHOD = "attention"
-"""Beside logical axes, mappings while computing have here one of `METHODS`, which are no mesh axes."""
-TENSOR_AXES: tuple[MeshAxes, ...] = ((), ("model",), ("model", "replica"))
-RESTING_AXES: tuple[MeshAxes, ...] = ((), ("data",), ("replica",), ("replica", "data"))
+"""Key of the attention method in the compute mappings of the search, beside the logical axes.
+
+Its value is one of `METHODS`, or () for Levanter's own attention: two names that stand where mesh axes would. The
+method is thereby chosen, compared and cached like the mesh axes of a logical axis; `Space.assignment` takes it out.
+"""
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is planned, and for what."""
+    """All plans for one step on one slice, with bounds that hold for every one of them."""
 
     step: Step
     batch: str
+    """Logical axis of the sequences of a step."""
     position: str
+    """Logical axis of the tokens of a sequence."""
     residual: str
     """Logical axis of the residual stream."""
     hardware: Slice
     calibration: Calibration
     quirks: CompilerQuirks
-    available: float
+    available_bytes: float
     """Bytes per device that a plan may use."""
     rules: Rules
     """What the user pins or forbids."""
-    positions: tuple[MeshAxes, ...] = POSITION_AXES
-    """What positions can be mapped to, where no pin says so."""
-    kernels: bool = True
-    """Only mappings under which a kernel can do attention."""
+    position_choices: tuple[MeshAxes, ...] = POSITION_CHOICES
+    """Mesh axes that positions may be mapped to, unless they are pinned."""
+    requires_kernel: bool = True
+    """Whether the space holds only plans under which a kernel can run attention."""
     methods: tuple[MeshAxes, ...] = METHODS
-    """How attention can be done where positions are cut; without any by Levanter's own, which gathers as well."""
+    """Attention methods for sharded positions; if empty, Levanter's own attention, which gathers keys and values."""
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Logical axis of parameters, of the batch and of positions -> size."""
         arrays = [*self.step.parameters, *(array for task in self.step.tasks for array in task.operands)]
-        return {name: size for array in arrays for name, size in array.factors if name and not name.endswith(SECOND)}
+        return {
+            name: size
+            for array in arrays
+            for name, size in array.factors
+            if name and not name.endswith(REPEATED_AXIS_SUFFIX)
+        }
 
     @cached_property
-    def tensor(self) -> tuple[str, ...]:
-        """Logical axes of parameters that are computed with, but for those of tokens and of the residual stream."""
+    def tensor_axes(self) -> tuple[str, ...]:
+        """Logical axes of parameters that occur in matmuls, except batch, positions and the residual axis."""
         known = {name for array in self.step.parameters for name in array.axes}
         others = (self.batch, self.position, self.residual)
-        return tuple(name for name in self.sizes if name in self.step.multiplied & known and name not in others)
+        return tuple(name for name in self.sizes if name in self.step.matmul_axes & known and name not in others)
 
     @cached_property
-    def whole(self) -> frozenset[str]:
-        """Logical axes that are not cut while computing."""
-        return self.step.routed | self.step.resized | {attention.head_size for attention in self.step.attention}
+    def unsharded_axes(self) -> frozenset[str]:
+        """Logical axes that the compute sharding leaves unsharded."""
+        return (
+            self.step.expert_axes
+            | self.step.resized_axes
+            | {attention.head_size for attention in self.step.attention_axes}
+        )
 
     @cached_property
     def components(self) -> tuple[tuple[str, ...], ...]:
-        """Logical axes of `tensor`, those together that meet in a task."""
-        groups: list[set[str]] = [{axis} for axis in self.tensor]
+        """Connected components of `tensor_axes`, where two axes are connected if they occur in the same task."""
+        groups: list[set[str]] = [{axis} for axis in self.tensor_axes]
         for task in self.step.tasks:
-            met = {name for array in (*task.operands, *task.results) for name in array.axes} & set(self.tensor)
-            touched = [group for group in groups if group & met]
+            names = _axis_names((*task.operands, *task.results)) & set(self.tensor_axes)
+            touched = [group for group in groups if group & names]
             if len(touched) > 1:
-                groups = [group for group in groups if not group & met] + [set().union(*touched)]
-        return tuple(tuple(axis for axis in self.tensor if axis in group) for group in groups)
+                groups = [group for group in groups if not group & names] + [set().union(*touched)]
+        return tuple(tuple(axis for axis in self.tensor_axes if axis in group) for group in groups)
 
     @cached_property
     def component_costs(self) -> tuple["ComponentCost", ...]:
-        """What depends on each of `components`."""
-        return tuple(_work(self, component) for component in self.components)
+        """The tasks and buffers that depend on each of `components`."""
+        return tuple(_component_cost(self, component) for component in self.components)
 
     @cached_property
-    def least_at_rest(self) -> float:
-        """Bytes per device of what rests of the components, cut by all devices."""
-        return sum(work.least_bytes for work in self.component_costs)
+    def base_cost(self) -> "ComponentCost":
+        """The tasks and buffers that depend on no component."""
+        return _component_cost(self, ())
 
     @cached_property
-    def least_seconds(self) -> float:
-        """Time of the products on one device, were they all of matrices that fill its matrix unit."""
-        nowhere = self.layout({}, {}, {})
-        tasks = (task for task in self.step.tasks if task.kind == "contraction" and not task.batched)
-        flops = sum(product(task, nowhere).flops for task in tasks)
+    def min_stored_bytes(self) -> float:
+        """Bytes per device of the parameters and optimizer state of all components, sharded over all devices."""
+        return sum(cost.min_stored_bytes for cost in self.component_costs)
+
+    @cached_property
+    def min_matmul_seconds(self) -> float:
+        """Time of all unbatched matmuls on a single device, if every one of them filled the matrix unit."""
+        unsharded = self.assignment({}, {}, {})
+        tasks = (task for task in self.step.tasks if task.kind == TaskKind.CONTRACTION and not task.batched)
+        flops = sum(local_matmul(task, unsharded).flops for task in tasks)
         return self.calibration.products * flops / self.hardware.generation.flops
 
     @cached_property
     def gathers_once(self) -> bool:
-        """Whether a step gathers parameters at most once each, as no training step does."""
-        uses = Counter(weight for task in self.step.tasks if task.kind == "contraction" for weight in task.fresh)
+        """Whether a step gathers every parameter at most once; no training step does."""
+        uses = Counter(
+            weight
+            for task in self.step.tasks
+            if task.kind == TaskKind.CONTRACTION
+            for weight in task.first_used_weights
+        )
         return max(uses.values(), default=0) <= 1
 
-    @cached_property
-    def base(self) -> "ComponentCost":
-        """What depends on none."""
-        return _work(self, ())
-
-    def layout(self, mesh: dict[str, int], compute: AxisMapping, params: AxisMapping) -> ShardingAssignment:
-        """A point of the space."""
-        mapping = {axis: cut for axis, cut in compute.items() if axis != METHOD}
-        method = self._attention(mesh, compute)
+    def assignment(self, mesh: dict[str, int], compute: AxisMapping, params: AxisMapping) -> ShardingAssignment:
+        """The sharding under a mesh, a compute mapping (with or without `METHOD`) and one of stored parameters."""
+        mapping = {axis: mesh_axes for axis, mesh_axes in compute.items() if axis != METHOD}
+        attention = self._attention_plan(mesh, compute)
         step = self.step
         return ShardingAssignment(
-            mesh, mapping, params, step.merged, step.activation_axes, self.quirks, method, step.pattern
+            mesh, mapping, params, step.merged_axes, step.activation_axes, self.quirks, attention, step.pattern
         )
 
-    def methods_for(self, mesh: MeshShape, cut: MeshAxes) -> list[MeshAxes]:
-        """What `METHOD` can be where `cut` cuts positions; nothing for Levanter's own.
+    def methods_for(self, mesh: MeshShape, position_axes: MeshAxes) -> list[MeshAxes]:
+        """Possible values of `METHOD` if positions are sharded over the mesh axes `position_axes`.
 
-        On several mesh axes it is the hybrid, the last for Ulysses and the others for its ring; keys are gathered over
-        several only where a pin or the step wants no other way.
+        Over several mesh axes this is the hybrid, with Ulysses on the last one and the ring on the others. Keys are
+        gathered over several mesh axes only if a pin or the step allows no other strategy.
         """
-        if not cut or not self.methods:
+        if not position_axes or not self.methods:
             return [()]
         strategies = {strategy for strategy, _ in self.methods}
-        fitting = strategies - {HYBRID} if len(cut) == 1 else strategies & {HYBRID} or strategies & {GATHERED}
-        # where all of a window is near, only the order of the sequence leaves out hops
-        can_turn = self.step.pattern.window is None and self.sizes[self.position] % (2 * mesh_size(mesh, cut)) == 0
+        if len(position_axes) == 1:
+            possible = strategies - {Strategy.HYBRID}
+        else:
+            possible = strategies & {Strategy.HYBRID} or strategies & {Strategy.ALL_GATHER}
+        # only a contiguous order lets a sliding window leave out hops of the ring
+        is_even = self.sizes[self.position] % (2 * mesh_size(mesh, position_axes)) == 0
+        allows_zigzag = self.step.pattern.window is None and is_even
         return [
-            (strategy, kind) for strategy, kind in self.methods
-            if strategy in fitting and (can_turn or kind == CONTIGUOUS)
+            (strategy, order) for strategy, order in self.methods
+            if strategy in possible and (allows_zigzag or order == SequenceOrder.CONTIGUOUS)
         ]  # fmt: skip
 
-    def _attention(self, mesh: MeshShape, compute: AxisMapping) -> AttentionPlan:
-        """How attention is done."""
+    def _attention_plan(self, mesh: MeshShape, compute: AxisMapping) -> AttentionPlan:
+        """The attention method of a compute mapping, with the numbers of devices of Ulysses and of the ring."""
         if not compute.get(METHOD):
             return AttentionPlan()
-        strategy, kind = compute[METHOD]
-        parts = [mesh[axis] for axis in compute[self.position]]
-        ulysses = {ULYSSES: parts[0], HYBRID: parts[-1]}.get(strategy, 1)
-        return AttentionPlan(strategy, ulysses, math.prod(parts) // ulysses, kind)
+        name, order = compute[METHOD]
+        strategy, sizes = Strategy(name), [mesh[axis] for axis in compute[self.position]]
+        ulysses = sizes[-1] if strategy in (Strategy.ULYSSES, Strategy.HYBRID) else 1
+        return AttentionPlan(strategy, ulysses, math.prod(sizes) // ulysses, SequenceOrder(order))
 
 
 def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str, int]]:
-    """Every (replica, data, model) whose product is the number of devices, with the pinned sizes.
+    """Every (replica, data, model) with the pinned sizes whose product is the number of devices.
 
     Raises:
-        ConfigError: the pinned sizes leave none.
+        ConfigError: no such mesh exists, or in every such mesh `model` spans several slices.
     """
     n = hardware.devices
     fixed = {axis: size for axis, size in pinned.items() if size is not None}
+    keys = " x ".join(f"mesh.{axis} {size}" for axis, size in fixed.items())
     shapes = [
         {"replica": replica, "data": data, "model": n // replica // data}
         for replica in divisors(n)
@@ -178,108 +207,133 @@ def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str
     ]
     kept = [shape for shape in shapes if all(shape[axis] == size for axis, size in fixed.items())]
     if kept and hardware.slices > 1:
-        # only replica and data cross the network between slices
+        # only replica and data may cross the network between slices
         across = [shape for shape in kept if shape["replica"] * shape["data"] % hardware.slices == 0]
         if not across:
-            keys = " x ".join(f"mesh.{axis} {size}" for axis, size in fixed.items())
             raise ConfigError(
-                f"{keys}: with replica x data = {kept[0]['replica'] * kept[0]['data']} a part of the model would be on "
-                f"several of the {hardware.slices} slices of {hardware.name}; that product must be a multiple of "
+                f"{keys}: with replica x data = {kept[0]['replica'] * kept[0]['data']}, mesh axis model would span "
+                f"several of the {hardware.slices} slices of {hardware.name}; replica x data must be a multiple of "
                 f"{hardware.slices}"
             )
         return across
     if not kept:
-        wanted = " x ".join(f"mesh.{axis} {size}" for axis, size in fixed.items())
-        product = math.prod(fixed.values())
-        problem = "does not divide" if n % product or len(fixed) < len(MESH_AXES) else "is not all of"
+        total = math.prod(fixed.values())
+        problem = "does not divide" if n % total or len(fixed) < len(MESH_AXES) else "is not all of"
         raise ConfigError(
-            f"{wanted} {problem} the {n} devices of {hardware.name}; {' x '.join(MESH_AXES)} must be {n}, "
+            f"{keys} {problem} the {n} devices of {hardware.name}; {' x '.join(MESH_AXES)} must be {n}, "
             f"each one of {', '.join(map(str, divisors(n)))}"
         )
     return kept
 
 
-Pick = Callable[[Sequence[MeshAxes | None]], Any]
-"""Takes some of the values, as a key."""
+CacheKey = Callable[[Sequence[MeshAxes | None]], Any]
+"""Picks from the mesh axes of all open axes those that a cost depends on; they serve as the key of a cache."""
+
+
+class KeyedTask(NamedTuple):
+    """A task, and the mesh axes that its cost depends on."""
+
+    task: Task
+    compute_key: CacheKey
+    """Takes the mesh axes of `ComponentCost.open_axes` in the compute mapping: all that lower bounds depend on."""
+    full_key: CacheKey
+    """Takes the same, followed by the mesh axes of `ComponentCost.open_axes` in the mapping of stored parameters."""
+
+
+class KeyedBuffer(NamedTuple):
+    """A live buffer, and the mesh axes that its size depends on."""
+
+    buffer: LiveBuffer
+    full_key: CacheKey
+    """See `KeyedTask.full_key`."""
 
 
 @dataclass(frozen=True)
 class ComponentCost:
-    """The tasks and the memory that depend on the axes of one component; without axes, on batch and position alone."""
+    """The tasks and live buffers whose cost depends on one component; without one, on batch and positions alone.
 
-    component: tuple[str, ...]
+    A component is a set of logical axes that occur in the same tasks; see `Space.components`.
+    """
+
     axes: tuple[str, ...]
-    """Logical axes whose mapping is still open: those of the component, and the residual axis at rest; and `METHOD`."""
-    tasks: tuple[tuple[Task, Pick, Pick], ...]
-    """With what they depend on of the mappings of `axes` while computing, and of both, these and those at rest."""
-    items: tuple[tuple[LiveBuffer, Pick], ...]
-    """With what they depend on of both."""
-    least_bytes: float
-    """Bytes per device of those that rest, cut by all devices."""
+    """Logical axes of the component."""
+    open_axes: tuple[str, ...]
+    """What a subproblem still has to map: `axes`, the stored residual axis, and `METHOD`."""
+    tasks: tuple[KeyedTask, ...]
+    buffers: tuple[KeyedBuffer, ...]
+    min_stored_bytes: float
+    """Bytes per device of the component's parameters and optimizer state, sharded over all devices."""
     counts: np.ndarray
-    """[point, item]: how many of an item there are at a point."""
-    computed: frozenset[frozenset[str]]
-    """Axes that meet while computing."""
-    resting: frozenset[frozenset[str]]
-    """Axes that meet in a parameter."""
+    """[program point, buffer]: how many of a buffer are live at a point."""
+    computed_together: frozenset[frozenset[str]]
+    """Sets of logical axes that meet in a computation, so that no two of them may share a mesh axis."""
+    stored_together: frozenset[frozenset[str]]
+    """Sets of logical axes that meet in a parameter, likewise."""
 
     @cached_property
-    def attends(self) -> bool:
+    def has_attention(self) -> bool:
         """Whether attention is among the tasks."""
-        return any(task.kind == "attention" for task, *_ in self.tasks)
+        return any(task.kind == TaskKind.ATTENTION for task, *_ in self.tasks)
 
 
-def _work(space: Space, component: tuple[str, ...]) -> ComponentCost:
+def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
+    """Collect the tasks and buffers of a component, each with the axes that its cost depends on.
+
+    The empty component has those without any axis that is in a component.
+    """
     own = set(component)
 
-    def belongs(*arrays: Array) -> bool:
-        met = _names(arrays) & set(space.tensor)
-        return bool(met & own) or not (own or met)
+    def belongs(*arrays: TracedArray) -> bool:
+        names = _axis_names(arrays) & set(space.tensor_axes)
+        return bool(names & own) if own else not names
 
     step = space.step
     tasks = [task for task in step.tasks if belongs(*task.operands, *task.results)]
-    resting = [item for item in stored_buffers(step) if belongs(item.array)]
+    stored_here = [buffer for buffer in stored_buffers(step) if belongs(buffer.array)]
     points = [
-        Counter([*resting, *(item for item in point if belongs(item.array, *item.tables))]) for point in step.points
+        Counter([*stored_here, *(buffer for buffer in point if belongs(buffer.array, *buffer.related_arrays))])
+        for point in step.points
     ]
-    items = list(dict.fromkeys(item for counter in points for item in counter))
-    axes = (*component, space.residual, METHOD)
-    rests = space.layout({}, {}, {}).rests
+    buffers = list(dict.fromkeys(buffer for point in points for buffer in point))
+    open_axes = (*component, space.residual, METHOD)
+    is_stored = space.assignment({}, {}, {}).is_stored_like_a_parameter
 
-    def pick(arrays: Sequence[Array], with_resting: bool, attends: bool) -> Pick:
-        names = _names(arrays) | ({METHOD} if attends else set())
-        places = [i for i, axis in enumerate(axes) if axis in names]
-        resting = [len(axes) + i for i in places if with_resting]
-        return itemgetter(*places, *resting) if places else lambda _: None
+    def key(arrays: Sequence[TracedArray], *, stored: bool, attends: bool) -> CacheKey:
+        names = _axis_names(arrays) | ({METHOD} if attends else set())
+        computed = [i for i, axis in enumerate(open_axes) if axis in names]
+        indices = computed + [len(open_axes) + i for i in computed if stored]
+        return itemgetter(*indices) if indices else lambda _: None
 
-    def picks(task: Task) -> tuple[Pick, Pick]:
-        arrays = (*task.operands, *task.results)
-        attends = task.kind == "attention"
-        return pick(arrays, False, attends), pick(arrays, task.kind in RESTING, attends)
+    def keyed_task(task: Task) -> KeyedTask:
+        arrays, attends = (*task.operands, *task.results), task.kind == TaskKind.ATTENTION
+        full_key = key(arrays, stored=depends_on_params(task), attends=attends)
+        return KeyedTask(task, key(arrays, stored=False, attends=attends), full_key)
 
-    def of_item(item: LiveBuffer) -> Pick:
-        arrays = (item.array, *item.tables)
-        with_resting = item.stays_cut or item.role in CUT_AS_RESTING or any(map(rests, arrays))
-        return pick(arrays, with_resting, item.role in ATTENDING)
+    def keyed_buffer(buffer: LiveBuffer) -> KeyedBuffer:
+        arrays = (buffer.array, *buffer.related_arrays)
+        stored = (
+            buffer.is_between_grouped_matmuls or buffer.role in ROLES_THAT_MAY_BE_STORED or any(map(is_stored, arrays))
+        )
+        return KeyedBuffer(buffer, key(arrays, stored=stored, attends=buffer.role in ATTENTION_ROLES))
 
-    counts = np.array([[counter[item] for item in items] for counter in points], float)
+    counts = np.array([[point[buffer] for buffer in buffers] for point in points], float)
     return ComponentCost(
         component,
-        axes,
-        tuple((task, *picks(task)) for task in tasks),
-        tuple((item, of_item(item)) for item in items),
-        sum(item.array.elements * item.array.itemsize for item in resting) / space.hardware.devices,
-        counts.reshape(len(points), len(items)),
-        frozenset(met for task in tasks for met in _meetings(task)),
-        frozenset(frozenset(a.axes) for a in step.parameters if belongs(a)),
+        open_axes,
+        tuple(map(keyed_task, tasks)),
+        tuple(map(keyed_buffer, buffers)),
+        sum(buffer.array.elements * buffer.array.itemsize for buffer in stored_here) / space.hardware.devices,
+        counts.reshape(len(points), len(buffers)),
+        frozenset(names for task in tasks for names in _meeting_axes(task)),
+        frozenset(frozenset(array.axes) for array in step.parameters if belongs(array)),
     )
 
 
-def _meetings(task: Task) -> Iterator[frozenset[str]]:
-    """Logical axes that cannot share a mesh axis: those of an array, and those of a product and what it sums over."""
+def _meeting_axes(task: Task) -> Iterator[frozenset[str]]:
+    """Sets of logical axes that may not share a mesh axis: those of one array, and all those of a matmul."""
     yield from (frozenset(array.axes) for array in (*task.operands, *task.results))
     yield frozenset(task.results[0].axes) | {name for name, _ in task.contracted if name}
 
 
-def _names(arrays: Iterable[Array]) -> set[str]:
+def _axis_names(arrays: Iterable[TracedArray]) -> set[str]:
     return {name for array in arrays for name in array.axes}

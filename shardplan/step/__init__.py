@@ -1,8 +1,8 @@
-"""The programs that run on the devices: evaluation, train step, prefill. What is run is what is verified."""
+"""The programs that run on the devices: evaluation, train step, prefill. `verify` compiles the same programs."""
 
-from shardplan.step.program import Program, abstract_model, abstract_tokens
-from shardplan.step.programs import logits_program, loss_program, prefill_program, step_program, train_program
+from shardplan.step.aot_program import Program, abstract_model, abstract_tokens
 from shardplan.step.specialize import specialize
+from shardplan.step.step_programs import logits_program, loss_program, prefill_program, step_program, train_program
 
 __all__ = [
     "Program",

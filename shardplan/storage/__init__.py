@@ -4,7 +4,7 @@
 |---|---|
 | local folder | `os.preadv` |
 | `gs://`, `s3://`, `az://`, `http(s)://` | obstore |
-| `org/model` or `org/model@revision` | huggingface_hub: its cache, else ranges |
+| `org/model` or `org/model@revision` | huggingface_hub: files from its cache, otherwise ranges |
 | other schemes that fsspec knows | fsspec |
 """
 
@@ -22,10 +22,10 @@ OBJECT_SCHEMES = ("gs", "s3", "az", "http", "https")
 
 
 def open_folder(ref: str) -> Folder:
-    """The folder that `ref` names.
+    """Return the folder that `ref` names.
 
     Raises:
-        ConfigError: it does not exist, or its scheme is not supported.
+        ConfigError: the folder does not exist, or its scheme is not supported.
     """
     scheme, separator, _ = ref.partition("://")
     if separator and scheme in OBJECT_SCHEMES:
@@ -33,9 +33,9 @@ def open_folder(ref: str) -> Folder:
 
         return ObjectFolder(ref)
     if separator:
-        known = {*OBJECT_SCHEMES, *known_implementations, *registry}
-        if scheme not in known:
-            raise ConfigError(f"model.ref {ref!r}: unknown scheme {scheme!r}; {nearest(scheme, known)}")
+        schemes = {*OBJECT_SCHEMES, *known_implementations, *registry}
+        if scheme not in schemes:
+            raise ConfigError(f"model.ref {ref!r}: unknown scheme {scheme!r}; {nearest(scheme, schemes)}")
         from shardplan.storage.filesystem import FilesystemFolder
 
         return FilesystemFolder(ref)

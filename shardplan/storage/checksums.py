@@ -1,7 +1,8 @@
-"""Checksums of files: what stores have on record, and cyclic redundancy checks (CRC) put together from parts.
+"""Checksums of files: those that stores have recorded, and CRCs (cyclic redundancy checks) combined from parts.
 
-A CRC is a remainder of polynomials over two elements, so that of a file follows from those of its parts, whoever read
-them and in whatever order; a SHA does not. Method of zlib's crc32_combine (https://github.com/madler/zlib).
+A CRC is a remainder of polynomials over GF(2). Therefore the CRC of a file follows from the CRCs of its parts, in
+whatever order and by whichever process these were read; a SHA does not. The method is that of zlib's crc32_combine
+(https://github.com/madler/zlib).
 """
 
 import base64
@@ -10,6 +11,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache, lru_cache
 from typing import Any, Protocol, cast
 
@@ -17,65 +19,78 @@ import crc32c
 
 from shardplan.errors import ConfigError
 
-SHA256 = "sha256"
-POLYNOMIALS = {"crc32c": 0x82F63B78, "crc32": 0xEDB88320}
-"""Algorithm -> its polynomial, with the bits reversed."""
-_CRCS: Mapping[str, Callable[[memoryview], int]] = {"crc32c": crc32c.crc32c, "crc32": zlib.crc32}
-WAIT = 60.0
-"""Seconds that a server has to answer."""
+
+class ChecksumAlgorithm(StrEnum):
+    """A checksum algorithm that stores record."""
+
+    CRC32C = "crc32c"
+    CRC32 = "crc32"
+    SHA256 = "sha256"
+
+
+POLYNOMIALS: Mapping[ChecksumAlgorithm, int] = {
+    ChecksumAlgorithm.CRC32C: 0x82F63B78,
+    ChecksumAlgorithm.CRC32: 0xEDB88320,
+}
+"""CRC algorithm -> its polynomial, with the bits reversed."""
+_CRCS: Mapping[ChecksumAlgorithm, Callable[[memoryview], int]] = {
+    ChecksumAlgorithm.CRC32C: crc32c.crc32c,
+    ChecksumAlgorithm.CRC32: zlib.crc32,
+}
+REQUEST_TIMEOUT_S = 60.0
+"""Seconds that a server has for its response."""
 
 
 @dataclass(frozen=True)
 class Checksum:
-    """A checksum of a whole file."""
+    """A checksum of a complete file."""
 
-    algorithm: str
-    """crc32c, crc32 or sha256."""
+    algorithm: ChecksumAlgorithm
     digest: bytes
 
     @property
     def is_crc(self) -> bool:
-        """Whether it can be put together from those of parts."""
+        """Whether the checksum can be combined from those of parts."""
         return self.algorithm in POLYNOMIALS
 
     def __str__(self) -> str:
         return f"{self.algorithm} {self.digest.hex()}"
 
     @classmethod
-    def of_crc(cls, algorithm: str, value: int) -> "Checksum":
-        """The checksum that is a CRC."""
+    def from_crc(cls, algorithm: ChecksumAlgorithm, value: int) -> "Checksum":
+        """Return the checksum whose digest is the CRC `value`, big-endian."""
         return cls(algorithm, value.to_bytes(4, "big"))
 
     @classmethod
-    def from_base64(cls, algorithm: str, text: str) -> "Checksum":
-        """As stores write it."""
+    def from_base64(cls, algorithm: ChecksumAlgorithm, text: str) -> "Checksum":
+        """Parse the base64 text in which stores write a digest, with or without colons around it."""
         return cls(algorithm, base64.b64decode(text.strip().strip(":")))
 
 
-def crc(algorithm: str, data: memoryview) -> int:
-    """The CRC of some bytes."""
+def compute_crc(algorithm: ChecksumAlgorithm, data: memoryview) -> int:
+    """Return the CRC of `data`."""
     return _CRCS[algorithm](data)
 
 
-def joined(algorithm: str, before: int, after: int, nbytes: int) -> int:
-    """The CRC of two parts in sequence, of which the second has `nbytes` bytes."""
-    return _product(_power(algorithm, 8 * nbytes), before, POLYNOMIALS[algorithm]) ^ after
+def combine_crcs(algorithm: ChecksumAlgorithm, first: int, second: int, second_nbytes: int) -> int:
+    """Return the CRC of two consecutive parts from their CRCs; the second part has `second_nbytes` bytes."""
+    return _multiply(_power(algorithm, 8 * second_nbytes), first, POLYNOMIALS[algorithm]) ^ second
 
 
 @lru_cache
-def _power(algorithm: str, exponent: int) -> int:
-    """x to the power of `exponent`, modulo the polynomial."""
+def _power(algorithm: ChecksumAlgorithm, exponent: int) -> int:
+    """Return x to the power of `exponent`, modulo the polynomial."""
     result, square = 1 << 31, 1 << 30  # x^0, x^1
     while exponent:
         if exponent & 1:
-            result = _product(result, square, POLYNOMIALS[algorithm])
-        square = _product(square, square, POLYNOMIALS[algorithm])
+            result = _multiply(result, square, POLYNOMIALS[algorithm])
+        square = _multiply(square, square, POLYNOMIALS[algorithm])
         exponent >>= 1
     return result
 
 
-def _product(a: int, b: int, polynomial: int) -> int:
-    """a * b modulo the polynomial; the highest bit is x^0."""
+def _multiply(a: int, b: int, polynomial: int) -> int:
+    """Return a * b modulo the polynomial; the highest bit is x^0."""
     result = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -90,44 +105,48 @@ class _Readable(Protocol):
     def read_into(self, offset: int, buffer: memoryview) -> None: ...
 
 
-def sha256(file: _Readable, nbytes: int) -> Checksum:
-    """The SHA-256 of a file, read from its first byte to its last, `nbytes` at a time."""
+def compute_sha256(file: _Readable, nbytes: int) -> Checksum:
+    """Return the SHA-256 of a file, which is read from start to end, `nbytes` at a time."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(nbytes, file.size)))
     for offset in range(0, file.size, nbytes):
         part = buffer[: file.size - offset]
         file.read_into(offset, part)
         digest.update(part)
-    return Checksum(SHA256, digest.digest())
+    return Checksum(ChecksumAlgorithm.SHA256, digest.digest())
 
 
-def of_url(url: str) -> Checksum | None:
-    """What a store or server has on record of the file at `url`, or None where that is nothing that can be checked.
+def fetch_checksum(url: str) -> Checksum | None:
+    """Return the checksum that a store or server has recorded for the file at `url`; None if there is none.
 
     Raises:
-        ConfigError: it can only be asked with a package that is not installed.
+        ConfigError: the request needs a package that is not installed.
     """
     scheme, _, path = url.partition("://")
     if scheme == "gs":
-        import gcsfs  # of Levanter's dependencies
+        import gcsfs  # a dependency of Levanter
 
-        return of_properties(gcsfs.GCSFileSystem().info(path))
+        return checksum_from_properties(gcsfs.GCSFileSystem().info(path))
     if scheme == "s3":
-        return _of_headers(_s3_headers(*path.split("/", 1)))
+        return _checksum_from_headers(_s3_headers(*path.split("/", 1)))
     if scheme in ("http", "https"):
-        wanted = {"x-amz-checksum-mode": "ENABLED", "Want-Repr-Digest": "crc32c=2, sha-256=1"}
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD", headers=wanted), timeout=WAIT) as answer:
-            found = answer.headers
-            return _of_headers({name.lower(): ", ".join(found.get_all(name)) for name in found})
+        request = urllib.request.Request(
+            url,
+            method="HEAD",
+            headers={"x-amz-checksum-mode": "ENABLED", "Want-Repr-Digest": "crc32c=2, sha-256=1"},
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+            headers = response.headers
+            return _checksum_from_headers({name.lower(): ", ".join(headers.get_all(name)) for name in headers})
     return None
 
 
-def of_properties(properties: Mapping[str, Any]) -> Checksum | None:
-    """What fsspec says of a file: Google's crc32c, or the SHA-256 of a large file on the Hugging Face hub."""
+def checksum_from_properties(properties: Mapping[str, Any]) -> Checksum | None:
+    """Return the checksum in fsspec's properties: Google's crc32c, or the hub's SHA-256 of a large file; else None."""
     if properties.get("crc32c"):
-        return Checksum.from_base64("crc32c", properties["crc32c"])
+        return Checksum.from_base64(ChecksumAlgorithm.CRC32C, properties["crc32c"])
     digest = getattr(properties.get("lfs"), "sha256", None)
-    return Checksum(SHA256, bytes.fromhex(digest)) if digest else None
+    return Checksum(ChecksumAlgorithm.SHA256, bytes.fromhex(digest)) if digest else None
 
 
 @cache
@@ -140,19 +159,22 @@ def _s3_client() -> Any:
 
 
 def _s3_headers(bucket: str, key: str) -> dict[str, str]:
-    answer = _s3_client().head_object(Bucket=bucket, Key=key, ChecksumMode="ENABLED")
-    return cast(dict[str, str], answer["ResponseMetadata"]["HTTPHeaders"])
+    response = _s3_client().head_object(Bucket=bucket, Key=key, ChecksumMode="ENABLED")
+    return cast(dict[str, str], response["ResponseMetadata"]["HTTPHeaders"])
 
 
-def _of_headers(headers: Mapping[str, str]) -> Checksum | None:
-    """Amazon's, Google's, and those of RFC 9530; by lower-case names."""
-    for algorithm in (*POLYNOMIALS, SHA256):
+def _checksum_from_headers(headers: Mapping[str, str]) -> Checksum | None:
+    """Return the checksum in the HTTP headers of Amazon, Google or RFC 9530, None if there is none of the whole file.
+
+    Header names are lower-case.
+    """
+    for algorithm in ChecksumAlgorithm:
         text = headers.get(f"x-amz-checksum-{algorithm}")
-        if text and "-" not in text:  # a number behind it: a checksum of the checksums of parts
+        if text and "-" not in text:  # a number after the dash: a checksum of the checksums of parts
             return Checksum.from_base64(algorithm, text)
     for name in ("x-goog-hash", "repr-digest"):
         entries = dict(entry.strip().partition("=")[::2] for entry in headers.get(name, "").split(","))
-        for key, algorithm in (("crc32c", "crc32c"), ("sha-256", SHA256)):
+        for key, algorithm in (("crc32c", ChecksumAlgorithm.CRC32C), ("sha-256", ChecksumAlgorithm.SHA256)):
             if entries.get(key):
                 return Checksum.from_base64(algorithm, entries[key])
     return None

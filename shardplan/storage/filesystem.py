@@ -1,26 +1,38 @@
-"""Files that fsspec reads: what is left of the schemes."""
+"""Files that fsspec reads: all schemes that have no reader of their own."""
 
 from typing import Any
 
 import fsspec
 
 from shardplan.errors import CheckpointError, ConfigError, one_line
-from shardplan.storage.checksums import Checksum, of_properties
-from shardplan.storage.folder import REMOTE, File, asked, changed, ends_early, opened
+from shardplan.storage.checksums import Checksum, checksum_from_properties
+from shardplan.storage.folder import (
+    REMOTE,
+    File,
+    changed_error,
+    open_or_none,
+    query_checksum,
+    truncated_error,
+    unreadable_error,
+)
 
 
 class FilesystemFile:
     """A file of an fsspec file system, read by ranges."""
 
-    pace = REMOTE
+    tuning = REMOTE
     is_shared = True
 
     def __init__(self, filesystem: Any, path: str, name: str, version: str | None = None):
-        """
+        """Open the file at `path`.
+
         Args:
-            version: of what cannot change under this path, such as a file at a commit.
+            version: version of a file that cannot change, such as a file at a commit; default: what fsspec reports.
+
+        Raises:
+            FileNotFoundError: there is no such file.
         """
-        self._filesystem, self._path, self.name, self._fixed = filesystem, path, name, version
+        self._filesystem, self._path, self.name, self._fixed_version = filesystem, path, name, version
         self.size: int = filesystem.size(path)
         self.version: str = version or filesystem.ukey(path)
 
@@ -28,22 +40,22 @@ class FilesystemFile:
         """See `File.read_into`."""
         try:
             data = self._filesystem.cat_file(self._path, start=offset, end=offset + len(buffer))
-            version = self._fixed or self._filesystem.ukey(self._path)
+            version = self._fixed_version or self._filesystem.ukey(self._path)
         except Exception as error:
-            raise CheckpointError(
-                f"{self.name}: bytes {offset}+{len(buffer)} cannot be read: {one_line(error)}"
-            ) from error
+            raise unreadable_error(self, offset, len(buffer), one_line(error)) from error
         if version != self.version:
-            raise changed(self, "its properties are others")
+            raise changed_error(self, "its properties differ")
         if len(data) < len(buffer):
-            raise ends_early(self, offset + len(data), len(buffer) - len(data))
+            raise truncated_error(self, offset + len(data), len(buffer) - len(data))
         if len(data) > len(buffer):
-            raise CheckpointError(f"{self.name}: {len(data)} bytes came for {len(buffer)} asked at {offset}")
+            raise CheckpointError(
+                f"{self.name}: received {len(data)} bytes instead of the {len(buffer)} requested at {offset}"
+            )
         buffer[:] = data
 
     def recorded_checksum(self) -> Checksum | None:
         """See `File.recorded_checksum`."""
-        return asked(self, lambda: of_properties(self._filesystem.info(self._path)))
+        return query_checksum(self, lambda: checksum_from_properties(self._filesystem.info(self._path)))
 
 
 class FilesystemFolder:
@@ -59,4 +71,4 @@ class FilesystemFolder:
     def open(self, name: str) -> File | None:
         """See `Folder.open`."""
         url = f"{self.ref}/{name}"
-        return opened(url, lambda: FilesystemFile(self._filesystem, f"{self._root}/{name}", url))
+        return open_or_none(url, lambda: FilesystemFile(self._filesystem, f"{self._root}/{name}", url))

@@ -1,4 +1,4 @@
-"""What a folder of files is, wherever it lies."""
+"""The interface of folders of files, and what all kinds of storage share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,44 +9,42 @@ from shardplan.storage.checksums import Checksum
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How a medium is best read."""
+class ReadTuning:
+    """Size and number of reads that give a storage medium its best throughput."""
 
-    nbytes: int
-    """Of one read."""
-    at_once: int
-    """Reads in flight."""
+    bytes_per_read: int
+    concurrent_reads: int
 
 
-REMOTE = Pace(16 * 2**20, 32)
-"""Long ranges, many at once: the time to the first byte is long, and a connection is slower than the network."""
+REMOTE = ReadTuning(16 * 2**20, 32)
+"""Long ranges and many of them: the latency of a request is high, and one connection is slower than the network."""
 
 
 class File(Protocol):
-    """A file that can be read at any offset, from several threads at once."""
+    """A file that several threads can read at any offset at the same time."""
 
     name: str
     size: int
     """Bytes."""
     version: str
-    """Tells its content from another under the same name; equal on every host that sees the same content."""
-    pace: Pace
+    """Identifies the content under this name; equal on every host that sees the same content."""
+    tuning: ReadTuning
     is_shared: bool
-    """Whether every host reads one copy of it, rather than a copy of its own."""
+    """Whether all hosts read the same copy of the file, rather than each its own."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset` on.
 
         Raises:
-            CheckpointError: the file ends before the buffer is full, cannot be read, or is not the one that was opened
-                any more.
+            CheckpointError: the file ends before the buffer is full, cannot be read, or has changed since it was
+                opened.
         """
 
     def recorded_checksum(self) -> Checksum | None:
-        """What the store has on record of its content, or None where that is nothing that can be checked.
+        """Return the checksum that the store has recorded for the file; None if there is none of a known kind.
 
         Raises:
-            CheckpointError: the store cannot be asked.
+            CheckpointError: the store cannot be queried.
         """
 
 
@@ -54,17 +52,17 @@ class Folder(Protocol):
     """A folder of files."""
 
     ref: str
-    """What the user called it, with the revision resolved to a commit where there is one."""
+    """The user's reference, with the revision resolved to a commit if there is one."""
 
     def open(self, name: str) -> File | None:
-        """The file called `name`, or None where there is none."""
+        """Open the file `name`; return None if it does not exist."""
 
 
-def opened(name: str, make: Callable[[], File]) -> File | None:
-    """The file that `make` opens, or None where there is none.
+def open_or_none(name: str, make: Callable[[], File]) -> File | None:
+    """Return the file that `make` opens, or None if `make` raises FileNotFoundError.
 
     Raises:
-        CheckpointError: it cannot be opened.
+        CheckpointError: the file exists and cannot be opened.
     """
     try:
         return make()
@@ -74,22 +72,22 @@ def opened(name: str, make: Callable[[], File]) -> File | None:
         raise CheckpointError(f"{name} cannot be opened: {one_line(error)}") from error
 
 
-def asked(file: File, ask: Callable[[], Checksum | None]) -> Checksum | None:
-    """What `ask` says of the checksum of `file`.
+def query_checksum(file: File, query: Callable[[], Checksum | None]) -> Checksum | None:
+    """Return the result of `query`, the request to the store for the checksum of `file`.
 
     Raises:
-        CheckpointError: it cannot be asked.
+        CheckpointError: the request failed.
     """
     try:
-        return ask()
+        return query()
     except ShardplanError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{file.name}: the store does not say its checksum: {one_line(error)}") from error
+        raise CheckpointError(f"{file.name}: the request for its checksum failed: {one_line(error)}") from error
 
 
 def read_bytes(folder: Folder, name: str) -> bytes | None:
-    """A whole small file, or None where there is none."""
+    """Return the content of a small file, or None if it does not exist."""
     file = folder.open(name)
     if file is None:
         return None
@@ -98,13 +96,18 @@ def read_bytes(folder: Folder, name: str) -> bytes | None:
     return bytes(data)
 
 
-def ends_early(file: File, end: int, missing: int) -> CheckpointError:
-    """What is raised where a file is shorter than it was when opened, or than its header says."""
+def truncated_error(file: File, end: int, missing: int) -> CheckpointError:
+    """Return the error for a file that is shorter than when it was opened, or than its header says."""
     return CheckpointError(
         f"{file.name}: ends at byte {end}, {missing} bytes before the end of a tensor; download the file again"
     )
 
 
-def changed(file: File, what: str) -> CheckpointError:
-    """What is raised where a file is replaced while it is being read."""
+def changed_error(file: File, what: str) -> CheckpointError:
+    """Return the error for a file that was replaced while it was being read."""
     return CheckpointError(f"{file.name}: changed while it was being read ({what}); load again")
+
+
+def unreadable_error(file: File, offset: int, nbytes: int, why: str) -> CheckpointError:
+    """Return the error for a range of a file that cannot be read."""
+    return CheckpointError(f"{file.name}: bytes {offset}+{nbytes} cannot be read: {why}")

@@ -1,5 +1,8 @@
-"""Repositories of the Hugging Face hub: what its cache holds is read from there, small files are downloaded into it,
-and of large ones only the ranges that are asked for are fetched."""
+"""Model repositories of the Hugging Face hub.
+
+Files in the hub's cache are read from there. Of other files, small ones are downloaded into the cache, and of large
+ones only the requested ranges are fetched.
+"""
 
 from pathlib import Path
 
@@ -8,11 +11,11 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from shardplan.errors import ConfigError, one_line
 from shardplan.storage.filesystem import FilesystemFile
-from shardplan.storage.folder import File, opened
+from shardplan.storage.folder import File, open_or_none
 from shardplan.storage.local import LocalFile
 
-STREAMED = ".safetensors"
-"""Files that are not downloaded as a whole."""
+STREAMED_SUFFIX = ".safetensors"
+"""Suffix of files of which only ranges are fetched."""
 
 
 class HubFolder:
@@ -25,22 +28,22 @@ class HubFolder:
         self.ref = ref
 
     def open(self, name: str) -> File | None:
-        """See `Folder.open`. The first file pins the commit that all later ones come from."""
+        """See `Folder.open`. The first file determines the commit of all later ones."""
         if self._pinned:
             cached = huggingface_hub.try_to_load_from_cache(self._repository, name, revision=self._revision)
             if isinstance(cached, str):
                 return LocalFile(Path(cached))
-            if name.endswith(STREAMED) and not huggingface_hub.constants.HF_HUB_OFFLINE:
-                return self._streamed(name)
+            if name.endswith(STREAMED_SUFFIX) and not huggingface_hub.constants.HF_HUB_OFFLINE:
+                return self._open_stream(name)
         try:
             path = huggingface_hub.hf_hub_download(self._repository, name, revision=self._revision)
         except EntryNotFoundError as error:
-            # A FileNotFoundError besides: the hub could not be reached. What the cache holds of the repository is then
-            # all there is, and if it holds nothing, the reference is wrong or cannot be had.
+            # An error that is a FileNotFoundError too means that the hub could not be reached. Then only files in the
+            # cache exist, and if none was read so far, the reference is wrong or unavailable.
             if isinstance(error, FileNotFoundError) and not self._pinned:
                 raise ConfigError(
-                    f"model.ref {self.ref!r}: no such folder here, and {name} can neither be downloaded from the "
-                    "hub nor found in its cache; check the spelling, or give a local folder"
+                    f"model.ref {self.ref!r}: not a local folder, and {name} can neither be downloaded from the "
+                    "hub nor read from its cache; check the spelling, or name a local folder"
                 ) from error
             return None
         except Exception as error:
@@ -51,8 +54,8 @@ class HubFolder:
         self.ref = f"{self._repository}@{self._revision}"
         return LocalFile(Path(path))
 
-    def _streamed(self, name: str) -> File | None:
+    def _open_stream(self, name: str) -> File | None:
         filesystem = huggingface_hub.HfFileSystem(use_listings_cache=False)
         path = f"{self._repository}@{self._revision}/{name}"
         url = f"hf://{path}"
-        return opened(url, lambda: FilesystemFile(filesystem, path, url, version=self._revision))
+        return open_or_none(url, lambda: FilesystemFile(filesystem, path, url, version=self._revision))

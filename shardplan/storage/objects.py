@@ -1,7 +1,7 @@
 """Objects in stores (gs, s3, az) and files on web servers, read by ranges with obstore.
 
-obstore checks that a server sends the range that was asked for. What is added here: every answer is checked to be of
-the version that was opened, and a read that fails goes on at the byte where it stopped.
+obstore checks that a server sends the requested range. This module adds two things: every response must be of the
+version that was opened, and a read that fails continues at the byte where it stopped.
 """
 
 import os
@@ -15,31 +15,39 @@ import obstore
 import obstore.store
 from obstore import exceptions
 
-from shardplan.errors import CheckpointError, ConfigError, one_line
-from shardplan.storage.checksums import Checksum, of_url
-from shardplan.storage.folder import REMOTE, File, asked, changed, ends_early, opened
+from shardplan.errors import ConfigError, one_line
+from shardplan.storage.checksums import Checksum, fetch_checksum
+from shardplan.storage.folder import (
+    REMOTE,
+    File,
+    changed_error,
+    open_or_none,
+    query_checksum,
+    truncated_error,
+    unreadable_error,
+)
 
 TIMEOUT = timedelta(seconds=60)
-"""For one request, its body included; obstore's 30 are too few for 16 MiB on a busy link."""
+"""Timeout of one request, including its body; obstore's 30 s are too short for 16 MiB on a busy link."""
 PROGRESS_BYTES = 64 * 1024
-"""Least that a request must bring within the time for the read to go on; what comes is kept in such portions."""
+"""Bytes that a request must deliver within the timeout to count as progress; data is kept in portions of this size."""
 ATTEMPTS = 6
-"""In a row without progress, before a read is given up."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
-"""Seconds between attempts: doubled each time, less up to half at random, so that hosts do not return together."""
+"""Consecutive attempts without progress after which a read fails."""
+FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.2, 10.0
+"""Seconds between attempts: doubled each time, minus up to half at random, so that hosts do not retry in step."""
 UNKNOWN = "unknown"
-"""The version of what a web server says nothing about."""
-FINAL = (
+"""Version of a file for which a web server sends no ETag or date."""
+PERMANENT_ERRORS = (
     exceptions.NotSupportedError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError,
     exceptions.InvalidPathError, exceptions.UnknownConfigurationKeyError,
 )  # fmt: skip
-"""Errors that another attempt would meet too."""
+"""Errors for which another attempt is useless."""
 
 
 class ObjectFile:
     """An object in a store, read by ranges."""
 
-    pace = REMOTE
+    tuning = REMOTE
     is_shared = True
 
     def __init__(self, store: Any, path: str, url: str):
@@ -52,64 +60,62 @@ class ObjectFile:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """See `File.read_into`."""
         if offset + len(buffer) > self.size:
-            raise ends_early(self, self.size, offset + len(buffer) - self.size)
+            raise truncated_error(self, self.size, offset + len(buffer) - self.size)
         done, failures = 0, 0
         while done < len(buffer):
             before = done
             try:
                 for count in self._stream(offset + done, buffer[done:]):
                     done += count
-                problem = "the answer ended early"
+                problem = "the response ended early"
             except (exceptions.PreconditionError, FileNotFoundError) as error:
-                raise changed(self, one_line(error)) from error
-            except FINAL as error:
-                raise self._unreadable(offset, buffer, one_line(error)) from error
+                raise changed_error(self, one_line(error)) from error
+            except PERMANENT_ERRORS as error:
+                raise unreadable_error(self, offset, len(buffer), one_line(error)) from error
             except exceptions.BaseError as error:
                 problem = one_line(error)
             failures = 0 if done > before else failures + 1
             if failures == ATTEMPTS:
-                raise self._unreadable(offset, buffer, f"{ATTEMPTS} attempts brought nothing; the last: {problem}")
+                why = f"no data in {ATTEMPTS} attempts; last error: {problem}"
+                raise unreadable_error(self, offset, len(buffer), why)
             if done < len(buffer):
-                time.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures) * random.uniform(0.5, 1))
+                time.sleep(min(MAX_RETRY_DELAY_S, FIRST_RETRY_DELAY_S * 2**failures) * random.uniform(0.5, 1))
 
     def recorded_checksum(self) -> Checksum | None:
         """See `File.recorded_checksum`."""
-        return asked(self, lambda: of_url(self.name))
+        return query_checksum(self, lambda: fetch_checksum(self.name))
 
     def _stream(self, offset: int, buffer: memoryview) -> Iterator[int]:
-        """Fill `buffer` from `offset` on, as far as one request brings it; yields the bytes as they come."""
+        """Fill `buffer` from `offset` on with the data of one request; yield the size of each chunk as it arrives."""
         options: Any = {"range": (offset, offset + len(buffer)), **self._condition}
-        answer = obstore.get(self._store, self._path, options=options)
-        version, size = _version(answer.meta), answer.meta["size"]
+        response = obstore.get(self._store, self._path, options=options)
+        version, size = _version(response.meta), response.meta["size"]
         if size != self.size or version not in (self.version, UNKNOWN):
-            raise changed(self, f"{self.version} of {self.size} bytes is now {version} of {size}")
+            raise changed_error(self, f"{self.version} of {self.size} bytes is now {version} of {size}")
         done = 0
-        for chunk in answer.stream(min_chunk_size=PROGRESS_BYTES):
+        for chunk in response.stream(min_chunk_size=PROGRESS_BYTES):
             data = memoryview(chunk)[: len(buffer) - done]
             buffer[done : done + len(data)] = data
             done += len(data)
             yield len(data)
 
-    def _unreadable(self, offset: int, buffer: memoryview, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.name}: bytes {offset}+{len(buffer)} cannot be read: {why}")
-
 
 def _version(meta: Any) -> str:
-    """An object's generation or ETag; a web server that sends neither may have the time of the last change."""
-    time_of_change = str(meta["last_modified"]) if meta["last_modified"].timestamp() else UNKNOWN
-    return str(meta["version"] or meta["e_tag"] or time_of_change)
+    """Return an object's generation or ETag, or the modification time if a web server sends only that."""
+    modification_time = str(meta["last_modified"]) if meta["last_modified"].timestamp() else UNKNOWN
+    return str(meta["version"] or meta["e_tag"] or modification_time)
 
 
-def open_store(ref: str, is_retried: bool = False) -> Any:
-    """The obstore store that `ref` names.
+def open_store(ref: str, retries: bool = False) -> Any:
+    """Return the obstore store that `ref` names.
 
     Args:
-        is_retried: whether obstore is to repeat what fails.
+        retries: whether obstore repeats requests that fail.
     """
-    plain = any(url.startswith("http://") for url in (ref, os.environ.get("AWS_ENDPOINT_URL", "")))
-    options: Any = {"timeout": TIMEOUT, "allow_http": plain}
-    retries: Any = None if is_retried else {"max_retries": 0}
-    return obstore.store.from_url(ref.rstrip("/"), client_options=options, retry_config=retries)
+    is_plain_http = any(url.startswith("http://") for url in (ref, os.environ.get("AWS_ENDPOINT_URL", "")))
+    options: Any = {"timeout": TIMEOUT, "allow_http": is_plain_http}
+    retry_config: Any = None if retries else {"max_retries": 0}
+    return obstore.store.from_url(ref.rstrip("/"), client_options=options, retry_config=retry_config)
 
 
 class ObjectFolder:
@@ -125,4 +131,4 @@ class ObjectFolder:
     def open(self, name: str) -> File | None:
         """See `Folder.open`."""
         url = f"{self.ref}/{name}"
-        return opened(url, lambda: ObjectFile(self._store, name, url))
+        return open_or_none(url, lambda: ObjectFile(self._store, name, url))

@@ -1,4 +1,4 @@
-"""Folders that files are written to: object stores through obstore, everything else through fsspec."""
+"""Output folders: object stores are written through obstore, everything else through fsspec."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,48 +15,49 @@ from shardplan.storage.folder import Folder
 from shardplan.storage.local import LocalFolder
 from shardplan.storage.objects import ObjectFolder, open_store
 
-STORES = ("gs", "s3", "az")
+WRITABLE_STORES = ("gs", "s3", "az")
 
 
 class Writer(Protocol):
-    """An open file."""
+    """A file that is open for writing."""
 
     def write(self, data: bytes | memoryview, /) -> int:
-        """Append some bytes."""
+        """Append `data`; return the number of bytes."""
 
 
-class Target:
-    """A folder that is written to."""
+class OutputFolder:
+    """A folder to which files are written."""
 
     def __init__(self, ref: str) -> None:
-        """
+        """Open the folder that `ref` names.
+
         Raises:
-            ConfigError: it cannot be written to.
+            ConfigError: the folder cannot be written to.
         """
         scheme, separator, _ = ref.partition("://")
         self.ref = ref.rstrip("/") if separator else str(Path(ref).expanduser().absolute())
-        """As given, or the absolute path of a local folder."""
+        """The reference as given, or the absolute path of a local folder."""
         self._store: Any = None
         self._is_local = not separator
         try:
-            if separator and scheme in STORES:
-                self._store = open_store(self.ref, is_retried=True)
+            if separator and scheme in WRITABLE_STORES:
+                self._store = open_store(self.ref, retries=True)
             else:
                 self._filesystem, self._root = fsspec.url_to_fs(self.ref, auto_mkdir=True)
         except Exception as error:
-            raise self._unusable(error) from error
+            raise self._unusable_error(error) from error
 
-    def folder(self) -> Folder:
-        """The same for reading."""
+    def open_for_reading(self) -> Folder:
+        """Return the same folder for reading."""
         if self._store is not None:
             return ObjectFolder(self.ref)
         return LocalFolder(self.ref) if self._is_local else FilesystemFolder(self.ref)
 
-    def holds(self, name: str) -> bool:
-        """Whether there is a file of that name.
+    def has_file(self, name: str) -> bool:
+        """Return whether the folder has a file `name`.
 
         Raises:
-            ConfigError: the store does not say.
+            ConfigError: the store cannot be queried.
         """
         try:
             if self._store is None:
@@ -65,15 +66,15 @@ class Target:
         except FileNotFoundError:
             return False
         except Exception as error:
-            raise self._unusable(error) from error
+            raise self._unusable_error(error) from error
         return True
 
     @contextmanager
     def create(self, name: str) -> Iterator[Writer]:
-        """A new file, in the place of one of that name, whole when the block ends.
+        """Open a new file that replaces any file `name`; it is complete when the block ends.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the file cannot be written.
         """
         try:
             if self._store is not None:
@@ -83,7 +84,7 @@ class Target:
                 with self._filesystem.open(f"{self._root}/{name}", "wb") as writer:
                     yield writer
         except (OSError, exceptions.BaseError) as error:
-            raise self._unusable(error) from error
+            raise self._unusable_error(error) from error
 
-    def _unusable(self, error: Exception) -> ConfigError:
+    def _unusable_error(self, error: Exception) -> ConfigError:
         return ConfigError(f"{self.ref} cannot be written to: {one_line(error)}")

@@ -1,1 +1,1 @@
-"""What the TPU compiler says of a plan, on a machine without a TPU."""
+"""Compiles plans with the TPU compiler, on a machine without a TPU, and reads what it reports."""

@@ -1,43 +1,55 @@
-"""What came out of one compile: the module's text and the compiler's reports, or why there is none."""
+"""The result of one compile, passed from the worker process to its parent and kept in the cache."""
 
 import dataclasses
 import gzip
 import json
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+PACKAGES = ("jax", "jaxlib", "libtpu", "haliax", "levanter", "equinox", "optax")
+"""Packages on which the result of a compile depends."""
+
+
+def package_versions() -> dict[str, str]:
+    """Package -> installed version, of the packages on which the result of a compile depends."""
+    return {package: metadata.version(package) for package in PACKAGES}
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The outcome of one compile, as the process that did it leaves it."""
+    """The module's text and the compiler's reports, or the error."""
 
     error: str = ""
-    """What JAX or the compiler had against the program; empty where it compiled."""
+    """What JAX or the compiler raised, on one line; empty if the program compiled."""
+    is_out_of_hbm: bool = False
+    """Whether the error is that the program needs more HBM than there is."""
     attention: str = ""
     """Levanter's attention backend."""
     seconds: float = 0.0
-    """Tracing and compiling."""
+    """Seconds of tracing and compiling."""
     versions: dict[str, str] = field(default_factory=dict)
+    """Package -> installed version."""
     module: str = ""
-    """The scheduled HLO module. Where memory was exhausted, as far as the compiler got."""
+    """The scheduled HLO module; if memory was exhausted, as far as the compiler got."""
     live_ranges: str = ""
-    """The compiler's report of what is alive when."""
+    """The compiler's report of live ranges."""
     usage: str = ""
-    """The compiler's report of memory by space."""
+    """The compiler's report of memory by memory space."""
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes per device, by part, where it compiled."""
+    """Field of `CompiledMemory` -> bytes per device; empty if the program did not compile."""
     slices: list[int] = field(default_factory=list)
-    """Partition -> the slice it is in."""
+    """Partition -> the number of its slice."""
 
     def save(self, path: Path) -> None:
-        """Write it, compressed."""
+        """Write gzipped JSON to `path`."""
         with gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:
             json.dump(dataclasses.asdict(self), file)
 
     @classmethod
     def load(cls, path: Path) -> "Compiled | None":
-        """Read it; None where the file is not there, or not whole."""
+        """Read what `save` wrote; None if the file is missing or damaged."""
         try:
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 values: Any = json.load(file)

@@ -1,7 +1,7 @@
-"""The devices of a TPU slice as its compiler knows them, arranged as a mesh; no TPU is needed.
+"""Makes a mesh of the devices of a TPU slice for compiling ahead of time; needs libtpu, but no TPU.
 
-The library that holds the compiler, libtpu, reads its environment when it is first used: start a process with
-`environment(hardware)`. That process can have slices of other sizes and generations too.
+libtpu, which contains the compiler, reads its environment when it is first used: start a process with
+`libtpu_environment(hardware)`. The same process can also compile for slices of other sizes and generations.
 """
 
 import importlib.util
@@ -17,8 +17,8 @@ from shardplan.hardware import Slice
 from shardplan.runtime.devices import arrange
 
 
-def environment(hardware: Slice) -> dict[str, str]:
-    """Variables to set before a process first uses libtpu: with them it prints nothing, and asks no network service.
+def libtpu_environment(hardware: Slice) -> dict[str, str]:
+    """Environment variables to set before a process first uses libtpu, so that it prints nothing and uses no network.
 
     Raises:
         ConfigError: `hardware` is not a TPU slice.
@@ -28,30 +28,33 @@ def environment(hardware: Slice) -> dict[str, str]:
     return {
         # JAX itself runs on the CPU; it must not look for a TPU
         "JAX_PLATFORMS": "cpu",
-        # neither ask Google Cloud's metadata server what this machine is ...
+        # libtpu must not query Google Cloud's metadata server for the type of this machine ...
         "TPU_SKIP_MDS_QUERY": "1",
-        # ... but tell libtpu, which else complains. Any size will do: what is compiled for is asked for by its torus.
-        # The smallest is one that libtpu knows, which it does not of every v3.
+        # ... and complains if the type is not set. Any size works, because the topology is requested by its
+        # torus; libtpu knows the smallest size of every generation, but not every size of v3.
         "TPU_ACCELERATOR_TYPE": f"{generation.name}-{cores}",
         "TPU_WORKER_HOSTNAMES": "localhost",
-        # else a second process that uses libtpu at the same time aborts
+        # without it a second process that uses libtpu at the same time aborts
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
 
 
 def make_topology_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
-    """All devices of `hardware` as a mesh with Auto axes `sizes` (name -> size, major to minor), to compile for.
+    """Make a mesh of all devices of `hardware` with Auto axes, to compile for.
 
     The devices are arranged as at run time: see `shardplan.runtime.devices.arrange`.
 
+    Args:
+        sizes: mesh axis -> size, major to minor.
+
     Raises:
-        ConfigError: `sizes` do not fit the devices or the slices, `hardware` is no TPU slice, or libtpu is missing.
+        ConfigError: `sizes` do not match the devices or the slices, `hardware` is no TPU slice, or libtpu is missing.
     """
     _check_is_tpu(hardware)
-    wanted = math.prod(sizes.values())
-    if wanted != hardware.devices:
+    required = math.prod(sizes.values())
+    if required != hardware.devices:
         raise ConfigError(
-            f"the mesh needs {wanted} devices, {hardware.name} has {hardware.devices}; "
+            f"the mesh needs {required} devices, {hardware.name} has {hardware.devices}; "
             f"{' x '.join(sizes)} must be {hardware.devices}"
         )
     return arrange(_devices(hardware), hardware, sizes)
@@ -59,12 +62,12 @@ def make_topology_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
 
 def _check_is_tpu(hardware: Slice) -> Slice:
     if hardware.is_cpu:
-        raise ConfigError(f"hardware.slice {hardware.name} has no TPU compiler; name a TPU slice, as v4-8")
+        raise ConfigError(f"hardware.slice {hardware.name} has no TPU compiler; name a TPU slice, such as v4-8")
     return hardware
 
 
 def _devices(hardware: Slice) -> list[Device]:
-    """The devices of `hardware`."""
+    """The devices of `hardware` as libtpu describes them."""
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("compiling for a TPU needs libtpu: pip install 'shardplan[verify]'")
     generation = hardware.generation
@@ -75,7 +78,7 @@ def _devices(hardware: Slice) -> list[Device]:
     topology = topologies.get_topology_desc(
         platform="tpu",
         topology_name=f"{generation.name}:{'x'.join(map(str, hardware.torus))}",
-        # two cores that are one device
+        # megacore: the two cores of a chip are one device
         chip_config_name="megacore" if generation.devices_per_chip < generation.name_counts_per_chip else "default",
         chips_per_host_bounds=tuple(hosts),
         num_slices=hardware.slices,

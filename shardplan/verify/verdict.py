@@ -1,45 +1,69 @@
-"""The verdict of the TPU compiler on one program of a plan. JSON values."""
+"""The TPU compiler's verdict on one program of a plan: outcome, reason, memory, time and collectives."""
 
-import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
 
-from shardplan.plan.plan import Collective, WorkloadInfo
+from shardplan.plan.plan import Collective
+from shardplan.plan.workload import Workload
 
-FITS, DOES_NOT_FIT, REFUSED, UNDECIDED = "fits", "does not fit", "refused", "undecided"
-"""Outcomes; undecided where a limit of time or memory of this machine was reached first."""
+
+class Outcome(StrEnum):
+    """The result of compiling a program, best first."""
+
+    FITS = "fits"
+    DOES_NOT_FIT = "does not fit"
+    REFUSED = "refused"
+    UNDECIDED = "undecided"
+    """A limit of time or memory of this machine was reached first."""
+
+
+class ProgramKind(StrEnum):
+    """The program that was compiled: a step of a workload, or the assembly of the model from its state dict."""
+
+    EVAL = "eval"
+    TRAIN = "train"
+    PREFILL = "prefill"
+    LOAD = "load"
+
+
+class CollectiveForm(StrEnum):
+    """How the compiler executes a collective."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    WINDOWED = "windowed"
+    """As permutes in the loop of a decomposed matmul."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array that is alive when most memory is in use."""
+    """An array that is live when most memory is in use."""
 
     bytes: int
     shape: str
     op: str
-    """Path of the argument, or the operation of the traced program that made it."""
+    """Path of the argument, or the operation of the traced program that made the array."""
 
 
 @dataclass(frozen=True)
 class CompiledMemory:
-    """Bytes per device of HBM, as the compiler assigned them."""
+    """HBM in bytes per device, as the compiler assigned it."""
 
     peak: int
     arguments: int
     temporaries: int
     output: int
-    """Without what takes the place of a donated argument."""
+    """Results that do not replace a donated argument."""
     available: int
     buffers: list[Buffer]
-    """The largest of those that are alive at the peak."""
+    """The largest buffers that are live at the peak."""
 
 
 @dataclass(frozen=True)
 class CompiledCollective(Collective):
-    """Collectives of one cause that the compiler put into the program; `cause` is the operation they serve."""
+    """Collectives with one cause that the compiler put into the program; `cause` is the operation that they serve."""
 
-    form: str
-    """sync, async, or windowed: the permutes of a product that was decomposed into a loop."""
+    form: CollectiveForm
 
 
 @dataclass(frozen=True)
@@ -48,27 +72,114 @@ class CompiledTime:
 
     step_seconds: float
     compute_seconds: float
-    """Of which the core works; for the rest it waits for transfers."""
+    """Time that the core computes; for the rest of the step it waits for transfers."""
     kernel_seconds: float
     """The part of `compute_seconds` modelled from FLOPs: kernels for which the compiler gives no cycles."""
     model_flops: float
     """FLOPs of one step over all devices that the model needs, recomputation and masked attention not counted."""
     mfu: float
-    """Model FLOP/s utilisation: `model_flops` against the peak of all devices over the step."""
+    """Model FLOP/s utilisation: `model_flops` divided by the peak FLOPs of all devices during the step."""
     ops: dict[str, float]
-    """Operation of the traced program -> seconds of the core, the longest."""
+    """Operation of the traced program -> compute seconds, the longest first."""
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The program needs more HBM than a device has."""
+
+    excess: int
+    """Bytes per device beyond what is available."""
+    largest: list[Buffer]
+    """The largest buffers that are live at the peak."""
+
+
+@dataclass(frozen=True)
+class CompileError:
+    """JAX or the compiler raised an error."""
+
+    message: str
+    """The error's own text, on one line."""
+
+
+@dataclass(frozen=True)
+class DuplicateMeshAxis:
+    """Several logical axes of one parameter are mapped to the same mesh axis."""
+
+    parameter: str
+    axes: list[str]
+    mesh_axis: str
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """Compilation took longer than `compiler.seconds`."""
+
+    seconds: int
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Compilation used more memory of this machine than `compiler.gib`."""
+
+    gib: float
+
+
+@dataclass(frozen=True)
+class CompilerCrash:
+    """The process that compiled ended without a result."""
+
+    exit_code: int
+    last_line: str
+    """The end of its output."""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """Another case failed, or the user interrupted, while this one compiled."""
+
+
+Reason = OutOfMemory | CompileError | DuplicateMeshAxis | TimeLimit | MemoryLimit | CompilerCrash | Interrupted
+"""Why a program does not fit, or has not been compiled."""
+
+
+class OmissionKind(StrEnum):
+    """What the reader of compiled modules does not understand, and leaves out or approximates."""
+
+    MODULE_TEXT = "module text"
+    """The text could not be parsed; `detail` is the error."""
+    MODULE_STRUCTURE = "module structure"
+    """The schedule could not be simulated; `detail` is the error."""
+    INSTRUCTION = "instruction"
+    """`subject` is its opcode, `detail` the error."""
+    NO_CYCLES = "no cycles"
+    """An instruction, `subject`, without estimated cycles, timed as reading and writing its result."""
+    TRIP_COUNT = "trip count"
+    """A loop of unknown length, counted once."""
+    CONDITIONAL = "conditional"
+    """Every branch is counted, the longest timed."""
+    ASYNC_CALL = "async call"
+    """An asynchronous call without a collective."""
+    REPLICA_GROUPS = "replica groups"
+    """`subject` is the collective's opcode, `detail` its groups."""
+
+
+@dataclass(frozen=True)
+class Omission:
+    """One thing that the reader of compiled modules left out or approximated."""
+
+    kind: OmissionKind
+    subject: str = ""
+    detail: str = ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the compiler says of one program."""
+    """The compiler's verdict on one program."""
 
-    outcome: str
-    """`fits`, `does not fit`, `refused` or `undecided`."""
-    reason: str
-    """Why not; empty where it fits."""
-    program: str
-    """eval, train, prefill or load."""
+    outcome: Outcome
+    reason: Reason | None
+    """None if the program fits."""
+    program: ProgramKind
     slice: str
     mesh: dict[str, int]
     options: dict[str, str]
@@ -76,25 +187,22 @@ class Verdict:
     attention: str
     """Levanter's attention backend."""
     compile_seconds: float
+    """Seconds of tracing and compiling."""
     versions: dict[str, str]
     memory: CompiledMemory | None = None
     time: CompiledTime | None = None
     collectives: list[CompiledCollective] = field(default_factory=list)
-    not_understood: dict[str, int] = field(default_factory=dict)
-    """What the reader of the compiled module left out -> how many times it stands there."""
+    not_understood: dict[Omission, int] = field(default_factory=dict)
+    """Omission -> number of times that it occurs in the module."""
 
     @property
     def fits(self) -> bool:
-        """Whether it compiled, and into the memory there is."""
-        return self.outcome == FITS
+        """Whether the program compiled and fits into the available memory."""
+        return self.outcome == Outcome.FITS
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return dataclasses.asdict(self)
-
-    def rank(self, workload: WorkloadInfo) -> tuple[int, float]:
-        """Sort key: what fits by time per token, then what does not by memory, then the rest."""
-        order = [FITS, DOES_NOT_FIT, REFUSED, UNDECIDED].index(self.outcome)
+    def rank(self, workload: Workload) -> tuple[int, float]:
+        """Sort key: programs that fit by time per token, then those that do not fit by memory, then the rest."""
+        order = list(Outcome).index(self.outcome)
         if self.time is not None:
-            return order, self.time.step_seconds / (workload.batch * workload.position)
+            return order, self.time.step_seconds / workload.tokens
         return order, self.memory.peak if self.memory is not None else 0.0

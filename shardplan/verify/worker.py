@@ -1,7 +1,7 @@
-"""One compile, in a process of its own: `python -m shardplan.verify.worker REQUEST COMPILED DUMP`.
+"""Compiles one program in a process of its own: `python -m shardplan.verify.worker REQUEST COMPILED DUMP`.
 
-The parent sets the environment (see `shardplan.verify.topology`) and `XLA_FLAGS`, so that the compiler leaves its
-reports in DUMP, also when memory is exhausted.
+The parent sets the environment (see `shardplan.verify.topology`) and `XLA_FLAGS`, so that the compiler writes its
+reports to DUMP, also when memory is exhausted.
 """
 
 import dataclasses
@@ -11,63 +11,64 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from jax.sharding import Mesh
 
 from shardplan.checkpoint.levanter_loader import assemble_program
+from shardplan.config.sections import CompiledProgram
 from shardplan.errors import one_line
 from shardplan.hardware import parse_slice
-from shardplan.model import Model, build_model
+from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
 from shardplan.step import Program, specialize, step_program
-from shardplan.verify.compiled import Compiled
+from shardplan.verify.compiled import Compiled, package_versions
 from shardplan.verify.topology import make_topology_mesh
 
-LOAD = "load"
-"""The program that assembles the model from the whole state dict in one jit, as Levanter's loader does."""
-PACKAGES = ("jax", "jaxlib", "libtpu", "haliax", "levanter", "equinox", "optax")
-"""What a compile depends on."""
-PARENT_SECONDS = 1.0
+PARENT_POLL_SECONDS = 1.0
+MAX_ERROR = 600
+"""Characters of an error that are kept."""
 
 
 def main(request: str, compiled: str, dump: str) -> None:
-    """Read the request, compile, write what came out."""
+    """Read the request file, compile, and write the result to the file `compiled`."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     values = json.loads(Path(request).read_text(encoding="utf-8"))
     plan = Plan.from_json(values["plan"])
     model = build_model(values["hf_config"], plan.workload.position)
-    compile_plan(model, plan, values["program"], values["options"], Path(dump)).save(Path(compiled))
+    program = CompiledProgram(values["program"])
+    compile_plan(model, plan, program, values["options"], Path(dump)).save(Path(compiled))
 
 
-def versions() -> dict[str, str]:
-    """Installed versions of what a compile depends on."""
-    return {package: metadata.version(package) for package in PACKAGES}
-
-
-def compile_plan(model: Model, plan: Plan, name: str, options: Mapping[str, str], dump: Path) -> Compiled:
-    """Compile one program of `plan`.
+def compile_plan(model: Model, plan: Plan, choice: CompiledProgram, options: Mapping[str, str], dump: Path) -> Compiled:
+    """Compile one program of `plan`; an error of JAX or the compiler becomes a part of the result.
 
     Args:
-        name: `step` for that of the plan's workload, or `load`.
-        dump: the folder that XLA_FLAGS names.
+        choice: the step of the workload, or Levanter's assembly of a loaded model.
+        options: compiler options.
+        dump: the folder into which XLA writes its reports (`--xla_dump_to`).
+
+    Raises:
+        ConfigError: the plan has another attention than the model, or no mesh fits the slice.
     """
     started = time.perf_counter()
     model = specialize(model, plan)
     mesh = make_topology_mesh(parse_slice(plan.hardware.slice), plan.mesh)
     result = Compiled(
         attention=plan.attention.kernel,
-        versions=versions(),
+        versions=package_versions(),
         slices=[getattr(device, "slice_index", 0) or 0 for device in mesh.devices.flat],
     )
     try:
-        compiled = _program(model, plan, mesh, name).lower().compile(compiler_options=dict(options))
-    except Exception as error:  # whatever JAX and the compiler have against it
+        compiled = _program(model, plan, mesh, choice).lower().compile(compiler_options=dict(options))
+    except Exception as error:  # whatever JAX or the compiler raises is a verdict
+        text = f"{type(error).__name__}: {one_line(error, limit=MAX_ERROR)}"
         changes: dict[str, Any] = {
-            "error": f"{type(error).__name__}: {one_line(error, limit=600)}",
-            "module": _report(dump, "after_optimizations"),
+            "error": text,
+            # an XLA error has its status code and the exhausted memory space in its text only
+            "is_out_of_hbm": "RESOURCE_EXHAUSTED" in text and "HBM" in text.upper(),
+            "module": _read_report(dump, "after_optimizations"),
         }
     else:
         stats = compiled.memory_analysis()
@@ -83,27 +84,34 @@ def compile_plan(model: Model, plan: Plan, name: str, options: Mapping[str, str]
     return dataclasses.replace(
         result,
         **changes,
-        live_ranges=_report(dump, "live-range"),
-        usage=_report(dump, "memory-usage-report"),
+        live_ranges=_read_report(dump, "live-range"),
+        usage=_read_report(dump, "memory-usage-report"),
         seconds=time.perf_counter() - started,
     )
 
 
-def _program(model: Model, plan: Plan, mesh: Mesh, name: str) -> Program:
-    return assemble_program(model, plan, mesh) if name == LOAD else step_program(model, plan, mesh)
+def _program(model: Model, plan: Plan, mesh: Mesh, choice: CompiledProgram) -> Program:
+    """Return the program of the plan to compile: its step, or what assembles the loaded arrays."""
+    match choice:
+        case CompiledProgram.STEP:
+            return step_program(model, plan, mesh)
+        case CompiledProgram.LOAD:
+            return assemble_program(model, plan, mesh)
+        case _:
+            assert_never(choice)
 
 
-def _report(dump: Path, kind: str) -> str:
-    """The text that the compiler left in its dump; `kind` is the end of the file's name. Empty where there is none."""
-    # JAX compiles small programs for the CPU while it traces; they say so in their names
+def _read_report(dump: Path, kind: str) -> str:
+    """The text of the compiler's report whose file name ends in `kind`; empty if there is none."""
+    # JAX compiles small programs for the CPU while it traces; the names of their reports contain cpu
     paths = [path for path in dump.glob(f"*{kind}.txt") if ".cpu_" not in path.name]
     return max(paths, key=lambda path: path.stat().st_size).read_text(errors="replace") if paths else ""
 
 
 def _end_with_parent(parent: int) -> None:
-    """A compile cannot be interrupted, and is of no use to anybody once its parent has gone."""
+    """End this process as soon as its parent has ended: a compile cannot be interrupted otherwise."""
     while os.getppid() == parent:
-        time.sleep(PARENT_SECONDS)
+        time.sleep(PARENT_POLL_SECONDS)
     os._exit(1)
 
 

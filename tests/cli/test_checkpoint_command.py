@@ -1,4 +1,4 @@
-"""`python -m shardplan.checkpoint` as users meet it."""
+"""`python -m shardplan.checkpoint` prints read schedules."""
 
 import json
 
@@ -8,22 +8,22 @@ from shardplan.__main__ import main
 
 
 def test_schedule_of_405b_on_v4_256(tmp_path, capsys):
-    """32 processes read every byte once, each as much, in long ranges: a second at the speed of their network."""
+    """32 processes read every byte once, in equal parts and long ranges, in a second at the speed of their network."""
     argv = ["--config", "configs/405b.yaml", "--schedule", "--json", str(tmp_path / "schedule.json")]
     assert main("checkpoint", argv) == 0
-    found = json.loads((tmp_path / "schedule.json").read_text())
-    sizes = [ranges["bytes"] for ranges in found["processes"].values()]
+    forecast = json.loads((tmp_path / "schedule.json").read_text())
+    sizes = [ranges["bytes"] for ranges in forecast["processes"].values()]
     assert len(sizes) == 32 and max(sizes) <= 1.01 * min(sizes)
-    assert found["checkpoint_bytes"] == 2 * 405_853_388_800
-    assert 1 <= found["times_read"] < 1.0001
-    assert found["seconds"] == pytest.approx(found["checkpoint_bytes"] / 32 / 25e9, rel=0.01)
-    assert max(ranges["count"] for ranges in found["processes"].values()) < 1500
+    assert forecast["checkpoint_bytes"] == 2 * 405_853_388_800
+    assert 1 <= forecast["times_read"] < 1.0001
+    assert forecast["seconds"] == pytest.approx(forecast["checkpoint_bytes"] / 32 / 25e9, rel=0.01)
+    assert max(ranges["count"] for ranges in forecast["processes"].values()) < 1500
     text = capsys.readouterr().out
     assert "all-to-all over data" in text and "1.000 x the 755.96 GiB of the checkpoint" in text
 
 
 def test_schedule_of_a_checkpoint_at_hand(golden, tmp_path, capsys):
-    """The offsets and types are its own; one process of eight devices reads it by itself."""
+    """The offsets and types are those of the checkpoint; one process of eight devices reads all of it locally."""
     argv = [
         "--model",
         str(golden / "mixtral"),
@@ -35,9 +35,9 @@ def test_schedule_of_a_checkpoint_at_hand(golden, tmp_path, capsys):
     ]
     assert main("checkpoint", argv) == 0
     out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert found["source"] == str(golden / "mixtral") and list(found["processes"]) == ["0"]
-    assert found["times_read"] == 1 and {array["sharing"] for array in found["arrays"]} == {"each its own"}
+    forecast = json.loads(out)
+    assert forecast["source"] == str(golden / "mixtral") and list(forecast["processes"]) == ["0"]
+    assert forecast["times_read"] == 1 and {array["sharing"] for array in forecast["arrays"]} == {"local"}
     assert "1 processes read" in err
 
 

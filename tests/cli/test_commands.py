@@ -11,20 +11,17 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, fails, run, start, transformers_losses, word_tokenizer
 
+import shardplan
 from shardplan.plan.plan import Plan
+
+PLANNING = ("--workload.batch=4", "--workload.position=64", "--workload.param_dtype=float32",
+            "--workload.compute_dtype=float32")  # fmt: skip
 
 
 def arguments(checkpoint: Path, tmp_path: Path) -> list[str]:
-    settings = {
-        "model.ref": checkpoint,
-        "data.path": checkpoint / "text.jsonl",
-        "workload.batch": 4,
-        "workload.position": 64,
-        "workload.param_dtype": "float32",
-        "workload.compute_dtype": "float32",
-        "output": tmp_path / "results.json",
-    }
-    return [f"--{key}={value}" for key, value in settings.items()]
+    """Those of an evaluation of the checkpoint's own text."""
+    own = (f"--data.path={checkpoint / 'text.jsonl'}", f"--output={tmp_path / 'results.json'}")
+    return [f"--model.ref={checkpoint}", *PLANNING, *own]
 
 
 @pytest.mark.parametrize(
@@ -39,8 +36,9 @@ def arguments(checkpoint: Path, tmp_path: Path) -> list[str]:
 def test_evaluation_equals_transformers(checkpoint, tmp_path, slice_name, batch):
     """Loss per document against float64 arithmetic on the logits of transformers."""
     settings = [f"--hardware.slice={slice_name}", f"--workload.batch={batch}", f"--json={tmp_path / 'plan.json'}"]
-    done = start("eval", *arguments(checkpoint, tmp_path), *settings)
+    done = start("eval", *arguments(checkpoint, tmp_path), *settings, "--quiet")
     assert done.returncode == 0, done.stderr
+    assert "loading" not in done.stderr and "evaluating" not in done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     nats = transformers_losses(checkpoint)
     for row, expected in zip(results["documents"], nats, strict=True):
@@ -56,8 +54,8 @@ def test_evaluation_equals_transformers(checkpoint, tmp_path, slice_name, batch)
     assert "row 0" in done.stdout and "loss per token" in done.stdout and "PartitionSpec" in done.stdout
 
 
-def test_evaluation_with_positions_cut(checkpoint, tmp_path):
-    """Its attention brings together the keys of all positions."""
+def test_evaluation_with_positions_sharded(checkpoint, tmp_path):
+    """Attention gathers the keys of all positions."""
     pins = ["--pin", "position=model", "batch=data", "kv_head=", "heads=", "mlp=", "vocab="]
     done = run("eval", *arguments(checkpoint, tmp_path), "--mesh.model=4", *pins)
     assert done.returncode == 0, done.stderr
@@ -100,7 +98,7 @@ def test_one_changed_import_in_a_levanter_script(checkpoint, tmp_path):
 
 
 def test_dry_run_of_405b(tmp_path):
-    done = start("eval", "--config", "configs/405b.yaml", "--dry_run", "--json", tmp_path / "plan.json")
+    done = run("eval", "--config", "configs/405b.yaml", "--dry_run", "--json", tmp_path / "plan.json")
     assert done.returncode == 0, done.stderr
     assert "128 devices of v4-256" in done.stdout and "fits v4-256" in done.stdout and "trainer:" in done.stdout
     assert "of which planning" in done.stderr
@@ -122,6 +120,13 @@ def test_console_script():
     assert done.stderr == "shardplan: unknown command 'pln'; did you mean 'plan'?\n"
     done = subprocess.run([sys.executable, "-m", "shardplan", "plan", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--workload.batch" in done.stdout
+    done = subprocess.run([sys.executable, "-m", "shardplan", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"shardplan {shardplan.__version__}\n")
+
+
+def test_keys_of_another_command():
+    fails(run("plan", "--config=configs/8b.yaml", "--against=x"), 2, "against is a key of verify, not of plan")
+    fails(run("plan", "--config=configs/8b.yaml", "--schedule"), 2, "schedule is a key of checkpoint, not of plan")
 
 
 def test_unknown_key(checkpoint, tmp_path):
@@ -150,7 +155,7 @@ def test_truncated_shard(checkpoint, tmp_path):
     shard = broken / "model-00002-of-00003.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     done = run("eval", *arguments(broken, tmp_path))
-    assert done.returncode == 4 and "lies outside the file; it is cut short" in done.stderr
+    assert done.returncode == 4 and "lies outside the file; it is truncated" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -161,7 +166,7 @@ def test_another_model_than_its_config(checkpoint, tmp_path):
     (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4, "intermediate_size": 64}))
     done = run("eval", *arguments(broken, tmp_path))
     assert done.returncode == 4 and "Traceback" not in done.stderr
-    assert "does not hold the model of its config.json: tensors 18 missing (model.layers.2." in done.stderr
+    assert "does not match the model of its config.json; tensors: 18 missing (model.layers.2." in done.stderr
     assert "6 of another shape (model.layers.0.mlp.down_proj.weight is (96, 128), the model has (96, 64)" in done.stderr
 
 
@@ -172,9 +177,9 @@ def test_unsupported_model_type(checkpoint, tmp_path):
     fails(done, 2, "model_type 'lama' is not supported; did you mean 'llama'? (supported: gemma, gemma2, gpt2, llama, ")
 
 
-def test_batch_that_no_mesh_axis_divides(checkpoint, tmp_path):
-    """It stays whole, and the plan says so."""
-    done = run("plan", *arguments(checkpoint, tmp_path), "--workload.batch=3", "--mesh.data=8")
+def test_batch_that_no_mesh_axis_divides(checkpoint):
+    """It stays replicated, and the plan says so."""
+    done = run("plan", f"--model.ref={checkpoint}", *PLANNING, "--workload.batch=3", "--mesh.data=8")
     assert done.returncode == 0, done.stderr
     assert "batch (3) is not divisible by data = 8" in done.stdout
 
@@ -210,7 +215,7 @@ def test_evaluation_needs_a_ref(golden, checkpoint, tmp_path):
 def test_nothing_fits():
     done = run("plan", "--config", "configs/405b.yaml", "--hardware.slice=v4-16")
     fails(done, 3, "no plan fits v4-16: the nearest miss, mesh replica ")
-    assert "GiB are lacking" in done.stderr
+    assert "GiB are missing" in done.stderr
 
 
 def test_no_data(checkpoint):

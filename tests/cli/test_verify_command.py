@@ -1,4 +1,4 @@
-"""Bad input of verify: one line and exit code 2, before anything is compiled."""
+"""Bad input of verify ends with one line and exit code 2, before anything is compiled."""
 
 import json
 
@@ -13,7 +13,7 @@ CONFIG = "--config=configs/8b.yaml"
     [
         ([CONFIG, "--hardware.slice=cpu-8"], "hardware.slice cpu-8 has no TPU compiler; name a TPU slice"),
         ([CONFIG, "--against", "missing.yaml"], "against: missing.yaml cannot be read: No such file"),
-        ([CONFIG, "--against"], "--against needs at least one value"),
+        ([CONFIG, "--against"], "--against: expected at least one argument"),
         ([CONFIG, "--plan", "missing.json"], "plan missing.json cannot be read"),
         ([CONFIG, "--options", "both"], "options is 'both'; valid: auto, plan"),
         ([CONFIG, "--compiler.program", "steps"], "compiler.program is 'steps'; did you mean 'step'?"),
@@ -22,7 +22,7 @@ CONFIG = "--config=configs/8b.yaml"
         ([CONFIG, "--workload.kind", "training"], "workload.kind is 'training'; did you mean 'train'?"),
         (
             [CONFIG, "--hardware.slice=2xv4-8", "--mesh.model=8"],
-            "mesh.model 8: with replica x data = 1 a part of the model would be on",
+            "mesh.model 8: with replica x data = 1, mesh axis model would span several of the 2 slices of 2xv4-8",
         ),
     ],
 )
@@ -30,7 +30,7 @@ def test_bad_input(arguments, message):
     fails(run("verify", *arguments), 2, message)
 
 
-def test_against_nonsense(tmp_path):
+def test_against_other_files(tmp_path):
     (tmp_path / "list.yaml").write_text("[1, 2]")
     fails(run("verify", CONFIG, "--against", tmp_path / "list.yaml"), 2, "holds list, not a configuration or a plan")
     (tmp_path / "broken.json").write_text("{")
@@ -43,12 +43,14 @@ def test_against_nonsense(tmp_path):
     )
 
 
-def test_verify_of_other_commands_takes_the_plan_as_it_is():
-    done = run("plan", CONFIG, "--hardware.slice=v5p-16", "--verify", "--options", "auto", "--json=-")
+@pytest.mark.parametrize("arguments", [("--options", "auto"), ("--against", "other.yaml")])
+def test_other_commands_verify_the_plan_without_options_and_comparisons(arguments):
+    name = arguments[0].removeprefix("--")
+    done = run("plan", CONFIG, "--hardware.slice=v5p-16", "--verify", *arguments, "--json=-")
     assert done.returncode == 2
-    assert "options and against are for shardplan verify" in done.stderr
+    assert f"{name} is a key of verify, not of plan; leave it out" in done.stderr
 
 
-def test_eval_runs_no_plan_for_training(checkpoint, tmp_path):
+def test_eval_refuses_a_plan_for_training(checkpoint, tmp_path):
     arguments = [f"--model.ref={checkpoint}", f"--data.path={checkpoint / 'text.jsonl'}", f"--output={tmp_path / 'r'}"]
     fails(run("eval", *arguments, "--workload.kind=train"), 2, "workload.kind is train; eval runs plans for evaluation")

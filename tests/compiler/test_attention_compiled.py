@@ -1,6 +1,6 @@
-"""Attention by the kernels of TPUs, compiled: what devices receive, hops, and memory. Nothing runs.
+"""Sequence-parallel attention as the TPU compiler compiles it: received bytes, hops, and memory. Nothing runs.
 
-q[batch, kv_head, q_heads_per_group, position, head_size], positions on the mesh axis `model`; bfloat16.
+q[batch, kv_head, q_heads_per_group, position, head_size], positions sharded over the mesh axis `model`; bfloat16.
 """
 
 from collections import Counter
@@ -14,10 +14,10 @@ from haliax.partitioning import pspec_for_axis
 from jax.sharding import NamedSharding
 from levanter.layers.attention import AttentionMask
 
-from shardplan.attention.dot_product import dot_product_attention
+from shardplan.attention import dot_product_attention
 from shardplan.hardware import parse_slice
 from shardplan.verify.hlo.collectives import Network
-from shardplan.verify.hlo.module import parse
+from shardplan.verify.hlo.parser import parse
 from shardplan.verify.hlo.timing import model_step
 from shardplan.verify.topology import make_topology_mesh
 
@@ -28,11 +28,11 @@ MAPPING = {"batch": "data", "position": "model", "key_position": "model"}
 CAUSAL = AttentionMask.causal()
 
 
-def compiled(slice_name, heads, mask=CAUSAL, length=LENGTH, degree=DEGREE, kernel="splash", **given):
-    """Bytes and number of collectives by kind, and bytes at the peak; one sequence for every group of devices.
+def compile_attention(slice_name, heads, mask=CAUSAL, length=LENGTH, degree=DEGREE, kernel="splash", **arguments):
+    """Return received bytes and number of collectives by kind, and peak bytes; one sequence per group of devices.
 
     Args:
-        heads: key heads, and query heads of each.
+        heads: key heads, and query heads per key head.
     """
     hardware = parse_slice(slice_name)
     sizes = {"replica": 1, "data": hardware.devices // degree, "model": degree}
@@ -48,7 +48,7 @@ def compiled(slice_name, heads, mask=CAUSAL, length=LENGTH, degree=DEGREE, kerne
 
     def attend(q, k, v):
         return dot_product_attention(
-            "position", "key_position", "head_size", q, k, v, mask, axis_mapping=MAPPING, kernel=kernel, **given
+            "position", "key_position", "head_size", q, k, v, mask, axis_mapping=MAPPING, kernel=kernel, **arguments
         )
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -78,9 +78,9 @@ SLICES = [pytest.param("v4-256", marks=pytest.mark.whole), "v5p-128"]
     ],
 )
 def test_bytes_are_those_of_the_formulas(slice_name, heads, strategy, ulysses):
-    """Per device, in units of batch x head size: all_gather and ring 2 Hkv (S/P)(P-1); Ulysses, and the exchange of
-    the hybrid, (2 Hq + 2 Hkv)(S/P)(U-1)/U with U key heads where there are fewer, and a ring of R 2 Hkv (S/P)(R-1)."""
-    received, _, _ = compiled(slice_name, heads, strategy=strategy, ulysses=ulysses)
+    """Received per device, in units of batch x head size: all_gather and ring 2 Hkv (S/P)(P-1); Ulysses and the
+    all-to-alls of hybrid (2 Hq + 2 Hkv)(S/P)(U-1)/U, with Hkv at least U; the ring of hybrid 2 Hkv (S/P)(R-1)."""
+    received, _, _ = compile_attention(slice_name, heads, strategy=strategy, ulysses=ulysses)
     unit = LENGTH // DEGREE * HEAD_SIZE * BFLOAT16
     key_heads, query_heads, ring = heads[0], heads[0] * heads[1], DEGREE // ulysses
     sent = max(key_heads, ulysses)
@@ -100,20 +100,20 @@ def test_bytes_are_those_of_the_formulas(slice_name, heads, strategy, ulysses):
 
 
 @pytest.mark.parametrize("slice_name", SLICES)
-def test_hops_are_those_that_the_mask_needs(slice_name):
-    """Keys and values are permuted once each for a window that reaches into one neighbour; eight documents, a device
-    each, need none."""
+def test_only_hops_that_the_mask_needs(slice_name):
+    """A window that reaches into one neighbour needs one permute each of keys and values; one document per device needs
+    none."""
     window = AttentionMask.causal(sliding_window=4096)
-    assert compiled(slice_name, (2, 4), window, strategy="ring")[1]["collective-permute"] == 2
+    assert compile_attention(slice_name, (2, 4), window, strategy="ring")[1]["collective-permute"] == 2
     documents = (LENGTH // DEGREE,) * DEGREE
-    assert "collective-permute" not in compiled(slice_name, (2, 4), strategy="ring", documents=documents)[1]
+    assert "collective-permute" not in compile_attention(slice_name, (2, 4), strategy="ring", documents=documents)[1]
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("strategy", "ulysses"), [("ring", 1), ("hybrid", 8)])
-def test_memory_is_linear_in_the_length(strategy, ulysses):
-    """From 128K to 1M tokens over all of v5p-128, with the heads of 8B: within a tenth for each token."""
+def test_memory_grows_linearly_with_the_length(strategy, ulysses):
+    """Peak bytes per token stay within a tenth from 128K to 1M tokens over all of v5p-128, with the heads of 8B."""
     lengths = [n * 1024 for n in (128, 256, 512, 1024)]
-    given = {"degree": 64, "strategy": strategy, "ulysses": ulysses, "layout": "zigzag"}
-    by_token = [compiled("v5p-128", (8, 4), length=n, **given)[2] / n for n in lengths]
+    arguments = {"degree": 64, "strategy": strategy, "ulysses": ulysses, "layout": "zigzag"}
+    by_token = [compile_attention("v5p-128", (8, 4), length=n, **arguments)[2] / n for n in lengths]
     assert by_token == pytest.approx([by_token[0]] * len(lengths), rel=0.1)

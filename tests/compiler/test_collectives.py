@@ -1,7 +1,7 @@
-"""Bytes of every kind of collective, as read from a compiled module, against a calculation by hand.
+"""The bytes of every kind of collective that are read from a compiled module agree with calculations by hand.
 
 Shapes: x[batch, embed], weights w[layer, embed, mlp] and v[layer, mlp, embed], all bfloat16 (2 bytes), on a v4 torus of
-4 x 4 x 4 devices. A ring of n devices lets each receive n-1 of n parts.
+4 x 4 x 4 devices. In a ring of n devices each receives n-1 of n shards.
 """
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardplan.hardware import parse_slice
 from shardplan.plan.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
 from shardplan.verify.hlo.collectives import Network
-from shardplan.verify.hlo.module import parse
+from shardplan.verify.hlo.parser import parse
 from shardplan.verify.hlo.timing import model_step
 from shardplan.verify.topology import make_topology_mesh
 
@@ -37,7 +37,7 @@ def timing_of(function, arrays, sizes, options=NO_WINDOWED_EINSUM):
     return model_step(parse(compiled.as_text()), network, HARDWARE, causal=1.0)
 
 
-def moved(timing, *kinds) -> dict[tuple[str, tuple[str, ...]], float]:
+def received(timing) -> dict[tuple[str, tuple[str, ...]], float]:
     """(kind, mesh axes) -> bytes that a device receives in a step, of all collectives of at least a kilobyte."""
     result: dict[tuple[str, tuple[str, ...]], float] = {}
     for use in timing.uses:
@@ -54,7 +54,7 @@ def constrain(mesh, array, *spec):
 
 @pytest.mark.parametrize("sizes", [{"replica": 1, "data": 8, "model": 8}, {"replica": 2, "data": 2, "model": 16}])
 def test_column_then_row_parallel_mlp(sizes):
-    """Partial sums of y[batch, embed] over `model` are added once a layer: an all-reduce sends them around twice."""
+    """An all-reduce per layer adds the partial sums of y[batch, embed] over `model`, which go around the ring twice."""
 
     def forward(mesh, x, w, v):
         def layer(x, weights):
@@ -71,11 +71,11 @@ def test_column_then_row_parallel_mlp(sizes):
     ]
     n = sizes["model"]
     local = BATCH // (sizes["replica"] * sizes["data"]) * EMBED * BFLOAT16
-    assert moved(timing_of(forward, arrays, sizes)) == {("all-reduce", ("model",)): LAYERS * 2 * (n - 1) / n * local}
+    assert received(timing_of(forward, arrays, sizes)) == {("all-reduce", ("model",)): LAYERS * 2 * (n - 1) / n * local}
 
 
 def fsdp(mesh, x, w):
-    """Square layers whose weights rest cut along embed by `data`, as the batch is."""
+    """Square layers whose stored weights are sharded along embed over `data`, as is the batch."""
 
     def layer(x, weight):
         return constrain(mesh, x @ weight, "data", None), None
@@ -83,23 +83,23 @@ def fsdp(mesh, x, w):
     return lax.scan(layer, x, w)[0]
 
 
-PARTS = 16
-FSDP_SIZES = {"replica": 1, "data": PARTS, "model": 4}
+SHARDS = 16
+FSDP_SIZES = {"replica": 1, "data": SHARDS, "model": 4}
 FSDP_ARRAYS = [((16 * BATCH, EMBED), ("data", None)), ((LAYERS, EMBED, EMBED), (None, "data", None))]
-PART = EMBED * EMBED * BFLOAT16 // PARTS
+SHARD_BYTES = EMBED * EMBED * BFLOAT16 // SHARDS
 
 
 @pytest.mark.parametrize("options", [NO_WINDOWED_EINSUM, {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES}])
 def test_fsdp_gathers_each_weight_once_a_layer(options):
-    """Whether it is waited for, or hides in several fusions: the parts of the 15 others, in each of the layers."""
+    """Every layer gathers the shards of the 15 others, in a synchronous all-gather or in several fusions."""
     timing = timing_of(fsdp, FSDP_ARRAYS, FSDP_SIZES, options)
-    assert moved(timing) == {("all-gather", ("data",)): LAYERS * (PARTS - 1) * PART}
+    assert received(timing) == {("all-gather", ("data",)): LAYERS * (SHARDS - 1) * SHARD_BYTES}
 
 
 def test_windowed_einsum():
-    """The same product as a loop: a part arrives from either side in each of 8 rounds, and one before the first.
+    """The matmul as a loop: in each of 8 iterations a shard arrives from either side, and one before the first.
 
-    That is 17 parts where 15 are needed: the loop of the compiler passes on, in its last round, what nobody uses.
+    That is 17 shards where 15 are needed: the last iteration of the compiler's loop transfers unused shards.
     """
 
     def columns(mesh, x, w):
@@ -110,34 +110,34 @@ def test_windowed_einsum():
 
     arrays = [((16 * BATCH, EMBED), ("data", None)), ((LAYERS, EMBED, MLP), (None, "data", "model"))]
     timing = timing_of(columns, arrays, FSDP_SIZES, WINDOWED)
-    part = EMBED * MLP // FSDP_SIZES["model"] * BFLOAT16 // PARTS
-    assert moved(timing) == {("collective-permute", ("data",)): LAYERS * (PARTS + 1) * part}
-    assert {use.count for use in timing.uses if use.form == "windowed"} >= {LAYERS * PARTS // 4}
-    # and what they are for
+    part = EMBED * MLP // FSDP_SIZES["model"] * BFLOAT16 // SHARDS
+    assert received(timing) == {("collective-permute", ("data",)): LAYERS * (SHARDS + 1) * part}
+    assert {use.count for use in timing.uses if use.form == "windowed"} >= {LAYERS * SHARDS // 4}
+    # the permutes are attributed to the matmul
     assert all("dot_general" in use.transfer.op for use in timing.uses)
 
 
 def test_ulysses_all_to_all():
-    """[position/n, heads] -> [position, heads/n]: a device keeps one part of n of what it has, and gets n-1 others."""
+    """[position/n, heads] -> [position, heads/n]: a device keeps one of its n shards, and receives n-1 others."""
     n, position, heads = 8, 8192, 2048
     sizes = {"replica": 1, "data": 8, "model": n}
 
-    def exchange(mesh, x):
-        swap = jax.shard_map(
+    def reshard(mesh, x):
+        all_to_all = jax.shard_map(
             lambda part: lax.all_to_all(part, "model", split_axis=1, concat_axis=0, tiled=True),
             mesh=mesh,
             in_specs=PartitionSpec("model", None),
             out_specs=PartitionSpec(None, "model"),
         )
-        return swap(x)
+        return all_to_all(x)
 
     local = position // n * heads * BFLOAT16
-    timing = timing_of(exchange, [((position, heads), ("model", None))], sizes)
-    assert moved(timing) == {("all-to-all", ("model",)): local * (n - 1) / n}
+    timing = timing_of(reshard, [((position, heads), ("model", None))], sizes)
+    assert received(timing) == {("all-to-all", ("model",)): local * (n - 1) / n}
 
 
 def test_ring_permute():
-    """Keys go around the ring: n-1 rounds, in each the whole of the neighbour's part."""
+    """Keys pass around the ring: in each of n-1 iterations a device receives its neighbour's complete shard."""
     n, position, width = 16, 8192, 2048
     sizes = {"replica": 1, "data": 4, "model": n}
 
@@ -155,12 +155,12 @@ def test_ring_permute():
 
     timing = timing_of(ring, [((position, width), ("model", None))], sizes)
     local = position // n * width * BFLOAT16
-    assert moved(timing) == {("collective-permute", ("model",)): (n - 1) * local}
+    assert received(timing) == {("collective-permute", ("model",)): (n - 1) * local}
     assert [use.count for use in timing.uses] == [n - 1]
 
 
-def test_gradients_are_reduced_and_scattered():
-    """The gradient of w is a partial sum over the batch on every device, and rests cut: 15 parts come to each."""
+def test_gradients_are_reduce_scattered():
+    """The gradient of w is a partial sum over the batch, and its result is sharded: a device receives 15 shards."""
 
     def gradient(mesh, x, w):
         loss = lambda w: (constrain(mesh, x @ w, "data", None).astype(jnp.float32) ** 2).sum()  # noqa: E731
@@ -168,4 +168,4 @@ def test_gradients_are_reduced_and_scattered():
 
     arrays = [((16 * BATCH, EMBED), ("data", None)), ((EMBED, MLP), (None, None))]
     timing = timing_of(gradient, arrays, FSDP_SIZES)
-    assert moved(timing) == {("reduce-scatter", ("data",)): (PARTS - 1) * (EMBED * MLP * BFLOAT16 // PARTS)}
+    assert received(timing) == {("reduce-scatter", ("data",)): (SHARDS - 1) * (EMBED * MLP * BFLOAT16 // SHARDS)}

@@ -1,4 +1,4 @@
-"""Bytes moved by lookups of tokens[batch, position] in a table[vocab, embed]: predicted, and by the TPU compiler."""
+"""Bytes received in lookups of tokens[batch, position] in a table[vocab, embed]: predicted, and by the TPU compiler."""
 
 from collections import Counter
 
@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardplan.cost.gspmd import device_cost
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import parse_slice
-from shardplan.program.tasks import prepare
 from shardplan.program.trace import trace_jaxpr
+from shardplan.program.walk import build_step
 from shardplan.verify.hlo.collectives import Network
-from shardplan.verify.hlo.module import parse
+from shardplan.verify.hlo.parser import parse
 from shardplan.verify.hlo.timing import model_step
 from shardplan.verify.topology import make_topology_mesh
 
@@ -24,33 +24,33 @@ HARDWARE = parse_slice("v4:4x4x4")
 MESH = {"replica": 2, "data": 8, "model": 4}
 VOCAB, EMBED, POSITION = 32768, 2048, 2048
 FEW, MANY = 8, 64
-"""Sequences with which the result has half the table's elements, and with which it has four times as many."""
+"""Batch sizes for which the result has half, and four times, the table's number of elements."""
 REPLICA, DATA, MODEL = ("replica",), ("data",), ("model",)
 
 
 def predicted(mapping, table, batch) -> Counter:
-    """Kind of collective -> bytes."""
+    """Kind of collective -> bytes, as the cost model has them."""
     shapes = jax.ShapeDtypeStruct((VOCAB, EMBED), jnp.bfloat16), jax.ShapeDtypeStruct((batch, POSITION), jnp.int32)
     jaxpr = jax.make_jaxpr(lambda weight, tokens: weight[tokens])(*shapes)
-    step = prepare(trace_jaxpr(jaxpr, [(("vocab", "embed"), "table"), (("batch", "position"), None)]))
-    layout = ShardingAssignment(
+    step = build_step(trace_jaxpr(jaxpr, [(("vocab", "embed"), "table"), (("batch", "position"), None)]))
+    assignment = ShardingAssignment(
         MESH, mapping, dict(zip(("vocab", "embed"), table, strict=True)), {}, ("batch", "position")
     )
-    found = Counter()
+    received = Counter()
     for task in step.tasks:
-        for traffic in device_cost(task, layout).traffic:
-            found[traffic.kind] += traffic.bytes
-    return found
+        for traffic in device_cost(task, assignment).traffic:
+            received[traffic.kind] += traffic.bytes
+    return received
 
 
 def compiled(mapping, table, batch) -> Counter:
-    """The same, of the lookup and a product of what was found."""
+    """Kind of collective -> bytes, in the compiled lookup and a matmul of its normalized result."""
     mesh = make_topology_mesh(HARDWARE, MESH)
     tokens = PartitionSpec(mapping.get("batch"), mapping.get("position"))
 
-    def function(weight, ids, product):
+    def function(weight, ids, projection):
         x = lax.with_sharding_constraint(weight[ids], NamedSharding(mesh, PartitionSpec(*tokens, None)))
-        y = jnp.tanh(x * lax.rsqrt((x * x).mean(-1, keepdims=True))) @ product
+        y = jnp.tanh(x * lax.rsqrt((x * x).mean(-1, keepdims=True))) @ projection
         return x, lax.with_sharding_constraint(y, NamedSharding(mesh, PartitionSpec(*tokens, "model")))
 
     arrays = [
@@ -60,10 +60,10 @@ def compiled(mapping, table, batch) -> Counter:
     ]
     structs = [jax.ShapeDtypeStruct(n, kind, sharding=NamedSharding(mesh, spec)) for n, kind, spec in arrays]
     module = parse(jax.jit(function).lower(*structs).compile().as_text())
-    found = Counter()
+    received = Counter()
     for use in model_step(module, Network(MESH, HARDWARE, [0] * HARDWARE.devices), HARDWARE, causal=1.0).uses:
-        found[use.transfer.kind] += use.transfer.bytes * use.count
-    return found
+        received[use.transfer.kind] += use.transfer.bytes * use.count
+    return received
 
 
 @pytest.mark.parametrize(
@@ -71,21 +71,21 @@ def compiled(mapping, table, batch) -> Counter:
     [
         ((REPLICA, DATA), (MODEL, ()), FEW),
         ((REPLICA, DATA), ((), MODEL), FEW),
-        ((REPLICA, DATA), (DATA, ()), FEW),  # the tokens are cut by the others, also by model
+        ((REPLICA, DATA), (DATA, ()), FEW),  # tokens are divided among all other devices, also along model
         ((REPLICA, DATA), (("data", "model"), ()), FEW),
-        ((DATA, ()), ((), DATA), FEW),  # columns become tokens
-        ((REPLICA, DATA), ((), ("replica", "data")), FEW),  # the table keeps its cut, the smaller result does not
+        ((DATA, ()), ((), DATA), FEW),  # an all-to-all from columns to tokens
+        ((REPLICA, DATA), ((), ("replica", "data")), FEW),  # the table keeps its sharding, the smaller result does not
         ((REPLICA, DATA), (MODEL, DATA), FEW),
         ((REPLICA, DATA), (("model", "replica", "data"), ()), FEW),
-        ((REPLICA, DATA), (("model", "data"), REPLICA), FEW),  # of the table only the columns lose theirs
-        ((REPLICA, DATA), (MODEL, DATA), MANY),  # the result keeps its cut, the smaller table does not
+        ((REPLICA, DATA), (("model", "data"), REPLICA), FEW),  # of the table only the columns lose their sharding
+        ((REPLICA, DATA), (MODEL, DATA), MANY),  # the result keeps its sharding, the smaller table does not
         ((REPLICA, DATA), (("model", "replica"), DATA), MANY),
     ],
 )
 def test_lookups(tokens, table, batch):
     mapping = {name: axes for name, axes in zip(("batch", "position"), tokens, strict=True) if axes}
-    expected, found = predicted(mapping, table, batch), compiled(mapping, table, batch)
-    # beyond what is predicted, what was found is put in order
-    del found["collective-permute"]
-    small = 0.01 * found.total()
-    assert expected == pytest.approx({kind: size for kind, size in found.items() if size > small}, rel=0.05)
+    expected, received = predicted(mapping, table, batch), compiled(mapping, table, batch)
+    # the cost model does not predict that the compiler reorders the rows
+    del received["collective-permute"]
+    small = 0.01 * received.total()
+    assert expected == pytest.approx({kind: size for kind, size in received.items() if size > small}, rel=0.05)

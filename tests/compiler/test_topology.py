@@ -1,4 +1,4 @@
-"""Slices as the TPU compiler knows them, one process per generation; and meshes on them."""
+"""The TPU compiler's devices of a slice are as the planner assumes, and meshes of them are arranged alike."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ import pytest
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, parse_slice, place_mesh
-from shardplan.verify.topology import environment, make_topology_mesh
+from shardplan.verify.topology import libtpu_environment, make_topology_mesh
 
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.usefixtures("tpu_compiler")
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("tpu_compiler")
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120
 """Seconds after which a hang is a failure."""
-MOST_DEVICES = 512
+MAX_DEVICES = 512
+"""Slices with more devices are not tested, except for the largest of a generation."""
 
 KINDS = {
     "v3": "TPU v3",
@@ -31,7 +32,7 @@ KINDS = {
     "v6e": "TPU v6 lite",
     "tpu7x": "TPU7x",
 }
-"""What JAX calls a device of each generation."""
+"""Generation -> JAX's name for its devices."""
 ODD = {"v3": "2x6", "v4": "2x6x3", "v5e": "4x6", "v5p": "6x2x3", "v6e": "6x4", "tpu7x": "2x2x5"}
 
 SCRIPT = """
@@ -49,14 +50,14 @@ for name, sizes in json.load(sys.stdin):
         "ids": sorted(device.id for device in devices.flat),
         "coords": [list(device.coords) for device in devices.flat],
         "cores": [device.core_on_chip for device in devices.flat],
-        "found": slice_from(list(devices.flat)).name,
+        "slice": slice_from(list(devices.flat)).name,
         "slices": [getattr(device, "slice_index", 0) or 0 for device in devices.flat],
     }))
 """
 
 
 def meshes_of(cases: list[tuple[str, dict[str, int]]]) -> tuple[list[dict], str]:
-    """What the compiler has for each (slice, mesh sizes), and what the process that asked it wrote to stderr."""
+    """The compiler's mesh for each (slice, mesh sizes), and what the process that made them wrote to stderr."""
     own = {key: value for key, value in os.environ.items() if not key.startswith(("TPU_", "JAX_", "ALLOW_"))}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
@@ -65,14 +66,14 @@ def meshes_of(cases: list[tuple[str, dict[str, int]]]) -> tuple[list[dict], str]
         text=True,
         timeout=TIMEOUT,
         cwd=ROOT,
-        env={**own, **environment(parse_slice(cases[0][0]))},
+        env={**own, **libtpu_environment(parse_slice(cases[0][0]))},
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
 def sizes_of(name: str, replica: int = 1) -> dict[str, int]:
-    """Mesh sizes for a slice: the most square data x model there is."""
+    """Mesh sizes for a slice, with data x model as square as possible."""
     left = parse_slice(name).devices // replica
     data = max(size for size in range(1, math.isqrt(left) + 1) if left % size == 0)
     return {"replica": replica, "data": data, "model": left // data}
@@ -82,14 +83,14 @@ def sizes_of(name: str, replica: int = 1) -> dict[str, int]:
 def test_every_size(generation):
     row = GENERATIONS[generation]
     tori = [f"{generation}:{'x'.join(map(str, torus))}" for torus in row.sizes]
-    names = [name for name in tori if parse_slice(name).devices <= MOST_DEVICES] + [f"{generation}:{ODD[generation]}"]
+    names = [name for name in tori if parse_slice(name).devices <= MAX_DEVICES] + [f"{generation}:{ODD[generation]}"]
     cases = [(name, sizes_of(name)) for name in names]
     cases += [(f"2x{name}", sizes_of(f"2x{name}", replica=2)) for name in names[1:3]]
     cases.append((tori[-1], sizes_of(tori[-1])))  # the whole pod
-    found, errors = meshes_of(cases)
+    meshes, errors = meshes_of(cases)
     assert errors == ""
-    assert len(found) == len(cases)
-    for (name, sizes), mesh in zip(cases, found, strict=True):
+    assert len(meshes) == len(cases)
+    for (name, sizes), mesh in zip(cases, meshes, strict=True):
         hardware = parse_slice(name)
         assert mesh["name"] == name
         assert mesh["shape"] == list(sizes.values())
@@ -98,20 +99,20 @@ def test_every_size(generation):
         torus = [max(axis) + 1 for axis in islice(zip(*mesh["coords"], strict=True), len(hardware.torus))]
         assert torus == list(hardware.torus)
         assert len(set(mesh["slices"])) == hardware.slices
-        assert parse_slice(mesh["found"]) == dataclasses.replace(hardware, name=mesh["found"])
+        assert parse_slice(mesh["slice"]) == dataclasses.replace(hardware, name=mesh["slice"])
         cores = hardware.generation.devices_per_chip
         assert len(set(mesh["cores"])) == cores
-        places = [
+        coordinates = [
             (number, (*coords[: len(torus)], *([core] if cores > 1 else [])))
             for number, coords, core in zip(mesh["slices"], mesh["coords"], mesh["cores"], strict=True)
         ]
-        assert places == place_mesh(hardware, sizes).places()
+        assert coordinates == place_mesh(hardware, sizes).coordinates()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet():
     with pytest.MonkeyPatch.context() as patch:
-        for key, value in environment(parse_slice("v4-8")).items():
+        for key, value in libtpu_environment(parse_slice("v4-8")).items():
             patch.setenv(key, value)
         yield
 
@@ -149,7 +150,7 @@ def test_slices_are_outermost(name, sizes, indices):
 
     mesh = make_topology_mesh(parse_slice(name), dict(zip(("replica", "data", "model"), sizes, strict=True)))
     assert slice_indices(mesh) == indices
-    # as JAX has them
+    # JAX arranges slices in the same way
     slices = parse_slice(name).slices
     replica = math.gcd(slices, sizes[0])
     outer = (replica, slices // replica, 1)
@@ -159,8 +160,8 @@ def test_slices_are_outermost(name, sizes, indices):
     assert [device.slice_index for device in expected.flat] == [device.slice_index for device in mesh.devices.flat]
 
 
-def test_a_torus_that_jax_cannot_embed():
-    """Its create_device_mesh loses a prime factor of 10: five pairs along y, each with the four chips beside it."""
+def test_a_torus_that_jax_cannot_arrange():
+    """create_device_mesh loses a prime factor of 10; here data is five pairs along y, and model the chips of a pair."""
     mesh = make_topology_mesh(parse_slice("v4:2x10x2"), {"replica": 1, "data": 5, "model": 8})
     for i, block in enumerate(mesh.devices[0]):
         assert {device.coords[1] for device in block} == {2 * i, 2 * i + 1}
@@ -173,7 +174,7 @@ def test_a_torus_that_jax_cannot_embed():
         (
             "4xv4:2x2x1",
             (1, 2, 8),
-            "the 4 slices do not divide replica x data = 2, and only these cross slices; "
+            "the 4 slices do not divide replica x data = 2, and only these mesh axes cross slices; "
             "make mesh.replica or mesh.data a multiple of 4",
         ),
         (
@@ -181,7 +182,7 @@ def test_a_torus_that_jax_cannot_embed():
             (1, 2, 4),
             "the mesh needs 8 devices, v4-8 has 4; replica x data x model must be 4",
         ),
-        ("cpu-8", (1, 2, 4), "hardware.slice cpu-8 has no TPU compiler; name a TPU slice, as v4-8"),
+        ("cpu-8", (1, 2, 4), "hardware.slice cpu-8 has no TPU compiler; name a TPU slice, such as v4-8"),
     ],
 )
 def test_bad_meshes(name, sizes, message):

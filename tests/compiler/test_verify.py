@@ -1,4 +1,4 @@
-"""Verdicts of the real TPU compiler: what it says of memory, steps and refusals, through processes of its own."""
+"""Verdicts of the real TPU compiler on memory, step times and refusals, through its worker processes."""
 
 import dataclasses
 import json
@@ -12,16 +12,22 @@ import pytest
 from conftest import MODEL_TYPES, ROOT, run
 
 from shardplan import config as configuration
-from shardplan.config import CompilerConfig
+from shardplan.config.command_flags import VerifyCommand
+from shardplan.config.sections import CompiledProgram, CompilerConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
-from shardplan.model import build_model, read_config
-from shardplan.plan.plan import AttentionPlan
-from shardplan.search.make_plan import make_plan, plan_layout
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import build_model
+from shardplan.plan.attention_plan import AttentionPlan
+from shardplan.report.verdicts import reason_text
+from shardplan.search.given_plan import plan_given_mappings
+from shardplan.search.make_plan import make_plan
 from shardplan.verify import run as runs
-from shardplan.verify.cases import cases_of
-from shardplan.verify.run import Case, verify
-from shardplan.verify.verdict import Verdict
+from shardplan.verify import run_worker
+from shardplan.verify.case import Case
+from shardplan.verify.run import verify
+from shardplan.verify.select_cases import build_cases
+from shardplan.verify.verdict import MemoryLimit, Outcome, OutOfMemory, ProgramKind, TimeLimit, Verdict
 
 NO_CACHE = CompilerConfig(cache=None)
 SMALL = {
@@ -35,8 +41,8 @@ SMALL = {
 }
 
 
-def small_case(kind="eval", program="step", **settings) -> Case:
-    """A Llama of two small layers on 8 devices of v4."""
+def small_case(kind="eval", program=CompiledProgram.STEP, **settings) -> Case:
+    """A Llama with two small layers on 8 devices of v4."""
     hf_config = {**read_config("configs/models/llama-3.1-8b.json", None), **SMALL}
     values = {
         "model.config": "configs/models/llama-3.1-8b.json",
@@ -48,7 +54,7 @@ def small_case(kind="eval", program="step", **settings) -> Case:
         "workload.position": 1024,
         **settings,
     }
-    config = configuration.load([f"--{key}={value}" for key, value in values.items()], "test")
+    config = configuration.parse_config([f"--{key}={value}" for key, value in values.items()])
     model = build_model(hf_config, config.workload.position)
     return Case(kind, make_plan(config, model), model, hf_config, program)
 
@@ -58,11 +64,12 @@ def bytes_by(verdict: Verdict, *kinds: str) -> int:
 
 
 def test_evaluation_of_405b_on_v4_256():
-    """6.6 GiB with the plan's compiler options (6.5 without), of which the parameters are 5.9; as the plan says.
+    """The compiler agrees with the plan: 6.6 GiB with its compiler options (6.5 without), of which parameters are 5.9.
 
-    Positions are whole, so that what everything should be can be said by hand.
+    Positions are not sharded, so that all expected numbers can be calculated by hand.
     """
-    (case,) = cases_of(configuration.load(["--config", "configs/405b.yaml", "--forbid", "position"], "test"))
+    arguments = ["--config", "configs/405b.yaml", "--forbid", "position"]
+    (case,) = build_cases(configuration.parse_config(arguments, VerifyCommand))
     (verdict,) = verify([case], NO_CACHE)
     assert verdict.fits and verdict.attention == "splash"
     assert case.plan.memory.peak == pytest.approx(verdict.memory.peak, rel=0.01)
@@ -75,41 +82,42 @@ def test_evaluation_of_405b_on_v4_256():
     partial_sums = [c for c in verdict.collectives if c.kind == "all-reduce" and "batch, position, embed" in c.cause]
     assert sum(c.bytes for c in partial_sums) == 126 * 2 * (2 * 7 / 8 * 4096 * 16384 * 2)
     assert sum(c.count for c in partial_sums) == 2 * 126
-    # 2 FLOPs for each parameter but the embedding's, and attention's q k^T and p v up to its own
+    # 2 FLOPs for each parameter but the embedding's, and attention's q k^T and p v up to each position
     tokens, heads = 16 * 4096, 128 * 128
     flops = 2 * tokens * (405853388800 - 128256 * 16384 - 253 * 16384) + 126 * 4 * tokens * heads * (4096 + 1) / 2
     assert verdict.time.model_flops == pytest.approx(flops, rel=1e-6)
     assert verdict.time.mfu == pytest.approx(flops / 128 / 2.75e14 / verdict.time.step_seconds)
 
 
-def test_positions_cut():
-    """Splash attention, with keys and values of all positions gathered in every layer, as planned, and nothing else."""
+def test_sharded_positions():
+    """Splash attention gathers keys and values of all positions in every layer, as planned, and nothing else moves."""
     hf_config = {**read_config("configs/models/llama-3.1-8b.json", None), **SMALL}
     arguments = ["--model.config=configs/models/llama-3.1-8b.json", "--hardware.slice=v4-16", "--workload.batch=4"]
     pins = ["--workload.position=1024", "--pin", "position=replica", "mesh.replica=2"]
     model = build_model(hf_config, 1024)
-    plan = make_plan(configuration.load([*arguments, *pins], "test"), model)
+    plan = make_plan(configuration.parse_config([*arguments, *pins]), model)
     assert plan.mesh == {"replica": 2, "data": 4, "model": 1} and plan.attention.strategy == "all_gather"
-    (verdict,) = verify([Case("cut", plan, model, hf_config, options=plan.compiler_options)], NO_CACHE)
+    (verdict,) = verify([Case("sharded", plan, model, hf_config, options=plan.compiler_options)], NO_CACHE)
     assert verdict.fits and verdict.attention == "splash"
-    # bfloat16[4 key heads, 1024, 128] of a sequence, keys and values, half of them from the other device; 2 layers
+    # bfloat16[4 key heads, 1024, 128] per sequence, keys and values, half of them from the other device; 2 layers
     expected = 2 * 2 * (4 * 1024 * 128 * 2) // 2
     assert sum(c.bytes for c in plan.cost.collectives) == expected
     assert bytes_by(verdict, "all-gather", "all-reduce", "reduce-scatter", "all-to-all") == expected
 
 
 @pytest.mark.whole
-def test_positions_cut_in_training():
-    """Of keys, values and heads the compiler moves what the plan says, in both passes."""
+def test_sharded_positions_in_training():
+    """The compiler transfers as many bytes of keys, values and heads as the plan predicts, in both passes."""
     hf_config = {**read_config("configs/models/llama-3.1-8b.json", None), **SMALL}
     model = build_model(hf_config, 1024)
     arguments = ["--model.config=configs/models/llama-3.1-8b.json", "--hardware.slice=v4-16", "--workload.batch=4"]
-    config = configuration.load([*arguments, "--workload.position=1024", "--workload.kind=train"], "test")
+    config = configuration.parse_config([*arguments, "--workload.position=1024", "--workload.kind=train"])
     gathered = {"replica": 4, "data": 2, "model": 1}, ["replica"], AttentionPlan("all_gather", ring=4)
     hybrid = {"replica": 2, "data": 2, "model": 2}, ["replica", "model"], AttentionPlan("hybrid", 2, 2)
     cases = []
     for mesh, along, method in (gathered, hybrid):
-        plan = plan_layout(config, model, mesh, {"batch": ["data"], "position": along}, {"embed": ["data"]}, method)
+        mapping = {"batch": ["data"], "position": along}
+        plan = plan_given_mappings(config, model, mesh, mapping, {"embed": ["data"]}, method)
         cases.append(Case(method.strategy, plan, model, hf_config, options=plan.compiler_options))
 
     def moved(collectives, axes, *kinds):
@@ -127,50 +135,56 @@ def test_positions_cut_in_training():
 
 
 def test_train_step_updates_in_place():
-    """Parameters and both moments come in and go out in the same memory; gradients are reduced and scattered."""
-    case = small_case("train", **{"workload.param_dtype": "float32"})
+    """Parameters and both moments are updated in the same memory; gradients are reduce-scattered."""
+    position = 256  # compiles in half the time of 1024
+    case = small_case("train", **{"workload.param_dtype": "float32", "workload.position": position})
     (verdict,) = verify([case], NO_CACHE)
     assert verdict.fits
     state = 3 * sum(p.bytes_per_device for p in case.plan.parameters)
     assert state <= verdict.memory.arguments <= 1.01 * state + 2**20  # tokens, and padding of small arrays
-    assert verdict.memory.output < 2**20  # the loss, and nothing that is not in the place of an argument
-    # a gradient of every weight of a layer, float32 or bfloat16, scattered over the 4 of `data`
+    assert verdict.memory.output < 2**20  # the loss; everything else replaces an argument
+    # a gradient of every weight of a layer, float32 or bfloat16, scattered over the 4 devices of `data`
     weights = sum(p.bytes_per_device for p in case.plan.parameters if "layer" in p.axes and len(p.axes) > 2)
     assert bytes_by(verdict, "reduce-scatter", "all-reduce", "collective-permute") >= 3 * weights / 2
-    assert verdict.time.model_flops > 3 * 2 * 8 * 1024 * sum(p.bytes_per_device for p in case.plan.parameters) / 4
+    assert verdict.time.model_flops > 3 * 2 * 8 * position * sum(p.bytes_per_device for p in case.plan.parameters) / 4
 
 
-@pytest.mark.parametrize("program", ["prefill", "load"])
-def test_other_programs(program):
-    kind = "prefill" if program == "prefill" else "eval"
-    (verdict,) = verify([small_case(kind, "load" if program == "load" else "step")], NO_CACHE)
-    assert verdict.fits and verdict.program == program
+@pytest.mark.parametrize(
+    ("kind", "program", "compiled"),
+    [("prefill", CompiledProgram.STEP, ProgramKind.PREFILL), ("eval", CompiledProgram.LOAD, ProgramKind.LOAD)],
+)
+def test_other_programs(kind, program, compiled):
+    (verdict,) = verify([small_case(kind, program, **{"workload.position": 256})], NO_CACHE)
+    assert verdict.fits and verdict.program == compiled
 
 
 @pytest.mark.whole
-def test_every_model_type_compiles(golden, make_config):
+def test_every_model_type_compiles(golden):
     cases = []
     for name in MODEL_TYPES:
-        config = make_config(model_ref=golden / name, hardware_slice="v4-16", workload_batch=8, workload_position=64)
-        cases += cases_of(dataclasses.replace(config, compiler=NO_CACHE))
+        arguments = [f"--model.ref={golden / name}", "--hardware.slice=v4-16", "--workload.batch=8"]
+        cases += build_cases(configuration.parse_config([*arguments, "--workload.position=64"], VerifyCommand))
     for name, verdict in zip(MODEL_TYPES, verify(cases, NO_CACHE), strict=True):
-        assert verdict.fits, f"{name}: {verdict.reason}"
+        assert verdict.fits, f"{name}: {reason_text(verdict.reason)}"
 
 
-def test_does_not_fit_names_the_buffers():
-    """68.4 GiB, as was measured before; the logits are the largest of what does not fit."""
+def test_a_verdict_that_does_not_fit_names_the_buffers():
+    """The program needs 68.4 GiB, as was measured before; the logits are the largest buffer."""
     arguments = ["--config", "configs/405b.yaml", "--against", "configs/levanter/405b-head-size.yaml"]
-    case = cases_of(configuration.load(arguments, "test"))[1]
+    config = configuration.parse_config(arguments, VerifyCommand)
+    case = build_cases(config, config.options, config.against)[1]
     (verdict,) = verify([case], NO_CACHE)
-    assert verdict.outcome == "does not fit" and not verdict.fits
+    assert verdict.outcome == Outcome.DOES_NOT_FIT and not verdict.fits
     assert 68.3 < verdict.memory.peak / GIB < 68.5
     assert verdict.memory.buffers[0].shape == "bf16[16,4096,128256]"
     assert verdict.memory.buffers[1].op == "module.transformer.layers.stacked.mlp.gate_proj.weight"
-    assert verdict.reason.startswith("37.63 GiB too much; the largest: 15.66 GiB bf16[16,4096,128256] (contract embed")
+    assert isinstance(verdict.reason, OutOfMemory)
+    text = reason_text(verdict.reason)
+    assert text.startswith("37.63 GiB too much; the largest: 15.66 GiB bf16[16,4096,128256] (contract embed")
 
 
 def test_refused_mappings():
-    """What JAX would raise as an exception is a verdict, with the axes that are to blame."""
+    """A mapping for which JAX would raise an exception is refused, and the reason names its axes."""
     case = small_case()
     twice = {**case.plan.param_mapping, "kv_head": ["model"], "embed": ["model"], "mlp": ["model"]}
     spec = {axis: list(mesh_axes) for axis, mesh_axes in twice.items()}
@@ -179,40 +193,51 @@ def test_refused_mappings():
     uneven = dataclasses.replace(case.plan, compute_mapping={**case.plan.compute_mapping, "batch": ["data", "replica"]})
     uneven = dataclasses.replace(uneven, workload=dataclasses.replace(uneven.workload, batch=6))
     first, second = verify([dataclasses.replace(case, plan=plan) for plan in (duplicate, uneven)], NO_CACHE)
-    assert first.outcome == second.outcome == "refused"
+    assert first.outcome == second.outcome == Outcome.REFUSED
+    reasons = [reason_text(verdict.reason) for verdict in (first, second)]
     assert (
-        "kv_head, embed of transformer.layers.stacked.self_attn.q_proj.weight are all mapped to 'model'" in first.reason
+        "kv_head, embed of transformer.layers.stacked.self_attn.q_proj.weight are all mapped to 'model'" in reasons[0]
     )
-    assert "(of size 6)" in second.reason and "(of total size 4)" in second.reason
+    assert "(of size 6)" in reasons[1] and "(of total size 4)" in reasons[1]
 
 
-def test_limits_are_verdicts():
-    slow, large = (
-        verify([small_case()], dataclasses.replace(NO_CACHE, **limit))[0] for limit in ({"seconds": 1}, {"gib": 0.01})
-    )
-    assert (slow.outcome, slow.reason) == ("undecided", "not compiled in 1 s; raise compiler.seconds")
-    assert (large.outcome, large.program) == ("undecided", "eval")
-    assert large.reason == "compiling took more than 0.01 GiB of this machine; raise compiler.gib"
+@pytest.fixture
+def mib_for_gib(monkeypatch):
+    """Makes `compiler.gib` count MiB, so that every compile reaches its minimum of 1."""
+    monkeypatch.setattr(run_worker, "GIB", 2**20)
 
 
-def test_the_cache_answers_for_the_same_program_only(tmp_path, monkeypatch):
+def test_the_time_limit_is_a_verdict():
+    (slow,) = verify([small_case()], dataclasses.replace(NO_CACHE, seconds=1))
+    assert (slow.outcome, slow.reason) == (Outcome.UNDECIDED, TimeLimit(1))
+    assert reason_text(slow.reason) == "not compiled in 1 s; raise compiler.seconds"
+
+
+def test_the_memory_limit_is_a_verdict(mib_for_gib):
+    (large,) = verify([small_case()], dataclasses.replace(NO_CACHE, gib=1))
+    assert (large.outcome, large.program) == (Outcome.UNDECIDED, ProgramKind.EVAL)
+    assert large.reason == MemoryLimit(1)
+    assert reason_text(large.reason) == "compiling took more than 1 GiB of this machine; raise compiler.gib"
+
+
+def test_the_cache_returns_results_of_the_same_program_only(tmp_path, monkeypatch):
     compiler = CompilerConfig(cache=str(tmp_path / "cache"), jobs=4)
     case = small_case()
     first, second, third = verify([case] * 3, compiler)
     (path,) = (tmp_path / "cache").iterdir()
-    assert first == second == third and first.fits  # compiled once, though asked for at the same time
+    assert first == second == third and first.fits  # compiled once, though all three run at the same time
 
-    def compiled(*_):
+    def compile_case(*_):
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(runs, "_compile", compiled)
-    # limits of this machine do not change what comes out, nor does what the planner thinks of it
+    monkeypatch.setattr(runs, "compile_case", compile_case)
+    # neither limits of this machine nor the planner's estimates change the compiled program
     faster = dataclasses.replace(case.plan, cost=dataclasses.replace(case.plan.cost, step_seconds=0.0))
     assert verify([dataclasses.replace(case, plan=faster)], dataclasses.replace(compiler, seconds=1)) == [first]
     for changed in (
         dataclasses.replace(case, options={"xla_tpu_enable_async_collective_fusion": "true"}),
         dataclasses.replace(case, plan=dataclasses.replace(case.plan, mesh={"replica": 2, "data": 2, "model": 2})),
-        dataclasses.replace(case, program="load"),
+        dataclasses.replace(case, program=CompiledProgram.LOAD),
         dataclasses.replace(case, hf_config={**case.hf_config, "num_hidden_layers": 3}),
     ):
         with pytest.raises(AssertionError, match="compiled"):
@@ -223,15 +248,15 @@ def test_the_cache_answers_for_the_same_program_only(tmp_path, monkeypatch):
             verify([case], compiler)
 
 
-def test_a_cache_that_cannot_be_written_is_said_before_compiling(tmp_path):
+def test_a_cache_that_cannot_be_written_is_an_error_before_compiling(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         verify([small_case()], CompilerConfig(cache=str(tmp_path / "file" / "cache")))
 
 
-def test_limits_are_not_remembered(tmp_path):
-    compiler = CompilerConfig(cache=str(tmp_path), gib=0.01)
-    verify([small_case()], compiler)
+def test_limits_are_not_cached(tmp_path, mib_for_gib):
+    (verdict,) = verify([small_case()], CompilerConfig(cache=str(tmp_path), gib=1))
+    assert verdict.outcome == Outcome.UNDECIDED
     assert not list(tmp_path.iterdir())
 
 
@@ -242,7 +267,7 @@ def test_without_libtpu(monkeypatch):
 
 
 def test_plans_of_another_model_and_of_other_settings_are_refused(tmp_path):
-    """Else one model would be compiled in the name of another."""
+    """Otherwise one model would be compiled under the name of another."""
     plan = tmp_path / "plan.json"
     small_case().plan.save(str(plan))
     for extra, message in (
@@ -259,7 +284,7 @@ def test_plans_of_another_model_and_of_other_settings_are_refused(tmp_path):
 
 @pytest.mark.whole
 def test_against_ranks_what_fits_first(tmp_path):
-    """A plan file, a Levanter configuration that is refused, and the configuration's own plan; as JSON."""
+    """The JSON ranks the configuration's own plan, a plan file, and a Levanter configuration that is refused."""
     case = small_case()
     case.plan.save(str(tmp_path / "given.json"))
     axes = {"mlp": "model", "embed": "model"}
@@ -286,7 +311,7 @@ def test_against_ranks_what_fits_first(tmp_path):
     assert steps == sorted(steps)
 
 
-def test_exit_code_and_line_where_nothing_fits():
+def test_exit_code_and_error_line_if_nothing_fits():
     done = run(
         "verify",
         "--config=configs/405b.yaml",
@@ -295,7 +320,7 @@ def test_exit_code_and_line_where_nothing_fits():
         "--compiler.cache=null",
     )
     assert done.returncode == 3
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("shardplan.")]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("shardplan verify: ")]
     assert "v4-16: eval does not fit: " in line and "GiB too much; the largest: " in line
     assert "does not fit" in done.stdout and "Largest buffers" in done.stdout
 
@@ -307,7 +332,7 @@ def test_interrupted_compiles_leave_no_process(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
-        # a suite that runs in the background ignores interrupts, and so would what it starts
+        # a test suite in the background ignores interrupts, and its child processes would inherit that
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
@@ -315,7 +340,7 @@ def test_interrupted_compiles_leave_no_process(tmp_path):
         time.sleep(0.1)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)  # had it gone on to its verdict, the code would be 0
+    _, errors = process.communicate(timeout=60)  # the code would be 0 if it had reached its verdict
     assert process.returncode == 130 and "Traceback" not in errors
     assert not list(tmp_path.glob("shardplan-verify-*"))
     assert str(tmp_path) not in subprocess.run(["ps", "-ef"], capture_output=True, text=True).stdout

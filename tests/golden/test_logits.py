@@ -1,4 +1,4 @@
-"""Streamed with a planned sharding, every model gives the logits that transformers gives."""
+"""Streamed with a planned sharding, every model has the same logits as in transformers."""
 
 import dataclasses
 import itertools
@@ -11,16 +11,17 @@ from conftest import MODEL_TYPES
 from levanter.layers.attention import AttentionConfig, AttentionWithSink
 
 from shardplan.attention.levanter import Method, with_sequence_parallel
-from shardplan.checkpoint.load import stream_model
+from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.errors import ConfigError
+from shardplan.eval.batch_loop import evaluate_windows
 from shardplan.eval.documents import Windows
-from shardplan.eval.evaluate import evaluate, forward_logits
 from shardplan.hardware import parse_slice
-from shardplan.model import build_model, read_config
-from shardplan.plan.plan import AttentionPlan
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import build_model
+from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.runtime.devices import make_mesh
 from shardplan.search.make_plan import make_plan
-from shardplan.step import prefill_program, specialize
+from shardplan.step import logits_program, prefill_program, specialize
 from shardplan.storage import open_folder
 
 TOLERANCE = 2e-5
@@ -28,9 +29,13 @@ MESHES = [(1, 4, 2), (2, 2, 2), (1, 1, 8), (1, 8, 1)]
 
 
 def run(golden, make_config, name, mesh, compute, change_model=None, change_plan=None, attention=None):
-    """What `compute` gives of a module, its model, a plan on `mesh` (replica, data, model), a mesh and tokens.
+    """Stream a model as planned on `mesh` (replica, data, model), and call `compute` with it.
 
-    Beside the logits of transformers.
+    Args:
+        compute: takes the module, its model, the plan, the device mesh and the tokens.
+
+    Returns:
+        The result of `compute`, and the logits of transformers.
     """
     reference = np.load(golden / name / "golden.npz")
     tokens = np.tile(reference["tokens"], (4, 1))  # 8 sequences, so that every mesh divides the batch
@@ -55,16 +60,25 @@ def run(golden, make_config, name, mesh, compute, change_model=None, change_plan
     )
     model = specialize(model, plan)
     device_mesh = make_mesh(parse_slice(plan.hardware.slice), plan.mesh)
-    module = stream_model(model.template, folder, device_mesh, plan.param_mapping, plan.workload.param_dtype)
+    module, _ = stream_checkpoint(model.template, folder, device_mesh, plan.param_mapping, plan.workload.param_dtype)
     expected = np.tile(reference["logits"], (4, 1, 1))
-    assert np.abs(expected).max() > 1  # so that the comparison is worth something
+    assert np.abs(expected).max() > 1  # or else the comparison would be meaningless
     return compute(module, model, plan, device_mesh, tokens), expected
+
+
+def forward_logits(module, model, plan, mesh, tokens):
+    """float32[batch, position, vocab] logits of int32[batch, position] `tokens`."""
+    program = logits_program(model, plan, mesh)
+    like = program.arguments[1]
+    array = jax.make_array_from_callback(tokens.shape, like.array.sharding, lambda index: tokens[index])
+    logits = program.compile(plan.compiler_options)(module, hax.named(array, like.axes))
+    return np.asarray(logits.rearrange((*like.axes, model.vocab)).array)
 
 
 def deviation(*arguments, **changes) -> float:
     """Largest difference between the logits on a mesh and those of transformers; see `run`."""
-    found, expected = run(*arguments, forward_logits, **changes)
-    return np.abs(found - expected).max()
+    logits, expected = run(*arguments, forward_logits, **changes)
+    return np.abs(logits - expected).max()
 
 
 @pytest.mark.parametrize(
@@ -78,65 +92,65 @@ def test_logits_equal_transformers(golden, make_config, name, mesh):
     assert deviation(golden, make_config, name, mesh) <= TOLERANCE
 
 
-def test_what_levanter_leaves_out_of_gemma2(golden, make_config):
+def test_gemma2_needs_the_soft_cap_that_levanter_leaves_out(golden, make_config):
     """Without the final soft cap the logits are as far off as those of Levanter's own model: 4e-3 to 8e-3."""
     assert 4e-3 < deviation(golden, make_config, "gemma2", (1, 4, 2), change_model={"logit_soft_cap": None}) < 8e-3
 
 
-def test_why_the_tokens_of_experts_are_not_cut(golden, make_config):
-    """Levanter's mixture of experts is wrong where its token axes are mapped, so no plan may map them."""
-    cut = {"token": ["data"], "token_repeat": ["data"]}
-    assert deviation(golden, make_config, "mixtral", (1, 4, 2), change_plan=cut) > 0.1
+def test_mapping_the_token_axes_of_experts_gives_wrong_logits(golden, make_config):
+    """Levanter's mixture of experts is wrong if its token axes are mapped, so no plan may map them."""
+    sharded = {"token": ["data"], "token_repeat": ["data"]}
+    assert deviation(golden, make_config, "mixtral", (1, 4, 2), change_plan=sharded) > 0.1
 
 
-WHOLE = dict.fromkeys(("kv_head", "q_heads_per_group", "heads", "head_size", "mlp", "vocab", "experts"), ())
+UNSHARDED = dict.fromkeys(("kv_head", "q_heads_per_group", "heads", "head_size", "mlp", "vocab", "experts"), ())
 METHODS = itertools.cycle(
     [
         AttentionPlan("ring", 1, 4, "zigzag"), AttentionPlan("ulysses", 4), AttentionPlan("hybrid", 2, 2, "zigzag"),
         AttentionPlan("all_gather", 1, 4, "zigzag"), AttentionPlan("hybrid", 2, 2),
     ]
 )  # fmt: skip
-CUT = {**WHOLE, "position": ["model"]}
+SHARDED_POSITIONS = {**UNSHARDED, "position": ["model"]}
 
 
 @pytest.mark.parametrize(("name", "method"), [(name, next(METHODS)) for name in MODEL_TYPES if name != "gpt2"], ids=str)
-def test_with_positions_cut(golden, make_config, name, method):
-    """Levanter's models with sequence-parallel attention as planned, and nothing patched."""
-    assert deviation(golden, make_config, name, (1, 2, 4), change_plan=CUT, attention=method) <= TOLERANCE
+def test_logits_with_sharded_positions(golden, make_config, name, method):
+    """Levanter's models with the planned sequence-parallel attention, and nothing else patched."""
+    assert deviation(golden, make_config, name, (1, 2, 4), change_plan=SHARDED_POSITIONS, attention=method) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-def test_losses_and_prefill_with_positions_cut(golden, make_config, kind):
-    """In the order of a layout while computing, and in the sequence's before and after."""
+def test_losses_and_prefill_with_sharded_positions(golden, make_config, kind):
+    """Positions are in the planned order in computations, and in the order of the sequence before and after."""
 
     def compute(module, model, plan, mesh, tokens):
         predicted = np.ones(tokens.shape, bool)
         predicted[:, :3] = False
-        found = evaluate(module, model, plan, mesh, Windows(tokens, predicted, np.arange(len(tokens))))
+        result = evaluate_windows(module, model, plan, mesh, Windows(tokens, predicted, np.arange(len(tokens))))
         program = prefill_program(model, plan, mesh)
         prompt = jax.device_put(tokens, program.arguments[1].array.sharding)
-        following = program.compile({})(module, hax.named(prompt, program.arguments[1].axes))
-        return tokens, found.losses, following.rearrange(("batch", "vocab")).array
+        next_logits = program.compile({})(module, hax.named(prompt, program.arguments[1].axes))
+        return tokens, result.losses, next_logits.rearrange(("batch", "vocab")).array
 
     method = AttentionPlan("ring", 1, 4, kind)
-    (tokens, losses, following), logits = run(
-        golden, make_config, "llama", (1, 2, 4), compute, change_plan=CUT, attention=method
+    (tokens, losses, next_logits), logits = run(
+        golden, make_config, "llama", (1, 2, 4), compute, change_plan=SHARDED_POSITIONS, attention=method
     )
     expected = (
         jax.nn.logsumexp(logits, axis=-1) - np.take_along_axis(logits, np.roll(tokens, -1, 1)[..., None], 2)[..., 0]
     )
     np.testing.assert_allclose(losses[:, 3:-1], expected[:, 3:-1], atol=TOLERANCE)
     assert not losses[:, :3].any() and not losses[:, -1].any()
-    np.testing.assert_allclose(following, logits[:, -1], atol=TOLERANCE)
+    np.testing.assert_allclose(next_logits, logits[:, -1], atol=TOLERANCE)
 
 
-def test_attention_that_does_more():
+def test_attention_class_with_more_features_is_rejected():
     axes = hax.make_axes(embed=8, kv_head=2, head_size=4)
     config = AttentionConfig(axes[0], num_heads=2, num_kv_heads=2)
-    with pytest.raises(ConfigError, match="AttentionWithSink is more than Levanter's Attention"):
+    with pytest.raises(ConfigError, match="AttentionWithSink does more than Levanter's Attention"):
         with_sequence_parallel(AttentionWithSink.init(config, key=jax.random.PRNGKey(0)), Method("ring"))
 
 
-def test_attention_of_its_own(golden, make_config):
-    with pytest.raises(ConfigError, match="Gpt2LMHeadModel has attention of its own"):
+def test_model_with_its_own_attention_is_rejected(golden, make_config):
+    with pytest.raises(ConfigError, match="Gpt2LMHeadModel does not use Levanter's Attention"):
         deviation(golden, make_config, "gpt2", (1, 2, 4), attention=AttentionPlan("ring", 1, 4))

@@ -1,4 +1,4 @@
-"""Attention and its gradients in float64, with all scores at once: what every kernel is compared with."""
+"""Dense attention and its gradients in numpy, float64: the reference for every kernel."""
 
 from dataclasses import dataclass
 
@@ -6,19 +6,19 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Result:
+class DenseResult:
     out: np.ndarray
     """[B, N, G, S, V]."""
     gradients: tuple[np.ndarray, ...]
-    """Of q, k, v and the sink, where the gradient of `out` is given."""
+    """Gradients of q, k, v and the sink."""
 
 
-def dense_attention(q, k, v, allowed, change, soft_cap=None, sink=None) -> Result:
-    """q[B, N, G, S, K] on k[B, N, T, K] and v[B, N, T, V]; allowed is bool[B or 1, 1, 1, S, T].
+def dense_attention(q, k, v, allowed, out_gradient, soft_cap=None, sink=None) -> DenseResult:
+    """Compute attention of q[B, N, G, S, K] on k[B, N, T, K] and v[B, N, T, V]; allowed is bool[B or 1, 1, 1, S, T].
 
     Args:
-        change: gradient of the output, [B, N, G, S, V].
-        sink: a score of each head [N, G] that takes weight and gives nothing.
+        out_gradient: gradient of the output, [B, N, G, S, V].
+        sink: a score per head [N, G] that takes weight and contributes no value.
     """
     scale = q.shape[-1] ** -0.5
     raw = np.einsum("bngsk,bntk->bngst", q, k) * scale
@@ -27,23 +27,23 @@ def dense_attention(q, k, v, allowed, change, soft_cap=None, sink=None) -> Resul
     extra = np.full((*scores.shape[:-1], 1), -np.inf)
     if sink is not None:
         extra = np.broadcast_to(sink[None, :, :, None, None], extra.shape)
-    largest = np.maximum(scores.max(-1, keepdims=True), extra)
-    base = np.where(np.isfinite(largest), largest, 0)
-    weights, taken = np.exp(scores - base), np.exp(extra - base)
-    total = weights.sum(-1, keepdims=True) + taken
+    max_score = np.maximum(scores.max(-1, keepdims=True), extra)
+    base = np.where(np.isfinite(max_score), max_score, 0)
+    weights, sink_weight = np.exp(scores - base), np.exp(extra - base)
+    total = weights.sum(-1, keepdims=True) + sink_weight
     total = np.where(total > 0, total, 1)
-    weights, taken = weights / total, taken / total
+    weights, sink_weight = weights / total, sink_weight / total
     out = np.einsum("bngst,bntv->bngsv", weights, v)
-    of_weights = np.einsum("bngsv,bntv->bngst", change, v)
-    offset = (out * change).sum(-1, keepdims=True)
-    of_scores = weights * (of_weights - offset)
-    of_sink = -(taken * offset).sum((0, 3, 4))
+    weight_gradient = np.einsum("bngsv,bntv->bngst", out_gradient, v)
+    delta = (out * out_gradient).sum(-1, keepdims=True)
+    score_gradient = weights * (weight_gradient - delta)
+    sink_gradient = -(sink_weight * delta).sum((0, 3, 4))
     if soft_cap is not None:
-        of_scores = of_scores * (1 - np.tanh(raw / soft_cap) ** 2)
+        score_gradient = score_gradient * (1 - np.tanh(raw / soft_cap) ** 2)
     gradients = (
-        np.einsum("bngst,bntk->bngsk", of_scores, k) * scale,
-        np.einsum("bngst,bngsk->bntk", of_scores, q) * scale,
-        np.einsum("bngst,bngsv->bntv", weights, change),
-        of_sink,
+        np.einsum("bngst,bntk->bngsk", score_gradient, k) * scale,
+        np.einsum("bngst,bngsk->bntk", score_gradient, q) * scale,
+        np.einsum("bngst,bngsv->bntv", weights, out_gradient),
+        sink_gradient,
     )
-    return Result(out, gradients)
+    return DenseResult(out, gradients)

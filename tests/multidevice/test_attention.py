@@ -1,4 +1,4 @@
-"""Attention cut over devices against dense attention in float64: outputs, and all gradients, with real rotation."""
+"""Sequence-parallel attention against dense attention in float64: outputs and all gradients."""
 
 import itertools
 import random
@@ -16,10 +16,10 @@ from jax.sharding import AxisType, Mesh
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.layers.attention import dot_product_attention as levanter_attention
 
-from shardplan.attention.dot_product import dot_product_attention
-from shardplan.attention.kernels import splash
+from shardplan.attention import dot_product_attention
+from shardplan.attention.kernels import splash, splash_blocks
 from shardplan.errors import ConfigError
-from shardplan.positions.sequence_layout import KINDS, SequenceLayout
+from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder
 
 Q = ("batch", "kv_head", "q_heads_per_group", "position", "head_size")
 K = ("batch", "kv_head", "key_position", "head_size")
@@ -30,7 +30,7 @@ MASKS = (
     "causal and explicit", "offset", "offset by sequence",
 )  # fmt: skip
 EXTRAS = ("", "sink", "soft cap")
-KEEPS_ATTENTION = jax.checkpoint_policies.save_only_these_names("shardplan_attention")
+SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names("shardplan_attention")
 STRATEGIES = {
     1: [("ring", 1)],
     2: [("all_gather", 1), ("ring", 1), ("ulysses", 2)],
@@ -56,15 +56,15 @@ class Case:
 
 
 def cases():
-    """Every strategy on every number of devices; masks, heads, lengths, layouts and extras drawn at random."""
+    """Every strategy on every number of devices; with random masks, heads, lengths, layouts and extras."""
     draw = random.Random(0)
     for devices, ways in STRATEGIES.items():
         for strategy, ulysses in ways:
-            layout = draw.choice(KINDS)
+            layout = draw.choice([each.value for each in SequenceOrder])
             length = draw.choice((48, 37)) if layout == "contiguous" else 12 * devices
-            rest = draw.choice(MASKS), draw.choice([*HEADS]), length, layout, draw.choice(EXTRAS)
-            yield Case(devices, strategy, ulysses, *rest)
-    # what a ring must get right
+            others = draw.choice(MASKS), draw.choice([*HEADS]), length, layout, draw.choice(EXTRAS)
+            yield Case(devices, strategy, ulysses, *others)
+    # combinations that a ring may get wrong
     yield Case(4, "ring", 1, "causal", "12q/2kv", 48, "zigzag")
     yield Case(3, "ring", 1, "prefix", "8q/1kv", 48, "striped", "sink")
     yield Case(4, "hybrid", 2, "window and documents", "12q/2kv", 48, "zigzag")
@@ -76,42 +76,41 @@ def mesh_of(n: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:n]).reshape(1, n), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def lengths_of(length):
-    """Of documents."""
+def document_lengths(length):
     return length // 3, 5, length - length // 3 - 5
 
 
 def mask_of(name: str, length: int, order: np.ndarray, rng):
-    """The mask as it is given, what else is, and which pairs it allows: bool[B or 1, 1, 1, S, T], by position."""
+    """Return the mask, further arguments, and the allowed pairs bool[B or 1, 1, 1, S, T] by position."""
     i, j = np.arange(length)[:, None], np.arange(length)[None]
-    lengths = lengths_of(length)
-    labels = np.stack([np.repeat(np.arange(3), lengths), np.repeat(np.arange(3), lengths[::-1])])
-    same = labels[:, None, None, :, None] == labels[:, None, None, None, :]
+    lengths = document_lengths(length)
+    documents = np.stack([np.repeat(np.arange(3), lengths), np.repeat(np.arange(3), lengths[::-1])])
+    same = documents[:, None, None, :, None] == documents[:, None, None, None, :]
     causal = AttentionMask.causal()
 
     def named(values, *axes):
         return hax.named(jnp.asarray(values), axes)
 
     def with_documents(mask):
-        segments = named(labels[:, order], "batch", "position")
+        segments = named(documents[:, order], "batch", "position")
         return mask.with_segment_ids(segments, segments.rename({"position": "key_position"}))
 
-    dots = rng.random((length, length)) < 0.2
-    dots[3] = False  # attends to nothing
-    explicit = AttentionMask.explicit(named(dots[order][:, order], "position", "key_position"))
+    random_pairs = rng.random((length, length)) < 0.2
+    random_pairs[3] = False  # a query without keys
+    explicit = AttentionMask.explicit(named(random_pairs[order][:, order], "position", "key_position"))
     return {
         "causal": (causal, {}, i >= j),
         "full": (None, {}, i >= -j),
         "window": (AttentionMask.causal(sliding_window=9), {}, (i >= j) & (i - j < 9)),
         "documents": (with_documents(causal), {}, (i >= j) & same),
         "known documents": (causal, {"documents": lengths}, (i >= j) & same[:1]),
-        "explicit": (explicit, {}, dots),
+        "explicit": (explicit, {}, random_pairs),
         "prefix": (causal, {"prefix": 11}, (i >= j) | (j < 11)),
         "window and documents": (
             with_documents(AttentionMask.causal(sliding_window=7)), {}, (i >= j) & (i - j < 7) & same,
         ),
-        "causal and explicit": (causal & explicit, {}, (i >= j) & dots),
-        "offset": (AttentionMask.causal(offset=-5), {}, i - 5 >= j),  # the first attend to nothing
+        "causal and explicit": (causal & explicit, {}, (i >= j) & random_pairs),
+        "offset": (AttentionMask.causal(offset=-5), {}, i - 5 >= j),  # the first queries have no keys
         "offset by sequence": (
             AttentionMask.causal(offset=named(np.array([3, -4]), "batch")), {},
             i + np.array([3, -4])[:, None, None, None, None] >= j,
@@ -120,7 +119,7 @@ def mask_of(name: str, length: int, order: np.ndarray, rng):
 
 
 def dense_in_jax(q, k, v, allowed, soft_cap, sink):
-    """Dense attention in the type of its inputs, softmax in float32: what bfloat16 is compared with."""
+    """Dense attention in the dtype of its inputs, softmax in float32: the reference for bfloat16."""
     q, k, v = q.rearrange(Q).array, k.rearrange(K).array, v.rearrange(V).array
     scores = jnp.einsum("bngsk,bntk->bngst", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
     scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
@@ -128,26 +127,26 @@ def dense_in_jax(q, k, v, allowed, soft_cap, sink):
     extra = jnp.full((*scores.shape[:-1], 1), -jnp.inf)
     if sink is not None:
         extra = jnp.broadcast_to(sink.array[None, :, :, None, None], extra.shape)
-    # nothing is attended to where nothing is allowed
+    # a query without allowed keys has output 0
     weights = (jax.nn.softmax(jnp.concatenate([scores, extra], -1), -1)[..., :-1] * allowed).astype(v.dtype)
     return hax.named(jnp.einsum("bngst,bntv->bngsv", weights, v), (*Q[:4], "value_size"))
 
 
 def check(case: Case, dtype=jnp.float32, is_dense=False):
-    """Largest differences of the output, and of each gradient, from float64, relative to the largest value."""
+    """Return the largest errors of the output and of each gradient against float64, relative to the largest value."""
     rng = np.random.default_rng(0)
     n, g = HEADS[case.heads]
     shapes = [(2, n, g, case.length, 16), (2, n, case.length, 16), (2, n, case.length, 24)]
     q, k, v = (np.asarray(jnp.asarray(rng.normal(size=shape), dtype), np.float64) for shape in shapes)
-    change = rng.normal(size=(*shapes[0][:-1], 24))
+    out_gradient = rng.normal(size=(*shapes[0][:-1], 24))
     sink = rng.normal(size=(n, g)) if case.extra == "sink" else None
     cap = 3.0 if case.extra == "soft cap" else None
     ring = case.devices // case.ulysses if case.strategy != "ulysses" else 1
-    known = lengths_of(case.length) if case.mask == "known documents" else None
+    known = document_lengths(case.length) if case.mask == "known documents" else None
     layout = SequenceLayout(case.length, ring, case.ulysses, case.layout, known)
-    order = layout.order()[: case.length]
-    mask, more, allowed = mask_of(case.mask, case.length, order, rng)
-    expected = dense_attention(q, k, v, allowed, change, cap, sink)
+    order = layout.positions()[: case.length]
+    mask, arguments, allowed = mask_of(case.mask, case.length, order, rng)
+    expected = dense_attention(q, k, v, allowed, out_gradient, cap, sink)
 
     def run(q, k, v, sink):
         if is_dense:
@@ -155,7 +154,7 @@ def check(case: Case, dtype=jnp.float32, is_dense=False):
         return dot_product_attention(
             "position", "key_position", "head_size", q, k, v, mask, strategy=case.strategy, ulysses=case.ulysses,
             layout=case.layout, axis_mapping={"position": "model"}, attn_sink=sink, logits_soft_cap=cap, block=8,
-            kernel=case.kernel, **more,
+            kernel=case.kernel, **arguments,
         )  # fmt: skip
 
     def in_order(x, axes):
@@ -165,7 +164,7 @@ def check(case: Case, dtype=jnp.float32, is_dense=False):
 
     inputs = [in_order(x, axes) for x, axes in ((q, Q), (k, K), (v, V))]
     inputs.append(None if sink is None else hax.named(jnp.asarray(sink, jnp.float32), Q[1:3]))
-    weights = in_order(change, (*Q[:4], "value_size")).astype(jnp.float32)
+    weights = in_order(out_gradient, (*Q[:4], "value_size")).astype(jnp.float32)
 
     def loss(inputs):
         out = run(*inputs)
@@ -176,18 +175,18 @@ def check(case: Case, dtype=jnp.float32, is_dense=False):
     assert out.array.dtype == dtype
     inverse = np.argsort(order)
 
-    def error(found, wanted):
-        at = next((i for i, axis in enumerate(found.axes) if "position" in axis.name), None)
-        values = np.asarray(found.array, np.float64)
+    def error(actual, wanted):
+        at = next((i for i, axis in enumerate(actual.axes) if "position" in axis.name), None)
+        values = np.asarray(actual.array, np.float64)
         values = values if at is None else np.take(values, inverse, at)
         return np.abs(values - wanted).max() / np.abs(wanted).max()
 
-    found = [each for each in gradients if each is not None]
-    return error(out, expected.out), [error(x, y) for x, y in zip(found, expected.gradients, strict=False)]
+    gradients = [each for each in gradients if each is not None]
+    return error(out, expected.out), [error(x, y) for x, y in zip(gradients, expected.gradients, strict=False)]
 
 
 def matrix():
-    """Every strategy on every number of devices, with every mask, number of heads, and length."""
+    """Every strategy on every number of devices, with every mask, every number of heads and every length."""
     ways = [(devices, *way) for devices, each in STRATEGIES.items() for way in each]
     for way, mask, heads, length in itertools.product(ways, MASKS, HEADS, (48, 37)):
         yield pytest.param(Case(*way, mask, heads, length), marks=pytest.mark.whole)
@@ -204,21 +203,21 @@ def test_float32(case):
     [
         Case(4, "hybrid", 2, "causal", "8q/1kv", 48, "zigzag"),
         Case(3, "ring", 1, "window and documents", "12q/2kv", 48, "striped", "sink"),
-        Case(8, "ulysses", 8, "full", "32q/4kv", 48),  # each key head on two devices
+        Case(8, "ulysses", 8, "full", "32q/4kv", 48),  # each key head is on two devices
         *[*matrix()][::7],  # every strategy with every mask
     ],
     ids=str,
 )
 def test_bfloat16(case):
-    """No more than half as far again from float64 as dense attention in bfloat16 is."""
+    """The error is at most 1.5 times that of dense attention in bfloat16."""
     (out, gradients), (dense, dense_gradients) = check(case, jnp.bfloat16), check(case, jnp.bfloat16, is_dense=True)
     assert out <= 1.5 * dense
-    for mine, theirs in zip(gradients, dense_gradients, strict=True):
-        assert mine <= 1.5 * theirs
+    for gradient, dense_gradient in zip(gradients, dense_gradients, strict=True):
+        assert gradient <= 1.5 * dense_gradient
 
 
 def test_two_mesh_axes_and_heads_on_a_third():
-    """Ring along one, Ulysses along the other; axes of arrays in another order; under named_jit."""
+    """A ring along one mesh axis, Ulysses along the other; arrays with axes in another order; under named_jit."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("replica", "data", "model"), axis_types=(AxisType.Auto,) * 3)
     mapping = {"position": ("replica", "data"), "kv_head": "model"}
     rng = np.random.default_rng(1)
@@ -245,13 +244,13 @@ def test_two_mesh_axes_and_heads_on_a_third():
     with jax.set_mesh(mesh), hax.axis_mapping(mapping):
         out = hax.named_jit(run, axis_resources=mapping)(*arrays)
         assert out.array.sharding.spec == hax.partitioning.pspec_for_axis(out.axes, mapping)
-        found = out.rearrange((*Q[:4], "value_size")).array
-    np.testing.assert_allclose(np.asarray(found), expected.out, atol=2e-6)
+        actual = out.rearrange((*Q[:4], "value_size")).array
+    np.testing.assert_allclose(np.asarray(actual), expected.out, atol=2e-6)
 
 
 @pytest.mark.parametrize(("strategy", "u"), [("ring", 1), ("hybrid", 2), ("ulysses", 8)])
 def test_mesh_axes_in_another_order_than_the_mesh(strategy, u):
-    """Positions on (model, data) of a mesh (data, model); the values' head size is another, under one name."""
+    """Positions on (model, data) of a mesh (data, model); values have another head size under the same name."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     rng = np.random.default_rng(1)
     q, k, v = (rng.normal(size=size) for size in ((1, 2, 4, 32, 16), (1, 2, 32, 16), (1, 2, 32, 24)))
@@ -270,10 +269,10 @@ def test_mesh_axes_in_another_order_than_the_mesh(strategy, u):
     np.testing.assert_allclose(np.asarray(out.array), expected.out, atol=2e-6)
 
 
-@pytest.mark.parametrize(("policy", "again"), [(jax.checkpoint_policies.nothing_saveable, 3), (KEEPS_ATTENTION, 0)])
-def test_residuals_have_a_name(policy, again):
-    """Kept by it, no hop is made again for the gradient: of four devices three each of keys and values, and of both
-    with their gradients, which go one further."""
+@pytest.mark.parametrize(("policy", "repeated"), [(jax.checkpoint_policies.nothing_saveable, 3), (SAVE_ATTENTION, 0)])
+def test_checkpoint_policy_saves_residuals(policy, repeated):
+    """With outputs saved by name the gradient repeats no hop of the forward pass. On four devices a pass has three hops
+    of keys and of values; the backward pass has them too, and four of both gradients."""
     q, k = (hax.zeros(hax.make_axes(kv_head=2, head_size=16, **{name: 8})) for name in ("position", "key_position"))
 
     @partial(jax.checkpoint, policy=policy)
@@ -283,52 +282,53 @@ def test_residuals_have_a_name(policy, again):
 
     with jax.set_mesh(mesh_of(4)):
         text = str(jax.make_jaxpr(jax.grad(lambda *inputs: attend(*inputs).sum(), argnums=(0, 1)))(q, k))
-    assert text.count("ppermute[") == 2 * (3 + again + 3 + 3 + 1)
+    assert text.count("ppermute[") == 2 * (3 + repeated + 3 + 3 + 1)
 
 
-def test_keys_that_are_padding():
-    """A mask by batch and keys alone, and a sink that takes nothing."""
+def test_explicit_mask_of_padding_keys():
+    """The mask has only the axes of batch and keys, and the sink takes no weight."""
     rng = np.random.default_rng(1)
     q, k, v = (rng.normal(size=size) for size in ((2, 2, 4, 16, 16), (2, 2, 16, 16), (2, 2, 16, 24)))
-    is_there = np.arange(16) < np.array([9, 0])[:, None]
-    expected = dense_attention(q, k, v, is_there[:, None, None, None], np.zeros((2, 2, 4, 16, 24)))
+    is_token = np.arange(16) < np.array([9, 0])[:, None]
+    expected = dense_attention(q, k, v, is_token[:, None, None, None], np.zeros((2, 2, 4, 16, 24)))
     arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, (*V[:3], "value_size")))]
-    mask, sink = hax.named(jnp.asarray(is_there), ("batch", "key_position")), hax.full(arrays[0].axes[1:3], -jnp.inf)
+    mask, sink = hax.named(jnp.asarray(is_token), ("batch", "key_position")), hax.full(arrays[0].axes[1:3], -jnp.inf)
     names, mapping = ("position", "key_position", "head_size"), {"position": "model"}
-    more = {"strategy": "ring", "attn_sink": sink, "axis_mapping": mapping}
-    attend = jax.jit(lambda *given: dot_product_attention(*names, *given, mask, **more))
+    arguments = {"strategy": "ring", "attn_sink": sink, "axis_mapping": mapping}
+    attend = jax.jit(lambda *arrays: dot_product_attention(*names, *arrays, mask, **arguments))
     with jax.set_mesh(mesh_of(4)):
         out = attend(*arrays)
     np.testing.assert_allclose(np.asarray(out.array), expected.out, atol=2e-6)
 
 
-def test_gradients_where_neither_keys_nor_sinks_take_weight():
-    """Not NaN: the first queries may attend to nothing, and the sinks of some heads take nothing."""
+def test_gradients_without_keys_and_sinks():
+    """Gradients are not NaN where queries have no keys and sinks take no weight."""
     rng = np.random.default_rng(1)
-    q, k, v, change = (
+    q, k, v, out_gradient = (
         rng.normal(size=size) for size in ((2, 2, 4, 16, 16), (2, 2, 16, 16), (2, 2, 16, 24), (2, 2, 4, 16, 24))
     )
-    expected = dense_attention(q, k, v, np.tri(16, k=-3, dtype=bool), change)
+    expected = dense_attention(q, k, v, np.tri(16, k=-3, dtype=bool), out_gradient)
     arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, V))]
     sink = hax.full(arrays[0].axes[1:3], -jnp.inf)
     names, mapping = ("position", "key_position", "head_size"), {"position": "model"}
 
     def loss(q, k, v, sink):
-        mask, more = AttentionMask.causal(offset=-3), {"strategy": "ring", "attn_sink": sink, "axis_mapping": mapping}
-        return (dot_product_attention(*names, q, k, v, mask, **more).array * change).sum()
+        mask = AttentionMask.causal(offset=-3)
+        arguments = {"strategy": "ring", "attn_sink": sink, "axis_mapping": mapping}
+        return (dot_product_attention(*names, q, k, v, mask, **arguments).array * out_gradient).sum()
 
     with jax.set_mesh(mesh_of(4)):
-        *found, of_sink = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*arrays, sink)
-    for mine, theirs in zip(found, expected.gradients, strict=False):
-        np.testing.assert_allclose(mine.array, theirs, atol=1e-5)
-    assert not of_sink.array.any()
+        *gradients, sink_gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*arrays, sink)
+    for gradient, wanted in zip(gradients, expected.gradients, strict=False):
+        np.testing.assert_allclose(gradient.array, wanted, atol=1e-5)
+    assert not sink_gradient.array.any()
 
 
 @pytest.mark.parametrize(
     ("names", "hardware"), [(("data", "fsdp", "sequence", "tensor"), "v5p-16"), (("dp", "sp"), None)]
 )
-def test_auto_on_meshes_of_other_names(names, hardware):
-    """As MaxText's; positions on the last but one."""
+def test_auto_on_meshes_with_other_axis_names(names, hardware):
+    """Names as in MaxText; positions on the last axis but one."""
     sizes = [1] * (len(names) - 2) + [4, 2]
     mesh = Mesh(np.array(jax.devices()).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
     rng = np.random.default_rng(1)
@@ -348,7 +348,7 @@ def test_auto_on_meshes_of_other_names(names, hardware):
     np.testing.assert_allclose(np.asarray(out), expected.out, atol=2e-6)
 
 
-def test_bad_input():
+def test_errors():
     mesh = mesh_of(4)
     x, y = (
         hax.zeros(hax.make_axes(**{"kv_head": 2, name: 8, "head_size": 16})) for name in ("position", "key_position")
@@ -356,48 +356,65 @@ def test_bad_input():
     mapping, short = {"position": "model"}, hax.ones(hax.make_axes(position=4, key_position=8)) > 0
     allowed = hax.ones(hax.make_axes(position=8, key_position=8)) > 0
     by_head = AttentionMask.causal().with_segment_ids(hax.zeros(hax.make_axes(kv_head=2, position=8), dtype=int))
-    for more, message in (
+    for arguments, message in (
         ({"strategy": "rings"}, "attention strategy is 'rings'; did you mean 'ring'"),
         ({"layout": "zig"}, "attention layout is 'zig'; did you mean 'zigzag'"),
         ({"strategy": "hybrid", "ulysses": 3}, "ulysses 3 does not divide the 4 devices along position"),
         ({"strategy": "hybrid", "ulysses": 0}, "ulysses 0 does not divide the 4 devices along position"),
         ({"mask": short}, "a mask or sink has the axis position"),
-        ({"documents": [3, 4]}, "documents of 3, 4 positions are not the 8 of the sequence"),
-        ({"documents": [3, 4], "strategy": "auto"}, "documents of 3, 4 positions are not the 8 of the sequence"),
-        ({"strategy": "ring", "ulysses": 2}, "ulysses 2 is for the strategy hybrid; ring has 1"),
-        ({"layout": SequenceLayout(8, 8, 1, "zigzag"), "strategy": "auto"}, "ring 8 x ulysses 1, here are 4 devices"),
+        ({"documents": [3, 4]}, "documents of 3, 4 positions do not add up to the 8 of the sequence"),
+        (
+            {"documents": [3, 4], "strategy": "auto"},
+            "documents of 3, 4 positions do not add up to the 8 of the sequence",
+        ),
+        ({"strategy": "ring", "ulysses": 2}, "ulysses 2 is for the strategy hybrid; the strategy ring has ulysses 1"),
+        (
+            {"layout": SequenceLayout(8, 8, 1, "zigzag"), "strategy": "auto"},
+            "ring 8 x ulysses 1, but 4 devices shard positions",
+        ),
         ({"strategy": "auto", "hardware": "v5p-16"}, "hardware v5p-16 has 8 devices, the mesh 4"),
         ({"strategy": "auto", "hardware": "h100-4"}, "unknown generation 'h100'"),
         ({"block": 0}, "block is 0; it must be at least 1"),
-        ({"mask": allowed.astype(float)}, "the mask is of float32; it must be bool"),
+        ({"mask": allowed.astype(float)}, "the explicit mask has dtype float32; it must be bool"),
         ({"prefix": jnp.int32(3)}, "prefix must be one number, known while tracing"),
-        ({"axis_mapping": {"position": ("model", "model")}}, "mapped to a mesh axis twice: model, model"),
-        ({"axis_mapping": {"position": "modle"}}, "mapped to 'modle', no axis of the mesh; did you mean 'model'"),
+        ({"axis_mapping": {"position": ("model", "model")}}, "mapped to one mesh axis twice: model, model"),
+        (
+            {"axis_mapping": {"position": "modle"}},
+            "mapped to 'modle', which is no axis of the mesh; did you mean 'model'",
+        ),
         ({"axis_mapping": {"position": "model", "kv_head": "model"}}, "kv_head and position are both mapped to model"),
-        ({"axis_mapping": {"kv_head": "model"}}, "kv_head (2) is not divisible by the 4 devices that cut it"),
-        ({"mask": by_head}, "a mask or sink has the axis kv_head (2), where it may have position (8)"),
+        ({"axis_mapping": {"kv_head": "model"}}, "kv_head (2) is not divisible by the 4 devices that shard it"),
+        ({"mask": by_head}, "a mask or sink has the axis kv_head (2); valid: position (8)"),
         (
             {"layout": SequenceLayout(8, 4), "axis_mapping": {"pos": "model"}},
-            "no mesh axis of several devices is that of posi",
+            "no mesh axis of several devices shards posi",
         ),
         ({"kernel": "splash", "strategy": "ring"}, "each ring index has 2 positions, which must be a multiple of 128"),
-        ({"kernel": "splash", "mask": allowed}, "kernel splash has no explicit masks; use the kernel blockwise"),
+        (
+            {"kernel": "splash", "mask": allowed},
+            "kernel splash does not support explicit masks; use the kernel blockwise",
+        ),
     ):
         with jax.set_mesh(mesh), pytest.raises(ConfigError, match=re.escape(message)):
-            dot_product_attention("position", "key_position", "head_size", x, y, y, **{"axis_mapping": mapping, **more})
-    with jax.set_mesh(jax.make_mesh((4,), ("model",))), pytest.raises(ConfigError, match="Haliax needs AxisType"):
+            dot_product_attention(
+                "position", "key_position", "head_size", x, y, y, **{"axis_mapping": mapping, **arguments}
+            )
+    with (
+        jax.set_mesh(jax.make_mesh((4,), ("model",))),
+        pytest.raises(ConfigError, match="of type Explicit; make it with AxisType"),
+    ):
         dot_product_attention("position", "key_position", "head_size", x, y, y, axis_mapping=mapping)
     with pytest.raises(ConfigError, match="position is mapped, but no mesh is set"):
         dot_product_attention("position", "key_position", "head_size", x, y, y, axis_mapping=mapping)
-    with pytest.raises(ConfigError, match="positions of one name, position; rename the keys'"):
+    with pytest.raises(ConfigError, match="both name their positions position; rename the positions of keys"):
         dot_product_attention("position", "position", "head_size", x, x, x)
     wide = y.broadcast_axis(hax.Axis("batch", 2))
-    for queries, has in ((x, "none"), (x.broadcast_axis(hax.Axis("batch", 1)), "size 1")):
-        with pytest.raises(
-            ConfigError, match=f"of size 2, and must be one of queries and values too; queries have {has}"
-        ):
+    for queries, actual in ((x, "none"), (x.broadcast_axis(hax.Axis("batch", 1)), "size 1")):
+        message = f"queries must have the axis batch of size 2, as keys do; they have {actual}"
+        with pytest.raises(ConfigError, match=message):
             dot_product_attention("position", "key_position", "head_size", queries, wide, wide)
-    with pytest.raises(ConfigError, match="ulysses exchanges heads, and no axis is one of heads: kv_head, kv_heads"):
+    message = "ulysses exchanges heads, but no axis is named as heads are: kv_head, kv_heads"
+    with pytest.raises(ConfigError, match=message):
         others = (each.rename({"kv_head": "n_heads"}) for each in (x, y, y))
         dot_product_attention("position", "key_position", "head_size", *others, strategy="ulysses")
     with jax.set_mesh(mesh), pytest.raises(ConfigError, match="keys and values alone take more than the 15"):
@@ -407,7 +424,9 @@ def test_bad_input():
             for name in ("position", "key_position")
         )
         dot_product_attention("position", "key_position", "head_size", q, k, k, axis_mapping=mapping, hardware="v5e-4")
-    with pytest.raises(ConfigError, match="scaling_factor is traced, and must be known; scale queries by what is lear"):
+    with pytest.raises(
+        ConfigError, match="scaling_factor is traced, but must be known while tracing; multiply queries by"
+    ):
         names = "position", "key_position", "head_size"
         jax.jit(lambda scale: dot_product_attention(*names, x, y, y, scaling_factor=scale).array)(0.1)
 
@@ -434,9 +453,9 @@ def test_bad_input():
     ids=str,
 )
 def test_splash(monkeypatch, case):
-    """The kernels of TPUs in JAX's interpreter; with blocks of 128, of which some hops have none."""
-    monkeypatch.setattr(splash, "INTERPRETED", True)
-    monkeypatch.setattr(splash, "KERNEL_BLOCK", 128)
+    """The TPU kernels in JAX's interpreter, with blocks of 128, so that some hops have no block."""
+    monkeypatch.setattr(splash, "INTERPRET", True)
+    monkeypatch.setattr(splash_blocks, "KERNEL_BLOCK", 128)
     out, gradients = check(case)
     assert out <= 1e-5 and max(gradients) <= 1e-5, (out, gradients)
 
@@ -449,44 +468,44 @@ def test_splash(monkeypatch, case):
     ],
     ids=str,
 )
-def test_splash_in_parts(monkeypatch, case):
-    """As where the blocks of a long sequence are more than scalar memory holds."""
-    monkeypatch.setattr(splash, "MOST_BLOCKS", 2)
-    monkeypatch.setattr(splash, "KERNEL_BLOCK", 128)
-    monkeypatch.setattr(splash, "INTERPRETED", True)
+def test_splash_in_chunks(monkeypatch, case):
+    """Queries are split into chunks when scalar memory cannot hold all blocks of a long sequence."""
+    monkeypatch.setattr(splash, "MAX_BLOCKS", 2)
+    monkeypatch.setattr(splash_blocks, "KERNEL_BLOCK", 128)
+    monkeypatch.setattr(splash, "INTERPRET", True)
     out, gradients = check(case)
     assert out <= 1e-5 and max(gradients) <= 1e-5, (out, gradients)
 
 
-@pytest.mark.parametrize("most", [splash.MOST_BLOCKS, 2])
-def test_splash_without_sums_of_weights(monkeypatch, most):
-    """Not written where nobody wants them; gradients of what was traced so, as scans are, are right too."""
-    monkeypatch.setattr(splash, "INTERPRETED", True)
-    monkeypatch.setattr(splash, "KERNEL_BLOCK", 128)
-    monkeypatch.setattr(splash, "MOST_BLOCKS", most)
+@pytest.mark.parametrize("max_blocks", [splash.MAX_BLOCKS, 2])
+def test_splash_without_log_sum_exp(monkeypatch, max_blocks):
+    """The kernel does not write it if it is unused; gradients of a function traced so, as scans are, are right too."""
+    monkeypatch.setattr(splash, "INTERPRET", True)
+    monkeypatch.setattr(splash_blocks, "KERNEL_BLOCK", 128)
+    monkeypatch.setattr(splash, "MAX_BLOCKS", max_blocks)
     rng = np.random.default_rng(0)
-    q, k, change = (rng.normal(size=(1, 1, *g, 256, 32)) for g in ((2,), (), (2,)))
-    expected = dense_attention(q, k, k, np.tri(256, dtype=bool), change)
+    q, k, out_gradient = (rng.normal(size=(1, 1, *g, 256, 32)) for g in ((2,), (), (2,)))
+    expected = dense_attention(q, k, k, np.tri(256, dtype=bool), out_gradient)
     arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K))]
 
     @jax.jit
     def attend(q, k):
         names, mapping = ("position", "key_position", "head_size"), {"position": "model"}
-        causal, more = AttentionMask.causal(), {"strategy": "all_gather", "kernel": "splash", "axis_mapping": mapping}
-        return dot_product_attention(*names, q, k, k, causal, **more).array
+        arguments = {"strategy": "all_gather", "kernel": "splash", "axis_mapping": mapping}
+        return dot_product_attention(*names, q, k, k, AttentionMask.causal(), **arguments).array
 
     with jax.set_mesh(mesh_of(2)):
         assert "no_residuals" in str(jax.make_jaxpr(attend)(*arrays))
-        found, pull = jax.vjp(attend, *arrays)
-        of_q, of_k = pull(jnp.asarray(change, jnp.float32))
-    np.testing.assert_allclose(found, expected.out, atol=1e-5)
-    np.testing.assert_allclose(of_q.array, expected.gradients[0], atol=1e-4)
-    np.testing.assert_allclose(of_k.array, expected.gradients[1] + expected.gradients[2], atol=1e-4)
+        out, transpose = jax.vjp(attend, *arrays)
+        q_gradient, k_gradient = transpose(jnp.asarray(out_gradient, jnp.float32))
+    np.testing.assert_allclose(out, expected.out, atol=1e-5)
+    np.testing.assert_allclose(q_gradient.array, expected.gradients[0], atol=1e-4)
+    np.testing.assert_allclose(k_gradient.array, expected.gradients[1] + expected.gradients[2], atol=1e-4)
 
 
-def test_levanters_own_splash_is_wrong(monkeypatch):
-    """Each device attends to its own keys alone, in a mask that begins at its first: right on the first, no other."""
-    monkeypatch.setattr(splash, "INTERPRETED", True)
+def test_levanters_splash_with_sharded_positions_is_wrong(monkeypatch):
+    """Each device attends only to its own keys, with a mask that starts at its first query: only device 0 is right."""
+    monkeypatch.setattr(splash, "INTERPRET", True)
     kernels = splash.kernels
     monkeypatch.setattr(kernels, "make_splash_mha", partial(kernels.make_splash_mha, interpret=True))
     rng = np.random.default_rng(0)
@@ -495,16 +514,17 @@ def test_levanters_own_splash_is_wrong(monkeypatch):
     arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, K))]
     names, mapping = ("position", "key_position", "head_size"), {"position": "model", "key_position": "model"}
 
-    def levanters(q, k, v):
+    def levanter_splash(q, k, v):
         return levanter_attention(*names, q, k, v, AttentionMask.causal(), attn_backend=AttentionBackend.SPLASH)
 
-    def mine(q, k, v):
+    def shardplan_splash(q, k, v):
         return dot_product_attention(*names, q, k, v, AttentionMask.causal(), strategy="all_gather", kernel="splash")
 
     with jax.set_mesh(mesh_of(4)), hax.axis_mapping(mapping):
-        found, right = (hax.named_jit(each)(*arrays).rearrange(Q).array for each in (levanters, mine))
-    np.testing.assert_allclose(found[..., :128, :], expected[..., :128, :], atol=1e-5)
+        functions = levanter_splash, shardplan_splash
+        wrong, right = (hax.named_jit(each)(*arrays).rearrange(Q).array for each in functions)
+    np.testing.assert_allclose(wrong[..., :128, :], expected[..., :128, :], atol=1e-5)
     for device in range(1, 4):
         part = slice(128 * device, 128 * (device + 1))
-        assert np.abs(found[..., part, :] - expected[..., part, :]).max() > 0.5
+        assert np.abs(wrong[..., part, :] - expected[..., part, :]).max() > 0.5
     np.testing.assert_allclose(right, expected, atol=1e-5)

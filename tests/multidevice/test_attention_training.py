@@ -1,4 +1,4 @@
-"""A hundred steps of training with attention cut over devices: the losses of Levanter's own model on one device."""
+"""A hundred training steps with sequence-parallel attention have the losses of Levanter's own model on one device."""
 
 from pathlib import Path
 
@@ -15,15 +15,19 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmExample
 from levanter.models.loss import maybe_fused_next_token_loss
 
-from shardplan.attention.levanter import Method, with_sequence_parallel
-from shardplan.attention.sequence import next_token_losses, shard_sequence
-from shardplan.positions.sequence_layout import SequenceLayout
+from shardplan.attention import (
+    Method,
+    SequenceLayout,
+    next_token_losses,
+    shard_sequence,
+    with_sequence_parallel,
+)
 
 STEPS, BATCH, LENGTH = 100, 2, 94
 COUNT = BATCH * (LENGTH - 1)
-"""Tokens that have a next one."""
+"""Tokens of a batch that have a next token."""
 HEADS = 12
-"""Query and key heads each, as the smaller models of GPT-NeoX have."""
+"""Number of query heads and of key heads, as in the smaller GPT-NeoX models."""
 OPTIMIZER = optax.adamw(1e-3)
 
 
@@ -38,14 +42,14 @@ def model():
 
 @pytest.fixture(scope="module")
 def batches():
-    """Text of Levanter, a token a byte: int32[step, batch, position]."""
+    """Source text of Levanter, one token per byte: int32[step, batch, position]."""
     text = Path(levanter.models.llama.__file__).read_bytes()
     tokens = np.frombuffer(text, np.uint8).astype(np.int32) % 128
     return np.resize(tokens, (STEPS, BATCH, LENGTH))
 
 
-def losses(model, batches, loss):
-    """float64[step]: the mean loss of each batch, as the model is trained on them."""
+def training_losses(model, batches, loss):
+    """Train on the batches; return the mean loss of each, float64[step]."""
 
     @eqx.filter_jit
     def step(model, state, tokens):
@@ -53,11 +57,11 @@ def losses(model, batches, loss):
         updates, state = OPTIMIZER.update(gradients, state, eqx.filter(model, eqx.is_inexact_array))
         return eqx.apply_updates(model, updates), state, value
 
-    state, found = OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array)), []
+    state, values = OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array)), []
     for tokens in batches:
         model, state, value = step(model, state, tokens)
-        found.append(value)
-    return np.asarray(found, np.float64)
+        values.append(value)
+    return np.asarray(values, np.float64)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,7 @@ def expected(model, batches):
             hax.Axis("position", LENGTH), model.Embed, model.Vocab, stream, model.get_lm_head(), tokens, reduction=None,
         ).sum().scalar() / COUNT  # fmt: skip
 
-    return losses(model, batches, loss)
+    return training_losses(model, batches, loss)
 
 
 @pytest.mark.whole
@@ -84,7 +88,7 @@ def expected(model, batches):
     ],
 )
 def test_losses_of_training(model, batches, expected, devices, strategy, ulysses, kind):
-    """Ulysses, a ring, both, and as many heads exchanged as the numbers of heads and devices have in common."""
+    """Ulysses, a ring, and hybrids; the last has the default Ulysses degree, the gcd of heads and devices."""
     degree = np.gcd(HEADS, devices) if ulysses is None else ulysses
     layout = SequenceLayout(LENGTH, devices // int(degree), int(degree), kind)
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, -1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -95,7 +99,7 @@ def test_losses_of_training(model, batches, expected, devices, strategy, ulysses
 
     parallel = with_sequence_parallel(model, Method(strategy, ulysses, layout=layout))
     with jax.set_mesh(mesh), hax.axis_mapping({"position": "model"}):
-        found = losses(parallel, batches, loss)
-    print(strategy, ulysses, np.abs(found - expected).max(), found[0], found[-1])
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert found[-10:].mean() < 0.8 * found[0]  # it has learnt something
+        losses = training_losses(parallel, batches, loss)
+    print(strategy, ulysses, np.abs(losses - expected).max(), losses[0], losses[-1])
+    np.testing.assert_allclose(losses, expected, atol=1e-4)
+    assert losses[-10:].mean() < 0.8 * losses[0]  # the model learns

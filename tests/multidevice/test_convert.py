@@ -1,4 +1,4 @@
-"""What is written out again is what was loaded: as transformers, Levanter and the official library read it."""
+"""A written checkpoint holds what was loaded, as transformers, Levanter and the official library read it."""
 
 import json
 import math
@@ -18,8 +18,9 @@ from shardplan import load_pretrained
 from shardplan.checkpoint import save
 from shardplan.checkpoint.save import save_levanter, save_pretrained
 from shardplan.errors import CheckpointError, ConfigError
-from shardplan.model import build_model, read_config
-from shardplan.model.axes import named_leaves
+from shardplan.model.hf_config import read_config
+from shardplan.model.inspect import named_leaves
+from shardplan.model.registry import build_model
 
 MAPPING = {"embed": "data", "mlp": "model", "vocab": "model", "experts": "replica"}
 
@@ -29,20 +30,20 @@ def mesh_of(*sizes: int) -> Mesh:
 
 
 def tensors(folder) -> dict[str, np.ndarray]:
-    """By the official library."""
+    """Read all tensors of a folder with the official library."""
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-def assert_same(found, expected) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual, expected) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        assert actual[name].dtype == value.dtype, name
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
 @pytest.mark.parametrize("name", MODEL_TYPES)
 def test_hugging_face_and_back(golden, tmp_path, name):
-    """With the tensors of the original: names, shapes, types and bits; in files that differ by a tensor at most."""
+    """The written checkpoint has the names, shapes, types and bits of the original's tensors, and its config.json."""
     arguments = [f"--model={golden / name}", "--hardware.slice=cpu-8", "--workload.param_dtype=float32"]
     arguments += ["--workload.batch=8", "--workload.position=64", f"--to={tmp_path / 'out'}"]
     done = run("checkpoint", "convert", *arguments)
@@ -59,15 +60,15 @@ def test_hugging_face_and_back(golden, tmp_path, name):
 
 @pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 3, 1)])
 def test_levanter_and_back(golden, tmp_path, sizes):
-    """Levanter opens it in another sharding."""
+    """Levanter opens a written checkpoint in another sharding."""
     template = build_model(read_config(str(golden / "mixtral" / "config.json"), None), 64).template
     with jax.set_mesh(mesh_of(*sizes)):
-        module = load_pretrained(None, str(golden / "mixtral"), dtype="bfloat16")
+        module = load_pretrained(str(golden / "mixtral"), dtype="bfloat16")
     save_levanter(module, str(tmp_path / "out"), {})
     with jax.set_mesh(mesh_of(1, 1, 5)):
-        found = load_checkpoint(template, str(tmp_path / "out"), subpath="model", axis_mapping={"vocab": "data"})
+        loaded = load_checkpoint(template, str(tmp_path / "out"), subpath="model", axis_mapping={"vocab": "data"})
     expected = dict(named_leaves(module))
-    for path, leaf in named_leaves(found):
+    for path, leaf in named_leaves(loaded):
         assert leaf.array.dtype == jax.numpy.bfloat16
         np.testing.assert_array_equal(np.asarray(leaf.array), np.asarray(expected[path].array), err_msg=path)
     with pytest.raises(ConfigError, match=r"holds config\.json already"):
@@ -75,10 +76,10 @@ def test_levanter_and_back(golden, tmp_path, sizes):
 
 
 def test_types_and_several_files(golden, tmp_path, monkeypatch):
-    """bfloat16, in files of at most 200 kB, with an index; the header is aligned and the library reads it lazily."""
+    """A checkpoint in bfloat16 is split into files of 200 kB with an index; headers are aligned for lazy reads."""
     monkeypatch.setattr(save, "FILE_BYTES", 200_000)
     with jax.set_mesh(mesh_of(2, 2, 2)):
-        module = load_pretrained(None, str(golden / "mixtral"), axis_mapping=MAPPING, dtype="bfloat16")
+        module = load_pretrained(str(golden / "mixtral"), axis_mapping=MAPPING, dtype="bfloat16")
     save_pretrained(module, str(tmp_path), {"model_type": "mixtral"})
     files = sorted(tmp_path.glob("*.safetensors"))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -94,10 +95,10 @@ def test_types_and_several_files(golden, tmp_path, monkeypatch):
         assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
 
 
-def test_files_are_shared_evenly():
+def test_files_have_even_sizes():
     sizes = {f"layer {i}": 100 + i % 7 for i in range(97)}
     for processes in (1, 2, 3, 5):
-        files = save.split(sizes, processes)
+        files = save.assign_files(sizes, processes)
         assert [name for names in files.values() for name in names] == [*sizes]
         weights = [sum(sizes[name] for name in names) for names in files.values()]
         assert len(files) == processes and max(weights) - min(weights) <= 2 * 106
@@ -105,7 +106,7 @@ def test_files_are_shared_evenly():
 
 def test_what_cannot_be_written(golden, tmp_path):
     with jax.set_mesh(mesh_of(1, 1, 1)):
-        module = load_pretrained(None, str(golden / "llama"))
+        module = load_pretrained(str(golden / "llama"))
     (tmp_path / "file").write_text("")
     for write in (save_levanter, save_pretrained):
         with pytest.raises(ConfigError, match=r"file/folder cannot be written to: "):
@@ -119,8 +120,8 @@ def test_what_cannot_be_written(golden, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_where_it_is_written_to(golden, tmp_path, monkeypatch):
-    """A path that is relative, or begins at home, in both formats; never a repository of the hub by that name."""
+def test_output_paths(golden, tmp_path, monkeypatch):
+    """A relative path and one under the home folder are local, in both formats, never a repository of the hub."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(conftest, "ROOT", tmp_path)  # where the command runs
     arguments = [f"--model={golden / 'gpt2'}", "--hardware.slice=cpu-8", "--workload.batch=8", "--workload.position=64"]
@@ -129,7 +130,7 @@ def test_where_it_is_written_to(golden, tmp_path, monkeypatch):
             done = run("checkpoint", "convert", *arguments, f"--to={to}/{kind}", f"--format={kind}")
             assert done.returncode == 0, done.stderr
             assert (path / kind / mark).is_file() and (path / kind / "config.json").is_file()
-    assert not list(tmp_path.rglob("inference"))  # switches of dropout: no arrays, which several processes cannot write
+    assert not list(tmp_path.rglob("inference"))  # a bool of dropout: several processes cannot write it
 
 
 def test_bad_input(golden, tmp_path):
@@ -146,15 +147,15 @@ def test_bad_input(golden, tmp_path):
 
 
 def test_one_expert_is_gathered_without_the_others():
-    """A slice along a dimension that is cut would make all of it whole first."""
+    """Only the devices that hold an expert send it; a slice along the sharded dimension would gather all experts."""
     sharding = NamedSharding(mesh_of(1, 2, 4), PartitionSpec(None, "model", "data", None))
     shape, box = (4, 8, 64, 64), (1, 1, 64, 64)
     values = np.random.default_rng(0).integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)  # NaN and -0.0 too
     array = jax.device_put(values, sharding)
-    gather = save.gatherer(sharding, shape, box)
+    gather = save.make_gather(sharding, shape, box)
     for layer, expert in ((0, 0), (3, 7), (2, 5)):
         start = [np.int32(i) for i in (layer, expert, 0, 0)]
-        found = np.asarray(gather(array, start)).view(np.uint32)
-        np.testing.assert_array_equal(found[0, 0], values[layer, expert].view(np.uint32))
+        gathered = np.asarray(gather(array, start)).view(np.uint32)
+        np.testing.assert_array_equal(gathered[0, 0], values[layer, expert].view(np.uint32))
     compiled = gather.lower(array, start).compile()
     assert compiled.memory_analysis().temp_size_in_bytes <= 3 * 4 * 64 * 64

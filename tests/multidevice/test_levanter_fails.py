@@ -1,4 +1,4 @@
-"""Levanter itself, on eight devices, fails exactly where the lint says that it does."""
+"""Levanter, run on eight devices, fails exactly for the mappings that the lint reports as errors."""
 
 import draccus
 import haliax as hax
@@ -8,7 +8,7 @@ import pytest
 from levanter.layers.attention import AttentionMask
 from levanter.trainer import TrainerConfig
 
-from shardplan.lint.lint import lint, target_of
+from shardplan.lint.lint import lint_trainer, target_of
 
 BATCH = 8
 
@@ -17,9 +17,9 @@ BATCH = 8
     ("mapping", "error"),
     [
         ({"axis_resources": {"mlp": "model", "kv_head": "model", "heads": "model"}}, None),
-        # only the results of linear layers are sharded: the batch and the heads may meet in what goes into one
+        # only the results of linear layers are sharded: an input may have batch and heads on one mesh axis
         ({"model_axis_size": 4, "axis_resources": {"heads": "data"}, "fsdp_axis": "kv_head"}, None),
-        # unknown axes are ignored in silence
+        # Levanter ignores unknown axes silently
         ({"axis_resources": {"kv_heads": "model", "layers": "model"}}, None),
         ({"fsdp_axis": "mlp", "axis_resources": {"mlp": "model"}}, None),
         ({"axis_resources": {"kv_head": "model", "head_size": "model"}}, "DuplicateSpecError"),
@@ -30,11 +30,11 @@ BATCH = 8
     ],
     ids=str,
 )
-def test_levanter_fails_where_the_lint_says_so(golden, make_config, mapping, error):
+def test_levanter_fails_where_the_lint_reports_errors(golden, make_config, mapping, error):
     trainer = {"model_axis_size": 2, "train_batch_size": BATCH, **mapping}
     config = make_config(model_ref=golden / "llama", hardware_slice="cpu-8", workload_batch=BATCH, workload_position=8)
     target = target_of(config)
-    assert bool(lint(trainer, target).errors) == (error is not None)
+    assert bool(lint_trainer(trainer, target).errors) == (error is not None)
     raised = None
     try:
         _forward(draccus.decode(TrainerConfig, trainer), target.model)
@@ -44,7 +44,7 @@ def test_levanter_fails_where_the_lint_says_so(golden, make_config, mapping, err
 
 
 def _forward(trainer, model):
-    """Logits of the model with the trainer's mesh and mappings, as Levanter's evaluation makes them."""
+    """Compute logits with the trainer's mesh and mappings, as Levanter's evaluation does."""
     trainer._validate_and_set_defaults()
     with trainer.use_device_mesh():
         params, compute = trainer.parameter_axis_mapping, trainer.compute_axis_mapping

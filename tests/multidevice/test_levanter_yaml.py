@@ -1,4 +1,4 @@
-"""Levanter, given the printed YAML and the Python behind it, has the plan's mesh, batch and shardings."""
+"""With the printed YAML and the Python after it, Levanter has the plan's mesh, batch and shardings."""
 
 import json
 import logging
@@ -21,19 +21,20 @@ from levanter.data.dataset import ListAsyncDataset
 from levanter.models.lm_model import LmExample, compute_next_token_loss
 from levanter.trainer import Trainer, TrainerConfig
 
-from shardplan.levanter_config.trainer_section import layout_of
+from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.levanter_config.writer import trainer_yaml
-from shardplan.plan.plan import AttentionPlan
-from shardplan.search.make_plan import make_plan, model_of, plan_layout
+from shardplan.plan.attention_plan import AttentionPlan
+from shardplan.search.given_plan import plan_given_mappings
+from shardplan.search.make_plan import make_plan, model_from_config
 
 OPTIMIZER = optax.sgd(0.1)
 MODELS = Path("configs/models")
-TAKE_CLASS = "# Take this class in place of TrainerConfig:\n"
+USE_CLASS = "# Use this class instead of TrainerConfig:\n"
 
 
 @pytest.fixture
-def shrunk(make_config, tmp_path):
-    """A configuration for a published model of two layers, or for a golden one."""
+def shrunken_config(make_config, tmp_path):
+    """Make a configuration for a published model with two layers, or for a golden one."""
 
     def make(model, **overrides):
         path = MODELS / f"{model}.json"
@@ -47,30 +48,31 @@ def shrunk(make_config, tmp_path):
     return make
 
 
-def laid_out(config, mesh, compute, params):
+def given_plan(config, mesh, compute, params):
+    """The plan of a given mesh, as (replica, data, model), and given mappings."""
     sizes = dict(zip(("replica", "data", "model"), mesh, strict=True))
-    return plan_layout(config, model_of(config), sizes, compute, params)
+    return plan_given_mappings(config, model_from_config(config), sizes, compute, params)
 
 
-def pasted(plan):
-    """The trainer section of what is printed, and the class for it: Levanter's own, or the one in the comment."""
+def parse_printed(plan):
+    """Parse the printed text: the trainer section, and the class for it, Levanter's own or the one in the comment."""
     text = trainer_yaml(plan)
-    section, (_, _, comment) = yaml.safe_load(text)["trainer"], text.partition(TAKE_CLASS)
+    section, (_, _, comment) = yaml.safe_load(text)["trainer"], text.partition(USE_CLASS)
     names = {}
     exec("\n".join(line.removeprefix("# ") for line in comment.splitlines() if line != "#"), names)
     return section, names.get("PlannedTrainerConfig", TrainerConfig)
 
 
-def decoded(plan):
-    """The configuration that a Levanter program has after `initialize`."""
-    section, config_class = pasted(plan)
+def decode_trainer(plan):
+    """Build the configuration that a Levanter program has after `initialize`."""
+    section, config_class = parse_printed(plan)
     trainer = draccus.decode(config_class, section)
     trainer._validate_and_set_defaults()
     return trainer
 
 
-def cutting(mapping, mesh):
-    """A Levanter or shardplan mapping without mesh axes of size 1, and without logical axes that nothing cuts."""
+def sharded_axes(mapping, mesh):
+    """Remove mesh axes of size 1 and unsharded logical axes from a mapping of Levanter or shardplan."""
     as_tuples = {axis: (v,) if isinstance(v, str) else tuple(v or ()) for axis, v in mapping.items()}
     kept = {axis: tuple(a for a in axes if mesh[a] > 1) for axis, axes in as_tuples.items()}
     return {axis: axes for axis, axes in kept.items() if axes}
@@ -82,25 +84,25 @@ def spec_of(parameter):
 
 @dataclass
 class Case:
-    """A plan on eight devices."""
+    """A plan on eight devices: searched for, or with a given mesh and mappings."""
 
     model: str
     workload: dict
-    in_python: bool | None
-    """Whether YAML alone cannot say it; None where that is as the search has it."""
-    layout: tuple | None = None
+    needs_python: bool | None
+    """Whether YAML alone cannot express it; None if that depends on the search."""
+    given: tuple | None = None
     """Sizes of the mesh and both mappings; None to search for them."""
 
-    def plan(self, shrunk):
-        config = shrunk(self.model, **({"hardware_slice": "v4-16", "workload_position": 2048} | self.workload))
-        return make_plan(config) if self.layout is None else laid_out(config, *self.layout)
+    def plan(self, shrunken_config):
+        config = shrunken_config(self.model, **({"hardware_slice": "v4-16", "workload_position": 2048} | self.workload))
+        return make_plan(config) if self.given is None else given_plan(config, *self.given)
 
 
 CUBE = (2, 2, 2)
 TENSOR = {"kv_head": ["model"], "mlp": ["model", "replica"]}
 CASES = {
     "data alone": Case("llama-3.1-8b", {}, None),
-    "rests on model x data": Case(
+    "stored on model x data": Case(
         "llama-3.1-8b", {}, True, ((1, 4, 2), {"batch": ["data"], "mlp": ["model"]}, {"mlp": ["model", "data"]})
     ),
     "replica": Case("llama-3.1-8b", {"workload_batch": 4, "mesh_replica": 2, "workload_position": 4096}, None),
@@ -114,7 +116,7 @@ CASES = {
         {"hardware_slice": "cpu-8", "workload_kind": "prefill", "workload_batch": 1, "workload_position": 4096},
         None,
     ),
-    # two sequences for four groups of devices, as Levanter counts them
+    # two sequences for four batch shards, as Levanter counts them
     "batch on data alone": Case(
         "llama-3.1-8b",
         {"workload_batch": 2},
@@ -127,9 +129,9 @@ CASES = {
     "batch on nothing": Case(
         "llama-3.1-8b", {"workload_batch": 1}, True, (CUBE, {"mlp": ["model"]}, {"mlp": ["model"]})
     ),
-    # Levanter lets parameters rest as they are computed with unless it is told not to
-    "rests whole": Case("llama-3.1-8b", {}, False, ((1, 4, 2), {"batch": ["data"], "mlp": ["model"]}, {})),
-    # GPT-2 has parameters with positions, which would have the mesh axis twice
+    # by default, Levanter stores parameters with their compute sharding
+    "stored replicated": Case("llama-3.1-8b", {}, False, ((1, 4, 2), {"batch": ["data"], "mlp": ["model"]}, {})),
+    # GPT-2 has parameters with positions, which would have the mesh axis on two dimensions
     "position embeddings": Case(
         "gpt2",
         {"workload_position": 16},
@@ -140,56 +142,56 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_levanter_reads_the_plan(shrunk, name, caplog):
-    plan = CASES[name].plan(shrunk)
+def test_levanter_parses_the_plan(shrunken_config, name, caplog):
+    plan = CASES[name].plan(shrunken_config)
     with caplog.at_level(logging.ERROR):
-        trainer = decoded(plan)
-    if CASES[name].in_python is not None:
-        assert (type(trainer) is not TrainerConfig) == CASES[name].in_python
+        trainer = decode_trainer(plan)
+    if CASES[name].needs_python is not None:
+        assert (type(trainer) is not TrainerConfig) == CASES[name].needs_python
     assert dict(trainer.device_mesh.shape) == plan.mesh
     for parameter in plan.parameters:
         assert pspec_for_axis(parameter.axes, trainer.parameter_axis_mapping) == spec_of(parameter), parameter.path
-    assert cutting(trainer.compute_axis_mapping, plan.mesh) == cutting(plan.compute_mapping, plan.mesh)
+    assert sharded_axes(trainer.compute_axis_mapping, plan.mesh) == sharded_axes(plan.compute_mapping, plan.mesh)
     assert trainer.TrainBatch == trainer.EvalBatch == hax.Axis("batch", plan.workload.batch)
     assert trainer.microbatch_size == plan.workload.batch
     assert trainer.mp == jmp.get_policy(f"p={plan.workload.param_dtype},c={plan.workload.compute_dtype}")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shardplan_reads_the_plan(shrunk, name):
-    """shardplan's own reader takes lists for what they are; the batch it has where Levanter would have it."""
-    plan = CASES[name].plan(shrunk)
-    section, config_class = pasted(plan)
-    layout = layout_of(section, plan.hardware.devices)
-    read, planned = (dict(cutting(m, plan.mesh)) for m in (layout.compute_mapping, plan.compute_mapping))
-    if config_class is not TrainerConfig:  # which says the batch, where YAML cannot
-        read.pop("batch", None)
+def test_shardplan_parses_the_plan(shrunken_config, name):
+    """shardplan's own parser accepts lists of mesh axes, and maps the batch as Levanter does."""
+    plan = CASES[name].plan(shrunken_config)
+    section, config_class = parse_printed(plan)
+    parsed = parse_trainer_section(section, plan.hardware.devices)
+    compute, planned = (dict(sharded_axes(m, plan.mesh)) for m in (parsed.compute_mapping, plan.compute_mapping))
+    if config_class is not TrainerConfig:  # the class maps the batch, which YAML cannot
+        compute.pop("batch", None)
         planned.pop("batch", None)
-    assert layout.mesh == plan.mesh and read == planned and layout.batch == plan.workload.batch
-    at_rest = {axis: mesh_axes for axis, mesh_axes in layout.param_mapping.items() if axis != "batch"}
-    assert at_rest == plan.param_mapping
+    assert parsed.mesh == plan.mesh and compute == planned and parsed.batch == plan.workload.batch
+    stored = {axis: mesh_axes for axis, mesh_axes in parsed.param_mapping.items() if axis != "batch"}
+    assert stored == plan.param_mapping
 
 
 @pytest.mark.parametrize(("mesh", "replica"), [((2, 4, 2), (2, 1)), ((1, 8, 2), (1, 1)), ((8, 1, 2), (4, 2))])
-def test_slices_cut_replica_first(shrunk, monkeypatch, mesh, replica):
-    """As the plan's own devices lie; Levanter leaves to data what is left of the slices."""
-    config = shrunk("llama-3.1-8b", hardware_slice="4xv5e-4")
-    plan = laid_out(config, mesh, {"batch": ["replica", "data"]}, {"mlp": ["model"]})
-    section, _ = pasted(plan)
+def test_slices_split_replica_first(shrunken_config, monkeypatch, mesh, replica):
+    """As in the plan's own mesh; Levanter gives data the remaining slices."""
+    config = shrunken_config("llama-3.1-8b", hardware_slice="4xv5e-4")
+    plan = given_plan(config, mesh, {"batch": ["replica", "data"]}, {"mlp": ["model"]})
+    section, _ = parse_printed(plan)
     assert (section["replica_dcn_axis_size"], section["replica_ici_axis_size"]) == replica
-    assert layout_of(section, plan.hardware.devices, 4).mesh == plan.mesh
+    assert parse_trainer_section(section, plan.hardware.devices, 4).mesh == plan.mesh
     monkeypatch.setattr("jax.device_count", lambda: 16)
     trainer = draccus.decode(TrainerConfig, section)
     trainer.num_slices = 4
-    found = trainer.replica_axis_size, trainer.data_axis_size // trainer.replica_axis_size, trainer.model_axis_size
-    assert found == mesh
+    sizes = trainer.replica_axis_size, trainer.data_axis_size // trainer.replica_axis_size, trainer.model_axis_size
+    assert sizes == mesh
 
 
-def test_attention_that_would_be_wrong_is_told(shrunk):
-    cut = ((1, 4, 2), {"batch": ["data"], "position": ["model"]}, {})
-    for hardware, told in (("v4-16", True), ("cpu-8", False)):
-        text = trainer_yaml(laid_out(shrunk("llama-3.1-8b", hardware_slice=hardware), *cut))
-        assert ("# model.attn_backend must be jax_flash: with position cut, " in text) == told
+def test_warning_about_attention_that_would_be_wrong(shrunken_config):
+    sharded_positions = ((1, 4, 2), {"batch": ["data"], "position": ["model"]}, {})
+    for hardware, is_warned in (("v4-16", True), ("cpu-8", False)):
+        text = trainer_yaml(given_plan(shrunken_config("llama-3.1-8b", hardware_slice=hardware), *sharded_positions))
+        assert ("# model.attn_backend must be jax_flash: with position sharded, " in text) == is_warned
 
 
 @pytest.mark.parametrize(
@@ -198,28 +200,28 @@ def test_attention_that_would_be_wrong_is_told(shrunk):
         (AttentionPlan("all_gather", 1, 8), '"all_gather"', ""),
         (
             AttentionPlan("ring", 1, 8, "zigzag", "splash"),
-            '"ring", kernel="splash", layout=Layout(2048, 8, 1, "zigzag")',
+            '"ring", kernel="splash", layout=SequenceLayout(2048, 8, 1, "zigzag")',
             '2048, 8, 1, "zigzag"',
         ),
         (AttentionPlan("ulysses", 8, kernel="splash"), '"ulysses", ulysses=8, kernel="splash"', ""),
     ],
 )
-def test_attention_that_the_plan_needs_is_told(shrunk, attention, method, order):
-    plan = make_plan(shrunk("llama-3.1-8b", hardware_slice="v4-16", workload_batch=1, workload_position=2048))
+def test_printed_call_of_the_planned_attention(shrunken_config, attention, method, order):
+    plan = make_plan(shrunken_config("llama-3.1-8b", hardware_slice="v4-16", workload_batch=1, workload_position=2048))
     text = trainer_yaml(replace(plan, attention=attention))
     assert f"model = with_sequence_parallel(model, Method({method}))" in text
-    assert (f"shard_sequence(example, Layout({order}))" in text) if order else "shard_sequence" not in text
+    assert (f"shard_sequence(example, SequenceLayout({order}))" in text) if order else "shard_sequence" not in text
     assert "attn_backend" not in text
 
 
-def test_checkpointing_is_told(shrunk):
+def test_printed_gradient_checkpointing(shrunken_config):
     text = trainer_yaml(
-        make_plan(shrunk("llama-3.1-8b", workload_kind="train", workload_gradient_checkpointing="nested"))
+        make_plan(shrunken_config("llama-3.1-8b", workload_kind="train", workload_gradient_checkpointing="nested"))
     )
     assert "# model.gradient_checkpointing must be nested, as planned." in text
 
 
-LAYOUTS = {
+GIVEN_PLANS = {
     "yaml": (CUBE, {"batch": ["replica", "data"], "mlp": ["model"]}, {"mlp": ["model"], "embed": ["data"]}),
     "batch on data alone": (
         CUBE,
@@ -231,10 +233,10 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["yaml", *(pytest.param(name, marks=pytest.mark.whole) for name in LAYOUTS if name != "yaml")]
+    "name", ["yaml", *(pytest.param(name, marks=pytest.mark.whole) for name in GIVEN_PLANS if name != "yaml")]
 )
 def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name):
-    """Levanter's Trainer loads, shards and steps as planned, and has the loss that it has without a plan."""
+    """Levanter's Trainer loads, shards and steps as planned, and has the same loss as without a plan."""
     config = make_config(
         model_ref=golden / "llama",
         workload_kind="train",
@@ -244,8 +246,8 @@ def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name):
         workload_param_dtype="float32",
         workload_compute_dtype="float32",
     )
-    model = model_of(config)
-    plan = laid_out(config, *LAYOUTS[name])
+    model = model_from_config(config)
+    plan = given_plan(config, *GIVEN_PLANS[name])
     position, key = model.template.Pos, jax.random.PRNGKey(0)
     rows = [(np.arange(position.size, dtype=np.int32) * (row + 7)) % 200 for row in range(plan.workload.batch)]
     examples = [LmExample.causal(hax.named(row, (position,))) for row in rows]
@@ -255,7 +257,7 @@ def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name):
 
     untrained = init()
     unplanned = np.mean([float(jax.jit(mean_loss)(untrained, example)) for example in examples])
-    trainer = decoded(plan)
+    trainer = decode_trainer(plan)
     assert trainer.microbatch_size == plan.workload.batch // plan.workload.microbatches
     trainer.tracker, trainer.id = levanter.tracker.NoopConfig(), name
     trainer.checkpointer.base_path = str(tmp_path)
@@ -277,15 +279,15 @@ def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name):
 
 
 def mean_loss(model, example, key=None):
-    """As Levanter's own, which fails on JAX 0.10."""
+    """Mean loss as Levanter computes it, whose own function fails on JAX 0.10."""
     losses = compute_next_token_loss(model, example, reduction=None)
     return (hax.sum(losses) / hax.sum(example.loss_mask)).scalar()
 
 
-def test_a_list_without_the_class_is_not_taken_in_silence(make_config, golden):
-    """Who forgets the class is told so by JAX, rather than computing with whole parameters."""
+def test_a_list_without_the_class_raises(make_config, golden):
+    """Without the class, JAX raises an error instead of computing with replicated parameters."""
     config = make_config(model_ref=golden / "llama", workload_position=16)
-    plan = laid_out(config, CUBE, {"batch": ["replica", "data"]}, {"mlp": ["model", "data"]})
-    trainer = draccus.decode(TrainerConfig, pasted(plan)[0])
+    plan = given_plan(config, CUBE, {"batch": ["replica", "data"]}, {"mlp": ["model", "data"]})
+    trainer = draccus.decode(TrainerConfig, parse_printed(plan)[0])
     with trainer.use_device_mesh(), pytest.raises(ValueError, match=r"\['model', 'data'\]"):
         hax.shard(hax.zeros(hax.Axis("mlp", 8)), trainer.parameter_axis_mapping)

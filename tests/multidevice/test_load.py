@@ -1,4 +1,4 @@
-"""Loaded models equal Levanter's conversion of what the official safetensors library reads, on any mesh, any type."""
+"""Loaded models equal Levanter's conversion of what the official safetensors library reads, on any mesh and type."""
 
 import hashlib
 import math
@@ -12,20 +12,23 @@ import numpy as np
 import pytest
 from haliax.state_dict import from_torch_compatible_state_dict
 from jax.sharding import Mesh, PartitionSpec
+from levanter.compat.hf_checkpoints import RepoRef
 from safetensors.numpy import load_file, save_file
 
 from shardplan import HFCheckpointConverter, best_effort_sharding, load_pretrained
 from shardplan.checkpoint import load
 from shardplan.checkpoint.format.index import read_index
-from shardplan.checkpoint.load import stream_model
+from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.checkpoint.transfer import destination, stream
-from shardplan.checkpoint.transfer.schedule import Schedule, Sharing, sharings, transfers_of
+from shardplan.checkpoint.transfer.schedule import Schedule, exchange_strategies
+from shardplan.checkpoint.transfer.transfer import ReadStrategy, make_transfers
 from shardplan.errors import CheckpointError, ConfigError
-from shardplan.model import build_model, read_config
-from shardplan.model.axes import named_leaves
+from shardplan.model.hf_config import read_config
+from shardplan.model.inspect import named_leaves
+from shardplan.model.registry import build_model
 from shardplan.search.make_plan import make_plan
 from shardplan.storage import open_folder
-from shardplan.storage.folder import Pace
+from shardplan.storage.folder import ReadTuning
 from shardplan.storage.local import LocalFile
 
 
@@ -34,7 +37,7 @@ def template_of(folder: Path):
 
 
 def reference(folder: Path, dtype=None) -> dict[str, np.ndarray]:
-    """Every array of the model, whole, by the official library and Levanter's converter."""
+    """Return every array of the model, unsharded, as the official library and Levanter's converter make it."""
     state = {}
     for shard in sorted(folder.glob("*.safetensors")):
         state.update(load_file(shard))
@@ -63,7 +66,7 @@ def mesh_of(*sizes: int) -> Mesh:
 def test_best_effort_load(golden, name, sizes):
     mesh = mesh_of(*sizes)
     with jax.set_mesh(mesh):
-        module = load_pretrained(None, str(golden / name))
+        module = load_pretrained(str(golden / name))
     assert_equal(module, reference(golden / name))
     for _, leaf in named_leaves(module):
         assert leaf.array.sharding == best_effort_sharding(leaf.array.shape, mesh)
@@ -73,18 +76,18 @@ def test_best_effort_load(golden, name, sizes):
 @pytest.mark.parametrize(
     "mapping",
     [
-        {"embed": "data", "mlp": "model"},  # cuts inner dimensions: shards interleave on disk
+        {"embed": "data", "mlp": "model"},  # shards inner dimensions, so that shards interleave on disk
         {"mlp": ("model", "data"), "experts": "replica"},
         {"embed": ("replica", "data", "model")},
         {},
     ],
 )
 def test_any_chunk_size_and_mapping(golden, monkeypatch, chunk_bytes, mapping):
-    monkeypatch.setattr(LocalFile, "pace", Pace(chunk_bytes, 3))
-    monkeypatch.setattr(stream, "TRANSFER_BYTES", 8 * chunk_bytes)
+    monkeypatch.setattr(LocalFile, "tuning", ReadTuning(chunk_bytes, 3))
+    monkeypatch.setattr(stream, "MAX_READ_BYTES", 8 * chunk_bytes)
     folder = golden / "mixtral"
     with jax.set_mesh(mesh_of(2, 2, 2)):
-        module = load_pretrained(None, str(folder), axis_mapping=mapping)
+        module = load_pretrained(str(folder), axis_mapping=mapping)
     assert_equal(module, reference(folder))
     gate = module.transformer.layers.stacked.block_sparse_moe.experts.w1.weight
     assert gate.array.sharding.spec == hax.partitioning.pspec_for_axis(gate.axes, mapping)
@@ -110,36 +113,42 @@ MAPPINGS = [
     ],
 )
 def test_devices_that_read_rows_and_exchange(golden, monkeypatch, name, sizes, mapping):
-    """What the devices of several processes do: on any mesh, in any order of dimensions, with rows left over."""
+    """Devices read rows and exchange them, as those of several processes do.
+
+    On any mesh, in any order of dimensions, also if the rows do not divide among the devices.
+    """
     template, folder, mesh = template_of(golden / name), open_folder(str(golden / name)), mesh_of(*sizes)
     exchanged = []
-    original = stream.exchange
+    original = stream.exchange_rows
 
-    def shared(views, sources, specs, itemsizes, fleet, most_bytes):
-        found = []
+    def make_exchange_schedule(views, sources, specs, itemsizes, mesh, limits):
+        transfers = []
         for path, view in views.items():
-            ways = [Sharing(tuple(specs[path])), *sharings(view.shape, specs[path], fleet)]
-            most = max(ways, key=lambda way: len(way.steps))
-            found += transfers_of(path, view.shape, most, itemsizes[path], fleet, most_bytes)
-        return Schedule(fleet, tuple(found))
+            strategies = [ReadStrategy(tuple(specs[path])), *exchange_strategies(view.shape, specs[path], mesh)]
+            strategy = max(strategies, key=lambda each: len(each.collectives))
+            transfers += make_transfers(path, view.shape, strategy, itemsizes[path], mesh, limits)
+        return Schedule(mesh, tuple(transfers))
 
-    monkeypatch.setattr(stream, "make_schedule", shared)
-    monkeypatch.setattr(stream, "exchange", lambda *given: exchanged.append(given[1]) or original(*given))
-    monkeypatch.setattr(stream, "TRANSFER_BYTES", 20_000)
-    assert_equal(
-        stream_model(template, folder, mesh, divisible(template, mapping, mesh), None), reference(golden / name)
-    )
+    monkeypatch.setattr(stream, "make_schedule", make_exchange_schedule)
+    monkeypatch.setattr(stream, "exchange_rows", lambda *args: exchanged.append(args[1]) or original(*args))
+    monkeypatch.setattr(stream, "MAX_READ_BYTES", 20_000)
+    module, _ = stream_checkpoint(template, folder, mesh, keep_divisible(template, mapping, mesh), None)
+    assert_equal(module, reference(golden / name))
     assert len({transfer.path for transfer in exchanged}) > 3
 
 
-def divisible(template, mapping, mesh):
-    """`mapping` without what does not divide an axis of the model."""
+def keep_divisible(template, mapping, mesh):
+    """Return `mapping` without the entries whose mesh axes do not divide an axis of the model."""
     axes = {axis for _, leaf in named_leaves(template) if isinstance(leaf, hax.NamedArray) for axis in leaf.axes}
 
-    def count(cut):
-        return math.prod(mesh.shape[axis] for axis in ((cut,) if isinstance(cut, str) else cut))
+    def count(mesh_axes):
+        return math.prod(mesh.shape[axis] for axis in ((mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes))
 
-    return {name: cut for name, cut in mapping.items() if all(a.size % count(cut) == 0 for a in axes if a.name == name)}
+    return {
+        name: mesh_axes
+        for name, mesh_axes in mapping.items()
+        if all(axis.size % count(mesh_axes) == 0 for axis in axes if axis.name == name)
+    }
 
 
 @pytest.mark.parametrize(
@@ -147,33 +156,35 @@ def divisible(template, mapping, mesh):
     [*((mapping, None) for mapping in MAPPINGS), (MAPPINGS[0], "float32"), (MAPPINGS[1], "bfloat16")],
 )
 def test_devices_with_memory_of_their_own(golden, monkeypatch, mapping, dtype):
-    """As accelerators are filled: parts are put on the device and written into the shard there, cast where it is
-    narrower, with several parts on their way."""
+    """Parts are put on the device, cast if that is narrower, and written into the shard there, as on accelerators.
+
+    Several parts are in transit at the same time.
+    """
     template, folder, mesh = template_of(golden / "mixtral"), open_folder(str(golden / "mixtral")), mesh_of(1, 2, 2)
-    whole = stream.stream_arrays
-    monkeypatch.setattr(load, "stream_arrays", lambda *given: whole(*given, adopts=False))
-    monkeypatch.setattr(stream, "TRANSFER_BYTES", 20_000)
-    module = stream_model(template, folder, mesh, divisible(template, mapping, mesh), dtype)
+    original = stream.stream_arrays
+    monkeypatch.setattr(load, "stream_arrays", lambda *args: original(*args, zero_copy=False))
+    monkeypatch.setattr(stream, "MAX_READ_BYTES", 20_000)
+    module, _ = stream_checkpoint(template, folder, mesh, keep_divisible(template, mapping, mesh), dtype)
     assert_equal(module, reference(golden / "mixtral", dtype and jnp.dtype(dtype)))
 
 
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("wanted", [None, "float32", "float16", "bfloat16"])
-def test_casts(golden, tmp_path, stored, wanted):
+@pytest.mark.parametrize("dtype", [None, "float32", "float16", "bfloat16"])
+def test_casts(golden, tmp_path, stored, dtype):
     (tmp_path / "config.json").write_bytes((golden / "llama" / "config.json").read_bytes())
     state = {}
     for shard in sorted((golden / "llama").glob("*.safetensors")):
         state.update(load_file(shard))
     save_file({name: value.astype(stored) for name, value in state.items()}, tmp_path / "model.safetensors")
     with jax.set_mesh(mesh_of(1, 2, 4)):
-        module = load_pretrained(None, str(tmp_path), axis_mapping={"embed": "data", "mlp": "model"}, dtype=wanted)
-    assert_equal(module, reference(tmp_path, None if wanted is None else jnp.dtype(wanted)))
+        module = load_pretrained(str(tmp_path), axis_mapping={"embed": "data", "mlp": "model"}, dtype=dtype)
+    assert_equal(module, reference(tmp_path, None if dtype is None else jnp.dtype(dtype)))
 
 
 def test_plan_drives_the_load(golden, make_config):
     config = make_config(model_ref=golden / "llama", workload_position=64, mesh_data=2, mesh_model=4)
     plan = make_plan(config)
-    module = load_pretrained(None, str(golden / "llama"), plan=plan)
+    module = load_pretrained(str(golden / "llama"), plan=plan)
     assert_equal(module, reference(golden / "llama", jnp.bfloat16))
     leaves = dict(named_leaves(module))
     for parameter in plan.parameters:
@@ -186,25 +197,61 @@ def test_plan_drives_the_load(golden, make_config):
 def test_levanter_configuration_and_current_mapping(golden):
     config = build_model(read_config(str(golden / "llama" / "config.json"), None), 64).config
     with jax.set_mesh(mesh_of(1, 4, 2)), hax.axis_mapping({"mlp": "model"}):
-        module = load_pretrained(config, str(golden / "llama"))
+        module = load_pretrained(str(golden / "llama"), config=config)
     assert_equal(module, reference(golden / "llama"))
     assert module.transformer.layers.stacked.mlp.up_proj.weight.array.sharding.spec == PartitionSpec(
         None, "model", None
     )
 
 
-@pytest.mark.parametrize("vocab", [256, 260])
-def test_changing_the_import_is_enough(golden, vocab):
-    """Our converter in the place of Levanter's, with its resizing of the vocabulary to the tokenizer."""
-    from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
+def test_a_reference_as_levanter_makes_it(golden):
+    """`ref` may be a Levanter `RepoRef`."""
+    with jax.set_mesh(mesh_of(1, 2, 2)):
+        module = load_pretrained(RepoRef.from_string(str(golden / "llama")))
+    assert_equal(module, reference(golden / "llama"))
+
+
+def word_tokenizer(vocab):
+    """Make a tokenizer of `vocab` words."""
     from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig as HfLlamaConfig
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0"))
-    )
-    path = str(golden / "llama")
+    words = {f"t{i}": i for i in range(vocab)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")))
+
+
+def test_a_configuration_class_of_the_user(golden):
+    """A converter with a class of its own builds the model from it, as does `load_pretrained(config=...)`."""
+    from levanter.models.llama import LlamaConfig
+    from transformers import LlamaConfig as HfLlamaConfig
+
+    class CustomConfig(LlamaConfig):
+        @classmethod
+        def from_hf_config(cls, hf_config):
+            return cls(**vars(LlamaConfig.from_hf_config(hf_config)))
+
+        @property
+        def model_type(self):
+            models.append(self)
+            return super().model_type
+
+    models, path, tokenizer = [], str(golden / "llama"), word_tokenizer(256)
+    converter = HFCheckpointConverter(CustomConfig, path, HfConfigClass=HfLlamaConfig, tokenizer=tokenizer)
+    with jax.set_mesh(mesh_of(1, 4, 2)):
+        module = converter.load_pretrained(None, resize_vocab_to_match_tokenizer=False)
+        assert_equal(module, reference(golden / "llama"))
+        assert [type(config) for config in models] == [CustomConfig]
+        assert_equal(load_pretrained(path, config=models[0]), reference(golden / "llama"))
+    assert len(models) == 2
+
+
+@pytest.mark.parametrize("vocab", [256, 260])
+def test_changing_the_import_is_enough(golden, vocab):
+    """shardplan's converter replaces Levanter's, and resizes the vocabulary to the tokenizer as Levanter's does."""
+    from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
+    from transformers import LlamaConfig as HfLlamaConfig
+
+    path, tokenizer = str(golden / "llama"), word_tokenizer(vocab)
     converter = HFCheckpointConverter(LlamaConfig, path, HfConfigClass=HfLlamaConfig, tokenizer=tokenizer)
     with jax.set_mesh(mesh_of(1, 4, 2)), hax.axis_mapping({"mlp": "model"}):
         module = converter.load_pretrained(LlamaLMHeadModel, dtype=jnp.bfloat16)
@@ -215,7 +262,7 @@ def test_changing_the_import_is_enough(golden, vocab):
 
 
 def test_scalars_and_empty_arrays(tmp_path):
-    """Arrays without elements or without dimensions, and one that is only a part of a larger model."""
+    """Arrays without elements or without dimensions are loaded."""
     import equinox as eqx
     from haliax.state_dict import ModuleWithStateDictSerialization
 
@@ -227,51 +274,51 @@ def test_scalars_and_empty_arrays(tmp_path):
     template = eqx.filter_eval_shape(lambda: Odd(jnp.zeros(()), hax.zeros(embed)))
     save_file({"scalar": np.float32(3.5).reshape(()), "empty": np.zeros(0, np.float32)}, tmp_path / "model.safetensors")
     for dtype in (None, "bfloat16"):
-        loaded = stream_model(template, open_folder(str(tmp_path)), mesh_of(1, 2, 2), {}, dtype)
+        loaded, _ = stream_checkpoint(template, open_folder(str(tmp_path)), mesh_of(1, 2, 2), {}, dtype)
         assert float(loaded.scalar) == 3.5 and loaded.empty.array.shape == (0,)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("mapping", [{"embed": "data", "mlp": "model"}, {"mlp": ("model", "data")}, {}, None])
 def test_every_byte_is_read_once(golden, monkeypatch, name, mapping):
-    """Whatever the sharding: shards that interleave on disk, contiguous shards, copies on every device."""
-    counted = []
+    """The file is read once for shards that interleave on disk, for contiguous shards, and for replicated arrays."""
+    sizes = []
     original = LocalFile.read_into
     monkeypatch.setattr(
         LocalFile,
         "read_into",
-        lambda self, offset, buffer: counted.append(len(buffer)) or original(self, offset, buffer),
+        lambda self, offset, buffer: sizes.append(len(buffer)) or original(self, offset, buffer),
     )
-    monkeypatch.setattr(LocalFile, "pace", Pace(4096, 3))
+    monkeypatch.setattr(LocalFile, "tuning", ReadTuning(4096, 3))
     tensors = read_index(open_folder(str(golden / name)))
-    counted.clear()
+    sizes.clear()
     template = template_of(golden / name)
     read = sum(tensor.nbytes for tensor in tensors.values())
     with jax.set_mesh(mesh_of(1, 4, 2)):
-        stream_model(template, open_folder(str(golden / name)), mesh_of(1, 4, 2), mapping, None)
-    headers = sum(counted[: 1 + 2 * len({tensor.file.name for tensor in tensors.values()})])
-    assert sum(counted) - headers == read
+        stream_checkpoint(template, open_folder(str(golden / name)), mesh_of(1, 4, 2), mapping, None)
+    headers = sum(sizes[: 1 + 2 * len({tensor.file.name for tensor in tensors.values()})])
+    assert sum(sizes) - headers == read
 
 
 def test_plan_and_mapping_together_are_refused(golden, make_config):
     plan = make_plan(make_config(model_ref=golden / "llama", workload_position=64))
     with pytest.raises(ConfigError, match="takes a plan or an axis_mapping, not both"):
-        load_pretrained(None, str(golden / "llama"), plan=plan, axis_mapping={})
+        load_pretrained(str(golden / "llama"), plan=plan, axis_mapping={})
 
 
 def test_no_mesh_is_one_clear_line(golden):
     with pytest.raises(ConfigError, match="load_pretrained needs a mesh: pass plan="):
-        load_pretrained(None, str(golden / "llama"))
+        load_pretrained(str(golden / "llama"))
 
 
-def test_nothing_is_whole_unless_its_sharding_says_so(golden, monkeypatch):
-    """Host memory is allocated shard by shard: together exactly the bytes of the distinct shards."""
+def test_no_array_is_unsharded_unless_replicated(golden, monkeypatch):
+    """Host memory is allocated shard by shard, exactly the bytes of the distinct shards."""
     allocated = []
-    original = destination._aligned
-    monkeypatch.setattr(destination, "_aligned", lambda shape, dtype: allocated.append(shape) or original(shape, dtype))
+    original = destination._allocate_aligned
+    monkeypatch.setattr(destination, "_allocate_aligned", lambda *args: allocated.append(args[0]) or original(*args))
     template, folder = template_of(golden / "llama"), open_folder(str(golden / "llama"))
     mapping = {"embed": "data", "mlp": "model", "vocab": "model", "kv_head": "model", "heads": "model"}
-    module = stream_model(template, folder, mesh_of(1, 2, 4), mapping, None)
+    module, _ = stream_checkpoint(template, folder, mesh_of(1, 2, 4), mapping, None)
     weight = module.transformer.layers.stacked.mlp.up_proj.weight.array
     assert (2, 32, 48) in allocated and (2, 128, 96) not in allocated
     assert sum(math.prod(shape) for shape in allocated) == sum(
@@ -281,7 +328,7 @@ def test_nothing_is_whole_unless_its_sharding_says_so(golden, monkeypatch):
 
 
 def test_checksums_are_compared(golden, tmp_path, capsys):
-    """With the digests that name the files of the hub's cache; one of them is of another file."""
+    """The digests that name the files of the hub's cache are compared; a file under a wrong digest is refused."""
     for file in golden.joinpath("llama").glob("model*"):
         blob = tmp_path / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
         blob.parent.mkdir(exist_ok=True)
@@ -289,15 +336,15 @@ def test_checksums_are_compared(golden, tmp_path, capsys):
         (tmp_path / file.name).symlink_to(blob)
     (tmp_path / "config.json").write_bytes((golden / "llama" / "config.json").read_bytes())
     with jax.set_mesh(mesh_of(1, 2, 2)):
-        module = load_pretrained(None, str(tmp_path), checksum=True)
+        module = load_pretrained(str(tmp_path), checksum=True)
     assert_equal(module, reference(golden / "llama"))
-    assert "checksums: the sha256 on record is that of 3 of 3 files" in capsys.readouterr().err
+    assert "checksums: sha256 matches for 3 of 3 files" in capsys.readouterr().err
     shard = sorted(tmp_path.glob("*.safetensors"))[0]
     shard.unlink()
     shard.symlink_to(tmp_path / "blobs" / ("0" * 64))
     shard.resolve().write_bytes((golden / "llama" / shard.name).read_bytes())
     with (
         jax.set_mesh(mesh_of(1, 2, 2)),
-        pytest.raises(CheckpointError, match=f"{shard.name}: is sha256 .*, and sha256 0000.* is on record"),
+        pytest.raises(CheckpointError, match=f"{shard.name}: checksum is sha256 .*, its store recorded sha256 0000"),
     ):
-        load_pretrained(None, str(tmp_path), checksum=True)
+        load_pretrained(str(tmp_path), checksum=True)

@@ -1,4 +1,4 @@
-"""Gathers of parameters as planned, beside those that XLA's partitioner makes of the same program."""
+"""Elements of weight gathers: predicted, and as XLA's partitioner makes them for the same program."""
 
 import json
 import math
@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardplan.cost.gspmd import GATHER, device_cost
+from shardplan.cost.collectives import Purpose
+from shardplan.cost.gspmd import device_cost
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.program.tasks import prepare
 from shardplan.program.trace import trace_jaxpr
+from shardplan.program.walk import build_step
 
 AXES = ("replica", "data", "model")
 BATCH, POSITION, MLP, EMBED = 48, 8, 96, 48
@@ -36,15 +37,15 @@ CASES = (
     ((2, 3, 2), BOTH, {"mlp": ("model", "data")}, ("model",)),
     ((1, 2, 3), DATA, {"mlp": ("model", "data")}, ("model",)),
 )
-"""Mesh, mesh axes of the batch, mapping of parameters at rest, mesh axes of mlp while computing."""
+"""Mesh sizes, mesh axes of the batch, mapping of parameters, mesh axes of mlp in the compute mapping."""
 
 
-def product(x, weight):
+def project(x, weight):
     return jnp.einsum("bpe,me->bpm", x, weight)
 
 
-def partitioned(sizes, batch, resting, computing):
-    """Elements of the results of all-gathers."""
+def partitioned(sizes, batch, params, compute):
+    """Elements of the results of all-gathers in the compiled program."""
     mesh = Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), AXES)
 
     def at(*spec):
@@ -52,43 +53,45 @@ def partitioned(sizes, batch, resting, computing):
 
     x = jax.ShapeDtypeStruct((BATCH, POSITION, EMBED), jnp.float32, sharding=at(batch, (), ()))
     weight = jax.ShapeDtypeStruct(
-        (MLP, EMBED), jnp.float32, sharding=at(resting.get("mlp", ()), resting.get("embed", ()))
+        (MLP, EMBED), jnp.float32, sharding=at(params.get("mlp", ()), params.get("embed", ()))
     )
-    program = jax.jit(product, out_shardings=at(batch, (), computing)).lower(x, weight).compile().as_text()
+    program = jax.jit(project, out_shardings=at(batch, (), compute)).lower(x, weight).compile().as_text()
     shapes = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", program)
     return [math.prod(map(int, shape.split(","))) for shape in shapes]
 
 
-def planned(sizes, batch, resting, computing):
+def predicted(sizes, batch, params, compute):
+    """Elements of the result of the predicted all-gather."""
     arguments = [(("batch", "position", "embed"), None), (("mlp", "embed"), "weight")]
     shapes = [
         jax.ShapeDtypeStruct((BATCH, POSITION, EMBED), jnp.float32),
         jax.ShapeDtypeStruct((MLP, EMBED), jnp.float32),
     ]
-    step = prepare(trace_jaxpr(jax.make_jaxpr(product)(*shapes), arguments))
-    layout = ShardingAssignment(
-        dict(zip(AXES, sizes, strict=True)), {"batch": batch, "mlp": computing}, resting, {}, ("batch", "position")
+    step = build_step(trace_jaxpr(jax.make_jaxpr(project)(*shapes), arguments))
+    assignment = ShardingAssignment(
+        dict(zip(AXES, sizes, strict=True)), {"batch": batch, "mlp": compute}, params, {}, ("batch", "position")
     )
-    (gather,) = [t for task in step.tasks for t in device_cost(task, layout).traffic if t.cause.startswith(GATHER)]
-    devices = math.prod(layout.mesh[axis] for axis in gather.mesh_axes)
+    collectives = [t for task in step.tasks for t in device_cost(task, assignment).traffic]
+    (gather,) = [t for t in collectives if t.purpose is Purpose.WEIGHTS]
+    devices = math.prod(assignment.mesh[axis] for axis in gather.mesh_axes)
     return [round(gather.bytes / 4 * devices / (devices - 1))]
 
 
 @pytest.fixture(scope="module")
-def found():
-    """What the partitioner makes of CASES, in a process that has devices enough."""
+def compiled_elements():
+    """The result of `partitioned` for each of CASES, from a process with enough devices."""
     output = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=True).stdout
     return json.loads(output)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gathers(found, case):
-    assert found[CASES.index(case)] == planned(*case)
+def test_gathers(compiled_elements, case):
+    assert compiled_elements[CASES.index(case)] == predicted(*case)
 
 
-def test_the_partitioner_takes_one_mesh_axis_for_another(found):
-    """As large as model, replica is taken for it: all of the weight is gathered, not a half."""
-    assert found[0] == [MLP * EMBED]
+def test_the_partitioner_confuses_mesh_axes_of_equal_size(compiled_elements):
+    """With `replica` as large as `model`, the weight is gathered to replicas, although each device needs half of it."""
+    assert compiled_elements[0] == [MLP * EMBED]
 
 
 if __name__ == "__main__":

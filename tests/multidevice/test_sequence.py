@@ -1,4 +1,4 @@
-"""Sequences in the order of a layout: the losses of a model are those of the whole sequence, wherever it is cut."""
+"""Sequences in the order of a layout: a model's losses are those of the unsharded sequence, for every layout."""
 
 from dataclasses import replace
 
@@ -14,8 +14,7 @@ from levanter.models.lm_model import LmExample, compute_next_token_loss
 from levanter.models.loss import maybe_fused_next_token_loss
 from levanter.models.mixtral import MixtralConfig
 
-from shardplan.attention.levanter import Method, with_sequence_parallel
-from shardplan.attention.sequence import in_order, next_token_losses, shard_sequence
+from shardplan.attention import Method, next_token_losses, restore_order, shard_sequence, with_sequence_parallel
 from shardplan.errors import ConfigError
 from shardplan.positions.sequence_layout import SequenceLayout
 
@@ -45,7 +44,7 @@ def example(request):
 
 @pytest.fixture(scope="module")
 def expected(model, example):
-    """Of Levanter's own model and loss, on one device."""
+    """Losses by Levanter's own model and loss function, on one device."""
 
     @hax.named_jit
     def losses(model, example):
@@ -59,7 +58,7 @@ def expected(model, example):
 
 
 def example_documents(example, kind):
-    """Lengths that are known while tracing, for the layout that goes by them."""
+    """Lengths that are known while tracing, for the layout `documents`."""
     return DOCUMENTS if kind == "documents" and example.attn_mask.segment_ids is not None else None
 
 
@@ -67,30 +66,30 @@ def example_documents(example, kind):
     ("strategy", "ulysses", "kind"),
     [("ring", 1, "zigzag"), ("ring", 1, "documents"), ("hybrid", 2, "contiguous"), ("all_gather", 1, "striped")],
 )
-def test_losses_are_those_of_the_whole_sequence(model, example, expected, strategy, ulysses, kind):
-    """A length that no number of devices divides, so that there is padding."""
+def test_losses_are_those_of_the_unsharded_sequence(model, example, expected, strategy, ulysses, kind):
+    """The number of devices does not divide the length, so that there is padding."""
     layout = SequenceLayout(LENGTH, 4 // ulysses, ulysses, kind, example_documents(example, kind))
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     parallel = with_sequence_parallel(model, Method(strategy, ulysses, layout=layout))
     sequence = shard_sequence(example, layout)
-    assert sequence.tokens.axis_size("position") == layout.padded > LENGTH
+    assert sequence.tokens.axis_size("position") == layout.padded_length > LENGTH
     with jax.set_mesh(mesh), hax.axis_mapping({"position": "model"}):
-        found = hax.named_jit(next_token_losses)(parallel, hax.shard(sequence))
-    found = in_order(found, layout)
-    np.testing.assert_allclose(found.array, expected.rearrange(found.axes).array, rtol=1e-6, atol=1e-6)
-    assert float(found.sum().array / example.loss_mask.sum().array) == pytest.approx(
+        losses = hax.named_jit(next_token_losses)(parallel, hax.shard(sequence))
+    losses = restore_order(losses, layout)
+    np.testing.assert_allclose(losses.array, expected.rearrange(losses.axes).array, rtol=1e-6, atol=1e-6)
+    assert float(losses.sum().array / example.loss_mask.sum().array) == pytest.approx(
         float(expected.sum().array / example.loss_mask.sum().array), abs=1e-6
     )
 
 
-def test_targets_are_shifted_before_the_cut(example):
-    """Shifted afterwards, every device would lose one, or take another's."""
+def test_targets_are_shifted_before_reordering(example):
+    """Shifted afterwards, every shard would lose a target, or take that of another shard."""
     layout = SequenceLayout(LENGTH, 4, 1, "zigzag")
     sequence = shard_sequence(example, layout)
-    tokens, targets = in_order(sequence.tokens, layout), in_order(sequence.targets, layout)
+    tokens, targets = restore_order(sequence.tokens, layout), restore_order(sequence.targets, layout)
     assert (tokens.array == example.tokens.array).all()
     assert (targets.array[:, :-1] == example.tokens.array[:, 1:]).all()
-    assert not sequence.loss_mask.array[:, layout.order() == LENGTH - 1].any()
+    assert not sequence.loss_mask.array[:, layout.positions() == LENGTH - 1].any()
 
 
 def test_a_layout_of_another_length_is_refused(example):
@@ -104,24 +103,24 @@ def test_a_layout_of_other_documents_is_refused(example):
         shard_sequence(example, SequenceLayout(LENGTH, 4, 1, "documents", (30, 31)))
 
 
-def test_what_levanter_takes_besides(example):
-    """No mask, and segment ids of keys by their own name."""
+def test_masks_that_levanter_accepts(example):
+    """No mask, and segment ids of keys with their own axis name."""
     layout = SequenceLayout(LENGTH, 4, 1, "zigzag")
     assert shard_sequence(replace(example, attn_mask=None), layout).mask == AttentionMask()
     if example.attn_mask.segment_ids is None:
         return
     ids = example.attn_mask.segment_ids[0]
     mask = AttentionMask.causal().with_segment_ids(ids, ids.rename({"position": "key_position"}))
-    found = shard_sequence(replace(example, attn_mask=mask), layout).mask.segment_ids
-    for each, name in zip(found, ("position", "key_position"), strict=True):
-        assert (each.array == ids.array[np.maximum(layout.order(), 0)]).all() and each.axes[0].name == name
-    with pytest.raises(ConfigError, match="segment ids are traced, so that they cannot be compared"):
+    segments = shard_sequence(replace(example, attn_mask=mask), layout).mask.segment_ids
+    for each, name in zip(segments, ("position", "key_position"), strict=True):
+        assert (each.array == ids.array[np.maximum(layout.positions(), 0)]).all() and each.axes[0].name == name
+    with pytest.raises(ConfigError, match="segment ids are traced and cannot be compared"):
         jax.jit(lambda e: shard_sequence(e, SequenceLayout(LENGTH, 4, 1, "documents", DOCUMENTS)).tokens.array)(example)
 
 
 @pytest.mark.parametrize("example", ["one document"], indirect=True)
 def test_sequences_in_another_order_are_refused(model, example):
-    """Than attention of the model has; one without a layout, or Levanter's own, has the sequence's."""
+    """Attention without a layout, and Levanter's own, expects the order of the sequence."""
     sequence, striped = (shard_sequence(example, SequenceLayout(LENGTH, 4, 1, kind)) for kind in ("zigzag", "striped"))
     for method, given in (
         (Method("ring", layout=sequence.layout), striped),
@@ -130,17 +129,19 @@ def test_sequences_in_another_order_are_refused(model, example):
     ):
         parallel = model if method is None else with_sequence_parallel(model, method)
         kind = given.layout.kind
-        with pytest.raises(ConfigError, match=f"the sequence is for 61 positions, {kind} over ring 4 x ulysses 1, and"):
+        with pytest.raises(
+            ConfigError, match=f"layout of the sequence is 61 positions, {kind} over ring 4 x ulysses 1, "
+        ):
             next_token_losses(parallel, given)
     documents = SequenceLayout(LENGTH, 4, 1, "zigzag", DOCUMENTS)
-    with pytest.raises(ConfigError, match="attention of the model for 61 positions in 3 documents, zigzag over ring 4"):
+    with pytest.raises(ConfigError, match="of the model's attention 61 positions in 3 documents, zigzag over ring 4"):
         next_token_losses(with_sequence_parallel(model, Method("ring", layout=documents)), sequence)
 
 
 @pytest.mark.parametrize("example", ["one document"], indirect=True)
 @pytest.mark.parametrize("kind", [pytest.param(LlamaConfig, marks=pytest.mark.whole), MixtralConfig])
-def test_examples_in_order_are_refused(example, kind):
-    """By models whose attention takes another: their losses would be wrong in silence. Methods can be changed."""
+def test_examples_in_sequence_order_are_refused(example, kind):
+    """A model whose attention expects another order would return wrong losses silently. Its method can be replaced."""
     config = kind(
         seq_len=LENGTH, hidden_dim=32, intermediate_dim=32, num_layers=1, num_heads=4, num_kv_heads=2,
         attn_backend=AttentionBackend.VANILLA,
@@ -148,14 +149,14 @@ def test_examples_in_order_are_refused(example, kind):
     model = config.build(hax.Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
     zigzag, ring = (SequenceLayout(LENGTH, 4, 1, kind) for kind in ("zigzag", "contiguous"))
     parallel = with_sequence_parallel(model, Method("ring", layout=zigzag))
-    with pytest.raises(ConfigError, match="takes sequences in zigzag order, and nothing says that these are"):
+    with pytest.raises(ConfigError, match="expects sequences in zigzag order, but the model was called without it"):
         compute_next_token_loss(parallel, example, reduction=None)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
-        # Levanter's own attention; its loss of Mixtral has the router's auxiliary loss in it
+        # Levanter's own attention; Levanter's loss of Mixtral includes the router's auxiliary loss
         expected = jax.jit(next_token_losses)(model, shard_sequence(example, SequenceLayout(LENGTH)))
     for layout in (zigzag, ring):
         parallel = with_sequence_parallel(parallel, Method("ring", layout=layout))
         with jax.set_mesh(mesh), hax.axis_mapping({"position": "model"}):
-            found = in_order(hax.named_jit(next_token_losses)(parallel, shard_sequence(example, layout)), layout)
-        np.testing.assert_allclose(found.array, expected.rearrange(found.axes).array, atol=1e-5)
+            losses = restore_order(hax.named_jit(next_token_losses)(parallel, shard_sequence(example, layout)), layout)
+        np.testing.assert_allclose(losses.array, expected.rearrange(losses.axes).array, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The train step on several devices, against optax on the model itself."""
+"""The train step on several devices, against optax on the unsharded model."""
 
 import equinox as eqx
 import haliax as hax
@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import Mesh
 from levanter.models.lm_model import LmExample
 
-from shardplan.checkpoint.load import stream_model
-from shardplan.program.step_trace import optimizer
-from shardplan.search.make_plan import model_of, plan_layout
+from shardplan.checkpoint.load import stream_checkpoint
+from shardplan.program.optimizer import make_optimizer
+from shardplan.search.given_plan import plan_given_mappings
+from shardplan.search.make_plan import model_from_config
 from shardplan.step import train_program
 from shardplan.storage import open_folder
 
@@ -20,28 +21,31 @@ BATCH, POSITION, LEARNING_RATE = 8, 16, 1e-5
 
 
 @pytest.mark.parametrize(
-    ("parts", "name"), [(1, "adamw"), (4, "adamw"), pytest.param(1, "adafactor", marks=pytest.mark.whole)]
+    ("microbatches", "name"), [(1, "adamw"), (4, "adamw"), pytest.param(1, "adafactor", marks=pytest.mark.whole)]
 )
-def test_a_step(make_config, golden, parts, name):
-    """Adafactor's state has fewer dimensions than the parameters that it is of."""
+def test_train_step(make_config, golden, microbatches, name):
+    """One step updates parameters and state; Adafactor's state has fewer dimensions than its parameters."""
     config = make_config(
         model_ref=golden / "llama",
         workload_kind="train",
         workload_batch=BATCH,
         workload_position=POSITION,
-        workload_microbatches=parts,
+        workload_microbatches=microbatches,
         workload_optimizer=name,
         workload_param_dtype="float32",
         workload_compute_dtype="float32",
     )
-    model = model_of(config)
-    cut = {"batch": ["replica", "data"][: 2 if parts == 1 else 1], "mlp": ["model"]}
-    plan = plan_layout(config, model, {"replica": 2, "data": 2, "model": 2}, cut, {**cut, "embed": ["data"]})
+    model = model_from_config(config)
+    mapping = {"batch": ["replica", "data"][: 2 if microbatches == 1 else 1], "mlp": ["model"]}
+    plan = plan_given_mappings(
+        config, model, {"replica": 2, "data": 2, "model": 2}, mapping, {**mapping, "embed": ["data"]}
+    )
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), tuple(plan.mesh))
-    module = stream_model(model.template, open_folder(str(golden / "llama")), mesh, plan.param_mapping, "float32")
+    folder = open_folder(str(golden / "llama"))
+    module, _ = stream_checkpoint(model.template, folder, mesh, plan.param_mapping, "float32")
     rows = np.random.default_rng(0).integers(0, 200, (BATCH, POSITION), dtype=np.int32)
     predicted = np.ones_like(rows, bool)
-    predicted[:, -1] = predicted[0] = False  # so that no two microbatches predict as many
+    predicted[:, -1] = predicted[0] = False  # microbatches predict different numbers of tokens
 
     expected_loss, expected_state, expected = reference(name, jax.tree.map(np.asarray, module), rows, predicted)
 
@@ -51,29 +55,31 @@ def test_a_step(make_config, golden, parts, name):
         hax.NamedArray(jax.device_put(array.reshape(a.array.shape), a.array.sharding), a.axes)
         for array, a in zip((rows, predicted), abstract, strict=True)
     )
-    assert len(tokens.axes) == (2 if parts == 1 else 3)
-    state = jax.jit(optimizer(name).init)(eqx.filter(module, eqx.is_inexact_array))
+    assert len(tokens.axes) == (2 if microbatches == 1 else 3)
+    state = jax.jit(make_optimizer(name).init)(eqx.filter(module, eqx.is_inexact_array))
     state = jax.tree.map(lambda array, a: jax.device_put(array, a.sharding), state, program.arguments[1])
     trained, state, loss = program.compile({})(module, state, tokens, mask)
 
     assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
-    # gradients agree to 1e-6 of the largest, and their squares, which the state has too, to twice that
-    for found, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
-        np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
-    # where a gradient is next to nothing its sign, by which an optimizer goes, is noise
-    for found, wanted in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=LEARNING_RATE)
-        assert np.mean(np.abs(found - wanted) < 0.01 * LEARNING_RATE) > 0.99
+    # gradients agree to 1e-6 of the largest, and their squares, which the state contains too, to twice that
+    for actual, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
+        np.testing.assert_allclose(np.asarray(actual), wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+    # the sign of a gradient close to 0, which decides the update, is noise
+    for actual, wanted in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(actual), wanted, rtol=0, atol=LEARNING_RATE)
+        assert np.mean(np.abs(actual - wanted) < 0.01 * LEARNING_RATE) > 0.99
 
 
 def reference(name, module, rows, predicted):
-    """Loss, and the optimizer's state and the parameters after one step, on one device, in one piece."""
+    """Return loss, optimizer state and parameters after one step on one device, without microbatches."""
 
     def loss_of(module):
         axes = (hax.Axis("batch", BATCH), module.Pos.resize(POSITION))
         logits = module(hax.named(rows, axes), attn_mask=LmExample.causal(hax.named(rows[0], axes[1:])).attn_mask)
-        chances = jax.nn.log_softmax(logits.rearrange((*axes, module.Vocab)).array[:, :-1].astype(jnp.float32))
-        nats = -jnp.take_along_axis(chances, rows[:, 1:, None], -1)[..., 0]
+        log_probabilities = jax.nn.log_softmax(
+            logits.rearrange((*axes, module.Vocab)).array[:, :-1].astype(jnp.float32)
+        )
+        nats = -jnp.take_along_axis(log_probabilities, rows[:, 1:, None], -1)[..., 0]
         return (nats * predicted[:, :-1]).sum() / predicted.sum()
 
     loss, gradients = eqx.filter_value_and_grad(loss_of)(module)

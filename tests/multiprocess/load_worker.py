@@ -1,8 +1,8 @@
-"""One process of several that load a checkpoint; see test_load_together.py.
+"""Run one of several processes that load a checkpoint together; see test_load_together.py.
 
 python load_worker.py CHECKPOINT MAPPINGS [FAULT [OUTPUT]]: loads once for each mapping (JSON), compares every local
-shard with what the official library reads, and prints the bytes it read of local files; with checksums where a store
-may have any. With an output the model is written there in both formats.
+shard with what the official library reads, and prints the bytes that it read from local files. Checksums are compared
+if the checkpoint is in a store. With OUTPUT, the model is written there in both formats.
 """
 
 import json
@@ -18,12 +18,13 @@ from haliax.state_dict import from_torch_compatible_state_dict
 from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
-from shardplan.checkpoint.load import stream_model
+from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.checkpoint.save import save_levanter, save_pretrained
 from shardplan.checkpoint.transfer import schedule
 from shardplan.errors import ShardplanError
-from shardplan.model import build_model, read_config
-from shardplan.model.axes import named_leaves
+from shardplan.model.hf_config import read_config
+from shardplan.model.inspect import named_leaves
+from shardplan.model.registry import build_model
 from shardplan.runtime import process_group
 from shardplan.runtime.devices import start_devices
 from shardplan.storage import open_folder
@@ -35,17 +36,18 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "llama"
 def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: str = "") -> None:
     count = 2 * int(os.environ["JAX_NUM_PROCESSES"])
     start_devices(f"cpu-{count}", count, is_cpu=True)
-    schedule.MOST_READ_AGAIN = 0  # the tensors are small
-    process_group.HEARTBEAT_TIMEOUT_S, process_group.HEARTBEAT_INTERVAL_S = 8.0, 1.0  # so that tests are short
+    schedule.MAX_REREAD_BYTES = 0  # because the tensors are small
+    process_group.HEARTBEAT_TIMEOUT_S, process_group.HEARTBEAT_INTERVAL_S = 8.0, 1.0  # shorter, for the tests
     template = build_model(read_config(str(GOLDEN / "config.json"), None), 64).template
     state = {name: value for file in GOLDEN.glob("*.safetensors") for name, value in load_file(file).items()}
-    whole = from_torch_compatible_state_dict(template, {name: jnp.asarray(value) for name, value in state.items()})
-    expected = {path: np.asarray(leaf.array) for path, leaf in named_leaves(whole)}
+    converted = from_torch_compatible_state_dict(template, {name: jnp.asarray(value) for name, value in state.items()})
+    expected = {path: np.asarray(leaf.array) for path, leaf in named_leaves(converted)}
     mesh = Mesh(np.array(jax.devices()).reshape(1, 2, count // 2), ("replica", "data", "model"))
     read = count_reads(fault)
     for mapping in mappings:
         read.clear()
-        module = stream_model(template, open_folder(folder), mesh, mapping, None, checksum="://" in folder)
+        checksum = "://" in folder
+        module, _ = stream_checkpoint(template, open_folder(folder), mesh, mapping, None, checksum=checksum)
         for path, leaf in named_leaves(module):
             for shard in leaf.array.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), expected[path][shard.index], err_msg=path)
@@ -56,18 +58,18 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: s
 
 
 def count_reads(fault: str) -> list[int]:
-    """Bytes of every read of tensors from now on; with the fault "killed" the process ends in its third."""
+    """Record the bytes of every read of tensors from now on; the fault "killed" ends the process in its third read."""
     read: list[int] = []
     original = LocalFile.read_into
 
-    def counted(self: LocalFile, offset: int, buffer: memoryview) -> None:
+    def read_into(self: LocalFile, offset: int, buffer: memoryview) -> None:
         original(self, offset, buffer)
-        if offset > 8:  # the headers
+        if offset > 8:  # skips the headers
             read.append(len(buffer))
         if fault == "killed" and len(read) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    LocalFile.read_into = counted  # type: ignore[method-assign]
+    LocalFile.read_into = read_into  # type: ignore[method-assign]
     return read
 
 

@@ -1,4 +1,4 @@
-"""The main job in two processes of four devices each, joined on loopback."""
+"""The evaluation runs in two processes of four devices each, connected on loopback."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from conftest import transformers_losses
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 300
-"""Seconds after which a hang is a failure."""
+"""Seconds after which a process that has not ended counts as hung."""
 
 
 def free_port() -> int:
@@ -53,7 +53,7 @@ def test_two_processes(checkpoint, tmp_path, mesh):
     outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors
-    # only the first process reports
+    # only the first process prints
     assert "loss per token" in outputs[0][0]
     assert not any(word in outputs[1][0] for word in ("loss per token", "PartitionSpec"))
     results = json.loads((tmp_path / "r.json").read_text())
@@ -61,7 +61,7 @@ def test_two_processes(checkpoint, tmp_path, mesh):
     assert results["plan"]["mesh"] == dict(zip(("replica", "data", "model"), mesh, strict=True))
 
 
-def test_a_process_that_is_not_told_its_number(checkpoint, tmp_path):
+def test_a_process_without_an_id(checkpoint, tmp_path):
     argv = ["--model.ref", checkpoint, "--data.path", checkpoint / "text.jsonl", "--output", tmp_path / "r.json"]
     done = subprocess.run(
         [sys.executable, "-m", "shardplan.eval", *map(str, argv)],

@@ -1,4 +1,4 @@
-"""Several processes load one checkpoint: right values, every byte once, an end where one is lost or sees another."""
+"""Several processes load one checkpoint: values, bytes read, and what happens if one is lost or reads other files."""
 
 import json
 import os
@@ -23,17 +23,18 @@ from werkzeug.serving import make_server
 
 from shardplan import load_pretrained
 from shardplan.checkpoint.save import save_pretrained
-from shardplan.model import build_model, read_config
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import build_model
 
 WORKER = Path(__file__).with_name("load_worker.py")
 INNER = {"embed": "data", "mlp": "model", "vocab": "model"}
-"""Cuts inner dimensions, over processes."""
-LONGEST = 60
-"""Seconds in which the others must end."""
+"""Shards inner dimensions over processes."""
+MAX_SECONDS = 60
+"""Seconds in which the other processes must end."""
 
 
 def start(folders, mappings, faults, environment=None, outputs=None):
-    """One process a folder, on loopback."""
+    """Start one process per folder, connected on loopback."""
     address = f"127.0.0.1:{free_port()}"
     return [
         subprocess.Popen(
@@ -55,42 +56,54 @@ def start(folders, mappings, faults, environment=None, outputs=None):
     ]
 
 
-def ended(processes):
-    """Exit codes, outputs and errors."""
+def wait_for(processes):
+    """Wait for processes, and return exit codes, outputs and errors."""
     texts = [process.communicate(timeout=300) for process in processes]
     return [process.returncode for process in processes], *map(list, zip(*texts, strict=True))
 
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.whole), 4])
-def test_every_byte_is_read_once_by_all_processes(golden, count):
-    """Plans that cut inner dimensions, and that replicate everything: what one process reads the others are sent."""
+def test_processes_read_every_byte_once_and_write_one_checkpoint(golden, tmp_path, count):
+    """Processes exchange what they read, and write their own files, for inner dimensions sharded or all replicated."""
     folder = golden / "llama"
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    codes, outputs, errors = ended(start([folder] * count, [INNER, {}], [""] * count))
+    codes, outputs, errors = wait_for(start([folder] * count, [{}, INNER], [""] * count, outputs=[tmp_path] * count))
     assert codes == [0] * count, errors
     for run in range(2):
         read = [int(re.findall(r"^read (\d+)$", output, re.MULTILINE)[run]) for output in outputs]
         assert sum(read) <= 1.02 * size
         assert max(read) <= 1.1 * min(read)
-    assert "loaded" in errors[0] and "of them" in errors[0] and "host memory" in errors[0]
+    assert "loaded" in errors[0] and "of it by this process" in errors[0] and "host memory" in errors[0]
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) == count
+    saved, expected = ({k: v for f in each for k, v in load_file(f).items()} for each in (files, folder.glob("*.s*s")))
+    assert saved.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(saved[name], value, err_msg=name)
+    template = build_model(read_config(str(folder / "config.json"), None), 64).template
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:3]), ("data",))):
+        module = load_checkpoint(template, str(tmp_path / "levanter"), subpath="model", axis_mapping={"embed": "data"})
+        original = load_pretrained(str(folder), axis_mapping={})
+    for actual, expected in zip(jax.tree.leaves(module), jax.tree.leaves(original), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
 @pytest.fixture
 def store(monkeypatch):
-    """An S3 server on loopback: its bucket, how it is reached, and the bytes of tensors that it has sent."""
+    """Start an S3 server on loopback; yields its client, its environment, and the sizes of tensor data it has sent."""
     sent = []
     moto = DomainDispatcherApplication(create_backend_app)
 
-    def counted(environ, start_response):
-        def started(status, headers, *rest):
+    def record_sizes(environ, start_response):
+        def record_start(status, headers, *rest):
             first = int(environ.get("HTTP_RANGE", "bytes=0-").removeprefix("bytes=").split("-")[0])
-            if environ["REQUEST_METHOD"] == "GET" and first > 8:  # behind the start of the header
+            if environ["REQUEST_METHOD"] == "GET" and first > 8:  # skips the start of the header
                 sent.append(int(dict(headers)["Content-Length"]))
             return start_response(status, headers, *rest)
 
-        return moto(environ, started)
+        return moto(environ, record_start)
 
-    server = make_server("127.0.0.1", 0, counted, threaded=True)
+    server = make_server("127.0.0.1", 0, record_sizes, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_ACCESS_KEY_ID": "id",
@@ -105,43 +118,43 @@ def store(monkeypatch):
 
 
 def test_from_an_object_store(golden, store):
-    """Every byte leaves the store once, for both processes and the checksums; what it has on record is compared."""
+    """The store sends every byte once for both processes and the checksums, which are compared with its records."""
     client, environment, sent = store
     size = 0
     for file in [*(golden / "llama").glob("*.safetensors*"), golden / "llama" / "config.json"]:
         client.put_object(Bucket="models", Key=f"llama/{file.name}", Body=file.read_bytes())
         size += file.stat().st_size
     sent.clear()
-    codes, _, errors = ended(start(["s3://models/llama"] * 2, [INNER], ["", ""], environment))
+    codes, _, errors = wait_for(start(["s3://models/llama"] * 2, [INNER], ["", ""], environment))
     assert codes == [0, 0], errors
     assert 0.9 * size < sum(sent) <= 1.02 * size
-    assert "checksums: the crc32 on record is that of 3 of 3 files" in errors[0]
+    assert "checksums: crc32 matches for 3 of 3 files" in errors[0]
 
 
 def test_written_to_an_object_store(golden, store):
     with jax.set_mesh(Mesh(np.array(jax.devices()[:3]), ("data",))):
-        expected = load_pretrained(None, str(golden / "llama"))
+        expected = load_pretrained(str(golden / "llama"))
         save_pretrained(expected, "s3://models/out", read_config(str(golden / "llama" / "config.json"), None))
-        found = load_pretrained(None, "s3://models/out")
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+        loaded = load_pretrained("s3://models/out")
+    for actual, original in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(original))
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.whole)])
 def test_the_others_end_when_one_is_killed(golden, lost):
-    """Process 0, with which JAX's own service goes, or another: the rest say which, with exit code 5."""
+    """The others name the lost process and exit with code 5, also for process 0, which runs JAX's own service."""
     started = time.monotonic()
     processes = start([golden / "llama"] * 3, [INNER], ["killed" if i == lost else "" for i in range(3)])
-    codes, _, errors = ended(processes)
-    assert time.monotonic() - started < LONGEST
+    codes, _, errors = wait_for(processes)
+    assert time.monotonic() - started < MAX_SECONDS
     for i, (code, error) in enumerate(zip(codes, errors, strict=True)):
         if i != lost:
             assert code == 5, error
             assert f"process {lost} of 3 was lost" in error and "start the run again" in error
 
 
-def test_processes_that_see_other_files_stop(golden, tmp_path):
-    """Before anything is mixed: all of them, with exit code 4; also where one of them cannot use what it sees."""
+def test_processes_that_read_different_files_stop(golden, tmp_path):
+    """All exit with code 4 before they exchange data, if one reads different files or refuses its files."""
     other, damaged = tmp_path / "other", tmp_path / "damaged"
     for folder in (other, damaged):
         shutil.copytree(golden / "llama", folder)
@@ -150,29 +163,14 @@ def test_processes_that_see_other_files_stop(golden, tmp_path):
         data[len(data) // 2] ^= 1
         shard.write_bytes(data if folder == other else data[:-5])
     name = shard.name
-    for folder, message in ((other, f"process 1 sees another {name} than process 0"), (damaged, "process 1: ")):
-        codes, _, errors = ended(start([golden / "llama", folder], [INNER], ["", ""]))
+    for folder, message in ((other, f"process 1 reads a different {name} than process 0"), (damaged, "process 1: ")):
+        codes, _, errors = wait_for(start([golden / "llama", folder], [INNER], ["", ""]))
         assert codes == [4, 4], errors
         assert message in errors[0]
 
 
-def test_what_processes_write_together(golden, tmp_path):
-    """Each its own files, which make one checkpoint; and where each has a folder of its own, that is said."""
-    folder = golden / "llama"
-    codes, _, errors = ended(start([folder] * 2, [INNER], ["", ""], outputs=[tmp_path] * 2))
-    assert codes == [0, 0], errors
-    files = sorted((tmp_path / "hf").glob("*.safetensors"))
-    assert len(files) == 2
-    found, expected = ({k: v for f in each for k, v in load_file(f).items()} for each in (files, folder.glob("*.s*s")))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
-    template = build_model(read_config(str(folder / "config.json"), None), 64).template
-    with jax.set_mesh(Mesh(np.array(jax.devices()[:3]), ("data",))):
-        module = load_checkpoint(template, str(tmp_path / "levanter"), subpath="model", axis_mapping={"embed": "data"})
-        theirs = load_pretrained(None, str(folder), axis_mapping={})
-    for ours, other in zip(jax.tree.leaves(module), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(other))
-    codes, _, errors = ended(start([folder] * 2, [{}], ["", ""], outputs=[tmp_path / "a", tmp_path / "b"]))
+def test_output_folders_that_are_not_shared_are_refused(golden, tmp_path):
+    outputs = [tmp_path / "a", tmp_path / "b"]
+    codes, _, errors = wait_for(start([golden / "llama"] * 2, [{}], ["", ""], outputs=outputs))
     assert codes == [2, 2], errors
-    assert f"{tmp_path / 'b' / 'hf'} is another folder there than for process 0; give all processes one" in errors[1]
+    assert f"{tmp_path / 'b' / 'hf'} is not the same folder as for process 0; give all processes one" in errors[1]

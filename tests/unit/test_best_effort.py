@@ -1,4 +1,4 @@
-"""best_effort_sharding uses every device it can, with the fewest contiguous pieces on disk."""
+"""`best_effort_sharding` uses as many devices as divide the shape, and makes the fewest contiguous pieces on disk."""
 
 import itertools
 import math
@@ -18,8 +18,8 @@ def mesh_of(*sizes: int) -> Mesh:
     return Mesh(devices, ("replica", "data", "model")[-len(sizes) :])
 
 
-def most_devices(shape, sizes) -> int:
-    """Brute force: the most devices any assignment of mesh axes to dimensions can use."""
+def max_devices(shape, sizes) -> int:
+    """Find the most devices that any assignment of mesh axes to dimensions can use, by brute force."""
     best = 1
     for choice in itertools.product([None, *range(len(shape))], repeat=len(sizes)):
         parts = [math.prod(s for s, c in zip(sizes, choice, strict=True) if c == d) for d in range(len(shape))]
@@ -36,15 +36,15 @@ def most_devices(shape, sizes) -> int:
 def test_uses_as_many_devices_as_divide(shape, sizes):
     sharding = best_effort_sharding(shape, mesh_of(*sizes))
     local = sharding.shard_shape(tuple(shape))  # raises where a dimension is not divisible
-    assert math.prod(shape) // math.prod(local) == most_devices(shape, sizes)
+    assert math.prod(shape) // math.prod(local) == max_devices(shape, sizes)
 
 
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((4096, 1024), PartitionSpec(("data", "model"), None)),  # whole rows: one contiguous piece a shard
-        ((2, 1024), PartitionSpec("model", "data")),  # rows cannot take both axes
-        ((7, 1024), PartitionSpec(None, ("data", "model"))),  # rows can take none
+        ((4096, 1024), PartitionSpec(("data", "model"), None)),  # rows: one contiguous piece per shard
+        ((2, 1024), PartitionSpec("model", "data")),  # 2 rows are not divisible by both axes
+        ((7, 1024), PartitionSpec(None, ("data", "model"))),  # 7 rows are divisible by neither axis
         ((1024,), PartitionSpec(("data", "model"))),
         ((4,), PartitionSpec("data")),  # data 4 uses more devices than model 2
         ((7, 5), PartitionSpec(None, None)),
@@ -59,5 +59,5 @@ def test_no_size_threshold():
     assert best_effort_sharding((8,), mesh_of(1, 4, 2)).spec == PartitionSpec(("data", "model"))
 
 
-def test_takes_an_array_for_its_shape():
+def test_accepts_an_array_instead_of_a_shape():
     assert best_effort_sharding(np.zeros((8, 3)), mesh_of(8)).spec == PartitionSpec("model", None)

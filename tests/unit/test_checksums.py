@@ -1,4 +1,4 @@
-"""Checksums: of whole files from those of parts, and what stores say that they have on record."""
+"""Checksums of files combined from those of parts, and checksums that stores have recorded."""
 
 import base64
 import hashlib
@@ -15,22 +15,29 @@ from hypothesis import strategies as st
 from shardplan.checkpoint.format.integrity import CheckedFile, check_file, check_files
 from shardplan.errors import CheckpointError
 from shardplan.storage import open_folder
-from shardplan.storage.checksums import SHA256, Checksum, crc, joined, of_properties, of_url
-from shardplan.storage.folder import Pace
+from shardplan.storage.checksums import (
+    Checksum,
+    ChecksumAlgorithm,
+    checksum_from_properties,
+    combine_crcs,
+    compute_crc,
+    fetch_checksum,
+)
+from shardplan.storage.folder import ReadTuning
 
-DIRECT = {"crc32c": crc32c.crc32c, "crc32": zlib.crc32}
+DIRECT = {ChecksumAlgorithm.CRC32C: crc32c.crc32c, ChecksumAlgorithm.CRC32: zlib.crc32}
 
 
 @given(st.sampled_from(sorted(DIRECT)), st.binary(max_size=200), st.binary(max_size=200))
-def test_two_parts_have_the_checksum_of_the_whole(algorithm, before, after):
-    parts = (crc(algorithm, memoryview(part)) for part in (before, after))
-    assert joined(algorithm, *parts, len(after)) == DIRECT[algorithm](before + after)
+def test_combine_crcs(algorithm, before, after):
+    parts = (compute_crc(algorithm, memoryview(part)) for part in (before, after))
+    assert combine_crcs(algorithm, *parts, len(after)) == DIRECT[algorithm](before + after)
 
 
 class Memory:
-    """A file in memory, with a checksum on record."""
+    """A file in memory with a recorded checksum."""
 
-    name, version, pace, is_shared = "a.bin", "v1", Pace(7, 2), True
+    name, version, tuning, is_shared = "a.bin", "v1", ReadTuning(7, 2), True
 
     def __init__(self, data, recorded):
         self.data, self.size, self.recorded = data, len(data), recorded
@@ -43,79 +50,80 @@ class Memory:
 
 
 def recorded(algorithm, data):
-    """The checksum of some bytes, by the libraries."""
-    if algorithm == SHA256:
-        return Checksum(SHA256, hashlib.sha256(data).digest())
-    return Checksum.of_crc(algorithm, DIRECT[algorithm](data))
+    """The checksum of some bytes, computed by other libraries."""
+    if algorithm == ChecksumAlgorithm.SHA256:
+        return Checksum(ChecksumAlgorithm.SHA256, hashlib.sha256(data).digest())
+    return Checksum.from_crc(algorithm, DIRECT[algorithm](data))
 
 
 @given(
-    st.sampled_from([*sorted(DIRECT), SHA256]),
+    st.sampled_from(ChecksumAlgorithm),
     st.binary(min_size=1, max_size=60),
     st.lists(st.tuples(st.integers(0, 59), st.integers(0, 60)), max_size=12),
     st.integers(0, 59),
 )
-def test_whatever_was_read_of_a_file(algorithm, data, reads, damaged):
-    """Parts that overlap, repeat, and leave gaps; and one bit that is another than on record."""
+def test_check_after_arbitrary_reads(algorithm, data, reads, damaged):
+    """Reads overlap, repeat and leave gaps; a second file differs from its recorded checksum in one bit."""
     file = CheckedFile(Memory(data, recorded(algorithm, data)))
     for start, nbytes in reads:
         file.read_into(start % len(data), memoryview(bytearray(min(nbytes, len(data) - start % len(data)))))
-    check_file(file, file.parts)
-    changed = bytearray(data)
-    changed[damaged % len(data)] ^= 16
-    other = CheckedFile(Memory(bytes(changed), recorded(algorithm, data)))
+    check_file(file, file.ranges)
+    damaged_data = bytearray(data)
+    damaged_data[damaged % len(data)] ^= 16
+    other = CheckedFile(Memory(bytes(damaged_data), recorded(algorithm, data)))
     other.read_into(0, memoryview(bytearray(len(data) // 2)))
-    with pytest.raises(CheckpointError, match=rf"a\.bin: is {algorithm} .* is on record; it is damaged, replace it"):
-        check_file(other, other.parts)
+    message = rf"a\.bin: checksum is {algorithm} .*, its store recorded {algorithm} .*; the file is damaged, replace it"
+    with pytest.raises(CheckpointError, match=message):
+        check_file(other, other.ranges)
 
 
 @pytest.mark.parametrize("second", [(10, 30), (15, 40)])
-def test_bytes_that_came_in_two_ways(second):
-    """What a process holds may have been damaged on its way though another's, which counts, was not."""
+def test_two_reads_of_the_same_bytes_differ(second):
+    """The bytes that one process holds may be damaged although those that another process counted are not."""
     data = bytes(range(60))
-    file = CheckedFile(Memory(data, recorded("crc32c", data)))
+    file = CheckedFile(Memory(data, recorded(ChecksumAlgorithm.CRC32C, data)))
     file.read_into(10, memoryview(bytearray(20)))
-    value = crc("crc32c", memoryview(data[slice(*second)]))
-    check_file(file, [*file.parts, (*second, value)])
-    with pytest.raises(CheckpointError, match=f"bytes {second[0]} to {second[1]} came in two ways; load again"):
-        check_file(file, [*file.parts, (*second, value ^ 1)])
+    value = compute_crc(ChecksumAlgorithm.CRC32C, memoryview(data[slice(*second)]))
+    check_file(file, [*file.ranges, (*second, value)])
+    with pytest.raises(CheckpointError, match=f"two reads of bytes {second[0]} to {second[1]} differ; load again"):
+        check_file(file, [*file.ranges, (*second, value ^ 1)])
 
 
-class Two:
-    """What one of two processes sees of both; each has told the other `parts`."""
+class TwoProcesses:
+    """A process group of two, seen from one process; the other one sends `parts`."""
 
-    count = 2
+    process_count = 2
 
-    def __init__(self, here, parts):
-        self.here, self.parts = here, parts
+    def __init__(self, process_index, parts):
+        self.process_index, self.parts = process_index, parts
 
-    def tell(self, what, said):
-        return {self.here: said[self.here], 1 - self.here: self.parts}
+    def exchange(self, name, messages):
+        return {self.process_index: messages[self.process_index], 1 - self.process_index: self.parts}
 
-    def agree(self, what, find, describe):
-        return find()
+    def agree(self, name, compute, describe):
+        return compute()
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-@pytest.mark.parametrize("here", [0, 1])
-def test_who_checks_what(monkeypatch, is_shared, here):
-    """What all read is shared out; of what each has a copy of its own, each checks its own, with its own parts."""
+@pytest.mark.parametrize("process", [0, 1])
+def test_files_that_each_process_checks(monkeypatch, is_shared, process):
+    """Shared files are divided among processes; each process checks its own copy of other files, from its own parts."""
     monkeypatch.setattr(Memory, "is_shared", is_shared)
     good = bytes(range(60))
-    files = [CheckedFile(Memory(good, recorded("crc32c", good))) for _ in range(2)]
+    files = [CheckedFile(Memory(good, recorded(ChecksumAlgorithm.CRC32C, good))) for _ in range(2)]
     for file, name in zip(files, ("a.bin", "b.bin"), strict=True):
         file.name = name
         file.read_into(0, memoryview(bytearray(20)))
     files[0].file.data = bytes(60)
-    theirs = [[], [(20, 40, 0)]]  # as what the other process read of b.bin, and is not what is there
+    theirs = [[], [(20, 40, 0)]]  # the other process read bytes of b.bin that differ from its content
     tensors = [SimpleNamespace(file=file) for file in files]
-    wrong = {(True, 0): "a.bin", (True, 1): "b.bin", (False, 0): "a.bin", (False, 1): "a.bin"}[is_shared, here]
-    with pytest.raises(CheckpointError, match=f"{wrong}: is crc32c"):
-        check_files(tensors, Two(here, theirs))
+    wrong = {(True, 0): "a.bin", (True, 1): "b.bin", (False, 0): "a.bin", (False, 1): "a.bin"}[is_shared, process]
+    with pytest.raises(CheckpointError, match=f"{wrong}: checksum is crc32c"):
+        check_files(tensors, TwoProcesses(process, theirs))
 
 
 DATA = b"123456789"
-CRC32C = base64.b64encode(bytes.fromhex("e3069283")).decode()  # of DATA: the check value of its definition
+CRC32C = base64.b64encode(bytes.fromhex("e3069283")).decode()  # of DATA: the check value in the definition of CRC32C
 SHA = base64.b64encode(hashlib.sha256(DATA).digest()).decode()
 
 
@@ -130,8 +138,8 @@ SHA = base64.b64encode(hashlib.sha256(DATA).digest()).decode()
         ([("ETag", '"e3069283"')], "None"),
     ],
 )
-def test_what_servers_say(headers, expected):
-    """Google's two headers of one name, Amazon's, that of RFC 9530; not a checksum of the checksums of parts."""
+def test_checksums_in_http_headers(headers, expected):
+    """Two headers of one name from Google, Amazon's, and RFC 9530's; a checksum of checksums is ignored."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self):
@@ -145,18 +153,18 @@ def test_what_servers_say(headers, expected):
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    assert str(of_url(f"http://127.0.0.1:{server.server_port}/a.bin")) == expected
+    assert str(fetch_checksum(f"http://127.0.0.1:{server.server_port}/a.bin")) == expected
     server.shutdown()
 
 
-def test_what_google_and_the_hub_say():
-    assert str(of_properties({"crc32c": CRC32C})) == "crc32c e3069283"
+def test_checksums_in_filesystem_properties():
+    assert str(checksum_from_properties({"crc32c": CRC32C})) == "crc32c e3069283"
     digest = hashlib.sha256(DATA).hexdigest()
-    assert str(of_properties({"lfs": SimpleNamespace(sha256=digest)})) == f"sha256 {digest}"
-    assert of_properties({"size": 9}) is None
+    assert str(checksum_from_properties({"lfs": SimpleNamespace(sha256=digest)})) == f"sha256 {digest}"
+    assert checksum_from_properties({"size": 9}) is None
 
 
-def test_the_cache_of_the_hub_names_files_by_their_digest(tmp_path):
+def test_hub_cache_names_files_by_their_digest(tmp_path):
     digest = hashlib.sha256(DATA).hexdigest()
     blob = tmp_path / "blobs" / digest
     blob.parent.mkdir()

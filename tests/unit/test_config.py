@@ -1,9 +1,15 @@
-"""Files, overrides, merging, and one clear line for everything that is wrong."""
+"""Configurations: files, arguments, merging, and one clear line for everything that is wrong."""
+
+from pathlib import Path
 
 import pytest
 
-from shardplan import config
+from shardplan.config import PlanConfig, load_config, parse_config
+from shardplan.config.command_flags import COMMANDS, ConvertCommand, EvalCommand, PlanCommand, VerifyCommand
+from shardplan.config.keys import keys_of
 from shardplan.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def write(tmp_path, name, text):
@@ -15,37 +21,37 @@ def write(tmp_path, name, text):
 @pytest.mark.parametrize("form", [["--config", "{}"], ["--config={}"], ["--config_path", "{}"], ["--config_path={}"]])
 def test_config_flag_forms(tmp_path, form):
     path = write(tmp_path, "a.yaml", "model: {ref: x}\nworkload: {batch: 3}\n")
-    assert config.load([part.format(path) for part in form], "test").workload.batch == 3
+    assert parse_config([part.format(path) for part in form]).workload.batch == 3
 
 
 def test_files_merge_deeply_and_overrides_win(tmp_path):
     a = write(tmp_path, "a.yaml", "model: {ref: x}\nworkload: {batch: 3, position: 64}\n")
     b = write(tmp_path, "b.yaml", "workload: {batch: 5}\n")
-    loaded = config.load(["--config", a, "--config", b, "--mesh.model", "16", "--dry_run"], "test")
+    loaded = parse_config(["--config", a, "--config", b, "--mesh.model", "16", "--dry_run"], EvalCommand)
     assert (loaded.workload.batch, loaded.workload.position) == (5, 64)
     assert (loaded.mesh.model, loaded.mesh.data, loaded.dry_run) == (16, None, True)
 
 
 def test_text_on_the_command_line_stays_text():
-    loaded = config.load(["--model.ref", "007", "--output=[1", "--model.config", "true"], "test")
+    loaded = parse_config(["--model.ref", "007", "--output=[1", "--model.config", "true"], EvalCommand)
     assert (loaded.model.ref, loaded.output, loaded.model.config) == ("007", "[1", "true")
-    assert config.load(["--model.ref=x", "--data.path=null"], "test").data.path is None
+    assert parse_config(["--model.ref=x", "--data.path=null"], EvalCommand).data.path is None
 
 
 def test_hyphens_and_a_model_by_its_file():
-    loaded = config.load(["--model", "configs/models/llama-3.1-8b.json", "--dry-run", "--what-if"], "test")
-    assert loaded.model.config == "configs/models/llama-3.1-8b.json" and loaded.dry_run and loaded.what_if
-    assert config.load(["--model=org/model"], "test").model.ref == "org/model"
+    loaded = parse_config(["--model", "configs/models/llama-3.1-8b.json", "--what-if"], PlanCommand)
+    assert loaded.model.config == "configs/models/llama-3.1-8b.json" and loaded.what_if
+    assert parse_config(["--model=org/model"]).model.ref == "org/model"
 
 
 def test_what_was_set_is_known():
-    loaded = config.load(["--model", "org/model", "--workload.batch", "8"], "test")
+    loaded = parse_config(["--model", "org/model", "--workload.batch", "8"])
     assert loaded.given == {"model.ref", "workload.batch"}
-    assert loaded == config.load(["--model.ref", "org/model"], "test")  # 8 is the default
+    assert loaded == parse_config(["--model.ref", "org/model"])  # 8 is the default
 
 
 def test_dash_is_a_value():
-    assert config.load(["--model.ref", "x", "--json", "-"], "test").json == "-"
+    assert parse_config(["--model.ref", "x", "--json", "-"], PlanCommand).json == "-"
 
 
 @pytest.mark.parametrize(
@@ -69,24 +75,27 @@ def test_dash_is_a_value():
         (["--model.ref", "x", "--workload.batch", "null"],
          "command line: workload.batch is None; it must be an integer"),
         (["--model.ref", "x", "--workload.batch", "["], "command line: workload.batch is '['; it must be an integer"),
-        (["--model.ref", "x", "--json"], "command line: json is True; it must be text or null"),
-        (["--model.ref", "x", "--dry_run", "3"], "command line: dry_run is 3; it must be true or false"),
+        (["--model.ref", "x", "--json"], "command line: --json: expected one argument"),
+        (["--model.ref", "x", "--what_if", "3"], "command line: what_if is 3; it must be true or false"),
+        (["--model.ref", "x", "--dry_run"],
+         "command line: dry_run is a key of eval, checkpoint convert, not of plan; leave it out"),
+        (["--model.ref", "x", "--pin"], "command line: --pin: expected at least one argument"),
         (["--workload.batch=8", "--workload.batch.x=3"],
          "command line: unknown key 'workload.batch.x'; did you mean 'workload.batch'?"),
         (["eval"], "unexpected argument 'eval'; options look like --workload.batch 16"),
-        (["--config"], "--config needs the path of a YAML file"),
+        (["--config"], "command line: --config/--config_path: expected one argument"),
     ],
 )  # fmt: skip
 def test_bad_arguments(argv, message):
     with pytest.raises(ConfigError) as error:
-        config.load(argv, "test")
+        parse_config(argv, PlanCommand)
     assert str(error.value) == message
 
 
 def test_unknown_key_names_its_file(tmp_path):
     path = write(tmp_path, "a.yaml", "model: {ref: x}\nmesh: {modle: 3}\n")
     with pytest.raises(ConfigError) as error:
-        config.load(["--config", path], "test")
+        parse_config(["--config", path])
     assert str(error.value) == f"{path}: unknown key 'mesh.modle'; did you mean 'mesh.model'?"
 
 
@@ -98,24 +107,59 @@ def test_unusable_files(tmp_path):
         ("- 1\n", "holds list, not a mapping of keys"),
     ):
         with pytest.raises(ConfigError, match=message):
-            config.load(["--config", write(tmp_path, "b.yaml", text)], "test")
+            parse_config(["--config", write(tmp_path, "b.yaml", text)])
     write(tmp_path, "tiny.yaml", "")
     with pytest.raises(ConfigError, match=r"tini.yaml does not exist; did you mean '.*tiny.yaml'\?"):
-        config.load(["--config", str(tmp_path / "tini.yaml")], "test")
+        parse_config(["--config", str(tmp_path / "tini.yaml")])
 
 
-def test_help_lists_every_key(capsys):
+def test_files_are_shared_between_commands(tmp_path):
+    """A file may hold keys of other commands: their types are checked, and they are left out."""
+    path = write(tmp_path, "a.yaml", "model: {ref: x}\noutput: results.json\nto: copy\nagainst: [plan.json]\n")
+    read = ["--config", path]
+    assert parse_config(read, EvalCommand).output == "results.json"
+    assert parse_config(read, ConvertCommand).to == "copy"
+    assert parse_config(read, VerifyCommand).against == ("plan.json",)
+    assert parse_config(read).given == {"model.ref"}
+    with pytest.raises(ConfigError, match=r"c\.yaml: output is None; it must be text"):
+        parse_config(["--config", write(tmp_path, "c.yaml", "model: {ref: x}\noutput: null")], ConvertCommand)
+
+
+def test_keys_of_other_commands_are_refused_among_arguments():
+    for name, cls in COMMANDS.items():
+        own = keys_of(cls)
+        for key in {key for other in COMMANDS.values() for key in keys_of(other)} - own.keys():
+            with pytest.raises(ConfigError) as error:
+                parse_config(["--model.ref=x", f"--{key}=1"], cls)
+            owners = [other for other in COMMANDS if key in keys_of(COMMANDS[other])]
+            expected = f"command line: {key} is a key of {', '.join(owners)}, not of {name}; leave it out"
+            assert str(error.value) == expected
+
+
+def test_from_python(tmp_path):
+    path = write(tmp_path, "a.yaml", "model: {ref: x}\nworkload: {batch: 3}\noutput: results.json\n")
+    loaded = load_config(path, workload={"position": 64}, pin=["mlp=model"])
+    assert isinstance(loaded, PlanConfig) and (loaded.workload.batch, loaded.workload.position) == (3, 64)
+    assert loaded.pin == ("mlp=model",)
+    with pytest.raises(ConfigError, match=r"load_config: unknown key 'workload\.bach'; did you mean 'workload\.batch'"):
+        load_config(path, workload={"bach": 4})
+
+
+@pytest.mark.parametrize(("name", "cls"), COMMANDS.items())
+def test_help_lists_the_keys_of_the_command(capsys, name, cls):
     with pytest.raises(SystemExit) as ended:
-        config.load(["--help"], "prog")
+        parse_config(["--help"], cls)
     text = capsys.readouterr().out
     assert ended.value.code == 0
-    assert "--workload.position" in text and "Tokens per sequence." in text and "--config FILE" in text
+    flags = {line.split()[0].rstrip(",") for line in text.splitlines() if line.lstrip().startswith("--")}
+    assert f"usage: shardplan {name} --config FILE" in text and "Tokens per sequence. (default: 2048)" in text
+    assert flags == {f"--{key}" for key in keys_of(cls)} | {"--config", "--model", "--quiet", "--verbose"}
+    assert len(text.splitlines()) <= 80, "help takes more than two screens"
 
 
 def test_shipped_configs_are_valid():
-    from pathlib import Path
-
-    files = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    files = sorted(CONFIGS.glob("*.yaml"))
     assert len(files) >= 5
     for path in files:
-        config.load(["--config", str(path)], "test")
+        for cls in COMMANDS.values():
+            parse_config(["--config", str(path)], cls)

@@ -1,4 +1,4 @@
-"""Devices arranged as a mesh: TPUs by their coordinates on the torus, others by number."""
+"""Arrangement of devices as a mesh: TPUs by their torus coordinates, other devices by id."""
 
 import random
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from shardplan.runtime.devices import arrange, slice_from
 
 @dataclass(frozen=True)
 class Tpu:
-    """As JAX has them: z is 0 where the torus has two dimensions."""
+    """A TPU device with the attributes that JAX gives it; z is 0 on a torus with two dimensions."""
 
     id: int
     coords: list[int]
@@ -32,13 +32,12 @@ class Cpu:
 
 
 def tpus(name: str, origin: tuple[int, int, int] = (0, 0, 0)) -> list[Tpu]:
-    """The devices of a slice, in no order, from `origin` on in its pod."""
+    """The devices of a slice whose first chip is at `origin` in the pod, shuffled."""
     hardware = parse_slice(name)
     sides = [hardware.slices, *hardware.torus, *[1] * (3 - len(hardware.torus)), hardware.generation.devices_per_chip]
-    places = list(product(*map(range, sides)))
     devices = [
-        Tpu(i, [c + o for c, o in zip(place[1:4], origin, strict=True)], place[4], place[0])
-        for i, place in enumerate(places)
+        Tpu(i, [c + o for c, o in zip(index[1:4], origin, strict=True)], index[4], index[0])
+        for i, index in enumerate(product(*map(range, sides)))
     ]
     random.Random(0).shuffle(devices)
     return devices
@@ -54,7 +53,7 @@ NAMES = [f"{g.name}:{'x'.join(map(str, torus))}" for g in GENERATIONS.values() f
 @pytest.mark.parametrize(
     "name", [n for n in NAMES if parse_slice(n).devices <= 512] + ["v4:2x10x2", "v4:2x2x14", "2xv5e:4x6", "2xtpu7x-16"]
 )
-def test_every_device_is_where_the_embedding_has_it(name):
+def test_devices_are_arranged_by_the_mesh_placement(name):
     hardware = parse_slice(name)
     half = max(n for n in (1, 2, 4, 8) if hardware.devices // hardware.slices % n == 0)
     for shape in (
@@ -66,14 +65,14 @@ def test_every_device_is_where_the_embedding_has_it(name):
         assert mesh.axis_names == tuple(shape)
         assert {device.id for device in mesh.devices.flat} == set(range(hardware.devices))
         rank, cores = len(hardware.torus), hardware.generation.devices_per_chip
-        found = [
+        coordinates = [
             (d.slice_index, (*d.coords[:rank], *([d.core_on_chip] if cores > 1 else []))) for d in mesh.devices.flat
         ]
-        assert found == place_mesh(hardware, shape).places()
+        assert coordinates == place_mesh(hardware, shape).coordinates()
 
 
-def test_a_slice_somewhere_in_its_pod():
-    """Its coordinates begin anywhere, and its sides may be turned."""
+def test_slice_inside_its_pod():
+    """Coordinates may start anywhere, and the torus may be rotated."""
     hardware = parse_slice("v5e:2x4")
     mesh = arrange(tpus("v5e:4x2", (4, 8, 0)), hardware, sizes(1, 2, 4))
     for row in mesh.devices[0]:
@@ -81,23 +80,25 @@ def test_a_slice_somewhere_in_its_pod():
         assert len({device.coords[1] for device in row}) == 1
 
 
-def test_devices_that_are_no_torus():
-    """An L of three chips in each of three planes."""
+def test_devices_that_do_not_fill_a_torus():
+    """Three planes have three chips each, in the shape of an L."""
     devices = [device for device in tpus("v4:2x2x3") if device.coords[:2] != [1, 1]]
-    with pytest.raises(ConfigError, match="the devices of v4:2x2x3 are 9 of the 12 of 1 x 2x2x3 chips, as their coord"):
+    with pytest.raises(
+        ConfigError, match="the devices of v4:2x2x3 are only 9 of the 12 devices of 1 x 2x2x3 chips that their coord"
+    ):
         arrange(devices, parse_slice("v4:2x2x3"), sizes(1, 3, 3))
 
 
 @pytest.mark.parametrize("name", ["cpu-8", "v4-16"])
-def test_virtual_devices_are_in_order(name):
-    """Those of a CPU, whatever slice the plan is for."""
+def test_virtual_devices_are_ordered_by_id(name):
+    """CPU devices are ordered by id, whatever slice the plan is for."""
     devices = [Cpu(i) for i in (3, 1, 2, 0, 7, 5, 6, 4)]
     mesh = arrange(devices, parse_slice(name), sizes(1, 4, 2))
     assert [device.id for device in mesh.devices.flat] == list(range(8))
 
 
-def test_slices_by_their_devices():
-    """Those of TPUs are in tests/compiler/test_topology.py."""
+def test_slice_of_devices():
+    """Slices of TPU devices are tested in tests/compiler/test_topology.py."""
     assert slice_from(jax.devices()[:5]).name == "cpu-5"
-    with pytest.raises(ConfigError, match="nothing is known of the speed of NVIDIA H200 devices, only of TPU v3"):
+    with pytest.raises(ConfigError, match="no hardware data for device kind 'NVIDIA H200'; valid: TPU v3"):
         slice_from([SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])

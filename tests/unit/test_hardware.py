@@ -1,4 +1,4 @@
-"""Slice names and their sizes; complaints name the nearest valid one."""
+"""Slice names and sizes; error messages name the nearest valid slice."""
 
 import math
 
@@ -32,8 +32,8 @@ from shardplan.hardware import GENERATIONS, parse_slice
     ],
 )
 def test_devices_of_a_slice(name, devices, torus):
-    found = parse_slice(name)
-    assert (found.devices, found.torus, found.slices, found.name) == (devices, torus, 1, name)
+    hardware = parse_slice(name)
+    assert (hardware.devices, hardware.torus, hardware.slices, hardware.name) == (devices, torus, 1, name)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_devices_of_a_slice(name, devices, torus):
     ],
 )
 def test_several_slices(name, slices, devices, torus):
-    found = parse_slice(name)
-    assert (found.slices, found.devices, found.torus) == (slices, devices, torus)
+    hardware = parse_slice(name)
+    assert (hardware.slices, hardware.devices, hardware.torus) == (slices, devices, torus)
 
 
 def test_standard_sizes_by_torus():
@@ -67,12 +67,12 @@ def test_standard_sizes_by_torus():
         ("tpu7x", 2 * 2 * 2 * 256**2),
     ],
 )
-def test_clock_gives_the_peak(name, flops_per_cycle):
+def test_clock_gives_the_peak_flops(name, flops_per_cycle):
     generation = GENERATIONS[name]
     assert generation.clock * flops_per_cycle == pytest.approx(generation.flops, rel=0.01)
 
 
-def test_sizes_grow():
+def test_sizes_are_ascending():
     for generation in GENERATIONS.values():
         chips = [math.prod(torus) for torus in generation.sizes]
         assert chips == sorted(set(chips))
@@ -81,24 +81,24 @@ def test_sizes_grow():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("v4-250", "hardware.slice 'v4-250': v4 does not come in size 250; did you mean 'v4-256'?"),
+        ("v4-250", "hardware.slice 'v4-250': v4 has no slice of size 250; did you mean 'v4-256'?"),
         ("v9-256", "hardware.slice 'v9-256': unknown generation 'v9'; did you mean"),
         ("banana", "hardware.slice 'banana': unknown generation 'banana'; valid: cpu, tpu7x, v3, v4, v5e, v5p, v6e"),
-        ("cpu-0", "needs 1 to 4096 virtual devices, as in 'cpu-8'"),
-        ("cpu:8", "needs 1 to 4096 virtual devices, as in 'cpu-8'"),
-        ("2xcpu-4", "hardware.slice '2xcpu-4': virtual CPU devices are one slice; name them as in 'cpu-8'"),
-        ("2xv4-250", "v4 does not come in size 250; did you mean '2xv4-256'?"),
-        ("0xv4-256", "hardware.slice '0xv4-256': needs 1 to 1024 slices, as in '2xv4-256'"),
+        ("cpu-0", "needs 1 to 4096 virtual devices, for example 'cpu-8'"),
+        ("cpu:8", "needs 1 to 4096 virtual devices, for example 'cpu-8'"),
+        ("2xcpu-4", "hardware.slice '2xcpu-4': virtual CPU devices are always one slice; write for example 'cpu-8'"),
+        ("2xv4-250", "v4 has no slice of size 250; did you mean '2xv4-256'?"),
+        ("0xv4-256", "hardware.slice '0xv4-256': needs 1 to 1024 slices, for example '2xv4-256'"),
         ("v4:4x4", "hardware.slice 'v4:4x4': a v4 torus has 3 dimensions, not 2; did you mean 'v4:2x2x4'?"),
         ("v6e:4x4x4", "a v6e torus has 2 dimensions, not 3; did you mean 'v6e:8x8'?"),
-        ("v4:3x4x4", "v4 comes in whole hosts of 2x2x1 chips; did you mean 'v4:4x4x4'?"),
-        ("2xv5e:5x5", "v5e comes in whole hosts of 2x2 chips; did you mean '2xv5e:4x4'?"),
-        ("v4:0x2x2", "v4 comes in whole hosts of 2x2x1 chips; did you mean 'v4:2x2x2'?"),
+        ("v4:3x4x4", "v4 slices consist of complete hosts of 2x2x1 chips; did you mean 'v4:4x4x4'?"),
+        ("2xv5e:5x5", "v5e slices consist of complete hosts of 2x2 chips; did you mean '2xv5e:4x4'?"),
+        ("v4:0x2x2", "v4 slices consist of complete hosts of 2x2x1 chips; did you mean 'v4:2x2x2'?"),
         ("v4:2x2x1536", "the largest v4 pod is 16x16x24; did you mean 'v4:16x16x24'?"),
         ("v5e:16x32", "the largest v5e pod is 16x16; did you mean 'v5e:16x16'?"),
-        ("v4:4x4x", "hardware.slice 'v4:4x4x': no size; write it as in 'v4-16' or 'v4:2x2x2'"),
-        ("v4-" + "9" * 5000, "no size; write it as in 'v4-16' or 'v4:2x2x2'"),
-        ("v4:" + "9" * 9 + "x2x2", "v4 comes in whole hosts of 2x2x1 chips; did you mean 'v4:16x16x24'?"),
+        ("v4:4x4x", "hardware.slice 'v4:4x4x': the size is missing; write for example 'v4-16' or 'v4:2x2x2'"),
+        ("v4-" + "9" * 5000, "the size is missing; write for example 'v4-16' or 'v4:2x2x2'"),
+        ("v4:" + "9" * 9 + "x2x2", "v4 slices consist of complete hosts of 2x2x1 chips; did you mean 'v4:16x16x24'?"),
     ],
 )
 def test_bad_names(name, message):

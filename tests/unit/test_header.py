@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what the official library refuses, and what no reader can make sense of."""
+"""`read_header` refuses every safetensors file that the official library refuses, and names the broken rule."""
 
 import json
 import random
@@ -41,7 +41,7 @@ TEXTS = (
 
 
 class Bytes:
-    """A file in memory."""
+    """A `File` in memory."""
 
     name = "model.safetensors"
 
@@ -52,13 +52,13 @@ class Bytes:
         buffer[:] = self.content[offset : offset + len(buffer)]
 
 
-def written(header, data=DATA):
+def encode(header, data=DATA):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
 
-def changed_entries(rng):
-    """Values, names and keys of the header are others."""
+def change_entries(rng):
+    """Change values, names and keys of the header."""
     header = json.loads(json.dumps(HEADER))
     for _ in range(rng.randint(1, 3)):
         name = rng.choice(list(header))
@@ -74,37 +74,37 @@ def changed_entries(rng):
     return json.dumps(header, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
 
 
-def changed_text(rng):
-    """Bytes of the header are others."""
+def change_text(rng):
+    """Change bytes of the header."""
     text = bytearray(json.dumps(HEADER).encode())
     for _ in range(rng.randint(1, 3)):
-        place = rng.randrange(len(text)) if rng.random() < 0.8 else 0
-        text[place : place + rng.randint(0, 3)] = rng.choice([*TEXTS, b"", bytes([rng.randrange(256)])])
+        position = rng.randrange(len(text)) if rng.random() < 0.8 else 0
+        text[position : position + rng.randint(0, 3)] = rng.choice([*TEXTS, b"", bytes([rng.randrange(256)])])
     return bytes(text) + b" " * rng.randint(0, 3)
 
 
-def mutated(rng):
-    text = rng.choice([changed_entries, changed_text])(rng)
+def mutate(rng):
+    text = rng.choice([change_entries, change_text])(rng)
     data = DATA[: rng.randrange(34)] if rng.random() < 0.1 else DATA + bytes(rng.choice([0, 0, 0, 0, 3]))
     length = rng.choice([0, 1, len(text) - 1, 2**63, 2**64 - 1]) if rng.random() < 0.05 else len(text)
-    whole = struct.pack("<Q", length) + text + data
-    return whole[: rng.randrange(len(whole))] if rng.random() < 0.03 else whole
+    content = struct.pack("<Q", length) + text + data
+    return content[: rng.randrange(len(content))] if rng.random() < 0.03 else content
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_files(seed):
-    """Nothing is accepted that the official library refuses, and no error is another than CheckpointError."""
+    """A file that the official library refuses is refused, always with CheckpointError; others are read alike."""
     rng = random.Random(seed)
     accepted = 0
     for _ in range(2500):
-        content = mutated(rng)
+        content = mutate(rng)
         try:
-            found = read_header(Bytes(content))
+            tensors = read_header(Bytes(content))
         except CheckpointError:
             continue
         official = {name: (tuple(t["shape"]), t["dtype"], t["data"]) for name, t in deserialize(content)}
-        assert official.keys() == found.keys()
-        for name, tensor in found.items():
+        assert official.keys() == tensors.keys()
+        for name, tensor in tensors.items():
             data = content[tensor.offset : tensor.offset + tensor.nbytes]
             assert (tensor.shape, data) == (official[name][0], bytes(official[name][2]))
         accepted += 1
@@ -114,29 +114,35 @@ def test_mutated_files(seed):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"1234567", "7 bytes is no safetensors file"),
+        (b"1234567", "7 bytes is too short for a safetensors file"),
         (struct.pack("<Q", 100), "its header claims 100 bytes, the file has 8"),
-        (written(b"{"), "damaged header: Expecting property name"),
-        (written(b'{"a": {}, "a": {}}'), "damaged header: a is there twice"),
-        (written(b'{"a": NaN}'), "damaged header: NaN is no JSON"),
-        (written(b"[1]"), "damaged header: "),
-        (written({"__metadata__": {"x": 1}}, b""), "damaged header: __metadata__ must hold texts"),
+        (encode(b"{"), "damaged header: Expecting property name"),
+        (encode(b'{"a": {}, "a": {}}'), "damaged header: duplicate key 'a'"),
+        (encode(b'{"a": NaN}'), "damaged header: NaN is not valid JSON"),
+        (encode(b"[1]"), "damaged header: "),
+        (encode({"__metadata__": {"x": 1}}, b""), "damaged header: __metadata__ must map names to strings"),
         (
-            written({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}),
+            encode({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}),
             "a has type F4, which is not supported",
         ),
-        (written({"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}), "both must count"),
+        (encode({"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}), "both must be lists of non-neg"),
         (
-            written({"a": {"dtype": "U8", "shape": [2**40, 2**40, 0], "data_offsets": [0, 0]}}),
-            "more numbers than can be",
+            encode({"a": {"dtype": "U8", "shape": [2**40, 2**40, 0], "data_offsets": [0, 0]}}),
+            "whose size in bytes exceeds 64 bits",
         ),
-        (written({"a": {"dtype": "U8", "shape": [40], "data_offsets": [0, 40]}}), "a lies outside the file"),
-        (written({"a": {"dtype": "U8", "shape": [33], "data_offsets": [0, 32]}}), "a has 32 bytes for shape"),
-        (written({"a": {"dtype": "U8", "shape": [32], "data_offsets": [0, 32]}}), "1 bytes after the last tensor"),
-        (written({"a": {"dtype": "U8", "shape": [32], "data_offsets": [1, 33]}}), "what precedes ends at"),
+        (
+            encode({"a": {"dtype": "U8", "shape": [40], "data_offsets": [0, 40]}}),
+            "a lies outside the file; it is truncated",
+        ),
+        (encode({"a": {"dtype": "U8", "shape": [33], "data_offsets": [0, 32]}}), "a has 32 bytes for shape"),
+        (encode({"a": {"dtype": "U8", "shape": [32], "data_offsets": [0, 32]}}), "1 bytes after the last tensor"),
+        (
+            encode({"a": {"dtype": "U8", "shape": [32], "data_offsets": [1, 33]}}),
+            "a starts at byte .*, the preceding data ends at byte",
+        ),
     ],
 )
-def test_what_is_wrong_is_said(content, message):
+def test_messages_name_the_broken_rule(content, message):
     with pytest.raises(CheckpointError, match=f"^model.safetensors: .*{message}"):
         read_header(Bytes(content))
     with pytest.raises(SafetensorError):

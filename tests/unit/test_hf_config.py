@@ -1,4 +1,4 @@
-"""config.json: what is refused, and what Levanter would have read wrongly."""
+"""Unsupported config.json values are rejected, and what Levanter misreads in a config.json is corrected."""
 
 import json
 
@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from shardplan.errors import ConfigError
-from shardplan.model import build_model, inspect_model, read_config
+from shardplan.model.hf_config import read_config
+from shardplan.model.inspect import inspect_model
+from shardplan.model.registry import build_model
 
 
 def variant(golden, tmp_path, name, **changes) -> str:
@@ -25,24 +27,24 @@ def variant(golden, tmp_path, name, **changes) -> str:
         ("llama", {"rope_theta": "abc"}, "rope_theta is 'abc'; it must be a positive number"),
         ("llama", {"max_position_embeddings": None}, "Levanter cannot express this llama"),
         ("llama", {"hidden_act": "tangent"}, "Levanter cannot express this llama"),
-        ("llama", {"attention_bias": True}, "attention_bias is True; Levanter's llama has False only"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; Levanter's llama has 1.0 only"),
+        ("llama", {"attention_bias": True}, "attention_bias is True; Levanter's llama supports only False"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; Levanter's llama supports only 1.0"),
         ("llama", {"rope_parameters": {"full_attention": {}}}, "have no single rope_theta"),
-        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False; Levanter's gpt2 has True only"),
-        ("gpt2", {"n_inner": 100}, "n_inner is 100; Levanter's GPT-2 has 4 x n_embd = 384"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False; Levanter's gpt2 supports only True"),
+        ("gpt2", {"n_inner": 100}, "n_inner is 100; Levanter's GPT-2 supports only 4 x n_embd = 384"),
         ("gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
         ("gemma2", {"sliding_window": 32}, "some layers of gemma2 attend to 32 tokens only"),
         ("llama", {"model_type": ["llama"]}, "has no 'model_type'"),
         ("llama", {"model_type": "lama"}, "model_type 'lama' is not supported; did you mean 'llama'?"),
     ],
 )
-def test_refused(golden, tmp_path, name, changes, message):
+def test_unsupported_values_are_rejected(golden, tmp_path, name, changes, message):
     with pytest.raises(ConfigError) as error:
         build_model(read_config(variant(golden, tmp_path, name, **changes), None), 64)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_not_json(tmp_path):
+def test_unreadable_files_are_rejected(tmp_path):
     path = tmp_path / "config.json"
     for text in ("{", "[" * 100000, "3"):
         path.write_text(text)
@@ -52,8 +54,8 @@ def test_not_json(tmp_path):
         read_config(str(tmp_path / "none.json"), None)
 
 
-def test_rope_of_transformers_5(golden, tmp_path):
-    """`rope_parameters` mean what `rope_theta` and `rope_scaling` meant."""
+def test_rope_parameters_of_transformers_5(golden, tmp_path):
+    """`rope_parameters` give the same model as the older keys `rope_theta` and `rope_scaling`."""
     old = read_config(str(golden / "llama31" / "config.json"), None)
     scaling = {**old["rope_scaling"], "rope_theta": old["rope_theta"]}
     new = read_config(
@@ -81,20 +83,20 @@ def test_head_size_and_attention_scale_reach_the_attention(golden, tmp_path):
     assert (attention.head_size, attention.scaling_factor, attention.logits_soft_cap) == (20, 1 / 8, 5.0)
 
 
-def test_window_of_every_layer_becomes_a_mask(golden, tmp_path):
+def test_sliding_window_of_every_layer_becomes_an_attention_mask(golden, tmp_path):
     path = variant(golden, tmp_path, "mistral", sliding_window=32)
     assert build_model(read_config(path, None), 64).sliding_window == 32
     assert build_model(read_config(path, None), 32).sliding_window is None
 
 
-def test_positions_are_bounded(golden):
+def test_more_positions_than_the_model_has_are_rejected(golden):
     config = read_config(str(golden / "llama" / "config.json"), None)
     with pytest.raises(ConfigError, match=r"workload\.position is 300; the model has 256 positions"):
         build_model(config, 300)
 
 
 def test_parameters_equal_the_checkpoint(golden):
-    """The inventory holds exactly as many elements as the files."""
+    """The inspected parameters have exactly as many elements as the checkpoint files."""
     from shardplan.checkpoint.format.index import read_index
     from shardplan.storage import open_folder
 

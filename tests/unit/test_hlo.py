@@ -1,4 +1,4 @@
-"""The text of compiled modules, real ones (made by scripts/make_hlo_fixtures.py) and small ones written by hand."""
+"""The parser of compiled modules reads real modules (from scripts/make_hlo_fixtures.py) and small hand-written ones."""
 
 import math
 from pathlib import Path
@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.verify.hlo.module import Array, HloError, Module, Value, parse, replica_groups, source_target_pairs
+from shardplan.verify.hlo import trip_counts
+from shardplan.verify.hlo.module import ArrayShape, HloError, Module
+from shardplan.verify.hlo.parser import parse
+from shardplan.verify.hlo.replica_groups import parse_replica_groups, parse_source_target_pairs
+from shardplan.verify.hlo.trip_counts import SymbolicInt, evaluate_integer, trip_count
 
 FIXTURES = Path(__file__).parent / "hlo"
 
@@ -17,8 +21,8 @@ def read(name: str) -> Module:
     return parse((FIXTURES / f"{name}.txt").read_text(encoding="utf-8"))
 
 
-def one(line: str):
-    """The instruction of a module with nothing else."""
+def parse_one(line: str):
+    """The only instruction of a module."""
     return parse(f"ENTRY %main () -> f32[] {{\n  ROOT {line}\n}}").entry.root
 
 
@@ -35,8 +39,8 @@ def one(line: str):
         ("too_large", 9, "main.0_spmd", 9),
     ],
 )
-def test_real_modules_are_read_whole(name, computations, entry, instructions):
-    """Counted in the text with grep: a lost computation or instruction would be time or memory that nobody sees."""
+def test_real_modules_are_read_completely(name, computations, entry, instructions):
+    """The numbers were counted with grep: time and memory of a lost computation or instruction would be missing."""
     module = read(name)
     assert (len(module.computations), module.entry.name) == (computations, entry)
     assert len(module.entry.instructions) == instructions
@@ -46,35 +50,35 @@ def test_real_modules_are_read_whole(name, computations, entry, instructions):
     ("name", "trips"),
     [
         ("async_gather", {"while.9": 5}),
-        # 7 layers; the loop in it takes two of eight parts from either side in a round
+        # 7 layers; each iteration of the inner loop receives two of eight shards from either side
         ("windowed", {"while.13": 7, "while.14": 2}),
     ],
 )
 def test_trip_counts_of_real_loops(name, trips):
-    """Also of a loop in a loop, whose start the outer loop hands on."""
-    module, found = read(name), {}
+    """Trip counts include those of an inner loop whose start comes from the outer loop's tuple."""
+    module, counts = read(name), {}
 
     def visit(computation, parameters):
         for instruction in computation.instructions.values():
             if instruction.opcode == "while":
-                found[instruction.name], inside = module.trip_count(computation, instruction, parameters)
+                counts[instruction.name], inside = trip_count(module, computation, instruction, parameters)
                 visit(module.computations[instruction.attributes["body"].removeprefix("%")], inside)
 
     visit(module.entry, [])
-    assert found == trips
+    assert counts == trips
 
 
-def test_what_stands_in_a_real_instruction():
+def test_fields_of_real_instructions():
     module = read("async_gather")
     gather = module.instructions["all-gather.22"]
     assert (gather.opcode, gather.operands) == ("all-gather", ("constant_dynamic-slice_fusion.4",))
-    assert gather.transfer.split() == ["4"]
-    assert gather.arrays == (Array("bf16", (1, 2048, 2048), space=3),)
+    assert gather.collective_id.split() == ["4"]
+    assert gather.arrays == (ArrayShape("bf16", (1, 2048, 2048), space=3),)
     assert gather.op_name == "jit(mlp)/while/body/closed_call/dot_general"
     assert gather.cycles is None
     product = module.instructions["fusion.19"]
     assert product.cycles == 147594
-    # /*index=5*/ and {} inside of output_to_operand_aliasing are no operands and no attributes
+    # /*index=5*/ and the {} inside of output_to_operand_aliasing are neither operands nor attributes
     assert len(product.operands) == len(product.arrays) == 11
     assert product.called == ("async_collective_fusion.19",)
     assert sorted(product.attributes) == [
@@ -82,8 +86,8 @@ def test_what_stands_in_a_real_instruction():
     ]  # fmt: skip
 
 
-def test_attributes_of_several_lines():
-    """A kernel's metadata are JSON in quotes, over several lines that begin like nothing else."""
+def test_attributes_on_several_lines():
+    """A kernel's metadata are quoted JSON on several lines, none of which starts like an instruction."""
     kernel = read("splash").instructions["splash_mha_dq_no_residuals.1"]
     assert kernel.op_name.endswith("/pallas_call")
     assert kernel.attributes["custom_call_target"] == '"tpu_custom_call"'
@@ -92,14 +96,14 @@ def test_attributes_of_several_lines():
     assert len(kernel.operands) == 9
 
 
-def test_what_runs_inside_of_an_instruction():
+def test_instructions_inside_of_an_instruction():
     module = read("reduce_scatter")
     [fusion] = [i for i in module.entry.instructions.values() if i.called == ("all-reduce-scatter",)]
     inside = [instruction.opcode for instruction in module.inside(fusion)]
     assert "all-reduce" in inside
-    assert "add" not in inside  # the reducer, of one pair of elements
+    assert "add" not in inside  # the reducer runs per element
     [product] = [i for i in module.entry.instructions.values() if i.called == ("fused_computation.1",)]
-    # one in the fusion, and one in a fusion of that
+    # one in the fusion, and one in a nested fusion
     assert [instruction.opcode for instruction in module.inside(product)].count("convolution") == 2
 
 
@@ -123,8 +127,8 @@ def test_what_runs_inside_of_an_instruction():
     ],
 )
 def test_replica_groups_of_real_collectives(name, instruction, first, count):
-    """Every notation that the compiler writes; `device_ids` stands behind a comma and belongs to them all the same."""
-    groups = replica_groups(read(name).instructions[instruction].attributes["replica_groups"], 64)
+    """Every notation of the compiler is read; `device_ids` after a comma is a part of the groups."""
+    groups = parse_replica_groups(read(name).instructions[instruction].attributes["replica_groups"], 64)
     assert groups is not None
     assert groups[0] == first and len(groups) == count
     assert sorted(member for group in groups for member in group) == list(range(len(first) * count))
@@ -138,19 +142,19 @@ def grids(draw):
 
 @settings(deadline=None)
 @given(grids(), st.data())
-def test_groups_by_iota_agree_with_numpy(grid, data):
+def test_groups_from_iota_agree_with_numpy(grid, data):
     dims, order = grid
     n = math.prod(dims)
     size = data.draw(st.sampled_from([k for k in range(1, n + 1) if n % k == 0]))
     text = f"[{n // size},{size}]<=[{','.join(map(str, dims))}]T({','.join(map(str, order))})"
     expected = np.arange(n).reshape(dims).transpose(order).reshape(-1, size)
-    assert replica_groups(text, n) == [tuple(row) for row in expected.tolist()]
+    assert parse_replica_groups(text, n) == [tuple(row) for row in expected.tolist()]
 
 
 @settings(deadline=None)
 @given(grids(), grids(), st.data())
-def test_groups_by_mesh_agree_with_numpy(grid, tile, data):
-    """A group is along the chosen axes, in the order in which they are named."""
+def test_groups_from_a_mesh_agree_with_numpy(grid, tile, data):
+    """A group extends along the chosen axes, in the order in which they are named."""
     sizes, chosen = grid
     chosen = chosen[: data.draw(st.integers(1, len(sizes)))]
     n = math.prod(sizes)
@@ -164,19 +168,19 @@ def test_groups_by_mesh_agree_with_numpy(grid, tile, data):
     text += " {" + ",".join(f"'axis_{i}'" for i in chosen) + "}"
     others = [i for i in range(len(sizes)) if i not in chosen]
     expected = devices.reshape(sizes).transpose([*others, *chosen]).reshape(-1, math.prod(sizes[i] for i in chosen))
-    assert replica_groups(text, n) == [tuple(row) for row in expected.tolist()]
+    assert parse_replica_groups(text, n) == [tuple(row) for row in expected.tolist()]
 
 
 def test_other_groups():
-    assert replica_groups("{}", 3) == replica_groups("", 3) == [(0, 1, 2)]
-    assert replica_groups("{{0,2},{1}}", 3) == [(0, 2), (1,)]
-    # a part of an axis: not understood, rather than wrong
-    assert replica_groups("mesh['a'=4] {'a':(1)2}", 4) is None
-    assert replica_groups("@mesh", 4) is None
+    assert parse_replica_groups("{}", 3) == parse_replica_groups("", 3) == [(0, 1, 2)]
+    assert parse_replica_groups("{{0,2},{1}}", 3) == [(0, 2), (1,)]
+    # a part of an axis is reported as not understood, instead of read wrongly
+    assert parse_replica_groups("mesh['a'=4] {'a':(1)2}", 4) is None
+    assert parse_replica_groups("@mesh", 4) is None
 
 
-def test_pairs():
-    assert source_target_pairs("{{0,14},{2,0}}") == [(0, 14), (2, 0)]
+def test_source_target_pairs():
+    assert parse_source_target_pairs("{{0,14},{2,0}}") == [(0, 14), (2, 0)]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,7 @@ def test_pairs():
     ],
 )  # fmt: skip
 def test_shapes(shape, arrays):
-    instruction = one(f"%a = {shape} opcode()")
+    instruction = parse_one(f"%a = {shape} opcode()")
     assert [(array.dtype, array.dims, array.space) for array in instruction.arrays] == arrays
     assert instruction.opcode == "opcode"
 
@@ -203,29 +207,29 @@ def test_shapes(shape, arrays):
      ("f32", 4), ("s64", 8), ("c64", 8), ("c128", 16), ("token", 0)],
 )  # fmt: skip
 def test_bytes(dtype, size):
-    assert Array(dtype, (3, 8)).bytes == 24 * size
+    assert ArrayShape(dtype, (3, 8)).bytes == 24 * size
 
 
 def test_unknown_type_has_no_size():
-    """It parses all the same: nobody may ask."""
-    [array] = one("%a = f5[2]{0} opcode()").arrays
+    """An array of an unknown type is parsed; only its size raises."""
+    [array] = parse_one("%a = f5[2]{0} opcode()").arrays
     with pytest.raises(HloError, match="unknown element type 'f5'"):
         _ = array.bytes
 
 
 def test_unknown_opcodes_and_attributes():
-    instruction = one(
+    instruction = parse_one(
         '%a.1 = f32[2] frobnicate-start(f32[2]{0} %b, c), knob={x={1,2}, y="}"}, on, metadata={op_name="o"}'
     )
     assert instruction.opcode == "frobnicate-start"
-    assert instruction.operands == ("b", "c")  # with the shape before the name and without
+    assert instruction.operands == ("b", "c")  # with and without the shape before the name
     assert instruction.attributes["knob"] == '{x={1,2}, y="}"}'
     assert instruction.attributes["on"] == ""
     assert instruction.op_name == "o"
 
 
 def test_brackets_in_quotes_and_escaped_quotes():
-    instruction = one('%a = f32[] custom-call(%b), target="a\\"),{(", metadata={op_name="f[g]/(h"}, channel_id=7')
+    instruction = parse_one('%a = f32[] custom-call(%b), target="a\\"),{(", metadata={op_name="f[g]/(h"}, channel_id=7')
     assert instruction.operands == ("b",)
     assert (instruction.op_name, instruction.attributes["channel_id"]) == ("f[g]/(h", "7")
 
@@ -241,7 +245,7 @@ def test_the_root_need_not_be_last():
         ("", "no entry computation"),
         ("HloModule m\n", "no entry computation"),
         ("%m () -> f32[] {\n  ROOT %a = f32[] x()\n}", "no entry computation"),
-        ("ENTRY %m () -> f32[] {\n  ROOT %a = f32[] x()", "no entry computation"),  # cut off
+        ("ENTRY %m () -> f32[] {\n  ROOT %a = f32[] x()", "no entry computation"),  # truncated
         ("ENTRY %m () -> f32[] {\n  %a = f32[] x()\n}", "computation m has 0 roots"),
         ("ENTRY %m () -> f32[] {\n  ROOT %a = f32[] x()\n  ROOT %b = f32[] x()\n}", "computation m has 2 roots"),
         ("ENTRY %m () -> f32[] {\n  something\n}", "not an instruction: something"),
@@ -259,11 +263,11 @@ def test_malformed_text(text, message):
 @pytest.mark.parametrize("line", ["%a = f32[x] y()", "%a = f32[?,2] y()", "%a = f32[] y(), device_ids=([2])"])
 def test_malformed_shapes_and_attributes(line):
     with pytest.raises(HloError):
-        one(line)
+        parse_one(line)
 
 
 def loop(start: str, limit: str, direction: str, step: str, swapped: bool = False) -> str:
-    """A loop whose variable is slot 0; its limit is slot 1."""
+    """A loop with its variable in slot 0 and its limit in slot 1."""
     compared = "%n, %i" if swapped else "%i, %n"
     return f"""
 %body (p: (s32[], s32[])) -> (s32[], s32[]) {{
@@ -295,12 +299,12 @@ ENTRY %main (argument: s32[]) -> (s32[], s32[]) {{
 
 def trips(text: str) -> int | None:
     module = parse(text)
-    return module.trip_count(module.entry, module.entry.root, [])[0]
+    return trip_count(module, module.entry, module.entry.root, [])[0]
 
 
 def run(start: int, limit: int, direction: str, step: int) -> int | None:
-    """How often the loop runs, by running it; None if it does not end."""
-    goes_on = {
+    """Run the loop, and return its number of iterations; None if it does not end."""
+    continues = {
         "LT": lambda i: i < limit,
         "LE": lambda i: i <= limit,
         "GT": lambda i: i > limit,
@@ -308,7 +312,7 @@ def run(start: int, limit: int, direction: str, step: int) -> int | None:
         "NE": lambda i: i != limit,
     }[direction]
     count = 0
-    while goes_on(start + count * step):
+    while continues(start + count * step):
         count += 1
         if count > 100:
             return None
@@ -328,8 +332,8 @@ def run(start: int, limit: int, direction: str, step: int) -> int | None:
         (5, 5, "LT", 1, 0),
         (6, 5, "LE", 1, 0),
         (4, 4, "NE", 1, 0),
-        (0, 7, "NE", 2, None),  # never meets it
-        (0, 7, "LT", -1, None),  # nor does this end
+        (0, 7, "NE", 2, None),  # the variable never equals the limit
+        (0, 7, "LT", -1, None),  # infinite
         (0, 7, "LT", 0, None),
     ],
 )
@@ -343,10 +347,10 @@ def test_trip_counts(start, limit, direction, step, count):
     st.booleans(),
 )  # fmt: skip
 def test_trip_counts_agree_with_running_the_loop(start, limit, direction, step, swapped):
-    """A loop that runs not at all with step 0 may be called unknown; every number must be right."""
+    """Every known trip count is right; that of a loop with step 0 may be unknown, even if it has no iteration."""
     mirrored = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}[direction] if swapped else direction
-    found = trips(loop(f"constant({start})", f"constant({limit})", mirrored, str(step), swapped))
-    assert found == run(start, limit, direction, step) or (found is None and step == 0)
+    count = trips(loop(f"constant({start})", f"constant({limit})", mirrored, str(step), swapped))
+    assert count == run(start, limit, direction, step) or (count is None and step == 0)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +395,7 @@ def test_a_condition_in_a_fusion_that_looks_ahead():
 
 
 def test_an_inner_loop_that_starts_at_the_outer_variable():
-    """Its length differs from round to round: unknown, rather than that of the first round."""
+    """The trip count of such a loop differs between iterations of the outer one, so it is unknown."""
     inner = loop("constant(0)", "constant(7)", "LT", "1")
     inner = inner[: inner.index("ENTRY")]
     text = f"""{inner}
@@ -417,15 +421,15 @@ ENTRY %main () -> (s32[], s32[]) {{
 }}
 """
     module = parse(text)
-    count, inside = module.trip_count(module.entry, module.entry.root, [])
+    count, inside = trip_count(module, module.entry, module.entry.root, [])
     assert count == 7
     body = module.computations["outer_body"]
-    lengths = {name: module.trip_count(body, body.instructions[name], inside)[0] for name in ("triangle", "square")}
-    assert lengths == {"triangle": None, "square": 5}
+    counts = {name: trip_count(module, body, body.instructions[name], inside)[0] for name in ("triangle", "square")}
+    assert counts == {"triangle": None, "square": 5}
 
 
 def test_values_through_fusions():
-    """2 * 3 - 1, half of it in a fusion; of what is no integer nothing is known."""
+    """2 * 3 - 1 is evaluated with its product in a fusion; a value that is no integer is unknown."""
     text = """
 %fused (a: s32[], b: s32[]) -> s32[] {
   %a = s32[] parameter(0)
@@ -443,12 +447,12 @@ ENTRY %main () -> s32[] {
 }
 """
     module = parse(text)
-    assert module.value(module.entry, "five", []) == Value(None, 5)
-    assert module.value(module.entry, "float", []) is None
+    assert evaluate_integer(module, module.entry, "five", []) == SymbolicInt(None, 5)
+    assert evaluate_integer(module, module.entry, "float", []) is None
 
 
 def test_long_chains_are_evaluated_once(monkeypatch):
-    """Each of 12 fusions uses the one before it twice, as residual connections do; a body has hundreds."""
+    """Each of 12 fusions uses the previous one twice, like residual connections; a real loop body has hundreds."""
     lines = [f"  %f{i} = f32[8] fusion(%f{i - 1}, %f{i - 1}), calls=%c" for i in range(1, 13)]
     text = "\n".join(
         [
@@ -465,7 +469,6 @@ def test_long_chains_are_evaluated_once(monkeypatch):
         ]
     )
     module, calls = parse(text), []
-    value = Module.value
-    monkeypatch.setattr(Module, "value", lambda self, *args: calls.append(args[1]) or value(self, *args))
-    module.value(module.entry, "f12", [])
+    monkeypatch.setattr(trip_counts, "evaluate_integer", lambda *args: calls.append(args[2]) or evaluate_integer(*args))
+    trip_counts.evaluate_integer(module, module.entry, "f12", [])
     assert len(calls) < 200

@@ -1,4 +1,4 @@
-"""What the headers say equals what the official safetensors library reads; damaged files are refused."""
+"""`read_index` returns what the official safetensors library reads, and refuses damaged checkpoints."""
 
 import json
 
@@ -47,16 +47,16 @@ def header(entries) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"abc", "3 bytes is no safetensors file"),
+        (b"abc", "3 bytes is too short for a safetensors file"),
         ((1 << 40).to_bytes(8, "little"), "its header claims 1099511627776 bytes, the file has 8"),
         ((2).to_bytes(8, "little") + b"{]", "damaged header"),
         (header([1]), "damaged header"),
         (header({"a": {"dtype": "F32", "shape": [2]}}), "damaged header"),
         (header({"a": {"dtype": "F7", "shape": [2], "data_offsets": [0, 8]}}) + b"x" * 8, "a has type F7"),
-        (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}) + b"x" * 7, "it is cut short"),
+        (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}) + b"x" * 7, "it is truncated"),
         (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}) + b"x" * 4, r"4 bytes for shape \(2,\)"),
-        (header({"a": {"dtype": "U8", "shape": [2.0], "data_offsets": [0, 2]}}) + b"xx", "both must count"),
-        (header({"a": {"dtype": "U8", "shape": [-2, -1], "data_offsets": [0, 2]}}) + b"xx", "both must count"),
+        (header({"a": {"dtype": "U8", "shape": [2.0], "data_offsets": [0, 2]}}) + b"xx", "both must be lists of"),
+        (header({"a": {"dtype": "U8", "shape": [-2, -1], "data_offsets": [0, 2]}}) + b"xx", "both must be lists of"),
         (header({"a": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}}) + b"xxx", "a starts at byte"),
         (
             header({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}) + b"xxx",
@@ -87,25 +87,25 @@ def test_damaged_index(tmp_path):
             read_index(open_folder(str(tmp_path)))
     save(tmp_path, {"a": np.zeros(2, np.float32)}, "x.safetensors")
     index.write_text('{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"promises b in x\.safetensors, which lacks it"):
+    with pytest.raises(CheckpointError, match=r"lists b in x\.safetensors, which does not contain it"):
         read_index(open_folder(str(tmp_path)))
 
 
-def test_tensors_in_two_places(tmp_path):
-    """Neither the index nor the shards may leave open which tensor is meant."""
+def test_tensors_in_two_shards(tmp_path):
+    """A tensor that occurs twice in the index or in two shards is ambiguous, and refused."""
     index = tmp_path / "model.safetensors.index.json"
     save(tmp_path, {"a": np.zeros(2, np.float32)}, "x.safetensors")
     save(tmp_path, {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}, "y.safetensors")
     index.write_text('{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"a is in x\.safetensors and in y\.safetensors; which counts is open"):
+    with pytest.raises(CheckpointError, match=r"a is in both x\.safetensors and y\.safetensors; download"):
         read_index(open_folder(str(tmp_path)))
     index.write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
-    with pytest.raises(CheckpointError, match="is damaged: a is there twice"):
+    with pytest.raises(CheckpointError, match="is damaged: duplicate key 'a'"):
         read_index(open_folder(str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["w.weight_scale_inv", "w.qweight", "w.SCB"])
-def test_quantised_checkpoints_are_not_guessed(tmp_path, name):
+def test_quantised_checkpoints_are_refused(tmp_path, name):
     save(tmp_path, {"w.weight": np.zeros((2, 3)), name: np.zeros(1)})
     with pytest.raises(CheckpointError, match=rf"1 unexpected \({name}\); it is quantised \({name}\): use one in bf"):
         check_tensors(read_index(open_folder(str(tmp_path))), {"w.weight": (2, 3)}, "ck")
@@ -118,6 +118,6 @@ def test_all_differences_are_reported_together(tmp_path):
     with pytest.raises(CheckpointError) as error:
         check_tensors(index, {"a": (3, 2), "b": (1,), "c": (1,), "d": (1,), "e": (1,)}, "ck", {"lm_head.weight"})
     assert str(error.value) == (
-        "ck does not hold the model of its config.json: tensors 4 missing (b, c, d, and 1 more); 1 unexpected (extra); "
-        "1 of another shape (a is (2, 3), the model has (3, 2))"
+        "ck does not match the model of its config.json; tensors: 4 missing (b, c, d, and 1 more); 1 unexpected "
+        "(extra); 1 of another shape (a is (2, 3), the model has (3, 2))"
     )

@@ -1,4 +1,4 @@
-"""Levanter configurations are read as Levanter reads them, and wrong ones are complained about in one line."""
+"""Levanter configurations are parsed as Levanter parses them, and errors in them are reported on one line."""
 
 import subprocess
 import sys
@@ -10,21 +10,22 @@ import pytest
 import yaml
 
 from shardplan.errors import ConfigError
-from shardplan.levanter_config.model_section import ModelSection, model_section
-from shardplan.levanter_config.trainer_section import LEVANTER_BATCH, is_levanter_config, read_levanter_config
+from shardplan.levanter_config.levanter_file import is_levanter_config
+from shardplan.levanter_config.model_section import ModelSection, parse_model_section
+from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, read_trainer_section
 
 BATCH = ["replica", "data"]
 
 
 @pytest.fixture
 def read(tmp_path):
-    """The layout, on 8 devices unless told, of a trainer section given as a dict or as YAML."""
+    """Parse a trainer section, given as a dict or as YAML, for 8 devices by default."""
 
     def read_trainer(trainer, devices=8, slices=1):
         path = tmp_path / "config.yaml"
         trainer = yaml.safe_load(trainer) if isinstance(trainer, str) else trainer
         path.write_text(yaml.safe_dump({"trainer": trainer, "model": {"type": "llama"}}))
-        return read_levanter_config(str(path), devices, slices)
+        return read_trainer_section(str(path), devices, slices)
 
     return read_trainer
 
@@ -34,7 +35,7 @@ def mesh(replica, data, model):
 
 
 def test_flat(read):
-    layout = read(
+    section = read(
         """
         mp: p=f32,c=bf16
         seed: 3
@@ -49,15 +50,15 @@ def test_flat(read):
         """,
         devices=128,
     )
-    assert layout.mesh == mesh(4, 4, 8)
-    assert list(layout.mesh) == ["replica", "data", "model"]
-    assert layout.compute_mapping == {
+    assert section.mesh == mesh(4, 4, 8)
+    assert list(section.mesh) == ["replica", "data", "model"]
+    assert section.compute_mapping == {
         "mlp": ["model"],
         "heads": ["model"],
         "kv_head": ["data", "model"],
         "batch": BATCH,
     }
-    assert layout.param_mapping == {
+    assert section.param_mapping == {
         "mlp": ["model"],
         "heads": ["model"],
         "batch": BATCH,
@@ -65,15 +66,15 @@ def test_flat(read):
         "embed": ["data"],  # fsdp_axis wins over parameter_axis_resources
         "vocab": ["data"],
     }
-    assert (layout.batch, layout.param_dtype, layout.compute_dtype) == (64, "float32", "bfloat16")
+    assert (section.batch, section.param_dtype, section.compute_dtype) == (64, "float32", "bfloat16")
 
 
 def test_an_empty_trainer_has_the_defaults_of_the_flat_schema(read):
-    layout = read({})
-    assert layout.mesh == mesh(1, 8, 1)
-    assert layout.compute_mapping == {"batch": BATCH}
-    assert layout.param_mapping == {"batch": BATCH, "embed": ["data"]}
-    assert (layout.batch, layout.param_dtype, layout.compute_dtype) == (None, "float32", "float32")
+    section = read({})
+    assert section.mesh == mesh(1, 8, 1)
+    assert section.compute_mapping == {"batch": BATCH}
+    assert section.param_mapping == {"batch": BATCH, "embed": ["data"]}
+    assert (section.batch, section.param_dtype, section.compute_dtype) == (None, "float32", "float32")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_flat_over_slices(read, replica_dcn, expected):
 
 
 def test_mesh(read):
-    layout = read(
+    section = read(
         """
         mp: params=float16
         train_batch_size: 32
@@ -97,24 +98,24 @@ def test_mesh(read):
         """,
         devices=64,
     )
-    assert layout.mesh == mesh(2, 8, 4)
-    assert list(layout.mesh) == ["replica", "data", "model"]
-    assert layout.compute_mapping == {
+    assert section.mesh == mesh(2, 8, 4)
+    assert list(section.mesh) == ["replica", "data", "model"]
+    assert section.compute_mapping == {
         "mlp": ["model"],
         "vocab": ["model"],
         "kv_head": ["model"],
         "token": BATCH,
         "batch": BATCH,
     }
-    assert layout.param_mapping == {"mlp": ["data"], "vocab": ["model"], "embed": ["data", "model"]}
-    assert (layout.batch, layout.param_dtype, layout.compute_dtype) == (32, "float16", "float16")
+    assert section.param_mapping == {"mlp": ["data"], "vocab": ["model"], "embed": ["data", "model"]}
+    assert (section.batch, section.param_dtype, section.compute_dtype) == (32, "float16", "float16")
 
 
 def test_mesh_defaults(read):
-    layout = read({"mesh": {}})
-    assert layout.mesh == mesh(1, 8, 1)
-    assert layout.compute_mapping == {"mlp": ["model"], "heads": ["model"], "batch": BATCH}
-    assert layout.param_mapping == {"mlp": ["model"], "heads": ["model"], "embed": ["data"]}
+    section = read({"mesh": {}})
+    assert section.mesh == mesh(1, 8, 1)
+    assert section.compute_mapping == {"mlp": ["model"], "heads": ["model"], "batch": BATCH}
+    assert section.param_mapping == {"mlp": ["model"], "heads": ["model"], "embed": ["data"]}
     assert read({"mesh": {"param_mapping": {}}}).param_mapping == {"mlp": ["model"], "heads": ["model"]}
 
 
@@ -129,7 +130,7 @@ def test_mesh_defaults(read):
         ({"data": -1, "replica": 1, "model": 8}, mesh(1, 1, 8)),
     ],
 )
-def test_an_axis_of_size_minus_one_takes_what_is_left(read, axes, expected):
+def test_an_axis_of_size_minus_one_takes_the_remaining_devices(read, axes, expected):
     assert read({"mesh": {"axes": axes}}).mesh == expected
 
 
@@ -151,16 +152,16 @@ def test_batch_axis_of_the_mesh_schema(read, section, batch):
 
 def test_mesh_over_slices(read):
     mappings = {"param_mapping": {"a": "replica", "b": "replica_dcn", "c": ["data", "replica_dcn"]}}
-    layout = read({"mesh": mappings}, devices=64, slices=4)
-    assert layout.mesh == mesh(4, 16, 1)
-    assert layout.compute_mapping["batch"] == BATCH
+    section = read({"mesh": mappings}, devices=64, slices=4)
+    assert section.mesh == mesh(4, 16, 1)
+    assert section.compute_mapping["batch"] == BATCH
     # within a slice replica is of size 1
-    assert layout.param_mapping == {"mlp": ["model"], "heads": ["model"], "b": ["replica"], "c": ["data", "replica"]}
+    assert section.param_mapping == {"mlp": ["model"], "heads": ["model"], "b": ["replica"], "c": ["data", "replica"]}
 
     both = {"axes": {"replica": 2}, "dcn_axes": {"replica_dcn": 4}}
-    layout = read({"mesh": both}, devices=64, slices=4)
-    assert layout.mesh == mesh(8, 8, 1)
-    assert layout.compute_mapping["batch"] == BATCH
+    section = read({"mesh": both}, devices=64, slices=4)
+    assert section.mesh == mesh(8, 8, 1)
+    assert section.compute_mapping["batch"] == BATCH
     with pytest.raises(ConfigError, match=r"maps 'a' to \[replica\]; with 4 slices and replica 2 only replica_dcn and"):
         read({"mesh": both | {"param_mapping": {"a": "replica"}}}, devices=64, slices=4)
     with pytest.raises(ConfigError, match=r"maps 'b' to \[replica, replica_dcn\]"):
@@ -199,18 +200,18 @@ def as_lists(mapping):
 def test_levanter_agrees(read, trainer):
     from levanter.trainer import TrainerConfig
 
-    layout = read(trainer)
+    section = read(trainer)
     levanter = draccus.decode(TrainerConfig, trainer)
     levanter._validate_and_set_defaults()
-    assert dict(levanter.device_mesh.shape) == layout.mesh
-    assert levanter.device_mesh.axis_names == tuple(layout.mesh)
-    assert as_lists(levanter.compute_axis_mapping) == layout.compute_mapping
-    assert as_lists(levanter.parameter_axis_mapping) == layout.param_mapping
-    assert levanter.mp.param_dtype == getattr(jnp, layout.param_dtype)
-    assert levanter.mp.compute_dtype == getattr(jnp, layout.compute_dtype)
+    assert dict(levanter.device_mesh.shape) == section.mesh
+    assert levanter.device_mesh.axis_names == tuple(section.mesh)
+    assert as_lists(levanter.compute_axis_mapping) == section.compute_mapping
+    assert as_lists(levanter.parameter_axis_mapping) == section.param_mapping
+    assert levanter.mp.param_dtype == getattr(jnp, section.param_dtype)
+    assert levanter.mp.compute_dtype == getattr(jnp, section.compute_dtype)
     if "train_batch_size" in trainer:
-        assert levanter.train_batch_size == layout.batch
-        assert levanter.train_batch_size // levanter.microbatch_size == layout.microbatches
+        assert levanter.train_batch_size == section.batch
+        assert levanter.train_batch_size // levanter.microbatch_size == section.microbatches
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (4, 2, -1), (1, 4, 4)])
@@ -303,13 +304,13 @@ def test_half_is_bfloat16(read):
             {"train_batch_size": [{"start": 0}]},
             "trainer.train_batch_size[0].value is None; it must be a positive integer",
         ),
-        ({"mp": "p=f64"}, "trainer.mp is 'p=f64': no type 'f64'; did you mean 'f16'?"),
+        ({"mp": "p=f64"}, "trainer.mp is 'p=f64': unknown type 'f64'; did you mean 'f16'?"),
         ({"mp": "q=f32"}, "trainer.mp is 'q=f32': unknown key 'q'; valid: c, compute, o, output, p, params"),
         ({"mp": 16}, "trainer.mp is 16; it must be text such as 'p=f32,c=bf16'"),
         ({"mesh": None}, "trainer.mesh is None; it must be a section with keys"),
         (
             {"mesh": {}, "fsdp_axis": "embed"},
-            "trainer.mesh and trainer.fsdp_axis are of two versions of Levanter; keep one of them",
+            "trainer.mesh and trainer.fsdp_axis belong to different versions of Levanter; keep one of them",
         ),
         ({"mesh": {"axis": {"model": 2}}}, "trainer.mesh: unknown key 'axis'; did you mean 'axes'?"),
         (
@@ -327,11 +328,11 @@ def test_half_is_bfloat16(read):
         ),
         (
             {"mesh": {"axes": {"data": -1, "model": -1}}},
-            "trainer.mesh.axes: data and model are -1; only one can take the devices that are left",
+            "trainer.mesh.axes: data and model are -1; only one can take the remaining devices",
         ),
         (
             {"mesh": {"axes": {"replica": -1, "model": -1}}},
-            "trainer.mesh.axes: replica and model are -1; only one can take the devices that are left",
+            "trainer.mesh.axes: replica and model are -1; only one can take the remaining devices",
         ),
         (
             {"mesh": {"axes": {"model": 48}}},
@@ -363,7 +364,7 @@ def test_errors_over_slices(read):
         read({"model_axis_size": 32}, devices=64, slices=4)
     with pytest.raises(ConfigError, match=r"replica_dcn is 2, but there are 4 slices; set it to 4 or -1"):
         read({"mesh": {"dcn_axes": {"replica_dcn": 2}}}, devices=64, slices=4)
-    with pytest.raises(ConfigError, match=r"^64 devices are not 3 slices of equal size$"):
+    with pytest.raises(ConfigError, match=r"^64 devices cannot be split into 3 slices of equal size$"):
         read({}, devices=64, slices=3)
 
 
@@ -374,9 +375,9 @@ def test_errors_over_slices(read):
         (b"\xff\xfe", "cannot be read: "),
         (b"trainer: [", "is not YAML: "),
         (b"trainer: !include other.yaml", "is not YAML: "),
-        (b"data: 1\nmodel: 2", "holds the sections data, model, but no trainer section; is it for Levanter?"),
-        (b"- 1", "holds list, but no trainer section; is it for Levanter?"),
-        (b"", "holds NoneType, but no trainer section; is it for Levanter?"),
+        (b"data: 1\nmodel: 2", "contains the sections data, model, but no trainer section; is it for Levanter?"),
+        (b"- 1", "contains list, but no trainer section; is it for Levanter?"),
+        (b"", "contains NoneType, but no trainer section; is it for Levanter?"),
     ],
 )
 def test_unreadable_files(tmp_path, content, message):
@@ -384,7 +385,7 @@ def test_unreadable_files(tmp_path, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
-        read_levanter_config(str(path), 8)
+        read_trainer_section(str(path), 8)
     assert str(raised.value).startswith(f"config file {path} {message}")
     assert "\n" not in str(raised.value)
 
@@ -397,19 +398,19 @@ def test_unreadable_files(tmp_path, content, message):
         ("trainer: {}\nmodel: &m {type: llama, rope: {of: *m}}", "model.rope.of"),
     ],
 )
-def test_sections_that_are_parts_of_themselves(tmp_path, content, name):
+def test_sections_that_contain_themselves(tmp_path, content, name):
     path = tmp_path / "config.yaml"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=rf"^config file {path}: {name} is an alias of a section that it is in; w"):
-        read_levanter_config(str(path), 8)
+    with pytest.raises(ConfigError, match=rf"^config file {path}: {name} is an alias of a section that contains it; w"):
+        read_trainer_section(str(path), 8)
     path.write_text("a: &a {model: 2}\ntrainer: {x: *a, y: *a}")  # an alias by itself is fine
-    assert read_levanter_config(str(path), 8).mesh == mesh(1, 8, 1)
+    assert read_trainer_section(str(path), 8).mesh == mesh(1, 8, 1)
 
 
-def test_levanters_own_batch():
+def test_default_batch_size_of_levanter():
     from levanter.trainer import TrainerConfig
 
-    assert TrainerConfig.train_batch_size == LEVANTER_BATCH
+    assert TrainerConfig.train_batch_size == DEFAULT_TRAIN_BATCH_SIZE
 
 
 @pytest.mark.parametrize(
@@ -432,8 +433,8 @@ def test_levanters_own_batch():
     ],
     ids=str,
 )
-def test_the_model_section(model, expected):
-    assert model_section({"model": model}) == expected
+def test_model_section(model, expected):
+    assert parse_model_section({"model": model}) == expected
 
 
 @pytest.mark.parametrize(
@@ -447,9 +448,9 @@ def test_the_model_section(model, expected):
         ({"seq_len": "4k"}, "model.seq_len is '4k'; it must be a positive integer"),
     ],
 )
-def test_errors_of_the_model_section(model, message):
+def test_model_section_errors(model, message):
     with pytest.raises(ConfigError) as raised:
-        model_section({"model": model})
+        parse_model_section({"model": model})
     assert str(raised.value).startswith(message)
 
 
@@ -469,11 +470,14 @@ def test_imports_no_jax():
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs/levanter").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_configurations_of_the_repository(path):
-    """They are for 128 devices, and say something of every mesh axis that they have."""
-    layout = read_levanter_config(str(path), 128)
-    assert layout.mesh["replica"] * layout.mesh["data"] * layout.mesh["model"] == 128
+def test_configurations_of_the_repository(path):
+    """They are for 128 devices, and map a logical axis to every mesh axis of several devices."""
+    section = read_trainer_section(str(path), 128)
+    assert section.mesh["replica"] * section.mesh["data"] * section.mesh["model"] == 128
     mapped = {
-        axis for mapping in (layout.compute_mapping, layout.param_mapping) for axes in mapping.values() for axis in axes
+        axis
+        for mapping in (section.compute_mapping, section.param_mapping)
+        for axes in mapping.values()
+        for axis in axes
     }
-    assert {axis for axis, size in layout.mesh.items() if size > 1} <= mapped
+    assert {axis for axis, size in section.mesh.items() if size > 1} <= mapped

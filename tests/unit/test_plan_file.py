@@ -3,13 +3,19 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
-from shardplan.config import KEYS, load
+from shardplan.config import PlanConfig, parse_config
+from shardplan.config.keys import keys_of
 from shardplan.errors import ConfigError
-from shardplan.plan.plan import AttentionPlan, Plan
-from shardplan.search.make_plan import make_plan, with_plan
+from shardplan.plan.attention_plan import AttentionPlan
+from shardplan.plan.plan import Plan
+from shardplan.search.given_plan import load_given_plan
+from shardplan.search.make_plan import make_plan
+
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture
@@ -75,7 +81,7 @@ def put(values, path, value):
     ],
 )
 def test_damaged_plans(plan, tmp_path, key, value, message):
-    """Every one a valid JSON of the right types, but for null, and no plan."""
+    """Valid JSON of the right types, except for null, that is not a plan."""
     values = plan.to_json()
     put(values, key, value)
     path = tmp_path / "plan.json"
@@ -86,8 +92,8 @@ def test_damaged_plans(plan, tmp_path, key, value, message):
 
 
 @pytest.fixture
-def cut_plan(golden, make_config):
-    """Positions on all eight devices."""
+def sequence_plan(golden, make_config):
+    """A plan that shards positions over all eight devices."""
     config = make_config(model_ref=golden / "llama", workload_position=64, workload_batch=1, hardware_slice="cpu-8")
     return make_plan(dataclasses.replace(config, pin=("position=replica+data", "mesh.replica=2", "mesh.data=4")))
 
@@ -96,7 +102,7 @@ def cut_plan(golden, make_config):
     ("changes", "message"),
     [
         ({"strategy": "rings"}, "attention.strategy is 'rings'; did you mean 'ring'?"),
-        ({"strategy": "ring", "ulysses": 2}, "attention.ulysses 2 x ring 8 where 8 devices cut position"),
+        ({"strategy": "ring", "ulysses": 2}, "attention.ulysses 2 x ring 8 where 8 devices shard position"),
         ({"strategy": "ring", "ulysses": 8, "ring": 1}, "attention.ulysses 8 x ring 1 where the strategy is ring"),
         ({"strategy": "ulysses"}, "attention.ulysses 1 x ring 8 where the strategy is ulysses"),
         ({"strategy": "none"}, "attention.ulysses 1 x ring 8 where the strategy is none"),
@@ -104,17 +110,17 @@ def cut_plan(golden, make_config):
         ({"strategy": "hybrid", "ulysses": -2, "ring": -4}, "attention.ulysses -2 x ring -4; each must be at least 1"),
     ],
 )
-def test_damaged_attention(cut_plan, changes, message):
-    """As it would run otherwise, with wrong results."""
+def test_damaged_attention(sequence_plan, changes, message):
+    """Unchecked, these would run with wrong results."""
     whole = {"strategy": "ring", "ulysses": 1, "ring": 8, "layout": "zigzag"}
-    values = {**cut_plan.to_json(), "attention": whole}
+    values = {**sequence_plan.to_json(), "attention": whole}
     assert Plan.from_json(values).attention == AttentionPlan(**whole)
     with pytest.raises(ConfigError, match=re.escape(message)):
         Plan.from_json({**values, "attention": {**whole, "layout": "contiguous", **changes}})
 
 
-def test_positions_that_a_plan_cannot_have(cut_plan):
-    values = cut_plan.to_json()
+def test_positions_that_a_plan_cannot_have(sequence_plan):
+    values = sequence_plan.to_json()
     for key, value, message in (
         ("compute_mapping.batch", ["data"], "compute_mapping has batch and position both on data"),
         ("workload.kind", "train", "attention.layout zigzag where workload.kind is train"),
@@ -136,15 +142,24 @@ def test_two_dimensions_of_a_parameter_on_one_mesh_axis(plan):
 
 
 def test_a_given_plan_is_not_changed(plan, golden, make_config, tmp_path):
-    """What else is asked for contradicts it, also where it is a default."""
+    """A setting that differs from the plan is refused, even if it is the default."""
     path = str(tmp_path / "plan.json")
     plan.save(path)
     read = ["--plan", path]
-    assert with_plan(load(read, "test"))[1] == plan
-    assert with_plan(load([*read, "--workload.microbatches", "null"], "test"))[1] == plan
-    default = KEYS["workload.position"].default
+    assert load_given_plan(parse_config(read))[1] == plan
+    assert load_given_plan(parse_config([*read, "--workload.microbatches", "null"]))[1] == plan
+    default = keys_of(PlanConfig)["workload.position"].default
     with pytest.raises(ConfigError, match=f"workload.position is {default}, plan .* has 64"):
-        with_plan(load([*read, "--workload.position", str(default)], "test"))
+        load_given_plan(parse_config([*read, "--workload.position", str(default)]))
     for rule in ("pin", "forbid"):
         with pytest.raises(ConfigError, match=f"{rule} is for planning, and plan .* is given"):
-            with_plan(load([*read, f"--{rule}", "mlp=model"], "test"))
+            load_given_plan(parse_config([*read, f"--{rule}", "mlp=model"]))
+
+
+def test_a_plan_of_version_0_1_loads():
+    """Written before `caveats` were added: keys may be added, never renamed."""
+    values = json.loads((DATA / "plan-0.1.json").read_text(encoding="utf-8"))
+    plan = Plan.from_json(values)
+    written = json.loads(json.dumps(plan.to_json()))
+    assert written["search"].pop("caveats") == []
+    assert written == values

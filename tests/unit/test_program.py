@@ -1,23 +1,27 @@
 """The traced state-dict program moves elements exactly as Levanter's converter does when it is run."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
-from conftest import MODEL_TYPES
 from haliax.state_dict import from_torch_compatible_state_dict
 from test_views import materialise
 
-from shardplan.checkpoint.mapping.program import expected_tensors, trace_program
+from shardplan.checkpoint.mapping.state_dict_program import expected_tensors, trace_program
 from shardplan.errors import CheckpointError
-from shardplan.model import build_model, read_config
-from shardplan.model.axes import named_leaves
+from shardplan.model.hf_config import read_config
+from shardplan.model.inspect import named_leaves
+from shardplan.model.registry import build_model
+
+MODEL_TYPES = sorted(path.name for path in Path(__file__).parents[1].joinpath("golden", "data").iterdir())
 
 
 @pytest.mark.parametrize("name", MODEL_TYPES)
 def test_program_equals_running_the_converter(golden, name):
     template = build_model(read_config(str(golden / name / "config.json"), None), 64).template
     shapes = expected_tensors(template)
-    # every element gets a number of its own, exact in float32
+    # every element gets a distinct number, exact in float32
     numbers, start = {}, 0
     for tensor, shape in shapes.items():
         size = int(np.prod(shape))

@@ -1,18 +1,18 @@
-"""The smallest edit: no fewer would do, what it leads to has no error, and its lines say all of it."""
+"""The smallest edit: fewer are not enough, its result has no error, and its lines show every changed key."""
 
 import io
 import itertools
 
 import pytest
 import yaml
-from test_lint import LLAMA, ROOT, STORIES, trainer_of
+from test_lint import EXPECTED_ERRORS, LLAMA, ROOT, trainer_of
 
 from shardplan import config as configuration
 from shardplan.errors import ConfigError
-from shardplan.levanter_config.trainer_section import layout_of, read_levanter_config
-from shardplan.lint.edits import Edit, candidate_edits, difference
-from shardplan.lint.lint import lint, target_of
-from shardplan.lint.repair import NEAR, _own_warnings, review, smallest_edit
+from shardplan.levanter_config.trainer_section import parse_trainer_section, read_trainer_section
+from shardplan.lint.edits import Edit, candidate_edits, diff_trainers
+from shardplan.lint.lint import lint_trainer, target_of
+from shardplan.lint.repair import NEAR_BEST, _new_warnings, find_smallest_edit, review
 from shardplan.report.lint import print_review, review_json
 from shardplan.report.tables import console
 
@@ -20,11 +20,11 @@ from shardplan.report.tables import console
 @pytest.fixture(scope="module")
 def target():
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.batch=16"]
-    return target_of(configuration.load(argv, "test"))
+    return target_of(configuration.parse_config(argv))
 
 
-def per_sequence(found):
-    return found.plan.cost.step_seconds / found.plan.workload.batch
+def seconds_per_sequence(result):
+    return result.plan.cost.step_seconds / result.plan.workload.batch
 
 
 BROKEN = {
@@ -39,86 +39,89 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_no_single_edit_is_overlooked(target, name):
-    """Against every candidate edit, without the restriction to what the first error is about."""
-    start = lint({"mp": "bf16", **yaml.safe_load(BROKEN[name])}, target)
+def test_no_single_edit_is_missed(target, name):
+    """Compared with every candidate edit, also those of axes that the first error does not concern."""
+    start = lint_trainer({"mp": "bf16", **yaml.safe_load(BROKEN[name])}, target)
     assert start.errors
-    repair = smallest_edit(start, target)
+    repair = find_smallest_edit(start, target)
     assert repair is not None and not repair.lint.errors
-    mended = [
+    repaired = [
         child
         for edit in candidate_edits(start.trainer, start.subject)
-        if not (child := lint(edit.apply(start.trainer), target)).errors
+        if not (child := lint_trainer(edit.apply(start.trainer), target)).errors
     ]
-    assert (repair.edits == 1) == bool(mended)
-    if mended:
-        tidy = min(_own_warnings(start, child) for child in mended)
-        mended = [child for child in mended if _own_warnings(start, child) == tidy]
-        fastest = min(per_sequence(child) for child in mended)
-        assert per_sequence(repair.lint) <= 1.05 * fastest
+    assert (repair.edits == 1) == bool(repaired)
+    if repaired:
+        fewest = min(_new_warnings(start, child) for child in repaired)
+        repaired = [child for child in repaired if _new_warnings(start, child) == fewest]
+        fastest = min(seconds_per_sequence(child) for child in repaired)
+        assert seconds_per_sequence(repair.lint) <= 1.05 * fastest
 
 
-def test_two_edits_where_one_does_not_do(target):
-    """Of the three axes of queries only one can stay; against every pair of candidate edits."""
+def test_two_edits_if_one_is_not_enough(target):
+    """Only one of the three axes of queries can stay; compared with every pair of candidate edits."""
     trainer = yaml.safe_load(
         "{mp: bf16, model_axis_size: 8, fsdp_axis: embed,"
         " axis_resources: {mlp: model, vocab: model, kv_head: model, q_heads_per_group: model, head_size: model}}"
     )
-    start = lint(trainer, target)
-    repair = smallest_edit(start, target)
+    start = lint_trainer(trainer, target)
+    repair = find_smallest_edit(start, target)
     assert repair is not None and repair.edits == 2
     assert set(repair.lines) >= {"-trainer.axis_resources.q_heads_per_group: model"}
     best = min(
         child.plan.cost.step_seconds
         for first, second in itertools.combinations(candidate_edits(trainer, start.subject), 2)
         if not {*first.values, *first.removed} & {*second.values, *second.removed}
-        if not (child := lint(second.apply(first.apply(trainer)), target)).errors
+        if not (child := lint_trainer(second.apply(first.apply(trainer)), target)).errors
     )
     assert repair.lint.plan is not None and repair.lint.plan.cost.step_seconds <= 1.05 * best
 
 
-def test_nothing_is_proposed_where_nothing_fits(target):
+def test_no_edit_if_nothing_fits(target):
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v5e-1", "--workload.batch=16"]
-    small = target_of(configuration.load(argv, "test"))
-    start = lint({"mp": "bf16"}, small)
+    small = target_of(configuration.parse_config(argv))
+    start = lint_trainer({"mp": "bf16"}, small)
     assert start.errors[0].kind == "memory"
-    assert smallest_edit(start, small) is None
+    assert find_smallest_edit(start, small) is None
 
 
 @pytest.fixture(scope="module")
 def config_405b():
-    return configuration.load(["--config", str(ROOT / "configs" / "405b.yaml")], "test")
+    return configuration.parse_config(["--config", str(ROOT / "configs" / "405b.yaml")])
 
 
 LONG = ("405b-sequence-share", "405b-output-axes")
-"""Of which each takes half a minute to repair."""
+"""Configurations whose repair takes half a minute each."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.whole) if name in LONG else name for name in STORIES]
+    "name", [pytest.param(name, marks=pytest.mark.whole) if name in LONG else name for name in EXPECTED_ERRORS]
 )
-def test_repaired_configurations_read_back_without_errors(config_405b, name, tmp_path):
-    found = review(str(ROOT / "configs" / "levanter" / f"{name}.yaml"), config_405b)
-    assert found.best is not None
-    assert (found.repair is None) == (name == "405b-usual")
-    for repair in filter(None, (found.repair, found.faster)):
+def test_repaired_configurations_parse_without_errors(config_405b, name, tmp_path):
+    reviewed = review(str(ROOT / "configs" / "levanter" / f"{name}.yaml"), config_405b)
+    assert reviewed.best is not None
+    assert (reviewed.repair is None) == (name == "405b-usual")
+    for repair in filter(None, (reviewed.repair, reviewed.faster)):
         path = tmp_path / "repaired.yaml"
         path.write_text(yaml.safe_dump({"trainer": repair.lint.trainer}))
-        again = lint(repair.lint.trainer, target_of(config_405b))
+        again = lint_trainer(repair.lint.trainer, target_of(config_405b))
         assert not again.errors
         assert again.plan is not None and again.plan.memory.peak <= again.plan.memory.available
-        layout = read_levanter_config(str(path), 128)
-        assert again.plan.compute_mapping == layout.compute_mapping
-        assert repair.lines == difference(trainer_of(name), repair.lint.trainer)
-    last = found.faster or found.repair
+        section = read_trainer_section(str(path), 128)
+        assert again.plan.compute_mapping == section.compute_mapping
+        assert repair.lines == diff_trainers(trainer_of(name), repair.lint.trainer)
+    last = reviewed.faster or reviewed.repair
     if last is not None and last.lint.plan is not None:
-        assert per_sequence(last.lint) <= NEAR * found.best.cost.step_seconds / found.best.workload.batch
+        assert (
+            seconds_per_sequence(last.lint)
+            <= NEAR_BEST * reviewed.best.cost.step_seconds / reviewed.best.workload.batch
+        )
 
 
-def test_heads_on_a_model_axis_of_all_devices(config_405b):
-    """What the smallest edit is can be said by hand: as many devices on model as key heads, and the key heads there."""
-    start = lint(trainer_of("405b-heads-mlp"), target_of(config_405b))
-    repair = smallest_edit(start, target_of(config_405b))
+def test_repair_of_heads_on_a_model_axis_of_all_devices(config_405b):
+    """Known by hand: as many devices on model as there are key heads, and the key heads mapped to model."""
+    start = lint_trainer(trainer_of("405b-heads-mlp"), target_of(config_405b))
+    repair = find_smallest_edit(start, target_of(config_405b))
     assert repair is not None and repair.lines == [
         "-trainer.model_axis_size: 128",
         "+trainer.model_axis_size: 8",
@@ -136,12 +139,12 @@ def test_heads_on_a_model_axis_of_all_devices(config_405b):
         ("per_device_parallelism: 7, train_batch_size: 64", "+trainer.per_device_parallelism: -1"),
     ],
 )
-def test_one_key_for_batches_that_do_not_divide(trainer, line):
+def test_one_edit_repairs_an_indivisible_batch(trainer, line):
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.kind=train", "--workload.position=512"]
-    target = target_of(configuration.load(argv, "test"))
-    start = lint(yaml.safe_load(f"{{mp: 'p=f32,c=bf16', {trainer}, axis_resources: {{mlp: model}}}}"), target)
+    target = target_of(configuration.parse_config(argv))
+    start = lint_trainer(yaml.safe_load(f"{{mp: 'p=f32,c=bf16', {trainer}, axis_resources: {{mlp: model}}}}"), target)
     assert [error.kind for error in start.errors] == ["batch"]
-    repair = smallest_edit(start, target)
+    repair = find_smallest_edit(start, target)
     assert repair is not None and repair.edits == 1 and repair.lines[-1] == line
     assert "unused mesh axis" not in {finding.kind for finding in repair.lint.findings}
 
@@ -154,55 +157,55 @@ def test_one_key_for_batches_that_do_not_divide(trainer, line):
         "{mesh: {axes: {model: 2}, shared_mapping: {layer: replica}}}",
     ],
 )
-def test_no_edit_maps_the_axis_that_layers_are_stacked_along(target, trainer):
-    start = lint(yaml.safe_load(trainer), target)
+def test_no_edit_maps_the_axis_along_which_layers_are_stacked(target, trainer):
+    start = lint_trainer(yaml.safe_load(trainer), target)
     for edit in candidate_edits(start.trainer, start.subject):
         mapped = {key: value for key, value in edit.values.items() if value is not None}
         assert "layer" not in mapped.values() and not any(key.endswith(".layer") for key in mapped)
 
 
-def test_microbatches_are_tried_where_one_does_not_fit(tmp_path):
-    """The configuration's number of them, by default one, is nothing that the file asks for."""
+def test_repair_tries_microbatches(tmp_path):
+    """The file does not require the configuration's default of one microbatch; an explicit one is kept."""
     path = tmp_path / "levanter.yaml"
     path.write_text("{trainer: {train_batch_size: 128, mp: 'p=f32,c=bf16'}, model: {gradient_checkpointing: false}}")
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v5p-16", "--workload.kind=train"]
-    found = review(str(path), configuration.load(argv, "test"))
-    assert [error.kind for error in found.lint.errors] == ["memory"] and found.best is not None
-    assert found.repair is not None and found.repair.lines == ["+trainer.per_device_parallelism: 2"]
-    asked = review(str(path), configuration.load([*argv, "--workload.microbatches=1"], "test"))
-    assert asked.best is None and asked.why_no_best.startswith("no plan fits")
+    reviewed = review(str(path), configuration.parse_config(argv))
+    assert [error.kind for error in reviewed.lint.errors] == ["memory"] and reviewed.best is not None
+    assert reviewed.repair is not None and reviewed.repair.lines == ["+trainer.per_device_parallelism: 2"]
+    explicit = review(str(path), configuration.parse_config([*argv, "--workload.microbatches=1"]))
+    assert explicit.best is None and explicit.why_no_best.startswith("no plan fits")
 
 
 @pytest.mark.parametrize(("trainer", "is_flat"), [("{mesh: {axes: {model: 16}}}", False), ("{mp: f32}", True)])
-def test_the_best_plan_is_in_the_schema_of_the_file(tmp_path, trainer, is_flat):
+def test_best_plan_has_the_schema_of_the_file(tmp_path, trainer, is_flat):
     path = tmp_path / "levanter.yaml"
     path.write_text(f"trainer: {trainer}")
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.batch=16"]
-    found = review(str(path), configuration.load(argv, "test"))
-    assert found.best is not None
-    best = review_json(found)["best"]["trainer"]
-    assert ("mesh" in best) != is_flat and layout_of(best, 8).mesh == found.best.mesh
+    reviewed = review(str(path), configuration.parse_config(argv))
+    assert reviewed.best is not None
+    best = review_json(reviewed)["best"]["trainer"]
+    assert ("mesh" in best) != is_flat and parse_trainer_section(best, 8).mesh == reviewed.best.mesh
     stream = io.StringIO()
-    print_review(found, console(stream))
+    print_review(reviewed, console(stream))
     text = stream.getvalue()
     assert yaml.safe_load(text[text.index("\ntrainer:") :])["trainer"] == best
-    assert "the file does not say: batch 16 (Levanter's default is 512); 2048 tokens per sequence\n" in text
+    assert "assumed, not in the file: batch 16 (Levanter's default is 512); 2048 tokens per sequence\n" in text
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "cannot be read"), ("trainer: [", "is not YAML"), ("trainer: 3", "it must be a section with keys")],
 )
-def test_a_file_is_complained_about_before_the_model_is_built(tmp_path, content, message):
+def test_file_errors_are_raised_before_the_model_is_built(tmp_path, content, message):
     path = tmp_path / "levanter.yaml"
     if content is not None:
         path.write_text(content)
-    nothing = configuration.load([f"--model.config={tmp_path / 'no-model.json'}"], "test")
+    nothing = configuration.parse_config([f"--model.config={tmp_path / 'no-model.json'}"])
     with pytest.raises(ConfigError, match=message):
         review(str(path), nothing)
 
 
-def test_an_edit_leaves_what_it_was_applied_to_alone():
+def test_an_edit_does_not_change_its_input():
     before = {"fsdp_axis": None, "axis_resources": {"mlp": "model", "kv_heads": "model"}, "seed": 3}
     edit = Edit(
         {"trainer.axis_resources.kv_head": "model", "trainer.parameter_axis_resources.embed": ["model", "data"]},
@@ -215,7 +218,7 @@ def test_an_edit_leaves_what_it_was_applied_to_alone():
         "parameter_axis_resources": {"embed": ["model", "data"]},
         "seed": 3,
     }
-    assert difference(before, after) == [
+    assert diff_trainers(before, after) == [
         "-trainer.fsdp_axis: null",
         "-trainer.axis_resources.kv_heads: model",
         "+trainer.axis_resources.kv_head: model",

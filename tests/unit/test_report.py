@@ -1,16 +1,18 @@
-"""The tables hold every parameter, uncut."""
+"""The tables show every parameter, and the printed YAML reads back as the plan."""
 
 import io
 
 import pytest
 import yaml
 
-from shardplan.config import MESH_AXES
 from shardplan.hardware import parse_slice
-from shardplan.levanter_config.trainer_section import layout_of
+from shardplan.levanter_config.schema import TrainerSchema
+from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.levanter_config.writer import trainer_yaml
+from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.report.tables import console, print_plan, spec_text
-from shardplan.search.make_plan import make_plan, model_of, plan_layout
+from shardplan.search.given_plan import plan_given_mappings
+from shardplan.search.make_plan import make_plan, model_from_config
 
 
 @pytest.fixture
@@ -18,7 +20,7 @@ def plan(golden, make_config):
     return make_plan(make_config(model_ref=golden / "llama", workload_position=64, mesh_data=2, mesh_model=2))
 
 
-def test_tables_are_never_cut_when_piped(plan):
+def test_tables_are_never_truncated_when_piped(plan):
     stream = io.StringIO()
     print_plan(plan, console(stream))
     text = stream.getvalue()
@@ -45,21 +47,22 @@ LLAMA = "configs/models/llama-3.1-8b.json"
 def test_the_later_schema_reads_back_as_the_plan(make_config, slice_name, mesh, compute, params):
     config = make_config(model_config=LLAMA, hardware_slice=slice_name, workload_batch=64)
     sizes = dict(zip(MESH_AXES, mesh, strict=True))
-    plan = plan_layout(config, model_of(config), sizes, compute, params)
-    text = trainer_yaml(plan, is_flat=False)
-    layout = layout_of(yaml.safe_load(text)["trainer"], plan.hardware.devices, parse_slice(slice_name).slices)
-    assert "TrainerConfig" not in text  # it says lists and the batch
+    plan = plan_given_mappings(config, model_from_config(config), sizes, compute, params)
+    text = trainer_yaml(plan, TrainerSchema.MESH)
+    values, slices = yaml.safe_load(text)["trainer"], parse_slice(slice_name).slices
+    layout = parse_trainer_section(values, plan.hardware.devices, slices)
+    assert "TrainerConfig" not in text  # the later schema has lists and the batch
     assert layout.mesh == sizes and layout.batch == 64
     assert layout.compute_mapping == compute and layout.param_mapping == params
     assert (layout.param_dtype, layout.compute_dtype) == (plan.workload.param_dtype, plan.workload.compute_dtype)
 
 
-def test_what_the_later_schema_has_no_name_for_is_said_in_the_flat_one(make_config):
+def test_a_plan_that_the_later_schema_cannot_express_is_printed_in_the_flat_one(make_config):
     config = make_config(model_config=LLAMA, hardware_slice="2xv4-16", workload_batch=64)
-    plan = plan_layout(
-        config, model_of(config), {"replica": 1, "data": 16, "model": 1}, {"batch": ["replica", "data"]}, {}
+    plan = plan_given_mappings(
+        config, model_from_config(config), {"replica": 1, "data": 16, "model": 1}, {"batch": ["replica", "data"]}, {}
     )
-    assert trainer_yaml(plan, is_flat=False) == trainer_yaml(plan)
+    assert trainer_yaml(plan, TrainerSchema.MESH) == trainer_yaml(plan)
 
 
 def test_partition_spec_text():

@@ -11,34 +11,38 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardplan.cost.calibration import calibration
-from shardplan.cost.memory import memory
+from shardplan.cost.calibration import load_calibration
+from shardplan.cost.memory import estimate_memory
 from shardplan.cost.roofline import step_tasks
 from shardplan.cost.sharding import CompilerQuirks
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
-from shardplan.model import build_model, read_config
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import build_model
+from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.pins import Rule, Rules
-from shardplan.plan.plan import AttentionPlan, Plan
-from shardplan.program.named_arrays import Array
-from shardplan.program.tasks import prepare
+from shardplan.plan.plan import Plan
+from shardplan.program.named_arrays import TracedArray
 from shardplan.program.trace import trace_jaxpr
-from shardplan.search.branch_and_bound import nearest_miss, search
-from shardplan.search.make_plan import make_plan, model_of, plan_layout
-from shardplan.search.mesh_subproblem import SearchStatistics, subproblems
-from shardplan.search.open_choices import find
+from shardplan.program.walk import build_step
+from shardplan.search.branch_and_bound import find_smallest, search_meshes
+from shardplan.search.given_plan import plan_given_mappings
+from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.ranking import TIME_RESOLUTION, Candidate, Ranking
+from shardplan.search.reasons import SearchStatistics
+from shardplan.search.search_configuration import search_configuration
 from shardplan.search.space import METHOD, METHODS, Space, mesh_shapes
+from shardplan.search.subproblem.mesh_subproblem import enumerate_subproblems
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-MOST_POINTS = 500
-"""Of a program that is searched by brute force: most have fewer, and the others would take most of the time."""
+MAX_POINTS = 500
+"""Points of a space that brute force evaluates at most: most spaces have fewer, the others would dominate the time."""
 
 
 @st.composite
 def spaces(draw):
-    """A random program on a few devices, or its gradient: an embedding, layers with MLPs, a head, perhaps experts; or
-    an embedding, attention, a head."""
+    """A random program, or its gradient, on a few devices: an embedding, layers with MLPs, a head and perhaps experts;
+    or an embedding, attention and a head."""
     size = st.sampled_from([2, 3, 4, 6, 8])
     batch, position = draw(st.sampled_from([2, 3, 4, 6])), draw(st.sampled_from([2, 3, 8, 64]))
     e, v, layers = 2 * draw(size), 2 * draw(size), draw(st.integers(1, 3))
@@ -85,123 +89,128 @@ def spaces(draw):
     arguments = [(tuple(parameters[path]), path) for path in sorted(parameters)]
     arguments += [(("batch", "position"), None), ((None, "e"), None), ((None,), None)]
     step = dataclasses.replace(
-        prepare(trace_jaxpr(jaxpr, arguments)),
+        build_step(trace_jaxpr(jaxpr, arguments)),
         parameters=tuple(
-            Array(tuple(((name, n),) for name, n in axes.items()), 4, path) for path, axes in sorted(parameters.items())
+            TracedArray(tuple(((name, n),) for name, n in axes.items()), 4, path)
+            for path, axes in sorted(parameters.items())
         ),
         activation_axes=("batch", "position"),
         vocab="v",
     )
     hardware = parse_slice(draw(st.sampled_from(["v4-8", "v6e-4", "cpu-3", "cpu-6", "4xv6e-1"])))
     quirks = CompilerQuirks(draw(st.sampled_from([None, 4])), *(draw(st.booleans()) for _ in range(4)))
-    factors = calibration(hardware.generation.name)
-    space = Space(step, "batch", "position", "e", hardware, factors, quirks, math.inf, Rules(), kernels=False)
+    factors = load_calibration(hardware.generation.name)
+    space = Space(step, "batch", "position", "e", hardware, factors, quirks, math.inf, Rules(), requires_kernel=False)
     space = dataclasses.replace(space, methods=draw(st.sampled_from([(), METHODS])))
     return dataclasses.replace(space, rules=draw(rules(space)))
 
 
 def rules(space):
-    """Up to two pins, on axes of their own, and up to two things that are forbidden."""
+    """Up to two pins, on different logical axes, and up to two prohibitions."""
     axes = st.tuples(st.sampled_from([*space.sizes]), st.booleans())
     axes = axes.filter(lambda drawn: drawn[0] != "layer" and not (drawn[1] and drawn[0] in ("batch", "position")))
-    cuts = st.sampled_from([(), ("data",), ("model",), ("model", "replica"), ("data", "replica")])
-    pins = st.lists(st.tuples(axes, cuts), max_size=2, unique_by=lambda pin: pin[0])
+    mesh_axes = st.sampled_from([(), ("data",), ("model",), ("model", "replica"), ("data", "replica")])
+    pins = st.lists(st.tuples(axes, mesh_axes), max_size=2, unique_by=lambda pin: pin[0])
     forbidden = st.lists(st.tuples(axes, st.sampled_from([None, ("data",), ("model",)])), max_size=2)
     return st.builds(
         Rules,
-        pins.map(lambda drawn: tuple(Rule(*axis, cut) for axis, cut in drawn)),
-        forbidden.map(lambda drawn: tuple(Rule(*axis, cut) for axis, cut in drawn)),
+        pins.map(lambda drawn: tuple(Rule(*axis, mesh_axes) for axis, mesh_axes in drawn)),
+        forbidden.map(lambda drawn: tuple(Rule(*axis, mesh_axes) for axis, mesh_axes in drawn)),
     )
 
 
-def is_cut_twice(axes, mapping) -> bool:
-    """Whether two dimensions of one array would be cut along one mesh axis (JAX: DuplicateSpecError)."""
+def has_duplicate(axes, mapping) -> bool:
+    """Whether two dimensions of one array would be sharded over one mesh axis (JAX: DuplicateSpecError)."""
     used = [mesh_axis for axis in axes for mesh_axis in mapping.get(axis, ())]
     return len(used) != len(set(used))
 
 
 def brute_force(space, meshes):
-    """(seconds, peak bytes) of every point of the space, each evaluated by itself as a whole."""
+    """(seconds, peak bytes) of every point of the space, each evaluated by itself."""
     sizes = {"batch": 0, "position": 0} | space.sizes
     tensor = [axis for axis in sizes if axis not in ("batch", "position", "e", "layer")]
     arrays = {a.axes for task in space.step.tasks for a in (*task.operands, *task.results)}
-    arrays |= {(*task.results[0].axes, *(name for name, _ in task.contracted)) for task in space.step.tasks}
+    # attention contracts the key positions of a result whose query positions have the same name: no conflict
+    arrays |= {
+        (*task.results[0].axes, *(name for name, _ in task.contracted if name not in task.results[0].axes))
+        for task in space.step.tasks
+    }
     parameters = {a.axes for a in space.step.parameters}
-    resting = ["e", *tensor]
-    extras = [(), ("data",), ("replica",), ("replica", "data")]
+    stored = ["e", *tensor]
+    further = [(), ("data",), ("replica",), ("replica", "data")]
     for mesh in meshes:
 
-        def cuts(axis, at_rest, options, mesh=mesh):
+        def choices(axis, is_stored, options, mesh=mesh):
             return [
-                o for o in space.rules.options(axis, at_rest, options)
+                o for o in space.rules.options(axis, is_stored, options)
                 if len(set(o)) == len(o) and all(mesh[a] > 1 for a in o)
                 and sizes[axis] % math.prod(mesh[a] for a in o) == 0
             ]  # fmt: skip
 
         tokens = [
-            cuts("batch", False, [(), ("data",), ("replica",), ("replica", "data")]),
-            cuts("position", False, [(), ("data",), ("replica",), ("replica", "data"), ("data", "replica")]),
-            cuts("e", False, [()]),
+            choices("batch", False, [(), ("data",), ("replica",), ("replica", "data")]),
+            choices("position", False, [(), ("data",), ("replica",), ("replica", "data"), ("data", "replica")]),
+            choices("e", False, [()]),
         ]
-        # a token chooses its expert, which therefore is whole while computing
+        # a token chooses its expert, so that the axis of experts is unsharded in computations
         tensors = [
-            cuts(axis, False, [()] if axis == "x" else [(), ("model",), ("model", "replica")]) for axis in tensor
+            choices(axis, False, [()] if axis == "x" else [(), ("model",), ("model", "replica")]) for axis in tensor
         ]
-        for cut in itertools.product(*tokens, *tensors):
-            named = dict(zip(("batch", "position", "e", *tensor), cut, strict=True))
-            if any(is_cut_twice(axes, named) for axes in arrays):
+        for mapped in itertools.product(*tokens, *tensors):
+            compute = dict(zip(("batch", "position", "e", *tensor), mapped, strict=True))
+            if any(has_duplicate(axes, compute) for axes in arrays):
                 continue
-            for rest in itertools.product(*(cuts(a, True, [(*named[a], *x) for x in extras]) for a in resting)):
-                params = dict(zip(resting, rest, strict=True))
-                if any(is_cut_twice(axes, params) for axes in parameters):
+            for axes_of in itertools.product(*(choices(a, True, [(*compute[a], *x) for x in further]) for a in stored)):
+                params = dict(zip(stored, axes_of, strict=True))
+                if any(has_duplicate(axes, params) for axes in parameters):
                     continue
-                for method in space.methods_for(mesh, named["position"]):
-                    layout = space.layout(mesh, {**named, METHOD: method}, params)
-                    tasks = step_tasks(space.step, layout, space.hardware, space.calibration)
-                    yield sum(seconds.total for _, _, seconds in tasks), memory(space.step, layout).peak
+                for method in space.methods_for(mesh, compute["position"]):
+                    assignment = space.assignment(mesh, {**compute, METHOD: method}, params)
+                    tasks = step_tasks(space.step, assignment, space.hardware, space.calibration)
+                    yield sum(seconds.total for _, _, seconds in tasks), estimate_memory(space.step, assignment).peak
 
 
 @settings(max_examples=50, deadline=None)
 @given(spaces(), st.floats(0, 1), st.integers(1, 3))
 def test_search_equals_brute_force(space, tightness, keep):
-    """The smallest of what is as fast as the fastest that fits, for any amount of memory that there is use for."""
+    """The search returns the smallest point that ties with the fastest one that fits, for every amount of memory."""
     meshes = mesh_shapes(space.hardware, {})
-    points = list(itertools.islice(brute_force(space, meshes), MOST_POINTS + 1))
-    assume(0 < len(points) <= MOST_POINTS)
+    points = list(itertools.islice(brute_force(space, meshes), MAX_POINTS + 1))
+    assume(0 < len(points) <= MAX_POINTS)
     peaks = sorted(peak for _, peak in points)
     available = peaks[round(tightness * (len(peaks) - 1))]
     ranking = Ranking(keep)
-    search(dataclasses.replace(space, available=available), meshes, ranking, SearchStatistics())
+    search_meshes(dataclasses.replace(space, available_bytes=available), meshes, ranking, SearchStatistics())
     best = ranking.candidates[0]
     fastest = min(seconds for seconds, peak in points if peak <= available)
     assert best.seconds <= fastest * (1 + TIME_RESOLUTION) * (1 + 1e-9)
     smallest = min(peak for seconds, peak in points if seconds <= fastest * (1 + TIME_RESOLUTION) * (1 - 1e-9))
     assert best.peak_bytes <= min(available, smallest) * (1 + 1e-9)
-    layout = best.layout
-    tasks = step_tasks(space.step, layout, space.hardware, space.calibration)
+    tasks = step_tasks(space.step, best.assignment, space.hardware, space.calibration)
     assert best.seconds == pytest.approx(sum(seconds.total for _, _, seconds in tasks))
-    assert best.peak_bytes == pytest.approx(memory(space.step, layout).peak)
+    assert best.peak_bytes == pytest.approx(estimate_memory(space.step, best.assignment).peak)
 
 
 @pytest.mark.parametrize("pin", [(), ("mlp=data",), ("heads=replica", "mlp=model+data")], ids=str)
 def test_subproblems_take_no_less_than_their_bounds(make_config, pin):
-    """The bounds that let the search leave a subproblem out, for products that fill the matrix unit, and with pins."""
+    """The bounds by which the search skips subproblems hold for matmuls that fill the matrix unit, and with pins."""
     config = make_config(
         model_config=CONFIGS / "models" / "llama-3.1-70b.json", hardware_slice="v5p-64", workload_batch=8
     )
-    space = find(dataclasses.replace(config, pin=pin), model_of(config), 1).ranked[0].candidate.space
+    config = dataclasses.replace(config, pin=pin)
+    space = search_configuration(config, model_from_config(config), 1).ranked[0].candidate.space
     reached = 0
-    for subproblem in subproblems(space, mesh_shapes(space.hardware, {}), SearchStatistics()):
+    for subproblem in enumerate_subproblems(space, mesh_shapes(space.hardware, {}), SearchStatistics()):
         ranking = Ranking(1)
         subproblem.rank(ranking)
         for candidate in ranking.candidates:
             reached += 1
-            assert subproblem.floor <= subproblem.bound <= candidate.seconds * (1 + 1e-9)
+            assert subproblem.quick_lower_bound <= subproblem.lower_bound <= candidate.seconds * (1 + 1e-9)
     assert reached > 5
 
 
 def test_a_chain_of_nearly_equal_candidates_does_not_drift():
-    """Each is within the resolution of the one before, the last is not of the first."""
+    """Each candidate ties with the one before, but the last does not tie with the first."""
     candidates = [Candidate(None, {}, {}, {}, *point) for point in ((1.0, 50.0), (1.0099, 40.0), (1.0195, 30.0))]
     for order in itertools.permutations(candidates):
         ranking = Ranking(2)
@@ -216,11 +225,11 @@ def test_where_nothing_fits_the_smallest_is_named(space):
     meshes = mesh_shapes(space.hardware, {})
     peaks = [peak for _, peak in brute_force(space, meshes)]
     ranking = Ranking(2)
-    search(dataclasses.replace(space, available=0), meshes, ranking, SearchStatistics())
+    search_meshes(dataclasses.replace(space, available_bytes=0), meshes, ranking, SearchStatistics())
     assert not ranking.candidates
-    miss = nearest_miss(space, meshes, math.inf, SearchStatistics())
-    assert (miss and miss.peak_bytes) == (pytest.approx(min(peaks)) if peaks else None)
-    assert miss is None or nearest_miss(space, meshes, miss.peak_bytes, SearchStatistics()) is None
+    smallest = find_smallest(space, meshes, math.inf, SearchStatistics())
+    assert (smallest and smallest.peak_bytes) == (pytest.approx(min(peaks)) if peaks else None)
+    assert smallest is None or find_smallest(space, meshes, smallest.peak_bytes, SearchStatistics()) is None
 
 
 def plan_of(make_config, name, slice_name, batch=16, **overrides):
@@ -239,14 +248,14 @@ def test_405b_on_v4_256(make_config):
     plan = plan_of(make_config, "llama-3.1-405b", "v4-256")
     assert math.prod(plan.mesh.values()) == 128
     assert plan.model.parameters == 405_853_388_800
-    # cut sequences leave more of `model` to the products than 16 whole ones can
+    # with sharded sequences `model` can be smaller than with 16 unsharded ones
     assert plan.compute_mapping["position"] and plan.attention.strategy == "all_gather"
     for parameter in plan.parameters:
-        whole = 2 * math.prod(parameter.axes.values())
-        if "layer" in parameter.axes and whole > 2**24:  # everything but the norms, the table and the head
-            assert parameter.bytes_per_device == whole // 128, parameter.path
+        size = 2 * math.prod(parameter.axes.values())
+        if "layer" in parameter.axes and size > 2**24:  # everything but the norms, the embedding and the head
+            assert parameter.bytes_per_device == size // 128, parameter.path
     assert plan.memory.peak < plan.memory.available
-    # with no more than one sequence a device, the products alone take 1.5 s at peak
+    # with at most one sequence per device, the matmuls alone take 1.5 s at peak FLOP/s
     assert 1.5 < plan.cost.compute_seconds < plan.cost.step_seconds < 3
     assert plan.search.proven_optimal and plan.search.runner_up is not None
     assert plan.compiler_options["xla_jf_spmd_threshold_for_windowed_einsum_mib"] == "1000000"
@@ -258,12 +267,12 @@ def test_no_duplicates_and_everything_divides(make_config, name, slice_name):
     plan = plan_of(make_config, name, slice_name)
     for mapping in (plan.compute_mapping, plan.param_mapping):
         for parameter in plan.parameters:
-            assert not is_cut_twice(parameter.axes, mapping)
+            assert not has_duplicate(parameter.axes, mapping)
             for axis, size in parameter.axes.items():
                 assert size % math.prod(plan.mesh[a] for a in mapping.get(axis, ())) == 0
     for parameter in plan.parameters:
-        cut = math.prod(plan.mesh[a] for axis in parameter.axes for a in plan.param_mapping.get(axis, ()))
-        assert parameter.bytes_per_device * cut == 2 * math.prod(parameter.axes.values())
+        shards = math.prod(plan.mesh[a] for axis in parameter.axes for a in plan.param_mapping.get(axis, ()))
+        assert parameter.bytes_per_device * shards == 2 * math.prod(parameter.axes.values())
 
 
 def test_memory_parts_add_up_and_the_plan_round_trips(make_config):
@@ -274,42 +283,47 @@ def test_memory_parts_add_up_and_the_plan_round_trips(make_config):
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_positions_are_cut_where_that_is_faster(make_config):
-    """One sequence: cutting it is the only way to share the work of norms and such."""
+def test_positions_are_sharded_if_that_is_faster(make_config):
+    """With one sequence, only sharding it distributes norms and other elementwise work over devices."""
     config = {"model_config": CONFIGS / "models" / "llama-3.1-8b.json", "hardware_slice": "v5e-64", "workload_batch": 1}
     model = build_model(read_config(str(config["model_config"]), None), 4096)
     plan = make_plan(make_config(**config, workload_position=4096), model)
     assert plan.compute_mapping["position"] and plan.attention.strategy == "all_gather"
-    # Levanter's own attention has no kernel then
+    # Levanter's own attention has no kernel for sharded positions
     own = make_plan(make_config(**config, workload_position=4096), model, own_attention=True)
     assert "position" not in own.compute_mapping and own.cost.step_seconds > plan.cost.step_seconds
-    # nor has any, where the tokens are no multiple of the kernel's 128
+    # and no attention has one if the tokens are not a multiple of the kernel's 128
     assert "position" in make_plan(make_config(**config, workload_position=4032)).compute_mapping
 
 
-def test_keys_that_attention_gathers_are_in_memory(make_config):
+def test_gathered_keys_and_values_count_as_activations(make_config):
     config = make_config(
         model_config=CONFIGS / "models" / "llama-3.1-8b.json", hardware_slice="v5e-64", workload_batch=1,
         workload_position=65536,
     )  # fmt: skip
-    gathered, exchanged = (
-        plan_layout(
-            config, model_of(config), {"replica": 1, "data": 64, "model": 1}, {"position": ["data"]}, {}, method
+    gathered, resharded = (
+        plan_given_mappings(
+            config,
+            model_from_config(config),
+            {"replica": 1, "data": 64, "model": 1},
+            {"position": ["data"]},
+            {},
+            method,
         )
         for method in (AttentionPlan("all_gather", ring=64), AttentionPlan("ulysses", 64))
     )
     keys_and_values = 2 * 65536 * 8 * 128 * 2
-    # and what is left of all else
+    # the upper bound leaves room for all other activations
     assert keys_and_values < gathered.memory.activations < 1.2 * keys_and_values
-    assert exchanged.memory.activations < keys_and_values / 8
+    assert resharded.memory.activations < keys_and_values / 8
 
 
-def test_positions_are_whole_in_training(make_config):
+def test_positions_are_unsharded_in_training(make_config):
     plan = plan_of(make_config, "llama-3.1-8b", "v5e-64", batch=8, workload_kind="train")
     assert "position" not in plan.compute_mapping
 
 
-def test_a_batch_that_the_mesh_does_not_divide_stays_whole(make_config):
+def test_a_batch_that_the_mesh_does_not_divide_is_replicated(make_config):
     plan = plan_of(make_config, "llama-3.1-8b", "v4-64", batch=12, mesh_data=32)
     assert "batch" not in plan.compute_mapping
     assert "batch (12) is not divisible by data = 32" in plan.search.reasons
@@ -350,12 +364,12 @@ def test_unusable_configurations(make_config, overrides, error, message):
     assert message in str(raised.value)
 
 
-def test_infeasible_says_how_much_is_lacking(make_config):
+def test_infeasible_names_the_missing_memory(make_config):
     with pytest.raises(InfeasibleError) as raised:
         plan_of(make_config, "llama-3.1-405b", "v4-32")
     message = str(raised.value)
     assert message.startswith("no plan fits v4-32: the nearest miss, mesh replica ")
     needs = 2 * 405_853_388_800 / 16 / 2**30
-    lacking = float(message.split(" GiB are lacking")[0].split(" ")[-1])
-    # 8% of the 30.75 GiB are kept free
-    assert needs - 0.92 * 30.75 < lacking < 1.2 * needs - 0.92 * 30.75
+    missing = float(message.split(" GiB are missing")[0].split(" ")[-1])
+    # 8 % of the 30.75 GiB are reserved
+    assert needs - 0.92 * 30.75 < missing < 1.2 * needs - 0.92 * 30.75

@@ -1,4 +1,4 @@
-"""References: what kind each is, and that reading by ranges gives the same bytes everywhere."""
+"""References to folders, and reading by ranges from every kind of storage."""
 
 import http.server
 import os
@@ -20,7 +20,7 @@ from shardplan.storage.objects import ObjectFolder
 
 
 class Ranges(http.server.SimpleHTTPRequestHandler):
-    """A static web server that answers Range requests, as every real one does."""
+    """A static web server that answers Range requests."""
 
     def do_GET(self):
         path = Path(self.translate_path(self.path))
@@ -77,7 +77,7 @@ def test_web_folder(served):
 
 
 def test_memory_folder(served):
-    """What fsspec reads."""
+    """A scheme that fsspec reads."""
     fsspec.filesystem("memory").pipe_file("/model/a.bin", bytes(range(200)))
     folder = open_folder("memory://model")
     assert isinstance(folder, FilesystemFolder)
@@ -88,8 +88,8 @@ def test_memory_folder(served):
         file.read_into(0, memoryview(bytearray(20)))
 
 
-def test_a_local_file_that_changes(tmp_path):
-    """And copies of it: the version goes by the content."""
+def test_changed_local_file(tmp_path):
+    """The version of a file depends on its content only."""
     (tmp_path / "a.bin").write_bytes(bytes(20))
     (tmp_path / "b.bin").write_bytes(bytes(20))
     folder = open_folder(str(tmp_path))
@@ -98,7 +98,9 @@ def test_a_local_file_that_changes(tmp_path):
     (tmp_path / "a.bin").write_bytes(bytes([1] * 20))
     os.utime(tmp_path / "a.bin", (1, 1))
     assert file.version != folder.open("a.bin").version
-    with pytest.raises(CheckpointError, match=r"a\.bin: changed while it was being read \(its size or time of change"):
+    with pytest.raises(
+        CheckpointError, match=r"a\.bin: changed while it was being read \(its size or modification time differs"
+    ):
         file.read_into(0, memoryview(bytearray(20)))
 
 
@@ -106,7 +108,7 @@ CONTENT = random.Random(0).randbytes(2**20)
 
 
 class Faults(http.server.BaseHTTPRequestHandler):
-    """A server that answers as `fault` says."""
+    """A server with the fault named by `fault`."""
 
     protocol_version = "HTTP/1.1"
     fault, requests = "", 0
@@ -130,9 +132,9 @@ class Faults(http.server.BaseHTTPRequestHandler):
             etag = '"v2"'
         if fault == "short range" and len(data) > SMALL:
             data = data[: len(data) // 2]
-        place = f"bytes {first + shift}-{first + shift + len(data) - 1}/{len(CONTENT)}"
-        part = {"cut": 2 * len(data) // 3, "trickle": 1000}.get(fault, len(data))
-        self.answer(206, data, {"ETag": etag, "Content-Range": place}, part if len(data) > SMALL else None)
+        content_range = f"bytes {first + shift}-{first + shift + len(data) - 1}/{len(CONTENT)}"
+        part = {"truncated": 2 * len(data) // 3, "trickle": 1000}.get(fault, len(data))
+        self.answer(206, data, {"ETag": etag, "Content-Range": content_range}, part if len(data) > SMALL else None)
 
     def answer(self, status, data, headers, sent=None):
         self.send_response(status)
@@ -150,13 +152,13 @@ class Faults(http.server.BaseHTTPRequestHandler):
 
 
 SMALL = 2**17
-"""Ranges up to this many bytes are answered whole."""
+"""Ranges up to this many bytes are answered completely."""
 
 
 @pytest.fixture
 def faulty(monkeypatch):
-    """Sets the fault, and gives the URL; pauses and times are a hundredth."""
-    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.002)
+    """A function that sets the fault and returns the URL; delays and timeouts are a hundredth of the real ones."""
+    monkeypatch.setattr(objects, "FIRST_RETRY_DELAY_S", 0.002)
     monkeypatch.setattr(objects, "TIMEOUT", timedelta(seconds=0.6))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Faults)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -170,8 +172,8 @@ def faulty(monkeypatch):
     server.shutdown()
 
 
-@pytest.mark.parametrize(("fault", "requests"), [("", 1), ("busy twice", 3), ("cut", 3)])
-def test_a_read_goes_on_where_it_stopped(faulty, fault, requests):
+@pytest.mark.parametrize(("fault", "requests"), [("", 1), ("busy twice", 3), ("truncated", 3)])
+def test_read_continues_where_it_stopped(faulty, fault, requests):
     file = open_folder(faulty(fault)).open("a.bin")
     buffer = bytearray(900_000)
     file.read_into(50_000, memoryview(buffer))
@@ -183,21 +185,21 @@ def test_a_read_goes_on_where_it_stopped(faulty, fault, requests):
     ("fault", "message"),
     [
         ("range ignored", r"a\.bin: bytes 1000\+900000 cannot be read: "),
-        ("short range", r"a\.bin: bytes 1000\+900000 cannot be read: 6 attempts brought nothing"),
-        ("another range", r"a\.bin: bytes 1000\+900000 cannot be read: 6 attempts brought nothing"),
-        ("trickle", r"a\.bin: bytes 1000\+900000 cannot be read: 6 attempts brought nothing"),
+        ("short range", r"a\.bin: bytes 1000\+900000 cannot be read: no data in 6 attempts"),
+        ("another range", r"a\.bin: bytes 1000\+900000 cannot be read: no data in 6 attempts"),
+        ("trickle", r"a\.bin: bytes 1000\+900000 cannot be read: no data in 6 attempts"),
         ("another version", r"a\.bin: changed while it was being read \(\"v1\" of 1048576 bytes is now \"v2\""),
         ("refused condition", r"a\.bin: changed while it was being read"),
     ],
 )
-def test_wrong_answers_are_errors(faulty, fault, message):
+def test_wrong_responses_are_errors(faulty, fault, message):
     file = open_folder(faulty(fault)).open("a.bin")
     with pytest.raises(CheckpointError, match=message):
         file.read_into(1000, memoryview(bytearray(900_000)))
 
 
 def test_hub_cache(tmp_path, monkeypatch):
-    """A cached repository is found without a network, and its commit is recorded."""
+    """A cached repository is read without a network, and its commit is recorded."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--org--model"
     (repository / "refs").mkdir(parents=True)
@@ -210,12 +212,12 @@ def test_hub_cache(tmp_path, monkeypatch):
     assert isinstance(folder, HubFolder)
     check(folder)
     assert folder.ref == f"org/model@{commit}"
-    with pytest.raises(ConfigError, match=r"'org/other@v2': no such folder here, and a\.bin can neither be downloaded"):
+    with pytest.raises(ConfigError, match=r"'org/other@v2': not a local folder, and a\.bin can neither be downloaded"):
         open_folder("org/other@v2").open("a.bin")
 
 
 def test_hub_ranges(tmp_path, monkeypatch):
-    """Of a large file that the cache does not hold ranges are fetched, at the commit of the first file."""
+    """Ranges of a large file outside of the cache are fetched, at the commit of the first file."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     snapshot = tmp_path / "models--org--model" / "snapshots" / commit
     snapshot.mkdir(parents=True)

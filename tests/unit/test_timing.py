@@ -1,8 +1,8 @@
-"""Step times and memory read from compiled modules, against calculations by hand.
+"""Step times and memory that are read from compiled modules agree with calculations by hand.
 
-A v4 core does 1.05e9 cycles a second, a link moves 4.5e10 bytes a second each way and takes a microsecond, and 6.25e9
-bytes a second go from slice to slice. The 4 devices of v4-8 are a square without wraparound: all together they have two
-links each, which is as much as a ring, and two hops between opposite corners.
+A v4 core runs 1.05e9 cycles per second, a link transfers 4.5e10 bytes per second in each direction with a latency of a
+microsecond, and the network between slices transfers 6.25e9 bytes per second. The 4 devices of v4-8 are a square
+without wraparound: each device has two links, as in a ring, and opposite corners are two hops apart.
 """
 
 from pathlib import Path
@@ -11,16 +11,16 @@ import pytest
 
 from shardplan.hardware import parse_slice
 from shardplan.verify.hlo.collectives import Network
-from shardplan.verify.hlo.memory import hbm_buffers, hbm_bytes, live_at_peak
-from shardplan.verify.hlo.module import parse
-from shardplan.verify.hlo.timing import NO_CYCLES, Timing, model_step
-from shardplan.verify.verdict import Buffer
+from shardplan.verify.hlo.parser import parse
+from shardplan.verify.hlo.peak_buffers import hbm_buffers, hbm_bytes, parse_live_at_peak
+from shardplan.verify.hlo.timing import Timing, model_step
+from shardplan.verify.verdict import Buffer, Omission, OmissionKind
 
 FIXTURES = Path(__file__).parent / "hlo"
 CLOCK, RING, LINK, NETWORK, HBM, FLOPS = 1.05e9, 9e10, 4.5e10, 6.25e9, 1.2e12, 2.75e14
 MS, HOP = 1e-3, 1e-6
 GATHER = 1 * MS + 2 * HOP
-"""Time of `gather` among four."""
+"""Seconds of `gather` among four devices."""
 MIB = 2**20
 
 COMPUTATIONS = """
@@ -74,14 +74,14 @@ COMPUTATIONS = """
 
 
 def work(name: str, milliseconds: float, calls: str = "work") -> str:
-    """A fusion that keeps the core busy."""
+    """A fusion that occupies the core for `milliseconds`."""
     cycles = round(milliseconds * MS * CLOCK)
     config = f'{{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
     return f"%{name} = f32[] fusion(%x), kind=kLoop, calls=%{calls}, backend_config={config}"
 
 
 def gather(name: str, suffix: str = "", groups: str = "{{0,1,2,3}}") -> str:
-    """30 MB from each of three others: 90 MB at 90 GB/s are 1 ms. In pairs they have one link: two thirds of that."""
+    """An all-gather of 30 MB per device: among four 90 MB at 90 GB/s take 1 ms; pairs with one link take 2/3 ms."""
     return f"%{name} = f32[30000000] all-gather{suffix}(%x), channel_id=1, replica_groups={groups}, dimensions={{0}}"
 
 
@@ -92,7 +92,7 @@ LOOP = """%zero = s32[] constant(0)
 
 
 def step(*lines: str, body: str = "", sizes: tuple[int, ...] = (1, 4, 1), slice_name: str = "v4-8") -> Timing:
-    """Timing of an entry computation of `lines`, which may use %x: f32[7500000], on a slice of v4."""
+    """Timing of an entry computation with `lines`, which may use %x: f32[7500000], on a v4 slice."""
     entry = "\n  ".join(lines)
     text = COMPUTATIONS.replace("IN_BODY", body) + (
         "\nENTRY %main (x: f32[7500000]) -> f32[] {\n  %x = f32[7500000] parameter(0)\n  "
@@ -112,39 +112,39 @@ def read(name: str) -> str:
     return (FIXTURES / f"{name}.txt").read_text(encoding="utf-8")
 
 
-def told(timing: Timing) -> list[tuple]:
-    """What is used: kind, mesh axes, bytes, form, executions."""
+def uses_of(timing: Timing) -> list[tuple]:
+    """Kind, mesh axes, bytes, form and executions of every collective."""
     return [(u.transfer.kind, u.transfer.mesh_axes, u.transfer.bytes, u.form, u.count) for u in timing.uses]
 
 
-def test_a_synchronous_collective_is_waited_for():
+def test_a_synchronous_collective_blocks_the_core():
     result = step(work("w", 0.5), gather("g"), work("v", 0.25))
     assert result.seconds == pytest.approx(0.75 * MS + GATHER)
     assert result.compute_seconds == pytest.approx(0.75 * MS)
-    assert told(result) == [("all-gather", ("data",), 90e6, "sync", 1)]
+    assert uses_of(result) == [("all-gather", ("data",), 90e6, "sync", 1)]
 
 
 @pytest.mark.parametrize("busy", [0.25, 1, 2])
-def test_an_asynchronous_collective_hides_behind_work(busy):
-    """Exactly as long as the work takes: the rest of its millisecond is waited for."""
+def test_an_asynchronous_collective_overlaps_work(busy):
+    """The core waits only for the part of the transfer that outlasts the work."""
     result = step(gather("g", "-start"), work("w", busy), "%d = f32[30000000] all-gather-done(%g)", work("v", 0.5))
     assert result.seconds == pytest.approx(max(busy * MS, GATHER) + 0.5 * MS)
     assert result.compute_seconds == pytest.approx((busy + 0.5) * MS)
 
 
 def test_an_asynchronous_call_with_a_collective_inside():
-    """A collective may be wrapped in a computation that is started and waited for, as it is on sparse cores."""
+    """A collective may be inside of a computation that runs asynchronously, as on sparse cores."""
     result = step(
         "%g = ((f32[7500000]), f32[30000000]) async-start(%x), calls=%begin",
         work("w", 0.25),
         "%d = f32[30000000] async-done(%g)",
     )
     assert result.seconds == pytest.approx(GATHER)
-    assert told(result) == [("all-gather", ("data",), 90e6, "async", 1)]
+    assert uses_of(result) == [("all-gather", ("data",), 90e6, "async", 1)]
 
 
 def test_transfers_on_one_link_wait_for_each_other():
-    """All devices along `data` in 1 ms, then once more."""
+    """Two gathers along `data` take twice as long as one."""
     result = step(
         gather("g", "-start"),
         gather("h", "-start"),
@@ -156,7 +156,7 @@ def test_transfers_on_one_link_wait_for_each_other():
 
 
 def test_transfers_on_different_links_do_not():
-    """Pairs along `data` and pairs along `model`, each two thirds of a millisecond on a side of the square."""
+    """Pairs along `data` and pairs along `model` use different sides of the square at the same time, for 2/3 ms."""
     result = step(
         gather("g", "-start", "{{0,2},{1,3}}"),
         gather("h", "-start", "{{0,1},{2,3}}"),
@@ -170,17 +170,17 @@ def test_transfers_on_different_links_do_not():
 
 @pytest.mark.parametrize("busy", [0.25, 2])
 def test_a_collective_in_three_fusions_is_one(busy):
-    """It begins in the first, advances beside the product of the second, and is waited for in the third."""
+    """The collective starts in the first, advances beside the matmul of the second, and blocks in the third."""
     begin = "%s = f32[30000000] fusion(%x), kind=kCustom, calls=%begin"
     end = "%e = f32[30000000] fusion(%x), kind=kCustom, calls=%end"
     result = step(begin, work("w", busy, "on"), end, work("v", 0.5))
-    assert told(result) == [("all-gather", ("data",), 90e6, "async", 1)]
+    assert uses_of(result) == [("all-gather", ("data",), 90e6, "async", 1)]
     assert result.seconds == pytest.approx(max(busy * MS, GATHER) + 0.5 * MS)
     assert not result.not_understood
 
 
 def test_chains_of_fusions_on_one_channel_are_several_collectives():
-    """As those are that one shard_map asks for: keys and values that attention gathers."""
+    """All collectives of a shard_map share a channel: attention's gathers of keys and of values, for example."""
     fusion = "%{} = f32[30000000] fusion(%x), kind=kCustom, calls=%{}"
     names = ("begin", "begin_other", "end", "end_other")
     result = step(*(fusion.format(f"s.{i}", name) for i, name in enumerate(names)))
@@ -188,25 +188,25 @@ def test_chains_of_fusions_on_one_channel_are_several_collectives():
     assert result.seconds == pytest.approx(2 * GATHER)
 
 
-def test_a_collective_in_one_fusion_is_waited_for():
+def test_a_collective_in_one_fusion_blocks_the_core():
     result = step("%s = f32[30000000] fusion(%x), kind=kCustom, calls=%begin", work("v", 0.5))
-    assert told(result) == [("all-gather", ("data",), 90e6, "sync", 1)]
+    assert uses_of(result) == [("all-gather", ("data",), 90e6, "sync", 1)]
     assert result.seconds == pytest.approx(GATHER + 0.5 * MS)
 
 
 def test_a_collective_that_advances_in_a_loop_is_one():
-    """Five rounds of 0.1 ms hide half of it; it is not sent again in any of them."""
+    """Five iterations of 0.1 ms overlap half of the collective, and none of them sends it again."""
     begin = "%s = f32[30000000] fusion(%x), kind=kCustom, calls=%begin"
     end = "%e = f32[30000000] fusion(%x), kind=kCustom, calls=%end"
     result = step(begin, LOOP, end, body=work("w", 0.1, "on").replace("%x", "%y"))
-    assert told(result) == [("all-gather", ("data",), 90e6, "async", 1)]
+    assert uses_of(result) == [("all-gather", ("data",), 90e6, "async", 1)]
     assert result.seconds == pytest.approx(GATHER)
     assert result.compute_seconds == pytest.approx(0.5 * MS)
 
 
-def test_a_loop_repeats_what_is_in_it():
+def test_a_loop_repeats_its_body():
     result = step(LOOP, body=gather("g").replace("%x", "%y") + "\n  " + work("w", 0.1).replace("%x", "%y"))
-    assert told(result) == [("all-gather", ("data",), 90e6, "sync", 5)]
+    assert uses_of(result) == [("all-gather", ("data",), 90e6, "sync", 5)]
     assert result.seconds == pytest.approx(5 * GATHER + 0.5 * MS)
     assert result.compute_seconds == pytest.approx(0.5 * MS)
 
@@ -216,13 +216,13 @@ def test_a_loop_that_does_not_run():
     assert (result.seconds, result.uses) == (0, [])
 
 
-def test_a_loop_of_unknown_length_is_told():
+def test_a_loop_of_unknown_length_is_reported():
     result = step(LOOP.replace("constant(5)", "partition-id()"), body=gather("g").replace("%x", "%y"))
     assert result.seconds == pytest.approx(GATHER)
-    assert list(result.not_understood) == ["loop of unknown length, counted once"]
+    assert list(result.not_understood) == [Omission(OmissionKind.TRIP_COUNT)]
 
 
-def test_the_longest_branch_is_timed_and_told():
+def test_the_longest_branch_is_timed_and_the_conditional_reported():
     branches = "branch_computations={%work, %short, %long}"
     more = f"""
 %short (x: f32[]) -> f32[] {{
@@ -243,11 +243,11 @@ ENTRY %main (i: s32[], z: f32[]) -> f32[] {{
 """
     result = timing(COMPUTATIONS + more, "v4-8", (1, 4, 1))
     assert result.seconds == pytest.approx(0.75 * MS)
-    assert dict(result.not_understood) == {"conditional: every branch counted, the longest timed": 1}
+    assert dict(result.not_understood) == {Omission(OmissionKind.CONDITIONAL): 1}
 
 
-def test_what_is_not_known_is_told():
-    """A kernel without cycles, of 30 MB, takes as long as reading and writing it, and a small one nothing."""
+def test_omissions_are_reported():
+    """A kernel without cycles and a result of 30 MB takes as long as reading and writing it; a small one no time."""
     result = step(
         '%k = f32[7500000] custom-call(%x), custom_call_target="mystery"',
         '%small = f32[1000] custom-call(%x), custom_call_target="small"',
@@ -255,8 +255,8 @@ def test_what_is_not_known_is_told():
         gather("g", groups="@named"),
     )
     assert dict(result.not_understood) == {
-        "custom-call mystery" + NO_CYCLES: 1,
-        "all-gather with replica_groups @named": 1,
+        Omission(OmissionKind.NO_CYCLES, "custom-call mystery"): 1,
+        Omission(OmissionKind.REPLICA_GROUPS, "all-gather", "@named"): 1,
     }
     assert result.seconds == pytest.approx(2 * 30e6 / HBM)
 
@@ -267,26 +267,26 @@ def test_what_is_not_known_is_told():
         ("all-gather", 90e6, 90e6 / RING + 2 * HOP),
         ("all-reduce", 45e6, 45e6 / RING + 4 * HOP),
         ("reduce-scatter", 22.5e6, 22.5e6 / RING + 2 * HOP),
-        # half of it crosses the square from side to side, and at the same time half from top to bottom
+        # half of the bytes cross the square horizontally, and at the same time half vertically
         ("all-to-all", 22.5e6, 15e6 / LINK + 2 * HOP),
     ],
 )
-def test_bytes_received_of_30_million_by_four(opcode, received, seconds):
-    """Three others' of it all; twice three quarters; three quarters."""
+def test_bytes_received_by_each_of_four(opcode, received, seconds):
+    """Of an operand of 30 MB per device: three times as much, twice three quarters, three quarters."""
     result = step(f"%g = f32[30000000] {opcode}(%x), channel_id=1, replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}")
-    assert told(result) == [(opcode, ("data",), received, "sync", 1)]
+    assert uses_of(result) == [(opcode, ("data",), received, "sync", 1)]
     assert result.seconds == pytest.approx(seconds)
 
 
 def test_a_collective_within_slices_takes_no_network():
-    """The part of `data` that is in one slice, where `data` crosses two."""
+    """The groups are the parts of `data` within a slice, while `data` crosses two slices."""
     result = step(gather("g", groups="{{0,1,2,3},{4,5,6,7}}"), slice_name="2xv4-8", sizes=(1, 8, 1))
-    assert told(result) == [("all-gather", ("data",), 90e6, "sync", 1)]
+    assert uses_of(result) == [("all-gather", ("data",), 90e6, "sync", 1)]
     assert result.seconds == pytest.approx(GATHER)
 
 
 def shift(name: str, by: int, size: int, devices: int) -> str:
-    """Everybody's 30 MB to the device `by` places on, among `size` neighbours in a row."""
+    """A permute of 30 MB from every device to the one `by` indices further, cyclically in rows of `size` devices."""
     pairs = [f"{{{i},{i // size * size + (i + by) % size}}}" for i in range(devices)]
     attributes = f"channel_id=1, source_target_pairs={{{','.join(pairs)}}}"
     return f"%{name} = f32[7500000] collective-permute-start(%x), {attributes}"
@@ -295,14 +295,14 @@ def shift(name: str, by: int, size: int, devices: int) -> str:
 @pytest.mark.parametrize(
     ("slice_name", "sizes", "both", "hops"),
     [
-        # a ring of four: one direction each, and one hop
+        # a ring of four: each permute uses one direction, and one hop
         ("v4:4x4x4", (1, 16, 4), 1, 1),
-        # a square: from the end of a row to the beginning of the next there are two, one of them back along the row
+        # a square: from the end of a row to its beginning there are two hops, one of them back along the row
         ("v4-8", (1, 1, 4), 2, 2),
     ],
 )
 def test_permutes_in_opposite_directions(slice_name, sizes, both, hops):
-    """At the same time on a ring, one after the other on a square; those in one direction always wait."""
+    """They overlap on a ring, but not on a square; permutes in the same direction never overlap."""
     devices, done = sizes[1] * sizes[2], ["collective-permute-done(%f)", "collective-permute-done(%b)"]
     once = 30e6 / LINK + hops * HOP
 
@@ -316,52 +316,52 @@ def test_permutes_in_opposite_directions(slice_name, sizes, both, hops):
 
 
 def test_asynchronous_gather_of_a_real_module():
-    """A layer gathers w and waits, gathers v beside the product with w, and sums over `model`; there are five."""
+    """Each of five layers gathers w and waits, gathers v beside the matmul with w, and sums over `model`."""
     result = timing(read("async_gather"), "v4:4x4x4", (1, 16, 4))
     gathered = 15 * 2048 * 128 * 2
     summed = 2 * 3 / 4 * 4096 * 2048 * 2
-    assert told(result) == [
+    assert uses_of(result) == [
         ("all-gather", ("data",), gathered, "sync", 5),
         ("all-gather", ("data",), gathered, "async", 5),
         ("all-reduce", ("model",), summed, "sync", 5),
     ]
     cycles = 3224 + 3224 + 147594 + 147594
     assert result.compute_seconds == pytest.approx(5 * cycles / CLOCK)
-    # before the loop x goes to the memory near the core, and after it back, each time waited for;
-    # 48 microseconds of the second gather hide behind 141 of the product
+    # x is copied to the memory near the core before the loop, and back after it; both copies block;
+    # the 48 microseconds of the second gather overlap the 141 of the matmul
     copies = 2 * 4096 * 2048 * 2 / HBM
-    # `data` has two rings of four, each two hops to the far side; `model` has one, around which a sum goes twice
+    # `data` has two rings of four, with two hops to the far side; `model` has one, and an all-reduce goes around twice
     sent = gathered / (2 * RING) + 4 * HOP + summed / RING + 4 * HOP
     assert result.seconds == pytest.approx(copies + 5 * (cycles / CLOCK + sent))
     assert not result.not_understood
 
 
-def test_decomposed_product_of_a_real_module():
-    """Per layer a part from one side that nothing hides, then two rounds of two parts from each side, all hidden."""
+def test_windowed_matmul_of_a_real_module():
+    """Per layer one shard arrives from one side without overlap, then twice two shards from each side, overlapped."""
     result = timing(read("windowed"), "v4:2x2x4", (1, 8, 2))
     part = 64 * 1024 * 2
     permutes = [("collective-permute", ("data",), part, "windowed", 14)] * 4
-    assert told(result) == [("collective-permute", ("data",), part, "async", 7), *permutes]
+    assert uses_of(result) == [("collective-permute", ("data",), part, "async", 7), *permutes]
     layer = 1255 + 2 * (611 + 16404 + 17696) + 20662
-    # `data` is 2 x 4 without wraparound: from the end of a line of 4 to the beginning of the next there are 4 hops
+    # `data` is 2 x 4 without wraparound: the ends of a line of 4 are 4 hops apart for a shift by one
     assert result.seconds == pytest.approx((9060 + 7 * layer) / CLOCK + 7 * (part / LINK + 4 * HOP))
     assert not result.not_understood
 
 
 def test_reduce_scatter_of_a_real_module():
-    """A fusion of an all-reduce and a slice of it: each device receives 15 of 16 parts, not twice that."""
+    """In a fusion of an all-reduce and a slice of its result each device receives 15 of 16 shards, not twice that."""
     result = timing(read("reduce_scatter"), "v4:4x4x4", (1, 16, 4))
     received = 15 / 16 * 512 * 1024 * 2
-    assert told(result) == [("reduce-scatter", ("data",), received, "sync", 1)]
+    assert uses_of(result) == [("reduce-scatter", ("data",), received, "sync", 1)]
     copied = 512 * 1024 * 2 / HBM
     assert result.seconds == pytest.approx(13411 / CLOCK + copied + received / (2 * RING) + 4 * HOP)
 
 
 def test_two_slices_of_a_real_module():
-    """Within a slice over links, and then each device's part of the sum to its like in the other over the network."""
+    """A sum goes over links within each slice, then each device exchanges its shard with the other slice by network."""
     result = timing(read("two_slices"), "2xv4:2x2x2", (2, 4, 2))
     within, across = 3 * 128 * 1024 * 2, 128 * 1024 * 2
-    assert told(result) == [
+    assert uses_of(result) == [
         ("all-gather", ("data",), within, "sync", 1),
         ("reduce-scatter", ("data",), within, "sync", 1),
         ("all-reduce", ("replica",), across, "async", 1),
@@ -371,7 +371,7 @@ def test_two_slices_of_a_real_module():
 
 
 def kernel_seconds(sequences: int, causal: float) -> float:
-    """2 heads, 256 x 256 positions, head size 128; 2 products forward, 3 for q's gradient, 4 for those of k and v."""
+    """Seconds for 2 heads, 256 x 256 positions, head size 128: 2 products forward, 3 for dq, 4 for dk and dv."""
     return sequences * 2 * 2 * 256 * 256 * 128 * (2 + 3 + 4) * causal / FLOPS
 
 
@@ -385,13 +385,13 @@ def test_attention_kernels_of_a_real_module(causal):
 
 
 def test_attention_kernels_of_several_sequences():
-    """With more than one on a device q, k and v have a dimension more."""
+    """With more than one sequence per device q, k and v have a batch dimension."""
     result = timing(read("splash_batch"), "v4-8", (1, 4, 1))
     assert result.kernel_seconds == pytest.approx(kernel_seconds(2, 1))
 
 
-def test_a_ragged_product():
-    """Rows meet one expert each: [16, 8] x [4, 8, 32] is 16 x 8 x 32 products, whichever of the three is the result."""
+def test_a_ragged_matmul():
+    """Each row is multiplied by one expert: [16, 8] x [4, 8, 32] needs 16 x 8 x 32 products, as do its transposes."""
     result = timing(
         """
 ENTRY %main (a: bf16[16,8], b: bf16[4,8,32]) -> bf16[16,32] {
@@ -406,8 +406,8 @@ ENTRY %main (a: bf16[16,8], b: bf16[4,8,32]) -> bf16[16,32] {
     assert result.seconds == pytest.approx(2 * 16 * 8 * 32 / FLOPS)
 
 
-def test_time_is_told_by_operation():
-    """What the compiler made without a name takes that of the loop or call around it."""
+def test_time_is_attributed_to_operations():
+    """An instruction without an operation is attributed to that of the loop or call around it."""
     named = work("w", 1) + ', metadata={op_name="jit(f)/while/body/closed_call/Mlp/dot_general"}'
     result = step(named, LOOP + ', metadata={op_name="jit(f)/scan"}', body=work("v", 0.5).replace("%x", "%y"))
     assert result.op_seconds == {"Mlp/dot_general": pytest.approx(1 * MS), "scan": pytest.approx(2.5 * MS)}
@@ -416,9 +416,9 @@ def test_time_is_told_by_operation():
 GIB = 2**30
 
 
-def test_what_is_alive_at_the_peak():
-    """A value of a tuple has its place in braces; what the compiler writes below the list is not of it."""
-    assert live_at_peak(read("too_large.live-range")) == [
+def test_live_values_at_the_peak():
+    """The index of a value in a tuple is in braces; the text below the list is ignored."""
+    assert parse_live_at_peak(read("too_large.live-range")) == [
         ("fusion.2", (1,), 16 * GIB),
         ("param.1", (), 16 * GIB),
         ("param.2", (), 16 * GIB),
@@ -428,15 +428,15 @@ def test_what_is_alive_at_the_peak():
     ]
 
 
-def test_live_ranges_of_something_else():
-    assert live_at_peak("HloLiveRange (max 9):\n  InstructionSequence:\n    0:param\n") == []
-    assert live_at_peak("  Live ranges at 7 (peak):\n    a{1,0}: 12 bytes (cumulative: 12 bytes)") == [
+def test_live_ranges_of_other_reports():
+    assert parse_live_at_peak("HloLiveRange (max 9):\n  InstructionSequence:\n    0:param\n") == []
+    assert parse_live_at_peak("  Live ranges at 7 (peak):\n    a{1,0}: 12 bytes (cumulative: 12 bytes)") == [
         ("a", (1, 0), 12)
     ]
 
 
 def test_buffers_of_a_program_that_does_not_fit():
-    """Arguments go by the name they have in the program, without the place of the array in a NamedArray."""
+    """An argument is named by its path in the program, without the index of the array in a NamedArray."""
     buffers = hbm_buffers(parse(read("too_large")), read("too_large.live-range"))
     assert buffers == [
         Buffer(16 * GIB, "f32[32768,131072]", "dot_general"),
@@ -448,8 +448,8 @@ def test_buffers_of_a_program_that_does_not_fit():
     ]
 
 
-def test_buffers_elsewhere_than_in_hbm_are_left_out():
-    """Space 3 of v4 is a memory of its own; a name that the module lacks is told as it is."""
+def test_buffers_outside_of_hbm_are_left_out():
+    """Space 3 of v4 is not HBM; a name that is not in the module is listed without a shape."""
     ranges = """  Live ranges at 3 (peak):
     fusion.17{}: 16777216 bytes (cumulative: 16777216 bytes)
     gone{}: 5 bytes (cumulative: 16777221 bytes)
@@ -466,7 +466,7 @@ def test_buffers_elsewhere_than_in_hbm_are_left_out():
 
 
 def test_bytes_of_a_program_that_does_not_fit():
-    """Three arrays of 16 GiB, two of 4, and nine blocks of 512 bytes; that of other memories is not added."""
+    """Three arrays of 16 GiB, two of 4 GiB, and nine blocks of 512 bytes; other memories are not counted."""
     assert hbm_bytes(read("too_large.usage")) == 56 * GIB + 9 * 512
 
 
@@ -474,11 +474,12 @@ def test_a_usage_report_without_hbm():
     assert hbm_bytes("Memory Space: hbm (color=3)\nTotal bytes: 7 (7B)\n") == 0
 
 
-def test_an_unknown_type_is_told_and_the_rest_is_timed():
+def test_an_unknown_type_is_reported_and_the_rest_is_timed():
     result = step(
         "%q = f4e9[4096,4096] all-gather(%x), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}",
         "%r = f32[30000000] all-gather(%q), channel_id=2, replica_groups={{0,1,2,3}}, dimensions={0}",
         "%s = f32[30000000] all-gather(%x), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}",
     )
-    assert dict(result.not_understood) == {"all-gather: unknown element type 'f4e9'": 1}
+    error = Omission(OmissionKind.INSTRUCTION, "all-gather", "unknown element type 'f4e9'")
+    assert dict(result.not_understood) == {error: 1}
     assert [use.transfer.bytes for use in result.uses] == [90e6, 90e6]

@@ -1,4 +1,4 @@
-"""Logical axes through jaxprs, primitive by primitive, and through every model type that the loader supports."""
+"""Logical axes of traced jaxprs, primitive by primitive and for every model type that the loader supports."""
 
 from pathlib import Path
 
@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardplan.model import build_model, inspect_model, read_config
+from shardplan.model.hf_config import read_config
+from shardplan.model.inspect import inspect_model
+from shardplan.model.registry import build_model
 from shardplan.plan.workload import Workload
+from shardplan.program.operations import OperationKind
 from shardplan.program.step_trace import trace_step
 from shardplan.program.trace import trace_jaxpr
 
@@ -17,7 +20,7 @@ SHAPES = {"batch": 6, "embed": 8, "mlp": 20, "layer": 3, "kv": 2, "group": 5, "h
 
 
 def traced(function, *arguments, **types):
-    """The trace of `function` of arrays with the named axes; an argument is its axes and the parameter's path."""
+    """The trace of `function`, whose arguments are given as (axes, path of the parameter or None)."""
     arrays = [
         jax.ShapeDtypeStruct([SHAPES[name] for name in names], types.get("dtype", jnp.float32))
         for names, _ in arguments
@@ -26,17 +29,17 @@ def traced(function, *arguments, **types):
 
 
 def names(trace, value):
-    """The axes of each dimension of a value; merged ones joined by `*`."""
+    """The axes of each dimension of a value; those of a flattened dimension are joined by `*`."""
     return ["*".join(str(name) for name, _ in dim) for dim in trace.arrays[value].dims]
 
 
-def walk(operations, times=1):
-    """Every operation that is no loop, in order, with the number of times it happens."""
+def walk(operations, executions=1):
+    """Every operation other than a loop, in order, with its number of executions."""
     for operation in operations:
-        if operation.kind == "loop":
-            yield from walk(operation.body, times * operation.trips)
+        if operation.kind == OperationKind.LOOP:
+            yield from walk(operation.body, executions * operation.trips)
         else:
-            yield operation, times
+            yield operation, executions
 
 
 def result_names(function, *arguments):
@@ -44,15 +47,15 @@ def result_names(function, *arguments):
     return names(trace, trace.results[0])
 
 
-def test_a_product_has_the_axes_that_are_left():
+def test_a_matmul_keeps_the_axes_that_it_does_not_contract():
     trace = traced(lambda x, w: jnp.einsum("be,me->bm", x, w), X, W)
     assert names(trace, trace.results[0]) == ["batch", "mlp"]
-    (product,) = [operation for operation in trace.operations if operation.kind == "contraction"]
-    assert product.contracted == (("embed", 8),)
-    assert [trace.arrays[operand].weight for operand in product.operands] == [None, "up"]
+    (matmul,) = [operation for operation in trace.operations if operation.kind == OperationKind.CONTRACTION]
+    assert matmul.contracted == (("embed", 8),)
+    assert [trace.arrays[operand].weight for operand in matmul.operands] == [None, "up"]
 
 
-def test_two_positions_are_told_apart():
+def test_query_and_key_positions_have_different_names():
     scores = result_names(
         lambda q, k: jnp.einsum("pe,ke->pk", q, k), (("position", "embed"), None), (("position", "embed"), None)
     )
@@ -85,39 +88,39 @@ def test_primitives(function, axes, expected):
     assert result_names(function, (axes, None)) == expected
 
 
-def test_what_cannot_be_named_is_reported():
+def test_results_without_names_are_reported():
     assert traced(lambda x: x.reshape(16, 3), (("batch", "embed"), None)).unnamed == {"reshape": 1}
     assert traced(lambda x: x + 1, (("batch", "embed"), None)).unnamed == {}
 
 
-def test_merged_heads_are_found_and_taken_apart_again():
-    """Attention's output is projected over heads = kv x group; its gradient goes back through the reshape."""
+def test_flattened_heads_are_recognised_and_split_again():
+    """Attention's output is projected over heads = kv x group; the gradient goes back through the reshape."""
 
     def project(o, w):
         return (jnp.einsum("bh,he->be", o.reshape(6, 10), w) ** 2).sum()
 
     trace = traced(jax.grad(project), (("batch", "kv", "group"), None), (("heads", "embed"), "o"))
-    assert trace.merged == {"heads": (("kv", 2), ("group", 5))}
+    assert trace.merged_axes == {"heads": (("kv", 2), ("group", 5))}
     assert names(trace, trace.results[0]) == ["batch", "kv", "group"]
 
 
-def test_an_axis_taken_apart_keeps_its_name_and_is_whole_again():
-    """As layers are for nested checkpointing: without a name, their stacked gradients would count as uncut."""
-    apart = traced(lambda w: w.reshape(3, 2, 2, 8) * 2, (("blocks", "embed"), "w"))
-    assert names(apart, apart.results[0]) == ["blocks", "blocks.", "blocks..", "embed"]
-    again = result_names(lambda w: w.reshape(3, 2, 2, 8).reshape(12, 8), (("blocks", "embed"), "w"))
-    assert again == ["blocks", "embed"]
+def test_a_split_axis_keeps_its_name_and_can_be_joined():
+    """Nested checkpointing splits layers into blocks: without names, stacked gradients would count as replicated."""
+    split = traced(lambda w: w.reshape(3, 2, 2, 8) * 2, (("blocks", "embed"), "w"))
+    assert names(split, split.results[0]) == ["blocks", "blocks.", "blocks..", "embed"]
+    joined = result_names(lambda w: w.reshape(3, 2, 2, 8).reshape(12, 8), (("blocks", "embed"), "w"))
+    assert joined == ["blocks", "embed"]
 
 
 def test_lookups_and_their_gradients():
     table = (("mlp", "embed"), "table")
-    found = result_names(lambda t, i: t[i.astype(int)], table, (("batch", "position"), None))
-    assert found == ["batch", "position", "embed"]
+    rows = result_names(lambda t, i: t[i.astype(int)], table, (("batch", "position"), None))
+    assert rows == ["batch", "position", "embed"]
 
-    def looked_up(t, i):
+    def squared_rows(t, i):
         return (t[i.astype(int)] ** 2).sum()
 
-    trace = traced(jax.grad(looked_up), table, (("batch", "position"), None))
+    trace = traced(jax.grad(squared_rows), table, (("batch", "position"), None))
     assert names(trace, trace.results[0]) == ["mlp", "embed"]
 
 
@@ -130,11 +133,11 @@ def test_loops_carry_names_and_stack_them():
 
     trace = traced(layers, X, (("layer", "mlp", "embed"), "up"))
     assert [names(trace, value) for value in trace.results] == [["batch", "embed"], ["layer", "batch", "embed"]]
-    assert [times for o, times in walk(trace.operations) if o.kind == "contraction"] == [3, 3]
+    assert [n for o, n in walk(trace.operations) if o.kind == OperationKind.CONTRACTION] == [3, 3]
 
 
-def test_a_carry_takes_its_names_from_where_they_are_found():
-    """Gradients start from zeros, which nothing names; what is added to them does."""
+def test_a_carry_is_named_after_what_is_added_to_it():
+    """Gradients start from zeros without names."""
 
     def total(xs):
         return jax.lax.scan(lambda total, x: (total + x, None), jnp.zeros((6, 8)), xs)[0]
@@ -142,30 +145,30 @@ def test_a_carry_takes_its_names_from_where_they_are_found():
     assert result_names(total, (("layer", "batch", "embed"), None)) == ["batch", "embed"]
 
 
-def test_dead_code_is_left_out():
+def test_dead_code_is_not_traced():
     def function(x, w):
         _ = x @ w.T
         return x + 1
 
-    assert [o.kind for o, _ in walk(traced(function, X, W).operations)] == ["elementwise"]
+    assert [o.kind for o, _ in walk(traced(function, X, W).operations)] == [OperationKind.ELEMENTWISE]
 
 
 @pytest.mark.parametrize("kind", ["eval", "prefill", "train"])
 @pytest.mark.parametrize("model_type", sorted(path.name for path in GOLDEN.iterdir()))
 def test_every_model_type_is_named(model_type, kind):
-    """No primitive is unknown, every product with a weight has all its axes, and there is one for every weight."""
+    """Every primitive has a rule, every weight of a matmul has all its axes, and every weight has a matmul."""
     model = build_model(read_config(str(GOLDEN / model_type / "config.json"), None), 64)
-    trace = trace_step(model, Workload("batch", 4, 64, "float32", "bfloat16", kind))
+    trace = trace_step(model, Workload(kind, 4, 64, "float32", "bfloat16"))
     assert not trace.unnamed
-    products = [operation for operation, _ in walk(trace.operations) if operation.kind == "contraction"]
-    weights = [trace.arrays[v] for product in products for v in product.operands if trace.arrays[v].weight]
+    matmuls = [operation for operation, _ in walk(trace.operations) if operation.kind == OperationKind.CONTRACTION]
+    weights = [trace.arrays[v] for matmul in matmuls for v in matmul.operands if trace.arrays[v].weight]
     assert all(name is not None for weight in weights for name, _ in weight.factors)
     multiplied = {weight.weight for weight in weights}
     axes = inspect_model(model)
     matrices = {
         p.path for p in axes.parameters if axes.residual in p.axes and len(set(p.axes) - {"layer", "layers"}) > 1
     }
-    assert all("embeddings" in path for path in matrices - multiplied)  # of which rows are looked up
+    assert all("embeddings" in path for path in matrices - multiplied)  # their rows are looked up
     assert len(matrices & multiplied) >= 4
     if kind == "train":
         assert len(trace.results) >= len(matrices)

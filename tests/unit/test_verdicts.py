@@ -1,22 +1,42 @@
-"""Verdicts as a reader sees them."""
+"""Verdicts are printed, ranked, and turned into text and JSON."""
 
 import dataclasses
 import io
+import json
 
 import pytest
 from test_cases import load
 
-from shardplan.plan.plan import BATCH_AXIS
+from shardplan.plan.workload import BATCH_AXIS
 from shardplan.report.tables import console
-from shardplan.report.verdicts import print_ranking, print_verdict
-from shardplan.search.make_plan import make_plan, model_of, plan_layout
-from shardplan.verify.verdict import Buffer, CompiledCollective, CompiledMemory, CompiledTime, Verdict
+from shardplan.report.verdicts import omission_text, print_ranking, print_verdict, reason_text, verdict_json
+from shardplan.search.given_plan import plan_given_mappings
+from shardplan.search.make_plan import make_plan, model_from_config
+from shardplan.verify.verdict import (
+    Buffer,
+    CollectiveForm,
+    CompiledCollective,
+    CompiledMemory,
+    CompiledTime,
+    CompileError,
+    CompilerCrash,
+    DuplicateMeshAxis,
+    Interrupted,
+    MemoryLimit,
+    Omission,
+    OmissionKind,
+    Outcome,
+    OutOfMemory,
+    ProgramKind,
+    TimeLimit,
+    Verdict,
+)
 
 GIB = 2**30
 FITS = Verdict(
-    outcome="fits",
-    reason="",
-    program="eval",
+    outcome=Outcome.FITS,
+    reason=None,
+    program=ProgramKind.EVAL,
     slice="v5p-16",
     mesh={"replica": 1, "data": 8, "model": 1},
     options={},
@@ -25,13 +45,13 @@ FITS = Verdict(
     versions={"libtpu": "1.2.3"},
     memory=CompiledMemory(3 * GIB, 2 * GIB, GIB, 0, 4 * GIB, [Buffer(GIB, "bf16[4]", "module.weight[0:2]")]),
     time=CompiledTime(2.0, 1.5, 0.0, 4e12, 0.25, {}),
-    collectives=[CompiledCollective("all-gather", ["data"], GIB, 32, 0.5, "mlp", "async")],
-    not_understood={"mystery without cycles": 3},
+    collectives=[CompiledCollective("all-gather", ["data"], GIB, 32, 0.5, "mlp", CollectiveForm.ASYNC)],
+    not_understood={Omission(OmissionKind.NO_CYCLES, "mystery"): 3},
 )
 TOO_LARGE = dataclasses.replace(
     FITS,
-    outcome="does not fit",
-    reason="1.00 GiB too much; the largest: [all of it]",
+    outcome=Outcome.DOES_NOT_FIT,
+    reason=OutOfMemory(GIB, [Buffer(GIB, "bf16[4]", "[all of it]")]),
     memory=dataclasses.replace(FITS.memory, peak=5 * GIB),
     time=None,
     collectives=[],
@@ -57,7 +77,7 @@ def test_a_verdict_that_fits(plan):
         "peak 3.00 of 4.00 GiB per device (1.00 free): arguments 2.00, temporaries 1.00, output 0.00; the plan",
         "module.weight[0:2]",
         "modelled step 2 s: core 1.5 s, waiting for transfers 0.5 s; MFU 25.0%; the plan's estimate is",
-        "left out: mystery without cycles (3 times in the program)",
+        "left out: mystery without cycles, timed as reading and writing its result (3 times in the program)",
     ):
         assert part in text
     assert any(
@@ -65,36 +85,95 @@ def test_a_verdict_that_fits(plan):
     )
 
 
-def test_one_that_does_not_fit(plan):
+def test_a_verdict_that_does_not_fit(plan):
     text = printed(print_verdict, "this plan", plan, TOO_LARGE)
     assert "(1.00 too much)" in text and "[all of it]" in text and "MFU" not in text
 
 
-def test_what_assembles_a_model_is_not_compared_with_the_plan_of_a_step(plan):
-    text = printed(print_verdict, "this plan", plan, dataclasses.replace(FITS, program="load"))
+def test_the_assembly_of_a_model_is_not_compared_with_the_plan_of_a_step(plan):
+    text = printed(print_verdict, "this plan", plan, dataclasses.replace(FITS, program=ProgramKind.LOAD))
     assert "MFU" not in text and "predicted" not in text and "estimate" not in text
 
 
 def test_ranking_is_by_time_per_token(plan):
-    """Half the batch in half the time is no faster; what does not fit comes after what does, by memory."""
+    """Half the batch in half the time is no faster; programs that do not fit come last, ordered by memory."""
     half = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, batch=plan.workload.batch // 2))
     faster = dataclasses.replace(FITS, time=dataclasses.replace(FITS.time, step_seconds=1.25))
-    refused = dataclasses.replace(TOO_LARGE, outcome="refused", memory=None)
-    limited = dataclasses.replace(refused, outcome="undecided")
+    refused = dataclasses.replace(TOO_LARGE, outcome=Outcome.REFUSED, memory=None)
+    limited = dataclasses.replace(refused, outcome=Outcome.UNDECIDED)
     larger = dataclasses.replace(TOO_LARGE, memory=dataclasses.replace(FITS.memory, peak=6 * GIB))
     unread = dataclasses.replace(FITS, time=None)
     rows = [(limited, plan), (refused, plan), (larger, plan), (TOO_LARGE, plan), (faster, half), (FITS, plan)]
     ranked = sorted(rows, key=lambda row: row[0].rank(row[1].workload))
     assert [row[0] for row in ranked] == [FITS, faster, TOO_LARGE, larger, refused, limited]
-    assert unread.rank(plan.workload)[0] == 0  # it fits all the same
+    assert unread.rank(plan.workload)[0] == 0  # it fits, even if its time is unknown
     text = printed(print_ranking, [("a", plan, FITS), ("b", half, faster)])
     row = next(line for line in text.splitlines() if " b " in line)
     assert "+25.0%" in row and f"{half.workload.batch} x 1024" in row
 
 
-def test_a_given_layout_says_what_in_it_does_nothing(plan):
+def test_entries_of_a_given_layout_without_effect_are_named(plan):
     config = load()
-    given = plan_layout(config, model_of(config), plan.mesh, {BATCH_AXIS: ["data"], "kv_heads": ["data"]}, {})
+    given = plan_given_mappings(
+        config, model_from_config(config), plan.mesh, {BATCH_AXIS: ["data"], "kv_heads": ["data"]}, {}
+    )
     text = printed(print_ranking, [("mine.yaml", given, FITS), ("this plan", plan, FITS)])
     assert "mine.yaml: the model has no axis 'kv_heads', so that mapping it does nothing" in text
     assert "this plan: " not in text
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        (None, ""),
+        (
+            OutOfMemory(3 * GIB // 2, [Buffer(GIB, "bf16[4]", "a"), Buffer(GIB // 4, "f32[]", "b")]),
+            "1.50 GiB too much; the largest: 1.00 GiB bf16[4] (a); 0.25 GiB f32[] (b)",
+        ),
+        (OutOfMemory(GIB, []), "1.00 GiB too much"),
+        (CompileError("XlaRuntimeError: no"), "XlaRuntimeError: no"),
+        (
+            DuplicateMeshAxis("q_proj.weight", ["kv_head", "embed"], "model"),
+            "DuplicateSpecError: kv_head, embed of q_proj.weight are all mapped to 'model'",
+        ),
+        (TimeLimit(7), "not compiled in 7 s; raise compiler.seconds"),
+        (MemoryLimit(0.5), "compiling took more than 0.5 GiB of this machine; raise compiler.gib"),
+        (CompilerCrash(-6, "Aborted"), "the compiler ended with code -6: Aborted"),
+        (Interrupted(), "interrupted"),
+    ],
+)
+def test_reasons_as_text(reason, text):
+    assert reason_text(reason) == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (OmissionKind.MODULE_TEXT, "the compiled module: detail"),
+        (OmissionKind.MODULE_STRUCTURE, "detail"),
+        (OmissionKind.INSTRUCTION, "subject: detail"),
+        (OmissionKind.NO_CYCLES, "subject without cycles, timed as reading and writing its result"),
+        (OmissionKind.TRIP_COUNT, "loop of unknown length, counted once"),
+        (OmissionKind.CONDITIONAL, "conditional: every branch counted, the longest timed"),
+        (OmissionKind.ASYNC_CALL, "asynchronous call without a collective"),
+        (OmissionKind.REPLICA_GROUPS, "subject with replica_groups detail"),
+    ],
+)
+def test_omissions_as_text(kind, text):
+    assert omission_text(Omission(kind, "subject", "detail")) == text
+
+
+def test_every_omission_has_a_text():
+    assert all(omission_text(Omission(kind, "subject", "detail")) for kind in OmissionKind)
+
+
+def test_verdicts_as_json():
+    """Enums become their values, reasons and omissions text."""
+    values = json.loads(json.dumps(verdict_json(FITS)))
+    assert list(values) == [field.name for field in dataclasses.fields(Verdict)]
+    assert (values["outcome"], values["reason"], values["program"]) == ("fits", "", "eval")
+    assert values["memory"]["buffers"] == [{"bytes": GIB, "shape": "bf16[4]", "op": "module.weight[0:2]"}]
+    assert values["collectives"][0]["form"] == "async"
+    assert values["not_understood"] == {"mystery without cycles, timed as reading and writing its result": 3}
+    text = "1.00 GiB too much; the largest: 1.00 GiB bf16[4] ([all of it])"
+    assert verdict_json(TOO_LARGE)["reason"] == text and verdict_json(TOO_LARGE)["time"] is None

@@ -1,1 +1,1 @@
-"""What one device computes attention with: XLA block by block, or the splash kernel of TPUs."""
+"""Kernels that compute attention on one device: block by block in XLA, or by the splash kernel of TPUs."""

@@ -1,1 +1,1 @@
-"""How devices share attention: keys gathered, passed around a ring, or heads exchanged for positions."""
+"""How devices share attention: all-gather of keys and values, a ring, or all-to-alls of heads (Ulysses)."""

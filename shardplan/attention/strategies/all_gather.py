@@ -1,4 +1,4 @@
-"""Keys and values of all devices, gathered; their gradients are added up in float32. Inside `jax.shard_map`."""
+"""The all-gather strategy: every device gathers the keys and values of all devices. Runs inside `jax.shard_map`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,32 +8,32 @@ from jax import Array
 
 
 @dataclass(frozen=True)
-class Gather:
-    """What is done before and after attention where it is `ulysses.Exchange` elsewhere."""
+class KeyValueGather:
+    """The all-gather of keys and values before attention; same methods as `ulysses.UlyssesExchange`."""
 
     axes: tuple[str, ...]
-    """Mesh axes that cut the sequence, major to minor."""
+    """Mesh axes that shard the sequence, major to minor."""
 
-    def gathered(self, x: Array, axis: int) -> Array:
-        """What all devices have along `axis`, one after the other."""
+    def all_gather(self, x: Array, axis: int) -> Array:
+        """Concatenate the shards of all devices along `axis`."""
         return jax.lax.all_gather(x, self.axes, axis=axis, tiled=True)
 
-    def queries(self, q: Array) -> Array:
-        """They stay."""
+    def reshard_queries(self, q: Array) -> Array:
+        """Return queries unchanged: they stay on their device."""
         return q
 
-    def keys(self, k: Array) -> Array:
-        """k[B, N, S, ...] -> [B, N, devices x S, ...]."""
-        return self.gathered(k, 2)
+    def reshard_keys(self, k: Array) -> Array:
+        """Gather keys or values: k[B, N, S, ...] -> [B, N, devices x S, ...]."""
+        return self.all_gather(k, 2)
 
-    def keys_gradient(self, gradient: Array, dtype: Any) -> Array:
-        """What `keys` gets of the float32 gradient of its result, which all devices have a part of.
+    def reshard_keys_gradient(self, gradient: Array, dtype: Any) -> Array:
+        """Transpose `reshard_keys`: reduce-scatter a float32 gradient [B, N, devices x S, ...] and cast it to `dtype`.
 
-        A sum of bfloat16 is as wrong as its terms are many.
+        The sum is in float32, because the error of a bfloat16 sum grows with the number of its terms.
         """
         return jax.lax.psum_scatter(gradient, self.axes, scatter_dimension=2, tiled=True).astype(dtype)
 
-    def outputs(self, out: Array, dtype: Any) -> Array:
-        """They stay, as they are."""
-        del dtype  # nothing is sent
+    def reshard_outputs(self, out: Array, dtype: Any) -> Array:
+        """Return outputs unchanged: they stay on their device, in their dtype."""
+        del dtype  # only applies to what is sent
         return out

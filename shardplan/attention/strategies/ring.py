@@ -1,8 +1,9 @@
-"""Attention in a ring: queries stay, keys and values go round, and their gradients with them.
+"""Ring attention: queries stay on their device; keys and values, and in the backward pass their gradients, go round.
 
-Inside `jax.shard_map`. Groups of devices that exchange heads for positions (Ulysses) do so before and after, and have
-one ring index together. Each hop brings the keys of another ring index while those that are there are attended to; what
-comes of each hop is merged in float32. The gradient makes the same hops (https://arxiv.org/abs/2310.01889).
+Runs inside `jax.shard_map`. Every hop receives the keys and values of another ring index while the device attends to
+those it has; the outputs of all hops are combined in float32, and the backward pass makes the same hops
+(https://arxiv.org/abs/2310.01889). With Ulysses, a group of devices shares one ring index, and exchanges heads for
+positions before and after. All other strategies are rings of one index.
 """
 
 from dataclasses import dataclass
@@ -15,167 +16,185 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from shardplan.attention.kernels.kernel import Hop, Kernel, Tokens, merged
-from shardplan.attention.strategies.all_gather import Gather
-from shardplan.attention.strategies.ulysses import Exchange
+from shardplan.attention.kernels.interface import AttentionKernel, Hop, MaskInputs, merge_attention
+from shardplan.attention.strategies.all_gather import KeyValueGather
+from shardplan.attention.strategies.ulysses import UlyssesExchange
 
 RESIDUALS = "shardplan_attention"
-"""Name of the output and the logarithms of weights, for policies of `jax.checkpoint`: kept, no hop is made again."""
+"""Name of the output and the log-sum-exp for policies of `jax.checkpoint`: if saved, the backward pass repeats no hop.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """Who keys come from."""
+    """The ring: which devices form it, and over which distances keys and values travel."""
 
     axes: tuple[str, ...]
-    """Mesh axes that cut the sequence, major to minor."""
+    """Mesh axes that shard the sequence, major to minor."""
     stride: int
-    """Devices next to each other along `axes` that have one ring index."""
+    """Neighbouring devices along `axes` that share one ring index."""
     keys: np.ndarray
-    """int[ring, T]: the positions of the keys of each ring index."""
+    """int[ring, T]: the key positions of each ring index."""
     distances: tuple[int, ...] = (0,)
-    """How many ring indices back keys are needed from; the first is 0."""
-    wants_sums: bool = False
-    """Whether sums of weights are wanted too, as sinks need them."""
+    """Ring indices back from which keys are needed, one per hop; the first is 0."""
+    save_lse: bool = False
+    """Whether the caller uses the log-sum-exp, as attention sinks do."""
 
     @property
     def size(self) -> int:
-        """Ring indices."""
+        """Number of ring indices."""
         return len(self.keys)
 
     def index(self) -> Array:
         """The ring index of this device."""
         return jax.lax.axis_index(self.axes) // self.stride if self.size > 1 else jnp.int32(0)
 
-    def moved(self, tree: Any, hops: int) -> Any:
-        """`tree` as the device has it that is `hops` ring indices back."""
+    def permute(self, tree: Any, hops: int) -> Any:
+        """Send `tree` forward by `hops` ring indices; return the tree of the device that many indices back."""
         if hops % self.size == 0:
             return tree
-        # permutes number devices in the mesh's order of axes, whatever order they are given in
+        # ppermute numbers devices in the mesh's order of axes, in whatever order its axes are named
         mesh = jax.sharding.get_abstract_mesh()
-        ordered = sorted(self.axes, key=mesh.axis_names.index)
-        numbers = np.arange(self.size * self.stride).reshape([mesh.shape[axis] for axis in ordered])
-        places = numbers.transpose([ordered.index(axis) for axis in self.axes]).reshape(-1).tolist()
-        count = len(places)
-        pairs = [(places[i], places[(i + hops * self.stride) % count]) for i in range(count)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, tuple(ordered), pairs), tree)
+        mesh_order = sorted(self.axes, key=mesh.axis_names.index)
+        numbers = np.arange(self.size * self.stride).reshape([mesh.shape[axis] for axis in mesh_order])
+        devices = numbers.transpose([mesh_order.index(axis) for axis in self.axes]).reshape(-1).tolist()
+        count = len(devices)
+        pairs = [(devices[i], devices[(i + hops * self.stride) % count]) for i in range(count)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, tuple(mesh_order), pairs), tree)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def ring_attention(
-    kernel: Kernel,
+    kernel: AttentionKernel,
     ring: Ring,
-    exchange: Exchange | Gather | None,
+    exchange: UlyssesExchange | KeyValueGather | None,
     q: Array,
     k: Array,
     v: Array,
-    place: Array,
-    queries: Tokens,
+    query_shard: Array,
+    queries: MaskInputs,
     segments: Array | None,
     explicit: Array | None,
 ) -> tuple[Array, Array]:
     """Attention of this device's queries on the keys of all ring indices.
 
     Args:
-        exchange: of heads for positions, or of keys and values for all of them; what follows is then of all positions
-            of its group, but q, k and v.
-        q: [B, N, G, S, K]; k: [B, N, T, K]; v: [B, N, T, V], of this device.
-        place: which positions the queries are of, int32[].
-        queries: what the mask goes by, of these queries.
-        segments: documents of its keys, int32[B or 1, T].
-        explicit: bool[B or 1, N or 1, G or 1, S, ring x T], what may attend besides.
+        exchange: collectives before and after attention; the arguments after `v` are those after the exchange.
+        q: [B, N, G, S, K]; k: [B, N, T, K]; v: [B, N, T, V], before the exchange.
+        query_shard: index of the shard whose positions the queries have, int32[].
+        queries: mask inputs of the queries.
+        segments: document ids of the device's keys, int32[B or 1, T].
+        explicit: a further mask, bool[B or 1, N or 1, G or 1, S, ring x T].
 
     Returns:
-        As `shardplan.attention.kernels.kernel.Kernel.attend`, but heads are exchanged as outputs of the queries' type.
+        As `AttentionKernel.attend`; with an exchange the output has the dtype of the queries.
     """
-    # merging does too, and the gradient, for which `_forward` is called by itself
-    wants_sums = ring.wants_sums or len(ring.distances) > 1
-    return _forward(kernel, ring, exchange, q, k, v, place, queries, segments, explicit, wants_sums)[0]
+    # combining hops needs the log-sum-exp; differentiation calls `_forward` itself, and always saves it
+    save_lse = ring.save_lse or len(ring.distances) > 1
+    return _forward(kernel, ring, exchange, q, k, v, query_shard, queries, segments, explicit, save_lse)[0]
 
 
 def _forward(
-    kernel: Kernel,
+    kernel: AttentionKernel,
     ring: Ring,
-    exchange: Exchange | Gather | None,
+    exchange: UlyssesExchange | KeyValueGather | None,
     q: Array,
     k: Array,
     v: Array,
-    place: Array,
-    queries: Tokens,
+    query_shard: Array,
+    queries: MaskInputs,
     segments: Array | None,
     explicit: Array | None,
-    wants_sums: bool = True,
+    save_lse: bool = True,
 ) -> tuple[tuple[Array, Array], Any]:
+    """Return the result of `ring_attention`, and the residuals for `_backward`: its inputs, output and log-sum-exp.
+
+    Keys and values travel around the ring; each hop's attention is merged into that of the hops before.
+    """
     if exchange is not None:
-        q, k, v = exchange.queries(q), exchange.keys(k), exchange.keys(v)
+        q, k, v = exchange.reshard_queries(q), exchange.reshard_keys(k), exchange.reshard_keys(v)
     here = k, v, segments
-    found: tuple[Array, Array] | None = None
-    for distance, step in _steps(ring):
-        following = ring.moved(here, step)  # under way while this one is attended to
-        hop = _hop(ring, distance, place, queries, here[2], explicit)
-        part = kernel.attend(hop, q, *here[:2], wants_sums)
-        found = part if found is None else merged(found, part)
-        found, here = _settled((found, following))
-    assert found is not None
-    out, logsum = (checkpoint_name(x.astype(jnp.float32), RESIDUALS) for x in found)
-    result = out, logsum
-    if exchange is not None:  # sent as narrow as queries are, and so are their gradients
-        result = exchange.outputs(out, q.dtype), exchange.outputs(logsum, logsum.dtype)
-    return result, (q, k, v, place, queries, segments, explicit, out, logsum)
+    merged: tuple[Array, Array] | None = None
+    for distance, step in _hop_steps(ring):
+        received = ring.permute(here, step)  # overlaps with the attention below
+        hop = _make_hop(ring, distance, query_shard, queries, here[2], explicit)
+        result = kernel.attend(hop, q, *here[:2], save_lse)
+        merged = result if merged is None else merge_attention(merged, result)
+        merged, here = _finish_hop((merged, received))
+    assert merged is not None
+    out, lse = (checkpoint_name(x.astype(jnp.float32), RESIDUALS) for x in merged)
+    result = out, lse
+    if exchange is not None:  # outputs, and in the backward pass their gradients, are sent in the dtype of queries
+        result = exchange.reshard_outputs(out, q.dtype), exchange.reshard_outputs(lse, lse.dtype)
+    return result, (q, k, v, query_shard, queries, segments, explicit, out, lse)
 
 
 def _backward(
-    kernel: Kernel, ring: Ring, exchange: Exchange | Gather | None, kept: Any, gradients: tuple[Array, Array]
+    kernel: AttentionKernel,
+    ring: Ring,
+    exchange: UlyssesExchange | KeyValueGather | None,
+    residuals: Any,
+    gradients: tuple[Array, Array],
 ) -> tuple[Any, ...]:
-    q, k, v, place, queries, segments, explicit, out, logsum = kept
-    out_gradient, logsum_gradient = gradients
+    """Return the gradients of the arguments of `ring_attention` from `q` on; None for the inputs of the mask.
+
+    Keys and values travel around the ring as in `_forward`, with the gradients that devices have added to them, which
+    at the end go back to the device of the keys.
+
+    Args:
+        gradients: of the output and of the log-sum-exp.
+    """
+    q, k, v, query_shard, queries, segments, explicit, out, lse = residuals
+    out_gradient, lse_gradient = gradients
     if exchange is not None:
-        out_gradient, logsum_gradient = exchange.queries(out_gradient), exchange.queries(logsum_gradient)
+        out_gradient, lse_gradient = exchange.reshard_queries(out_gradient), exchange.reshard_queries(lse_gradient)
     out_gradient = out_gradient.astype(jnp.float32)
-    offset = (out_gradient * out).sum(-1) - logsum_gradient
+    delta = (out_gradient * out).sum(-1) - lse_gradient
     here = k, v, segments
     q_gradient = jnp.zeros(q.shape, jnp.float32)
-    of_keys = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for distance, step in _steps(ring):
-        following = ring.moved(here, step)
-        hop = _hop(ring, distance, place, queries, here[2], explicit)
-        mine, *others = kernel.attend_backward(hop, q, *here[:2], logsum, out_gradient, offset)
-        q_gradient += mine
-        of_keys = ring.moved(tuple(map(jnp.add, of_keys, others)), step)
-        q_gradient, here = _settled((q_gradient, following))
-    of_keys = ring.moved(of_keys, -ring.distances[-1])
-    of_q = q_gradient.astype(q.dtype)
+    kv_gradients = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for distance, step in _hop_steps(ring):
+        received = ring.permute(here, step)
+        hop = _make_hop(ring, distance, query_shard, queries, here[2], explicit)
+        q_added, *kv_added = kernel.attend_backward(hop, q, *here[:2], lse, out_gradient, delta)
+        q_gradient += q_added
+        kv_gradients = ring.permute(tuple(map(jnp.add, kv_gradients, kv_added)), step)
+        q_gradient, here = _finish_hop((q_gradient, received))
+    kv_gradients = ring.permute(kv_gradients, -ring.distances[-1])  # back to the device of these keys
+    q_gradient = q_gradient.astype(q.dtype)
     if exchange is None:
-        of_k, of_v = (x.astype(like.dtype) for x, like in zip(of_keys, (k, v), strict=True))
+        k_gradient, v_gradient = (x.astype(like.dtype) for x, like in zip(kv_gradients, (k, v), strict=True))
     else:
-        of_q = exchange.outputs(of_q, q.dtype)
-        of_k, of_v = (exchange.keys_gradient(x, like.dtype) for x, like in zip(of_keys, (k, v), strict=True))
-    return of_q, of_k, of_v, None, None, None, None
+        q_gradient = exchange.reshard_outputs(q_gradient, q.dtype)
+        k_gradient, v_gradient = (
+            exchange.reshard_keys_gradient(x, like.dtype) for x, like in zip(kv_gradients, (k, v), strict=True)
+        )
+    return q_gradient, k_gradient, v_gradient, None, None, None, None
 
 
 ring_attention.defvjp(_forward, _backward)
 
 
-def _steps(ring: Ring) -> list[tuple[int, int]]:
-    """Every distance, and how much further the next one is; nothing after the last."""
+def _hop_steps(ring: Ring) -> list[tuple[int, int]]:
+    """The distance of every hop, and the ring indices from it to the next hop; 0 after the last."""
     following = (*ring.distances[1:], ring.distances[-1])
     return [(distance, after - distance) for distance, after in zip(ring.distances, following, strict=True)]
 
 
-def _settled(tree: Any) -> Any:
-    """`tree`, all of which is there before anything that comes of it begins.
+def _finish_hop(tree: Any) -> Any:
+    """Return `tree`, and make the compiler finish all of it before anything that depends on it.
 
-    Else the compiler may leave all merging to the end, with what every hop gives in memory until then.
+    Without this barrier the compiler may combine all hops at the end, with the output of every hop in memory.
     """
     return jax.lax.optimization_barrier(tree)
 
 
-def _hop(
-    ring: Ring, distance: int, place: Array, queries: Tokens, segments: Array | None, explicit: Array | None
+def _make_hop(
+    ring: Ring, distance: int, query_shard: Array, queries: MaskInputs, segments: Array | None, explicit: Array | None
 ) -> Hop:
-    """What is there when keys have come from that far."""
+    """The mask inputs of the hop whose keys come from `distance` ring indices back."""
     source = (ring.index() - distance) % ring.size
     if explicit is not None:
         n = ring.keys.shape[1]
         explicit = jax.lax.dynamic_slice_in_dim(explicit, source * n, n, axis=4)
-    return Hop(place, distance, queries, Tokens(jnp.asarray(ring.keys)[source], segments), explicit)
+    return Hop(query_shard, distance, queries, MaskInputs(jnp.asarray(ring.keys)[source], segments), explicit)

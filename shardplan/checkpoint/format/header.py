@@ -17,11 +17,11 @@ from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError, one_line
 from shardplan.storage import File
 
-MOST_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
-"""Name of the entry that is no tensor: texts by name."""
-COUNTS = 2**64
-"""Numbers of the format are below this, and so are all products of a shape from its first dimension on."""
+"""Name of the header entry that is not a tensor: a mapping of names to strings."""
+INTEGER_LIMIT = 2**64
+"""Upper bound (exclusive) of dimensions and offsets, and of the bytes of every leading part of a shape."""
 DTYPES: Mapping[str, np.dtype] = {
     name: np.dtype(kind)
     for name, kind in {
@@ -36,7 +36,7 @@ DTYPES: Mapping[str, np.dtype] = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint."""
+    """A tensor of a checkpoint, and its location."""
 
     file: File
     offset: int
@@ -51,31 +51,31 @@ class Tensor:
 
 
 def read_header(file: File) -> dict[str, Tensor]:
-    """The tensors of a file, by name.
+    """Read the header of a safetensors file: tensor name -> tensor.
 
     Raises:
-        CheckpointError: the file breaks a rule of the format; which, and where.
+        CheckpointError: the file breaks a rule of the format; the message says which, and where.
     """
     if file.size < 8:
-        raise CheckpointError(f"{file.name}: {file.size} bytes is no safetensors file; download it again")
+        raise CheckpointError(f"{file.name}: {file.size} bytes is too short for a safetensors file; download it again")
     prefix = bytearray(8)
     file.read_into(0, memoryview(prefix))
     length = int.from_bytes(prefix, "little")
-    if length > min(file.size - 8, MOST_HEADER_BYTES):
+    if length > min(file.size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(f"{file.name}: its header claims {length} bytes, the file has {file.size}")
     text = bytearray(length)
     file.read_into(8, memoryview(text))
     try:
-        header = json.loads(text.decode(), object_pairs_hook=distinct, parse_constant=_no_number)
+        header = json.loads(text.decode(), object_pairs_hook=reject_duplicate_keys, parse_constant=_reject_constant)
         _check_metadata(header.pop(METADATA, None))
-        tensors = {name: _tensor(file, 8 + length, name, entry) for name, entry in header.items()}
+        tensors = {name: _parse_tensor(file, 8 + length, name, entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file.name}: damaged header: {one_line(error)}") from error
     position = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != position:
             raise CheckpointError(
-                f"{file.name}: {name} starts at byte {tensor.offset}, what precedes ends at {position}"
+                f"{file.name}: {name} starts at byte {tensor.offset}, the preceding data ends at byte {position}"
             )
         position += tensor.nbytes
     if position != file.size:
@@ -83,40 +83,49 @@ def read_header(file: File) -> dict[str, Tensor]:
     return tensors
 
 
-def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of two entries with one name no reader can say which counts."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object, as `object_pairs_hook`; ValueError for a key that occurs twice or is not valid Unicode."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    for name in found:
-        name.encode()  # half of a surrogate pair is no text
-    return found
+        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
+    for name in entries:
+        name.encode()  # raises for half of a surrogate pair
+    return entries
 
 
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+def _reject_constant(text: str) -> None:
+    raise ValueError(f"{text} is not valid JSON")
 
 
 def _check_metadata(metadata: Any) -> None:
     if metadata is not None and not all(isinstance(text, str) for text in dict.values(metadata)):
-        raise ValueError(f"{METADATA} must hold texts")
+        raise ValueError(f"{METADATA} must map names to strings")
 
 
-def _tensor(file: File, data_start: int, name: str, entry: Mapping[str, Any]) -> Tensor:
+def _parse_tensor(file: File, data_start: int, name: str, entry: Mapping[str, Any]) -> Tensor:
+    """Parse the header entry of one tensor.
+
+    Args:
+        data_start: byte of the file where the data of all tensors starts.
+
+    Raises:
+        CheckpointError: an unsupported type, invalid shape or offsets, or data outside of the file.
+    """
     begin, end = entry["data_offsets"]
     shape, dtype = tuple(entry["shape"]), DTYPES.get(entry["dtype"])
     if dtype is None:
         raise CheckpointError(f"{file.name}: {name} has type {entry['dtype']}, which is not supported")
     is_list = isinstance(entry["shape"], list) and isinstance(entry["data_offsets"], list)
-    if not is_list or any(type(n) is not int or not 0 <= n < COUNTS for n in (begin, end, *shape)):
+    if not is_list or any(type(n) is not int or not 0 <= n < INTEGER_LIMIT for n in (begin, end, *shape)):
         raise CheckpointError(
-            f"{file.name}: {name} has shape {list(shape)} and offsets {[begin, end]}; both must count"
+            f"{file.name}: {name} has shape {list(shape)} and offsets {[begin, end]}; both must be lists of "
+            "non-negative 64-bit integers"
         )
-    if any(math.prod(shape[:i]) * dtype.itemsize >= COUNTS for i in range(len(shape) + 1)):
-        raise CheckpointError(f"{file.name}: {name} has shape {list(shape)}, of more numbers than can be counted")
+    if any(math.prod(shape[:i]) * dtype.itemsize >= INTEGER_LIMIT for i in range(len(shape) + 1)):
+        raise CheckpointError(f"{file.name}: {name} has shape {list(shape)}, whose size in bytes exceeds 64 bits")
     if not 0 <= begin <= end <= file.size - data_start:
-        raise CheckpointError(f"{file.name}: {name} lies outside the file; it is cut short, download it again")
+        raise CheckpointError(f"{file.name}: {name} lies outside the file; it is truncated, download it again")
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(f"{file.name}: {name} has {end - begin} bytes for shape {shape} of {entry['dtype']}")
     return Tensor(file, data_start + begin, shape, dtype)

@@ -1,28 +1,28 @@
-"""Which tensors a Hugging Face checkpoint holds, and where: its index, and its safetensors files together."""
+"""The tensors of a Hugging Face checkpoint and their locations, from its index and its safetensors files together."""
 
 import json
 from collections.abc import Mapping, Set
 
-from shardplan.checkpoint.format.header import Tensor, distinct, read_header
+from shardplan.checkpoint.format.header import Tensor, read_header, reject_duplicate_keys
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError, one_line
 from shardplan.storage import Folder, read_bytes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-QUANTISATION = (
+QUANTISATION_SUFFIXES = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale", ".qweight", ".qzeros", ".scales", ".g_idx",
     ".SCB", ".weight_packed", ".weight_shape", ".weight.absmax", ".weight.quant_map",
 )  # fmt: skip
-"""Endings of what quantisers save beside weights or in their place: scales, zero points, packed numbers."""
+"""Endings of tensors that quantisers save with weights or instead of them: scales, zero points, packed numbers."""
 
 
 def read_index(folder: Folder) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint in `folder`: name -> where it is.
+    """Read the index and all headers of the checkpoint in `folder`: tensor name -> tensor.
 
     Raises:
-        CheckpointError: no safetensors file, a shard that is missing or lacks a tensor the index promises, a tensor in
-            two of them, or a damaged header.
+        CheckpointError: no safetensors file, a shard that is missing or does not contain a tensor of the index, a
+            tensor in two shards, or a damaged header.
     """
     index = read_bytes(folder, INDEX)
     if index is None:
@@ -31,10 +31,10 @@ def read_index(folder: Folder) -> dict[str, Tensor]:
             raise CheckpointError(f"{folder.ref} holds neither {INDEX} nor {SINGLE}; is it a safetensors checkpoint?")
         return read_header(file)
     try:
-        weight_map: dict[str, str] = json.loads(index, object_pairs_hook=distinct)["weight_map"]
+        weight_map: dict[str, str] = json.loads(index, object_pairs_hook=reject_duplicate_keys)["weight_map"]
         shards = sorted(set(weight_map.values()))
         if any("/" in shard or shard.startswith(".") for shard in shards):
-            raise ValueError("a shard is the name of a file beside the index")
+            raise ValueError("a shard must be the name of a file in the folder of the index")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder.ref}/{INDEX} is damaged: {one_line(error)}") from error
     files = {shard: folder.open(shard) for shard in shards}
@@ -49,48 +49,53 @@ def read_index(folder: Folder) -> dict[str, Tensor]:
         for name in header:
             if holders.setdefault(name, shard) != shard:
                 raise CheckpointError(
-                    f"{folder.ref}: {name} is in {holders[name]} and in {shard}; which counts is open"
+                    f"{folder.ref}: {name} is in both {holders[name]} and {shard}; download the checkpoint again"
                 )
     absent = [name for name, shard in weight_map.items() if name not in headers[shard]]
     if absent:
-        raise CheckpointError(f"{folder.ref}: {INDEX} promises {absent[0]} in {weight_map[absent[0]]}, which lacks it")
+        raise CheckpointError(
+            f"{folder.ref}: {INDEX} lists {absent[0]} in {weight_map[absent[0]]}, which does not contain it"
+        )
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
 def check_tensors(
-    found: Mapping[str, Tensor], expected: Mapping[str, Shape], where: str, ignored: Set[str] = frozenset()
+    tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], where: str, ignored: Set[str] = frozenset()
 ) -> None:
-    """Compare names and shapes with what the model needs, all differences at once.
+    """Compare names and shapes of stored tensors with those that the model needs, and report all differences at once.
 
     Args:
-        ignored: tensors that may be there and are not needed.
+        tensors: stored tensors by name.
+        expected: shapes that the model needs, by tensor name.
+        where: name of the checkpoint for the message.
+        ignored: tensors that the model does not need but that may be stored.
 
     Raises:
-        CheckpointError: tensors that are missing, that have another shape, or that the model has no place for.
+        CheckpointError: tensors that are missing, that have another shape, or that the model does not have.
     """
-    missing = sorted(expected.keys() - found.keys())
-    unexpected = sorted(name for name in found.keys() - expected.keys() - ignored if not _is_buffer(name))
-    mismatched = sorted(name for name in expected.keys() & found.keys() if found[name].shape != expected[name])
+    missing = sorted(expected.keys() - tensors.keys())
+    unexpected = sorted(name for name in tensors.keys() - expected.keys() - ignored if not _is_buffer(name))
+    mismatched = sorted(name for name in expected.keys() & tensors.keys() if tensors[name].shape != expected[name])
     problems = []
     for label, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
-            problems.append(f"{len(names)} {label} ({_some(names)})")
-    quantised = [name for name in unexpected if name.endswith(QUANTISATION)]
+            problems.append(f"{len(names)} {label} ({_abbreviate(names)})")
+    quantised = [name for name in unexpected if name.endswith(QUANTISATION_SUFFIXES)]
     if mismatched:
-        shapes = [f"{name} is {found[name].shape}, the model has {expected[name]}" for name in mismatched]
-        problems.append(f"{len(mismatched)} of another shape ({_some(shapes)})")
+        shapes = [f"{name} is {tensors[name].shape}, the model has {expected[name]}" for name in mismatched]
+        problems.append(f"{len(mismatched)} of another shape ({_abbreviate(shapes)})")
     if problems:
         advice = f"; it is quantised ({quantised[0]}): use one in bfloat16, or dequantise it first" if quantised else ""
         raise CheckpointError(
-            f"{where} does not hold the model of its config.json: tensors {'; '.join(problems)}{advice}"
+            f"{where} does not match the model of its config.json; tensors: {'; '.join(problems)}{advice}"
         )
 
 
 def _is_buffer(name: str) -> bool:
-    """Constants that older transformers versions saved and every implementation recomputes."""
+    """Whether a tensor is a constant that older transformers versions saved and every implementation recomputes."""
     return name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
 
 
-def _some(names: list[str], limit: int = 3) -> str:
+def _abbreviate(names: list[str], limit: int = 3) -> str:
     more = f", and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -1,7 +1,8 @@
-"""Whether a checkpoint's files are what their store has on record, found in the pass that loads them.
+"""Compare a checkpoint's files with the checksums that their store recorded, in the same pass that loads them.
 
-Every read is followed by a CRC of what came. Afterwards the CRC of each file is put together from those of all
-processes, and only bytes that nobody needed are read besides. A SHA, of which that cannot be, is of a second reading.
+Every read updates a CRC of the bytes it returned. Afterwards the CRC of each file is combined from those of all
+processes, and only bytes that no process needed are read in addition. A SHA cannot be combined from parts: it needs a
+second reading of the file.
 """
 
 import sys
@@ -13,33 +14,33 @@ from shardplan.errors import CheckpointError
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_group import ProcessGroup
 from shardplan.storage import File, Folder
-from shardplan.storage.checksums import Checksum, crc, joined, sha256
-from shardplan.storage.folder import Pace
+from shardplan.storage.checksums import Checksum, ChecksumAlgorithm, combine_crcs, compute_crc, compute_sha256
+from shardplan.storage.folder import ReadTuning
 
-TENSORS = ".safetensors"
-"""Files that are checked."""
-Part = tuple[int, int, int]
-"""First byte of a part of a file, one past its last, and the CRC of what is between."""
+TENSORS_SUFFIX = ".safetensors"
+"""Ending of the names of the files that are checked."""
+RangeChecksum = tuple[int, int, int]
+"""First byte of a range of a file, one past its last, and the CRC of the bytes between."""
 
 
 class CheckedFile:
-    """A file that keeps the CRC of everything that is read of it, where the store has one of the whole."""
+    """A file that keeps the CRC of every range read from it, if its store recorded a CRC of the whole file."""
 
     def __init__(self, file: File) -> None:
         self.file = file
         self.name: str = file.name
         self.size: int = file.size
         self.version: str = file.version
-        self.pace: Pace = file.pace
+        self.tuning: ReadTuning = file.tuning
         self.is_shared: bool = file.is_shared
         self.recorded = file.recorded_checksum()
-        self.parts: list[Part] = []
+        self.ranges: list[RangeChecksum] = []
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """See `File.read_into`."""
         self.file.read_into(offset, buffer)
         if self.recorded and self.recorded.is_crc and len(buffer):
-            self.parts.append((offset, offset + len(buffer), crc(self.recorded.algorithm, buffer)))
+            self.ranges.append((offset, offset + len(buffer), compute_crc(self.recorded.algorithm, buffer)))
 
     def recorded_checksum(self) -> Checksum | None:
         """See `File.recorded_checksum`."""
@@ -47,7 +48,7 @@ class CheckedFile:
 
 
 class CheckedFolder:
-    """A folder whose files with tensors are `CheckedFile`s."""
+    """A folder that opens its safetensors files as `CheckedFile`s."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -56,92 +57,100 @@ class CheckedFolder:
     def open(self, name: str) -> File | None:
         """See `Folder.open`."""
         file = self._folder.open(name)
-        self.ref = self._folder.ref  # the hub's has a commit once a file of it is open
-        return CheckedFile(file) if file is not None and name.endswith(TENSORS) else file
+        self.ref = self._folder.ref  # a hub folder resolves its commit when it opens the first file
+        return CheckedFile(file) if file is not None and name.endswith(TENSORS_SUFFIX) else file
 
 
 def check_files(tensors: Iterable[Tensor], processes: ProcessGroup) -> None:
-    """Compare the files of `tensors`, of a `CheckedFolder`, with what is on record; say on stderr what was compared.
+    """Compare the files of `tensors`, from a `CheckedFolder`, with recorded checksums; print a summary on stderr.
 
-    Every process calls this when it has read its part. Files that all read are shared out; of what each has a copy of
-    its own, each checks its own.
+    Every process calls this after it has read its part. Files that all processes read are divided among the processes;
+    of files that each process has as a copy of its own, each process checks its own copy.
 
     Raises:
-        CheckpointError: a file is another; in all processes.
+        CheckpointError: a file differs from its recorded checksum; raised in all processes.
     """
     files = {tensor.file.name: tensor.file for tensor in tensors}
     checked = [file for _, file in sorted(files.items()) if isinstance(file, CheckedFile)]
-    to_each = {
-        process: [file.parts if _checks(file, i, process, processes) else [] for i, file in enumerate(checked)]
-        for process in range(processes.count)
+    ranges_for = {
+        process: [file.ranges if _is_checker(process, file, i, processes) else [] for i, file in enumerate(checked)]
+        for process in range(processes.process_count)
     }
-    said = processes.tell("parts", to_each)
+    received = processes.exchange("range checksums", ranges_for)
 
     def check() -> None:
         for i, file in enumerate(checked):
-            if _checks(file, i, processes.here, processes):
-                those = said.values() if file.is_shared else [said[processes.here]]
-                check_file(file, [(start, stop, value) for parts in those for start, stop, value in parts[i]])
+            if _is_checker(processes.process_index, file, i, processes):
+                senders = received.values() if file.is_shared else [received[processes.process_index]]
+                check_file(file, [(start, stop, value) for ranges in senders for start, stop, value in ranges[i]])
 
     processes.agree("checksums", check, lambda _: {})
     if is_first_process():
         print(_summary(checked), file=sys.stderr)
 
 
-def _checks(file: CheckedFile, number: int, process: int, processes: ProcessGroup) -> bool:
-    return not file.is_shared or number % processes.count == process
+def _is_checker(process: int, file: CheckedFile, number: int, processes: ProcessGroup) -> bool:
+    return not file.is_shared or number % processes.process_count == process
 
 
 def _summary(files: list[CheckedFile]) -> str:
-    by_kind: defaultdict[str, list[str]] = defaultdict(list)
+    """Return one line: how many files match by each algorithm, and for how many none is recorded."""
+    by_algorithm: defaultdict[ChecksumAlgorithm | None, list[str]] = defaultdict(list)
     for file in files:
-        by_kind[file.recorded.algorithm if file.recorded else ""].append(file.name)
-    unknown = by_kind.pop("", [])
-    said = [f"the {kind} on record is that of {len(names)} of {len(files)} files" for kind, names in by_kind.items()]
+        by_algorithm[file.recorded.algorithm if file.recorded else None].append(file.name)
+    unknown = by_algorithm.pop(None, [])
+    counts = [
+        f"{algorithm} matches for {len(names)} of {len(files)} files" for algorithm, names in by_algorithm.items()
+    ]
     if unknown:
-        said.append(f"none is on record of {len(unknown)} ({unknown[0]}{', ...' if unknown[1:] else ''})")
-    return f"checksums: {'; '.join(said)}"
+        counts.append(f"none recorded for {len(unknown)} ({unknown[0]}{', ...' if unknown[1:] else ''})")
+    return f"checksums: {'; '.join(counts)}"
 
 
-def check_file(file: CheckedFile, parts: Iterable[Part]) -> None:
-    """Compare a file with what is on record; `parts` are those that have been read.
+def check_file(file: CheckedFile, ranges: Iterable[RangeChecksum]) -> None:
+    """Compare a file with its recorded checksum, if there is one.
+
+    Args:
+        ranges: the CRCs of ranges that processes have read.
 
     Raises:
-        CheckpointError: it is another, or some of it was when it was read.
+        CheckpointError: the file differs, or a process received other bytes than the file has.
     """
     recorded = file.recorded
     if recorded is None:
         return
     if recorded.is_crc:
-        found = Checksum.of_crc(recorded.algorithm, _whole(file, recorded.algorithm, parts))
+        actual = Checksum.from_crc(recorded.algorithm, _file_crc(file, recorded.algorithm, ranges))
     else:
-        found = sha256(file.file, file.pace.nbytes)
-    if found != recorded:
-        raise CheckpointError(f"{file.name}: is {found}, and {recorded} is on record; it is damaged, replace it")
+        actual = compute_sha256(file.file, file.tuning.bytes_per_read)
+    if actual != recorded:
+        raise CheckpointError(
+            f"{file.name}: checksum is {actual}, its store recorded {recorded}; the file is damaged, replace it"
+        )
 
 
-def _whole(file: CheckedFile, algorithm: str, parts: Iterable[Part]) -> int:
-    """The CRC of a file: of parts that follow each other, and of bytes read now where there is none."""
+def _file_crc(file: CheckedFile, algorithm: ChecksumAlgorithm, ranges: Iterable[RangeChecksum]) -> int:
+    """Combine the CRC of a file from ranges that follow each other, and from bytes read now in the gaps."""
     position, result = 0, 0
-    counted: dict[tuple[int, int], int] = {}
-    for start, stop, value in sorted(set(parts), key=lambda part: (part[0], -part[1])):
-        if start < position:  # of what is counted already
-            again = counted.get((start, stop))
-            if value != (_read(file, algorithm, start, stop) if again is None else again):
-                raise CheckpointError(f"{file.name}: bytes {start} to {stop} came in two ways; load again")
+    combined: dict[tuple[int, int], int] = {}
+    for start, stop, value in sorted(set(ranges), key=lambda part: (part[0], -part[1])):
+        if start < position:  # overlaps what is combined already: only compare
+            earlier = combined.get((start, stop))
+            if value != (_read_crc(file, algorithm, start, stop) if earlier is None else earlier):
+                raise CheckpointError(f"{file.name}: two reads of bytes {start} to {stop} differ; load again")
             continue
-        result = joined(algorithm, result, _read(file, algorithm, position, start), start - position)
-        result = joined(algorithm, result, value, stop - start)
-        counted[start, stop] = value
+        result = combine_crcs(algorithm, result, _read_crc(file, algorithm, position, start), start - position)
+        result = combine_crcs(algorithm, result, value, stop - start)
+        combined[start, stop] = value
         position = stop
-    return joined(algorithm, result, _read(file, algorithm, position, file.size), file.size - position)
+    return combine_crcs(algorithm, result, _read_crc(file, algorithm, position, file.size), file.size - position)
 
 
-def _read(file: CheckedFile, algorithm: str, start: int, stop: int) -> int:
-    """The CRC of some bytes, read now."""
+def _read_crc(file: CheckedFile, algorithm: ChecksumAlgorithm, start: int, stop: int) -> int:
+    """Read a range of a file and return its CRC."""
     result = 0
-    for offset in range(start, stop, file.pace.nbytes):
-        buffer = memoryview(bytearray(min(file.pace.nbytes, stop - offset)))
+    for offset in range(start, stop, file.tuning.bytes_per_read):
+        buffer = memoryview(bytearray(min(file.tuning.bytes_per_read, stop - offset)))
         file.file.read_into(offset, buffer)
-        result = joined(algorithm, result, crc(algorithm, buffer), len(buffer))
+        result = combine_crcs(algorithm, result, compute_crc(algorithm, buffer), len(buffer))
     return result

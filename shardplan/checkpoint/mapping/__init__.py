@@ -1,1 +1,1 @@
-"""Which elements of which stored tensors make up each array of the model."""
+"""Map every array of the model to the elements of the stored tensors that it is made of."""

@@ -1,8 +1,8 @@
-"""Strided views of checkpoint tensors: where each element of an array comes from. Pure arithmetic.
+"""Strided views of checkpoint tensors: the tensor element behind every element of an array. Pure arithmetic.
 
-A `View` describes an array of the model as boxes of elements, each box a strided window on one checkpoint tensor, in
-the manner of `numpy.lib.stride_tricks.as_strided`. Views compose under the operations a converter is made of (stack,
-reshape, transpose, ...), so that the slice a device needs can be traced back to exact element ranges.
+A `View` describes an array of the model as boxes of elements. Each box is a strided window on one checkpoint tensor, as
+`numpy.lib.stride_tricks.as_strided` makes them. Views compose under the operations of a converter (stack, reshape,
+transpose, ...), so the slice of an array that a device needs can be traced back to exact element ranges of tensors.
 """
 
 import itertools
@@ -25,14 +25,14 @@ class Piece:
     """Extent of the box, per dimension."""
     tensor: str
     offset: int
-    """Element of the tensor that lands at `start`."""
+    """Element of the tensor that is at index `start` of the view."""
     strides: Shape
-    """Elements of the tensor between neighbours along each dimension; 0 repeats."""
+    """Elements of the tensor between neighbours along each dimension; 0 repeats an element."""
     scale: float = 1.0
     """Factor that the elements are multiplied by."""
 
     def intersect(self, start: Shape, stop: Shape) -> "Piece | None":
-        """The part of this piece inside the box `[start, stop)`, or None."""
+        """Return the part of this piece inside the box `[start, stop)`, or None if it is empty."""
         low = tuple(map(max, self.start, start))
         high = tuple(map(min, self.stop, stop))
         if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -48,7 +48,7 @@ class Piece:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First element of the tensor that is touched, and one past the last."""
+        """First element of the tensor that the box contains, and one past the last."""
         return self.offset, self.offset + 1 + sum((n - 1) * k for n, k in zip(self.shape, self.strides, strict=True))
 
     @property
@@ -59,7 +59,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class View:
-    """An array of `shape` made of disjoint pieces; elements no piece covers come from no checkpoint tensor."""
+    """An array of `shape` made of disjoint pieces; an element outside all pieces comes from no checkpoint tensor."""
 
     shape: Shape
     pieces: tuple[Piece, ...] = ()
@@ -71,15 +71,15 @@ class View:
 
     @property
     def stored_order(self) -> tuple[int, ...]:
-        """Its dimensions as the elements lie in the checkpoint: across tensors, then by stride, the longest first."""
+        """The dimensions in the order in which elements are stored: across tensors first, then longest stride first."""
         if not self.pieces:
             return tuple(range(len(self.shape)))
         piece = self.pieces[0]
         strides = [k if n > 1 else math.inf for n, k in zip(piece.shape, piece.strides, strict=True)]
         return tuple(sorted(range(len(self.shape)), key=lambda d: -strides[d]))
 
-    def inside(self, start: Shape, stop: Shape) -> Iterator[Piece]:
-        """What of the pieces is in the box `[start, stop)`."""
+    def pieces_in(self, start: Shape, stop: Shape) -> Iterator[Piece]:
+        """Yield the parts of the pieces inside the box `[start, stop)`."""
         candidates: Sequence[Piece] = self.pieces
         if start:
             ordered, firsts, longest = self._by_first
@@ -88,16 +88,16 @@ class View:
 
     @cached_property
     def _by_first(self) -> tuple[list[Piece], list[int], int]:
-        """Pieces by their first index along dimension 0, these indices, and the greatest extent along it."""
+        """Pieces sorted by first index along dimension 0, these indices, and the greatest extent along dimension 0."""
         ordered = sorted(self.pieces, key=lambda piece: piece.start[0])
         return ordered, [piece.start[0] for piece in ordered], max((piece.shape[0] for piece in ordered), default=0)
 
-    def scaled(self, factor: float) -> "View":
-        """Every element multiplied by `factor`."""
+    def scale(self, factor: float) -> "View":
+        """Multiply every element by `factor`."""
         return View(self.shape, tuple(replace(piece, scale=piece.scale * factor) for piece in self.pieces))
 
-    def transposed(self, permutation: Sequence[int]) -> "View":
-        """Dimensions reordered as by `numpy.transpose`."""
+    def transpose(self, permutation: Sequence[int]) -> "View":
+        """Reorder the dimensions as `numpy.transpose` does."""
 
         def permute(values: Shape) -> Shape:
             return tuple(values[i] for i in permutation)
@@ -108,27 +108,30 @@ class View:
         return View(permute(self.shape), tuple(pieces))
 
     def broadcast(self, shape: Shape, dimensions: Sequence[int]) -> "View":
-        """As `jax.lax.broadcast_in_dim`: dimension i of this view becomes `dimensions[i]` of the result."""
+        """Broadcast as `jax.lax.broadcast_in_dim`: dimension i becomes dimension `dimensions[i]` of the result.
 
-        def place(piece: Piece) -> Piece:
+        A new dimension, or one that is stretched from size 1, has stride 0.
+        """
+
+        def broadcast_piece(piece: Piece) -> Piece:
             start, extent, strides = [0] * len(shape), list(shape), [0] * len(shape)
             for i, d in enumerate(dimensions):
                 if self.shape[i] == shape[d]:
                     start[d], extent[d], strides[d] = piece.start[i], piece.shape[i], piece.strides[i]
             return replace(piece, start=tuple(start), shape=tuple(extent), strides=tuple(strides))
 
-        return View(shape, tuple(map(place, self.pieces)))
+        return View(shape, tuple(map(broadcast_piece, self.pieces)))
 
-    def sliced(self, start: Shape, stop: Shape) -> "View":
-        """The box `[start, stop)` as a view of its own."""
-        moved = (
+    def slice(self, start: Shape, stop: Shape) -> "View":
+        """Return the box `[start, stop)` as a view of its own."""
+        pieces = (
             replace(piece, start=tuple(a - s for a, s in zip(piece.start, start, strict=True)))
-            for piece in self.inside(start, stop)
+            for piece in self.pieces_in(start, stop)
         )
-        return View(tuple(b - a for a, b in zip(start, stop, strict=True)), tuple(moved))
+        return View(tuple(b - a for a, b in zip(start, stop, strict=True)), tuple(pieces))
 
-    def reshaped(self, shape: Shape) -> "View":
-        """As `numpy.reshape`. Pieces that the new shape cuts through are split."""
+    def reshape(self, shape: Shape) -> "View":
+        """Reshape as `numpy.reshape` does; a piece that is no box in the new shape is split into several."""
         if 0 in shape:
             return View(shape)
         groups = _reshape_groups(self.shape, shape)
@@ -139,27 +142,27 @@ class View:
 
 
 def tensor_view(name: str, shape: Shape) -> View:
-    """A whole checkpoint tensor, row-major."""
+    """View all of a checkpoint tensor, row-major."""
     return View(shape, (Piece((0,) * len(shape), shape, name, 0, row_major_strides(shape)),))
 
 
 def concatenate(views: Sequence[View], dimension: int) -> View:
-    """As `numpy.concatenate`."""
+    """Concatenate views as `numpy.concatenate` does."""
     pieces: list[Piece] = []
     position = 0
     for view in views:
-        pieces += (replace(p, start=_replaced(p.start, dimension, p.start[dimension] + position)) for p in view.pieces)
+        pieces += (replace(p, start=_set_item(p.start, dimension, p.start[dimension] + position)) for p in view.pieces)
         position += view.shape[dimension]
-    return View(_replaced(views[0].shape, dimension, position), tuple(pieces))
+    return View(_set_item(views[0].shape, dimension, position), tuple(pieces))
 
 
 def stack(views: Sequence[View], dimension: int) -> View:
-    """As `numpy.stack`."""
+    """Stack views as `numpy.stack` does."""
     expanded = []
     for view in views:
         shape = (*view.shape[:dimension], 1, *view.shape[dimension:])
-        kept = [d for d in range(len(shape)) if d != dimension]
-        expanded.append(view.broadcast(shape, kept))
+        others = [d for d in range(len(shape)) if d != dimension]
+        expanded.append(view.broadcast(shape, others))
     return concatenate(expanded, dimension)
 
 
@@ -168,7 +171,7 @@ def row_major_strides(shape: Shape) -> Shape:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _replaced(values: Shape, index: int, value: int) -> Shape:
+def _set_item(values: Shape, index: int, value: int) -> Shape:
     return (*values[:index], value, *values[index + 1 :])
 
 
@@ -177,7 +180,7 @@ Group = tuple[range, range]
 
 
 def _reshape_groups(old: Shape, new: Shape) -> list[Group]:
-    """The smallest runs of dimensions with equal products, so that each can be reshaped by itself."""
+    """Find the smallest runs of dimensions with equal products: each run can be reshaped by itself."""
     groups: list[Group] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -195,7 +198,7 @@ def _reshape_groups(old: Shape, new: Shape) -> list[Group]:
 
 
 def _reshape_piece(piece: Piece, old: Shape, new: Shape, groups: list[Group]) -> list[Piece]:
-    """`piece` in the coordinates of the new shape; the parts of the groups combine freely."""
+    """Express `piece` in the coordinates of the new shape: the product of the boxes of all groups."""
     per_group = []
     for before, after in groups:
         axes = slice(before.start, before.stop)
@@ -203,20 +206,20 @@ def _reshape_piece(piece: Piece, old: Shape, new: Shape, groups: list[Group]) ->
         per_group.append(_regroup(piece.start[axes], piece.shape[axes], piece.strides[axes], old[axes], extents))
     result = []
     for combination in itertools.product(*per_group):
-        start = tuple(itertools.chain.from_iterable(part[0] for part in combination))
-        shape = tuple(itertools.chain.from_iterable(part[1] for part in combination))
-        strides = tuple(itertools.chain.from_iterable(part[2] for part in combination))
-        skipped = sum(part[3] for part in combination)
+        start = tuple(itertools.chain.from_iterable(box[0] for box in combination))
+        shape = tuple(itertools.chain.from_iterable(box[1] for box in combination))
+        strides = tuple(itertools.chain.from_iterable(box[2] for box in combination))
+        skipped = sum(box[3] for box in combination)
         result.append(replace(piece, start=start, shape=shape, strides=strides, offset=piece.offset + skipped))
     return result
 
 
-Part = tuple[Shape, Shape, Shape, int]
-"""Start, shape, strides of a box in the new dimensions, and the elements skipped to reach it."""
+StridedBox = tuple[Shape, Shape, Shape, int]
+"""Start, shape and strides of a box in the new dimensions, and the elements that precede it."""
 
 
-def _regroup(start: Shape, shape: Shape, strides: Shape, old: Shape, new: Shape) -> list[Part]:
-    """The box in row-major coordinates `new`, as few boxes of constant strides as its layout allows."""
+def _regroup(start: Shape, shape: Shape, strides: Shape, old: Shape, new: Shape) -> list[StridedBox]:
+    """Express a box in coordinates `old` as boxes of constant strides in coordinates `new`, as few as possible."""
     if len(old) == 1 and len(new) == 1:
         return [(start, shape, strides, 0)]
     stride = _uniform_stride(shape, strides, old)
@@ -225,23 +228,23 @@ def _regroup(start: Shape, shape: Shape, strides: Shape, old: Shape, new: Shape)
         first = sum(s * w for s, w in zip(start, weights, strict=True))
         return [
             (box_start, box_shape, tuple(stride * w for w in row_major_strides(new)), stride * skipped)
-            for box_start, box_shape, skipped in boxes_of_range(first, math.prod(shape), new)
+            for box_start, box_shape, skipped in split_range(first, math.prod(shape), new)
         ]
-    # Not evenly spaced: take the outermost dimension that has several entries apart, one entry at a time.
+    # not evenly spaced: split the outermost dimension of more than one entry into its entries
     outer = next(i for i, n in enumerate(shape) if n > 1)
-    parts: list[Part] = []
+    boxes: list[StridedBox] = []
     for index in range(shape[outer]):
-        inner = _regroup(_replaced(start, outer, start[outer] + index), _replaced(shape, outer, 1), strides, old, new)
-        parts += ((a, b, c, skipped + index * strides[outer]) for a, b, c, skipped in inner)
-    return parts
+        inner = _regroup(_set_item(start, outer, start[outer] + index), _set_item(shape, outer, 1), strides, old, new)
+        boxes += ((a, b, c, skipped + index * strides[outer]) for a, b, c, skipped in inner)
+    return boxes
 
 
 def _uniform_stride(shape: Shape, strides: Shape, old: Shape) -> int | None:
-    """The spacing of the box's elements in row-major order of `old`, if it is one contiguous range evenly spaced."""
+    """Return the spacing of a box's elements in row-major order of `old`; None unless one evenly spaced range."""
     several = [i for i, n in enumerate(shape) if n > 1]
     if not several:
         return 1
-    # every dimension inside the outermost partial one must be whole, or the range has holes
+    # a box that is partial in a dimension inside the outermost one has holes in row-major order
     if any(shape[i] != old[i] for i in range(several[0] + 1, len(old))):
         return None
     stride = strides[several[-1]]
@@ -249,8 +252,12 @@ def _uniform_stride(shape: Shape, strides: Shape, old: Shape) -> int | None:
     return stride if all(strides[i] == stride * weights[i] for i in several) else None
 
 
-def boxes_of_range(first: int, count: int, shape: Shape) -> list[tuple[Shape, Shape, int]]:
-    """The row-major range `[first, first + count)` of `shape` as boxes: start, shape, elements before it."""
+def split_range(first: int, count: int, shape: Shape) -> list[tuple[Shape, Shape, int]]:
+    """Split the row-major range `[first, first + count)` of an array of `shape` into boxes.
+
+    Returns:
+        Start and shape of each box, and the number of elements of the range before it.
+    """
     if not shape:
         return [((), (), 0)]
     row = math.prod(shape[1:])
@@ -266,7 +273,7 @@ def boxes_of_range(first: int, count: int, shape: Shape) -> list[tuple[Shape, Sh
             part = min(end - position, row - within)
             boxes += (
                 ((index, *start), (1, *extent), position - first + skipped)
-                for start, extent, skipped in boxes_of_range(within, part, shape[1:])
+                for start, extent, skipped in split_range(within, part, shape[1:])
             )
             position += part
     return boxes

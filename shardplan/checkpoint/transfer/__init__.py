@@ -1,1 +1,1 @@
-"""Moving bytes from files to devices: schedule, reading, exchange between devices, placement."""
+"""Transfer stored tensors to devices: the schedule of reads, the reads, the collectives, the placement of shards."""

@@ -1,4 +1,4 @@
-"""Where the shards of one array come to rest: memory that a CPU device adopts, or an accelerator's own."""
+"""The local shards of an array while they are filled: host memory that CPU devices adopt, or accelerator memory."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,103 +18,108 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Rest:
-    """How an array is to rest."""
+class ArrayPlacement:
+    """The shape, type and sharding that an array is loaded into."""
 
     shape: Shape
     dtype: np.dtype
     sharding: NamedSharding
-    places: Mapping[int, jax.Device]
-    """Place on the mesh -> its device, of this process."""
+    devices: Mapping[int, jax.Device]
+    """Device index in the mesh -> device; those of this process."""
     order: tuple[int, ...]
-    """Which of the array's dimensions each dimension of a box is, while it is filled."""
+    """Dimension of the array for each dimension of the boxes that fill it."""
 
     @property
-    def local(self) -> Shape:
+    def shard_shape(self) -> Shape:
         """Shape of a shard."""
         return self.sharding.shard_shape(self.shape)
 
 
 class Destination(Protocol):
-    """The local shards of an array, while they are filled, in boxes with their dimensions in `Rest.order`."""
+    """The local shards of an array while they are filled with boxes whose dimensions are in `ArrayPlacement.order`."""
 
-    def window(self, place: int, start: Shape, shape: Shape) -> np.ndarray | None:
-        """The memory of a box of the shard at `place`, to be written to; None where it is not the host's."""
+    def window(self, device: int, start: Shape, shape: Shape) -> np.ndarray | None:
+        """Return the memory of a box of a device's shard, to be written to; None if it is not host memory."""
 
-    def put(self, place: int, start: Shape, part: np.ndarray | jax.Array) -> None:
-        """Set the box of the shard at `place` that begins at `start`; `part` is not changed afterwards."""
+    def put(self, device: int, start: Shape, part: np.ndarray | jax.Array) -> None:
+        """Write `part` to the box of a device's shard that begins at `start`; `part` must not change afterwards."""
 
-    def settle(self) -> None:
-        """Wait until everything that was put is there, and the memory it came in is free."""
+    def wait(self) -> None:
+        """Wait until all parts are written and the memory that held them can be reused."""
 
     def finish(self) -> jax.Array:
-        """The array."""
+        """Return the array."""
 
 
 class HostDestination:
-    """Of CPU devices: filled in place, and adopted at the end. Places with the same part share their memory."""
+    """Shards of CPU devices: filled in place and adopted at the end; devices with equal shards share their memory."""
 
-    def __init__(self, rest: Rest) -> None:
-        self._rest = rest
-        indices = rest.sharding.devices_indices_map(rest.shape)
-        self._keys = {place: str(indices[device]) for place, device in rest.places.items()}
-        self._buffers = {key: _aligned(rest.local, rest.dtype) for key in set(self._keys.values())}
+    def __init__(self, placement: ArrayPlacement) -> None:
+        self._placement = placement
+        indices = placement.sharding.devices_indices_map(placement.shape)
+        self._keys = {index: str(indices[device]) for index, device in placement.devices.items()}
+        shape, dtype = placement.shard_shape, placement.dtype
+        self._buffers = {key: _allocate_aligned(shape, dtype) for key in set(self._keys.values())}
 
-    def window(self, place: int, start: Shape, shape: Shape) -> np.ndarray:
+    def window(self, device: int, start: Shape, shape: Shape) -> np.ndarray:
         """See `Destination.window`."""
         box: Any = (slice(s, s + n) for s, n in zip(start, shape, strict=True))
-        shard = self._buffers[self._keys[place]].transpose(self._rest.order)
-        window: np.ndarray = shard[(..., *box)]  # with the ellipsis of 0-d arrays too
+        shard = self._buffers[self._keys[device]].transpose(self._placement.order)
+        window: np.ndarray = shard[(..., *box)]  # the ellipsis makes a 0-d array give a view, not a scalar
         return window
 
-    def put(self, place: int, start: Shape, part: np.ndarray | jax.Array) -> None:
+    def put(self, device: int, start: Shape, part: np.ndarray | jax.Array) -> None:
         """See `Destination.put`."""
-        np.copyto(self.window(place, start, part.shape), np.asarray(part), casting="unsafe")
+        np.copyto(self.window(device, start, part.shape), np.asarray(part), casting="unsafe")
 
-    def settle(self) -> None:
-        """See `Destination.settle`."""
+    def wait(self) -> None:
+        """See `Destination.wait`."""
 
     def finish(self) -> jax.Array:
         """See `Destination.finish`."""
-        parts = [
-            jax.device_put(self._buffers[self._keys[place]], device) for place, device in self._rest.places.items()
+        placement = self._placement
+        shards = [
+            jax.device_put(self._buffers[self._keys[index]], device) for index, device in placement.devices.items()
         ]
-        return jax.make_array_from_single_device_arrays(self._rest.shape, self._rest.sharding, parts)
+        return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards)
 
 
 class DeviceDestination:
-    """Of accelerators: every part is put on its device, and written into the shard there, which is donated for it."""
+    """Shards of accelerators: every part is put on its device and written into the shard there, which is donated."""
 
-    def __init__(self, rest: Rest) -> None:
-        self._rest = rest
-        places = rest.places.items()
-        self._shards = {place: jax.numpy.zeros(rest.local, rest.dtype, device=device) for place, device in places}
+    def __init__(self, placement: ArrayPlacement) -> None:
+        self._placement = placement
+        shape, dtype = placement.shard_shape, placement.dtype
+        self._shards = {
+            index: jax.numpy.zeros(shape, dtype, device=device) for index, device in placement.devices.items()
+        }
 
-    def window(self, place: int, start: Shape, shape: Shape) -> None:
+    def window(self, device: int, start: Shape, shape: Shape) -> None:
         """See `Destination.window`."""
 
-    def put(self, place: int, start: Shape, part: np.ndarray | jax.Array) -> None:
+    def put(self, device: int, start: Shape, part: np.ndarray | jax.Array) -> None:
         """See `Destination.put`."""
-        moved = jax.device_put(part, self._rest.places[place])
-        self._shards[place] = _written(self._shards[place], moved, start, self._rest.order)
+        on_device = jax.device_put(part, self._placement.devices[device])
+        self._shards[device] = _write_box(self._shards[device], on_device, start, self._placement.order)
 
-    def settle(self) -> None:
-        """See `Destination.settle`."""
+    def wait(self) -> None:
+        """See `Destination.wait`."""
         jax.block_until_ready(self._shards)
 
     def finish(self) -> jax.Array:
         """See `Destination.finish`."""
-        return jax.make_array_from_single_device_arrays(self._rest.shape, self._rest.sharding, [*self._shards.values()])
+        placement = self._placement
+        return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, [*self._shards.values()])
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="order")
-def _written(shard: jax.Array, part: jax.Array, start: Sequence[int], order: tuple[int, ...]) -> jax.Array:
-    back = [order.index(d) for d in range(len(order))]
-    return lax.dynamic_update_slice(shard, part.astype(shard.dtype).transpose(back), [start[d] for d in back])
+def _write_box(shard: jax.Array, part: jax.Array, start: Sequence[int], order: tuple[int, ...]) -> jax.Array:
+    inverse = [order.index(d) for d in range(len(order))]
+    return lax.dynamic_update_slice(shard, part.astype(shard.dtype).transpose(inverse), [start[d] for d in inverse])
 
 
-def _aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Uninitialised memory that JAX can adopt for a CPU device without copying."""
+def _allocate_aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """Allocate uninitialised memory that JAX can adopt for a CPU device without copying."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     skip = -raw.ctypes.data % ALIGNMENT

@@ -11,52 +11,56 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.checkpoint.mapping.views import Shape
-from shardplan.checkpoint.transfer.schedule import Sharing, Transfer
+from shardplan.checkpoint.transfer.transfer import ReadStrategy, Transfer
 
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
-"""Bytes of an element -> what it travels as: no collective changes a bit, whatever the type."""
+"""Bytes of an element -> the integer type that it is sent as: so no collective changes a bit, whatever the type."""
 
 
-def exchange(mesh: Mesh, transfer: Transfer, rows: Mapping[int, np.ndarray], dtype: np.dtype) -> dict[int, jax.Array]:
-    """What every local device has of a box after the exchange; every process of the mesh calls this at once.
+def exchange_rows(
+    mesh: Mesh, transfer: Transfer, rows: Mapping[int, np.ndarray], dtype: np.dtype
+) -> dict[int, jax.Array]:
+    """Run the collectives of a transfer; every process of the mesh calls this at once.
 
     Args:
-        rows: place on the mesh -> the rows that its device has read, of shape (rows each, *row).
+        rows: device index -> the rows that the device has read, of shape (rows per device, *row shape).
 
     Returns:
-        Place on the mesh -> its part of the box, of shape `placed_shape`, on its device.
+        Device index -> its part of the box, on the device; those of this process.
     """
-    everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    row_sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     devices = list(mesh.devices.flat)
     words = WORDS[dtype.itemsize]
-    parts = [jax.device_put(part.view(words)[None], devices[place]) for place, part in rows.items()]
+    parts = [jax.device_put(part.view(words)[None], devices[device]) for device, part in rows.items()]
     shape = (len(devices), *parts[0].shape[1:])
-    read = jax.make_array_from_single_device_arrays(shape, everywhere, parts)
-    placed = placed_shape(transfer, dict(mesh.shape))
-    found = _program(mesh, transfer.sharing, transfer.rows, placed, dtype)(read)
-    return {shard.index[0].start or 0: shard.data[0] for shard in found.addressable_shards}
+    read = jax.make_array_from_single_device_arrays(shape, row_sharding, parts)
+    result = _program(mesh, transfer.strategy, transfer.rows, _result_shape(transfer, mesh), dtype)(read)
+    return {shard.index[0].start or 0: shard.data[0] for shard in result.addressable_shards}
 
 
-def placed_shape(transfer: Transfer, sizes: Mapping[str, int]) -> Shape:
-    """What one device has of the box once it is where it will rest."""
-    parts = {d: math.prod(sizes[axis] for axis in axes) for d, axes in transfer.sharing.moved}
+def _result_shape(transfer: Transfer, mesh: Mesh) -> Shape:
+    """Return the shape of a device's part of the box after the exchange."""
+    parts = {d: math.prod(mesh.shape[axis] for axis in axes) for d, axes in transfer.strategy.all_to_all}
     return tuple(n // parts.get(d, 1) for d, n in enumerate(transfer.shape))
 
 
 @lru_cache(maxsize=256)
-def _program(mesh: Mesh, sharing: Sharing, rows: int, placed: Shape, dtype: np.dtype):  # type: ignore[no-untyped-def]
-    """Array of (device, rows each, *row) -> (device, *placed)."""
+def _program(  # type: ignore[no-untyped-def]
+    mesh: Mesh, strategy: ReadStrategy, rows: int, result_shape: Shape, dtype: np.dtype
+):
+    """Build the jitted exchange: array of (device, rows per device, *row shape) -> (device, *result shape)."""
 
-    def exchanged(read: jax.Array) -> jax.Array:
-        found = read[0]
-        for axis, dimension in sharing.steps:
+    def exchange(read: jax.Array) -> jax.Array:
+        """Run the collectives on one device's rows: array (1, rows per device, *row shape) -> (1, *result shape)."""
+        part = read[0]
+        for axis, dimension in strategy.collectives:
             if dimension is None:
-                found = lax.all_gather(found, axis, axis=0, tiled=True)
+                part = lax.all_gather(part, axis, axis=0, tiled=True)
             else:
-                cut = dimension - sharing.first_moved + 1
-                found = lax.all_to_all(found, axis, split_axis=cut, concat_axis=0, tiled=True)
-        # rows that no device had to read are at the end
-        return lax.bitcast_convert_type(found[:rows].reshape(1, *placed), dtype)
+                split_axis = dimension - strategy.row_rank + 1
+                part = lax.all_to_all(part, axis, split_axis=split_axis, concat_axis=0, tiled=True)
+        # rows of padding, where the rows do not divide among the devices, are at the end
+        return lax.bitcast_convert_type(part[:rows].reshape(1, *result_shape), dtype)
 
-    everywhere = PartitionSpec(mesh.axis_names)
-    return jax.jit(jax.shard_map(exchanged, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))
+    row_spec = PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=row_spec, out_specs=row_spec, check_vma=False))

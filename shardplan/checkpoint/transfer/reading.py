@@ -1,4 +1,4 @@
-"""Reads of tensors into host memory: which bytes together, and where each element goes."""
+"""Read tensors into host memory: choose which bytes are read together, and copy each element to its target."""
 
 import threading
 from collections import defaultdict
@@ -10,14 +10,14 @@ import numpy as np
 
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
-from shardplan.checkpoint.transfer.schedule import merged, runs_of
+from shardplan.checkpoint.transfer.byte_ranges import find_runs, merge_boxes
 
 _thread = threading.local()
-_NOTHING = np.empty(0, np.uint8)
+_EMPTY = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True)
-class Target:
+class ReadTarget:
     """Memory for a box of an array."""
 
     start: Shape
@@ -32,10 +32,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Read:
-    """Some elements of one tensor, read together, and the targets that take from them."""
+    """One read of a range of a tensor, and the pieces of targets that are copied from it."""
 
     tensor: Tensor
-    pieces: tuple[tuple[Target, Piece], ...]
+    pieces: tuple[tuple[ReadTarget, Piece], ...]
 
     @property
     def span(self) -> tuple[int, int]:
@@ -50,8 +50,8 @@ class Read:
         return (high - low) * self.tensor.dtype.itemsize
 
     @property
-    def together(self) -> Piece:
-        """The box that its pieces fill."""
+    def bounding_box(self) -> Piece:
+        """The smallest box that contains all pieces."""
         pieces = [piece for _, piece in self.pieces]
         start = tuple(map(min, zip(*(piece.start for piece in pieces), strict=True)))
         stop = tuple(map(max, zip(*(piece.stop for piece in pieces), strict=True)))
@@ -59,35 +59,37 @@ class Read:
         return replace(pieces[0], start=start, shape=shape, offset=self.span[0])
 
 
-def reads(view: View, tensors: Mapping[str, Tensor], targets: Sequence[Target], most_bytes: int) -> Iterator[Read]:
-    """What to read for boxes of an array, in disjoint parts of at most `most_bytes`.
+def plan_reads(
+    view: View, tensors: Mapping[str, Tensor], targets: Sequence[ReadTarget], max_bytes: int
+) -> Iterator[Read]:
+    """Plan disjoint reads of at most `max_bytes` that fill boxes of an array.
 
-    A target whose part of a tensor is contiguous on disk is read by itself. Where parts interleave (a tensor cut along
-    an inner dimension), they are read once for all targets.
+    If the part of every target is contiguous on disk, each is read by itself. If the parts interleave (a tensor
+    sharded along an inner dimension), they are read once for all targets.
     """
-    parts: defaultdict[object, list[tuple[Target, Piece]]] = defaultdict(list)
+    grids: defaultdict[object, list[tuple[ReadTarget, Piece]]] = defaultdict(list)
     for target in targets:
-        for piece in view.inside(target.start, target.stop):
+        for piece in view.pieces_in(target.start, target.stop):
             # parts of one piece of the view lie in one grid of one tensor
             origin = piece.offset - sum(s * k for s, k in zip(piece.start, piece.strides, strict=True))
-            parts[piece.tensor, piece.strides, origin].append((target, piece))
-    for found in parts.values():
-        boxes = {(piece.start, piece.stop) for _, piece in found}
-        whole = all(_is_contiguous(piece) for _, piece in found)
-        for start, stop in sorted(boxes) if whole else merged(boxes):
-            inside = tuple((target, part) for target, piece in found if (part := piece.intersect(start, stop)))
-            yield from _chunked(Read(tensors[inside[0][1].tensor], inside), most_bytes)
+            grids[piece.tensor, piece.strides, origin].append((target, piece))
+    for parts in grids.values():
+        boxes = {(piece.start, piece.stop) for _, piece in parts}
+        is_contiguous = all(_is_contiguous(piece) for _, piece in parts)
+        for start, stop in sorted(boxes) if is_contiguous else merge_boxes(boxes):
+            inside = tuple((target, part) for target, piece in parts if (part := piece.intersect(start, stop)))
+            yield from _split_read(Read(tensors[inside[0][1].tensor], inside), max_bytes)
 
 
-def fill(read: Read) -> int:
-    """Read, and copy into the targets; returns the bytes read."""
+def run_read(read: Read) -> int:
+    """Read a range, copy it into the targets, and return the number of bytes read."""
     low, _ = read.span
     tensor = read.tensor
     itemsize = tensor.dtype.itemsize
     offset = tensor.offset + low * itemsize
     if len(read.pieces) == 1:
         target, piece = read.pieces[0]
-        box = _box(target, piece)
+        box = _target_box(target, piece)
         if box.dtype == tensor.dtype and box.flags.c_contiguous and _is_row_major(piece) and piece.scale == 1:
             tensor.file.read_into(offset, box.reshape(-1).view(np.uint8).data)
             return read.nbytes
@@ -98,16 +100,16 @@ def fill(read: Read) -> int:
         source: Any = np.lib.stride_tricks.as_strided(staging[piece.offset - low :], piece.shape, strides)
         if piece.scale != 1:
             source = source.astype(np.float32) * np.float32(piece.scale)
-        np.copyto(_box(target, piece), source, casting="unsafe")
+        np.copyto(_target_box(target, piece), source, casting="unsafe")
     return read.nbytes
 
 
 def _scratch(nbytes: int) -> np.ndarray:
-    """Memory of this thread, used again and again: nothing keeps what is in it."""
-    if getattr(_thread, "scratch", _NOTHING).nbytes < nbytes:
+    """Return this thread's scratch memory; the next call returns the same memory again."""
+    if getattr(_thread, "scratch", _EMPTY).nbytes < nbytes:
         _thread.scratch = np.empty(nbytes, np.uint8)
-    found: np.ndarray = _thread.scratch[:nbytes]
-    return found
+    scratch: np.ndarray = _thread.scratch[:nbytes]
+    return scratch
 
 
 def _is_contiguous(piece: Piece) -> bool:
@@ -115,37 +117,38 @@ def _is_contiguous(piece: Piece) -> bool:
     return high - low == piece.size
 
 
-def _chunked(read: Read, most_bytes: int) -> Iterator[Read]:
-    """`read` in disjoint parts of at most `most_bytes`, cut along the outermost dimension of its pieces together."""
-    box = read.together
+def _split_read(read: Read, max_bytes: int) -> Iterator[Read]:
+    """Split a read into disjoint reads of at most `max_bytes`, along the outermost dimension of its bounding box."""
+    box = read.bounding_box
     extended = [d for d, n in enumerate(box.shape) if n > 1]
-    runs = runs_of(box, read.tensor.dtype.itemsize).count
-    if not extended or (read.nbytes <= most_bytes and runs == 1):
+    runs = find_runs(box, read.tensor.dtype.itemsize).count
+    if not extended or (read.nbytes <= max_bytes and runs == 1):
         yield read
         return
     outer = max(extended, key=lambda d: box.strides[d])
     low, high = box.start[outer], box.stop[outer]
-    # several runs: the gaps between them are too long to be read
-    count = max(1, (high - low) * most_bytes // read.nbytes) if runs == 1 else 1
+    # the gaps between several runs are too long to be read: each run is a read of its own
+    count = max(1, (high - low) * max_bytes // read.nbytes) if runs == 1 else 1
     for start in range(low, high, count):
         parts = tuple(
-            (target, part) for target, piece in read.pieces if (part := _rows(piece, outer, start, start + count))
+            (target, part) for target, piece in read.pieces if (part := _clip_piece(piece, outer, start, start + count))
         )
         if parts and count > 1:
             yield replace(read, pieces=parts)
         elif parts:
-            yield from _chunked(replace(read, pieces=parts), most_bytes)
+            yield from _split_read(replace(read, pieces=parts), max_bytes)
 
 
-def _rows(piece: Piece, dimension: int, start: int, stop: int) -> Piece | None:
+def _clip_piece(piece: Piece, dimension: int, start: int, stop: int) -> Piece | None:
+    """Return the part of a piece in `[start, stop)` along one dimension, or None if it is empty."""
     low, high = list(piece.start), list(piece.stop)
     low[dimension], high[dimension] = start, stop
     return piece.intersect(tuple(low), tuple(high))
 
 
-def _box(target: Target, piece: Piece) -> np.ndarray:
+def _target_box(target: ReadTarget, piece: Piece) -> np.ndarray:
     box = (slice(s - o, s - o + n) for s, o, n in zip(piece.start, target.start, piece.shape, strict=True))
-    index: tuple[Any, ...] = (..., *box)  # with the ellipsis a 0-d array too gives a view, not a scalar
+    index: tuple[Any, ...] = (..., *box)  # the ellipsis makes a 0-d array give a view, not a scalar
     return target.buffer[index]
 
 

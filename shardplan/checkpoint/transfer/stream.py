@@ -1,7 +1,7 @@
-"""Bring a checkpoint into sharded arrays, transfer by transfer: read, exchange where devices share a box, put in place.
+"""Stream a checkpoint into sharded arrays, transfer by transfer: read, exchange rows, write into the shards.
 
-Nothing is assembled: no array exists whole unless its sharding says so. Host memory beside the arrays is bounded, and
-reads go on while what was read before is on its way to the devices.
+No array exists unsharded unless its sharding is replicated. Host memory beside the arrays is bounded, and reads
+continue while what was read before is on its way to the devices.
 """
 
 import math
@@ -16,32 +16,30 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import View
-from shardplan.checkpoint.transfer.destination import Destination, DeviceDestination, HostDestination, Rest
-from shardplan.checkpoint.transfer.exchange import exchange
-from shardplan.checkpoint.transfer.reading import Target, fill, reads
-from shardplan.checkpoint.transfer.schedule import (
-    Box,
-    Fleet,
-    Limits,
-    MeshAxes,
-    Source,
-    Transfer,
-    in_stored_order,
-    make_schedule,
-    read_by_process,
+from shardplan.checkpoint.transfer.byte_ranges import TensorSource
+from shardplan.checkpoint.transfer.destination import (
+    ArrayPlacement,
+    Destination,
+    DeviceDestination,
+    HostDestination,
 )
+from shardplan.checkpoint.transfer.exchange import exchange_rows
+from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_read
+from shardplan.checkpoint.transfer.schedule import make_schedule, read_by_process, to_stored_order
+from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer, TransferLimits
+from shardplan.plan.mapping import MeshAxes
 from shardplan.runtime.process_group import ProcessGroup
 from shardplan.runtime.progress import load_progress
 
-BUDGET = 2 * 2**30
-"""Default of the host memory that a load may use beside the arrays, bytes."""
-TRANSFER_BYTES = 64 * 2**20
+DEFAULT_BUDGET = 2 * 2**30
+"""Host memory that a load may use beside the arrays, bytes."""
+MAX_READ_BYTES = 64 * 2**20
 """Most bytes of a transfer that one process reads."""
-PLACED_BYTES = 256 * 2**20
+MAX_PLACED_BYTES = 256 * 2**20
 """Most bytes of a transfer in the accelerators of one process, beside the arrays."""
-NO_MESH = Mesh(np.empty((), dtype=object), ())
-IN_FLIGHT = 64
-"""Transfers whose reads are under way at once."""
+EMPTY_MESH = Mesh(np.empty((), dtype=object), ())
+MAX_IN_FLIGHT = 64
+"""Most transfers whose reads are under way at the same time."""
 
 
 def stream_arrays(
@@ -51,45 +49,45 @@ def stream_arrays(
     specs: Mapping[str, Sequence[MeshAxes]],
     dtypes: Mapping[str, np.dtype],
     processes: ProcessGroup,
-    budget: int = BUDGET,
-    adopts: bool | None = None,
+    budget: int = DEFAULT_BUDGET,
+    zero_copy: bool | None = None,
 ) -> dict[str, jax.Array]:
-    """The arrays that `views` describe, read from `tensors`, sharded over `mesh` and cast.
+    """Read the arrays that `views` describe from `tensors`, sharded over `mesh` and cast to `dtypes`.
 
     Every process of the mesh calls this at once, with the same arguments.
 
     Args:
         views: array path -> the tensor elements it is made of.
-        tensors: tensor name -> where it lies.
-        specs: array path -> the mesh axes that cut each dimension.
+        tensors: tensor name -> tensor and its location.
+        specs: array path -> the mesh axes that shard each dimension.
         dtypes: array path -> type.
         processes: the processes of the mesh.
-        budget: most bytes of host memory beside the arrays.
-        adopts: whether the devices take over host memory that was read into; default: whether they are CPU devices.
+        budget: most host memory to use beside the arrays, bytes.
+        zero_copy: whether devices adopt the host memory that was read into; default: whether they are CPU devices.
 
     Raises:
-        CheckpointError: a file is cut short or cannot be read.
+        CheckpointError: a file is truncated or cannot be read.
     """
-    loading = _Loading(views, tensors, mesh, specs, dtypes, budget, adopts)
-    # where the caller has a mesh, jax would have every operation on one device be on all of them
-    with jax.set_mesh(NO_MESH), load_progress(loading.nbytes, processes) as report:
-        return loading.run(report)
+    stream = _ArrayStream(views, tensors, mesh, specs, dtypes, budget, zero_copy)
+    # under a mesh of the caller, jax would run every operation on one device on all devices of that mesh
+    with jax.set_mesh(EMPTY_MESH), load_progress(stream.nbytes, processes) as report:
+        return stream.run(report)
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _PendingTransfer:
     """A transfer whose reads are under way."""
 
     transfer: Transfer
     reads: list[Future[int]]
     staged: dict[int, np.ndarray]
-    """Place -> what its device has read; nothing where it is read in place."""
+    """Device index -> the host memory that its part is read into; empty if reads go directly to the shards."""
     nbytes: int
-    """Host memory that it needs beside the arrays."""
+    """Host memory that the transfer needs beside the arrays."""
 
 
-class _Loading:
-    """One load: its schedule, and what is under way."""
+class _ArrayStream:
+    """The state of one load: its schedule, and the transfers that are under way."""
 
     def __init__(
         self,
@@ -99,143 +97,159 @@ class _Loading:
         specs: Mapping[str, Sequence[MeshAxes]],
         dtypes: Mapping[str, np.dtype],
         budget: int,
-        adopts: bool | None,
+        zero_copy: bool | None,
     ) -> None:
+        """Choose the types in transit and divide the budget, then plan all transfers; arguments as `stream_arrays`."""
         self.tensors, self.mesh, self.dtypes = tensors, mesh, dtypes
         self.shapes = {path: view.shape for path, view in views.items()}
         self.shardings = {
             path: NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec))) for path, spec in specs.items()
         }
-        self.orders, self.views, stored_specs = in_stored_order(views, specs)
+        self.orders, self.views, stored_specs = to_stored_order(views, specs)
         devices = list(mesh.devices.flat)
-        self.fleet = Fleet(tuple(mesh.shape.items()), tuple(device.process_index for device in devices))
-        self.places = {place: devices[place] for place in self.fleet.by_process[jax.process_index()]}
-        self.adopts = devices[0].platform == "cpu" if adopts is None else adopts
-        stored = {name: tensor.dtype for name, tensor in tensors.items()}
-        self.travelling = {path: travelling(view, stored, dtypes[path]) for path, view in views.items()}
-        paces = {tensor.file.pace for tensor in tensors.values()}
-        self.threads = max(pace.at_once for pace in paces)
-        self.read_bytes = min(budget // (4 * self.threads), *(pace.nbytes for pace in paces))
-        self.flight_bytes = budget - self.threads * self.read_bytes
+        self.device_mesh = DeviceMesh(tuple(mesh.shape.items()), tuple(device.process_index for device in devices))
+        local_devices = self.device_mesh.devices_by_process[jax.process_index()]
+        self.devices = {index: devices[index] for index in local_devices}
+        self.zero_copy = devices[0].platform == "cpu" if zero_copy is None else zero_copy
+        stored_dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        self.transfer_dtypes = {
+            path: choose_transfer_dtype(view, stored_dtypes, dtypes[path]) for path, view in views.items()
+        }
+        tunings = {tensor.file.tuning for tensor in tensors.values()}
+        self.threads = max(tuning.concurrent_reads for tuning in tunings)
+        self.read_bytes = min(budget // (4 * self.threads), *(tuning.bytes_per_read for tuning in tunings))
+        self.pending_bytes = budget - self.threads * self.read_bytes
         self.sources = {
-            name: Source(tensor.file.name, tensor.offset, tensor.dtype.itemsize) for name, tensor in tensors.items()
+            name: TensorSource(tensor.file.name, tensor.offset, tensor.dtype.itemsize)
+            for name, tensor in tensors.items()
         }
         self.schedule = make_schedule(
             self.views,
             self.sources,
             stored_specs,
-            {path: dtype.itemsize for path, dtype in self.travelling.items()},
-            self.fleet,
-            transfer_limits(self.flight_bytes, self.adopts),
+            {path: dtype.itemsize for path, dtype in self.transfer_dtypes.items()},
+            self.device_mesh,
+            transfer_limits(self.pending_bytes, self.zero_copy),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes that all processes read together."""
-        read = read_by_process(self.schedule, self.views, self.sources)
-        return sum(ranges.bytes for ranges in read.values())
+        volumes = read_by_process(self.schedule, self.views, self.sources)
+        return sum(volume.bytes for volume in volumes.values())
 
     def run(self, report: Callable[[int], object]) -> dict[str, jax.Array]:
-        """Every array by its path; `report` is called with the bytes of each read."""
-        left = Counter(transfer.path for transfer in self.schedule.transfers)
+        """Run all transfers and return every array by its path; `report` is called with the bytes of each read."""
+        remaining = Counter(transfer.path for transfer in self.schedule.transfers)
         destinations: dict[str, Destination] = {}
         arrays: dict[str, jax.Array] = {}
-        flights: deque[_Flight] = deque()
+        pending: deque[_PendingTransfer] = deque()
 
-        def land() -> None:
-            flight = flights.popleft()
-            for each in flight.reads:
-                report(each.result())
-            path = flight.transfer.path
-            self._put(flight, destinations[path])
-            left[path] -= 1
-            if not left[path]:
+        def complete_oldest() -> None:
+            """Wait for the reads of the oldest transfer, write it, and finish its array after the last one."""
+            oldest = pending.popleft()
+            for read in oldest.reads:
+                report(read.result())
+            path = oldest.transfer.path
+            self._write(oldest, destinations[path])
+            remaining[path] -= 1
+            if not remaining[path]:
                 arrays[path] = destinations.pop(path).finish()
 
         with ThreadPoolExecutor(self.threads) as pool:
             try:
                 for transfer in self.schedule.transfers:
-                    needed = self._staging_bytes(transfer)
-                    while len(flights) == IN_FLIGHT or (
-                        flights and needed + sum(flight.nbytes for flight in flights) > self.flight_bytes
+                    required = self._staging_bytes(transfer)
+                    while len(pending) == MAX_IN_FLIGHT or (
+                        pending and required + sum(each.nbytes for each in pending) > self.pending_bytes
                     ):
-                        land()
+                        complete_oldest()
                     if transfer.path not in destinations:
-                        destinations[transfer.path] = self._destination(transfer.path)
-                    flights.append(self._start(transfer, destinations[transfer.path], pool))
-                while flights:
-                    land()
+                        destinations[transfer.path] = self._make_destination(transfer.path)
+                    pending.append(self._start_reads(transfer, destinations[transfer.path], pool))
+                while pending:
+                    complete_oldest()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
         return arrays
 
-    def _destination(self, path: str) -> Destination:
-        kind = HostDestination if self.adopts else DeviceDestination
+    def _make_destination(self, path: str) -> Destination:
+        """Make the shards that an array is loaded into: of host memory if devices adopt it."""
+        kind = HostDestination if self.zero_copy else DeviceDestination
         sharding = self.shardings[path]
-        return kind(Rest(self.shapes[path], self.dtypes[path], sharding, self.places, self.orders[path]))
+        return kind(ArrayPlacement(self.shapes[path], self.dtypes[path], sharding, self.devices, self.orders[path]))
 
     def _staging_bytes(self, transfer: Transfer) -> int:
-        if transfer.sharing.steps:
-            # and what comes of the exchange
-            rows = transfer.rows_each(self.fleet) * math.prod(transfer.row)
-            return 2 * len(self.places) * rows * transfer.itemsize
-        return 0 if self.adopts else len(self._boxes(transfer)) * math.prod(transfer.shape) * transfer.itemsize
+        """Return the host memory that a transfer needs beside the arrays; 0 if it is read directly into the shards."""
+        if transfer.strategy.collectives:
+            rows = transfer.rows_per_device(self.device_mesh) * math.prod(transfer.row_shape)
+            # twice: the rows, and what the exchange returns
+            return 2 * len(self.devices) * rows * transfer.itemsize
+        return 0 if self.zero_copy else len(self._local_boxes(transfer)) * math.prod(transfer.shape) * transfer.itemsize
 
-    def _start(self, transfer: Transfer, destination: Destination, pool: ThreadPoolExecutor) -> _Flight:
-        """Begin to read a transfer: in place where that can be, else into memory of its own."""
-        dtype = self.travelling[transfer.path]
+    def _start_reads(self, transfer: Transfer, destination: Destination, pool: ThreadPoolExecutor) -> _PendingTransfer:
+        """Start to read a transfer.
+
+        Without collectives, read directly into host-memory shards where there are any; otherwise, and always with
+        collectives, into staging memory that `_write` moves on.
+        """
+        dtype = self.transfer_dtypes[transfer.path]
         staged: dict[int, np.ndarray] = {}
         targets = []
-        if transfer.sharing.steps:
-            for place in self.places:
-                staged[place] = np.empty((transfer.rows_each(self.fleet), *transfer.row), dtype)
-                rows = staged[place].reshape(-1)
-                for (start, stop), first in transfer.boxes(self.fleet, place):
+        if transfer.strategy.collectives:
+            for device in self.devices:
+                staged[device] = np.empty((transfer.rows_per_device(self.device_mesh), *transfer.row_shape), dtype)
+                rows = staged[device].reshape(-1)
+                for (start, stop), row_offset in transfer.boxes(self.device_mesh, device):
                     shape = tuple(b - a for a, b in zip(start, stop, strict=True))
-                    targets.append(Target(start, rows[first : first + math.prod(shape)].reshape(shape)))
+                    targets.append(ReadTarget(start, rows[row_offset : row_offset + math.prod(shape)].reshape(shape)))
         else:
-            for (start, _), places in self._boxes(transfer).items():
-                window = destination.window(places[0], transfer.start, transfer.shape)
-                if window is None:
-                    window = np.empty(transfer.shape, dtype)
-                    staged |= dict.fromkeys(places, window)
-                targets.append(Target(start, window))
-        view = self.views[transfer.path]
-        futures = [pool.submit(fill, read) for read in reads(view, self.tensors, targets, self.read_bytes)]
-        return _Flight(transfer, futures, staged, self._staging_bytes(transfer))
+            for (start, _), devices in self._local_boxes(transfer).items():
+                # `start` counts from the origin of the array, `transfer.start` from that of each shard; devices with
+                # equal boxes share one host buffer, so that the first of them stands for all
+                shard_box = destination.window(devices[0], transfer.start, transfer.shape)
+                if shard_box is None:
+                    shard_box = np.empty(transfer.shape, dtype)
+                    staged |= dict.fromkeys(devices, shard_box)
+                targets.append(ReadTarget(start, shard_box))
+        reads = plan_reads(self.views[transfer.path], self.tensors, targets, self.read_bytes)
+        futures = [pool.submit(run_read, read) for read in reads]
+        return _PendingTransfer(transfer, futures, staged, self._staging_bytes(transfer))
 
-    def _boxes(self, transfer: Transfer) -> dict[Box, list[int]]:
-        """The distinct boxes that local devices read by themselves, and their places."""
-        found: dict[Box, list[int]] = {}
-        for place in self.places:
-            for box, _ in transfer.boxes(self.fleet, place):
-                found.setdefault(box, []).append(place)
-        return found
+    def _local_boxes(self, transfer: Transfer) -> dict[Box, list[int]]:
+        """Return the distinct boxes that devices of this process read, each with the indices of its devices."""
+        boxes: dict[Box, list[int]] = {}
+        for device in self.devices:
+            for box, _ in transfer.boxes(self.device_mesh, device):
+                boxes.setdefault(box, []).append(device)
+        return boxes
 
-    def _put(self, flight: _Flight, destination: Destination) -> None:
-        transfer = flight.transfer
-        parts: Mapping[int, np.ndarray | jax.Array] = flight.staged
-        if transfer.sharing.steps:
-            parts = exchange(self.mesh, transfer, flight.staged, self.travelling[transfer.path])
-        for place, part in parts.items():
-            destination.put(place, transfer.start, part)
-        destination.settle()
-
-
-def transfer_limits(budget: int, adopts: bool) -> Limits:
-    """How large a transfer may be, of several that share `budget` bytes of host memory."""
-    read = min(TRANSFER_BYTES, budget // 4)
-    return Limits(read, read if adopts else PLACED_BYTES)
+    def _write(self, pending: _PendingTransfer, destination: Destination) -> None:
+        """Exchange the rows that were read, if devices share them, and write the parts into their shards."""
+        transfer = pending.transfer
+        parts: Mapping[int, np.ndarray | jax.Array] = pending.staged
+        if transfer.strategy.collectives:
+            parts = exchange_rows(self.mesh, transfer, pending.staged, self.transfer_dtypes[transfer.path])
+        for device, part in parts.items():
+            destination.put(device, transfer.start, part)
+        destination.wait()
 
 
-def travelling(view: View, stored_as: Mapping[str, np.dtype], wanted: np.dtype) -> np.dtype:
-    """The type of an array on its way: of what is stored and what is wanted the narrower, so that less is moved.
+def transfer_limits(budget: int, zero_copy: bool) -> TransferLimits:
+    """Return how large a transfer may be if several share `budget` bytes of host memory."""
+    read = min(MAX_READ_BYTES, budget // 4)
+    return TransferLimits(read, read if zero_copy else MAX_PLACED_BYTES)
+
+
+def choose_transfer_dtype(view: View, stored_dtypes: Mapping[str, np.dtype], dtype: np.dtype) -> np.dtype:
+    """Choose the type of an array in transit: the narrower of the stored type and `dtype`, so that less is moved.
 
     Args:
-        stored_as: tensor name -> its type.
+        stored_dtypes: tensor name -> its type.
+        dtype: type of the array in the model.
     """
-    kinds = {stored_as[piece.tensor] for piece in view.pieces}
+    kinds = {stored_dtypes[piece.tensor] for piece in view.pieces}
     is_plain = len(kinds) == 1 and all(piece.scale == 1 for piece in view.pieces)
-    stored = next(iter(kinds)) if is_plain else wanted
-    return stored if stored.itemsize < wanted.itemsize else wanted
+    stored = next(iter(kinds)) if is_plain else dtype
+    return stored if stored.itemsize < dtype.itemsize else dtype

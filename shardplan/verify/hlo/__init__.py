@@ -1,1 +1,1 @@
-"""The compiled module as text: instructions, collectives, buffers, and a time modelled from them."""
+"""Reads compiled HLO modules: instructions, collectives, live buffers, and a modelled step time."""

@@ -1,100 +1,97 @@
-"""What one collective of a compiled module is: its kind, mesh axes, bytes per device, and the operation it serves."""
+"""Reads what the collectives of a compiled module transfer: kind, mesh axes, bytes per device, operation served."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
-from shardplan.hardware import Slice, place_mesh
+from shardplan.hardware import CollectiveKind, Slice, place_mesh
 from shardplan.hardware.mesh_placement import NETWORK
-from shardplan.verify.hlo.module import SAME_VALUE, Computation, Instruction, replica_groups, source_target_pairs
+from shardplan.verify.hlo.module import SAME_VALUE, Computation, Instruction
+from shardplan.verify.hlo.replica_groups import parse_replica_groups, parse_source_target_pairs
 
-KINDS = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
-    "collective-broadcast",
-)  # fmt: skip
-"""Opcodes, without the `-start` and `-done` of asynchronous ones."""
+_OPCODES = frozenset(CollectiveKind)
 _WRAPPERS = ("jit(", "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "custom_vjp_call")
 
 
 @dataclass(frozen=True)
-class Transfer:
+class CollectiveTransfer:
     """One execution of a collective, as one device sees it."""
 
     kind: str
+    """A `CollectiveKind`, or the compiler's name for what comes over the network between slices."""
     mesh_axes: tuple[str, ...]
     bytes: float
-    """Received."""
+    """Bytes received."""
     seconds: float
-    """While nothing else is on its links."""
+    """Duration if nothing else uses its links."""
     links: frozenset[str]
-    """Transfers that have a link in common wait for each other."""
+    """Links that it occupies; transfers with a common link run one after the other."""
     op: str
-    """Operation of the traced program that it serves."""
+    """Operation of the traced program that the collective serves."""
 
 
 class Network:
-    """The mesh of a plan on the links of a slice."""
+    """The mesh of a plan, placed on the links of a slice."""
 
     def __init__(self, mesh: Mapping[str, int], hardware: Slice, slice_of_partition: Sequence[int]) -> None:
         self.mesh, self.slices = mesh, slice_of_partition
         self.placement = place_mesh(hardware, mesh)
 
-    def transfer(self, computation: Computation, instruction: Instruction, context: str) -> Transfer | None:
-        """What `instruction` moves; None where its groups are not understood.
-
-        A ring of n devices: each receives (n-1)/n of an all-gather's result, of an all-to-all's or a reduce-scatter's
-        operand, and twice that of an all-reduce (https://jax-ml.github.io/scaling-book/sharding).
+    def transfer(self, computation: Computation, instruction: Instruction, context: str) -> CollectiveTransfer | None:
+        """What `instruction`, a collective of `computation`, transfers; None if its replica groups are not understood.
 
         Args:
-            context: the operation to attribute it to where the compiler does not say one.
+            context: the operation to attribute the collective to if the compiler gives none.
         """
-        kind = base_opcode(instruction)
-        # a ragged all-to-all has its indices behind the array that it sends, at most as much as there is
-        sent = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
-        size = sum(a.bytes for name in sent for a in computation.instructions[name].arrays)
+        kind = CollectiveKind(base_opcode(instruction))
+        # a ragged all-to-all has index arrays after the array that it sends, of which it sends at most everything
+        sent = instruction.operands[:1] if kind == CollectiveKind.RAGGED_ALL_TO_ALL else instruction.operands
+        size = sum(array.bytes for name in sent for array in computation.instructions[name].arrays)
         op = short_op(instruction.op_name or context)
-        if kind == "collective-permute":
-            pairs = source_target_pairs(instruction.attributes["source_target_pairs"])
-            moved = tuple((a, b) for a, b in pairs if a != b)
-            received = float(size if moved else 0)
-            cost = self.placement.permute(moved)
-            return Transfer(kind, self._axes(moved), received, cost.seconds(received), cost.links, op)
+        if kind == CollectiveKind.COLLECTIVE_PERMUTE:
+            return self._permute(instruction, size, op)
         root = computation.root
         while root.opcode in SAME_VALUE:
             root = computation.instructions[root.operands[0]]
-        if kind == "all-reduce" and root.opcode == "dynamic-slice" and root.operands[0] == instruction.name:
-            kind = "reduce-scatter"  # the TPU compiler writes one as a fusion of these two
-        groups = replica_groups(instruction.attributes.get("replica_groups", ""), len(self.slices))
+        is_sliced = root.opcode == "dynamic-slice" and root.operands[0] == instruction.name
+        if kind == CollectiveKind.ALL_REDUCE and is_sliced:
+            kind = CollectiveKind.REDUCE_SCATTER  # the TPU compiler writes one as a fusion of these two
+        groups = parse_replica_groups(instruction.attributes.get("replica_groups", ""), len(self.slices))
         if groups is None:
             return None
-        n = len(groups[0])
-        factor = {
-            "all-gather": n - 1,
-            "all-reduce": 2 * (n - 1) / n,
-            "collective-broadcast": 1 if n > 1 else 0,
-        }.get(kind, (n - 1) / n)
+        received = _received_per_byte(kind, len(groups[0])) * size
         axes = self._axes(groups)
         within_slice = all(len({self.slices[member] for member in group}) == 1 for group in groups)
-        # groups that are another part of an axis are timed as all of it
-        cost = self.placement.collective(kind, axes, within_slice)
-        return Transfer(kind, axes, factor * size, cost.seconds(factor * size), cost.links, op)
+        # groups that are another part of a mesh axis are timed like the whole axis
+        cost = self.placement.collective_cost(kind, axes, within_slice)
+        return CollectiveTransfer(kind, axes, received, cost.seconds(received), cost.links, op)
 
-    def between_slices(self, instruction: Instruction, context: str) -> Transfer:
-        """What a `recv` from the hosts of other slices brings: the part on the network of a collective."""
+    def transfer_between_slices(self, instruction: Instruction, context: str) -> CollectiveTransfer:
+        """What a `recv` from the hosts of other slices brings: the part of a collective that crosses the network."""
         attributes = instruction.attributes.get("frontend_attributes", "")
         kind = attributes.partition('_xla_megascale_transfer_type="')[2].partition('"')[0]
         size = float(instruction.arrays[0].bytes)
-        seconds = size * self.placement.network_seconds
-        axes = self._axes(self._across())
+        seconds = size * self.placement.network_seconds_per_byte
+        axes = self._axes([self._partitions_across_slices()])
         op = short_op(instruction.op_name or context)
-        return Transfer(kind.lower().replace("_", "-") or "recv", axes, size, seconds, frozenset({NETWORK}), op)
+        links = frozenset({NETWORK})
+        return CollectiveTransfer(kind.lower().replace("_", "-") or "recv", axes, size, seconds, links, op)
 
-    def _across(self) -> list[tuple[int, ...]]:
-        """The first partition of every slice: they are at the same place, so that only what crosses slices differs."""
-        return [tuple(self.slices.index(number) for number in sorted(set(self.slices)))]
+    def _permute(self, instruction: Instruction, size: int, op: str) -> CollectiveTransfer:
+        pairs = parse_source_target_pairs(instruction.attributes["source_target_pairs"])
+        moved = tuple((source, target) for source, target in pairs if source != target)
+        received = float(size if moved else 0)
+        cost = self.placement.permute_cost(moved)
+        kind = CollectiveKind.COLLECTIVE_PERMUTE
+        return CollectiveTransfer(kind, self._axes(moved), received, cost.seconds(received), cost.links, op)
+
+    def _partitions_across_slices(self) -> tuple[int, ...]:
+        """The first partition of every slice; only their mesh coordinates on axes across slices differ."""
+        return tuple(self.slices.index(number) for number in sorted(set(self.slices)))
 
     def _axes(self, groups: Sequence[Sequence[int]]) -> tuple[str, ...]:
-        """Mesh axes along which the members of a group differ."""
+        """Mesh axes on which the coordinates of the members of a group differ."""
         different, names = set(), list(self.mesh)
         for group in groups:
             first = self._coordinates(group[0])
@@ -103,22 +100,42 @@ class Network:
         return tuple(name for i, name in enumerate(names) if i in different)
 
     def _coordinates(self, partition: int) -> tuple[int, ...]:
+        """Mesh coordinates of a partition, which are numbered in row-major order."""
         sizes = list(self.mesh.values())
         return tuple(partition // math.prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes))
 
 
+def _received_per_byte(kind: CollectiveKind, n: int) -> float:
+    """Bytes that each of n devices in a ring receives per byte of its operand.
+
+    Each receives (n-1)/n of the result of an all-gather and of the operand of an all-to-all or a reduce-scatter, and
+    twice that for an all-reduce (https://jax-ml.github.io/scaling-book/sharding).
+    """
+    match kind:
+        case CollectiveKind.ALL_GATHER:
+            return n - 1
+        case CollectiveKind.ALL_REDUCE:
+            return 2 * (n - 1) / n
+        case CollectiveKind.REDUCE_SCATTER | CollectiveKind.ALL_TO_ALL | CollectiveKind.RAGGED_ALL_TO_ALL:
+            return (n - 1) / n
+        case CollectiveKind.COLLECTIVE_BROADCAST | CollectiveKind.COLLECTIVE_PERMUTE:
+            return 1 if n > 1 else 0
+        case _:
+            assert_never(kind)
+
+
 def base_opcode(instruction: Instruction) -> str:
-    """The opcode without the suffix of asynchronous operations."""
+    """The opcode without the `-start` or `-done` of asynchronous operations."""
     return instruction.opcode.removesuffix("-start").removesuffix("-done")
 
 
 def is_collective(instruction: Instruction) -> bool:
-    """Whether it moves data between devices, or waits for such a move."""
-    return base_opcode(instruction) in KINDS
+    """Whether the instruction moves data between devices, or waits for such a move."""
+    return base_opcode(instruction) in _OPCODES
 
 
 def short_op(op_name: str) -> str:
-    """The named part of an operation's path: modules and Haliax's contraction, without the wrappers of JAX."""
+    """The end of an operation's path: modules and Haliax's contraction, without the wrappers of JAX."""
     parts = [part for part in op_name.split("/") if part and not part.startswith(_WRAPPERS)]
     # Haliax's contraction is followed by dimension numbers and a primitive
     for i, part in enumerate(parts):

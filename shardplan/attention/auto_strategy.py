@@ -1,0 +1,97 @@
+"""The choice of strategy for `strategy="auto"`."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+
+from shardplan.attention.axes import AttentionSharding
+from shardplan.attention.strategy_cost import HeadShape, enumerate_layouts, rank_strategies
+from shardplan.errors import ConfigError
+from shardplan.hardware import GIB, Slice, parse_slice
+from shardplan.plan.attention_plan import Strategy
+from shardplan.positions.pattern import Pattern
+from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder
+from shardplan.runtime.devices import slice_from
+
+AUTO = "auto"
+
+
+def choose_strategy(
+    sharding: AttentionSharding,
+    pattern: Pattern,
+    layout: SequenceOrder | SequenceLayout,
+    documents: Sequence[int] | None,
+    itemsize: int,
+    hardware: str | None,
+) -> tuple[Strategy, int]:
+    """Return the fastest strategy that fits in memory, and its Ulysses degree.
+
+    Args:
+        pattern: the static part of the mask.
+        layout: the order that positions are in already, or the whole layout.
+        documents: lengths of documents, if they are known.
+        itemsize: bytes per element of query, key and value.
+        hardware: name of the slice; default: that of JAX's devices.
+
+    Raises:
+        ConfigError: the slice has another number of devices than the mesh, the layout another than positions have, or
+            no strategy fits in memory.
+    """
+    if not sharding.position_mesh_axes:
+        return Strategy.RING, 1
+    axes, mesh = sharding.axes, sharding.mesh
+    slice_ = _slice_of_mesh(math.prod(mesh.values()), hardware)
+    heads = HeadShape(
+        batch=sharding.local_size(axes.batch),
+        key_heads=sharding.local_size(axes.key_heads),
+        queries_per_key_head=sharding.local_size(axes.query_groups),
+        head_size=axes.head_size.size,
+        value_size=math.prod(axis.size for axis in axes.value_size),
+        itemsize=itemsize,
+    )
+    layouts = _candidate_layouts(layout, axes.queries.size, sharding.degree, documents)
+    if not layouts:
+        return Strategy.RING, 1  # the length does not divide, for which `dot_product_attention` raises
+    memory_gib = slice_.generation.hbm_gib
+    ranked = rank_strategies(
+        layouts, pattern, heads, sharding.position_mesh_axes, mesh, slice_, available=memory_gib * GIB
+    )
+    if not ranked:
+        raise ConfigError(
+            f"attention strategy auto: keys and values alone take more than the {memory_gib} GiB of a device; shard "
+            f"{axes.queries.name} over more devices"
+        )
+    return ranked[0].strategy, ranked[0].layout.ulysses
+
+
+def _slice_of_mesh(count: int, hardware: str | None) -> Slice:
+    """The slice to choose for, checked against the number of devices of the mesh."""
+    if hardware is None:
+        devices = jax.devices()
+        # virtual CPU devices are all alike, so that a mesh may have some of them
+        slice_ = slice_from(devices[:count] if devices[0].platform == "cpu" else devices)
+    else:
+        slice_ = parse_slice(hardware)
+    if slice_.devices != count:
+        raise ConfigError(
+            f"attention strategy auto: hardware {slice_.name} has {slice_.devices} devices, the mesh {count}; "
+            "name the slice of the mesh, as in hardware='v5p-128'"
+        )
+    return slice_
+
+
+def _candidate_layouts(
+    layout: SequenceOrder | SequenceLayout, length: int, degree: int, documents: Sequence[int] | None
+) -> list[SequenceLayout]:
+    """The layouts that positions may be in already: the one given, or all of that order that need no padding."""
+    if isinstance(layout, SequenceLayout):
+        if layout.ring * layout.ulysses != degree:
+            raise ConfigError(
+                f"attention: the layout is for ring {layout.ring} x ulysses {layout.ulysses}, but {degree} devices "
+                "shard positions"
+            )
+        return [layout]
+    known = None if documents is None else tuple(documents)
+    layouts = enumerate_layouts(length, degree, (layout,), known)
+    return [each for each in layouts if layout == SequenceOrder.CONTIGUOUS or each.padded_length == length]

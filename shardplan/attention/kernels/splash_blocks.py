@@ -1,0 +1,149 @@
+"""The blocks of splash attention: which blocks of queries x keys the kernels compute, and with which mask.
+
+Derived with numpy from the positions of every query shard at every hop, so that one program has the blocks of all
+devices. A mask made from one device's shard alone would start at its first query, and be wrong on every device but the
+first.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.cost.attention import KERNEL_LANES
+from shardplan.errors import ConfigError
+from shardplan.positions.pattern import PADDING, Pattern
+from shardplan.positions.sequence_layout import KERNEL_BLOCK
+
+MAX_PARTIAL_MASKS = 64
+"""Limit of distinct masks of partial blocks: each is an array in device memory."""
+EMPTY, PARTIAL, FULL = range(3)
+"""Kinds of blocks, as `MaskInfo.block_mask` of the kernels encodes them."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockGrids:
+    """The grids of blocks of all query shards at all hops; equal grids and equal masks are stored once."""
+
+    grid: np.ndarray
+    """int32[query shard, distance]: the index of the grid that each hop uses."""
+    kinds: np.ndarray
+    """int8[grid, q block, k block]: EMPTY, PARTIAL or FULL."""
+    mask_next: np.ndarray
+    """int[grid, q block, k block]: index of a partial block's mask; of other blocks the mask loaded already."""
+    keys_next: np.ndarray
+    """int[grid, q block, k block]: block of keys to load; of an empty block the one loaded already."""
+    queries_next: np.ndarray
+    """int[grid, q block, k block]: block of queries to load, for a kernel that goes along queries."""
+    partial_masks: np.ndarray
+    """bool[mask, q position, k position] of one block each."""
+
+
+def block_size(length: int) -> int:
+    """Return the side of the kernels' blocks: the largest multiple of `KERNEL_LANES` that divides `length`.
+
+    Args:
+        length: positions of a ring index.
+
+    Raises:
+        ConfigError: no multiple of `KERNEL_LANES` divides the length.
+    """
+    for size in range(KERNEL_BLOCK, 0, -KERNEL_LANES):
+        if length % size == 0:
+            return size
+    raise ConfigError(
+        f"attention kernel splash: each ring index has {length} positions, which must be a multiple of {KERNEL_LANES}; "
+        "use another length, another number of devices along it, or the kernel blockwise"
+    )
+
+
+def make_block_grids(
+    pattern: Pattern, queries: np.ndarray, keys: np.ndarray, distances: tuple[int, ...], q_block: int, k_block: int
+) -> BlockGrids:
+    """Classify the blocks of every query shard at every hop.
+
+    Args:
+        queries: int[query shard, S], the positions of each shard.
+        keys: int[ring, T], the positions of each ring index's keys.
+        distances: ring indices back that keys come from, one per hop.
+
+    Raises:
+        ConfigError: more than `MAX_PARTIAL_MASKS` distinct masks of partial blocks.
+    """
+    q_blocks = queries.reshape(len(queries), -1, q_block)
+    k_blocks = keys.reshape(len(keys), -1, k_block)
+    masks: dict[bytes, int] = {}
+    grid_of: dict[bytes, int] = {}
+    grids: list[tuple[np.ndarray, np.ndarray]] = []
+    grid = np.zeros((len(queries), len(distances)), np.int32)
+    for shard, hop in np.ndindex(grid.shape):
+        source = (shard - distances[hop]) % len(keys) if len(keys) > 1 else 0
+        kinds, mask_ids = _classify(pattern, q_blocks[shard], k_blocks[source], masks)
+        content = kinds.tobytes() + mask_ids.tobytes()
+        if content not in grid_of:
+            grid_of[content] = len(grids)
+            grids.append((kinds, mask_ids))
+        grid[shard, hop] = grid_of[content]
+    kinds, mask_ids = (np.stack(each) for each in zip(*grids, strict=True))
+    shape = q_block, k_block
+    bits = np.array([np.frombuffer(mask, np.uint8) for mask in masks] or [np.zeros(np.prod(shape) // 8, np.uint8)])
+    rows, columns = np.indices(kinds.shape)[1:]
+    return BlockGrids(
+        grid,
+        kinds,
+        _narrow(_fill_from_previous(mask_ids, kinds == PARTIAL, 2)),
+        _narrow(_fill_from_previous(columns, kinds != EMPTY, 2)),
+        _narrow(_fill_from_previous(rows, kinds != EMPTY, 1)),
+        np.unpackbits(bits, axis=1).reshape(-1, *shape).astype(bool),
+    )
+
+
+def _classify(
+    pattern: Pattern, q_blocks: np.ndarray, k_blocks: np.ndarray, masks: dict[bytes, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the kinds int8[q block, k block] of one hop, and the mask index of its partial blocks.
+
+    Args:
+        masks: packed bits of each mask -> its index; new masks are added.
+    """
+    kinds = _bound_kinds(pattern, q_blocks, k_blocks)
+    mask_ids = np.zeros(kinds.shape, np.int32)
+    for i, j in np.argwhere(kinds == PARTIAL):
+        allowed = pattern.mask(q_blocks[i], k_blocks[j])
+        if not allowed.any():
+            kinds[i, j] = EMPTY
+        else:
+            mask_ids[i, j] = masks.setdefault(np.packbits(allowed).tobytes(), len(masks))
+    if len(masks) > MAX_PARTIAL_MASKS:
+        raise ConfigError(
+            f"attention kernel splash: the mask and the layout have more than {MAX_PARTIAL_MASKS} different blocks "
+            "that are neither empty nor full; use the kernel blockwise, or another layout"
+        )
+    return kinds, mask_ids
+
+
+def _bound_kinds(pattern: Pattern, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Kinds int8[q block, k block] by the bounds of positions: PARTIAL includes blocks that may be EMPTY or FULL."""
+    (q_min, q_max, q_full), (k_min, k_max, k_full) = (_bounds(blocks) for blocks in (queries, keys))
+    every, some = pattern.allows_block(q_min[:, None], q_max[:, None], k_min, k_max)
+    kinds = np.where(some, np.where(every & q_full[:, None] & k_full, FULL, PARTIAL), EMPTY)
+    return kinds.astype(np.int8)
+
+
+def _bounds(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first and the last position of every block, and whether it is free of padding."""
+    is_padding = blocks == PADDING
+    high = np.iinfo(np.int64).max // 4
+    return np.where(is_padding, high, blocks).min(1), np.where(is_padding, -high, blocks).max(1), ~is_padding.any(1)
+
+
+def _fill_from_previous(values: np.ndarray, is_valid: np.ndarray, axis: int) -> np.ndarray:
+    """Replace invalid values by the last valid one before them along an axis, or else by the first valid one."""
+    index = np.arange(values.shape[axis]).reshape([-1 if i == axis else 1 for i in range(values.ndim)])
+    last = np.maximum.accumulate(np.where(is_valid, index, -1), axis)
+    first = np.argmax(is_valid, axis=axis, keepdims=True)
+    return np.take_along_axis(values, np.where(last < 0, first, last), axis)
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """Cast to the narrowest integer type that holds the values, because the kernels keep them in scalar memory."""
+    return values.astype(next(kind for kind in (np.int8, np.int16, np.int32) if values.max() <= np.iinfo(kind).max))

@@ -1,0 +1,154 @@
+"""The state-dict program: Levanter's own converter, traced, as views of the checkpoint's tensors.
+
+`from_torch_compatible_state_dict` over abstract arrays is a program of pure data movement. Interpreting its jaxpr with
+`shardplan.checkpoint.mapping.views` in place of values gives, for every array of the model, the elements of checkpoint
+tensors that it is made of. So every model Levanter can convert can be streamed, stacked layers included.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+from haliax.jax_utils import is_jax_array_like
+from haliax.state_dict import flatten_modules_for_export, from_torch_compatible_state_dict, to_state_dict
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from shardplan.checkpoint.mapping.views import Shape, View, concatenate, stack, tensor_view
+from shardplan.errors import CheckpointError
+from shardplan.model.inspect import named_leaves
+
+
+@dataclass(frozen=True)
+class StateDictProgram:
+    """The mapping from checkpoint tensors to the arrays of a model."""
+
+    tensors: Mapping[str, Shape]
+    """Checkpoint tensors that the model is made of: name -> shape."""
+    views: Mapping[str, View]
+    """Array path in the model (as in `shardplan.model.inspect`) -> its elements as a view of tensors."""
+
+
+def expected_tensors(template: Any) -> dict[str, Shape]:
+    """Return name -> shape of the checkpoint tensors that Levanter's converter reads for `template`, without prefix."""
+    arrays = eqx.filter(template, is_jax_array_like)
+    state = eqx.filter_eval_shape(lambda tree: to_state_dict(flatten_modules_for_export(tree)), arrays)
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def trace_program(
+    template: Any, prefix: str | None = None, expected: Mapping[str, Shape] | None = None
+) -> StateDictProgram:
+    """Trace the conversion of a checkpoint whose tensors are called `prefix.<expected name>`.
+
+    Args:
+        template: the Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
+        prefix: what the checkpoint puts before every name, such as GPT-2's "transformer".
+        expected: `expected_tensors` of the template, if already known.
+
+    Raises:
+        CheckpointError: the converter computes something other than data movement, or leaves an array of the model
+            unfilled by the checkpoint.
+    """
+    if expected is None:
+        expected = expected_tensors(template)
+    shapes = {f"{prefix}.{name}" if prefix else name: shape for name, shape in expected.items()}
+    state = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    paths: list[str] = []
+
+    def convert(state_dict: dict[str, jax.Array]) -> list[jax.Array]:
+        model = from_torch_compatible_state_dict(template, state_dict, prefix=prefix)
+        leaves = list(named_leaves(model))
+        paths.extend(path for path, _ in leaves)
+        return [leaf.array if isinstance(leaf, hax.NamedArray) else leaf for _, leaf in leaves]
+
+    traced = jax.make_jaxpr(convert)(state)
+    # make_jaxpr flattens the dictionary in sorted order of its keys
+    inputs: list[Value] = [tensor_view(name, shapes[name]) for name in sorted(shapes)]
+    results = _interpret(traced.jaxpr, traced.consts, inputs)
+    views = dict(zip(paths, results, strict=True))
+    for path, view in views.items():
+        if not isinstance(view, View) or not view.is_complete:
+            raise CheckpointError(f"{path}: Levanter's converter does not fill it from the checkpoint")
+    return StateDictProgram(shapes, views)  # type: ignore[arg-type]
+
+
+Value = View | np.ndarray
+"""Data of the checkpoint, or a constant of the program."""
+
+
+def _interpret(jaxpr: Jaxpr, consts: list[Any], inputs: list[Value]) -> list[Value]:
+    """Return the results of a jaxpr whose inputs are data of the checkpoint."""
+    values: dict[Any, Value] = {}
+    values.update(zip(jaxpr.constvars, map(np.asarray, consts), strict=True))
+    values.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Value:
+        return np.asarray(atom.val) if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        values.update(zip(equation.outvars, _apply(equation, operands), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _apply(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Return the results of one equation of a jaxpr.
+
+    Without data of the checkpoint among the operands, they are a broadcast scale factor, or empty views.
+
+    Raises:
+        CheckpointError: the equation computes with data of the checkpoint, rather than move or scale it.
+    """
+    name = equation.primitive.name
+    if "jaxpr" in equation.params:  # a wrapped program: jit, custom_jvp, ...
+        inner = equation.params["jaxpr"]
+        return _interpret(inner.jaxpr, inner.consts, operands)
+    if not any(isinstance(operand, View) for operand in operands):
+        # A constant is either a scale factor (a scalar) or the zeros that stand for an array until the checkpoint
+        # replaces it. Only the shape of the zeros matters, so they are never materialised.
+        constant = operands[0] if operands else None
+        if name == "broadcast_in_dim" and isinstance(constant, np.ndarray) and np.any(constant != 0):
+            return [np.broadcast_to(constant, equation.params["shape"])]
+        return [View(tuple(out.aval.shape)) for out in equation.outvars]
+    if name not in _DATA_MOVEMENT:
+        raise CheckpointError(
+            f"Levanter's converter uses {name!r}, which is not data movement; this model cannot be streamed"
+        )
+    return [_DATA_MOVEMENT[name](operands, equation.params)]
+
+
+def _scale(operands: list[Value], invert: bool) -> View:
+    view, factor = operands if isinstance(operands[0], View) else operands[::-1]
+    constants = np.unique(factor) if isinstance(factor, np.ndarray) else np.zeros(0)
+    if not isinstance(view, View) or len(constants) != 1 or (invert and view is not operands[0]):
+        raise CheckpointError("Levanter's converter multiplies tensors with each other; this model cannot be streamed")
+    return view.scale(1 / float(constants[0]) if invert else float(constants[0]))
+
+
+def _slice(view: View, params: Mapping[str, Any]) -> View:
+    if params["strides"] is not None and any(step != 1 for step in params["strides"]):
+        raise CheckpointError("Levanter's converter slices with a stride above 1; this model cannot be streamed")
+    return view.slice(tuple(params["start_indices"]), tuple(params["limit_indices"]))
+
+
+_DATA_MOVEMENT: dict[str, Callable[[list[Any], Mapping[str, Any]], View]] = {
+    "broadcast_in_dim": lambda args, p: args[0].broadcast(tuple(p["shape"]), p["broadcast_dimensions"]),
+    "concatenate": lambda args, p: concatenate(args, p["dimension"]),
+    "convert_element_type": lambda args, p: args[0],
+    "copy": lambda args, p: args[0],
+    "div": lambda args, p: _scale(args, invert=True),
+    "mul": lambda args, p: _scale(args, invert=False),
+    "reshape": lambda args, p: args[0].reshape(tuple(p["new_sizes"])),
+    "sharding_constraint": lambda args, p: args[0],
+    "slice": lambda args, p: _slice(args[0], p),
+    "squeeze": lambda args, p: args[0].reshape(
+        tuple(n for d, n in enumerate(args[0].shape) if d not in p["dimensions"])
+    ),
+    "stack": lambda args, p: stack(args, p["axis"]),
+    "transpose": lambda args, p: args[0].transpose(p["permutation"]),
+}
+"""Primitive name -> the same data movement on views."""

@@ -1,0 +1,146 @@
+"""The byte ranges of files that processes read for a transfer. Pure arithmetic."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardplan.checkpoint.mapping.views import Piece, Shape, View
+from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer
+
+GAP_BYTES = 64 * 1024
+"""Longest gap between ranges that are read as one: its bytes cost less than another request."""
+MAX_EXACT_RUNS = 4096
+"""Most runs of a piece for which `estimate_read_volume` is exact.
+
+If one piece of a transfer has more, the ranges of all its pieces are only counted, neither listed nor merged.
+`find_byte_ranges` always lists them.
+"""
+
+ByteRange = tuple[str, int, int]
+"""File, first byte of a range, and one past the last."""
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """The location of a checkpoint tensor, and the size of its elements."""
+
+    file: str
+    offset: int
+    """Byte of the file where its data starts."""
+    itemsize: int
+    """Bytes of an element."""
+
+
+@dataclass(frozen=True)
+class ReadVolume:
+    """Bytes and byte ranges that a process reads."""
+
+    bytes: int = 0
+    count: int = 0
+    """Number of ranges."""
+
+    def __add__(self, other: "ReadVolume") -> "ReadVolume":
+        return ReadVolume(self.bytes + other.bytes, self.count + other.count)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Equally long runs of consecutive elements of a tensor that contain a box; short gaps are part of a run."""
+
+    elements: int
+    """Length of each run, from its first element to its last."""
+    dimensions: tuple[tuple[int, int], ...]
+    """Dimensions that number the runs: elements between neighbouring runs, and number of runs."""
+
+    @property
+    def count(self) -> int:
+        """Number of runs."""
+        return math.prod(count for _, count in self.dimensions)
+
+
+def find_runs(piece: Piece, itemsize: int) -> Runs:
+    """Find the runs of a piece of a tensor with elements of `itemsize` bytes."""
+    dimensions = sorted((k, n) for n, k in zip(piece.shape, piece.strides, strict=True) if n > 1 and k)
+    run = 1
+    while dimensions and (dimensions[0][0] - run) * itemsize <= GAP_BYTES:
+        stride, count = dimensions.pop(0)
+        run += stride * (count - 1)
+    return Runs(run, tuple(dimensions))
+
+
+def find_byte_ranges(
+    transfer: Transfer, view: View, sources: Mapping[str, TensorSource], mesh: DeviceMesh, process: int
+) -> list[ByteRange]:
+    """Find the ranges that a process reads for a transfer, with ranges that touch merged."""
+    pieces = _pieces_of_process(transfer, view, mesh, process)
+    merged: list[ByteRange] = []
+    for file, low, high in sorted(byte_range for piece in pieces for byte_range in _piece_ranges(piece, sources)):
+        if merged and merged[-1][0] == file and low <= merged[-1][2]:
+            merged[-1] = (file, merged[-1][1], max(high, merged[-1][2]))
+        else:
+            merged.append((file, low, high))
+    return merged
+
+
+def sum_ranges(ranges: Sequence[ByteRange]) -> ReadVolume:
+    """Sum up the bytes of ranges, and their number."""
+    return ReadVolume(sum(high - low for _, low, high in ranges), len(ranges))
+
+
+def estimate_read_volume(
+    transfer: Transfer, view: View, sources: Mapping[str, TensorSource], mesh: DeviceMesh, process: int
+) -> ReadVolume:
+    """Return the bytes and number of ranges that a process reads for a transfer.
+
+    They are exact if no piece has more than `MAX_EXACT_RUNS` runs, otherwise an upper bound without merging. The
+    function is cheap enough to compare read strategies.
+    """
+    pieces = _pieces_of_process(transfer, view, mesh, process)
+    itemsizes = [sources[piece.tensor].itemsize for piece in pieces]
+    runs = [find_runs(piece, itemsize) for piece, itemsize in zip(pieces, itemsizes, strict=True)]
+    if all(run.count <= MAX_EXACT_RUNS for run in runs):
+        return sum_ranges(find_byte_ranges(transfer, view, sources, mesh, process))
+    size = sum(run.count * run.elements * itemsize for run, itemsize in zip(runs, itemsizes, strict=True))
+    return ReadVolume(size, sum(run.count for run in runs))
+
+
+def merge_boxes(boxes: Iterable[Box]) -> list[Box]:
+    """Merge boxes that touch along one dimension and are equal in all others; the elements stay the same."""
+    merged = sorted(set(boxes))
+    for d in range(len(merged[0][0]) if merged else 0):
+        merged.sort(key=lambda box: (box[0][:d], box[0][d + 1 :], box[1][:d], box[1][d + 1 :], box[0][d]))
+        longer = merged[:1]
+        for start, stop in merged[1:]:
+            last_start, last_stop = longer[-1]
+            is_adjacent = start[d] == last_stop[d]
+            is_aligned = _without(start, d) == _without(last_start, d) and _without(stop, d) == _without(last_stop, d)
+            if is_aligned and is_adjacent:
+                longer[-1] = (last_start, stop)
+            else:
+                longer.append((start, stop))
+        merged = longer
+    return merged
+
+
+def _pieces_of_process(transfer: Transfer, view: View, mesh: DeviceMesh, process: int) -> list[Piece]:
+    devices = mesh.devices_by_process[process]
+    boxes = merge_boxes(box for device in devices for box, _ in transfer.boxes(mesh, device))
+    return [piece for start, stop in boxes for piece in view.pieces_in(start, stop)]
+
+
+def _piece_ranges(piece: Piece, sources: Mapping[str, TensorSource]) -> Iterator[ByteRange]:
+    """Yield the range of every run of a piece."""
+    source = sources[piece.tensor]
+    runs = find_runs(piece, source.itemsize)
+    for index in itertools.product(*(range(count) for _, count in runs.dimensions)):
+        low = piece.offset + sum(i * stride for i, (stride, _) in zip(index, runs.dimensions, strict=True))
+        yield (
+            source.file,
+            source.offset + low * source.itemsize,
+            source.offset + (low + runs.elements) * source.itemsize,
+        )
+
+
+def _without(values: Shape, index: int) -> Shape:
+    return (*values[:index], *values[index + 1 :])

@@ -1,0 +1,181 @@
+"""Transfers: the boxes in which an array is read, and which device reads which rows of a box. Pure arithmetic.
+
+An array is transferred in boxes of bounded size, all devices working on one box at a time: a `Transfer`. Its
+`ReadStrategy` says whether every device reads its own shard, or whether the devices that share a box each read some of
+its rows and then exchange them.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardplan.checkpoint.mapping.views import Shape, split_range
+from shardplan.plan.mapping import MeshAxes
+
+Box = tuple[Shape, Shape]
+"""First index of a box of an array, and one past the last, per dimension."""
+
+
+@dataclass(frozen=True)
+class TransferLimits:
+    """The most bytes of one transfer in one process."""
+
+    read: int
+    """As read by its devices, before the exchange."""
+    placed: int
+    """As written to its shards, after the exchange."""
+
+
+@dataclass(frozen=True)
+class DeviceMesh:
+    """Mesh axes, and the process of every device; a device index is a position of the mesh in row-major order."""
+
+    axes: tuple[tuple[str, int], ...]
+    """Mesh axis, size; major to minor."""
+    processes: tuple[int, ...]
+    """Process of the device at each device index."""
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis -> size."""
+        return dict(self.axes)
+
+    @cached_property
+    def coordinates(self) -> list[dict[str, int]]:
+        """Mesh coordinates (mesh axis -> index) of each device index."""
+        names = [name for name, _ in self.axes]
+        return [dict(zip(names, index, strict=True)) for index in itertools.product(*(range(n) for _, n in self.axes))]
+
+    @cached_property
+    def devices_by_process(self) -> dict[int, list[int]]:
+        """Process -> its device indices."""
+        devices: defaultdict[int, list[int]] = defaultdict(list)
+        for device, process in enumerate(self.processes):
+            devices[process].append(device)
+        return dict(sorted(devices.items()))
+
+    def count(self, axes: Iterable[str]) -> int:
+        """Return the number of devices along `axes`."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def index(self, device: int, axes: Iterable[str]) -> int:
+        """Return the index of a device along `axes` together, major to minor."""
+        result = 0
+        for axis in axes:
+            result = result * self.sizes[axis] + self.coordinates[device][axis]
+        return result
+
+
+@dataclass(frozen=True)
+class ReadStrategy:
+    """How devices read an array: each its own shard, or each some rows that collectives turn into shards."""
+
+    local: tuple[MeshAxes, ...]
+    """Mesh axes that shard each dimension while the array is read."""
+    all_to_all: tuple[tuple[int, MeshAxes], ...] = ()
+    """Dimensions that an all-to-all shards after the read, and by which mesh axes; all after the `local` ones."""
+    all_gather: MeshAxes = ()
+    """Mesh axes along which an all-gather replicates the rows after the read."""
+
+    @cached_property
+    def collectives(self) -> list[tuple[str, int | None]]:
+        """The collectives in order: mesh axis, and the dimension that an all-to-all shards; None for an all-gather."""
+        return [(a, d) for d, axes in self.all_to_all for a in axes] + [(axis, None) for axis in self.all_gather]
+
+    @cached_property
+    def row_axes(self) -> MeshAxes:
+        """Mesh axes whose devices read different rows of one box, major to minor: the collectives in reverse order."""
+        return tuple(axis for axis, _ in reversed(self.collectives))
+
+    @property
+    def row_rank(self) -> int:
+        """Number of leading dimensions that number the rows; the dimensions after them make up a row."""
+        return self.all_to_all[0][0] if self.all_to_all else len(self.local)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A box of an array that all devices read and write at the same time, each at the same offset in its local part."""
+
+    path: str
+    itemsize: int
+    """Bytes of an element in transit."""
+    strategy: ReadStrategy
+    local_shape: Shape
+    """Shape of a device's part of the array while it is read, sharded by `strategy.local`."""
+    start: Shape
+    """First index of the box in that part, per dimension."""
+    shape: Shape
+    """Extent of the box, per dimension."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the box."""
+        return math.prod(self.shape[: self.strategy.row_rank])
+
+    @property
+    def row_shape(self) -> Shape:
+        """Shape of one row, before the exchange."""
+        return self.shape[self.strategy.row_rank :]
+
+    def rows_per_device(self, mesh: DeviceMesh) -> int:
+        """Return the most rows that a device reads."""
+        return -(-self.rows // mesh.count(self.strategy.row_axes))
+
+    def boxes(self, mesh: DeviceMesh, device: int) -> list[tuple[Box, int]]:
+        """Return what the device with index `device` reads.
+
+        Returns:
+            Boxes of the array, and of each the position of its first element in the device's rows.
+        """
+        per_device, row_size = self.rows_per_device(mesh), math.prod(self.row_shape)
+        first = min(self.rows, per_device * mesh.index(device, self.strategy.row_axes))
+        count = min(self.rows, first + per_device) - first
+        origin = [
+            mesh.index(device, axes) * extent + start
+            for axes, extent, start in zip(self.strategy.local, self.local_shape, self.start, strict=True)
+        ]
+        boxes = []
+        for start, shape, skipped in split_range(first * row_size, count * row_size, self.shape):
+            low = tuple(map(sum, zip(origin, start, strict=True)))
+            boxes.append(((low, tuple(map(sum, zip(low, shape, strict=True)))), skipped))
+        return boxes
+
+
+def make_transfers(
+    path: str, shape: Shape, strategy: ReadStrategy, itemsize: int, mesh: DeviceMesh, limits: TransferLimits
+) -> Iterator[Transfer]:
+    """Split an array of `shape` into transfers within `limits`."""
+    local_shape = tuple(n // mesh.count(axes) for n, axes in zip(shape, strategy.local, strict=True))
+    bytes_per_element = itemsize * max(map(len, mesh.devices_by_process.values()))
+    readers = mesh.count(strategy.row_axes)
+    read = limits.read // bytes_per_element * readers
+    placed = limits.placed // bytes_per_element * math.prod(mesh.count(axes) for _, axes in strategy.all_to_all)
+    for start, size in _split_box(local_shape, strategy.row_rank, max(1, min(read, placed)), readers):
+        yield Transfer(path, itemsize, strategy, local_shape, start, size)
+
+
+def _split_box(shape: Shape, row_rank: int, max_elements: int, readers: int) -> Iterator[tuple[Shape, Shape]]:
+    """Split an array of `shape` along its first `row_rank` dimensions into boxes of at most `max_elements`.
+
+    A single row is a box even if it is larger. The rows of a box divide among `readers` devices where possible.
+
+    Yields:
+        Start and shape of each box.
+    """
+    several = [d for d in range(row_rank) if shape[d] > 1]
+    if math.prod(shape) <= max_elements or not several:
+        yield (0,) * len(shape), shape
+        return
+    outer = several[0]
+    step = max(1, max_elements // max(1, math.prod(shape[outer + 1 :])))
+    even = readers // math.gcd(readers, math.prod(shape[outer + 1 : row_rank]))
+    step = step // even * even or 1
+    for first in range(0, shape[outer], step):
+        part = (*shape[:outer], min(step, shape[outer] - first), *shape[outer + 1 :])
+        boxes = _split_box(part, row_rank, max_elements, readers) if step == 1 else [((0,) * len(part), part)]
+        for start, size in boxes:
+            yield (*start[:outer], start[outer] + first, *start[outer + 1 :]), size

@@ -1,0 +1,160 @@
+"""The keys and flags of each command: those of planning, which all commands share, and its own."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shardplan.config.keys import NO_KEY
+from shardplan.config.sections import (
+    CompilerConfig,
+    DataConfig,
+    HardwareConfig,
+    LoadConfig,
+    MeshConfig,
+    ModelConfig,
+    check_minimum,
+)
+from shardplan.errors import ConfigError
+from shardplan.plan.workload import Workload, raise_first
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """A model, a slice, a mesh and a workload to plan for, and what the plan must keep to."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    workload: Workload = field(default_factory=Workload)
+    plan: str | None = None
+    """A Plan written with --json, to use instead of planning again."""
+    pin: tuple[str, ...] = ()
+    """What the plan must keep: mlp=model, params.embed=replica+data (stored parameters), position= (replicated), or of
+    one tensor q_proj.weight:kv_head=model,embed=data."""
+    forbid: tuple[str, ...] = ()
+    """What the plan must not do: experts (shard them in computations), mlp=replica, or params.vocab=data."""
+    given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
+    """Keys that a file or the command line set, by dotted name; not a key itself."""
+
+    def __post_init__(self) -> None:
+        raise_first(self.workload.problems())
+        if self.plan is None:  # a given plan decides these values
+            raise_first(self.workload.microbatch_problems())
+            if not self.model.ref and not self.model.config:
+                raise ConfigError("no model: set model.ref to a Hugging Face folder, or model.config to a config.json")
+
+
+class OptionSets(StrEnum):
+    """Sets of compiler options that verify compiles with."""
+
+    PLAN = "plan"
+    """The options of the plan."""
+    AUTO = "auto"
+    """The curated sets, and which of them help."""
+
+
+class Format(StrEnum):
+    """Format of a checkpoint that convert writes."""
+
+    HF = "hf"
+    """safetensors, as transformers reads them."""
+    LEVANTER = "levanter"
+    """Levanter's tensorstore checkpoint."""
+
+
+@dataclass(frozen=True)
+class CompilingConfig(PlanConfig):
+    """What is planned, and how its program is compiled."""
+
+    compiler: CompilerConfig = field(default_factory=CompilerConfig)
+
+
+@dataclass(frozen=True)
+class LoadingConfig(PlanConfig):
+    """What is planned, and how its checkpoint is loaded."""
+
+    load: LoadConfig = field(default_factory=LoadConfig)
+    checksum: bool = False
+    """Compare the checkpoint's files with what their store has on record, while they are read."""
+
+
+@dataclass(frozen=True)
+class PlanCommand(CompilingConfig):
+    """Print the fastest plan that fits, and why; needs no accelerator and no weights."""
+
+    why: tuple[str, ...] = ()
+    """Choices, written like pins, to say why the plan does not make them."""
+    what_if: bool = False
+    """Also plan for other batches, slices, types, checkpointing and microbatches, and print what each would change."""
+    verify: int | bool = False
+    """Have the TPU compiler check the plan; needs no TPU. With a number that many of the best plans are compiled, and
+    the one that the compiler finds fastest is taken."""
+    lint: str | None = None
+    """A Levanter configuration whose hand-written trainer section is checked and repaired."""
+    json: str | None = None
+    """Write the Plan (with --lint: the findings) as JSON to this path, or to stdout with `-`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_minimum("verify", int(self.verify), 0)
+
+
+@dataclass(frozen=True)
+class VerifyCommand(CompilingConfig):
+    """Have the TPU compiler judge the plan, on a machine without a TPU."""
+
+    options: OptionSets = OptionSets.PLAN
+    """Compiler options: plan (those of the plan) or auto (curated sets, and which of them help)."""
+    against: tuple[str, ...] = ()
+    """Plans, configurations, or Levanter configurations to rank beside this one."""
+    json: str | None = None
+    """Write the verdicts as JSON to this path, or to stdout with `-`."""
+
+
+@dataclass(frozen=True)
+class EvalCommand(LoadingConfig, CompilingConfig):
+    """Plan, stream the checkpoint into the plan, evaluate text, and write the results."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    verify: bool = False
+    """Have the TPU compiler check the plan before anything is loaded."""
+    output: str = "results/eval.json"
+    """Where the results are written."""
+    dry_run: bool = False
+    """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
+    json: str | None = None
+    """Write the Plan as JSON to this path, or to stdout with `-`."""
+
+
+@dataclass(frozen=True)
+class CheckpointCommand(PlanConfig):
+    """Print which process reads what of the checkpoint, and for how long; needs no weights."""
+
+    load: LoadConfig = field(default_factory=LoadConfig)
+    schedule: bool = False
+    """Print the read schedule."""
+    json: str | None = None
+    """Write the schedule as JSON to this path, or to stdout with `-`."""
+
+
+@dataclass(frozen=True)
+class ConvertCommand(LoadingConfig):
+    """Load the checkpoint as planned, and write it in another format, type or place."""
+
+    to: str | None = None
+    """The folder to write, local, gs://, s3:// or az://."""
+    format: Format = Format.HF
+    """hf (safetensors, as transformers reads them) or levanter (its tensorstore checkpoint)."""
+    dry_run: bool = False
+    """Print the plan and stop."""
+    json: str | None = None
+    """With --dry_run: write the Plan as JSON to this path, or to stdout with `-`."""
+
+
+COMMANDS: dict[str, type[PlanConfig]] = {
+    "plan": PlanCommand,
+    "verify": VerifyCommand,
+    "eval": EvalCommand,
+    "checkpoint": CheckpointCommand,
+    "checkpoint convert": ConvertCommand,
+}
+"""Name -> configuration."""

@@ -1,0 +1,66 @@
+"""The keys of a configuration: their types, defaults and documentation, read from its dataclasses."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from draccus.wrappers.docstring import get_attribute_docstring
+
+NO_KEY = "no key"
+"""Marks a field of a configuration that is no key of it."""
+TYPE_NAMES = {
+    int: "an integer", float: "a number", str: "text", bool: "true or false", tuple: "a list of texts",
+    type(None): "null",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a configuration."""
+
+    default: Any
+    documentation: str
+    types: tuple[type, ...]
+    """Types that its value may have."""
+    section: type
+    """The dataclass that declares it."""
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with the type of `value`; None where it is right.
+
+        Exactly these types: True is an int in Python, and a number in a YAML file was not meant as a path.
+        """
+        is_list_of_texts = tuple in self.types and isinstance(value, list) and all(isinstance(v, str) for v in value)
+        is_integer_for_float = float in self.types and type(value) is int
+        if type(value) in self.types or is_list_of_texts or is_integer_for_float:
+            return None
+        return f"it must be {' or '.join(TYPE_NAMES[kind] for kind in self.types)}"
+
+
+def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
+    """Every key of the configuration `cls`, by dotted name."""
+    return dict(_keys(cls, prefix))
+
+
+def _keys(cls: type, prefix: str) -> Iterator[tuple[str, Key]]:
+    """Yield dotted name and key of every field, those of sections included."""
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        if NO_KEY in item.metadata:
+            continue
+        hint = hints[item.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _keys(typing.cast(type, hint), f"{prefix}{item.name}.")
+        else:
+            owner = next(base for base in reversed(cls.__mro__) if item.name in getattr(base, "__annotations__", {}))
+            documentation = get_attribute_docstring(owner, item.name).docstring_below
+            yield f"{prefix}{item.name}", Key(item.default, documentation, _types(hint), owner)
+
+
+def _types(hint: Any) -> tuple[type, ...]:
+    if typing.get_origin(hint) is tuple:
+        return (tuple,)
+    return tuple(str if issubclass(each, StrEnum) else each for each in typing.get_args(hint) or (hint,))

@@ -1,0 +1,147 @@
+"""Configurations from YAML files and command-line arguments."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+from draccus.utils import deflatten
+
+from shardplan.config.command_flags import COMMANDS, PlanConfig
+from shardplan.config.help import LOGGING_FLAGS, add_keys, make_parser
+from shardplan.config.keys import Key, keys_of
+from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.plan.serialization import decode, flatten
+
+C = TypeVar("C", bound=PlanConfig)
+
+
+def load_config(*files: str, **sections: Any) -> PlanConfig:
+    """The configuration in YAML files, of which later ones win, with the keys that are given here.
+
+    As in `load_config("configs/8b.yaml", workload={"batch": 4}, pin=["mlp=model"])`. Keys that only a command has are
+    checked and left out.
+
+    Raises:
+        ConfigError: a file that cannot be read, an unknown key, or a value of the wrong type.
+    """
+    keys = keys_of(PlanConfig)
+    values = _read_files(files, keys)
+    overrides = flatten({name: list(value) if isinstance(value, tuple) else value for name, value in sections.items()})
+    _check(overrides, keys, where="load_config")
+    return _build(PlanConfig, {**values, **overrides})
+
+
+def parse_config(argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: ignore[assignment]
+    """The configuration `cls` of a command that command-line arguments describe.
+
+    `--config FILE` may be given several times (later files win, key by key), as `--config x`, `--config=x` or
+    `--config_path x`; every other `--a.b value` overrides one key, with `-` for `_` if preferred. `--model x` means
+    `--model.config x` for a .json file, and `--model.ref x` for anything else. A file may also hold keys of other
+    commands, which are checked and left out.
+
+    Raises:
+        ConfigError: a file that cannot be read, an unknown key, a key of another command among the arguments, or a
+            value of the wrong type.
+        SystemExit: after printing help.
+    """
+    command, keys = command_of(cls), keys_of(cls)
+    parser = make_parser(command)
+    add_keys(parser, cls, keys)
+    known, rest = parser.parse_known_args([_normalize(token) for token in argv])
+    if rest:
+        _refuse(rest[0], keys, command)
+    arguments = {name: value for name, value in vars(known).items() if value is not None and name not in LOGGING_FLAGS}
+    files, model = arguments.pop("config", []), arguments.pop("model", None)
+    if model is not None:
+        arguments["model.config" if model.endswith(".json") else "model.ref"] = model
+    overrides = {name: _value(keys[name], text) for name, text in arguments.items()}
+    _check(overrides, keys, where="command line")
+    return _build(cls, {**_read_files(files, keys), **overrides})
+
+
+def command_of(cls: type[PlanConfig]) -> str:
+    """The name of the command that `cls` configures; empty if it is none."""
+    return next((name for name, each in COMMANDS.items() if each is cls), "")
+
+
+def _build(cls: type[C], values: Mapping[str, Any]) -> C:
+    return dataclasses.replace(decode(cls, deflatten(dict(values), sep=".")), given=frozenset(values))
+
+
+def _read_files(files: Sequence[str], keys: Mapping[str, Key]) -> dict[str, Any]:
+    """The values of `keys` in some files, by dotted name."""
+    every = {name: key for cls in COMMANDS.values() for name, key in keys_of(cls).items()} | dict(keys)
+    values: dict[str, Any] = {}
+    for path in files:
+        read = flatten(_read_yaml(path))
+        _check(read, every, where=path)
+        values.update({name: value for name, value in read.items() if name in keys})
+    return values
+
+
+def _normalize(token: str) -> str:
+    """A flag with underscores in place of hyphens; any other token as it is."""
+    flag, separator, value = token.partition("=")
+    return f"--{flag[2:].replace('-', '_')}{separator}{value}" if token.startswith("--") else token
+
+
+def _refuse(token: str, keys: Mapping[str, Key], command: str) -> NoReturn:
+    """Raise the error for an argument that is not a key of this command."""
+    if not token.startswith("--"):
+        raise ConfigError(f"unexpected argument {token!r}; options look like --workload.batch 16")
+    name = token[2:].partition("=")[0]
+    owners = [other for other, cls in COMMANDS.items() if name in keys_of(cls)]
+    if owners:
+        raise ConfigError(f"command line: {name} is a key of {', '.join(owners)}, not of {command}; leave it out")
+    raise ConfigError(f"command line: {_unknown_message(name, keys)}")
+
+
+def _unknown_message(name: str, keys: Mapping[str, Key]) -> str:
+    """Return why `name` is not a key: it is a section, or unknown; then with the nearest key."""
+    if any(key.startswith(f"{name}.") for key in keys):
+        return f"{name} is a section, not a value; set a key in it"
+    return f"unknown key {name!r}; {nearest(name, keys)}"
+
+
+def _value(key: Key, text: Any) -> Any:
+    """The value that an argument means for `key`: itself if the key holds text, else what YAML makes of it."""
+    if not isinstance(text, str):
+        return text
+    if str in key.types:
+        return None if type(None) in key.types and text in ("null", "") else text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    """Read a YAML file of configuration.
+
+    Raises:
+        ConfigError: the file does not exist, cannot be read, is not YAML, or holds no mapping.
+    """
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        others = [str(file) for folder in {Path(path).parent, Path("configs")} for file in folder.glob("*.yaml")]
+        raise ConfigError(f"config file {path} does not exist; {nearest(path, others)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {one_line(error)}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"config file {path} is not YAML: {one_line(error)}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"config file {path} holds {type(loaded).__name__}, not a mapping of keys")
+    return loaded
+
+
+def _check(values: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> None:
+    """Check every key and the type of its value: draccus would convert a wrong one, 7 to "7", and go on."""
+    for name, value in values.items():
+        if name not in keys:
+            raise ConfigError(f"{where}: {_unknown_message(name, keys)}")
+        problem = keys[name].problem(value)
+        if problem is not None:
+            raise ConfigError(f"{where}: {name} is {value!r}; {problem}")

@@ -1,0 +1,105 @@
+"""The sections of a configuration that commands share. Imports no JAX."""
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from shardplan.errors import ConfigError
+
+MIN_LOAD_GIB = 0.0625
+
+
+class CompiledProgram(StrEnum):
+    """The program that verify compiles."""
+
+    STEP = "step"
+    """The step of the workload."""
+    LOAD = "load"
+    """Levanter's own assembly of the loaded model."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model."""
+
+    ref: str = ""
+    """Hugging Face checkpoint: a local folder, org/model@revision, gs://, s3://, az:// or https:// folder."""
+    config: str | None = None
+    """A config.json to plan from when the checkpoint itself is not at hand; default: the one of model.ref."""
+
+
+@dataclass(frozen=True)
+class HardwareConfig:
+    """Where it runs."""
+
+    slice: str = "cpu-8"
+    """A TPU slice such as v4-256, v4:4x4x8 (by its torus), 2xv6e-256 (two slices), or cpu-N for virtual CPU devices."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; the planner chooses those that are left out."""
+
+    replica: int | None = None
+    """Number of devices along replica."""
+    data: int | None = None
+    """Number of devices along data."""
+    model: int | None = None
+    """Number of devices along model."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            check_minimum(f"mesh.{item.name}", getattr(self, item.name), 1)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What text is evaluated."""
+
+    path: str | None = None
+    """A .jsonl file with a `text` and optionally an `id` per line, or a .txt file (one document)."""
+    max_documents: int | None = None
+    """Evaluate only the first this many documents."""
+
+    def __post_init__(self) -> None:
+        check_minimum("data.max_documents", self.max_documents, 1)
+
+
+@dataclass(frozen=True)
+class CompilerConfig:
+    """How the TPU compiler is run."""
+
+    program: CompiledProgram = CompiledProgram.STEP
+    """The program to compile: step (that of workload.kind), or load (the assembly of Levanter's loader)."""
+    jobs: int | None = None
+    """Compiles at a time; default: one per processor."""
+    seconds: int = 1200
+    """Time limit of one compile."""
+    gib: float = 16.0
+    """Memory limit of one compile, GiB of this machine."""
+    cache: str | None = "~/.cache/shardplan/verify"
+    """Folder that keeps verdicts, by plan and versions; null for none."""
+
+    def __post_init__(self) -> None:
+        for key in ("jobs", "seconds", "gib"):
+            check_minimum(f"compiler.{key}", getattr(self, key), 1)
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """How a checkpoint is loaded."""
+
+    gib: float = 2.0
+    """Maximum host memory of a process beside the model, GiB."""
+
+    def __post_init__(self) -> None:
+        check_minimum("load.gib", self.gib, MIN_LOAD_GIB)
+
+
+def check_minimum(key: str, value: float | None, minimum: float) -> None:
+    """Check that a value, where there is one, is at least `minimum`.
+
+    Raises:
+        ConfigError: it is smaller, or not a number.
+    """
+    if value is not None and not value >= minimum:
+        raise ConfigError(f"{key} is {value}; it must be at least {minimum}")

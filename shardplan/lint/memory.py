@@ -1,0 +1,75 @@
+"""Checks of a trainer section by its predicted memory: steps that do not fit, large parameters with few shards."""
+
+import dataclasses
+
+from shardplan.hardware import GIB
+from shardplan.lint.findings import Finding, FindingKind, Findings, Severity, sizes_text
+from shardplan.lint.subject import Subject
+from shardplan.plan.plan import MemoryPlan, Plan
+
+LARGE_FRACTION = 0.01
+"""Fraction of a device's memory from which on a parameter is large."""
+BARELY_SHARDED_FACTOR = 4
+"""A parameter is barely sharded if it has at most 1 / this many shards per device."""
+NUM_LARGEST = 3
+"""How many of the largest parts of memory and parameters a finding names."""
+MEMORY_PARTS = [
+    part.name for part in dataclasses.fields(MemoryPlan) if part.name not in ("peak", "available", "reserved")
+]
+
+
+def check_memory(s: Subject, plan: Plan) -> Findings:
+    """Find a step whose predicted peak memory is not available, or only without the error of the prediction."""
+    memory = plan.memory
+    if memory.fits:
+        return
+    if memory.peak <= memory.available:
+        yield Finding(
+            Severity.WARNING,
+            FindingKind.MEMORY,
+            s.mapping_keys,
+            f"may not fit: {memory.peak / GIB:.2f} GiB per device of {memory.available / GIB:.2f}, and the estimate "
+            f"errs by up to {memory.reserved / GIB:.2f}",
+            "ask the compiler (python -m shardplan.verify --against), or shard more",
+        )
+        return
+    parts = sorted(((getattr(memory, part), part) for part in MEMORY_PARTS), reverse=True)[:NUM_LARGEST]
+    largest = s.bytes(s.axes.parameters)
+    yield Finding(
+        Severity.ERROR,
+        FindingKind.MEMORY,
+        s.mapping_keys,
+        f"out of memory: {memory.peak / GIB:.2f} GiB per device of {memory.available / GIB:.2f}, "
+        f"{(memory.peak - memory.available) / GIB:.2f} too much; the largest parts: "
+        + ", ".join(f"{part.replace('_', ' ')} {amount / GIB:.2f}" for amount, part in parts if amount)
+        + f"; the largest parameters: {sizes_text(largest)}",
+        "shard the largest over more mesh axes, or use a larger slice, a smaller batch, or a narrower type",
+        {path: largest[path] for path in list(largest)[:NUM_LARGEST]},
+    )
+
+
+def check_large_parameters(s: Subject, plan: Plan) -> Findings:
+    """Find large parameters that are stored replicated, or with far fewer shards than there are devices."""
+    min_bytes, devices = LARGE_FRACTION * plan.memory.available, s.hardware.devices
+    sizes = s.bytes(s.axes.parameters)
+    large = [p for p in s.axes.parameters if sizes[p.path] >= min_bytes]
+    replicated = [p for p in large if s.shards(p) == 1 and devices >= BARELY_SHARDED_FACTOR]
+    barely_sharded = [p for p in large if s.shards(p) > 1 and s.shards(p) * BARELY_SHARDED_FACTOR <= devices]
+    numbers = " or ".join(map(str, sorted({s.shards(p) for p in barely_sharded})))
+    for kind, parameters, text in (
+        (FindingKind.REPLICATED, replicated, f"replicated on each of the {devices} devices"),
+        (FindingKind.BARELY_SHARDED, barely_sharded, f"{numbers} shards on {devices} devices"),
+    ):
+        if not parameters:
+            continue
+        stored = s.bytes(parameters)
+        unmapped = [axis for axis in s.weight_axes if axis not in s.params and any(axis in p.axes for p in parameters)]
+        yield Finding(
+            Severity.WARNING if plan.memory.peak <= plan.memory.available else Severity.ERROR,
+            kind,
+            s.mapping_keys,
+            f"{text}: {sum(stored.values()) / GIB:.2f} GiB per device, of {sizes_text(stored)}",
+            "shard the stored parameters over more mesh axes; unmapped among their axes: "
+            + (", ".join(unmapped) or "none"),
+            stored,
+        )

@@ -1,0 +1,157 @@
+"""The subject of a lint: a trainer section together with the model, workload and slice that it is for."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from shardplan.hardware import Slice
+from shardplan.levanter_config.schema import TrainerSchema
+from shardplan.levanter_config.trainer_section import TrainerSection
+from shardplan.lint.findings import short
+from shardplan.model.axes import ModelAxes, Parameter
+from shardplan.plan.dtypes import itemsize
+from shardplan.plan.mapping import as_tuples
+from shardplan.plan.workload import BATCH_AXIS, Workload
+from shardplan.program.tasks import Step
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trainer section, and the model, workload and slice that it is for."""
+
+    trainer: Mapping[str, Any]
+    """The content of the `trainer` section."""
+    section: TrainerSection
+    """The same, parsed."""
+    axes: ModelAxes
+    workload: Workload
+    hardware: Slice
+    step: Step
+    """The traced step."""
+    attention_backend: str | None
+    """`model.attn_backend` as written; None for Levanter's default."""
+    activation_only: frozenset[str] = frozenset()
+    """Logical axes in the compute mapping that activations have, but neither parameters nor the tokens."""
+
+    @property
+    def schema(self) -> TrainerSchema:
+        """The schema of the section: the mesh schema if it has the key `mesh`, else the flat schema."""
+        return TrainerSchema.MESH if "mesh" in self.trainer else TrainerSchema.FLAT
+
+    @cached_property
+    def compute(self) -> dict[str, tuple[str, ...]]:
+        """The compute mapping."""
+        return as_tuples(self.section.compute_mapping)
+
+    @cached_property
+    def params(self) -> dict[str, tuple[str, ...]]:
+        """The parameter mapping."""
+        return as_tuples(self.section.param_mapping)
+
+    @cached_property
+    def known(self) -> set[str]:
+        """Logical axes of the parameters and the tokens."""
+        return {*self.axes.axes, self.axes.position, *self.batch_axes}
+
+    @property
+    def batch_axes(self) -> set[str]:
+        """Names of the logical axis of the sequences: in the model's code, and in the trainer section."""
+        return {BATCH_AXIS, self.section.batch_axis}
+
+    @cached_property
+    def weight_axes(self) -> list[str]:
+        """Logical axes of the weights in matrix products, except those along which experts are stacked."""
+        used = dict.fromkeys(name for _, weight in self.step.weight_matmuls for name in weight.axes)
+        return [name for name in used if name not in self.step.expert_axes]
+
+    @cached_property
+    def stacked(self) -> set[str]:
+        """Logical axes along which layers are stacked: axes of parameters that no matrix product has."""
+        return {*self.axes.axes} - self.step.matmul_axes - {self.axes.residual, self.axes.position}
+
+    @cached_property
+    def mappable(self) -> set[str]:
+        """Logical axes that a plan may shard."""
+        return self.known - self.stacked
+
+    @cached_property
+    def linear_results(self) -> dict[tuple[str, ...], str]:
+        """Logical axes of the results of linear layers, which Haliax shards -> description of the result."""
+        results: dict[tuple[str, ...], str] = {}
+        paths = [parameter.path for parameter in self.axes.parameters]
+        for task, weight in sorted(self.step.weight_matmuls, key=lambda product: paths.index(product[1].weight or "")):
+            axes = tuple(self.section.batch_axis if name == BATCH_AXIS else name for name in task.results[0].axes)
+            if task.groups == 1 and self.axes.position in axes:  # routed tokens have axes of their own
+                results.setdefault(axes, f"the result of {short(weight.weight or '')}")
+        return results
+
+    def size(self, axis: str) -> int:
+        """Number of elements along a logical axis, one of `known`."""
+        if axis == self.axes.position:
+            return self.workload.position
+        return self.workload.batch if axis in self.batch_axes else self.axes.axes[axis]
+
+    @property
+    def rounding_mapping(self) -> dict[str, tuple[str, ...]]:
+        """The mapping by which Levanter rounds the vocabulary: train_lm uses `params`, eval_lm uses `compute`."""
+        return self.params if self.workload.is_training else self.compute
+
+    @property
+    def rounded_vocab(self) -> int:
+        """Size of the vocabulary after Levanter has rounded it up to a multiple of its shards."""
+        size, devices = self.axes.axes[self.axes.vocab], self.devices(self.rounding_mapping.get(self.axes.vocab, ()))
+        return -(-size // devices) * devices
+
+    def devices(self, mesh_axes: Iterable[str]) -> int:
+        """Number of devices along `mesh_axes` together."""
+        return math.prod(self.section.mesh[axis] for axis in mesh_axes)
+
+    def shards(self, parameter: Parameter) -> int:
+        """Number of shards of the stored parameter."""
+        return math.prod(self.devices(self.params.get(axis, ())) for axis in parameter.axes)
+
+    def bytes(self, parameters: Iterable[Parameter]) -> dict[str, int]:
+        """Path -> stored bytes per device, largest first."""
+        width = itemsize(self.workload.param_dtype)
+        sizes = {p.path: p.size * width // self.shards(p) for p in parameters}
+        return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes per device of all stored parameters; a mesh axis on two dimensions of a parameter counts once."""
+        width = itemsize(self.workload.param_dtype)
+        return sum(
+            p.size * width // self.devices({m for axis in p.axes for m in self.params.get(axis, ())})
+            for p in self.axes.parameters
+        )
+
+    def not_sharded_over(self, parameters: Iterable[Parameter], mesh_axes: Iterable[str]) -> list[Parameter]:
+        """Those of `parameters` that are stored sharded over none of `mesh_axes`."""
+        excluded = set(mesh_axes)
+        return [p for p in parameters if not any(excluded & set(self.params.get(axis, ())) for axis in p.axes)]
+
+    def replicated(self, parameters: dict[str, int]) -> dict[str, int]:
+        """Those of `parameters` (path -> bytes per device) that are stored replicated, on several devices."""
+        shards = {p.path: self.shards(p) for p in self.axes.parameters}
+        return {path: amount for path, amount in parameters.items() if shards[path] == 1 and self.hardware.devices > 1}
+
+    def keys(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Keys that map any of the logical axes `axes`, each once."""
+        entries = (*self.section.compute_entries, *self.section.param_entries)
+        selected = set(axes)
+        return tuple(dict.fromkeys(entry.key for entry in entries if entry.axis in selected))
+
+    def size_key(self, mesh_axis: str) -> str:
+        """Key of the size of a mesh axis; for `data` in the flat schema, which has none, that of `model`."""
+        if self.schema == TrainerSchema.MESH:
+            return f"trainer.mesh.axes.{mesh_axis}"
+        return "trainer.replica_ici_axis_size" if mesh_axis == "replica" else "trainer.model_axis_size"
+
+    @property
+    def mapping_keys(self) -> tuple[str, str]:
+        """Keys of the mapping for compute and parameter sharding, and of the mapping for parameter sharding alone."""
+        if self.schema == TrainerSchema.FLAT:
+            return "trainer.axis_resources", "trainer.parameter_axis_resources"
+        return "trainer.mesh.shared_mapping", "trainer.mesh.param_mapping"

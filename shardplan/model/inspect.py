@@ -1,0 +1,45 @@
+"""Reads the parameters and logical axes of a Levanter model from its module tree."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import haliax as hax
+import jax
+
+from shardplan.model.axes import ModelAxes, Parameter
+from shardplan.model.registry import Model
+
+
+def inspect_model(model: Model) -> ModelAxes:
+    """Read the parameters and logical axes of `model` from its abstract module tree."""
+    template = model.template
+    return ModelAxes(
+        type=model.type,
+        parameters=tuple(_parameters(template)),
+        residual=template.Embed.name,
+        position=template.Pos.name,
+        vocab=template.Vocab.name,
+    )
+
+
+def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of every array of `tree`, a NamedArray being one leaf; skip what is not an array."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, hax.NamedArray))[0]
+    for path, leaf in leaves:
+        if isinstance(leaf, hax.NamedArray) or hasattr(leaf, "shape"):
+            yield jax.tree_util.keystr(path).lstrip("."), leaf
+
+
+def axes_of(leaf: Any) -> tuple[hax.Axis, ...]:
+    """The named axes of an array; empty if they no longer match its shape, as in an optimizer state of lower rank."""
+    axes = leaf.axes if isinstance(leaf, hax.NamedArray) else ()
+    return axes if axes and tuple(axis.size for axis in axes) == leaf.array.shape else ()
+
+
+def _parameters(template: Any) -> Iterator[Parameter]:
+    for path, leaf in named_leaves(template):
+        if isinstance(leaf, hax.NamedArray):
+            yield Parameter(path, {axis.name: axis.size for axis in leaf.axes}, str(leaf.array.dtype))
+        else:
+            # an array without names cannot be mapped: its dimensions get names that no mapping contains
+            yield Parameter(path, {f"_{i}": n for i, n in enumerate(leaf.shape)}, str(leaf.dtype))

@@ -1,0 +1,21 @@
+"""The mesh axes of a plan, and what each is for: one table that the search space derives from.
+
+| mesh axis | batch and positions | other logical axes, compute sharding | stored parameters | crosses slices |
+|---|---|---|---|---|
+| replica | yes | behind `model` | yes | yes |
+| data | yes | no | yes | yes |
+| model | no | yes | as in computations | no |
+"""
+
+from shardplan.plan.mapping import MeshAxes
+
+MESH_AXES = ("replica", "data", "model")
+"""Axes of a plan's mesh, major to minor."""
+BATCH_CHOICES: tuple[MeshAxes, ...] = (("replica", "data"), ("data",), ("replica",), ())
+"""What the batch can be sharded over."""
+POSITION_CHOICES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",), ("replica", "data"), ("data", "replica"))
+"""What positions can be sharded over."""
+TENSOR_CHOICES: tuple[MeshAxes, ...] = ((), ("model",), ("model", "replica"))
+"""What every other logical axis can be sharded over in computations."""
+STORAGE_CHOICES: tuple[MeshAxes, ...] = ((), ("data",), ("replica",), ("replica", "data"))
+"""What stored parameters can be sharded over, in addition to their compute sharding."""

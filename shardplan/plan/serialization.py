@@ -1,0 +1,51 @@
+"""From and to the values of JSON and YAML: dataclasses with enums as their values, and dotted keys."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import draccus
+from draccus.utils import ParsingError
+
+from shardplan.errors import ConfigError, ShardplanError, nearest, one_line
+
+T = TypeVar("T")
+
+
+def decode(cls: type[T], values: dict[str, Any]) -> T:
+    """The instance of the dataclass `cls` that nested `values` describe.
+
+    Raises:
+        ConfigError: a value that `cls` does not accept, an unknown key or a missing one.
+    """
+    try:
+        return draccus.decode(cls, values)
+    except ParsingError as error:
+        # draccus wraps what a dataclass says of its own values
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ShardplanError):
+                raise cause from None
+            cause = cause.__cause__
+        raise ConfigError(one_line(error)) from error
+
+
+def flatten(sections: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of nested mappings: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
+    values: dict[str, Any] = {}
+    for key, value in sections.items():
+        if isinstance(value, Mapping):
+            values.update(flatten(value, f"{prefix}{key}."))
+        else:
+            values[f"{prefix}{key}"] = value
+    return values
+
+
+def _member(cls: type[StrEnum], value: Any, path: tuple[str, ...]) -> StrEnum:
+    if value not in list(cls):
+        raise ConfigError(f"{'.'.join(path)} is {value!r}; {nearest(str(value), cls)}")
+    return cls(value)
+
+
+# draccus writes a member of an enum as its name; configurations and Plans have its value
+draccus.decode.register(StrEnum, _member, include_subclasses=True)

@@ -1,0 +1,59 @@
+"""Live buffers: the arrays in memory at each point of a traced program, with the role that decides their size."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardplan.program.named_arrays import TracedArray
+
+
+class BufferRole(StrEnum):
+    """Why a buffer is in memory; its size under a sharding follows from it."""
+
+    PARAMETER = "parameter"
+    """A parameter in its stored sharding; live at every point."""
+    OPTIMIZER_STATE = "optimizer state"
+    """State of the optimizer, sharded like parameters; live at every point."""
+    LIVE = "live"
+    """A value between the operation that writes it and the last one that reads it."""
+    GATHERED_WEIGHT = "gathered weight"
+    """The all-gathered copy of a parameter, between its first and last use in a loop's body."""
+    PREFETCHED_WEIGHT = "prefetched weight"
+    """A gathered weight before its first use, if the compiler gathers early: with at most one loop in between."""
+    UNSCATTERED_RESULT = "unscattered result"
+    """The result of a matmul before its reduce-scatter: a gradient is unsharded until each device keeps its shard."""
+    FLOAT32_RESULT = "float32 result"
+    """The result of a grouped matmul while it is computed, in float32."""
+    FLOAT32_SUMMAND = "float32 summand"
+    """A result of a grouped matmul, in float32, until it is added to another such result."""
+    UNFREED_ROWS = "unfreed rows"
+    """Rows routed to experts, from their last use until the gradients of experts are computed."""
+    SLICED_ROWS = "sliced rows"
+    """The slices of such rows that grouped matmuls take, where parameters have more shards than rows; as long."""
+    ROUTED_TOKENS = "routed tokens"
+    """The tokens from which such rows are looked up; as long."""
+    LOOKUP_RESULT = "lookup result"
+    """The result of a lookup and its transient copies while it is computed."""
+    COPIED_STACK = "copied stack"
+    """A copy of stacked parameters in another memory layout, from before the loop over them until its end."""
+    KEYS_OR_VALUES = "keys or values"
+    """Keys or values beyond a device's own, while attention uses them; nonzero where positions are sharded."""
+    KEYS_OR_VALUES_GRADIENT = "gradient of keys or values"
+    """The gradient of such keys or values while it is computed."""
+    SCORES = "scores"
+    """A block of attention scores while it is computed without a kernel; a kernel never writes scores to memory."""
+
+
+@dataclass(frozen=True)
+class LiveBuffer:
+    """A buffer that is in memory at some point of the program."""
+
+    role: BufferRole
+    array: TracedArray
+    related_arrays: tuple[TracedArray, ...] = ()
+    """Of a lookup result: its table. Of keys or values: the attention output, in the matmul that reads scores."""
+    is_between_grouped_matmuls: bool = False
+    """Whether only grouped matmuls produce and consume the array: it keeps the sharding in which they produce it."""
+
+
+ProgramPoint = tuple[LiveBuffer, ...]
+"""The buffers that are live at one point of the program, apart from parameters and optimizer state."""

@@ -1,0 +1,54 @@
+"""Operations of a traced program, as their kinds decide cost and memory."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardplan.program.named_arrays import Dim
+
+
+class OperationKind(StrEnum):
+    """How an operation uses its operands."""
+
+    CONTRACTION = "contraction"
+    """A matmul: `dot_general` or `ragged_dot`."""
+    LOOKUP = "lookup"
+    """A `gather` of rows of a table."""
+    SCATTER_ADD = "scatter-add"
+    """A `scatter-add`, such as the gradient of a lookup."""
+    ELEMENTWISE = "elementwise"
+    """Everything that XLA can fuse into a loop over its result."""
+    RESHARD = "reshard"
+    """A change of sharding where a `shard_map` begins or ends."""
+    PSUM = "psum"
+    """A sum over all devices in a `shard_map`."""
+    LOOP = "loop"
+    """A `scan`."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a traced program; its values are indices into `Trace.arrays`."""
+
+    kind: OperationKind
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    label: str
+    """The named scopes of the traced program around the operation."""
+    primitive: str = ""
+    """Name of the JAX primitive; empty for a loop or a reshard."""
+    contracted: Dim = ()
+    """Of a contraction: the axes that it sums over."""
+    batched: Dim = ()
+    """Of a contraction: the batch axes, which number independent matmuls."""
+    groups: int = 1
+    """Of a contraction: the number of matrices in the second operand of a grouped matmul (`ragged_dot`); each row of
+    the first operand is multiplied by one of them."""
+    body: tuple["Operation", ...] = ()
+    """Of a loop: its operations."""
+    trips: int = 1
+    """Of a loop: its iterations."""
+    slices: tuple[tuple[int, int], ...] = ()
+    """Of a loop: pairs of a stacked value outside and its slice for one iteration inside. The loop reads the stacked
+    value, or writes it where the value is one of the loop's results."""
+    carried: tuple[tuple[int, int, int, int], ...] = ()
+    """Of a loop: its carry, as (value before, value at the body's start, value at the body's end, value after)."""

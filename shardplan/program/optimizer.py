@@ -1,0 +1,49 @@
+"""The optimizers of optax that a training step can use, and the shapes of their state."""
+
+import inspect
+from typing import Any
+
+import equinox as eqx
+import optax
+from haliax import NamedArray
+
+from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.model.inspect import named_leaves
+
+LEARNING_RATE = 1e-5
+
+
+def make_optimizer(name: str) -> optax.GradientTransformation:
+    """The optax optimizer `name` with a constant learning rate.
+
+    Raises:
+        ConfigError: optax has no optimizer `name` that needs only a learning rate.
+    """
+    optimizers = {each: function for each, function in vars(optax).items() if _is_optimizer(each, function)}
+    if name not in optimizers:
+        raise ConfigError(f"workload.optimizer {name!r} is not an optimizer of optax; {nearest(name, optimizers)}")
+    return optimizers[name](LEARNING_RATE)
+
+
+def _is_optimizer(name: str, function: Any) -> bool:
+    """Whether `function` makes an optimizer from a learning rate alone."""
+    if name.startswith(("_", "scale")) or not inspect.isfunction(function):
+        return False
+    is_required = {each.name: each.default is each.empty for each in inspect.signature(function).parameters.values()}
+    return next(iter(is_required), "") == "learning_rate" and not any([*is_required.values()][1:])
+
+
+def abstract_optimizer_state(transformation: optax.GradientTransformation, parameters: Any) -> Any:
+    """The state of an optimizer for `parameters`, as a pytree with a `jax.ShapeDtypeStruct` for every array.
+
+    Raises:
+        ConfigError: the state has a list of arrays in place of a named array, or the update needs more than gradients.
+    """
+    state = eqx.filter_eval_shape(transformation.init, parameters)
+    if any(isinstance(leaf, NamedArray) and not hasattr(leaf.array, "shape") for _, leaf in named_leaves(state)):
+        raise ConfigError("workload.optimizer has lists of arrays as state, which no mapping can shard; use another")
+    try:
+        eqx.filter_eval_shape(transformation.update, parameters, state, parameters)
+    except TypeError as error:
+        raise ConfigError(f"workload.optimizer needs more than gradients; use another: {one_line(error)}") from error
+    return state

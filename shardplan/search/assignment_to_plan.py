@@ -1,0 +1,132 @@
+"""Builds the Plan of a sharding assignment: its cost, memory, parameters and versions."""
+
+from collections import defaultdict
+from dataclasses import replace
+from functools import cache
+from importlib import metadata
+from typing import NamedTuple
+
+from shardplan.config import PlanConfig
+from shardplan.cost.attention import kernel_of
+from shardplan.cost.calibration import load_calibration, usable_bytes
+from shardplan.cost.collectives import Purpose
+from shardplan.cost.memory import estimate_memory
+from shardplan.cost.roofline import step_tasks, transfer_seconds
+from shardplan.cost.sharding import ShardingAssignment
+from shardplan.hardware import GIB, CollectiveKind, Slice, parse_slice
+from shardplan.model.inspect import inspect_model
+from shardplan.model.registry import Model
+from shardplan.plan.compiler_options import PLANNED, PLANNED_FOR_EXPERTS
+from shardplan.plan.mapping import AxisMapping, MeshAxes
+from shardplan.plan.plan import (
+    Collective,
+    CostPlan,
+    HardwareInfo,
+    MemoryPlan,
+    ModelInfo,
+    ParameterPlan,
+    Plan,
+    SearchInfo,
+)
+from shardplan.program.tasks import Step
+
+
+class StepCost(NamedTuple):
+    """Cost of a step as a Plan records it, and what the Plan leaves out."""
+
+    plan: CostPlan
+    weight_gather_seconds: float
+    """Time of the gathers of weights, including what overlaps with compute."""
+    other_collective_seconds: float
+    """Time of all other collectives, likewise."""
+
+
+def estimate_cost(step: Step, assignment: ShardingAssignment, hardware: Slice) -> StepCost:
+    """Estimate the time of a step, and sum its collectives by kind, mesh axes and cause."""
+    total = compute = weight_gathers = other_collectives = 0.0
+    sums: dict[tuple[CollectiveKind, MeshAxes, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for _, cost, seconds in step_tasks(step, assignment, hardware, load_calibration(hardware.generation.name)):
+        total += seconds.total
+        compute += seconds.compute
+        for traffic in cost.traffic:
+            transfer = transfer_seconds(traffic, hardware, assignment.mesh)
+            if traffic.purpose is Purpose.WEIGHTS:
+                weight_gathers += transfer
+            else:
+                other_collectives += transfer
+            collective = sums[traffic.kind, traffic.mesh_axes, traffic.cause]
+            collective[0] += traffic.bytes
+            collective[1] += traffic.count
+            collective[2] += transfer
+    collectives = [
+        Collective(kind, list(mesh_axes), round(size), round(count), seconds, cause)
+        for (kind, mesh_axes, cause), (size, count, seconds) in sums.items()
+    ]
+    plan = CostPlan(total, compute, sorted(collectives, key=lambda collective: -collective.bytes))
+    return StepCost(plan, weight_gathers, other_collectives)
+
+
+def build_plan(
+    config: PlanConfig, model: Model, step: Step, assignment: ShardingAssignment, cost: CostPlan, search: SearchInfo
+) -> Plan:
+    """Build the Plan of `assignment`.
+
+    Args:
+        config: model, hardware and workload, with nothing left open.
+        cost: of `assignment`, see `estimate_cost`.
+    """
+    hardware, axes, workload = parse_slice(config.hardware.slice), inspect_model(model), config.workload.resolve()
+    options = PLANNED_FOR_EXPERTS if workload.is_training and step.expert_axes else PLANNED
+    params = assignment.params
+    return Plan(
+        model=ModelInfo(config.model.ref, axes.type, dict(axes.axes), axes.size, config.model.config),
+        workload=workload,
+        hardware=HardwareInfo(hardware.name, hardware.devices, hardware.generation.hbm_gib),
+        mesh=dict(assignment.mesh),
+        compute_mapping=_as_lists(assignment.compute),
+        param_mapping=_as_lists(params),
+        parameters=[
+            ParameterPlan(
+                parameter.path,
+                parameter.axes,
+                workload.param_dtype,
+                [list(params[axis]) if axis in params else None for axis in parameter.axes],
+                round(assignment.bytes(array)),
+            )
+            for parameter, array in zip(axes.parameters, step.parameters, strict=True)
+        ],
+        memory=_memory_plan(step, assignment, hardware),
+        cost=cost,
+        search=search,
+        attention=replace(assignment.attention, kernel=kernel_of(step.tasks, assignment)),
+        compiler_options={} if hardware.is_cpu else dict(options),
+        versions=_versions(),
+    )
+
+
+def _memory_plan(step: Step, assignment: ShardingAssignment, hardware: Slice) -> MemoryPlan:
+    """Return the estimated memory of an assignment in whole bytes per device."""
+    parts, available = estimate_memory(step, assignment), int(hardware.generation.hbm_gib * GIB)
+    return MemoryPlan(
+        **{part: round(size) for part, size in vars(parts).items()},
+        load_transient=0,  # the loader fills shards on the host and copies each to the device once
+        peak=round(parts.peak),
+        available=available,
+        reserved=available - int(usable_bytes(hardware)),
+    )
+
+
+def _as_lists(mapping: AxisMapping) -> dict[str, list[str]]:
+    return {axis: list(mesh_axes) for axis, mesh_axes in mapping.items()}
+
+
+@cache  # reading the metadata takes longer than estimating the cost of a plan
+def _versions() -> dict[str, str]:
+    """Installed versions of the packages that a plan depends on; empty for a package that is not installed."""
+    versions = {}
+    for package in ("shardplan", "jax", "haliax", "levanter", "libtpu"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = ""
+    return versions

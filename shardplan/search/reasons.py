@@ -1,0 +1,148 @@
+"""The reasons of a search: why choices are rejected, counted by type, and sentences about the plan that is chosen.
+
+Other code decides by the types (`Rejection`, `Caveat`), never by the sentences, which `SearchInfo.reasons` holds.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from shardplan.errors import nearest
+from shardplan.hardware import GIB
+from shardplan.plan.attention_plan import AttentionPlan, Strategy
+from shardplan.plan.mapping import MeshAxes, mapping_text, mesh_text
+from shardplan.plan.plan import Caveat
+from shardplan.program.tasks import Step
+from shardplan.search.ranking import TIME_RESOLUTION, Candidate
+
+GIVEN = "mesh and mappings were given, not searched for"
+NEGLIGIBLE = 1e-3
+"""Part of a step's time below which transfers count as fully overlapped."""
+CAVEATS = {
+    Caveat.NO_ATTENTION_KERNEL: "no kernel can run attention here, so its time is a guess: it runs as a loop whose "
+    "length the compiler does not report",
+    Caveat.OFFLOAD_NOT_PRICED: "the step time is too short: it leaves out the copies of offloaded activations to the "
+    "host and back",
+}
+STRATEGIES = {
+    Strategy.NONE: "attention is Levanter's own",
+    Strategy.ALL_GATHER: "attention gathers keys and values",
+    Strategy.RING: "keys and values pass around a ring of {ring}",
+    Strategy.ULYSSES: "attention reshards to heads (Ulysses, all-to-all)",
+    Strategy.HYBRID: "attention reshards to heads in groups of {ulysses} (Ulysses, all-to-all), keys and values pass "
+    "around a ring of {ring} groups",
+}
+
+
+class Rejection(StrEnum):
+    """Why a mesh, a mesh subproblem or a choice of mesh axes was rejected."""
+
+    BATCH = "batch"
+    """A mesh allows no mapping of batch and positions."""
+    INDIVISIBLE = "indivisible"
+    """The size of a logical axis is not divisible by the devices along its mesh axes."""
+    MEMORY = "memory"
+    """Nothing fits into the memory of a device."""
+    SLOWER = "slower"
+    """A lower bound of the time exceeds the times of the candidates kept so far."""
+    DUPLICATE = "duplicate"
+    """Every mapping puts a mesh axis on two dimensions of one array."""
+
+
+class Indivisible(NamedTuple):
+    """A logical axis that cannot be sharded evenly over mesh axes."""
+
+    axis: str
+    size: int
+    mesh_axes: MeshAxes
+    devices: int
+    """Number of devices along `mesh_axes`."""
+
+
+@dataclass
+class SearchStatistics:
+    """Counters of one search."""
+
+    evaluated: int = 0
+    """Choices of single components (`shardplan.search.subproblem.component_choices`) that were evaluated."""
+    rejected: Counter[Rejection] = field(default_factory=Counter)
+    indivisible: dict[str, Indivisible] = field(default_factory=dict)
+    """Logical axis -> the first mesh axes that did not divide it."""
+
+
+def describe_choice(*, fits: bool, evaluated: int, has_kernel: bool) -> str:
+    """Why the search chose the plan.
+
+    Args:
+        evaluated: the number of candidates.
+        has_kernel: whether a kernel can run attention.
+    """
+    if not fits:
+        return f"no plan fits; of {evaluated} candidates this one needs the least memory"
+    kernel = "; attention runs in a kernel" if has_kernel else ""
+    return f"fastest of {evaluated} candidates (ties within {100 * TIME_RESOLUTION:g} %: smallest memory){kernel}"
+
+
+def describe_time(step: float, compute: float, weight_gathers: float, other_collectives: float) -> str:
+    """What the time of a step consists of; all arguments are seconds, those of transfers with what overlaps."""
+    exposed = max(0.0, step - compute - other_collectives)
+    overlap = "fully overlapped" if exposed < NEGLIGIBLE * step else f"{exposed:.3g} s not overlapped"
+    gathers = f"weight gathers {weight_gathers:.3g} s, {overlap}" if weight_gathers else "no weight gathers"
+    return f"step {step:.3g} s: compute {compute:.3g} s, other collectives {other_collectives:.3g} s, {gathers}"
+
+
+def describe_runner_up(best: Candidate, other: Candidate, training: str) -> str:
+    """How the runner-up `other` differs from the best candidate.
+
+    Args:
+        training: its settings of a training step; empty if they are those of the best.
+    """
+    stored = f"stored parameters {mapping_text(other.params)}"
+    return (
+        f"runner-up: mesh {mesh_text(other.mesh)}, {mapping_text(other.assignment.compute)}; "
+        f"{'; '.join(filter(None, (stored, training)))}: {_difference_text(best, other.seconds, other.peak_bytes)}"
+    )
+
+
+def describe_attention(
+    best: Candidate, attention: AttentionPlan, devices: int, others: Iterable[tuple[MeshAxes, float, float]]
+) -> str:
+    """How attention is computed for a sharded sequence, and what other methods would change.
+
+    Args:
+        devices: the number of devices that the sequence is sharded over.
+        others: a method (`shardplan.search.space.METHODS`), its step time in seconds and its peak bytes per device.
+    """
+    strategy = STRATEGIES[attention.strategy].format(ring=attention.ring, ulysses=attention.ulysses)
+    changes = (f"{' '.join(method)} {_difference_text(best, seconds, peak)}" for method, seconds, peak in others)
+    return (
+        f"sequence sharded over {devices} devices; {strategy}, {attention.layout} order; alternatives: "
+        f"{'; '.join(changes)}"
+    )
+
+
+def describe_indivisible(example: Indivisible) -> str:
+    """Which logical axis cannot be sharded over which mesh axes."""
+    mesh_axes = " x ".join(example.mesh_axes)
+    return f"{example.axis} ({example.size}) is not divisible by {mesh_axes} = {example.devices}"
+
+
+def describe_unknown_axis(axis: str, known: Iterable[str]) -> str:
+    """That the model does not have a logical axis of a given mapping."""
+    return f"the model has no axis {axis!r}, so that mapping it does nothing; {nearest(axis, known)}"
+
+
+def describe_trace(step: Step) -> list[str]:
+    """What the trace of the step could not follow, and what it simplified."""
+    unnamed = [
+        f"{count} results of {primitive} have no logical axes: they count as replicated, and collectives that their "
+        "sharding causes are not counted"
+        for primitive, count in step.unnamed.items()
+    ]
+    return unnamed + [f"{count} {what}" for what, count in step.approximations.items()]
+
+
+def _difference_text(best: Candidate, seconds: float, peak_bytes: float) -> str:
+    return f"{100 * (seconds / best.seconds - 1):+.1f} % time, {(peak_bytes - best.peak_bytes) / GIB:+.2f} GiB"

@@ -1,0 +1,172 @@
+"""The search for a configuration: one space, or one for every value of what the workload leaves open."""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardplan.config import PlanConfig
+from shardplan.cost.calibration import compiler_quirks, load_calibration, usable_bytes
+from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.hardware import divisors, parse_slice
+from shardplan.model.inspect import inspect_model
+from shardplan.model.registry import Model
+from shardplan.plan.mesh_axes import POSITION_CHOICES
+from shardplan.plan.pins import Rules, parse_rules
+from shardplan.plan.workload import BATCH_AXIS
+from shardplan.program.step_trace import plan_step
+from shardplan.search.branch_and_bound import find_smallest, search_meshes
+from shardplan.search.ranking import Candidate, Ranking
+from shardplan.search.reasons import SearchStatistics, describe_indivisible
+from shardplan.search.space import METHODS, Space, mesh_shapes
+
+AUTO_CHECKPOINTING = ("save_all", "default", "nested", "recompute")
+"""Kinds of gradient checkpointing tried for `auto`; `offload` is left out, as copies to the host have no price yet."""
+
+
+@dataclass(frozen=True)
+class RankedCandidate:
+    """A candidate, and the configuration that it is for."""
+
+    config: PlanConfig
+    """The configuration, with nothing left open."""
+    candidate: Candidate
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of the search for a configuration."""
+
+    ranked: list[RankedCandidate]
+    """The fastest first; if nothing fits, only the candidate with the smallest peak memory."""
+    fits: bool
+    statistics: SearchStatistics
+    seconds: float
+    """Duration of the search, without tracing."""
+
+
+def search_configuration(config: PlanConfig, model: Model, keep: int, own_attention: bool = False) -> SearchResult:
+    """Search for the `keep` fastest candidates for `config`.
+
+    Candidates without an attention kernel are considered only if nothing else fits.
+
+    Raises:
+        ConfigError: an impossible mesh, or a pin on a logical axis that plans never shard.
+        InfeasibleError: no mapping satisfies the pins.
+    """
+    hardware = parse_slice(config.hardware.slice)
+    rules = parse_rules(config.pin, config.forbid, inspect_model(model))
+    meshes = [mesh for mesh in mesh_shapes(hardware, _pinned_sizes(config, rules)) if rules.allows(mesh)]
+    variants = list(_variants(config))
+    ranking, statistics = Ranking(keep), SearchStatistics()
+    searched: dict[int, PlanConfig] = {}
+    seconds = 0.0
+    for group in variants:
+        too_slow: list[int] = []
+        for variant in group:
+            parts = variant.workload.num_microbatches
+            # more microbatches gather weights more often, and leave a device no more to compute at once
+            if any(parts % fewer == 0 for fewer in too_slow):
+                continue
+            space = _build_space(variant, model, rules, own_attention)
+            searched[id(space)] = variant
+            started = time.perf_counter()
+            if not search_meshes(space, meshes, ranking, statistics):
+                too_slow.append(parts)
+            seconds += time.perf_counter() - started
+    smallest: RankedCandidate | None = None
+    for variant in itertools.chain(*variants) if not ranking.candidates else ():
+        space = _build_space(variant, model, rules, own_attention)
+        space = replace(space, position_choices=POSITION_CHOICES, requires_kernel=False)
+        started = time.perf_counter()
+        limit_bytes = math.inf if smallest is None else smallest.candidate.peak_bytes
+        candidate = find_smallest(space, meshes, limit_bytes, statistics)
+        if candidate is not None and candidate.peak_bytes <= space.available_bytes:
+            searched[id(space)] = variant
+            search_meshes(space, meshes, ranking, statistics)
+        elif candidate is not None:
+            smallest = RankedCandidate(variant, candidate)
+        seconds += time.perf_counter() - started
+    if ranking.candidates:
+        ranked = [RankedCandidate(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
+        return SearchResult(ranked, True, statistics, seconds)
+    if smallest is None:
+        obstacles = _unsatisfiable(rules, meshes) or ["every mapping has a mesh axis on two dimensions of one array"]
+        indivisible = sorted(map(describe_indivisible, statistics.indivisible.values()))
+        raise InfeasibleError(
+            f"no mapping on {config.hardware.slice} satisfies pin {' '.join(config.pin) or 'nothing'} and forbid "
+            f"{' '.join(config.forbid) or 'nothing'}: {'; '.join([*obstacles, *indivisible])}"
+        )
+    return SearchResult([smallest], False, statistics, seconds)
+
+
+def _pinned_sizes(config: PlanConfig, rules: Rules) -> dict[str, int | None]:
+    """Mesh axis -> size by `mesh` or by a pin, None if it is open."""
+    sizes = vars(config.mesh)
+    for axis, size in rules.sizes.items():
+        if sizes[axis] not in (None, size):
+            raise ConfigError(
+                f"mesh.{axis} is {sizes[axis]}, and pin mesh.{axis}={size} requires {size}; leave one of the two out"
+            )
+    return {**sizes, **rules.sizes}
+
+
+def _unsatisfiable(rules: Rules, meshes: list[dict[str, int]]) -> list[str]:
+    """The requirements that no mesh satisfies, in words."""
+    if not meshes:
+        return ["no mesh is left"]
+    return [
+        f"{pin} needs a mesh with {mesh_axis} larger than 1"
+        for pin in rules.pins
+        for mesh_axis in pin.mesh_axes or ()
+        if all(mesh[mesh_axis] == 1 for mesh in meshes)
+    ]
+
+
+def _variants(config: PlanConfig) -> Iterator[list[PlanConfig]]:
+    """Yield, for every kind of gradient checkpointing, configurations with increasing numbers of microbatches."""
+    work = config.workload
+    kinds: tuple[str, ...] = (work.gradient_checkpointing,)
+    if work.gradient_checkpointing == "auto":
+        kinds = AUTO_CHECKPOINTING if work.is_training else ("default",)
+    numbers = divisors(work.batch) if work.is_training else (1,)
+    for kind in kinds:
+        yield [
+            replace(config, workload=replace(work, gradient_checkpointing=kind, microbatches=n))
+            for n in (numbers if work.microbatches is None else (work.microbatches,))
+        ]
+
+
+def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: bool) -> Space:
+    """Build the search space of one configuration, whose workload leaves nothing open.
+
+    Args:
+        own_attention: whether only the model's own attention is a choice.
+
+    Raises:
+        ConfigError: a pin shards a logical axis that plans never shard.
+    """
+    hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
+    is_training = config.workload.is_training
+    space = Space(
+        step=plan_step(model, config.workload.resolve()),
+        batch=BATCH_AXIS,
+        position=axes.position,
+        residual=axes.residual,
+        hardware=hardware,
+        calibration=load_calibration(hardware.generation.name),
+        quirks=compiler_quirks(hardware),
+        available_bytes=usable_bytes(hardware),
+        rules=rules,
+        position_choices=((),) if is_training and not hardware.is_cpu else POSITION_CHOICES,
+        requires_kernel=not hardware.is_cpu,
+        methods=() if own_attention or not model.uses_levanter_attention else METHODS[:1] if is_training else METHODS,
+    )
+    for pin in rules.pins:
+        tokens = () if pin.is_stored else (space.batch, space.position)
+        if pin.mesh_axes and pin.axis not in (*space.tensor_axes, space.residual, *tokens):
+            raise ConfigError(
+                f"pin {pin}: plans never shard {pin.axis}, for layers are stacked along it or no matmul uses it"
+            )
+    return space

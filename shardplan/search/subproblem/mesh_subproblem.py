@@ -1,0 +1,264 @@
+"""One mesh with the compute mapping of batch and positions: the fastest mapping of everything else, proven optimal.
+
+Times of tasks add up, and so do bytes at every point of the program. Once mesh, batch and positions are given, logical
+axes that never occur in the same task can be mapped independently. Such a component has a list of choices, each with a
+time and its bytes at every point; what remains is to combine one choice per component (`component_choices`).
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from shardplan.hardware import CollectiveKind, place_mesh
+from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
+from shardplan.plan.mesh_axes import BATCH_CHOICES, STORAGE_CHOICES, TENSOR_CHOICES
+from shardplan.search.ranking import Candidate, Ranking
+from shardplan.search.reasons import Indivisible, Rejection, SearchStatistics
+from shardplan.search.space import METHOD, ComponentCost, Space
+from shardplan.search.subproblem.component_choices import (
+    Choices,
+    Combination,
+    ComponentChoice,
+    fastest_combinations,
+    pareto_optimal,
+    smallest_combination,
+)
+from shardplan.search.subproblem.mesh_costs import MeshCosts
+
+
+def enumerate_subproblems(
+    space: Space, meshes: Sequence[dict[str, int]], statistics: SearchStatistics
+) -> Iterator["MeshSubproblem"]:
+    """Yield a subproblem for every mesh and every compute mapping of batch, positions and (if pinned) residual axis."""
+    choices = {space.batch: BATCH_CHOICES, space.position: space.position_choices, space.residual: ((),)}
+    for mesh in meshes:
+        is_possible = False
+        for mapped in itertools.product(*(space.rules.options(axis, False, each) for axis, each in choices.items())):
+            used = [mesh_axis for mesh_axes in mapped for mesh_axis in mesh_axes]
+            if len(set(used)) < len(used) or any(mesh[mesh_axis] == 1 for mesh_axis in used):
+                continue
+            mapping = dict(zip(choices, mapped, strict=True))
+            methods = space.methods_for(mesh, mapping[space.position])
+            if methods and all(_divides(space, mesh, axis, axes, statistics) for axis, axes in mapping.items()):
+                is_possible = True
+                sharded = {axis: mesh_axes for axis, mesh_axes in mapping.items() if mesh_axes}
+                yield MeshSubproblem(space, mesh, sharded, methods, statistics)
+        if not is_possible:
+            statistics.rejected[Rejection.BATCH] += 1
+
+
+def _divides(space: Space, mesh: dict[str, int], axis: str, mesh_axes: MeshAxes, statistics: SearchStatistics) -> bool:
+    """Whether a logical axis can be sharded evenly over `mesh_axes`; if not, `statistics` counts it."""
+    size, devices = space.sizes[axis], mesh_size(mesh, mesh_axes)
+    if size % devices == 0:
+        return True
+    statistics.rejected[Rejection.INDIVISIBLE] += 1
+    statistics.indivisible.setdefault(axis, Indivisible(axis, size, mesh_axes, devices))
+    return False
+
+
+class MeshSubproblem:
+    """One mesh with the compute mapping of batch, positions and residual axis.
+
+    Args:
+        token_mapping: that compute mapping, without axes that it leaves unsharded.
+        methods: possible values of `space.METHOD`. If attention occurs in several components, only the first is used.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        mesh: dict[str, int],
+        token_mapping: dict[str, MeshAxes],
+        methods: list[MeshAxes],
+        statistics: SearchStatistics,
+    ) -> None:
+        self.space, self.mesh, self.token_mapping, self.statistics = space, mesh, token_mapping, statistics
+        self.methods = methods if sum(each.has_attention for each in space.component_costs) == 1 else methods[:1]
+        self.base_mapping = {**token_mapping, METHOD: methods[0]}
+        self.costs = MeshCosts(space, mesh, self.base_mapping)
+
+    @cached_property
+    def compute_mappings(self) -> list[list[dict[str, MeshAxes]]]:
+        """[component][choice]: compute mappings of a component's axes and `METHOD`."""
+        return [list(self._compute_mappings(component)) for component in self.space.component_costs]
+
+    @cached_property
+    def min_seconds(self) -> list[list[float]]:
+        """[component][choice]: lower bounds of the times under `compute_mappings`."""
+        return [
+            [self.costs.min_seconds(component, compute) for compute in mappings]
+            for component, mappings in zip(self.space.component_costs, self.compute_mappings, strict=True)
+        ]
+
+    @cached_property
+    def quick_lower_bound(self) -> float:
+        """Lower bound of the step time in seconds: the matmuls, spread over all devices that may compute a part."""
+        pinned = (pin.mesh_axes or () for pin in self.space.rules.pins)
+        choices = (*self.token_mapping.values(), *TENSOR_CHOICES, *pinned)
+        return self.space.min_matmul_seconds / mesh_size(self.mesh, {axis for axes in choices for axis in axes})
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """Lower bound of the step time in seconds, tighter than `quick_lower_bound`; infinite if no mapping exists."""
+        if not all(self.compute_mappings):
+            return math.inf
+        components = sum(map(min, self.min_seconds))
+        base = self.costs.min_seconds(self.space.base_cost, {})
+        placement = place_mesh(self.space.hardware, self.mesh)
+        rates = [placement.collective_cost(CollectiveKind.ALL_GATHER, axes).seconds_per_byte
+                 for axes in STORAGE_CHOICES[1:] if mesh_size(self.mesh, axes) > 1]  # fmt: skip
+        if not self.space.gathers_once or not rates:
+            return base + components
+        # weights that are not stored on the device are received, overlapping with at most a part of the compute time
+        exposed, rate = 1 - self.space.calibration.overlap, min(rates)
+        gathering = sum(
+            min(exposed * seconds + rate * self.costs.weight_bytes(component, compute)
+                for seconds, compute in zip(*each, strict=True))
+            for component, *each in zip(
+                self.space.component_costs, self.min_seconds, self.compute_mappings, strict=True
+            )
+        )  # fmt: skip
+        return base + max(components, gathering - rate * self.space.available_bytes)
+
+    @cached_property
+    def stored_residual_choices(self) -> list[tuple[MeshAxes, np.ndarray]]:
+        """Mesh axes of the stored residual axis, each with the bytes at every point that depend on no component."""
+        axis, base = self.space.residual, self.space.base_cost
+        choices = self._storage_choices(axis, self.token_mapping)
+        return [(axes, self.costs.bytes(base, {}, {axis: axes} if axes else {})) for axes in choices]
+
+    @cached_property
+    def min_bytes(self) -> float:
+        """Lower bound of the peak memory of a device; infinite if no mapping exists."""
+        return min(
+            (size.max() + self.space.min_stored_bytes for _, size in self.stored_residual_choices), default=math.inf
+        )
+
+    def rank(self, ranking: Ranking) -> None:
+        """Add to `ranking` the candidates that fit and tie for fastest.
+
+        They form one group for every sharding of the residual stream's axis in stored parameters; the ranking keeps one
+        candidate of each group.
+        """
+        for residual, base_bytes in self.stored_residual_choices:
+            limit = ranking.limit
+            if self.lower_bound > limit:
+                self.statistics.rejected[Rejection.SLOWER] += 1
+                return  # the bound holds for the choices that follow, too
+            choices = self._choices(residual, base_bytes, limit, self.space.available_bytes)
+            if isinstance(choices, Rejection):
+                self.statistics.rejected[choices] += 1
+                continue
+            fastest = fastest_combinations(choices, limit, self.space.available_bytes)
+            if fastest:
+                ranking.add(list(map(self._candidate, fastest)))
+            else:
+                self.statistics.rejected[Rejection.MEMORY if limit == math.inf else Rejection.SLOWER] += 1
+
+    def find_smallest(self, limit_bytes: float) -> Candidate | None:
+        """The candidate with the smallest peak memory, even if it does not fit; None if no peak is below the limit."""
+        best: Combination | None = None
+        for residual, base_bytes in self.stored_residual_choices:
+            limit = best.peak_bytes if best is not None else limit_bytes
+            choices = self._choices(residual, base_bytes, math.inf, limit)
+            if not isinstance(choices, Rejection):
+                best = smallest_combination(choices, limit) or best
+        return self._candidate(best) if best is not None else None
+
+    def _compute_mappings(self, component: ComponentCost) -> Iterator[dict[str, MeshAxes]]:
+        """Yield every valid compute mapping of a component's axes with each of the best attention methods for it."""
+        unsharded, rules = self.space.unsharded_axes, self.space.rules
+        choices = [
+            [axes for axes in rules.options(axis, False, ((),) if axis in unsharded else TENSOR_CHOICES)
+             if self._can_shard(axis, axes)]
+            for axis in component.axes
+        ]  # fmt: skip
+        for mapped in itertools.product(*choices):
+            compute = {axis: axes for axis, axes in zip(component.axes, mapped, strict=True) if axes}
+            if _is_distinct({**self.base_mapping, **compute}, component.computed_together):
+                for method in self.costs.best_methods(component, compute, self.methods):
+                    yield {**compute, METHOD: method}
+
+    def _param_mappings(
+        self, component: ComponentCost, compute: dict[str, MeshAxes], residual: dict[str, MeshAxes]
+    ) -> Iterator[dict[str, MeshAxes]]:
+        """Mappings of stored parameters: the compute sharding, and further mesh axes."""
+        for mapped in itertools.product(*(self._storage_choices(axis, compute) for axis in component.axes)):
+            params = {**residual, **{axis: axes for axis, axes in zip(component.axes, mapped, strict=True) if axes}}
+            if _is_distinct(params, component.stored_together):
+                yield params
+
+    def _storage_choices(self, axis: str, compute: AxisMapping) -> list[MeshAxes]:
+        """Mesh axes of a logical axis of stored parameters: those of the compute sharding, and further ones."""
+        computed = compute.get(axis, ())
+        choices = self.space.rules.options(axis, True, [(*computed, *further) for further in STORAGE_CHOICES])
+        return [axes for axes in choices if self._can_shard(axis, axes)]
+
+    def _can_shard(self, axis: str, mesh_axes: MeshAxes) -> bool:
+        """Whether mesh axes, each used once and larger than 1, shard a logical axis evenly."""
+        if len(set(mesh_axes)) < len(mesh_axes) or any(self.mesh[mesh_axis] == 1 for mesh_axis in mesh_axes):
+            return False
+        return _divides(self.space, self.mesh, axis, mesh_axes, self.statistics)
+
+    def _choices(
+        self, residual: MeshAxes, base_bytes: np.ndarray, limit: float, available_bytes: float
+    ) -> Choices | Rejection:
+        """The Pareto-optimal choices of every component, or why a component has none.
+
+        Left out are choices that exceed `limit` (seconds) or `available_bytes`, whatever the other components choose.
+        """
+        if not all(self.compute_mappings):
+            return Rejection.DUPLICATE
+        stored = {self.space.residual: residual} if residual else {}
+        if base_bytes.max() + self.space.min_stored_bytes > available_bytes:
+            return Rejection.MEMORY
+        base = ComponentChoice({}, stored, self.costs.seconds(self.space.base_cost, {}, stored), base_bytes)
+        slack = limit - base.seconds - sum(map(min, self.min_seconds))
+        components = []
+        for component, mappings, bounds in zip(
+            self.space.component_costs, self.compute_mappings, self.min_seconds, strict=True
+        ):
+            fast = [compute for compute, bound in zip(mappings, bounds, strict=True) if bound - min(bounds) <= slack]
+            pairs = [
+                (compute, params) for compute in fast for params in self._param_mappings(component, compute, stored)
+            ]
+            self.statistics.evaluated += len(pairs)
+            if not pairs:
+                return Rejection.DUPLICATE if fast else Rejection.SLOWER
+            timed = [(*pair, self.costs.seconds(component, *pair)) for pair in pairs]
+            components.append([each for each in timed if each[-1] - min(bounds) <= slack])
+        if not all(components):
+            return Rejection.SLOWER
+        choices = [
+            [ComponentChoice(*each, self.costs.bytes(component, *each[:2])) for each in timed]
+            for component, timed in zip(self.space.component_costs, components, strict=True)
+        ]
+        smallest = [np.min([choice.bytes for choice in each], axis=0) for each in choices]
+        together = base_bytes + sum(smallest)
+        if together.max() > available_bytes:
+            return Rejection.MEMORY
+        kept = [
+            pareto_optimal([c for c in each if (together - min_bytes + c.bytes).max() <= available_bytes])
+            for each, min_bytes in zip(choices, smallest, strict=True)
+        ]
+        return Choices(base, kept) if all(kept) else Rejection.MEMORY
+
+    def _candidate(self, combination: Combination) -> Candidate:
+        compute, params = dict(self.base_mapping), dict[str, MeshAxes]()
+        for part in combination.parts:
+            compute |= part.compute
+            params |= part.params
+        return Candidate(self.space, self.mesh, compute, params, combination.seconds, combination.peak_bytes)
+
+
+def _is_distinct(mapping: AxisMapping, axis_sets: Iterable[frozenset[str]]) -> bool:
+    """Whether no two logical axes of a set have a mesh axis in common."""
+    for axes in axis_sets:
+        used = [mesh_axis for axis in axes for mesh_axis in mapping.get(axis, ())]
+        if len(set(used)) < len(used):
+            return False
+    return True

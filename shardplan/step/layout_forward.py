@@ -1,0 +1,71 @@
+"""The forward pass under a plan: tokens are reordered to the plan's sequence layout, results back to sequence order."""
+
+from typing import Any
+
+import haliax as hax
+import jax.numpy as jnp
+from haliax import NamedArray
+from levanter.layers.attention import AttentionMask
+from levanter.models.lm_model import LmExample
+
+from shardplan.attention.sequence import (
+    ShardedSequence,
+    next_token_losses,
+    restore_order,
+    sequence_activations,
+    shard_sequence,
+)
+from shardplan.model import forward
+from shardplan.model.registry import Model
+from shardplan.plan.plan import Plan
+from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder
+
+
+def planned_layout(plan: Plan) -> SequenceLayout | None:
+    """Return the layout of positions during compute; None if it is the order of the sequence."""
+    if plan.attention.layout == SequenceOrder.CONTIGUOUS:
+        return None
+    return plan.attention.sequence_layout(plan.workload.position)
+
+
+def compute_losses_in_layout(
+    model: Model, module: Any, tokens: NamedArray, predicted: NamedArray, layout: SequenceLayout | None
+) -> NamedArray:
+    """Compute the loss of every next token, as `shardplan.model.forward.compute_losses`."""
+    if layout is None:
+        return forward.compute_losses(model, module, tokens, predicted)
+    sequence = _shard_tokens(model, tokens, predicted, layout)
+    return restore_order(next_token_losses(module, sequence, model.logit_soft_cap), layout)
+
+
+def compute_logits_in_layout(
+    model: Model, module: Any, tokens: NamedArray, layout: SequenceLayout | None
+) -> NamedArray:
+    """Compute float32[batch, position, vocab] logits of int32[batch, position] tokens.
+
+    Their order is that of the sequence; `layout` is the order during compute, None for the same one.
+    """
+    if layout is None:
+        stream = forward.compute_activations(model, module, tokens)
+    else:
+        stream = restore_order(sequence_activations(module, _shard_tokens(model, tokens, None, layout)), layout)
+    return forward.compute_logits(model, module, stream)
+
+
+def compute_next_logits_in_layout(
+    model: Model, module: Any, tokens: NamedArray, layout: SequenceLayout | None
+) -> NamedArray:
+    """Compute the logits of the token after each prompt, as `shardplan.model.forward.compute_next_logits`."""
+    if layout is None:
+        return forward.compute_next_logits(model, module, tokens)
+    stream = sequence_activations(module, _shard_tokens(model, tokens, None, layout))
+    last = int(layout.array_indices()[-1])
+    return forward.compute_logits(model, module, stream[model.template.Pos.name, last])
+
+
+def _shard_tokens(
+    model: Model, tokens: NamedArray, predicted: NamedArray | None, layout: SequenceLayout
+) -> ShardedSequence:
+    mask = AttentionMask.causal(sliding_window=model.sliding_window)
+    loss_mask = hax.ones_like(tokens) if predicted is None else predicted
+    return shard_sequence(LmExample(tokens, loss_mask.astype(jnp.float32), mask), layout)

@@ -1,0 +1,80 @@
+"""Where the results of compiles are kept: files named by a digest of everything that decides what is compiled."""
+
+import ast
+import hashlib
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import shardplan
+from shardplan.plan.attention_plan import Strategy
+from shardplan.verify.case import Case
+from shardplan.verify.compiled import Compiled, package_versions
+
+CODE = (
+    "hardware/*", "runtime/devices", "model/forward", "model/hf_config", "model/inspect", "model/levanter_compat",
+    "model/registry", "step/*", "checkpoint/levanter_loader", "verify/worker", "verify/topology",
+)  # fmt: skip
+"""Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
+SEQUENCE_CODE = ("attention/**/*", "positions/*")
+"""Further such modules, used if the plan shards positions."""
+
+
+def digest(case: Case) -> str:
+    """SHA-256 of what decides which program is compiled; the search for the plan and its estimates are no part."""
+    plan = case.plan
+    decisive = {
+        "hf_config": case.hf_config,
+        "workload": vars(plan.workload),
+        "slice": plan.hardware.slice,
+        "mesh": list(plan.mesh.items()),
+        "mappings": [plan.compute_mapping, plan.param_mapping],
+        "attention": vars(plan.attention),
+        "program": case.program,
+        "options": case.options,
+        "versions": package_versions(),
+        "code": code_digest(CODE if plan.attention.strategy == Strategy.NONE else (*CODE, *SEQUENCE_CODE)),
+    }
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def code_digest(patterns: tuple[str, ...]) -> str:
+    """SHA-256 of modules of shardplan, without comments, docstrings and imports.
+
+    Args:
+        patterns: glob patterns of the modules' paths without suffix.
+    """
+    root = Path(shardplan.__file__).parent
+    result = hashlib.sha256()
+    for path in sorted(path for pattern in patterns for path in root.glob(f"{pattern}.py")):
+        result.update(normalize_code(path.read_text(encoding="utf-8")).encode())
+    return result.hexdigest()
+
+
+def normalize_code(code: str) -> str:
+    """The syntax tree of a module, without comments, docstrings and imports."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.If):
+            node.body = [statement for statement in node.body if not _is_ignored(statement)]
+    return ast.dump(tree)
+
+
+def _is_ignored(statement: ast.stmt) -> bool:
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_text or isinstance(statement, ast.Import | ast.ImportFrom)
+
+
+def cache_path(case: Case, folder: str | None) -> Path | None:
+    """The file that keeps the result of `case`; None without a cache folder."""
+    return None if folder is None else Path(folder).expanduser() / f"{digest(case)[:32]}.json.gz"
+
+
+def store(compiled: Compiled, path: Path) -> None:
+    """Write `compiled` to `path` in one step, so that no reader sees half of it."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+        pass
+    compiled.save(Path(part.name))
+    Path(part.name).replace(path)

@@ -1,0 +1,27 @@
+"""One program for the compiler: a plan, its model, and the compiler options."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardplan.config.sections import CompiledProgram
+from shardplan.model.registry import Model
+from shardplan.plan.plan import Plan
+from shardplan.verify.verdict import ProgramKind
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program to compile."""
+
+    label: str
+    plan: Plan
+    model: Model
+    hf_config: dict[str, Any]
+    program: CompiledProgram = CompiledProgram.STEP
+    options: dict[str, str] = field(default_factory=dict)
+    """Compiler options."""
+
+    @property
+    def program_kind(self) -> ProgramKind:
+        """The kind of the compiled program."""
+        return ProgramKind.LOAD if self.program == CompiledProgram.LOAD else ProgramKind(self.plan.workload.kind)

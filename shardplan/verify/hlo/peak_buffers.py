@@ -1,0 +1,62 @@
+"""Lists the arrays that fill the memory of a compiled program, from the compiler's live ranges."""
+
+from shardplan.verify.hlo.collectives import short_op
+from shardplan.verify.hlo.module import ArrayShape, Instruction, Module
+from shardplan.verify.verdict import Buffer
+
+HBM = 0
+"""The memory space that is HBM."""
+
+
+def parse_live_at_peak(text: str) -> list[tuple[str, tuple[int, ...], int]]:
+    """Name, tuple index and bytes of every value that is live at the peak, from the compiler's live-range report.
+
+    The report has a section `Live ranges at T (peak):` with lines `name{1}: 123 bytes (cumulative: 456 bytes)`.
+    """
+    _, _, section = text.partition("(peak):\n")
+    values = []
+    for line in section.splitlines():
+        value, separator, size = line.strip().partition("}: ")
+        if not separator or not size.split(" ")[0].isdigit():
+            break
+        name, _, index = value.partition("{")
+        values.append((name, tuple(int(i) for i in index.split(",") if i), int(size.split(" ")[0])))
+    return values
+
+
+def hbm_buffers(module: Module, live_ranges: str) -> list[Buffer]:
+    """All values in HBM at the peak, largest first; `live_ranges` is the text of the compiler's live-range report."""
+    buffers = []
+    for name, index, size in parse_live_at_peak(live_ranges):
+        instruction = module.instructions.get(name)
+        if instruction is None:
+            buffers.append(Buffer(size, "?", name))
+            continue
+        array = _array_at(instruction, index)
+        if array is None or array.space == HBM:
+            buffers.append(Buffer(size, str(array or "tuple"), _origin(instruction)))
+    return sorted(buffers, key=lambda buffer: -buffer.bytes)
+
+
+def hbm_bytes(usage: str) -> int:
+    """Bytes of HBM that the program requires, with padding and gaps, from the text of the compiler's usage report.
+
+    The report has a section for every memory: `Memory Space: default (color=0)`, then `Total bytes: 123 (...)`.
+    """
+    _, _, rest = usage.partition("(color=0)\nTotal bytes: ")
+    return int(rest.partition(" ")[0] or 0)
+
+
+def _array_at(instruction: Instruction, index: tuple[int, ...]) -> ArrayShape | None:
+    """Return the array at an index of an instruction's result; None if the result has no such array."""
+    if len(instruction.arrays) == 1:
+        return instruction.arrays[0]
+    # the index of a nested tuple would need the nested shape; the compiler's programs have flat tuples
+    return instruction.arrays[index[0]] if len(index) == 1 and index[0] < len(instruction.arrays) else None
+
+
+def _origin(instruction: Instruction) -> str:
+    """Path of an argument, or the operation that made the value."""
+    if instruction.opcode == "parameter" and instruction.op_name:
+        return instruction.op_name.removesuffix("[0]")  # the array in a NamedArray
+    return short_op(instruction.op_name) or instruction.name

@@ -1,0 +1,110 @@
+"""Builds the cases that a configuration selects: which plans, which programs, which compiler options."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardplan.config import parse_config
+from shardplan.config.command_flags import CompilingConfig, OptionSets
+from shardplan.errors import ConfigError, one_line
+from shardplan.hardware import parse_slice
+from shardplan.levanter_config.levanter_file import is_levanter_config, read_sections
+from shardplan.levanter_config.model_section import parse_model_section
+from shardplan.levanter_config.trainer_section import read_trainer_section
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import build_model
+from shardplan.plan.compiler_options import CURATED
+from shardplan.plan.plan import SCHEMA_VERSION, Plan
+from shardplan.search.given_plan import check_model, load_given_plan, plan_given_mappings
+from shardplan.search.make_plan import make_plan
+from shardplan.storage import open_folder
+from shardplan.verify.case import Case
+
+
+def build_cases(
+    config: CompilingConfig, options: OptionSets = OptionSets.PLAN, against: Sequence[str] = ()
+) -> list[Case]:
+    """The configuration's own plan with every set of compiler options to try, then the plans to compare it with.
+
+    Args:
+        against: paths of plans, configurations or Levanter configurations.
+
+    Raises:
+        ConfigError: a file of `against` cannot be read, or its plan is for another model.
+    """
+    own = _own_case(config, "this plan")
+    others = [_other_case(path, config) for path in against]
+    if options is OptionSets.PLAN:
+        return [own, *others]
+    known = list(CURATED.values())
+    return [
+        *([own] if own.options not in known else []),
+        *(dataclasses.replace(own, label=f"this plan, {name}", options=options) for name, options in CURATED.items()),
+        *others,
+    ]
+
+
+def build_case(config: CompilingConfig, plan: Plan, label: str = "this plan") -> Case:
+    """The case of `plan`, with the model that `config` names.
+
+    Raises:
+        ConfigError: the plan is for another model.
+    """
+    hf_config = _hf_config(config)
+    model = build_model(hf_config, plan.workload.position)
+    check_model(plan, model)
+    return Case(label, plan, model, hf_config, config.compiler.program, dict(plan.compiler_options))
+
+
+def _own_case(config: CompilingConfig, label: str) -> Case:
+    config, plan = load_given_plan(config)
+    if plan is None:
+        # an estimate that nothing fits is no verdict: the compiler judges the plan that comes closest
+        plan = make_plan(config, nearest_miss=True)
+    return build_case(config, plan, label)
+
+
+def _other_case(path: str, config: CompilingConfig) -> Case:
+    """Return the case of a plan, a Levanter configuration or a configuration of shardplan, by the file's content."""
+    values = _read(path)
+    if values.get("schema_version") == SCHEMA_VERSION:
+        # slice and workload come from the plan; the model must be the same for a comparison
+        return _own_case(CompilingConfig(model=config.model, plan=path, compiler=config.compiler), path)
+    if is_levanter_config(values):
+        return _levanter_case(path, config)
+    loaded = parse_config(["--config", path], CompilingConfig)
+    return _own_case(dataclasses.replace(loaded, compiler=config.compiler), path)
+
+
+def _levanter_case(path: str, config: CompilingConfig) -> Case:
+    """A hand-written mesh and mappings, for the model, the slice and the positions of `config`."""
+    hardware = parse_slice(config.hardware.slice)
+    layout = read_trainer_section(path, hardware.devices, hardware.slices)
+    workload = parse_model_section(read_sections(path)).apply_to(layout.apply_to(config.workload))
+    config = dataclasses.replace(config, workload=workload)
+    model = build_model(_hf_config(config), config.workload.position)
+    plan = plan_given_mappings(config, model, layout.mesh, layout.compute_mapping, layout.param_mapping)
+    return build_case(config, plan, path)
+
+
+def _hf_config(config: CompilingConfig) -> dict[str, Any]:
+    """The contents of the model's config.json."""
+    return read_config(config.model.config, open_folder(config.model.ref) if config.model.config is None else None)
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Read a file of YAML or JSON; ConfigError if it cannot be read, or holds no mapping."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        values = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"against: {path} cannot be read: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"against: {path} is neither YAML nor JSON: {one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"against: {path} holds {type(values).__name__}, not a configuration or a plan")
+    return values

@@ -1,0 +1,229 @@
+"""Collectives that mappings cause, against calculations by hand on one traced layer and on models."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from traced_layer import LAYERS, MESH, TOKENS, WEIGHT, B, E, M, P, traced_step
+
+from shardplan.attention.strategy_cost import HeadShape, strategy_cost
+from shardplan.cost.attention import has_kernel
+from shardplan.cost.collectives import Purpose
+from shardplan.cost.gspmd import device_cost
+from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
+from shardplan.hardware import parse_slice
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import build_model
+from shardplan.plan.attention_plan import AttentionPlan
+from shardplan.plan.workload import Workload
+from shardplan.positions.pattern import CAUSAL
+from shardplan.positions.sequence_layout import SequenceLayout
+from shardplan.program.step_trace import plan_step
+from shardplan.program.tasks import TaskKind
+from shardplan.program.trace import trace_jaxpr
+from shardplan.program.walk import build_step
+
+GRADIENTS = (Purpose.WEIGHT_GRADIENTS, Purpose.LOOKUP_GRADIENTS)
+
+
+def traffic(purposes, compute, params, subject=None, is_training=False, quirks=CompilerQuirks(), mesh=MESH):  # noqa: B008
+    """(kind, mesh axes, bytes, executions) of the collectives with any of `purposes`, and with `subject` if given."""
+    assignment = ShardingAssignment(mesh, {**TOKENS, **compute}, params, {}, ("batch", "position"), quirks)
+    collectives = [t for task in traced_step(is_training).tasks for t in device_cost(task, assignment).traffic]
+    return [
+        (t.kind, t.mesh_axes, t.bytes, t.count)
+        for t in collectives
+        if t.purpose in purposes and subject in (None, t.subject)
+    ]
+
+
+def test_a_weight_that_is_stored_in_shards_is_gathered_in_every_layer():
+    gather = ("all-gather", ("data",), LAYERS * 3 / 4 * WEIGHT, LAYERS)
+    assert traffic(Purpose, {}, {"embed": ("data",)}, "mlp_up") == [gather]
+
+
+def test_a_weight_is_gathered_to_its_compute_sharding():
+    """It stays sharded over `model`, so that a device receives half as many bytes."""
+    mapping = {"mlp": ("model",)}
+    moved = traffic(Purpose, mapping, {**mapping, "embed": ("data",)}, "mlp_up")
+    (gather,) = [each for each in moved if each[0] == "all-gather"]
+    assert gather == ("all-gather", ("data",), LAYERS * 3 / 4 * WEIGHT / 2, LAYERS)
+
+
+def test_partial_sums_of_a_sharded_contraction():
+    """`mlp` is an axis of up's result, and contracted in down: one all-reduce of local activations per layer."""
+    mapping = {"mlp": ("model",)}
+    activations = 4 * B * P * E / 8
+    reduced = ("all-reduce", ("model",), LAYERS * 2 * 1 / 2 * activations, LAYERS)
+    assert traffic([Purpose.PARTIAL_SUMS], mapping, mapping) == [reduced]
+
+
+def test_gradients_of_a_weight_that_is_stored_in_shards():
+    """Each pass gathers it. Its gradient is reduce-scattered over `data`, and then summed over `replica`."""
+    params = {"embed": ("data",)}
+    gathered = traffic([Purpose.WEIGHTS], {}, params, "mlp_up", is_training=True)
+    assert gathered == [("all-gather", ("data",), LAYERS * 3 / 4 * WEIGHT, LAYERS)] * 2  # forward and backward
+    gradients = [each for each in traffic(GRADIENTS, {}, params, is_training=True) if each[3] == LAYERS]
+    scattered = ("reduce-scatter", ("data",), LAYERS * 3 / 4 * WEIGHT, LAYERS)
+    summed = ("all-reduce", ("replica",), LAYERS * 2 * 1 / 2 * WEIGHT / 4, LAYERS)
+    assert gradients == [scattered, summed] * 2  # of both weights
+
+
+def test_gradients_of_a_replicated_weight():
+    gradients = [each for each in traffic(GRADIENTS, {}, {}, is_training=True) if each[3] == LAYERS]
+    assert gradients == [("all-reduce", ("replica", "data"), LAYERS * 2 * 7 / 8 * WEIGHT, LAYERS)] * 2
+
+
+def test_partial_sums_that_are_added_up_are_reduced_once():
+    """The gradient of a gated layer's input is the sum of two matmuls, with either weight."""
+
+    def gated(x, gate, up):
+        return (jnp.sin(x @ gate.T) * (x @ up.T)).sum()
+
+    weight = (("mlp", "embed"), "w")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((B, E), (M, E), (M, E))]
+    jaxpr = jax.make_jaxpr(jax.grad(gated))(*shapes)
+    tasks = build_step(trace_jaxpr(jaxpr, [(("batch", "embed"), None), weight, weight])).tasks
+    assignment = ShardingAssignment(MESH, {**TOKENS, "mlp": ("model",)}, {"mlp": ("model",)}, {}, ("batch",))
+    reduced = [t for task in tasks for t in device_cost(task, assignment).traffic]
+    assert [(t.kind, t.mesh_axes, t.bytes) for t in reduced] == [("all-reduce", ("model",), 2 * 1 / 2 * 4 * B * E / 8)]
+
+
+def test_collectives_over_the_whole_mesh():
+    """The TPU compiler has no reduce-scatter over all devices, and for some generations no all-gather."""
+    mesh, params = {"replica": 1, "data": 8, "model": 1}, {"embed": ("data",)}
+    kinds = {each[0] for each in traffic(GRADIENTS, {}, params, is_training=True, mesh=mesh)}
+    assert kinds == {"all-reduce", "all-to-all"}  # the latter for the lookup
+    quirks = CompilerQuirks(gathers_become_sums_from=8)
+    gathered = traffic([Purpose.WEIGHTS], {}, params, "mlp_up", quirks=quirks, mesh=mesh)
+    assert gathered == [("all-reduce", ("data",), LAYERS * 2 * 7 / 8 * WEIGHT, LAYERS)]
+    assert traffic([Purpose.WEIGHTS], {}, params, "mlp_up", quirks=quirks)[0][0] == "all-gather"
+
+
+def test_gathers_that_leave_a_weight_out_of_order():
+    """A gather along two dimensions, or one that is compiled to an all-reduce, over the whole mesh; once per layer."""
+    whole_mesh = {"replica": 1, "data": 8, "model": 1}
+
+    def reordered(mesh, params, quirks):
+        assignment = ShardingAssignment(mesh, TOKENS, params, {}, ("batch", "position"), quirks)
+        tasks = [task for task in traced_step(False).tasks if task.label == "mlp_up"]
+        return sum(device_cost(task, assignment).reordered_weight_bytes for task in tasks)
+
+    as_all_reduce = CompilerQuirks(gathers_become_sums_from=8)
+    assert reordered(whole_mesh, {"embed": ("data",)}, CompilerQuirks()) == 0
+    assert reordered(whole_mesh, {"embed": ("data",)}, as_all_reduce) == LAYERS * WEIGHT
+    assert reordered(MESH, {"embed": ("data",)}, as_all_reduce) == 0
+    assert reordered(MESH, {"embed": ("data",), "mlp": ("replica",)}, CompilerQuirks()) == LAYERS * WEIGHT
+
+
+def test_lookups_in_a_sharded_table():
+    """Sharded rows leave partial sums; sharded columns are looked up for all devices' tokens, and resharded.
+
+    Where tokens and columns have different shardings, the larger array keeps its own: tests/compiler/test_lookup.py.
+    """
+    rows, lookups = 4 * B * P * E / 8, [Purpose.LOOKUPS]
+    assert traffic(lookups, {}, {"vocab": ("model",)}) == [("all-reduce", ("model",), 2 * 1 / 2 * rows, 1)]
+    assert traffic(lookups, {}, {"vocab": ("data",)}) == [("all-reduce", ("data",), 2 * 3 / 4 * 2 * rows, 1)]
+    # mesh axes of one device do not shard anything
+    mesh = {"replica": 1, "data": 8, "model": 1}
+    assert traffic(lookups, {}, {"embed": ("data",)}, mesh=mesh) == [("all-to-all", ("data",), 7 / 8 * rows, 1)]
+    # the result, with as many elements as the table, loses its sharding
+    assert traffic(lookups, {}, {"vocab": ("model",), "embed": ("data",)}) == [
+        ("all-reduce", ("model",), 2 * 1 / 2 * rows, 1),
+        ("all-gather", ("replica",), 1 / 2 * 2 * rows, 1),
+        ("all-gather", ("data",), 3 / 4 * 8 * rows, 1),
+    ]
+
+
+def test_keys_and_values_of_other_positions():
+    model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}, 1024)
+    llama = plan_step(model, Workload("eval", 4, 1024, "bfloat16", "bfloat16"))
+    compute = {"position": ("data",)}
+    assignment = ShardingAssignment({"data": 4}, compute, {}, llama.merged_axes, llama.activation_axes)
+    attention = [task for task in llama.tasks if task.kind == TaskKind.ATTENTION]
+    moved = [(t.kind, t.bytes) for task in attention for t in device_cost(task, assignment).traffic]
+    all_keys = 2 * 4 * 1024 * 8 * 128
+    assert moved == [("all-gather", 2 * 3 / 4 * all_keys)] * 2
+    assert not any(has_kernel(task, assignment) for task in attention)
+    sequence_parallel = dataclasses.replace(assignment, attention=AttentionPlan("all_gather", ring=4))
+    assert all(has_kernel(task, sequence_parallel) for task in attention)
+    # the queries of the last device, a block of 256, attend to keys of all four
+    assert [device_cost(task, sequence_parallel).unmasked_fraction for task in attention] == [1] * 2
+    short = dataclasses.replace(
+        sequence_parallel, mesh={"data": 16}, attention=AttentionPlan("all_gather", ring=16)
+    )  # 64 positions per device, less than the kernel's 128
+    assert not any(has_kernel(task, short) for task in attention)
+    by_heads = dataclasses.replace(assignment, compute={"kv_head": ("data",), "heads": ("data",), "batch": ()})
+    assert all(has_kernel(task, by_heads) for task in attention)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ulysses", "ring", "kind"),
+    [
+        ("all_gather", 1, 8, "zigzag"), ("ring", 1, 8, "contiguous"), ("ring", 1, 8, "zigzag"),
+        ("ulysses", 8, 1, "contiguous"), ("hybrid", 4, 2, "zigzag"), ("hybrid", 2, 4, "contiguous"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("by_model", [1, 4])
+def test_task_costs_add_up_to_the_cost_of_a_strategy(strategy, ulysses, ring, kind, by_model):
+    """Received bytes and computed scores, matmul by matmul, are those by which `auto` chooses a strategy."""
+    model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 1}, 8192)
+    llama = plan_step(model, Workload("eval", 2, 8192, "bfloat16", "bfloat16"))
+    sizes = {"replica": ring, "data": ulysses} if strategy == "hybrid" else {"replica": 1, "data": 8}
+    along = tuple(axis for axis, size in sizes.items() if size > 1)
+    compute = {"position": along, "kv_head": ("model",), "heads": ("model",)}
+    assignment = ShardingAssignment(
+        {**sizes, "model": by_model}, compute, {}, llama.merged_axes, llama.activation_axes,
+        attention=AttentionPlan(strategy, ulysses, ring, kind),
+    )  # fmt: skip
+    costs = [device_cost(task, assignment) for task in llama.tasks if task.kind == TaskKind.ATTENTION]
+    expected = strategy_cost(
+        strategy,
+        SequenceLayout(8192, ring, ulysses, kind),
+        CAUSAL,
+        HeadShape(2, 8 // by_model, 4, 128, 128),
+        along,
+        assignment.mesh,
+        parse_slice(f"cpu-{8 * by_model}"),
+    )
+    assert sum(t.bytes for cost in costs for t in cost.traffic) == pytest.approx(expected.received_bytes)
+    flops = sum(cost.unmasked_fraction * cost.matmul.flops for cost in costs)
+    generation = parse_slice("cpu-8").generation
+    assert flops / generation.flops == pytest.approx(expected.compute_seconds)
+
+
+FLOAT32 = 2
+"""Bytes of a gradient in float32, relative to those of its array in bfloat16."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ulysses", "ring", "moved"),
+    [
+        # the forward pass and its rematerialization receive keys and values (2); gradients are sent back
+        ("all_gather", 1, 4, {"all-gather": 2 * (2 * 3), "reduce-scatter": FLOAT32 * (2 * 3)}),
+        ("ring", 1, 4, {"collective-permute": 3 * (2 * 3) + FLOAT32 * (2 * 3)}),
+        # queries and outputs (4 each) too, and their gradients
+        ("ulysses", 4, 1, {"all-to-all": 3 * (2 + 8) * 3 / 4}),
+        ("hybrid", 2, 2, {"all-to-all": 3 * (2 + 8) / 2, "collective-permute": 3 * 2 + FLOAT32 * 2}),
+    ],
+)
+def test_attention_of_a_training_step(strategy, ulysses, ring, moved):
+    """Bytes are as the TPU compiler has them: tests/compiler/test_verify.py."""
+    model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 1}, 4096)
+    llama = plan_step(model, Workload("train", 2, 4096, "bfloat16", "bfloat16"))
+    sizes = {"replica": ring, "data": ulysses} if strategy == "hybrid" else {"replica": 4, "data": 1}
+    compute = {"position": tuple(axis for axis, size in sizes.items() if size > 1)}
+    method, mesh = AttentionPlan(strategy, ulysses, ring), {**sizes, "model": 2}
+    assignment = ShardingAssignment(mesh, compute, {}, llama.merged_axes, llama.activation_axes, attention=method)
+    costs = {task: device_cost(task, assignment) for task in llama.tasks}
+    received = dict.fromkeys(moved, 0.0)
+    for task, cost in costs.items():
+        for each in cost.traffic if task.kind == TaskKind.ATTENTION else ():
+            received[each.kind] += each.bytes
+    own = 2 * (2 * 4096 * 8 * 128) / 4
+    assert received == {kind: times * own for kind, times in moved.items()}
+    # every weight of the layer is used for all positions, those for keys and values too
+    of_qkv = [t for cost in costs.values() for t in cost.traffic if "qkv" in t.subject]
+    summed = {t.bytes for t in of_qkv if t.kind == "all-reduce"}
+    assert summed == {2 * 3 / 4 * 2 * 4096 * size * 128 for size in (8, 32)}

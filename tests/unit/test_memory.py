@@ -1,0 +1,159 @@
+"""Bytes per device of live buffers and optimizer state, against calculations by hand."""
+
+import dataclasses
+
+import haliax as hax
+import jax
+import pytest
+from traced_layer import LAYERS, MESH, TOKENS, WEIGHT, B, E, M, P, V, traced_step
+
+from shardplan.cost.memory import buffer_bytes, estimate_memory
+from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
+from shardplan.errors import ConfigError
+from shardplan.hardware import GIB
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import build_model
+from shardplan.plan.workload import Workload
+from shardplan.program.live_buffers import BufferRole
+from shardplan.program.optimizer import abstract_optimizer_state, make_optimizer
+from shardplan.program.step_trace import plan_step
+
+
+def test_memory_of_the_largest_point():
+    """Behind the layers: the residual stream, the logits, and the gathered head."""
+    assignment = ShardingAssignment(MESH, TOKENS, {"embed": ("data",)}, {}, ("batch", "position"))
+    memory = estimate_memory(traced_step(False), assignment)
+    stored = (2 * V * E + 2 * LAYERS * E * M) * 4 / 4
+    tokens = B * P / 8
+    assert memory.parameters == stored and memory.optimizer == 0
+    assert memory.peak == stored + 4 * (tokens * E + tokens * V + V * E)
+    assert memory.logits == 4 * tokens * V and memory.gathered_weights == 4 * V * E
+
+
+def test_memory_of_prefetched_weights():
+    """While tokens are looked up, the stacked parameters may be copied already; in a layer, both its weights and the
+    head may be gathered."""
+    assignment = ShardingAssignment(
+        MESH,
+        TOKENS,
+        {"embed": ("data",)},
+        {},
+        ("batch", "position"),
+        CompilerQuirks(copies_stacks=True, gathers_early=True),
+    )
+    memory = estimate_memory(traced_step(False), assignment)
+    assert (memory.cast_parameters, memory.gathered_weights) == (2 * LAYERS * E * M * 4 / 4, 4 * V * E)
+    assert memory.logits == 0 < memory.activations
+    points = [
+        point for point in traced_step(False).points if any(each.role == BufferRole.COPIED_STACK for each in point)
+    ]
+    gathered = (BufferRole.GATHERED_WEIGHT, BufferRole.PREFETCHED_WEIGHT)
+    in_layer = max(sum(buffer_bytes(each, assignment) for each in point if each.role in gathered) for point in points)
+    assert in_layer == 4 * V * E + 2 * WEIGHT
+    # a gather that leaves a weight out of order waits until the weight is used
+    along_two = dataclasses.replace(assignment, params={"embed": ("data",), "mlp": ("replica",)})
+    assert all(
+        buffer_bytes(each, along_two) == 0
+        for point in points
+        for each in point
+        if each.role == BufferRole.PREFETCHED_WEIGHT and "mlp" in each.array.axes
+    )
+
+
+def test_rows_of_experts_in_float32():
+    """A kernel that writes float32 needs four more bytes for every number of the result that it computes."""
+    config = {**read_config("configs/models/mixtral-8x7b.json", None), "num_hidden_layers": 2}
+    mixtral = plan_step(build_model(config, 1024), Workload("eval", 8, 1024, "bfloat16", "bfloat16"))
+    mapping = {"mlp": ("model",), "vocab": ("model",)}
+    assignment = ShardingAssignment({"model": 16}, mapping, mapping, mixtral.merged_axes, mixtral.activation_axes)
+    narrow, wide = (
+        estimate_memory(mixtral, dataclasses.replace(assignment, quirks=CompilerQuirks(wide_rows=is_wide)))
+        for is_wide in (False, True)
+    )
+    experts_per_token, embed, mlp = 2, 4096, 14336
+    tokens = 8 * 1024 * experts_per_token
+    # without float32, the largest point has the rows of embed twice: before and after they are reordered
+    assert wide.activations - narrow.activations == 2 * tokens * (embed + mlp / 16)
+
+
+def test_summed_rows_of_experts_in_float32():
+    """The gradient of rows is the sum of two grouped matmuls: both summands are in float32, and their sum is not.
+
+    If rows are not freed, they are live until then; if they are, the tokens are live from which rows are looked up.
+    """
+    config = {**read_config("configs/models/mixtral-8x7b.json", None), "num_hidden_layers": 2}
+    mixtral = plan_step(build_model(config, 1024), Workload("train", 8, 1024, "float32", "bfloat16"))
+    mapping = {"mlp": ("model",)}
+    assignment = ShardingAssignment({"model": 16}, mapping, mapping, mixtral.merged_axes, mixtral.activation_axes)
+    tokens, embed = 8 * 1024, 4096
+    roles = [[each.role for each in point] for point in mixtral.points]
+    points = [
+        point for point, each in zip(mixtral.points, roles, strict=True) if each.count(BufferRole.FLOAT32_SUMMAND) == 2
+    ]
+
+    def max_bytes(role, **quirks):
+        with_quirks = dataclasses.replace(assignment, quirks=CompilerQuirks(**quirks))
+        return max(sum(buffer_bytes(each, with_quirks) for each in point if each.role == role) for point in points)
+
+    summand = BufferRole.FLOAT32_SUMMAND
+    assert max_bytes(summand, wide_rows=True) == 2 * max_bytes(summand) == 2 * 4 * 2 * tokens * embed
+    assert max_bytes(BufferRole.ROUTED_TOKENS, frees_rows=True) == 2 * tokens * embed
+    assert max_bytes(BufferRole.ROUTED_TOKENS) == 0 < max_bytes(BufferRole.UNFREED_ROWS)
+    # grouped matmuls take slices of rows if the experts' embed axis is stored in shards: two slices stay live
+    assert max_bytes(BufferRole.SLICED_ROWS, frees_rows=True) == 0
+    assignment = dataclasses.replace(assignment, params={"embed": ("model",)})
+    assert max_bytes(BufferRole.SLICED_ROWS, frees_rows=True) == 2 * 2 * 2 * tokens * embed / 16
+
+
+@pytest.mark.parametrize(("name", "times"), [("adamw", 2), ("lion", 1), ("sgd", 0), ("adafactor", 0)])
+def test_memory_of_optimizers(name, times):
+    """Moments have the parameters' sizes; Adafactor has a row and a column for every matrix."""
+    config = {**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}
+    workload = Workload("train", 8, 1024, "float32", "bfloat16", optimizer=name)
+    llama = plan_step(build_model(config, 1024), workload)
+    assignment = ShardingAssignment(
+        {"data": 8}, {"batch": ("data",)}, {"embed": ("data",)}, llama.merged_axes, llama.activation_axes
+    )
+    memory = estimate_memory(llama, assignment)
+    assert memory.optimizer / memory.parameters == pytest.approx(times, abs=0.02)
+    assert (memory.optimizer > 0) == (name != "sgd")
+
+
+def test_optimizers_that_cannot_be_planned():
+    with pytest.raises(ConfigError, match="'adamv' is not an optimizer of optax; did you mean 'adam'"):
+        make_optimizer("adamv")
+    with pytest.raises(ConfigError, match="has lists of arrays as state, which no mapping can shard"):
+        weight = jax.ShapeDtypeStruct((2, 3), "float32")
+        abstract_optimizer_state(
+            make_optimizer("sm3"), hax.NamedArray(weight, (hax.Axis("embed", 2), hax.Axis("mlp", 3)))
+        )
+    with pytest.raises(ConfigError, match=r"needs more than gradients; use another: .*'value_fn'"):
+        abstract_optimizer_state(make_optimizer("lbfgs"), weight)
+
+
+def test_masks_are_not_live_while_training():
+    """The loop over layers takes masks, but kernels compute them from positions. Tables of angles are live."""
+    model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}, 8192)
+    llama = plan_step(model, Workload("train", 1, 8192, "bfloat16", "bfloat16"))
+    live = [each.array for point in llama.points for each in point if each.role == BufferRole.LIVE]
+    assert not any(array.factors.count((None, 8192)) == 2 for array in live)
+    assert (("position", 8192), ("head_size", 128)) in [array.factors for array in live]
+
+
+@pytest.mark.parametrize("checkpointing", ["default", "save_all"])
+def test_activations_that_training_saves_in_every_layer(checkpointing):
+    """With checkpointing these are the residual stream; else everything that the backward pass reads."""
+    config = {**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 8}
+    llama = plan_step(
+        build_model(config, 4096),
+        Workload("train", 8, 4096, "bfloat16", "bfloat16", gradient_checkpointing=checkpointing),
+    )
+    assignment = ShardingAssignment(
+        {"data": 8}, {"batch": ("data",)}, {"embed": ("data",)}, llama.merged_axes, llama.activation_axes
+    )
+    memory = estimate_memory(llama, assignment)
+    stream = 8 * 4096 * 4096 * 2 / GIB
+    everything = 8 * 4096 * (3 * 4096 + 2 * 1024 + 3 * 14336) * 2 / GIB
+    assert memory.optimizer == pytest.approx(2 * memory.parameters, rel=1e-3)
+    saved = memory.activations / GIB
+    assert (stream < saved < 3 * stream) if checkpointing == "default" else saved > everything

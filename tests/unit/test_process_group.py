@@ -1,0 +1,71 @@
+"""Messages of a process group whose processes do not answer, fail, or disagree."""
+
+import json
+
+import pytest
+
+from shardplan.errors import CheckpointError, ConfigError, PeerError
+from shardplan.runtime import process_group
+from shardplan.runtime.process_group import ProcessGroup, ProcessState
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """Process 0 of four, with a key-value store in memory."""
+    store = {}
+    processes = ProcessGroup("test")
+    processes.process_index, processes.process_count = 0, 4
+    monkeypatch.setattr(processes, "_set", store.__setitem__)
+    monkeypatch.setattr(
+        processes,
+        "_get_all",
+        lambda key: {int(name.rpartition("/")[2]): text for name, text in store.items() if name.startswith(f"{key}/")},
+    )
+    return processes, store
+
+
+@pytest.mark.parametrize(("present", "missing"), [((1, 3), "process 2"), ((1,), "processes 2, 3")])
+def test_timeout_names_the_missing_processes(group, present, missing):
+    processes, store = group
+    store.update({f"checkpoint/{process}": "null" for process in (0, *present)})
+    with pytest.raises(PeerError, match=f"^timed out after 0 s waiting for 'checkpoint'; no message from {missing}$"):
+        processes._wait_for_all("checkpoint", 0.1)
+
+
+def test_exchange_returns_the_messages_for_this_process(group):
+    processes, store = group
+    for process in (1, 2, 3):
+        store[f"parts for 0/{process}"] = json.dumps(process * 10)
+        store[f"parts/{process}"] = "null"
+    assert processes.exchange("parts", {0: 5, 1: 6, 2: 7, 3: 8}) == {0: 5, 1: 10, 2: 20, 3: 30}
+    assert store["parts for 3/0"] == "8"
+
+
+def test_different_values_are_an_error_that_names_the_part(group):
+    processes, store = group
+    for process in (1, 2, 3):
+        store[f"checkpoint/{process}"] = json.dumps({"parts": {"a.bin": "v2" if process == 2 else "v1"}})
+        store[f"checkpoint seen/{process}"] = ""
+    with pytest.raises(CheckpointError, match=r"^process 2 reads a different a\.bin than process 0; make all"):
+        processes.agree("checkpoint", lambda: None, lambda _: {"a.bin": "v1"})
+
+
+def test_error_of_another_process_keeps_its_class(group):
+    processes, store = group
+    for process in (1, 2, 3):
+        store[f"checkpoint/{process}"] = json.dumps({"error": "no such folder", "kind": "ConfigError"})
+        store[f"checkpoint seen/{process}"] = ""
+    with pytest.raises(ConfigError, match=r"^process 1: no such folder$"):
+        processes.agree("checkpoint", lambda: None, lambda _: {})
+
+
+@pytest.mark.parametrize("problem", ["", "running", "no memory"])
+def test_last_heartbeat_reports_the_problem(group, monkeypatch, problem):
+    processes, store = group
+    exits = []
+    monkeypatch.setattr(process_group, "_exit", exits.append)
+    processes.finish(problem)
+    heartbeat = json.loads(store["alive/0"])
+    assert heartbeat["state"] == (ProcessState.FAILED if problem else ProcessState.FINISHED)
+    processes._handle_heartbeat(0, heartbeat)
+    assert exits == ([f"process 0 of 4 failed: {problem}"] if problem else [])

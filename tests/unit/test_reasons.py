@@ -1,0 +1,51 @@
+"""The sentences about a plan, and the typed values that other code decides by."""
+
+import json
+import re
+
+from shardplan.plan.attention_plan import Strategy
+from shardplan.plan.plan import Caveat, Plan
+from shardplan.search.make_plan import make_plan
+from shardplan.search.reasons import CAVEATS, STRATEGIES, Rejection, describe_choice, describe_time
+
+
+def test_every_caveat_and_strategy_has_a_sentence():
+    assert set(CAVEATS) == set(Caveat) and set(STRATEGIES) == set(Strategy)
+
+
+def test_a_choice_is_described():
+    assert describe_choice(fits=True, evaluated=751, has_kernel=True) == (
+        "fastest of 751 candidates (ties within 1 %: smallest memory); attention runs in a kernel"
+    )
+    assert describe_choice(fits=False, evaluated=7, has_kernel=True) == (
+        "no plan fits; of 7 candidates this one needs the least memory"
+    )
+
+
+def test_overlapped_weight_gathers_are_described():
+    start = "step 2 s: compute 1.5 s, other collectives 0.5 s, "
+    assert describe_time(2.0, 1.5, 1.09, 0.5 - 2e-16) == f"{start}weight gathers 1.09 s, fully overlapped"
+    assert describe_time(2.0, 1.5, 0.0, 0.5) == f"{start}no weight gathers"
+    exposed = "step 3 s: compute 1.5 s, other collectives 0.5 s, weight gathers 1.09 s, 1 s not overlapped"
+    assert describe_time(3.0, 1.5, 1.09, 0.5) == exposed
+
+
+def test_reasons_and_caveats_of_a_plan(llama_model, llama_config):
+    plan = make_plan(llama_config(workload_batch=1), llama_model)
+    assert re.fullmatch(r"fastest of \d+ candidates .*; attention runs in a kernel", plan.search.reasons[0])
+    assert plan.search.reasons[-1].startswith(
+        "sequence sharded over 16 devices; attention gathers keys and values, contiguous order; alternatives: "
+    )
+    assert set(plan.search.rejected) <= set(Rejection) and not plan.search.caveats
+
+
+def test_caveats_round_trip(llama_model, llama_config):
+    config = llama_config(workload_kind="train", workload_gradient_checkpointing="offload")
+    plan = make_plan(config, llama_model)
+    assert plan.search.caveats == [Caveat.OFFLOAD_NOT_PRICED]
+    assert CAVEATS[Caveat.OFFLOAD_NOT_PRICED] in plan.search.reasons
+    values = json.loads(json.dumps(plan.to_json()))
+    assert Plan.from_json(values) == plan
+    assert all(isinstance(caveat, Caveat) for caveat in Plan.from_json(values).search.caveats)
+    del values["search"]["caveats"]  # plans of version 0.1 have none
+    assert Plan.from_json(values).search.caveats == []

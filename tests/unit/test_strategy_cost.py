@@ -1,0 +1,104 @@
+"""Predicted cost of attention strategies, against measured runs, formulas of received bytes, and masks."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardplan.attention.strategy_cost import HeadShape, enumerate_layouts, rank_strategies, strategy_cost
+from shardplan.hardware import parse_slice
+from shardplan.positions.pattern import Pattern
+from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder
+
+CAUSAL = Pattern(causal=True)
+LLAMA_8B = HeadShape(batch=1, key_heads=8, queries_per_key_head=4, head_size=128, value_size=128)
+
+
+def mesh(data):
+    return {"replica": 1, "data": data, "model": 1}
+
+
+def test_ranks_measured_runs():
+    """MaxText's published seconds per step: llama3-8b on 64 chips of v5p, 256K tokens sharded over all of them."""
+    measured = {(8, 8): 9.34, (16, 4): 9.50, (1, 64): 9.71, (64, 1): 10.78}  # (1, 64): all_gather
+    predicted = {}
+    for ring, ulysses in measured:
+        strategy = {1: "all_gather", 64: "ring"}.get(ring, "hybrid")
+        layout = SequenceLayout(262144, 64 if ring == 1 else ring, 1 if ring == 1 else ulysses, "zigzag")
+        cost = strategy_cost(strategy, layout, CAUSAL, LLAMA_8B, ("data",), mesh(64), parse_slice("v5p-128"))
+        predicted[ring, ulysses] = cost.seconds
+    assert sorted(predicted, key=predicted.get) == sorted(measured, key=measured.get)
+
+
+@given(
+    st.sampled_from([(1, 8), (2, 4), (4, 2), (8, 1), (2, 2), (3, 2), (1, 6)]),
+    st.sampled_from([(4, 8), (2, 6), (7, 4), (1, 8), (16, 1)]),
+    st.sampled_from([64, 128]),
+)
+def test_received_bytes(degrees, counts, size):
+    """The formulas of the table in `strategy_cost`, in units of batch x head size, bfloat16."""
+    (ring, u), (keys, per_key) = degrees, counts
+    heads = HeadShape(3, keys, per_key, size, size)
+    length, parts = 1024 * ring * u, ring * u
+    hardware, queries = parse_slice(f"cpu-{parts}"), keys * per_key
+    unit = 3 * size * 2
+    if u == 1:
+        for strategy in ("ring", "all_gather"):
+            cost = strategy_cost(
+                strategy, SequenceLayout(length, ring), CAUSAL, heads, ("data",), mesh(parts), hardware
+            )
+            assert cost.received_bytes == 2 * keys * (length / parts) * (parts - 1) * unit
+        return
+    layout = SequenceLayout(length, ring, u)
+    cost = strategy_cost("ulysses" if ring == 1 else "hybrid", layout, CAUSAL, heads, ("data",), mesh(parts), hardware)
+    if keys % u == 0:
+        exchanged = (2 * queries + 2 * keys) * (length / parts) * (u - 1) / u
+        assert cost.received_bytes == (exchanged + 2 * keys * (length / parts) * (ring - 1)) * unit
+    elif u % keys == 0 and queries % u == 0:  # a copy of a key head for every device
+        exchanged = (2 * queries + 2 * u) * (length / parts) * (u - 1) / u
+        assert cost.received_bytes == (exchanged + 2 * u * (length / parts) * (ring - 1)) * unit
+    else:
+        assert cost.received_bytes > 0
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_ulysses_receives_less_than_a_ring_above_a_degree(degree):
+    """Ulysses receives less if and only if P > 1 + Hq / Hkv."""
+    heads, hardware = HeadShape(1, 16, 3, 64, 64), parse_slice(f"cpu-{degree}")
+    ring, ulysses = (
+        strategy_cost(
+            strategy, SequenceLayout(8192, degree // u, u), CAUSAL, heads, ("data",), mesh(degree), hardware
+        ).received_bytes
+        for strategy, u in (("ring", 1), ("ulysses", degree))
+    )
+    assert (ulysses < ring) == (degree > 1 + 3)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "documents", "strategy", "kind", "received"),
+    [
+        (Pattern(causal=True, window=4096), None, "ring", "contiguous", 2 * 8 * 8192 * 128 * 2),  # one hop
+        (CAUSAL, (8192,) * 8, "ring", "contiguous", 0),
+        (CAUSAL, None, None, "zigzag", None),
+        (CAUSAL, (40960, 24576), None, "documents", None),
+    ],
+)
+def test_best_layout_depends_on_the_mask(pattern, documents, strategy, kind, received):
+    """64K tokens of an 8B model on 8 devices of v5p."""
+    ranked = rank_strategies(
+        enumerate_layouts(65536, 8, documents=documents), pattern, LLAMA_8B, ("data",), mesh(8), parse_slice("v5p-16")
+    )
+    best = ranked[0] if kind != "contiguous" or received else min(ranked, key=lambda each: each.received_bytes)
+    assert best.layout.kind == kind and strategy in (None, best.strategy)
+    assert received is None or best.received_bytes == received
+    assert {each.layout.kind for each in ranked} == {*SequenceOrder} - (set() if documents else {"documents"})
+
+
+def test_strategies_that_exceed_memory_are_left_out():
+    arguments = (enumerate_layouts(65536, 8), CAUSAL, LLAMA_8B, ("data",), mesh(8), parse_slice("v5p-16"))
+    everything = rank_strategies(*arguments)
+    limit = sorted(each.held_bytes for each in everything)[len(everything) // 2]
+    few = rank_strategies(*arguments, available=limit)
+    assert few == [each for each in everything if each.held_bytes <= limit] and 0 < len(few) < len(everything)
+    assert all(math.isfinite(each.seconds) for each in everything)
