@@ -28,7 +28,8 @@ from levanter.layers.attention import AttentionMask
 
 from shardplan.attention import dot_product_attention
 from shardplan.positions.pattern import Pattern
-from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder, count_blocks
+from shardplan.positions.sequence_layout import SequenceLayout, count_blocks
+from shardplan.positions.sequence_order import SequenceOrder
 
 DEVICES = 8
 BATCH, KEY_HEADS, PER_KEY_HEAD, HEAD_SIZE, LENGTH = 1, 2, 4, 64, 4096

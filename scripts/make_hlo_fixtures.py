@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardplan.hardware import parse_slice
-from shardplan.plan.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
+from shardplan.search.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
 from shardplan.verify.topology import libtpu_environment, make_topology_mesh
 
 WINDOWED = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"}

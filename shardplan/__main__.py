@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 
 from shardplan.errors import nearest
 from shardplan.runtime.exit_codes import run
@@ -32,6 +32,8 @@ def main(command: str | None = None, argv: Sequence[str] | None = None) -> int:
             print("       shardplan COMMAND --help")
             return 0
         if given[:1] == ["--version"]:
+            from importlib import metadata  # takes a while, and nothing else needs it
+
             print(f"shardplan {metadata.version('shardplan')}")
             return 0
         command = given.pop(0) if given else ""

@@ -8,6 +8,10 @@
 | 3 | `InfeasibleError` | no plan fits |
 | 4 | `CheckpointError` | the checkpoint does not match the model, or is damaged |
 | 5 | `PeerError` | another process of the run was lost, failed, or is stuck |
+| 6 | `UndecidedError` | the compiler gave no verdict: a limit of time or memory was reached first, or it crashed |
+| 130 | `KeyboardInterrupt` | interrupted with Ctrl-C, as shells report it |
+
+Code 6 is neither 2 nor 3: the configuration is right, and with a higher limit the same plan may be found to fit.
 
 Every message is one line: what is wrong, where, the nearest valid value, and the remedy.
 """
@@ -44,6 +48,12 @@ class PeerError(ShardplanError):
     """Another process of the run was lost, failed, or is stuck."""
 
     exit_code = 5
+
+
+class UndecidedError(ShardplanError):
+    """The compiler gave no verdict on a plan, because it reached a limit of this machine first, or crashed."""
+
+    exit_code = 6
 
 
 def closest(name: str, valid: Iterable[str]) -> str | None:

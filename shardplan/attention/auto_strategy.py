@@ -11,7 +11,8 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.plan.attention_plan import Strategy
 from shardplan.positions.pattern import Pattern
-from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder
+from shardplan.positions.sequence_layout import SequenceLayout
+from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.runtime.devices import slice_from
 
 AUTO = "auto"

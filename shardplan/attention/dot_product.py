@@ -31,7 +31,8 @@ from shardplan.attention.strategies.ring import Ring
 from shardplan.errors import ConfigError, nearest
 from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.positions.pattern import Pattern
-from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder, ring_distances
+from shardplan.positions.sequence_layout import SequenceLayout, ring_distances
+from shardplan.positions.sequence_order import SequenceOrder
 
 STRATEGIES = (*(each for each in Strategy if each is not Strategy.NONE), AUTO)
 DEFAULT_BLOCK = 512

@@ -18,7 +18,8 @@ from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError
 from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.plan import Plan
-from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder
+from shardplan.positions.sequence_layout import SequenceLayout
+from shardplan.positions.sequence_order import SequenceOrder
 
 SUPPORTED_CALLS = (Attention.__call__, Olmo2Attention.__call__)
 """Implementations that `SequenceParallelAttention` can replace; those of other subclasses do more, such as sinks."""

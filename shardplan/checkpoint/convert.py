@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, assert_never
 
-from shardplan.checkpoint.save import CONFIG, open_target, save_levanter, save_pretrained
+from shardplan.checkpoint.save import save_levanter, save_pretrained
 from shardplan.checkpoint.session import Session, prepare
+from shardplan.checkpoint.target import CONFIG
 from shardplan.config.command_flags import Format, LoadingConfig
+from shardplan.config.given_plan import load_given_plan
 from shardplan.runtime.devices import is_first_process
-from shardplan.search.given_plan import load_given_plan
 from shardplan.storage import Folder, read_bytes
 
 COPIED_FILES = (
@@ -23,12 +24,12 @@ COPIED_FILES = (
 def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> str:
     """Load the configured checkpoint, write it to the folder `to`, and return a line that says what was written.
 
+    The folder is first looked at after the load, which takes long; `open_target` says before whether it can be used.
+
     Raises:
         ConfigError: the folder cannot be written to, or holds a checkpoint.
         CheckpointError: the checkpoint is damaged, or cannot be written in the requested format.
     """
-    # before the load, which takes long: a bad folder fails at once
-    target = open_target(to, is_levanter=file_format is Format.LEVANTER)
     session = prepare(*load_given_plan(config))
     config_json = _read_config_json(session)
     module, program = session.load(session.model.template)
@@ -40,7 +41,7 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
             save_pretrained(module, to, config_json, program, files)
         case _:
             assert_never(file_format)
-    return f"{session.folder.ref} written to {target.ref}: {file_format}, {session.plan.workload.param_dtype}"
+    return f"{session.folder.ref} written to {to}: {file_format}, {session.plan.workload.param_dtype}"
 
 
 def _read_config_json(session: Session) -> dict[str, Any]:

@@ -29,24 +29,23 @@ from shardplan.checkpoint.format.header import DTYPES
 from shardplan.checkpoint.format.index import INDEX, SINGLE, check_tensors, read_index
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.mapping.views import Piece, Shape
+from shardplan.checkpoint.target import CONFIG, LEVANTER_METADATA, claim_target, complete_target, write_file
 from shardplan.errors import CheckpointError, ConfigError, one_line
 from shardplan.model.inspect import named_leaves
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_group import ProcessGroup, open_process_group
-from shardplan.runtime.progress import progress_bar
+from shardplan.runtime.process_progress import shared_progress
+from shardplan.runtime.progress import BYTES
 from shardplan.storage.writing import OutputFolder
 
 FILE_BYTES = 5 * 10**9
 """About the bytes of tensors in a file; the size that transformers uses."""
 MAX_UNWRITTEN_TENSORS = 2
 """Most tensors of one process that are gathered and not yet written."""
-LEVANTER_METADATA = "metadata.json"
-"""The file that Levanter writes last, and by which it recognises a checkpoint."""
-LEVANTER_SCHEMES = ("gs", "s3")
-"""Object stores that JAX writes tensorstore arrays to."""
+LEVANTER_MODEL = "model"
+"""The part of a Levanter checkpoint that has the arrays."""
 LEVANTER_TIMEOUT_S = 3600
 """Seconds that processes wait for each other's part of a Levanter checkpoint."""
-CONFIG = "config.json"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -65,27 +64,6 @@ class OutputTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def open_target(ref: str, is_levanter: bool = False) -> OutputFolder:
-    """Open the folder that `ref` names to write a checkpoint to.
-
-    Args:
-        is_levanter: whether it is a Levanter checkpoint.
-
-    Raises:
-        ConfigError: the folder holds a checkpoint already, or cannot be written to.
-    """
-    scheme, separator, _ = ref.partition("://")
-    if is_levanter and separator and scheme not in LEVANTER_SCHEMES:
-        raise ConfigError(
-            f"{ref}: Levanter's checkpoints are written to local folders, gs:// and s3://, not {scheme}://"
-        )
-    target = OutputFolder(ref)
-    for name in (CONFIG, INDEX, SINGLE, LEVANTER_METADATA):
-        if target.has_file(name):
-            raise ConfigError(f"{target.ref} holds {name} already; name another folder, or remove it")
-    return target
-
-
 def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
     """Write `model` as a Levanter checkpoint, which `levanter.checkpoint.load_checkpoint(..., subpath="model")` opens.
 
@@ -98,9 +76,10 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
         ConfigError: the folder holds a checkpoint already, or cannot be written to.
     """
     # Levanter's `load_checkpoint` reads arrays only, and several processes cannot write Python values such as bools
-    tree = {"model": eqx.filter(model, eqx.is_array)}
+    tree = {LEVANTER_MODEL: eqx.filter(model, eqx.is_array)}
     with open_process_group() as processes:
-        target = _claim_target(ref, config, processes, is_levanter=True)
+        # arrays of an interrupted run may have other types, and tensorstore does not replace these
+        target = claim_target(ref, (CONFIG, LEVANTER_METADATA, f"{LEVANTER_MODEL}/"), processes, is_levanter=True)
         manager = GlobalAsyncCheckpointManager(timeout_secs=LEVANTER_TIMEOUT_S)
         try:
             save_checkpoint(tree, step=0, checkpoint_path=target.ref, manager=manager, is_temporary=False)
@@ -108,6 +87,9 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"{target.ref} cannot be written to: {one_line(error)}") from error
         processes.gather("saved", None)
+        if is_first_process():
+            write_file(target, CONFIG, json.dumps(config, indent=2).encode())
+        complete_target(target, processes)
 
 
 def save_pretrained(
@@ -136,44 +118,25 @@ def save_pretrained(
     dtype_key = "dtype" if "dtype" in config else "torch_dtype"
     config_json = {**config, dtype_key: str(next(iter(tensors.values())).dtype)}
     with open_process_group() as processes:
-        target = _claim_target(ref, config_json, processes)
         files = assign_files({name: tensor.nbytes for name, tensor in tensors.items()}, processes.process_count)
+        small_files = {
+            **(extra_files or {}),
+            CONFIG: json.dumps(config_json, indent=2).encode(),
+            **_encode_index(files, tensors),
+        }
+        target = claim_target(ref, (*files, *small_files), processes)
         _write_files(target, files, tensors, processes)
         processes.gather("written", None)
         if is_first_process():
-            for name, text in {**(extra_files or {}), **_encode_index(files, tensors)}.items():
-                _write_file(target, name, text)
-        processes.gather("complete", None)
+            for name, text in small_files.items():
+                write_file(target, name, text)
+        processes.gather("small files written", None)
         processes.agree(
             "result",
             lambda: check_tensors(read_index(target.open_for_reading()), program.tensors, target.ref),
             lambda _: {},
         )
-
-
-def _claim_target(
-    ref: str, config: Mapping[str, Any], processes: ProcessGroup, is_levanter: bool = False
-) -> OutputFolder:
-    """Open a target, write its config.json, and check that all processes see it.
-
-    Each process may have a disk of its own on which a folder of that name exists.
-    """
-    target = processes.agree("target", lambda: open_target(ref, is_levanter), lambda _: {})
-    if is_first_process():
-        _write_file(target, CONFIG, json.dumps(config, indent=2).encode())
-    processes.gather("claimed", None)
-
-    def check_shared() -> None:
-        if not target.has_file(CONFIG):
-            raise ConfigError(f"{target.ref} is not the same folder as for process 0; give all processes one folder")
-
-    processes.agree("shared target", check_shared, lambda _: {})
-    return target
-
-
-def _write_file(target: OutputFolder, name: str, text: bytes) -> None:
-    with target.create(name) as writer:
-        writer.write(text)
+        complete_target(target, processes)
 
 
 def make_output_tensors(model: Any, program: StateDictProgram) -> dict[str, OutputTensor]:
@@ -237,7 +200,7 @@ def _write_files(
 ) -> None:
     """Write one file per process at a time: all processes gather a tensor of each of these files in turn."""
     names = [*files]
-    with progress_bar(sum(tensor.nbytes for tensor in tensors.values()), "saving", "B") as bar:
+    with shared_progress(sum(tensor.nbytes for tensor in tensors.values()), "saving", BYTES) as progress:
         for first in range(0, len(names), processes.process_count):
             group = names[first : first + processes.process_count]
             own_file = group[processes.process_index] if processes.process_index < len(group) else None
@@ -255,7 +218,7 @@ def _write_files(
                             writes.append(pool.submit(writer.write, _assemble_bytes(tensors[name], boxes).data))
                         if len(writes) > MAX_UNWRITTEN_TENSORS:
                             writes.popleft().result()
-                        bar.update(tensors[name].nbytes)
+                        progress.update(tensors[name].nbytes)
                 for write in writes:
                     write.result()
 

@@ -3,13 +3,15 @@
 Needs no accelerator, and no weights beyond config.json.
 """
 
-import os
 from collections.abc import Sequence
 
+from shardplan.commands.inputs import check_model_config
 from shardplan.commands.output import check_json_target, side_stream, write_json
 from shardplan.config import parse_config
 from shardplan.config.command_flags import CheckpointCommand
+from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError
+from shardplan.runtime.environment import compute_on_cpu
 
 
 def main(argv: Sequence[str]) -> None:
@@ -20,14 +22,15 @@ def main(argv: Sequence[str]) -> None:
             "nothing to do; --schedule prints which process reads what, and `checkpoint convert` writes a copy"
         )
     check_json_target(config.json)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    compute_on_cpu()
+    config, given = load_given_plan(config)
+    check_model_config(config)
     from shardplan.checkpoint.forecast import forecast_reads
     from shardplan.report.schedule import print_forecast
     from shardplan.report.tables import console
-    from shardplan.search.given_plan import check_model, load_given_plan
+    from shardplan.search.given_plan import check_model
     from shardplan.search.make_plan import make_plan, model_from_config
 
-    config, given = load_given_plan(config)
     model = model_from_config(config)
     plan = given or make_plan(config, model)
     check_model(plan, model)

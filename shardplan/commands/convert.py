@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from shardplan.commands.plan import dry_run
 from shardplan.config import parse_config
-from shardplan.config.command_flags import ConvertCommand
+from shardplan.config.command_flags import ConvertCommand, Format
 from shardplan.errors import ConfigError
 
 
@@ -17,9 +17,13 @@ def main(argv: Sequence[str]) -> None:
     if config.dry_run:
         dry_run(config)
         return
+    from shardplan.checkpoint.target import open_target
+
+    # before the load, and before JAX is imported: a folder that cannot be written to fails at once
+    target = open_target(config.to, is_levanter=config.format is Format.LEVANTER)
     from shardplan.checkpoint.convert import convert_checkpoint
     from shardplan.runtime.devices import is_first_process
 
-    summary = convert_checkpoint(config, config.to, config.format)
+    summary = convert_checkpoint(config, target.ref, config.format)
     if is_first_process():
         print(summary, file=sys.stderr)

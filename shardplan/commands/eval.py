@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from shardplan.commands.output import check_json_target, output_plan, side_stream
 from shardplan.commands.plan import dry_run
@@ -12,7 +11,7 @@ from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand
 from shardplan.errors import ConfigError
 from shardplan.plan.plan import Plan
-from shardplan.runtime.writable import check_writable
+from shardplan.runtime.writable import check_writable, write_text
 
 
 def main(argv: Sequence[str]) -> None:
@@ -47,6 +46,7 @@ def main(argv: Sequence[str]) -> None:
     results = run_evaluation(config, documents, on_plan)
     if not is_first_process():
         return
-    Path(config.output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    # printed first: a disk that is full by now must not cost the results
     print_results(results, console(side_stream(config.json)))
+    write_text("output", config.output, json.dumps(results, indent=1) + "\n")
     print(f"results written to {config.output}", file=sys.stderr)

@@ -2,11 +2,10 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any, TextIO
 
 from shardplan.plan.plan import Plan
-from shardplan.runtime.writable import check_writable
+from shardplan.runtime.writable import check_writable, write_text
 
 
 def side_stream(json_target: str | None) -> TextIO:
@@ -20,7 +19,7 @@ def write_json(values: Any, target: str) -> None:
     if target == "-":
         sys.stdout.write(text)
     else:
-        Path(target).write_text(text, encoding="utf-8")
+        write_text("json", target, text)
 
 
 def check_json_target(json_target: str | None) -> None:
@@ -42,4 +41,4 @@ def output_plan(plan: Plan, json_target: str | None) -> None:
 
     tables.print_plan(plan, tables.console(sys.stdout))
     if json_target is not None:
-        plan.save(json_target)
+        write_json(plan.to_json(), json_target)

@@ -4,17 +4,20 @@ With `--lint levanter.yaml`: print what is wrong with a hand-written layout.
 """
 
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from shardplan.commands.inputs import check_model_config
 from shardplan.commands.output import check_json_target, output_plan, side_stream, write_json
+from shardplan.commands.rank_slices import print_slice_ranking
 from shardplan.config import PlanConfig, parse_config
 from shardplan.config.command_flags import PlanCommand
+from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.plan.plan import Plan
+from shardplan.runtime.environment import compute_on_cpu
 
 if TYPE_CHECKING:
     from shardplan.model.registry import Model
@@ -22,7 +25,14 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> None:
     """Run `shardplan plan` with the arguments `argv`."""
-    plan_and_print(parse_config(argv, PlanCommand))
+    config = parse_config(argv, PlanCommand)
+    if config.list_slices:
+        from shardplan.report.slices import print_slices
+        from shardplan.report.tables import console
+
+        print_slices(console(sys.stdout))
+        return
+    plan_and_print(config)
 
 
 def dry_run(config: PlanConfig) -> None:
@@ -35,43 +45,68 @@ def plan_and_print(config: PlanCommand) -> None:
     """Plan, print the plan, and answer the questions that the configuration asks about it."""
     started = time.perf_counter()
     check_json_target(config.json)
-    # planning runs nothing on a device; without this JAX would look for accelerators first
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    compute_on_cpu()
     if config.lint == "":
         raise ConfigError("lint needs the path of a Levanter configuration")
     if config.lint is not None:
         lint(config, config.lint)
         return
-    from shardplan.commands.verify import best_plan, verify_plan
-    from shardplan.model.inspect import inspect_model
-    from shardplan.plan.pins import parse_pin
-    from shardplan.search.given_plan import check_model, load_given_plan
-    from shardplan.search.make_plan import make_plan, model_from_config
-
+    if config.rank_slices:
+        print_slice_ranking(config)
+        return
     requested = config
     config, given = load_given_plan(config)
     needs_model = not given or config.why or config.what_if or {"model.ref", "model.config"} & requested.given
-    model = model_from_config(config) if needs_model else None
-    if given and model:
-        check_model(given, model)
+    model = _build_model(config, given) if needs_model else None
     # the mesh of a given plan must not constrain its alternatives
     others = dataclasses.replace(config, mesh=requested.mesh)
-    if model:
-        for choice in config.why:
-            parse_pin(choice, inspect_model(model))
     try:
-        plan = given or (best_plan(config, side_stream(config.json)) if config.verify > 1 else make_plan(config, model))
+        plan = given or _search(config, model)
         output_plan(plan, config.json)
         explain(others, plan, model)
     finally:  # also without a plan: then other settings are of most interest
         if config.what_if and model:
             print_variants(others, model)
-    print(
-        f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s",
-        file=sys.stderr,
-    )
+    if given is None:
+        print(
+            f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s",
+            file=sys.stderr,
+        )
     if config.verify and (given or config.verify == 1):
+        from shardplan.commands.verify import verify_plan
+
         verify_plan(config, plan, side_stream(config.json))
+
+
+def _build_model(config: PlanCommand, given: Plan | None) -> "Model":
+    """Build the model, and check that a given plan is for it, and that `--why` names axes that it has.
+
+    Raises:
+        ConfigError: one of these is not so.
+    """
+    check_model_config(config)
+    from shardplan.model.inspect import inspect_model
+    from shardplan.plan.pins import parse_pin
+    from shardplan.search.given_plan import check_model
+    from shardplan.search.make_plan import model_from_config
+
+    model = model_from_config(config)
+    if given:
+        check_model(given, model)
+    for choice in config.why:
+        parse_pin(choice, inspect_model(model), "why")
+    return model
+
+
+def _search(config: PlanCommand, model: "Model | None") -> Plan:
+    """Search for the best plan by estimate, or by the compiler if `--verify` has a number."""
+    if config.verify > 1:
+        from shardplan.commands.verify import best_plan
+
+        return best_plan(config, side_stream(config.json))
+    from shardplan.search.make_plan import make_plan
+
+    return make_plan(config, model)
 
 
 def explain(config: PlanCommand, plan: Plan, model: "Model | None") -> None:
@@ -93,8 +128,11 @@ def print_variants(config: PlanCommand, model: "Model") -> None:
     from shardplan.explain.what_if import what_if
     from shardplan.report.explain import print_what_if
     from shardplan.report.tables import console
+    from shardplan.runtime.progress import show_steps
 
-    print_what_if(what_if(config, model), console(side_stream(config.json)))
+    with show_steps("planning variants") as report:
+        variants = what_if(config, model, report)
+    print_what_if(variants, console(side_stream(config.json)))
 
 
 def lint(config: PlanCommand, path: str) -> None:
@@ -103,14 +141,18 @@ def lint(config: PlanCommand, path: str) -> None:
     Raises:
         InfeasibleError: it cannot run.
     """
-    conflicts = [f"--{name}" for name in ("plan", "verify", "why", "what_if", "pin", "forbid") if getattr(config, name)]
+    others = ("plan", "verify", "why", "what_if", "pin", "forbid", "rank_slices")
+    conflicts = [f"--{name}" for name in others if getattr(config, name)]
     if conflicts:
         raise ConfigError(f"lint checks the file as it is, and plans by itself; leave out {' and '.join(conflicts)}")
+    check_model_config(config)
     from shardplan.lint.repair import review
     from shardplan.report.lint import print_review, review_json
     from shardplan.report.tables import console
+    from shardplan.runtime.progress import show_steps
 
-    found = review(path, config)
+    with show_steps("lint") as report:
+        found = review(path, config, report)
     if config.json is not None:
         write_json(review_json(found), config.json)
     if config.json != "-":

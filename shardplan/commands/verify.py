@@ -1,37 +1,37 @@
 """`shardplan verify --config C`: have the TPU compiler judge the plan, on a machine without a TPU."""
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from shardplan.commands.inputs import check_model_config
 from shardplan.commands.output import check_json_target, write_json
 from shardplan.config import parse_config
 from shardplan.config.command_flags import CompilingConfig, PlanCommand, VerifyCommand
-from shardplan.errors import InfeasibleError
+from shardplan.config.sections import CompilerConfig
+from shardplan.errors import InfeasibleError, UndecidedError
 from shardplan.plan.plan import Plan
+from shardplan.runtime.environment import compute_on_cpu
 
 if TYPE_CHECKING:
     from shardplan.verify.case import Case
     from shardplan.verify.verdict import Verdict
+
+USUAL_TIME = "a compile usually takes 1 to 4 minutes"
 
 
 def main(argv: Sequence[str]) -> None:
     """Run `shardplan verify` with the arguments `argv`."""
     config = parse_config(argv, VerifyCommand)
     check_json_target(config.json)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    compute_on_cpu()
+    if config.plan is None:
+        check_model_config(config)
     from shardplan.report.verdicts import verdict_json
-    from shardplan.verify.run import verify
     from shardplan.verify.select_cases import build_cases
 
     cases = build_cases(config, config.options, config.against)
-
-    def progress(case: "Case", verdict: "Verdict") -> None:
-        if len(cases) > 1:
-            print(f"{case.label}: {verdict.outcome} ({verdict.compile_seconds:.0f} s)", file=sys.stderr)
-
-    verdicts = verify(cases, config.compiler, progress)
+    verdicts = compile_cases(cases, config.compiler)
     ranked = sorted(zip(cases, verdicts, strict=True), key=lambda pair: pair[1].rank(pair[0].plan.workload))
     values = {"verdicts": [{"label": case.label, **verdict_json(verdict)} for case, verdict in ranked]}
     if config.json != "-":
@@ -41,17 +41,47 @@ def main(argv: Sequence[str]) -> None:
     check_fits(ranked[0][1])
 
 
+def compile_cases(cases: "Sequence[Case]", compiler: CompilerConfig) -> "list[Verdict]":
+    """Return the compiler's verdict on every case, and show meanwhile what is compiled."""
+    from shardplan.runtime.devices import is_first_process
+    from shardplan.runtime.progress import show_steps
+    from shardplan.verify.run import verify
+
+    compiling: dict[int, str] = {}
+    verdicts = 0
+    with show_steps("verify", is_first_process()) as report:
+
+        def show() -> None:
+            now = f"; compiling {', '.join(compiling.values())}; {USUAL_TIME}" if compiling else ""
+            report(f"{verdicts} of {len(cases)} verdicts{now}")
+
+        def on_compile(case: "Case") -> None:
+            compiling[id(case)] = case.label
+            show()
+
+        def on_verdict(case: "Case", verdict: "Verdict") -> None:
+            nonlocal verdicts
+            verdicts += 1
+            compiling.pop(id(case), None)
+            if len(cases) > 1:
+                print(f"{case.label}: {verdict.outcome} ({verdict.compile_seconds:.0f} s)", file=sys.stderr)
+            show()
+
+        show()
+        return verify(cases, compiler, on_verdict, on_compile)
+
+
 def verify_plan(config: CompilingConfig, plan: Plan, out: TextIO) -> None:
     """Compile `plan`, as `--verify` of the other commands does, and print the verdict.
 
     Raises:
         InfeasibleError: it does not fit, or is refused.
+        UndecidedError: the compiler reached a limit first.
     """
-    from shardplan.verify.run import verify
     from shardplan.verify.select_cases import build_case
 
     case = build_case(config, plan)
-    (verdict,) = verify([case], config.compiler)
+    (verdict,) = compile_cases([case], config.compiler)
     show([(case, verdict)], out)
     check_fits(verdict)
 
@@ -61,14 +91,14 @@ def best_plan(config: PlanCommand, out: TextIO) -> Plan:
 
     Raises:
         InfeasibleError: none fits.
+        UndecidedError: none fits, and the compiler reached a limit first.
     """
     from shardplan.search.make_plan import model_from_config, rank_plans
-    from shardplan.verify.run import verify
     from shardplan.verify.select_cases import build_case
 
     plans = rank_plans(config, int(config.verify), model_from_config(config))
     cases = [build_case(config, plan, f"plan {number}") for number, plan in enumerate(plans, 1)]
-    verdicts = verify(cases, config.compiler)
+    verdicts = compile_cases(cases, config.compiler)
     ranked = sorted(zip(cases, verdicts, strict=True), key=lambda pair: pair[1].rank(pair[0].plan.workload))
     show(ranked, out)
     case, verdict = ranked[0]
@@ -99,8 +129,12 @@ def check_fits(verdict: "Verdict") -> None:
 
     Raises:
         InfeasibleError: it does not.
+        UndecidedError: there is no verdict, because the compiler reached a limit first, or crashed.
     """
-    if not verdict.fits:
-        from shardplan.report.verdicts import reason_text
+    if verdict.fits:
+        return
+    from shardplan.report.verdicts import reason_text
+    from shardplan.verify.verdict import Outcome
 
-        raise InfeasibleError(f"{verdict.slice}: {verdict.program} {verdict.outcome}: {reason_text(verdict.reason)}")
+    kind = UndecidedError if verdict.outcome == Outcome.UNDECIDED else InfeasibleError
+    raise kind(f"{verdict.slice}: {verdict.program} {verdict.outcome}: {reason_text(verdict.reason)}")

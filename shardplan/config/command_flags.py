@@ -31,7 +31,11 @@ class PlanConfig:
     """What the plan must keep: mlp=model, params.embed=replica+data (stored parameters), position= (replicated), or of
     one tensor q_proj.weight:kv_head=model,embed=data."""
     forbid: tuple[str, ...] = ()
-    """What the plan must not do: experts (shard them in computations), mlp=replica, or params.vocab=data."""
+    """What the plan must not shard: vocab (in computations), params.vocab (stored), or, over some mesh axes only,
+    mlp=replica and params.mlp=data."""
+    levanter_yaml: bool = False
+    """Only plans that Levanter's trainer section can express: one mesh axis per logical axis, the batch over replica
+    and data, positions unsharded."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
     """Keys that a file or the command line set, by dotted name; not a key itself."""
 
@@ -90,11 +94,17 @@ class PlanCommand(CompilingConfig):
     the one that the compiler finds fastest is taken."""
     lint: str | None = None
     """A Levanter configuration whose hand-written trainer section is checked and repaired."""
+    rank_slices: tuple[str, ...] = ()
+    """Generations (v4, v5p, ..., or all) of which every named slice is planned for and ranked by tokens/s per chip."""
+    list_slices: bool = False
+    """Only print the slices of every generation; needs no model."""
     json: str | None = None
-    """Write the Plan (with --lint: the findings) as JSON to this path, or to stdout with `-`."""
+    """Write the Plan (with --lint the findings, with --rank_slices the ranking) as JSON to this path, or to stdout with
+    `-`."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if not self.list_slices:
+            super().__post_init__()
         check_minimum("verify", int(self.verify), 0)
 
 

@@ -11,8 +11,9 @@ from draccus.utils import deflatten
 from shardplan.config.command_flags import COMMANDS, PlanConfig
 from shardplan.config.help import LOGGING_FLAGS, add_keys, make_parser
 from shardplan.config.keys import Key, keys_of
-from shardplan.errors import ConfigError, nearest, one_line
-from shardplan.plan.serialization import decode, flatten
+from shardplan.config.yaml_file import read_yaml
+from shardplan.errors import ConfigError, nearest
+from shardplan.plan.serialization import decode, flatten, value_kind
 
 C = TypeVar("C", bound=PlanConfig)
 
@@ -121,19 +122,14 @@ def _read_yaml(path: str) -> dict[str, Any]:
     """Read a YAML file of configuration.
 
     Raises:
-        ConfigError: the file does not exist, cannot be read, is not YAML, or holds no mapping.
+        ConfigError: the file does not exist, cannot be read, is not YAML, has a key twice, or holds no mapping.
     """
-    try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not Path(path).exists():
         others = [str(file) for folder in {Path(path).parent, Path("configs")} for file in folder.glob("*.yaml")]
-        raise ConfigError(f"config file {path} does not exist; {nearest(path, others)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {one_line(error)}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"config file {path} is not YAML: {one_line(error)}") from error
+        raise ConfigError(f"config file {path} does not exist; {nearest(path, others)}")
+    loaded = read_yaml(path)
     if not isinstance(loaded, dict):
-        raise ConfigError(f"config file {path} holds {type(loaded).__name__}, not a mapping of keys")
+        raise ConfigError(f"config file {path} contains {value_kind(loaded)}, not keys with values")
     return loaded
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from shardplan.errors import ConfigError
+from shardplan.hardware import parse_slice
 
 MIN_LOAD_GIB = 0.0625
 
@@ -33,6 +34,9 @@ class HardwareConfig:
 
     slice: str = "cpu-8"
     """A TPU slice such as v4-256, v4:4x4x8 (by its torus), 2xv6e-256 (two slices), or cpu-N for virtual CPU devices."""
+
+    def __post_init__(self) -> None:
+        parse_slice(self.slice)  # raises: a misspelt slice is reported before anything is imported or planned
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ https://jax-ml.github.io/scaling-book.
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import assert_never
 
 from shardplan.cost.calibration import Calibration
@@ -100,17 +101,22 @@ def step_tasks(
         yield task, cost, task_seconds(task, cost, hardware, assignment.mesh, calibration)
 
 
+@lru_cache(maxsize=128)
 def model_flops(model: Model, workload: Workload) -> float:
     """FLOPs of the model's matmuls in one step over all devices, as model FLOP/s utilisation (MFU) counts them.
 
     Rematerialization does not count, nor the scores that the attention mask removes.
     """
-    forward = replace(workload, kind="eval", microbatches=1) if workload.is_training else workload
-    step = plan_step(model, forward)
+    if workload.is_training:
+        # forward, and twice that backward; traced for one sequence, so that one trace serves every batch
+        forward = replace(
+            workload, kind="eval", batch=1, microbatches=1, gradient_checkpointing="default", optimizer="adamw"
+        )
+        return 3 * workload.batch * model_flops(model, forward)
+    step = plan_step(model, workload)
     unsharded = ShardingAssignment({}, {}, {}, step.merged_axes, step.activation_axes)
     density = step.pattern.density(workload.position)
-    flops = sum(
+    return sum(
         device_cost(task, unsharded).matmul.flops * (density if task.kind == TaskKind.ATTENTION else 1.0)
         for task in step.tasks
     )
-    return 3 * flops if workload.is_training else flops

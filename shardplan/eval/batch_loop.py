@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from shardplan.eval.documents import Windows
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
-from shardplan.runtime.progress import progress_bar
+from shardplan.runtime.process_progress import shared_progress
 from shardplan.step import loss_program
 
 
@@ -43,7 +43,7 @@ def evaluate_windows(module: Any, model: Model, plan: Plan, mesh: Mesh, windows:
     count = len(windows.tokens) // batch
     losses, seconds, first, timed = [], 0.0, 0.0, 0
     program = loss_program(model, plan, mesh)
-    with progress_bar(count, "evaluating", "step") as bar:
+    with shared_progress(count, "evaluating", "steps") as progress:
         started = time.perf_counter()
         step = program.compile(plan.compiler_options)
         for index in range(count):
@@ -58,7 +58,7 @@ def evaluate_windows(module: Any, model: Model, plan: Plan, mesh: Mesh, windows:
             else:
                 seconds, timed = seconds + now - started, timed + int(windows.predicted[rows].sum())
             started = now
-            bar.update(1)
+            progress.update(1)
     return EvalRun(np.concatenate(losses), seconds, first, timed)
 
 

@@ -9,6 +9,9 @@ import numpy as np
 
 from shardplan.errors import ConfigError, one_line
 
+JSON_LINES, PLAIN_TEXT = ".jsonl", ".txt"
+"""Endings of the files that can be read; case does not matter."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -38,6 +41,11 @@ class Windows:
     document: np.ndarray
     """int32[window]: the index of the window's document; -1 for padding."""
 
+    @property
+    def count(self) -> int:
+        """The number of windows with text: all but the padding."""
+        return int((self.document >= 0).sum())
+
 
 def read_documents(path: str, limit: int | None = None) -> list[Document]:
     """Read the documents of a .jsonl file (`text`, and optionally `id`, per line) or of a .txt file (one document).
@@ -46,14 +54,24 @@ def read_documents(path: str, limit: int | None = None) -> list[Document]:
         limit: most documents to read of a .jsonl file; None for all.
 
     Raises:
-        ConfigError: no such file, or a line without a text.
+        ConfigError: no such file, a file of another kind, a line without a text, or two documents with one id.
     """
+    ending = Path(path).suffix.lower()
+    if ending not in (JSON_LINES, PLAIN_TEXT):
+        raise ConfigError(
+            f"data.path {path} ends in neither {JSON_LINES} (a 'text' per line) nor {PLAIN_TEXT} (one document); "
+            "write the text to a file of one of these"
+        )
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.path {path} cannot be read: {one_line(error)}") from error
-    if not path.endswith(".jsonl"):
-        return [Document(Path(path).name, text)]
+    return [Document(Path(path).name, text)] if ending == PLAIN_TEXT else _parse_lines(text, path, limit)
+
+
+def _parse_lines(text: str, path: str, limit: int | None) -> list[Document]:
+    """Parse the first `limit` documents of a .jsonl file; a document without an id has the number of its line."""
+    lines: dict[str, int] = {}
     documents: list[Document] = []
     # not splitlines, which also breaks at characters that JSON allows inside a string
     for number, line in enumerate(text.split("\n"), start=1):
@@ -64,11 +82,18 @@ def read_documents(path: str, limit: int | None = None) -> list[Document]:
         try:
             row = json.loads(line)
             row["text"].encode("utf-8")  # a string, without halves of surrogate pairs
-            documents.append(Document(str(row.get("id", number)), row["text"]))
+            document = Document(str(row.get("id", number)), row["text"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"data.path {path}, line {number}: needs an object whose 'text' is a string ({one_line(error)})"
             ) from error
+        if document.id in lines:
+            raise ConfigError(
+                f"data.path {path}, line {number}: id {document.id!r} is that of line {lines[document.id]} already; "
+                "the results need a different id for each document"
+            )
+        lines[document.id] = number
+        documents.append(document)
     if not documents:
         raise ConfigError(f"data.path {path} holds no documents")
     return documents

@@ -1,5 +1,6 @@
 """An evaluation from start to end: plan, stream the checkpoint into the plan, evaluate, summarize."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,14 +10,19 @@ import jax
 
 from shardplan.checkpoint.session import prepare
 from shardplan.config.command_flags import LoadingConfig
-from shardplan.errors import CheckpointError, ConfigError
+from shardplan.config.given_plan import load_given_plan
+from shardplan.errors import ConfigError
 from shardplan.eval.batch_loop import evaluate_windows
-from shardplan.eval.documents import Document, make_windows
+from shardplan.eval.documents import Document, Windows, make_windows
 from shardplan.eval.results import summarize
-from shardplan.eval.tokenizer import load_encoder
+from shardplan.eval.tokenizer import check_tokens, load_encoder
+from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
-from shardplan.search.given_plan import load_given_plan
+from shardplan.plan.workload import BATCH_AXIS
+from shardplan.runtime.devices import is_first_process
 from shardplan.step import specialize
+
+logger = logging.getLogger(__name__)
 
 
 def run_evaluation(
@@ -32,7 +38,7 @@ def run_evaluation(
 
     Raises:
         ConfigError: the workload is not an evaluation.
-        CheckpointError: the tokenizer is another model's, or the checkpoint is damaged.
+        CheckpointError: tokenizer, config.json and weights have different vocabularies, or the checkpoint is damaged.
     """
     config, given = load_given_plan(config)
     if config.workload.kind != "eval":
@@ -42,12 +48,9 @@ def run_evaluation(
     on_plan(plan)
     model = specialize(session.model, plan)
     windows = make_windows(documents, load_encoder(folder), plan.workload.position, plan.workload.batch)
-    largest = int(windows.tokens.max())
-    if largest >= model.vocab.size:
-        raise CheckpointError(
-            f"{folder.ref}/tokenizer.json produces token {largest}, but the model has {model.vocab.size} tokens; "
-            "it is another model's tokenizer"
-        )
+    check_tokens(int(windows.tokens.max()), model, folder)
+    if is_first_process():
+        _warn_of_padding(windows, plan)
     started = time.perf_counter()
     module, _ = session.load(model.template)
     load_seconds = time.perf_counter() - started
@@ -68,3 +71,16 @@ def run_evaluation(
         "plan": plan.to_json(),
         "versions": plan.versions,
     }
+
+
+def _warn_of_padding(windows: Windows, plan: Plan) -> None:
+    """Log that the text does not fill one batch, and the smallest batch that it fits in."""
+    batch, shards = plan.workload.batch, mesh_size(plan.mesh, plan.compute_mapping.get(BATCH_AXIS, ()))
+    # in the plan's own sharding if that is smaller, else in a new plan
+    needed = -(-windows.count // shards) * shards
+    if windows.count < batch:
+        logger.warning(
+            "the text has %d windows of %d tokens for a batch of %d: %d rows are padding; workload.batch %d is enough",
+            windows.count, plan.workload.position, batch, batch - windows.count,
+            needed if needed < batch else windows.count,
+        )  # fmt: skip

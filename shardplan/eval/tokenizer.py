@@ -4,7 +4,10 @@ from collections.abc import Callable
 
 from tokenizers import Tokenizer
 
+from shardplan.checkpoint.format.index import read_index
+from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.errors import CheckpointError, one_line
+from shardplan.model.registry import Model
 from shardplan.storage import Folder, read_bytes
 
 
@@ -32,3 +35,37 @@ def load_encoder(folder: Folder) -> Callable[[str], list[int]]:
             raise CheckpointError(f"{folder.ref}/tokenizer.json cannot encode the text: {one_line(error)}") from error
 
     return encode
+
+
+def check_tokens(largest: int, model: Model, folder: Folder) -> None:
+    """Check that the model has an embedding for every token of the text, of which `largest` is the largest.
+
+    Raises:
+        CheckpointError: it has not; the message says whether config.json or the tokenizer differs from the weights.
+    """
+    size = model.vocab.size
+    if largest < size:
+        return
+    rows = _embedding_rows(model, folder)
+    produced = f"{folder.ref}: tokenizer.json produces token {largest}"
+    if rows == size:
+        raise CheckpointError(
+            f"{produced}, but config.json and the embedding of the weights have {size} tokens; use the tokenizer of "
+            "this model"
+        )
+    advice = f"set vocab_size to {rows}" if largest < rows else "use the config.json and the tokenizer of this model"
+    raise CheckpointError(
+        f"{produced} and the embedding of the weights has {rows} rows, but config.json has vocab_size {size}; {advice}"
+    )
+
+
+def _embedding_rows(model: Model, folder: Folder) -> int:
+    """Return the number of rows of the stored tensors that have a row per token; that of config.json without any."""
+    size, tensors = model.vocab.size, read_index(folder)
+    names = [name for name, shape in expected_tensors(model.template).items() if shape[:1] == (size,)]
+    rows = {
+        tensor.shape[0]
+        for stored, tensor in tensors.items()
+        if tensor.shape and any(f".{stored}".endswith(f".{name}") for name in names)
+    }
+    return next(iter(rows - {size}), size)

@@ -1,7 +1,8 @@
 """What another batch, slice, dtype, gradient checkpointing or number of microbatches would change."""
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.config import PlanConfig
@@ -24,16 +25,44 @@ class Variant:
     """Why there is no plan."""
 
 
-def what_if(config: PlanConfig, model: Model) -> list[Variant]:
-    """Plan `config` itself and with one change at a time; if nothing fits, enlarge every change until a plan fits."""
+def what_if(config: PlanConfig, model: Model, report: Callable[[str], None] = lambda _: None) -> list[Variant]:
+    """Plan `config` itself and with one change at a time; if nothing fits, enlarge every change until a plan fits.
+
+    Args:
+        report: called with what is planned next.
+    """
+    report("as it is")
     start = _plan_variant("as it is", config, model)
     variants = [start]
-    for changes in _changes(config, start.plan is not None):
+    families = list(_changes(config, start.plan is not None))
+    most = 1 + sum(map(len, families))
+    for changes in families:
         for change, changed in changes:
+            report(f"{len(variants)} of at most {most} planned, now {change}")
             variants.append(_plan_variant(change, changed, model))
             if start.plan is None and variants[-1].plan is not None:
                 break
     return variants
+
+
+def summarize_failures(variants: Sequence[Variant]) -> list[str]:
+    """Say why there is no plan, in one sentence for all values of a key without one."""
+    failed = [variant for variant in variants if variant.plan is None]
+    sentences = []
+    for _, group in itertools.groupby(failed, key=lambda variant: variant.change.rpartition(" ")[0]):
+        first, *others = group
+        if not others:
+            sentences.append(f"{first.change}: {first.obstacle}")
+            continue
+        values = [variant.change.rpartition(" ")[2] for variant in others]
+        # the last value is the largest change, so that it misses by least
+        changes = (
+            f"{first.change} to {values[-1]} ({len(values) + 1} values)"
+            if values[1:]
+            else (f"{first.change} and {values[0]}")
+        )
+        sentences.append(f"{changes}: none has a plan; for the last, {others[-1].obstacle}")
+    return sentences
 
 
 def _plan_variant(change: str, config: PlanConfig, model: Model) -> Variant:

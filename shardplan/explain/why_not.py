@@ -39,7 +39,7 @@ def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model) -> WhyNot
         ConfigError: `choice` is not a pin.
     """
     axes = inspect_model(model)
-    rules = parse_pin(choice, axes)
+    rules = parse_pin(choice, axes, "why")
     subjects = {rule.subject for rule in rules}
     replaced = [pin for pin in config.pin if subjects & {rule.subject for rule in parse_pin(pin, axes)}]
     kept = [pin for pin in config.pin if pin not in replaced]

@@ -3,7 +3,7 @@
 from shardplan.hardware.collective_kind import CollectiveKind
 from shardplan.hardware.generations import GENERATIONS, Generation
 from shardplan.hardware.mesh_placement import MeshPlacement, place_mesh
-from shardplan.hardware.slices import GIB, Slice, divisors, parse_slice
+from shardplan.hardware.slices import GIB, Slice, divisors, parse_slice, standard_slices
 
 __all__ = [
     "GENERATIONS",
@@ -15,4 +15,5 @@ __all__ = [
     "divisors",
     "parse_slice",
     "place_mesh",
+    "standard_slices",
 ]

@@ -68,6 +68,12 @@ class Slice:
         return self.generation.name == "cpu"
 
 
+def standard_slices(generation: Generation) -> tuple[Slice, ...]:
+    """Return the slices of a generation that have a name on Cloud TPU, smallest first."""
+    counted = [(math.prod(torus) * generation.name_counts_per_chip, torus) for torus in generation.sizes]
+    return tuple(Slice(f"{generation.name}-{count}", generation, torus) for count, torus in counted)
+
+
 def parse_slice(name: str) -> Slice:
     """Parse a slice name.
 
@@ -131,13 +137,21 @@ def _validate_torus(name: str, prefix: str, generation: Generation, torus: tuple
         problem = f"the largest {generation.name} pod is {_format_torus(pod)}"
     else:
         return torus
-    closest = tuple(host * max(1, round(n / host)) for n, host in zip(torus, hosts, strict=False))
-    if len(torus) != len(pod) or not _fits_in_pod(closest, pod):
-        chips = max(1, math.prod(torus))
-        closest = min(generation.sizes, key=lambda size: abs(math.log(math.prod(size) / chips)))
+    closest = _nearest_size(generation, torus)
     raise ConfigError(
         f"hardware.slice {name!r}: {problem}; did you mean '{prefix}{generation.name}:{_format_torus(closest)}'?"
     )
+
+
+def _nearest_size(generation: Generation, torus: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the available shape that is most similar to `torus`: side by side, or by chips if no pod contains it."""
+
+    def difference(size: tuple[int, ...]) -> float:
+        if len(torus) != len(size) or not _fits_in_pod(torus, generation.sizes[-1]):
+            return abs(math.log(math.prod(size) / max(1, math.prod(torus))))
+        return sum(abs(math.log(side / max(1, n))) for side, n in zip(size, torus, strict=True))
+
+    return min(generation.sizes, key=difference)
 
 
 def _fits_in_pod(torus: tuple[int, ...], pod: tuple[int, ...]) -> bool:

@@ -1,12 +1,11 @@
 """Reads the YAML file of a Levanter configuration into its sections."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from shardplan.errors import ConfigError, one_line
+from shardplan.config.yaml_file import read_yaml
+from shardplan.errors import ConfigError
+from shardplan.plan.serialization import value_kind
 
 
 def is_levanter_config(values: Any) -> bool:
@@ -18,16 +17,11 @@ def read_sections(path: str) -> dict[str, Any]:
     """Read the sections of the Levanter configuration `path`, which must have a `trainer` section.
 
     Raises:
-        ConfigError: no such file, not YAML, no `trainer` section, or a section that contains itself.
+        ConfigError: no such file, not YAML, a key twice, no `trainer` section, or a section that contains itself.
     """
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {one_line(error)}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"config file {path} is not YAML: {one_line(error)}") from error
+    values = read_yaml(path)
     if not isinstance(values, dict) or "trainer" not in values:
-        content = f"the sections {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
+        content = f"the sections {', '.join(map(str, values))}" if isinstance(values, dict) else value_kind(values)
         content = " ".join(content.split())
         raise ConfigError(f"config file {path} contains {content:.200}, but no trainer section; is it for Levanter?")
     for name, section in values.items():

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shardplan.errors import ConfigError
 from shardplan.hardware import divisors
-from shardplan.levanter_config.section import AxisLists, MappingEntry
+from shardplan.levanter_config.section import AxisLists, CorrectableError, MappingEntry
+from shardplan.plan.mesh_axes import LEVANTER_BATCH
 
-BATCH_MESH_AXES = ["replica", "data"]
+BATCH_MESH_AXES = list(LEVANTER_BATCH)
 """Mesh axes that Levanter shards the batch over."""
 
 
@@ -32,12 +32,8 @@ class ParsedSchema:
     batch_shards: int
 
 
-class MeshSizeError(ConfigError):
+class MeshSizeError(CorrectableError):
     """Sizes of mesh axes whose product is not the number of devices; with `nearest` at `key` it would be."""
-
-    def __init__(self, message: str, key: str, nearest: int) -> None:
-        super().__init__(message)
-        self.key, self.nearest = key, nearest
 
 
 def merge_entries(entries: Iterable[MappingEntry]) -> AxisLists:

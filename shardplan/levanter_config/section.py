@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.errors import ConfigError, nearest
+from shardplan.errors import ConfigError, closest, nearest
 
 AxisLists = dict[str, list[str]]
 """Logical axis -> mesh axes, major to minor; an empty list if it is replicated."""
@@ -18,6 +18,22 @@ class MappingEntry:
     """Dotted name of the key, as in trainer.axis_resources.mlp; the file may omit a key that has a default."""
     axis: str
     mesh_axes: list[str]
+
+
+class CorrectableError(ConfigError):
+    """A value that Levanter rejects, but with `nearest` at `key` it would not."""
+
+    def __init__(self, message: str, key: str, nearest: Any) -> None:
+        super().__init__(message)
+        self.key, self.nearest = key, nearest
+
+
+class UnknownMeshAxisError(CorrectableError):
+    """A logical axis is mapped to a mesh axis that does not exist; `axis` is the logical axis."""
+
+    def __init__(self, message: str, key: str, nearest: Any, axis: str) -> None:
+        super().__init__(message, key, nearest)
+        self.axis = axis
 
 
 class SectionReader:
@@ -81,12 +97,22 @@ class SectionReader:
                 )
             for mesh_axis in names:
                 if mesh_axis not in mesh_axes:
-                    raise ConfigError(
+                    raise UnknownMeshAxisError(
                         f"{name} maps {short_repr(axis)} to the unknown mesh axis {short_repr(mesh_axis)}; "
-                        f"{nearest(mesh_axis, mesh_axes)}"
+                        f"{nearest(mesh_axis, mesh_axes)}",
+                        f"{name}.{axis}",
+                        _nearest_value(value, mesh_axes),
+                        axis,
                     )
             entries.append(MappingEntry(f"{name}.{axis}", axis, names))
         return entries
+
+
+def _nearest_value(value: str | list[str], valid: Iterable[str]) -> str | list[str] | None:
+    """Replace every name of `value` by the most similar one of `valid`; without any the axis is replicated (None)."""
+    names = [name if name in valid else closest(name, valid) for name in ([value] if isinstance(value, str) else value)]
+    kept = [name for name in names if name is not None]
+    return kept if isinstance(value, list) and len(kept) > 1 else next(iter(kept), None)
 
 
 def _names(value: Any, allow_text: bool = True) -> list[str] | None:

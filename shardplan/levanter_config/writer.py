@@ -1,5 +1,6 @@
 """Writes a Plan as the `trainer:` section of a Levanter configuration, and as Python what YAML cannot express."""
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,13 +11,16 @@ from shardplan.hardware.multislice import slices_by_axis
 from shardplan.levanter_config.mesh_schema import DCN_AXIS, DEFAULT_SHARED_AXES
 from shardplan.levanter_config.schema import BATCH_MESH_AXES, TrainerSchema
 from shardplan.plan.attention_plan import KernelName, Strategy
-from shardplan.plan.mapping import MeshAxes, as_tuples, mesh_size
+from shardplan.plan.mapping import AxisMapping, MeshAxes, as_tuples, mesh_size
 from shardplan.plan.plan import Mapping, Plan
 from shardplan.plan.workload import BATCH_AXIS
-from shardplan.positions.sequence_layout import SequenceOrder
+from shardplan.positions.sequence_order import SequenceOrder
 
 SPLASH_UNSHARDED_AXES = ("position", "q_heads_per_group", "head_size")
 """Logical axes that Levanter's splash attention, its default on TPUs, treats as unsharded even if they are sharded."""
+
+YAML_WIDTH = 48
+"""Columns after which a line of YAML ends at the next comma: with what is longest before a comma it has at most 80."""
 
 
 def flat_trainer_section(plan: Plan) -> dict[str, Any]:
@@ -84,14 +88,15 @@ def trainer_python(plan: Plan) -> str | None:
     batch = _batch_mesh_axes(plan)
     # without a batch axis in the mapping, Levanter's data loader and train step raise
     compute = {BATCH_AXIS: batch, **as_tuples(plan.compute_mapping)}
-    return (
-        "from levanter.trainer import TrainerConfig\n"
-        "\n"
-        "class PlannedTrainerConfig(TrainerConfig):\n"
-        f"    compute_axis_mapping = {compute!r}\n"
-        f"    parameter_axis_mapping = {as_tuples(plan.param_mapping)!r}\n"
-        f"    data_axis_size = {mesh_size(plan.mesh, batch)}  # number of shards of the batch\n"
-    )
+    lines = [
+        "from levanter.trainer import TrainerConfig",
+        "",
+        "class PlannedTrainerConfig(TrainerConfig):",
+        *_assignment("compute_axis_mapping", compute),
+        *_assignment("parameter_axis_mapping", as_tuples(plan.param_mapping)),
+        f"    data_axis_size = {mesh_size(plan.mesh, batch)}  # number of shards of the batch",
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def trainer_yaml(plan: Plan, schema: TrainerSchema = TrainerSchema.FLAT) -> str:
@@ -106,13 +111,20 @@ def trainer_yaml(plan: Plan, schema: TrainerSchema = TrainerSchema.FLAT) -> str:
     """
     mesh_section = mesh_trainer_section(plan) if schema == TrainerSchema.MESH else None
     text = yaml.safe_dump(
-        {"trainer": mesh_section or flat_trainer_section(plan)}, sort_keys=False, default_flow_style=None, width=120
+        {"trainer": mesh_section or flat_trainer_section(plan)},
+        sort_keys=False,
+        default_flow_style=None,
+        width=YAML_WIDTH,
     )
     comments = list(_settings_outside_trainer(plan))
     python = trainer_python(plan) if mesh_section is None else None
     if python is not None:
         comments += [
-            *(f"YAML alone cannot express this plan: {reason}." for reason in yaml_limitations(plan)),
+            *(
+                line
+                for reason in yaml_limitations(plan)
+                for line in _wrap(f"YAML alone cannot express this plan: {reason}.")
+            ),
             "Use this class instead of TrainerConfig:",
             "",
             *python.splitlines(),
@@ -156,7 +168,7 @@ def _yaml_limitations(plan: Plan) -> Iterator[str]:
 def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
     """Yield lines of comment about settings outside of the trainer section that the plan requires."""
     if plan.workload.is_training and plan.workload.gradient_checkpointing != "default":
-        yield f"model.gradient_checkpointing must be {plan.workload.gradient_checkpointing}, as planned."
+        yield from _wrap(f"model.gradient_checkpointing must be {plan.workload.gradient_checkpointing}, as planned.")
     if parse_slice(plan.hardware.slice).is_cpu:
         return  # Levanter's attention on CPUs is no kernel, and correct under any sharding
     if plan.attention.strategy != Strategy.NONE:
@@ -166,7 +178,7 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
         axis for axis in SPLASH_UNSHARDED_AXES if _sharding_axes(plan, tuple(plan.compute_mapping.get(axis, ())))
     ]
     if sharded:
-        yield (
+        yield from _wrap(
             f"model.attn_backend must be jax_flash: with {', '.join(sharded)} sharded, Levanter's default on TPUs is "
             "silently wrong."
         )
@@ -175,18 +187,39 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
 def _attention_settings(plan: Plan) -> Iterator[str]:
     """Yield lines of comment about the calls that replace Levanter's attention with sequence-parallel attention."""
     attention = plan.attention
-    layout = f'SequenceLayout({plan.workload.position}, {attention.ring}, {attention.ulysses}, "{attention.layout}")'
     options = (
         (f"ulysses={attention.ulysses}", attention.ulysses > 1),
         (f'kernel="{attention.kernel}"', attention.kernel != KernelName.BLOCKWISE),
-        (f"layout={layout}", attention.layout != SequenceOrder.CONTIGUOUS),
+        ("layout=layout", attention.layout != SequenceOrder.CONTIGUOUS),
     )
     arguments = ", ".join([f'"{attention.strategy}"', *(text for text, is_needed in options if is_needed)])
-    yield "Use the attention of shardplan.attention.levanter, as planned: with sharded positions Levanter's own is"
-    yield f"silently wrong. model = with_sequence_parallel(model, Method({arguments}))"
-    if attention.layout != SequenceOrder.CONTIGUOUS:
-        yield f"Put examples in the same order with shard_sequence(example, {layout}) of"
-        yield "shardplan.attention.sequence, and compute their losses with next_token_losses(model, sequence)."
+    yield from _wrap(
+        "Use the attention of shardplan.attention.levanter, as planned: with sharded positions Levanter's own is "
+        "silently wrong."
+    )
+    is_reordered = attention.layout != SequenceOrder.CONTIGUOUS
+    if is_reordered:
+        parts = f'{plan.workload.position}, {attention.ring}, {attention.ulysses}, "{attention.layout}"'
+        yield f"    layout = SequenceLayout({parts})"
+    yield f"    method = Method({arguments})"
+    yield "    model = with_sequence_parallel(model, method)"
+    if not is_reordered:
+        return
+    yield from _wrap(
+        "Put examples in the same order, and compute their losses, with the functions of shardplan.attention.sequence:"
+    )
+    yield "    sequence = shard_sequence(example, layout)"
+    yield "    losses = next_token_losses(model, sequence)"
+
+
+def _assignment(name: str, mapping: AxisMapping) -> list[str]:
+    """Return the Python lines that assign a mapping in a class, one logical axis a line."""
+    return [f"    {name} = {{", *(f"        {axis!r}: {mesh_axes!r}," for axis, mesh_axes in mapping.items()), "    }"]
+
+
+def _wrap(sentence: str) -> list[str]:
+    """Return the lines of a comment of at most 80 columns, without the `# ` that each begins with."""
+    return textwrap.wrap(sentence, 78, break_long_words=False, break_on_hyphens=False)
 
 
 def _batch_mesh_axes(plan: Plan) -> MeshAxes:

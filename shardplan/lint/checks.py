@@ -5,10 +5,8 @@ from collections.abc import Callable
 
 from shardplan.errors import closest, nearest
 from shardplan.hardware import GIB
-from shardplan.levanter_config.flat_schema import FLAT_KEYS
 from shardplan.levanter_config.model_section import ATTENTION_BACKENDS
 from shardplan.levanter_config.schema import TrainerSchema
-from shardplan.levanter_config.trainer_section import OTHER_KEYS
 from shardplan.lint.findings import (
     Finding,
     FindingKind,
@@ -25,33 +23,6 @@ from shardplan.plan.mesh_axes import MESH_AXES
 
 OTHER_BACKENDS = frozenset(ATTENTION_BACKENDS) - {"default", "splash"}
 """Values of `model.attn_backend` with which Levanter does not use splash attention on a TPU."""
-
-
-def check_keys(s: Subject) -> Findings:
-    """Find keys of the trainer section that Levanter does not have and therefore rejects."""
-    for key in s.trainer:
-        if key not in (*FLAT_KEYS, *OTHER_KEYS):
-            valid = (*FLAT_KEYS, *OTHER_KEYS) if s.schema == TrainerSchema.FLAT else OTHER_KEYS
-            yield Finding(
-                Severity.WARNING,
-                FindingKind.UNKNOWN_KEY,
-                (f"trainer.{key}",),
-                f"Levanter's trainer has no key {str(key)!r} and rejects the file; here the key is ignored",
-                nearest(str(key), valid) if closest(str(key), valid) else "remove it",
-            )
-
-
-def check_attention_backend(s: Subject) -> Findings:
-    """Find an attention backend that Levanter does not have."""
-    name = s.attention_backend
-    if name is not None and name.lower() not in ATTENTION_BACKENDS:
-        yield Finding(
-            Severity.WARNING,
-            FindingKind.ATTENTION_BACKEND,
-            ("model.attn_backend",),
-            f"Levanter has no attention backend {name!r} and rejects the file; the other findings assume its default",
-            nearest(name, ATTENTION_BACKENDS),
-        )
 
 
 def check_lists(s: Subject) -> Findings:
@@ -352,8 +323,6 @@ def check_loading(s: Subject) -> Findings:
 BLOCKING: tuple[Callable[[Subject], Findings], ...] = (check_duplicates, check_divisibility, check_batch)
 """Checks whose errors make a prediction impossible."""
 OTHERS: tuple[Callable[[Subject], Findings], ...] = (
-    check_keys,
-    check_attention_backend,
     check_lists,
     check_unknown_axes,
     check_activation_axes,

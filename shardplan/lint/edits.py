@@ -71,12 +71,20 @@ def _text(value: Any) -> str:
 def candidate_edits(trainer: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
     """Yield every single edit that a repair tries: sizes of mesh and batch, entries changed, removed and added."""
     written = flatten(trainer, TRAINER_PREFIX)
+    yield from _corrections(written, s)
     yield from _mesh_size_edits(written, s)
     yield from _batch_edits(written, s)
     yield from _entry_edits(written, s)
     yield from _new_entries(written, s)
     if s.schema == TrainerSchema.FLAT:
         yield from _fsdp_edits(written, s)
+
+
+def _corrections(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+    """What `shardplan.lint.corrections` assumed for the values that Levanter rejects."""
+    for key, value in flatten(s.trainer, TRAINER_PREFIX).items():
+        if key not in written or written[key] != value:
+            yield Edit({key: value}, axes=frozenset({key.rpartition(".")[2], *MESH_AXES}))
 
 
 def _mesh_size_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:

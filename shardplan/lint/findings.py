@@ -13,7 +13,7 @@ class Severity(StrEnum):
     """How bad a finding is."""
 
     ERROR = "error"
-    """It fails, gives wrong results silently, or replicates on every device what should be sharded."""
+    """Levanter does not start, fails, gives wrong results silently, or replicates what should be sharded."""
     WARNING = "warning"
     """It is wasteful, or has no effect."""
 
@@ -55,6 +55,8 @@ class FindingKind(StrEnum):
     """The model has no such logical axis."""
     UNKNOWN_KEY = "unknown key"
     """Levanter's trainer has no such key."""
+    UNKNOWN_MESH_AXIS = "unknown mesh axis"
+    """The mesh has no such mesh axis."""
     UNUSED_MESH_AXIS = "unused mesh axis"
     """No logical axis is mapped to a mesh axis."""
     VOCABULARY = "vocabulary"

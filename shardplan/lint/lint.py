@@ -9,18 +9,16 @@ from typing import Any
 from shardplan.config import PlanConfig
 from shardplan.hardware import Slice, parse_slice
 from shardplan.levanter_config.model_section import NO_MODEL_SECTION, ModelSection
-from shardplan.levanter_config.schema import MeshSizeError
-from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, TrainerSection, parse_trainer_section
+from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, TrainerSection
 from shardplan.lint.activation_axes import is_activation_axis
 from shardplan.lint.checks import BLOCKING, OTHERS
-from shardplan.lint.edits import Edit
-from shardplan.lint.findings import Finding, FindingKind, Severity
+from shardplan.lint.corrections import correct_attention_backend, parse_nearest
+from shardplan.lint.findings import Finding, Severity
 from shardplan.lint.memory import check_large_parameters, check_memory
 from shardplan.lint.subject import Subject
 from shardplan.model.axes import ModelAxes
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
-from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
@@ -47,7 +45,7 @@ class LintResult:
     trainer: Mapping[str, Any]
     """The content of the `trainer` section, as written."""
     subject: Subject
-    """The parsed section; with the nearest valid sizes of mesh axes, if those written are wrong."""
+    """The parsed section, after the corrections of `shardplan.lint.corrections`."""
     findings: tuple[Finding, ...]
     """Errors first."""
     plan: Plan | None
@@ -85,10 +83,11 @@ def lint_trainer(trainer: Mapping[str, Any], target: LintTarget) -> LintResult:
     section, findings, corrected = parse_nearest(trainer, target.hardware)
     workload = section.apply_to(target.config.workload)
     step = plan_step(target.model, workload.resolve())
-    backend, activation_only = target.model_section.attention_backend, _activation_only(section, target)
+    backend, backend_findings = correct_attention_backend(target.model_section.attention_backend)
+    activation_only = _activation_only(section, target)
     subject = Subject(corrected, section, target.axes, workload, target.hardware, step, backend, activation_only)
     blocking = [finding for check in BLOCKING for finding in check(subject)]
-    findings += [*blocking, *(finding for check in OTHERS for finding in check(subject))]
+    findings += [*backend_findings, *blocking, *(finding for check in OTHERS for finding in check(subject))]
     plan = None
     if not any(finding.severity == Severity.ERROR for finding in blocking):
         plan = _plan(subject, target)
@@ -109,37 +108,6 @@ def assumptions(result: LintResult, target: LintTarget) -> list[str]:
             assumed.append(f"gradient checkpointing {work.resolve().gradient_checkpointing} (default in Levanter)")
         assumed.append(f"optimizer {work.optimizer}, whatever the section optimizer says")
     return assumed
-
-
-def parse_nearest(
-    trainer: Mapping[str, Any], hardware: Slice
-) -> tuple[TrainerSection, list[Finding], Mapping[str, Any]]:
-    """Parse a `trainer` section, after replacing wrong sizes of mesh axes by the nearest valid ones.
-
-    Returns:
-        The parsed section, a finding per replaced size, and the content with the replaced sizes.
-
-    Raises:
-        ConfigError: a value of the wrong type, or a mesh that is not replica x data x model.
-    """
-    findings: list[Finding] = []
-    while True:
-        try:
-            return parse_trainer_section(trainer, hardware.devices, hardware.slices), findings, trainer
-        except MeshSizeError as error:
-            if len(findings) > len(MESH_AXES):
-                raise
-            trainer = Edit({error.key: error.nearest}).apply(trainer)
-            findings.append(
-                Finding(
-                    Severity.ERROR,
-                    FindingKind.MESH_SIZE,
-                    (error.key,),
-                    str(error),
-                    f"the other findings assume {error.nearest}",
-                    axes=frozenset(MESH_AXES),
-                )
-            )
 
 
 def _activation_only(section: TrainerSection, target: LintTarget) -> frozenset[str]:

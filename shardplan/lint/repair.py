@@ -1,8 +1,9 @@
 """Finds the smallest edit of a hand-written trainer section that leaves no error, and the best plan to compare with."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,10 @@ from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.levanter_config.levanter_file import read_sections
 from shardplan.levanter_config.model_section import parse_model_section
+from shardplan.lint.corrections import correct_attention_backend, correct_keys, parse_nearest
 from shardplan.lint.edits import TRAINER_PREFIX, candidate_edits, diff_trainers
 from shardplan.lint.findings import FindingKind
-from shardplan.lint.lint import LintResult, LintTarget, assumptions, lint_trainer, parse_nearest, target_of
+from shardplan.lint.lint import LintResult, LintTarget, assumptions, lint_trainer, target_of
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import flatten
 from shardplan.search.make_plan import make_plan
@@ -55,8 +57,11 @@ class Review:
     why_no_best: str = ""
 
 
-def review(path: str, config: PlanConfig) -> Review:
+def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda _: None) -> Review:
     """Lint the Levanter configuration `path` for the model, slice and workload of `config`, and look for better ones.
+
+    Args:
+        report: called with what is done next, for it takes up to a minute.
 
     Raises:
         ConfigError: it cannot be read.
@@ -66,63 +71,104 @@ def review(path: str, config: PlanConfig) -> Review:
     target = target_of(config, parse_model_section(sections))
     result = lint_trainer(sections["trainer"], target)
     assumed = assumptions(result, target)
-    best, why, work = None, "", result.subject.workload
+    work = result.subject.workload
     is_given = "workload.microbatches" in config.given and config.workload.microbatches is not None
     if work.is_training and (result.subject.section.microbatch or not is_given):  # edits change them too
         work = dataclasses.replace(work, microbatches=None)
+
+    def plan_batch(batch: int) -> Plan:
+        changed = dataclasses.replace(config, workload=dataclasses.replace(work, batch=batch))
+        return make_plan(changed, target.model, own_attention=True)
+
+    report("planning the best layout")
     try:
-        best = make_plan(dataclasses.replace(config, workload=work), target.model, own_attention=True)
-    except (ConfigError, InfeasibleError) as error:
-        why = str(error)
-    if best is None:  # if no plan fits, no edit does
-        return Review(path, result, assumed, None, None, None, why)
-    repair = find_smallest_edit(result, target) if result.errors else None
+        best = plan_batch(work.batch)
+    except (ConfigError, InfeasibleError) as error:  # if no plan fits, no edit does
+        return Review(path, result, assumed, None, None, None, str(error))
+    repair = find_smallest_edit(result, target, report=report) if result.errors else None
+    best = _fastest_plan(best, repair, plan_batch)
     runnable = repair.lint if repair else result
     faster, near = None, NEAR_BEST * _plan_seconds(best)
     if runnable.plan and _seconds(runnable) > near:
-        faster = find_smallest_edit(result, target, near)
+        faster = find_smallest_edit(result, target, near, report)
         if faster and _seconds(faster.lint) * NEAR_BEST > _seconds(runnable):
             faster = None  # too small a gain
-    return Review(path, result, assumed, repair, faster, best)
+    return Review(path, result, assumed, repair, faster, _fastest_plan(best, faster, plan_batch))
 
 
-def find_smallest_edit(start: LintResult, target: LintTarget, max_seconds: float = math.inf) -> Repair | None:
+def _fastest_plan(best: Plan, repair: Repair | None, plan_batch: Callable[[int], Plan]) -> Plan:
+    """Return the fastest per sequence of `best`, the best plan for the batch of the repair, and the repair itself.
+
+    The repair may have another batch than the file, or sharding that no plan has.
+    """
+    plan = repair.lint.plan if repair else None
+    if plan is None or not plan.memory.fits:
+        return best
+    plans = [best]
+    if plan.workload.batch != best.workload.batch:
+        with contextlib.suppress(ConfigError, InfeasibleError):
+            plans.append(plan_batch(plan.workload.batch))
+    return min((*plans, plan), key=_plan_seconds)
+
+
+def find_smallest_edit(
+    start: LintResult, target: LintTarget, max_seconds: float = math.inf, report: Callable[[str], None] = lambda _: None
+) -> Repair | None:
     """Find the fewest edits that leave no error and take at most `max_seconds` per sequence.
 
     If none are that fast, this returns the fastest repair that was seen; if none removes all errors, None. Among
     repairs with the same number of edits, those with the fewest warnings about the edited keys win; then the fastest
     per sequence, since edits can change the batch; and among those that tie to `TIME_RESOLUTION`, the lowest peak.
 
-    The beam search goes by number of edits. While there are errors, it tries only edits of an axis of the first one,
-    since one of those has to change. It edits further only the `BEAM_WIDTH` sections that are closest to done, so a
-    repair of many edits may not be the smallest.
+    Names that Levanter does not have are corrected first, since no repair keeps them. Then the beam search goes by
+    number of edits. While there are errors, it tries only edits of an axis of the first one, since one of those has to
+    change. It edits further only the `BEAM_WIDTH` sections that are closest to done, so a repair of many edits may not
+    be the smallest.
     """
-    beam, seen = [start], {_identity(start.trainer)}
+    target, lines = _correct_model_section(target)
+    trainer, unknown_keys = correct_keys(start.trainer, target.hardware)
+    corrections = len(unknown_keys) + bool(lines)
+    states = [lint_trainer(trainer, target) if corrections else start]
+    seen = {_identity(trainer)}
     usable = usable_bytes(target.hardware)
     fastest: Repair | None = None
-    for edits in range(1, MAX_EDITS + 1):
-        finished: list[LintResult] = []
-        unfinished: list[LintResult] = []
-        for state in beam:
-            for trainer in _edit(state):
-                identity = _identity(trainer)
-                if identity in seen:
-                    continue
-                seen.add(identity)
-                try:
-                    child = lint_trainer(trainer, target)
-                except ConfigError:
-                    continue
-                (finished if _fits(child) and _seconds(child) <= max_seconds else unfinished).append(child)
-        runnable = finished or [state for state in unfinished if not state.errors]
+    for edits in range(corrections, corrections + MAX_EDITS + 1):
+        finished = [state for state in states if _fits(state) and _seconds(state) <= max_seconds]
+        runnable = finished or [state for state in states if not state.errors]
         if runnable:
             best = _choose(start, runnable)
             if fastest is None or _seconds(best) < _seconds(fastest.lint):
-                fastest = Repair(edits, diff_trainers(start.trainer, best.trainer), best)
+                fastest = Repair(edits, [*lines, *diff_trainers(start.trainer, best.trainer)], best)
         if finished:
             return fastest
-        beam = sorted(unfinished, key=lambda state: _distance(state, usable))[:BEAM_WIDTH]
+        goal = "removes all errors" if max_seconds == math.inf else "is nearly as fast as the best plan"
+        report(f"looking for an edit that {goal}: number of edits {edits + 1}, layouts checked {len(seen)}")
+        beam = sorted(states, key=lambda state: _distance(state, usable))[:BEAM_WIDTH]
+        states = list(_lint_edits(beam, seen, target))
     return fastest
+
+
+def _correct_model_section(target: LintTarget) -> tuple[LintTarget, list[str]]:
+    """Correct the model section of `target`, and list the change as lines of a unified diff."""
+    section = target.model_section
+    backend, findings = correct_attention_backend(section.attention_backend)
+    if not findings:
+        return target, []
+    (key,) = findings[0].where
+    lines = [f"-{key}: {section.attention_backend}", *([f"+{key}: {backend}"] if backend else [])]
+    return dataclasses.replace(target, model_section=dataclasses.replace(section, attention_backend=backend)), lines
+
+
+def _lint_edits(states: Iterable[LintResult], seen: set[str], target: LintTarget) -> Iterator[LintResult]:
+    """Yield the result of every single edit of `states` that is not in `seen`, and add it there."""
+    for state in states:
+        for trainer in _edit(state):
+            identity = _identity(trainer)
+            if identity in seen:
+                continue
+            seen.add(identity)
+            with contextlib.suppress(ConfigError):
+                yield lint_trainer(trainer, target)
 
 
 def _choose(start: LintResult, results: list[LintResult]) -> LintResult:

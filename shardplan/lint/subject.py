@@ -22,7 +22,7 @@ class Subject:
     """A trainer section, and the model, workload and slice that it is for."""
 
     trainer: Mapping[str, Any]
-    """The content of the `trainer` section."""
+    """The content of the `trainer` section, corrected."""
     section: TrainerSection
     """The same, parsed."""
     axes: ModelAxes
@@ -31,7 +31,7 @@ class Subject:
     step: Step
     """The traced step."""
     attention_backend: str | None
-    """`model.attn_backend` as written; None for Levanter's default."""
+    """`model.attn_backend`, corrected; None for Levanter's default."""
     activation_only: frozenset[str] = frozenset()
     """Logical axes in the compute mapping that activations have, but neither parameters nor the tokens."""
 

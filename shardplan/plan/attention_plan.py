@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from shardplan.errors import ConfigError, nearest
-from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder
+from shardplan.positions.sequence_order import SequenceOrder
+
+if TYPE_CHECKING:
+    from shardplan.positions.sequence_layout import SequenceLayout
 
 
 class Strategy(StrEnum):
@@ -62,6 +66,9 @@ class AttentionPlan:
         """Whether every device holds all keys while it computes attention."""
         return self.strategy in (Strategy.NONE, Strategy.ALL_GATHER)
 
-    def sequence_layout(self, length: int) -> SequenceLayout:
+    def sequence_layout(self, length: int) -> "SequenceLayout":
         """Which of `length` positions each device holds."""
+        # imports NumPy, which whoever only reads a Plan does not need
+        from shardplan.positions.sequence_layout import SequenceLayout
+
         return SequenceLayout(length, self.ring, self.ulysses, self.layout)

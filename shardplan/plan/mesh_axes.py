@@ -11,7 +11,9 @@ from shardplan.plan.mapping import MeshAxes
 
 MESH_AXES = ("replica", "data", "model")
 """Axes of a plan's mesh, major to minor."""
-BATCH_CHOICES: tuple[MeshAxes, ...] = (("replica", "data"), ("data",), ("replica",), ())
+LEVANTER_BATCH: MeshAxes = ("replica", "data")
+"""What Levanter's trainer shards the batch over, whatever its YAML says."""
+BATCH_CHOICES: tuple[MeshAxes, ...] = (LEVANTER_BATCH, ("data",), ("replica",), ())
 """What the batch can be sharded over."""
 POSITION_CHOICES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",), ("replica", "data"), ("data", "replica"))
 """What positions can be sharded over."""

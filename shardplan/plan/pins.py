@@ -7,16 +7,16 @@
 | `q_proj.weight:kv_head=model,embed=data` | the storage of one parameter; its other axes are replicated |
 | `mesh.model=8` | the mesh |
 
-`--forbid` also takes a logical axis alone, `experts` or `params.vocab`: the axis is then not sharded at all.
+`--forbid` also takes a logical axis alone: `vocab` is then not sharded in computations, `params.vocab` not as stored.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.model.axes import ModelAxes
 from shardplan.plan.mapping import MeshAxes, MeshShape
-from shardplan.plan.mesh_axes import MESH_AXES
+from shardplan.plan.mesh_axes import LEVANTER_BATCH, MESH_AXES
 from shardplan.plan.workload import BATCH_AXIS
 
 STORED, MESH = "params.", "mesh."
@@ -74,16 +74,33 @@ class Rules:
     sizes: dict[str, int] = field(default_factory=dict)
     """Mesh axis -> number of devices that it must have."""
     forbidden_sizes: frozenset[tuple[str, int]] = frozenset()
+    levanter_yaml: bool = False
+    """Whether Levanter's YAML must be able to express the plan: see `restrict_to_levanter_yaml`."""
 
     def options(self, axis: str, is_stored: bool, options: Iterable[MeshAxes]) -> list[MeshAxes]:
         """The allowed ones of `options`; for a pinned axis its pin alone, even if it is not one of them."""
         pinned = [pin.mesh_axes or () for pin in self.pins if pin.subject == (axis, is_stored)]
         prohibitions = [rule for rule in self.forbidden if rule.subject == (axis, is_stored)]
-        return pinned or [option for option in options if not any(rule.excludes(option) for rule in prohibitions)]
+        allowed = pinned or [option for option in options if not any(rule.excludes(option) for rule in prohibitions)]
+        if not self.levanter_yaml or axis == BATCH_AXIS:
+            return allowed
+        return [each for each in allowed if len(each) <= 1 and not any(rule.excludes(each) for rule in prohibitions)]
+
+    def allows_batch(self, mesh_axes: MeshAxes, mesh: MeshShape) -> bool:
+        """Whether the batch may be sharded over `mesh_axes`, which have more than one device each."""
+        return not self.levanter_yaml or mesh_axes == tuple(axis for axis in LEVANTER_BATCH if mesh[axis] > 1)
 
     def allows(self, mesh: MeshShape) -> bool:
         """Whether no mesh axis has a forbidden size."""
         return not self.forbidden_sizes & set(mesh.items())
+
+
+def restrict_to_levanter_yaml(rules: Rules, axes: ModelAxes) -> Rules:
+    """Return `rules` for plans that Levanter's YAML can express, which pins cannot override.
+
+    Every logical axis has at most one mesh axis, the batch has all of replica and data, and positions are unsharded.
+    """
+    return replace(rules, levanter_yaml=True, forbidden=(*rules.forbidden, Rule(axes.position, False, None)))
 
 
 def parse_rules(pins: Sequence[str], forbidden: Sequence[str], axes: ModelAxes) -> Rules:
@@ -116,23 +133,27 @@ def parse_rules(pins: Sequence[str], forbidden: Sequence[str], axes: ModelAxes) 
     )
 
 
-def parse_pin(text: str, axes: ModelAxes) -> list[Rule | MeshSize]:
+def parse_pin(text: str, axes: ModelAxes, key: str = "pin") -> list[Rule | MeshSize]:
     """Parse one pin.
+
+    Args:
+        key: the configuration key that it comes from, for messages.
 
     Raises:
         ConfigError: see `parse_rules`.
     """
-    rules = _parse("pin", text, axes)
+    rules = _parse(key, text, axes)
     for rule in rules:
         if isinstance(rule, Rule) and rule.mesh_axes is None:
+            name = rule.axis if ":" in text else str(rule)
             raise ConfigError(
-                f"pin {rule.axis!r} has no '=': write {rule.axis}=model to shard it, {rule.axis}= to replicate it"
+                f"{key} {text!r} has no '=' after {name}: write {name}=model to shard it, {name}= to replicate it"
             )
     tensor, separator, _ = text.partition(":")
     if not separator:
         return rules
     named = {rule.subject[0] for rule in rules}
-    return rules + [Rule(axis, True, ()) for axis in _axes_of("pin", text, tensor, axes) if axis not in named]
+    return rules + [Rule(axis, True, ()) for axis in _axes_of(key, text, tensor, axes) if axis not in named]
 
 
 def _parse(key: str, text: str, axes: ModelAxes) -> list[Rule | MeshSize]:
@@ -176,8 +197,9 @@ def _axes_of(key: str, text: str, tensor: str, axes: ModelAxes) -> tuple[str, ..
     """The logical axes of the parameters whose path ends with `tensor`."""
     matches = [parameter for parameter in axes.parameters if f".{parameter.path}".endswith(f".{tensor}")]
     if not matches:
-        paths = [parameter.path for parameter in axes.parameters]
-        raise ConfigError(f"{key} {text!r}: no parameter is called {tensor!r}; {nearest(tensor, paths)}")
+        # of every path as many last components as the text has
+        names = {".".join(parameter.path.split(".")[-len(tensor.split(".")) :]) for parameter in axes.parameters}
+        raise ConfigError(f"{key} {text!r}: no parameter is called {tensor!r}; {nearest(tensor, names)}")
     if len({tuple(parameter.axes) for parameter in matches}) > 1:
         several = " and ".join(parameter.path for parameter in matches[:2])
         raise ConfigError(

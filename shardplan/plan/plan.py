@@ -12,11 +12,12 @@ from typing import Any
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.hardware import parse_slice
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
+from shardplan.plan.consistency import contradictions
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.serialization import decode
 from shardplan.plan.workload import BATCH_AXIS, POSITION_AXIS, Workload
-from shardplan.positions.sequence_layout import SequenceOrder
+from shardplan.positions.sequence_order import SequenceOrder
 
 SCHEMA_VERSION = 1
 REQUIRED_WORKLOAD = {"kind", "batch", "position", "param_dtype", "compute_dtype"}
@@ -119,6 +120,8 @@ class CostPlan:
     step_seconds: float
     compute_seconds: float
     collectives: list[Collective]
+    model_flops: float | None = None
+    """FLOPs of one step over all devices that the model needs; None in plans of version 0.1."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,17 @@ class Plan:
     attention: AttentionPlan = field(default_factory=AttentionPlan)
     schema_version: int = SCHEMA_VERSION
 
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP/s utilisation: the FLOPs that the model needs, divided by those of all devices at peak.
+
+        None where the Plan does not record the former, and for CPUs, which have no peak.
+        """
+        hardware, cost = parse_slice(self.hardware.slice), self.cost
+        if hardware.is_cpu or cost.model_flops is None or not cost.step_seconds:
+            return None
+        return cost.model_flops / (cost.step_seconds * hardware.devices * hardware.generation.flops)
+
     def to_json(self) -> dict[str, Any]:
         """The Plan as JSON values, `schema_version` first."""
         values = dataclasses.asdict(self)
@@ -221,7 +235,11 @@ class Plan:
         if not math.prod(self.mesh.values()) == self.hardware.devices == devices:
             yield f"mesh {sizes} and {self.hardware.devices} devices, where {self.hardware.slice} has {devices}"
         for section in ("workload", "memory", "cost"):
-            for name, amount in vars(getattr(self, section)).items():
+            part = getattr(self, section)
+            optional = {each.name for each in dataclasses.fields(part) if each.default is None}
+            for name, amount in vars(part).items():
+                if amount is None and name in optional:
+                    continue
                 if amount is None or (isinstance(amount, int | float) and not 0 <= amount < math.inf):
                     yield f"{section}.{name} is {amount}"
         yield from self.workload.problems()
@@ -283,13 +301,17 @@ class Plan:
         """Read a Plan written by `save`.
 
         Raises:
-            ConfigError: no such file, or not a plan.
+            ConfigError: no such file, not a plan, or a plan whose parts contradict each other.
         """
         try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+            plan = cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
             raise ConfigError(f"plan {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(f"plan {path} is not JSON: {one_line(error)}") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+        problem = next(contradictions(plan), None)
+        if problem is not None:
+            raise ConfigError(f"{path}: {problem}; a Plan that was edited by hand cannot be used, plan again")
+        return plan

@@ -30,6 +30,15 @@ def decode(cls: type[T], values: dict[str, Any]) -> T:
         raise ConfigError(one_line(error)) from error
 
 
+def value_kind(value: Any) -> str:
+    """Name the type of a value of JSON or YAML for a message: `a list`, or `nothing` for null and an empty file."""
+    kinds: dict[type, str] = {
+        type(None): "nothing", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list",
+        dict: "keys and values",
+    }  # fmt: skip
+    return kinds.get(type(value), f"a {type(value).__name__}")
+
+
 def flatten(sections: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value of nested mappings: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
     values: dict[str, Any] = {}

@@ -9,7 +9,6 @@
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
 from typing import assert_never
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.positions.pattern import PADDING, Pattern, PositionRun, position_runs
+from shardplan.positions.sequence_order import SequenceOrder
 
 KERNEL_BLOCK = 512
 """Side of the blocks of attention kernels, tokens. Some of Levanter's models request more memory than a v4 core has."""
@@ -24,15 +24,6 @@ MAX_SEQUENCE_BLOCKS = 256
 """Maximum number of blocks into which a sequence is divided to count its work; longer sequences get larger blocks."""
 MAX_RUN_PAIRS = 2**20
 """Maximum number of pairs of runs that are compared at once; each takes about a hundred bytes."""
-
-
-class SequenceOrder(StrEnum):
-    """The order of positions in an array that is sharded over a ring of devices."""
-
-    CONTIGUOUS = "contiguous"
-    ZIGZAG = "zigzag"
-    STRIPED = "striped"
-    DOCUMENTS = "documents"
 
 
 @dataclass(frozen=True)

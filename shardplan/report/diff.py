@@ -1,14 +1,18 @@
 """Prints the differences between two Plans."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from shardplan.hardware import GIB
 from shardplan.plan.diff import Change, PlanDiff
 from shardplan.report.tables import spec_text
+from shardplan.report.text import fits, make_table, print_wrapped
+
+Row = tuple[str, str, str]
+"""What differs, and its text before and after."""
 
 
 def print_difference(before: str, after: str, difference: PlanDiff, out: Console) -> None:
@@ -16,6 +20,8 @@ def print_difference(before: str, after: str, difference: PlanDiff, out: Console
     if not difference:
         out.print("the plans are the same")
         return
+    print_wrapped(before, out, "before  ")
+    print_wrapped(after, out, "after   ")
     parts: list[tuple[str, Iterable[Change], Callable[[Any], str]]] = [
         ("Settings", difference.settings, str),
         ("Mesh", difference.mesh, str),
@@ -25,30 +31,35 @@ def print_difference(before: str, after: str, difference: PlanDiff, out: Console
         ("Estimated seconds", [*difference.cost, *difference.collectives], lambda seconds: f"{seconds:.4g}"),
     ]
     for title, changes, text in parts:
-        table = _table(title, "", before, after)
-        for change in changes:
-            table.add_row(change.name, *("-" if v is None else text(v) for v in (change.before, change.after)))
-        if table.row_count:
-            out.print(table)
-    if difference.parameters:
-        out.print(_parameter_table(before, after, difference))
-
-
-def _parameter_table(before: str, after: str, difference: PlanDiff) -> Table:
-    """Return a table of the parameters with different specs; `-` where a plan does not have them."""
-    table = _table("Parameters", "parameters", before, after)
-    table.add_column("MiB/device", justify="right")
-    for change in difference.parameters:
-        table.add_row(
+        _print_part(title, [(c.name, _cell(c.before, text), _cell(c.after, text)) for c in changes], out)
+    specs = [
+        (
             f"{', '.join(change.parameters)} ({', '.join(change.axes)})",
-            *("-" if spec is None else spec_text(spec) for spec in (change.before, change.after)),
-            f"{change.bytes_before / 2**20:,.2f} -> {change.bytes_after / 2**20:,.2f}",
+            f"{_cell(change.before, spec_text)} {change.bytes_before / 2**20:,.2f}",
+            f"{_cell(change.after, spec_text)} {change.bytes_after / 2**20:,.2f}",
         )
-    return table
+        for change in difference.parameters
+    ]
+    _print_part("Parameters, with MiB per device", specs, out)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+def _cell(value: Any, text: Callable[[Any], str]) -> str:
+    """Return the text of a value; `-` for a plan that does not have it."""
+    return "-" if value is None else text(value)
+
+
+def _print_part(title: str, rows: Sequence[Row], out: Console) -> None:
+    """Print rows as a table if it fits, else as lines like those of a unified diff; nothing without rows."""
+    if not rows:
+        return
+    table = make_table(title, ("", "before", "after"))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if fits(table, out):
+        out.print(table)
+        return
+    out.print(Text(title, "italic"))
+    for name, before, after in rows:
+        print_wrapped(name, out, indent="  ")
+        print_wrapped(before, out, Text("  - ", "red"), indent="    ")
+        print_wrapped(after, out, Text("  + ", "green"), indent="    ")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from shardplan.hardware import GIB
 from shardplan.levanter_config.schema import TrainerSchema
@@ -12,31 +12,28 @@ from shardplan.lint.findings import Finding, Severity
 from shardplan.lint.repair import NEAR_BEST, Repair, Review
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
+from shardplan.report.summary import print_estimate, speed_text
 from shardplan.report.tables import workload_text
+from shardplan.report.text import print_wrapped
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow"}
 
 
 def print_review(review: Review, out: Console) -> None:
-    """Print the findings, errors first, then the prediction, the smallest edit, and the best plan."""
+    """Print the verdict, then the findings, errors first, then the smallest edit, and the best plan."""
     subject = review.lint.subject
-    mesh = mesh_text(subject.section.mesh)
-    out.print(
-        f"[bold]{escape(review.path)}[/bold] on {subject.hardware.name}, mesh {mesh} · "
-        + workload_text(subject.workload),
-        soft_wrap=True,
-    )
+    _print_outcome(review, out)
+    about = f" on {subject.hardware.name}, mesh {mesh_text(subject.section.mesh)} · {workload_text(subject.workload)}"
+    print_wrapped(about, out, Text(review.path, "bold"), indent="  ")
     if review.assumed:
-        assumed = "; ".join(review.assumed)
-        out.print(f"assumed, not in the file: {assumed}", markup=False, highlight=False, soft_wrap=True)
+        print_wrapped(f"assumed, not in the file: {'; '.join(review.assumed)}", out, indent="  ")
     for finding in review.lint.findings:
         _print_finding(finding, out)
     if not review.lint.findings:
         out.print("no findings")
-    if review.lint.plan is not None:
-        out.print(f"predicted: {_estimate_text(review.lint.plan)}", highlight=False, soft_wrap=True)
     if review.best and review.lint.errors and review.repair is None:
-        out.print("\n[bold]no small edit removes all errors[/bold]: start from the best plan")
+        out.print()
+        print_wrapped(": start from the best plan", out, Text("no small edit removes all errors", "bold"), indent="  ")
     if review.repair is not None:
         _print_repair("the smallest edit that removes all errors", review.repair, out)
     if review.faster is not None:
@@ -44,10 +41,25 @@ def print_review(review: Review, out: Console) -> None:
             f"the smallest edit for a step within {NEAR_BEST:g} times the best plan's, if possible", review.faster, out
         )
     if review.best is None:
-        out.print(f"\n{review.why_no_best}", markup=False, soft_wrap=True)
+        out.print()
+        print_wrapped(review.why_no_best, out)
     else:
-        out.print(f"\n[bold]the best plan[/bold]: {_estimate_text(review.best)}", highlight=False, soft_wrap=True)
+        out.print()
+        print_wrapped(f": {_estimate_text(review.best)}", out, Text("the best plan", "bold"), indent="  ")
         out.print(trainer_yaml(review.best, subject.schema), markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_outcome(review: Review, out: Console) -> None:
+    """Print on two lines whether the file runs, or which errors it has, and the predicted memory and speed."""
+    plan, errors = review.lint.plan, review.lint.errors
+    if not errors and plan is not None:
+        print_estimate(plan, out)
+        return
+    kinds = ", ".join(dict.fromkeys(error.kind for error in errors))
+    peak = f"; {_memory_text(plan)}" if plan is not None else ""
+    print_wrapped(f" on {review.lint.subject.hardware.name}: {kinds}{peak}", out, Text("cannot run", "bold red"), "  ")
+    if plan is not None:
+        print_wrapped(f"predicted: {speed_text(plan)}", out, indent="  ")
 
 
 def review_json(review: Review) -> dict[str, Any]:
@@ -76,33 +88,40 @@ def _trainer_json(plan: Plan, schema: TrainerSchema) -> dict[str, Any]:
 
 
 def _print_finding(finding: Finding, out: Console) -> None:
-    colour = _COLOURS[finding.severity]
-    where = ", ".join(finding.where)
-    out.print(f"[bold {colour}]{finding.severity}[/bold {colour}] [bold]{finding.kind}[/bold] at {escape(where)}")
-    out.print(f"  {finding.text}", markup=False, highlight=False, soft_wrap=True)
-    out.print(f"  remedy: {finding.remedy}", markup=False, highlight=False, soft_wrap=True)
+    head = Text.assemble(
+        (str(finding.severity), f"bold {_COLOURS[finding.severity]}"), " ", (str(finding.kind), "bold")
+    )
+    print_wrapped(f" at {', '.join(finding.where)}", out, head, indent="    ")
+    print_wrapped(finding.text, out, "  ")
+    print_wrapped(f"remedy: {finding.remedy}", out, "  ")
 
 
 def _print_repair(title: str, repair: Repair, out: Console) -> None:
     plan = repair.lint.plan
     assert plan is not None  # a layout without errors has a plan
     count = f"{repair.edits} {'edit' if repair.edits == 1 else 'edits'}"
-    out.print(f"\n[bold]{title}[/bold]: {count}; {_estimate_text(plan)}", highlight=False, soft_wrap=True)
+    out.print()
+    print_wrapped(f": {count}; {_estimate_text(plan)}", out, Text(title, "bold"), indent="  ")
     for line in repair.lines:
-        out.print(f"  {line}", style="red" if line.startswith("-") else "green", markup=False, highlight=False)
+        print_wrapped(line, out, "  ", indent="    ", style="red" if line.startswith("-") else "green")
 
 
 def _estimate_text(plan: Plan) -> str:
-    memory = plan.memory
-    return (
-        f"peak {memory.peak / GIB:.2f} of {memory.available / GIB:.2f} GiB per device, a step of about "
-        f"{plan.cost.step_seconds:.3g} s"
-    )
+    return f"{_memory_text(plan)}, batch {plan.workload.batch}, {speed_text(plan)}"
+
+
+def _memory_text(plan: Plan) -> str:
+    return f"peak {plan.memory.peak / GIB:.2f} of {plan.memory.available / GIB:.2f} GiB per device"
 
 
 def _estimate_json(plan: Plan) -> dict[str, Any]:
     memory = plan.memory
-    return {"peak": memory.peak, "available": memory.available, "step_seconds": plan.cost.step_seconds}
+    return {
+        "batch": plan.workload.batch,
+        "peak": memory.peak,
+        "available": memory.available,
+        "step_seconds": plan.cost.step_seconds,
+    }
 
 
 def _repair_json(repair: Repair | None) -> dict[str, Any] | None:

@@ -1,19 +1,23 @@
-"""Prints a Plan, and the results of an evaluation, as tables; never truncated when piped."""
+"""Prints a Plan, and the results of an evaluation, as tables that fit the console."""
 
+import os
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from shardplan.hardware import GIB
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.plan.mapping import mapping_text, mesh_text
 from shardplan.plan.plan import ParameterPlan, Plan, Spec
 from shardplan.plan.workload import Workload
+from shardplan.report.summary import print_estimate
+from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
 
 PIPED_WIDTH = 240
-"""Columns if the output is no terminal: room for the longest row, so that lines can be searched."""
+"""Columns where the output is no terminal and COLUMNS is not set, so that a search finds whole rows."""
 
 
 class _Console(Console):
@@ -23,8 +27,10 @@ class _Console(Console):
 
 
 def console(stream: TextIO) -> Console:
-    """A console on `stream`, wide enough that nothing is truncated when it is piped."""
-    return _Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH)
+    """A console on `stream`: as wide as the terminal, else as COLUMNS says, else `PIPED_WIDTH` columns."""
+    columns = os.environ.get("COLUMNS", "")
+    piped_width = int(columns) if columns.isdecimal() and int(columns) else PIPED_WIDTH
+    return _Console(file=stream, width=None if stream.isatty() else piped_width)
 
 
 def workload_text(workload: Workload) -> str:
@@ -44,55 +50,60 @@ def workload_text(workload: Workload) -> str:
 
 
 def print_plan(plan: Plan, out: Console) -> None:
-    """Print mesh, both mappings, every parameter, memory by part, the verdict with reasons, and Levanter's YAML."""
-    hardware = plan.hardware
-    out.print(
-        f"[bold]{escape(plan.model.name)}[/bold] ({plan.model.type}, {plan.model.parameters:,} parameters) · "
-        + workload_text(plan.workload),
-        soft_wrap=True,
-    )
-    mesh = mesh_text(plan.mesh)
-    out.print(f"[bold]mesh[/bold]             {mesh} = {hardware.devices} devices of {hardware.slice}", soft_wrap=True)
-    out.print(f"[bold]compute mapping[/bold]  {mapping_text(plan.compute_mapping)}", soft_wrap=True)
-    out.print(f"[bold]param mapping[/bold]    {mapping_text(plan.param_mapping)}", soft_wrap=True)
-    out.print(_parameter_table(plan))
-    out.print(_memory_table(plan))
-    memory, free = plan.memory, plan.memory.available - plan.memory.peak
-    verdict, rest = "[bold green]fits[/bold green]", "free"
-    if not memory.fits:
-        verdict, free = "[bold red]does not fit[/bold red]", memory.usable - memory.peak
-        rest = f"short ({memory.reserved / GIB:.2f} reserved for the error of the estimate)"
-    out.print(
-        f"{verdict} {hardware.slice}: {memory.peak / GIB:.2f} of {hardware.hbm_gib:.2f} GiB per device, "
-        f"{abs(free) / GIB:.2f} GiB {rest}; a step takes about {plan.cost.step_seconds:.3g} s",
-        soft_wrap=True,
-    )
-    for reason in plan.search.reasons:
-        out.print(f"  · {reason}", soft_wrap=True)
+    """Print the verdict, mesh, both mappings, every parameter, memory by part, the reasons, and Levanter's YAML."""
+    print_estimate(plan, out)
+    model, devices = plan.model, f"{plan.hardware.devices} devices of {plan.hardware.slice}"
+    about = f" ({model.type}, {model.parameters:,} parameters) · {workload_text(plan.workload)}"
+    print_wrapped(about, out, Text(model.name, "bold"), indent="  ")
+    for title, text in (
+        ("mesh", f"{mesh_text(plan.mesh)} = {devices}"),
+        ("compute mapping", mapping_text(plan.compute_mapping)),
+        ("param mapping", mapping_text(plan.param_mapping)),
+    ):
+        print_wrapped(text, out, Text.assemble((title, "bold"), " " * (17 - len(title))))
+    print_first_fitting(_parameter_tables(plan, out.width), out)
+    print_first_fitting([_memory_table(plan)], out)
+    print_bullets(plan.search.reasons, out)
     rejected = ", ".join(f"{reason} {count}" for reason, count in plan.search.rejected.items())
-    out.print(
-        f"  · planned in {plan.search.seconds:.2f} s; excluded: {rejected}",
-        soft_wrap=True,
-    )
+    if rejected:
+        print_bullets([f"excluded: {rejected}"], out)
     out.print("\n[bold]For Levanter:[/bold]")
     out.print(trainer_yaml(plan), markup=False, highlight=False, soft_wrap=True)
 
 
-def _parameter_table(plan: Plan) -> Table:
-    """Return a table with the axes, sharding and bytes per device of every parameter."""
-    table = Table(title="Parameters", title_justify="left", header_style="bold")
-    for column in ("parameter", "axes", "PartitionSpec"):
-        table.add_column(column, overflow="fold")
-    for column in ("shards", "MiB/device"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for parameter in plan.parameters:
-        table.add_row(
-            parameter.path,
-            ", ".join(f"{axis} {size}" for axis, size in parameter.axes.items()),
-            spec_text(parameter.spec),
-            str(_shard_count(parameter, plan.mesh)),
-            f"{parameter.bytes_per_device / 2**20:,.2f}",
-        )
+def _parameter_tables(plan: Plan, width: int) -> Iterator[Table]:
+    """Yield tables of the sharding and the bytes per device of every parameter, from the fullest to the narrowest.
+
+    The narrowest, for `width` columns, have path and PartitionSpec flush left and right in one column: few parameters
+    with long paths have long specs too.
+    """
+    paths, specs = [p.path for p in plan.parameters], [spec_text(p.spec) for p in plan.parameters]
+    shards = [str(_shard_count(p, plan.mesh)) for p in plan.parameters]
+    sizes = [f"{p.bytes_per_device / 2**20:,.2f}" for p in plan.parameters]
+    axes = [", ".join(f"{axis} {size}" for axis, size in p.axes.items()) for p in plan.parameters]
+    title, numbers = "Parameters", ("shards", "MiB/device")
+
+    def without_axes(ends: list[str]) -> Table:
+        label = title if ends == paths else f"{title} (the end of each path)"
+        return _fill(make_table(label, ("parameter", "PartitionSpec"), numbers), ends, specs, shards, sizes)
+
+    def narrow(ends: list[str]) -> Table:
+        rows = [("parameter", "PartitionSpec"), *zip(ends, specs, strict=True)]
+        room = max(width - len(numbers[-1]) - 3, *(len(end) + len(spec) + 2 for end, spec in rows))
+        joined, *cells = (f"{end}{spec:>{room - len(end)}}" for end, spec in rows)
+        label = f"{title} (the end of each path)"
+        table = make_table(label, (), (joined, numbers[-1]), is_narrow=True)
+        return _fill(table, cells, sizes)
+
+    yield _fill(make_table(title, ("parameter", "axes", "PartitionSpec"), numbers), paths, axes, specs, shards, sizes)
+    yield from with_path_ends(without_axes, paths)
+    yield from with_path_ends(narrow, paths)
+
+
+def _fill(table: Table, *columns: list[str]) -> Table:
+    """Add the cells of every column, as plain text, and return the table."""
+    for cells in zip(*columns, strict=True):
+        table.add_row(*map(Text, cells))
     return table
 
 
@@ -121,10 +132,7 @@ def _shard_count(parameter: ParameterPlan, mesh: dict[str, int]) -> int:
 def _memory_table(plan: Plan) -> Table:
     """Return a table of the parts of the memory of a device; parts of 0 bytes are left out."""
     memory = plan.memory
-    table = Table(title="Memory per device", title_justify="left", header_style="bold")
-    table.add_column("part")
-    table.add_column("GiB", justify="right")
-    table.add_column("of available", justify="right")
+    table = make_table("Memory per device", ("part",), ("GiB", "of available"))
     rows = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
@@ -143,31 +151,33 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def print_results(results: dict[str, Any], out: Console) -> None:
-    """Print a row per document and the totals of an evaluation (see `shardplan.eval.results`)."""
-    table = Table(title="Documents", title_justify="left", header_style="bold")
-    table.add_column("document", overflow="fold")
-    for column in ("tokens", "bytes", "loss/token", "perplexity", "bits/byte"):
-        table.add_column(column, justify="right")
-    for row in results["documents"]:
-        table.add_row(
-            escape(row["id"]),
-            f"{row['tokens']:,}",
-            f"{row['bytes']:,}",
-            _number(row["loss_per_token"], 4),
-            _number(row["perplexity"], 2),
-            _number(row["bits_per_byte"], 4),
-        )
-    out.print(table)
+    """Print the totals of an evaluation, then a row per document (see `shardplan.eval.results`)."""
     total, load = results["total"], results["load"]
     speed = total["tokens_per_second"]
-    out.print(
-        f"[bold]loss per token {_number(total['loss_per_token'], 4)}[/bold] nats, unigram "
-        f"{total['unigram_loss_per_token']:.4f}; perplexity {_number(total['perplexity'], 2)}, bits per byte "
-        f"{_number(total['bits_per_byte'], 4)}, {total['tokens']:,} tokens, "
-        + (f"{speed:,.0f} tokens/s" if speed else "speed not measured (a single step, which compiled)"),
-        soft_wrap=True,
+    text = (
+        f" nats, unigram {total['unigram_loss_per_token']:.4f}; perplexity {_number(total['perplexity'], 2)}, bits per "
+        f"byte {_number(total['bits_per_byte'], 4)}, {total['tokens']:,} tokens, "
+        + (f"{speed:,.0f} tokens/s" if speed else "speed not measured (a single step, which compiled)")
     )
-    out.print(f"loaded {load['bytes'] / GIB:.3f} GiB in {load['seconds']:.2f} s", soft_wrap=True)
+    print_wrapped(text, out, Text(f"loss per token {_number(total['loss_per_token'], 4)}", "bold"), indent="  ")
+    print_wrapped(f"loaded {load['bytes'] / GIB:.3f} GiB in {load['seconds']:.2f} s", out)
+    print_first_fitting((_document_table(results["documents"], columns) for columns in (5, 3)), out)
+
+
+def _document_table(rows: list[dict[str, Any]], columns: int) -> Table:
+    """Return a table of the first `columns` measures of every document."""
+    titles = ("tokens", "loss/token", "bits/byte", "perplexity", "bytes")[:columns]
+    table = make_table("Documents", ("document",), titles)
+    for row in rows:
+        measures = (
+            f"{row['tokens']:,}",
+            _number(row["loss_per_token"], 4),
+            _number(row["bits_per_byte"], 4),
+            _number(row["perplexity"], 2),
+            f"{row['bytes']:,}",
+        )
+        table.add_row(Text(row["id"]), *measures[:columns])
+    return table
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -1,17 +1,20 @@
 """Prints the verdicts of the TPU compiler as tables, and turns them into text and JSON."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, assert_never
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from shardplan.hardware import GIB
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
+from shardplan.report.summary import NEGLIGIBLE, percent_text, print_fit, step_text
+from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
 from shardplan.verify.verdict import (
+    Buffer,
     CompiledCollective,
     CompileError,
     CompilerCrash,
@@ -30,6 +33,15 @@ MAX_COLLECTIVES = 12
 """Number of collectives that the table shows; the JSON has all."""
 MIN_BYTES = 2**20
 """Collectives that transfer fewer bytes in a step are not shown."""
+RANKING_COLUMNS = (
+    (
+        ("program", "slice", "mesh", "batch", "outcome"),
+        ("peak GiB", "step s", "us/token", "vs fastest", "MFU", "GiB received"),
+    ),
+    (("outcome", "mesh", "batch"), ("peak GiB", "step s", "vs fastest", "MFU")),
+    (("outcome",), ("peak GiB", "step s", "vs fastest", "MFU")),
+)
+"""Columns of the ranking, of text and of numbers, from the fullest form to the narrowest."""
 
 _OMISSION_TEXTS = {
     OmissionKind.MODULE_TEXT: "the compiled module: {detail}",
@@ -82,111 +94,131 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def print_verdict(label: str, plan: Plan, verdict: Verdict, out: Console) -> None:
-    """Print outcome, memory with its largest buffers, time, and collectives of one program."""
-    mesh = mesh_text(verdict.mesh)
-    colour = "green" if verdict.fits else "red"
-    libtpu = verdict.versions.get("libtpu", "")
-    out.print(
-        f"{escape(label)}: [bold]{verdict.program}[/bold] of {escape(plan.model.name)} on {verdict.slice}, "
-        f"mesh {mesh}, attention {verdict.attention or '-'}: [bold {colour}]{verdict.outcome}[/bold {colour}] "
-        f"(libtpu {libtpu}, {verdict.compile_seconds:.1f} s)",
-        soft_wrap=True,
-    )
-    if verdict.reason is not None:
-        out.print(f"  · {reason_text(verdict.reason)}", markup=False, soft_wrap=True)
+    """Print outcome, memory and speed of one program on two lines, then its details and its largest collectives."""
     memory, time = verdict.memory, verdict.time
+    if memory is not None:
+        print_fit(verdict.fits, verdict.slice, memory.peak, memory.available, out, f"{label}: ")
+    else:
+        print_wrapped(f" on {verdict.slice}", out, Text.assemble(f"{label}: ", (str(verdict.outcome), "bold red")))
+    if time is not None:
+        # MFU is of a step: the assembly of a model has no FLOPs that the model needs
+        mfu = time.mfu if time.model_flops else None
+        print_wrapped(step_text(plan, time.step_seconds, time.compute_seconds, mfu), out)
+    if verdict.reason is not None:
+        print_bullets([reason_text(verdict.reason)], out)
+    print_wrapped(
+        f" of {plan.model.name}, mesh {mesh_text(verdict.mesh)}, attention {verdict.attention or '-'}; libtpu "
+        f"{verdict.versions.get('libtpu', '')}, {verdict.compile_seconds:.1f} s",
+        out, Text(verdict.program, "bold"), indent="  ",
+    )  # fmt: skip
     is_step = verdict.program == plan.workload.kind  # the plan predicts nothing about other programs
     if memory is not None:
-        free = memory.available - memory.peak
-        out.print(
-            f"memory  peak {memory.peak / GIB:.2f} of {memory.available / GIB:.2f} GiB per device "
-            f"({abs(free) / GIB:.2f} {'free' if free >= 0 else 'too much'}): arguments {memory.arguments / GIB:.2f}, "
-            f"temporaries {memory.temporaries / GIB:.2f}, output {memory.output / GIB:.2f}"
-            + (f"; the plan predicted {plan.memory.peak / GIB:.2f}" if is_step else ""),
-            soft_wrap=True,
+        text = (
+            f"arguments {memory.arguments / GIB:.2f}, temporaries {memory.temporaries / GIB:.2f}, output "
+            f"{memory.output / GIB:.2f} GiB"
         )
-        out.print(_buffer_table(verdict))
+        print_wrapped(text + (f"; the plan predicted {plan.memory.peak / GIB:.2f}" if is_step else ""), out, "memory  ")
+        print_first_fitting(_buffer_tables(memory.buffers), out)
     if time is not None:
-        waiting = time.step_seconds - time.compute_seconds
-        out.print(
-            f"time    modelled step {time.step_seconds:.3g} s: core {time.compute_seconds:.3g} s, waiting for "
-            f"transfers {waiting:.3g} s"
-            + (f"; MFU {time.mfu:.1%}; the plan's estimate is {plan.cost.step_seconds:.3g} s" if is_step else ""),
-            soft_wrap=True,
+        text = (
+            f"core {time.compute_seconds:.3g} s, waiting for transfers "
+            f"{_seconds_text(time.step_seconds - time.compute_seconds, time.step_seconds)}"
+        )
+        print_wrapped(
+            text + (f"; the plan's estimate is {plan.cost.step_seconds:.3g} s" if is_step else ""), out, "time    "
         )
     if verdict.collectives:
-        out.print(_collective_table(verdict.collectives))
-    for omission, count in verdict.not_understood.items():
-        text = omission_text(omission)
-        out.print(f"  · left out: {text} ({count} times in the program)", markup=False, soft_wrap=True)
+        print_first_fitting(_collective_tables(verdict.collectives), out)
+    print_bullets(
+        (
+            f"left out: {omission_text(omission)} ({count} times in the program)"
+            for omission, count in verdict.not_understood.items()
+        ),
+        out,
+    )
 
 
 def print_ranking(rows: Sequence[tuple[str, Plan, Verdict]], out: Console) -> None:
     """Print several verdicts side by side, in the order given; time is compared per token."""
-    table = Table(title="Ranking", title_justify="left", header_style="bold")
-    for column in ("", "program", "slice", "mesh", "batch", "outcome"):
-        table.add_column(column, overflow="fold")
-    for column in ("peak GiB", "step s", "us/token", "vs fastest", "MFU", "GiB received"):
-        table.add_column(column, justify="right")
-    table.add_column("reason", overflow="fold")
+    print_first_fitting(_ranking_tables(rows), out)
+    for label, plan, verdict in rows:
+        if verdict.reason is not None:
+            print_bullets([f"{label}: {reason_text(verdict.reason)}"], out)
+        # the first reason of a given layout is that it was given; the others name its entries without effect
+        if plan.search.given:
+            print_bullets((f"{label}: {reason}" for reason in plan.search.reasons[1:]), out)
+
+
+def _ranking_tables(rows: Sequence[tuple[str, Plan, Verdict]]) -> Iterator[Table]:
+    """Yield tables of the verdicts, from the fullest to the narrowest."""
     per_token = [v.time.step_seconds / plan.workload.tokens if v.time is not None else None for _, plan, v in rows]
     fastest = min((seconds for seconds in per_token if seconds is not None), default=0.0)
-    for (label, plan, verdict), seconds in zip(rows, per_token, strict=True):
-        time, memory = verdict.time, verdict.memory
-        table.add_row(
-            escape(label),
-            verdict.program,
-            verdict.slice,
-            " x ".join(map(str, verdict.mesh.values())),
-            f"{plan.workload.batch} x {plan.workload.position}",
-            verdict.outcome,
-            f"{memory.peak / GIB:.2f}" if memory else "-",
-            f"{time.step_seconds:.3g}" if time else "-",
-            f"{seconds * 1e6:.3g}" if seconds is not None else "-",
-            f"{seconds / fastest - 1:+.1%}" if seconds is not None and fastest else "-",
-            f"{time.mfu:.1%}" if time and time.model_flops else "-",
-            f"{sum(c.bytes for c in verdict.collectives) / GIB:.1f}" if time else "-",
-            escape(reason_text(verdict.reason)),
-        )
-    out.print(table)
-    for label, plan, _ in rows:
-        # the first reason of a given layout is that it was given; the others name its entries without effect
-        for reason in plan.search.reasons[1:] if plan.search.given else ():
-            out.print(f"  · {label}: {reason}", markup=False, soft_wrap=True)
+    for texts, numbers in RANKING_COLUMNS:
+
+        def build(labels: list[str], texts: Sequence[str] = texts, numbers: Sequence[str] = numbers) -> Table:
+            table = make_table("Ranking", ("", *texts), numbers)
+            for label, (_, plan, verdict), seconds in zip(labels, rows, per_token, strict=True):
+                cells = _ranking_cells(plan, verdict, seconds, fastest)
+                table.add_row(Text(label), *(cells[column] for column in (*texts, *numbers)))
+            return table
+
+        yield from with_path_ends(build, [label for label, *_ in rows])
 
 
-def _buffer_table(verdict: Verdict) -> Table:
-    """Return a table of the largest buffers at the peak of a verdict that has memory."""
-    table = Table(title="Largest buffers at the peak", title_justify="left", header_style="bold")
-    table.add_column("GiB", justify="right", no_wrap=True)
-    table.add_column("shape", overflow="fold")
-    table.add_column("operation", overflow="fold")
-    assert verdict.memory is not None
-    for buffer in verdict.memory.buffers:
-        table.add_row(f"{buffer.bytes / GIB:.3f}", escape(buffer.shape), escape(buffer.op))
-    return table
+def _ranking_cells(plan: Plan, verdict: Verdict, seconds: float | None, fastest: float) -> dict[str, str]:
+    """Return the cells of a verdict by column.
+
+    Args:
+        seconds: per token; None if the time is unknown.
+        fastest: the fewest seconds per token of all verdicts.
+    """
+    time, memory = verdict.time, verdict.memory
+    return {
+        "program": verdict.program,
+        "slice": verdict.slice,
+        "mesh": " x ".join(map(str, verdict.mesh.values())),
+        "batch": f"{plan.workload.batch} x {plan.workload.position}",
+        "outcome": verdict.outcome,
+        "peak GiB": f"{memory.peak / GIB:.2f}" if memory else "-",
+        "step s": f"{time.step_seconds:.3g}" if time else "-",
+        "us/token": f"{seconds * 1e6:.3g}" if seconds is not None else "-",
+        "vs fastest": percent_text(seconds / fastest - 1) if seconds is not None and fastest else "-",
+        "MFU": f"{time.mfu:.1%}" if time and time.model_flops else "-",
+        "GiB received": f"{sum(c.bytes for c in verdict.collectives) / GIB:.1f}" if time else "-",
+    }
 
 
-def _collective_table(collectives: Sequence[CompiledCollective]) -> Table:
-    """Return a table of at most MAX_COLLECTIVES collectives of MIN_BYTES or more; one row sums up the others."""
+def _seconds_text(seconds: float, step_seconds: float) -> str:
+    """Seconds of a part of a step; `none` for one that is too short to matter."""
+    return f"{seconds:.3g} s" if seconds >= NEGLIGIBLE * step_seconds else "none"
+
+
+def _buffer_tables(buffers: Sequence[Buffer]) -> Iterator[Table]:
+    """Yield tables of the largest buffers at the peak, from the fullest to the narrowest."""
+
+    def build(ops: list[str]) -> Table:
+        table = make_table("Largest buffers at the peak", ("operation", "shape"), ("GiB",))
+        for op, buffer in zip(ops, buffers, strict=True):
+            table.add_row(Text(op), Text(buffer.shape), f"{buffer.bytes / GIB:.3f}")
+        return table
+
+    return with_path_ends(build, [buffer.op for buffer in buffers])
+
+
+def _collective_tables(collectives: Sequence[CompiledCollective]) -> Iterator[Table]:
+    """Yield tables of at most MAX_COLLECTIVES collectives of MIN_BYTES or more; one row sums up the others."""
     shown = [c for c in collectives if c.bytes >= MIN_BYTES][:MAX_COLLECTIVES]
-    table = Table(title="Collectives of a step, per device", title_justify="left", header_style="bold")
-    for column in ("kind", "form", "mesh axes"):
-        table.add_column(column)
-    for column in ("GiB", "count", "link s"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("operation", overflow="fold")
-    for c in shown:
-        table.add_row(
-            c.kind,
-            c.form,
-            ", ".join(c.mesh_axes),
-            f"{c.bytes / GIB:.3f}",
-            f"{c.count:,}",
-            f"{c.seconds:.3g}",
-            escape(c.cause),
-        )
     rest = sum(c.bytes for c in collectives) - sum(c.bytes for c in shown)
-    if rest:
-        table.add_row("others", "", "", f"{rest / GIB:.3f}", "", "", "")
-    return table
+    for columns in (3, 1):
+
+        def build(causes: list[str], columns: int = columns) -> Table:
+            title, texts = "Collectives of a step, per device", ("kind", "mesh axes", "form")[:columns]
+            table = make_table(title, ("operation", *texts), ("GiB", "count", "link s"))
+            for c, cause in zip(shown, causes, strict=True):
+                cells = (c.kind, ", ".join(c.mesh_axes), c.form)[:columns]
+                table.add_row(Text(cause), *cells, f"{c.bytes / GIB:.3f}", f"{c.count:,}", f"{c.seconds:.3g}")
+            if rest:
+                table.add_row("others", *("" for _ in texts), f"{rest / GIB:.3f}", "", "")
+            return table
+
+        yield from with_path_ends(build, [c.cause for c in shown])

@@ -6,7 +6,6 @@ environment variables: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM
 
 import contextlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -14,10 +13,12 @@ from itertools import islice
 import jax
 import numpy as np
 from jax import Device
+from jax._src import distributed
 from jax.sharding import AxisType, Mesh
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, Slice, parse_slice, place_mesh
+from shardplan.runtime.environment import PROCESS_COUNT, ProcessVariables, read_process_variables
 
 GENERATION_OF_DEVICE_KIND = {
     "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
@@ -33,17 +34,20 @@ def start_devices(slice_name: str, count: int, is_cpu: bool) -> None:
         is_cpu: whether the devices are virtual CPU devices, which all processes provide in equal parts.
 
     Raises:
-        ConfigError: JAX has another number of devices, or a variable of this process's environment is missing.
+        ConfigError: JAX has another number of devices, or a variable of this process's environment is missing or wrong.
     """
-    processes = _environment_number("JAX_NUM_PROCESSES", 1)
+    # a program that started JAX's processes by itself may have done so without these variables
+    variables = None if jax.distributed.is_initialized() else read_process_variables()
+    processes = variables.count if variables else distributed.global_state.num_processes
     if is_cpu:
         if count % processes:
-            raise ConfigError(f"hardware.slice {slice_name} does not divide into JAX_NUM_PROCESSES = {processes}")
+            raise ConfigError(f"hardware.slice {slice_name} does not divide into {PROCESS_COUNT} = {processes}")
         # fails if the devices exist already, as in a notebook; their number is checked below
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", count // processes)
-    _join_processes(processes, is_cpu)
+    if variables is not None:
+        _join_processes(variables, is_cpu)
     devices = jax.devices()
     if len(devices) != count:
         raise ConfigError(
@@ -53,26 +57,13 @@ def start_devices(slice_name: str, count: int, is_cpu: bool) -> None:
         )
 
 
-def _join_processes(processes: int, is_cpu: bool) -> None:
-    """Connect the processes of a run: those of JAX_COORDINATOR_ADDRESS, else on TPUs those of the cluster, if any."""
-    if jax.distributed.is_initialized():
-        return
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if address is not None:
-        number = _environment_number("JAX_PROCESS_ID", None)
-        jax.distributed.initialize(address, num_processes=processes, process_id=number)
+def _join_processes(variables: ProcessVariables, is_cpu: bool) -> None:
+    """Connect the processes of a run: those of the environment, else on TPUs those of the cluster, if there is one."""
+    if variables.address is not None:
+        jax.distributed.initialize(variables.address, num_processes=variables.count, process_id=variables.index)
     elif not is_cpu:
         with contextlib.suppress(ValueError):  # JAX recognises no cluster: this process is the only one
             jax.distributed.initialize()
-
-
-def _environment_number(name: str, default: int | None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r}; set it to a number in the environment of every process")
-    return int(text)
 
 
 def is_first_process() -> bool:

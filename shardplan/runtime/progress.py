@@ -1,95 +1,118 @@
-"""Progress bars: drawn on a terminal, a log line every few seconds elsewhere."""
+"""Progress on stderr: a bar on a terminal, a plain line every few seconds elsewhere, nothing with --quiet."""
 
 import contextlib
-import datetime
 import logging
-import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol, Self
+from dataclasses import dataclass, field
 
-from tqdm_loggable.auto import tqdm
-from tqdm_loggable.tqdm_logging import tqdm_logging
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 
 from shardplan.hardware import GIB
-from shardplan.runtime.devices import is_first_process
-from shardplan.runtime.process_group import ProcessGroup
 
-LOG_INTERVAL_S = 5
-"""Seconds between log lines of a bar that is not drawn."""
-
-
-class ProgressBar(Protocol):
-    """The part of tqdm's interface that is used here."""
-
-    n: int
-    """Amount of work done."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exception: object) -> object: ...
-
-    def update(self, n: int) -> object:
-        """Add `n` to the amount of work done."""
-
-    def set_postfix_str(self, s: str, refresh: bool) -> object:
-        """Set the text after the bar."""
+FIRST_LINE_S, LINE_INTERVAL_S = 1.0, 5.0
+"""Seconds until the first line of progress that is not on a terminal, and from one line to the next."""
+REFRESHES_PER_SECOND = 4
+BAR_WIDTH = 20
+BYTES = "B"
+"""The unit of a progress that counts bytes, which are shown in GiB."""
 
 
-def progress_bar(total: int, label: str, unit: str) -> ProgressBar:
-    """Return a progress bar that counts to `total` in `unit`.
+@dataclass
+class Progress:
+    """How far a job has come. It is shown by another thread, until the block of `show_progress` ends."""
 
-    Drawn on a terminal, otherwise logged every 5 seconds; only in the first process, and not with --quiet.
-    """
-    # a bar that is not drawn logs its lines at level INFO, which the root logger's own level hides by default
-    logging.getLogger("tqdm_loggable").setLevel(logging.INFO)
-    tqdm_logging.set_level(logging.INFO)
-    tqdm_logging.set_log_rate(datetime.timedelta(seconds=LOG_INTERVAL_S))
-    bar: ProgressBar = tqdm(
-        disable=not _is_shown(),
-        total=total,
-        desc=label,
-        unit=unit,
-        unit_scale=True,
-        unit_divisor=1024 if unit == "B" else 1000,
-    )
-    return bar
+    label: str
+    """What is done."""
+    unit: str = ""
+    total: int = 0
+    """Amount of work in `unit`; 0 for a job that says in `note` how far it is."""
+    done: int = 0
+    note: str = ""
+    """What is done just now."""
+    started: float = field(default_factory=time.perf_counter)
+
+    def update(self, amount: int) -> None:
+        """Add `amount` to the work that is done."""
+        self.done += amount
+
+    def set_note(self, note: str) -> None:
+        """Say what is done just now."""
+        self.note = note
+
+    def describe(self) -> str:
+        """Work done, rate, time left and note, on one line without the label."""
+        seconds = time.perf_counter() - self.started
+        if not self.total:
+            return f"{self.note} ({seconds:.0f} s)"
+        is_bytes = self.unit == BYTES
+        amounts = f"{self.done / GIB:.2f} of {self.total / GIB:.2f} GiB" if is_bytes else f"{self.done} of {self.total}"
+        parts = [f"{amounts} {'' if is_bytes else self.unit}".rstrip() + f" ({self.done / self.total:.0%})"]
+        if self.done:
+            rate = self.done / seconds
+            parts.append(f"{rate / 1e9:.2f} GB/s" if is_bytes else f"{rate:.3g} a second")
+            parts.append(f"{(self.total - self.done) / rate:.0f} s left")
+        return ", ".join([*parts, self.note] if self.note else parts)
 
 
 @contextlib.contextmanager
-def load_progress(total: int, processes: ProcessGroup) -> Iterator[Callable[[int], None]]:
-    """Show one bar for the bytes that all processes read, and print a summary on stderr at the end.
+def show_progress(progress: Progress, is_shown: bool = True) -> Iterator[Progress]:
+    """Show `progress` on stderr until the block ends, unless only errors are logged (`--quiet`)."""
+    if not is_shown or not logging.getLogger().isEnabledFor(logging.WARNING):
+        yield progress
+        return
+    console = Console(file=sys.stderr)
+    if console.is_interactive:
 
-    Args:
-        total: bytes that all processes read together.
+        def render() -> RenderableType:
+            row = Table.grid(padding=(0, 1))
+            bar = [ProgressBar(progress.total, progress.done, BAR_WIDTH)] if progress.total else []
+            cells: list[RenderableType] = [progress.label, *bar, progress.describe()]
+            for _ in cells:
+                row.add_column(no_wrap=True)
+            row.add_row(*cells)
+            return row
+
+        # what is printed on stdout meanwhile must not go through the console, which is on stderr
+        with Live(
+            console=console,
+            get_renderable=render,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            transient=True,
+            redirect_stdout=False,
+        ):
+            yield progress
+        return
+    stop = threading.Event()
+    printer = threading.Thread(target=_print_lines, args=(progress, stop), daemon=True)
+    printer.start()
+    try:
+        yield progress
+    finally:
+        stop.set()
+        printer.join()
+
+
+def _print_lines(progress: Progress, stop: threading.Event) -> None:
+    """Print a line every few seconds, until `stop` is set."""
+    interval = FIRST_LINE_S
+    while not stop.wait(interval):
+        if progress.total or progress.note:
+            print(f"{progress.label}: {progress.describe()}", file=sys.stderr, flush=True)
+        interval = LINE_INTERVAL_S
+
+
+@contextlib.contextmanager
+def show_steps(label: str, is_shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """Show what a job does just now, and for how long the job has been running.
 
     Yields:
-        A function to call with the number of bytes of each read of this process.
+        A function to call with what is done next.
     """
-    started = time.perf_counter()
-    with progress_bar(total, "loading", "B") as bar:
-
-        def report(nbytes: int) -> None:
-            processes.done += nbytes
-            done = {**processes.progress, processes.process_index: processes.done}
-            if processes.process_count > 1:
-                slowest = min(done, key=lambda process: done[process])
-                bar.set_postfix_str(f"slowest: process {slowest}", refresh=False)
-            bar.update(sum(done.values()) - bar.n)
-
-        yield report
-    if _is_shown():
-        seconds = time.perf_counter() - started
-        own = f", {processes.done / GIB:.2f} GiB of it by this process" if processes.process_count > 1 else ""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(
-            f"loaded {total / GIB:.2f} GiB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s){own}; "
-            f"peak host memory {peak / GIB:.2f} GiB",
-            file=sys.stderr,
-        )
-
-
-def _is_shown() -> bool:
-    """Whether this process reports progress: the first one does, unless only errors are logged (`--quiet`)."""
-    return is_first_process() and logging.getLogger().isEnabledFor(logging.WARNING)
+    with show_progress(Progress(label), is_shown) as progress:
+        yield progress.set_note

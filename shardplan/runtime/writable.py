@@ -1,4 +1,4 @@
-"""Check of output paths before long work."""
+"""Output files: the check before long work that they can be written, and the writing."""
 
 import os
 from pathlib import Path
@@ -22,5 +22,20 @@ def check_writable(key: str, path: str) -> None:
             pass
         if is_new:
             Path(path).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{key} {path!r} cannot be written: {error.strerror}") from error
+
+
+def write_text(key: str, path: str, text: str) -> None:
+    """Write a text file in UTF-8.
+
+    Args:
+        key: configuration key of the path, for the message.
+
+    Raises:
+        ConfigError: the file cannot be written, as on a full disk.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{key} {path!r} cannot be written: {error.strerror}") from error

@@ -11,12 +11,11 @@ from shardplan.cost.attention import kernel_of
 from shardplan.cost.calibration import load_calibration, usable_bytes
 from shardplan.cost.collectives import Purpose
 from shardplan.cost.memory import estimate_memory
-from shardplan.cost.roofline import step_tasks, transfer_seconds
+from shardplan.cost.roofline import model_flops, step_tasks, transfer_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import GIB, CollectiveKind, Slice, parse_slice
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
-from shardplan.plan.compiler_options import PLANNED, PLANNED_FOR_EXPERTS
 from shardplan.plan.mapping import AxisMapping, MeshAxes
 from shardplan.plan.plan import (
     Collective,
@@ -29,6 +28,7 @@ from shardplan.plan.plan import (
     SearchInfo,
 )
 from shardplan.program.tasks import Step
+from shardplan.search.compiler_options import PLANNED, PLANNED_FOR_EXPERTS
 
 
 class StepCost(NamedTuple):
@@ -96,7 +96,7 @@ def build_plan(
             for parameter, array in zip(axes.parameters, step.parameters, strict=True)
         ],
         memory=_memory_plan(step, assignment, hardware),
-        cost=cost,
+        cost=replace(cost, model_flops=model_flops(model, workload)),
         search=search,
         attention=replace(assignment.attention, kernel=kernel_of(step.tasks, assignment)),
         compiler_options={} if hardware.is_cpu else dict(options),

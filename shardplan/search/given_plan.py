@@ -1,11 +1,6 @@
-"""Plans that are given, not searched for: a Plan file, or a mesh and mappings."""
-
-from dataclasses import replace
-from typing import TypeVar
+"""Plans of a given mesh and mappings, and whether a given plan is for the model at hand."""
 
 from shardplan.config import PlanConfig
-from shardplan.config.keys import keys_of
-from shardplan.config.sections import HardwareConfig, MeshConfig
 from shardplan.cost.calibration import compiler_quirks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
@@ -19,10 +14,6 @@ from shardplan.plan.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
 from shardplan.search.assignment_to_plan import build_plan, estimate_cost
 from shardplan.search.reasons import GIVEN, describe_trace, describe_unknown_axis
-
-OPEN_VALUES = (None, "auto")
-"""Values of configuration keys that leave the choice to the planner."""
-C = TypeVar("C", bound=PlanConfig)
 
 
 def plan_given_mappings(
@@ -58,46 +49,6 @@ def plan_given_mappings(
         given=True,
     )
     return build_plan(config, model, step, assignment, estimate_cost(step, assignment, hardware).plan, info)
-
-
-def load_given_plan(config: C) -> tuple[C, Plan | None]:
-    """Load the Plan file that the configuration names, if it names one.
-
-    Returns:
-        The configuration, with the model, slice, mesh and workload of the Plan; and the Plan.
-
-    Raises:
-        ConfigError: the file cannot be read or is not a plan, or contradicts the configuration.
-    """
-    if config.plan is None:
-        return config, None
-    for name in ("pin", "forbid"):
-        if getattr(config, name):
-            raise ConfigError(f"{name} is for planning, and plan {config.plan} is given; leave one of the two out")
-    plan, keys = Plan.load(config.plan), keys_of(PlanConfig)
-    planned = {
-        **{f"workload.{key}": value for key, value in vars(plan.workload).items()},
-        **{f"mesh.{key}": value for key, value in plan.mesh.items()},
-        "hardware.slice": plan.hardware.slice,
-    }
-    for name, value in planned.items():
-        section, _, key = name.partition(".")
-        configured = getattr(getattr(config, section), key)
-        is_set = configured not in OPEN_VALUES and (name in config.given or configured != keys[name].default)
-        if is_set and configured != value:
-            raise ConfigError(f"{name} is {configured}, plan {config.plan} has {value}; leave it out, or plan again")
-    return (
-        replace(
-            config,
-            model=replace(
-                config.model, ref=config.model.ref or plan.model.ref, config=config.model.config or plan.model.config
-            ),
-            hardware=HardwareConfig(plan.hardware.slice),
-            mesh=MeshConfig(**plan.mesh),
-            workload=plan.workload,
-        ),
-        plan,
-    )
 
 
 def check_model(plan: Plan, model: Model) -> None:

@@ -18,6 +18,7 @@ from shardplan.search.assignment_to_plan import StepCost, build_plan, estimate_c
 from shardplan.search.ranking import Candidate
 from shardplan.search.reasons import (
     CAVEATS,
+    LEVANTER_YAML,
     describe_attention,
     describe_choice,
     describe_indivisible,
@@ -83,11 +84,12 @@ def _infeasible_error(smallest: RankedCandidate) -> InfeasibleError:
     usable, available = usable_bytes(hardware) / GIB, hardware.generation.hbm_gib
     needed = candidate.peak_bytes / GIB
     more = ", more workload.microbatches" if smallest.config.workload.is_training else ""
+    less = ", or leave out levanter_yaml" if smallest.config.levanter_yaml else ""
     return InfeasibleError(
         f"no plan fits {hardware.name}: the nearest miss, mesh {mesh_text(candidate.mesh)}, needs {needed:.2f} GiB per "
         f"device, and {usable:.2f} GiB are usable ({available:.2f} less {available - usable:.2f} for the error of the "
         f"estimate): {needed - usable:.2f} GiB are missing; use a larger slice, a smaller workload.batch or "
-        f"workload.position{more}, or a narrower dtype"
+        f"workload.position{more}, or a narrower dtype{less}"
     )
 
 
@@ -134,6 +136,8 @@ def _choice_reasons(
             plan.step_seconds, plan.compute_seconds, cost.weight_gather_seconds, cost.other_collective_seconds
         ),
     ]
+    if ranked.config.levanter_yaml:
+        reasons.append(LEVANTER_YAML)
     if runner_up is not None:
         training, other_training = (each.config.workload.training_text() for each in (ranked, runner_up))
         other_training = other_training if other_training != training else ""
@@ -155,4 +159,4 @@ def _attention_reasons(candidate: Candidate) -> list[str]:
         tasks = step_tasks(space.step, other, space.hardware, space.calibration)
         costs.append((method, sum(seconds.total for *_, seconds in tasks), estimate_memory(space.step, other).peak))
     devices = math.prod(candidate.mesh[axis] for axis in position_axes)
-    return [describe_attention(candidate, assignment.attention, devices, costs)]
+    return describe_attention(candidate, assignment.attention, devices, costs)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shardplan.errors import nearest
 from shardplan.hardware import GIB
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
-from shardplan.plan.mapping import MeshAxes, mapping_text, mesh_text
+from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_text
 from shardplan.plan.plan import Caveat
 from shardplan.program.tasks import Step
 from shardplan.search.ranking import TIME_RESOLUTION, Candidate
@@ -20,6 +20,10 @@ from shardplan.search.ranking import TIME_RESOLUTION, Candidate
 GIVEN = "mesh and mappings were given, not searched for"
 NEGLIGIBLE = 1e-3
 """Part of a step's time below which transfers count as fully overlapped."""
+LEVANTER_YAML = (
+    "only plans that Levanter's YAML can express: one mesh axis per logical axis, the batch over replica and data, "
+    "positions unsharded"
+)
 CAVEATS = {
     Caveat.NO_ATTENTION_KERNEL: "no kernel can run attention here, so its time is a guess: it runs as a loop whose "
     "length the compiler does not report",
@@ -87,40 +91,43 @@ def describe_choice(*, fits: bool, evaluated: int, has_kernel: bool) -> str:
 
 def describe_time(step: float, compute: float, weight_gathers: float, other_collectives: float) -> str:
     """What the time of a step consists of; all arguments are seconds, those of transfers with what overlaps."""
-    exposed = max(0.0, step - compute - other_collectives)
-    overlap = "fully overlapped" if exposed < NEGLIGIBLE * step else f"{exposed:.3g} s not overlapped"
-    gathers = f"weight gathers {weight_gathers:.3g} s, {overlap}" if weight_gathers else "no weight gathers"
-    return f"step {step:.3g} s: compute {compute:.3g} s, other collectives {other_collectives:.3g} s, {gathers}"
+    exposed, least = max(0.0, step - compute - other_collectives), NEGLIGIBLE * step
+    overlap = "fully overlapped" if exposed < least else f"{exposed:.3g} s not overlapped"
+    gathers = f"weight gathers {weight_gathers:.3g} s, {overlap}" if weight_gathers >= least else "weight gathers none"
+    others = f"{other_collectives:.3g} s" if other_collectives >= least else "none"
+    return f"step {step:.3g} s: compute {compute:.3g} s, other collectives {others}, {gathers}"
 
 
 def describe_runner_up(best: Candidate, other: Candidate, training: str) -> str:
-    """How the runner-up `other` differs from the best candidate.
+    """How the runner-up `other` differs from the best candidate: time, memory, mesh, and mappings axis by axis.
 
     Args:
         training: its settings of a training step; empty if they are those of the best.
     """
-    stored = f"stored parameters {mapping_text(other.params)}"
-    return (
-        f"runner-up: mesh {mesh_text(other.mesh)}, {mapping_text(other.assignment.compute)}; "
-        f"{'; '.join(filter(None, (stored, training)))}: {_difference_text(best, other.seconds, other.peak_bytes)}"
+    parts = (
+        f"runner-up: mesh {mesh_text(other.mesh)}, {_difference_text(best, other.seconds, other.peak_bytes)}",
+        _changes_text("compute mapping", best.assignment.compute, other.assignment.compute),
+        _changes_text("param mapping", best.params, other.params),
+        training,
     )
+    return "; ".join(filter(None, parts))
 
 
 def describe_attention(
     best: Candidate, attention: AttentionPlan, devices: int, others: Iterable[tuple[MeshAxes, float, float]]
-) -> str:
-    """How attention is computed for a sharded sequence, and what other methods would change.
+) -> list[str]:
+    """How attention is computed for a sharded sequence, then a sentence per other method and what it would change.
 
     Args:
         devices: the number of devices that the sequence is sharded over.
         others: a method (`shardplan.search.space.METHODS`), its step time in seconds and its peak bytes per device.
     """
     strategy = STRATEGIES[attention.strategy].format(ring=attention.ring, ulysses=attention.ulysses)
-    changes = (f"{' '.join(method)} {_difference_text(best, seconds, peak)}" for method, seconds, peak in others)
-    return (
-        f"sequence sharded over {devices} devices; {strategy}, {attention.layout} order; alternatives: "
-        f"{'; '.join(changes)}"
+    changes = (
+        f"attention by {' '.join(method)} instead: {_difference_text(best, seconds, peak)}"
+        for method, seconds, peak in others
     )
+    return [f"sequence sharded over {devices} devices; {strategy}, {attention.layout} order", *changes]
 
 
 def describe_indivisible(example: Indivisible) -> str:
@@ -144,5 +151,17 @@ def describe_trace(step: Step) -> list[str]:
     return unnamed + [f"{count} {what}" for what, count in step.approximations.items()]
 
 
+def _changes_text(title: str, before: AxisMapping, after: AxisMapping) -> str:
+    """The logical axes that `after` shards otherwise than `before`; empty if there are none."""
+    changed = (axis for axis in {**before, **after} if before.get(axis, ()) != after.get(axis, ()))
+    text = ", ".join(f"{axis} -> {' x '.join(after.get(axis, ())) or 'none'}" for axis in changed)
+    return f"{title} {text}" if text else ""
+
+
 def _difference_text(best: Candidate, seconds: float, peak_bytes: float) -> str:
-    return f"{100 * (seconds / best.seconds - 1):+.1f} % time, {(peak_bytes - best.peak_bytes) / GIB:+.2f} GiB"
+    """How a step of `seconds` with `peak_bytes` compares with that of the best candidate."""
+    time, memory = seconds / best.seconds - 1, f"{(peak_bytes - best.peak_bytes) / GIB:+.2f}"
+    return (
+        f"{'same' if abs(time) < NEGLIGIBLE else f'{100 * time:+.1f} %'} time, "
+        f"{'same memory' if float(memory) == 0 else f'{memory} GiB'}"
+    )

@@ -13,7 +13,7 @@ from shardplan.hardware import divisors, parse_slice
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
 from shardplan.plan.mesh_axes import POSITION_CHOICES
-from shardplan.plan.pins import Rules, parse_rules
+from shardplan.plan.pins import Rules, parse_rules, restrict_to_levanter_yaml
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
@@ -57,6 +57,8 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
     """
     hardware = parse_slice(config.hardware.slice)
     rules = parse_rules(config.pin, config.forbid, inspect_model(model))
+    if config.levanter_yaml:
+        rules = restrict_to_levanter_yaml(rules, inspect_model(model))
     meshes = [mesh for mesh in mesh_shapes(hardware, _pinned_sizes(config, rules)) if rules.allows(mesh)]
     variants = list(_variants(config))
     ranking, statistics = Ranking(keep), SearchStatistics()
@@ -92,12 +94,7 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
         ranked = [RankedCandidate(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
         return SearchResult(ranked, True, statistics, seconds)
     if smallest is None:
-        obstacles = _unsatisfiable(rules, meshes) or ["every mapping has a mesh axis on two dimensions of one array"]
-        indivisible = sorted(map(describe_indivisible, statistics.indivisible.values()))
-        raise InfeasibleError(
-            f"no mapping on {config.hardware.slice} satisfies pin {' '.join(config.pin) or 'nothing'} and forbid "
-            f"{' '.join(config.forbid) or 'nothing'}: {'; '.join([*obstacles, *indivisible])}"
-        )
+        raise _unsatisfiable_error(config, rules, meshes, statistics)
     return SearchResult([smallest], False, statistics, seconds)
 
 
@@ -112,11 +109,33 @@ def _pinned_sizes(config: PlanConfig, rules: Rules) -> dict[str, int | None]:
     return {**sizes, **rules.sizes}
 
 
+def _unsatisfiable_error(
+    config: PlanConfig, rules: Rules, meshes: list[dict[str, int]], statistics: SearchStatistics
+) -> InfeasibleError:
+    """Return the error that no mapping satisfies the requirements, which names those that were given."""
+    given = [f"{key} {' '.join(texts)}" for key, texts in (("pin", config.pin), ("forbid", config.forbid)) if texts]
+    required = " and ".join([*(["levanter_yaml"] if config.levanter_yaml else []), *given])
+    obstacles = _unsatisfiable(rules, meshes)
+    indivisible = sorted(map(describe_indivisible, statistics.indivisible.values()))
+    if not obstacles and not (config.levanter_yaml and indivisible):  # where it shards the batch, that is the reason
+        obstacles = ["every mapping has a mesh axis on two dimensions of one array"]
+    return InfeasibleError(
+        f"no mapping on {config.hardware.slice} {f'satisfies {required}' if required else 'is possible'}: "
+        f"{'; '.join([*obstacles, *indivisible])}"
+    )
+
+
 def _unsatisfiable(rules: Rules, meshes: list[dict[str, int]]) -> list[str]:
     """The requirements that no mesh satisfies, in words."""
     if not meshes:
         return ["no mesh is left"]
-    return [
+    excluded = [
+        f"Levanter's YAML cannot express {pin}"
+        for pin in rules.pins
+        if not rules.options(pin.axis, pin.is_stored, ())
+        or (pin.subject == (BATCH_AXIS, False) and not any(rules.allows_batch(pin.mesh_axes or (), m) for m in meshes))
+    ]
+    return excluded + [
         f"{pin} needs a mesh with {mesh_axis} larger than 1"
         for pin in rules.pins
         for mesh_axis in pin.mesh_axes or ()

@@ -34,7 +34,7 @@ from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.plan.mesh_axes import MESH_AXES, POSITION_CHOICES
 from shardplan.plan.pins import Rules
-from shardplan.positions.sequence_layout import SequenceOrder
+from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import REPEATED_AXIS_SUFFIX, TracedArray
 from shardplan.program.tasks import Step, Task, TaskKind

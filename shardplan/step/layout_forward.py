@@ -18,7 +18,8 @@ from shardplan.attention.sequence import (
 from shardplan.model import forward
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
-from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder
+from shardplan.positions.sequence_layout import SequenceLayout
+from shardplan.positions.sequence_order import SequenceOrder
 
 
 def planned_layout(plan: Plan) -> SequenceLayout | None:

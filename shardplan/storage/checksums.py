@@ -154,7 +154,7 @@ def _s3_client() -> Any:
     try:
         import botocore.session
     except ImportError as error:
-        raise ConfigError("checksums of s3:// files need botocore: pip install 'shardplan[s3-checksums]'") from error
+        raise ConfigError("checksums of s3:// files need botocore: pip install botocore") from error
     return botocore.session.get_session().create_client("s3")
 
 

@@ -1,5 +1,9 @@
-"""Output folders: object stores are written through obstore, everything else through fsspec."""
+"""Output folders: object stores are written through obstore, everything else through fsspec.
 
+No file is seen before it is complete: object stores show it then, and a local file has another name until then.
+"""
+
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +20,8 @@ from shardplan.storage.local import LocalFolder
 from shardplan.storage.objects import ObjectFolder, open_store
 
 WRITABLE_STORES = ("gs", "s3", "az")
+PARTIAL_SUFFIX = ".partial"
+"""End of the name of a local file that is being written."""
 
 
 class Writer(Protocol):
@@ -44,6 +50,8 @@ class OutputFolder:
                 self._store = open_store(self.ref, retries=True)
             else:
                 self._filesystem, self._root = fsspec.url_to_fs(self.ref, auto_mkdir=True)
+            if self._is_local:
+                self._check_local()
         except Exception as error:
             raise self._unusable_error(error) from error
 
@@ -80,11 +88,60 @@ class OutputFolder:
             if self._store is not None:
                 with obstore.open_writer(self._store, name) as writer:
                     yield writer
+            elif self._is_local:
+                with self._create_local(Path(self.ref) / name) as writer:
+                    yield writer
             else:
                 with self._filesystem.open(f"{self._root}/{name}", "wb") as writer:
                     yield writer
         except (OSError, exceptions.BaseError) as error:
             raise self._unusable_error(error) from error
+
+    def remove(self, name: str) -> None:
+        """Remove a file, with what was written of it so far, or a folder, if it exists.
+
+        Args:
+            name: of a folder with `/` at its end.
+
+        Raises:
+            ConfigError: it cannot be removed.
+        """
+        try:
+            if self._store is not None:
+                names = [name]
+                if name.endswith("/"):
+                    names = [entry["path"] for entries in obstore.list(self._store, name) for entry in entries]
+                obstore.delete(self._store, names)
+            elif self._is_local and not name.endswith("/"):
+                for path in (Path(self.ref) / name, Path(self.ref) / f"{name}{PARTIAL_SUFFIX}"):
+                    path.unlink(missing_ok=True)
+            else:
+                self._filesystem.rm(f"{self._root}/{name}", recursive=name.endswith("/"))
+        except FileNotFoundError:
+            return
+        except (OSError, exceptions.BaseError) as error:
+            raise self._unusable_error(error) from error
+
+    def _check_local(self) -> None:
+        """Check that files can be created in a local folder, or the folder itself; OSError if not."""
+        existing = next(path for path in (Path(self.ref), *Path(self.ref).parents) if path.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{existing} is a file, not a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(f"no permission to create files in {existing}")
+
+    @contextmanager
+    def _create_local(self, path: Path) -> Iterator[Writer]:
+        """Open a local file that has a temporary name until the block ends, and is removed if the block fails."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        try:
+            with open(partial, "wb") as writer:
+                yield writer
+            partial.replace(path)
+        except BaseException:  # Ctrl-C, too
+            partial.unlink(missing_ok=True)
+            raise
 
     def _unusable_error(self, error: Exception) -> ConfigError:
         return ConfigError(f"{self.ref} cannot be written to: {one_line(error)}")

@@ -18,24 +18,28 @@ from shardplan.verify.case import Case
 from shardplan.verify.compiled import Compiled, package_versions
 from shardplan.verify.read import read_verdict
 from shardplan.verify.run_worker import CompileStopped, compile_case
-from shardplan.verify.topology import libtpu_environment
+from shardplan.verify.topology import INSTALL_LIBTPU, libtpu_environment
 from shardplan.verify.verdict import DuplicateMeshAxis, Outcome, Reason, Verdict
 
 
 def verify(
-    cases: Sequence[Case], compiler: CompilerConfig, on_verdict: Callable[[Case, Verdict], None] = lambda *_: None
+    cases: Sequence[Case],
+    compiler: CompilerConfig,
+    on_verdict: Callable[[Case, Verdict], None] = lambda *_: None,
+    on_compile: Callable[[Case], None] = lambda _: None,
 ) -> list[Verdict]:
     """Return the compiler's verdict on every case, in their order.
 
     Args:
         compiler: limits, the number of compiles at a time, the cache folder.
         on_verdict: called with each verdict as soon as there is one, from threads.
+        on_compile: called with each case whose compile starts, which is not in the cache, from threads.
 
     Raises:
         ConfigError: libtpu is not installed, a case is not for a TPU slice, or the cache cannot be written.
     """
     if find_spec("libtpu") is None:
-        raise ConfigError("verifying needs the TPU compiler, libtpu; install it with: pip install 'shardplan[verify]'")
+        raise ConfigError(f"verifying needs the TPU compiler, libtpu; install it with: {INSTALL_LIBTPU}")
     environments = [libtpu_environment(parse_slice(case.plan.hardware.slice)) for case in cases]
     if compiler.cache is not None:
         check_writable("compiler.cache", str(Path(compiler.cache).expanduser() / "writable"))
@@ -47,7 +51,7 @@ def verify(
 
     def run_case(case: Case, variables: dict[str, str], path: Path | None) -> Verdict:
         with locks[path] if path is not None else threading.Lock():
-            verdict = _judge(case, variables, compiler, path, stop)
+            verdict = _judge(case, variables, compiler, path, stop, on_compile)
         on_verdict(case, verdict)
         return verdict
 
@@ -61,7 +65,12 @@ def verify(
 
 
 def _judge(
-    case: Case, variables: dict[str, str], compiler: CompilerConfig, path: Path | None, stop: threading.Event
+    case: Case,
+    variables: dict[str, str],
+    compiler: CompilerConfig,
+    path: Path | None,
+    stop: threading.Event,
+    on_compile: Callable[[Case], None],
 ) -> Verdict:
     """Return the verdict on a case, which is compiled unless its plan is refused or its cache file exists.
 
@@ -74,6 +83,7 @@ def _judge(
         return _verdict_without_compile(case, Outcome.REFUSED, duplicate)
     compiled = Compiled.load(path) if path is not None else None
     if compiled is None:
+        on_compile(case)
         try:
             compiled = compile_case(case, variables, compiler, stop)
         except CompileStopped as stopped:

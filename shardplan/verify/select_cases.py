@@ -10,6 +10,7 @@ import yaml
 
 from shardplan.config import parse_config
 from shardplan.config.command_flags import CompilingConfig, OptionSets
+from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError, one_line
 from shardplan.hardware import parse_slice
 from shardplan.levanter_config.levanter_file import is_levanter_config, read_sections
@@ -17,9 +18,10 @@ from shardplan.levanter_config.model_section import parse_model_section
 from shardplan.levanter_config.trainer_section import read_trainer_section
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import build_model
-from shardplan.plan.compiler_options import CURATED
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
-from shardplan.search.given_plan import check_model, load_given_plan, plan_given_mappings
+from shardplan.plan.serialization import value_kind
+from shardplan.search.compiler_options import CURATED
+from shardplan.search.given_plan import check_model, plan_given_mappings
 from shardplan.search.make_plan import make_plan
 from shardplan.storage import open_folder
 from shardplan.verify.case import Case
@@ -106,5 +108,5 @@ def _read(path: str) -> dict[str, Any]:
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"against: {path} is neither YAML nor JSON: {one_line(error)}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"against: {path} holds {type(values).__name__}, not a configuration or a plan")
+        raise ConfigError(f"against: {path} contains {value_kind(values)}, not a configuration or a plan")
     return values

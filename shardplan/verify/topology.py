@@ -16,6 +16,9 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import Slice
 from shardplan.runtime.devices import arrange
 
+INSTALL_LIBTPU = "pip install 'libtpu==0.0.42.*'"
+"""Command that installs the version that pyproject.toml names; shardplan itself is on no package index."""
+
 
 def libtpu_environment(hardware: Slice) -> dict[str, str]:
     """Environment variables to set before a process first uses libtpu, so that it prints nothing and uses no network.
@@ -69,7 +72,7 @@ def _check_is_tpu(hardware: Slice) -> Slice:
 def _devices(hardware: Slice) -> list[Device]:
     """The devices of `hardware` as libtpu describes them."""
     if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError("compiling for a TPU needs libtpu: pip install 'shardplan[verify]'")
+        raise ConfigError(f"compiling for a TPU needs libtpu: {INSTALL_LIBTPU}")
     generation = hardware.generation
     hosts = [
         min(chips, size)

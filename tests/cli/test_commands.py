@@ -166,8 +166,9 @@ def test_another_model_than_its_config(checkpoint, tmp_path):
     (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4, "intermediate_size": 64}))
     done = run("eval", *arguments(broken, tmp_path))
     assert done.returncode == 4 and "Traceback" not in done.stderr
-    assert "does not match the model of its config.json; tensors: 18 missing (model.layers.2." in done.stderr
-    assert "6 of another shape (model.layers.0.mlp.down_proj.weight is (96, 128), the model has (96, 64)" in done.stderr
+    assert "does not match the model of its config.json: 18 tensors missing (model.layers.2." in done.stderr
+    shapes = "model.layers.0.mlp.down_proj.weight has (96, 128), the model (96, 64)"
+    assert f"6 tensors with a different shape ({shapes}" in done.stderr
 
 
 def test_unsupported_model_type(checkpoint, tmp_path):
@@ -197,13 +198,46 @@ def test_unwritable_targets(checkpoint, tmp_path, key):
     fails(done, 2, f"{key} '{tmp_path}' cannot be written: Is a directory")
 
 
+def test_a_full_disk_costs_no_results(checkpoint, tmp_path, caplog):
+    """They are printed first. The text has two windows, of which a line speaks before the evaluation."""
+    done = run("eval", *arguments(checkpoint, tmp_path), "--output=/dev/full", "--workload.batch=16")
+    assert done.returncode == 2 and "loss per token" in done.stdout
+    message = "shardplan eval: output '/dev/full' cannot be written: No space left on device"
+    assert done.stderr.splitlines()[-1] == message and "Traceback" not in done.stderr
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "shardplan.eval.run"]
+    expected = "the text has 2 windows of 64 tokens for a batch of 16: 14 rows are padding; workload.batch "
+    assert warning.startswith(expected) and warning.endswith(" is enough")
+    assert 2 <= int(warning.removeprefix(expected).split()[0]) < 16
+    done = run("plan", f"--model.ref={checkpoint}", *PLANNING, "--json=/dev/full")
+    assert done.returncode == 2 and "cpu-8" in done.stdout
+    assert "json '/dev/full' cannot be written: No space left on device" in done.stderr.splitlines()[-1]
+
+
+def test_data_of_an_unknown_kind(checkpoint, tmp_path):
+    done = run("eval", *arguments(checkpoint, tmp_path), f"--data.path={checkpoint / 'config.json'}")
+    fails(done, 2, f"data.path {checkpoint / 'config.json'} ends in neither .jsonl (a 'text' per line) nor .txt")
+
+
 def test_tokenizer_of_another_model(checkpoint, tmp_path):
     folder = tmp_path / "llama"
     shutil.copytree(checkpoint, folder)
     word_tokenizer(200).save(str(folder / "tokenizer.json"))
     done = run("eval", *arguments(folder, tmp_path))
     assert done.returncode == 4 and "Traceback" not in done.stderr
-    assert "the model has 256 tokens; it is another model's tokenizer" in done.stderr
+    assert "but config.json and the embedding of the weights have 256 tokens; use the tokenizer of this" in done.stderr
+
+
+def test_vocab_size_of_another_model(checkpoint, tmp_path):
+    folder = tmp_path / "llama"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 40}))
+    done = run("eval", *arguments(folder, tmp_path))
+    assert done.returncode == 4 and "Traceback" not in done.stderr
+    assert (
+        "and the embedding of the weights has 256 rows, but config.json has vocab_size 40; set vocab_size to 256"
+        in done.stderr
+    )
 
 
 def test_evaluation_needs_a_ref(golden, checkpoint, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from conftest import ROOT, fails, run
 
+from shardplan.hardware import GENERATIONS
 from shardplan.plan.plan import Plan
 
 CONFIG = "--config=configs/405b.yaml"
@@ -17,7 +18,8 @@ CONFIG = "--config=configs/405b.yaml"
 def test_lint_of_what_runs():
     done = run("plan", CONFIG, "--lint", "configs/levanter/405b-usual.yaml")
     assert done.returncode == 0, done.stderr
-    assert "predicted: peak 6.64 of 30.75 GiB per device, a step of about " in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[0] == "fits v4-256: 6.64 of 30.75 GiB per device, 24.11 GiB free" and "a step, " in lines[1]
     assert "the best plan: peak " in done.stdout and "the smallest edit" not in done.stdout
 
 
@@ -52,13 +54,29 @@ def test_lint_reads_the_attention_backend_of_the_file(tmp_path):
     assert {finding["kind"] for finding in json.loads(done.stdout)["findings"]} == {"loading", "barely sharded"}
 
 
+def test_lint_of_names_that_levanter_does_not_have(tmp_path):
+    path = tmp_path / "levanter.yaml"
+    path.write_text("trainer: {mp: bf16, qqq: 1, model_axis_size: 2, axis_resources: {mlp: modle}}")
+    argv = ["--model=configs/models/llama-3.1-8b.json", "--hardware.slice=v4-16", "--workload.batch=16"]
+    done = run("plan", *argv, "--lint", path)
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    assert done.stderr.endswith(f"{path} cannot run as it is on v4-16: unknown key, unknown mesh axis\n")
+    text = " ".join(done.stdout.split())
+    assert "error unknown key at trainer.qqq Levanter has no key 'qqq' in trainer and does not start; " in text
+    assert "maps 'mlp' to the unknown mesh axis 'modle'; did you mean 'model'?" in text
+    lines = done.stdout.splitlines()
+    for line in ("  -trainer.qqq: 1", "  -trainer.axis_resources.mlp: modle", "  +trainer.axis_resources.mlp: model"):
+        assert line in lines
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (None, "levanter.yaml cannot be read: "),
         ("trainer: [", "levanter.yaml is not YAML: "),
+        ("trainer: {mp: f32, mp: bf16}", "levanter.yaml: key 'mp' is in line 1 and again in line 1; remove one of the"),
         ("model: {}", "levanter.yaml contains the sections model, but no trainer section; is it for Levanter?"),
-        ("trainer: {axis_resources: {mlp: modle}}", "to the unknown mesh axis 'modle'; did you mean 'model'?"),
+        ("trainer: {axis_resources: {mlp: 3}}", "it must map names of axes to a mesh axis, a list of them, or null"),
     ],
 )
 def test_lint_of_unreadable_files(tmp_path, text, message):
@@ -130,6 +148,20 @@ def test_what_if_is_printed_where_nothing_fits():
     done = run("plan", "--config=configs/70b.yaml", "--hardware.slice=v5e-4", "--what_if", "--json=-")
     assert done.returncode == 3 and done.stdout == ""
     assert "as it is: no plan fits v5e-4" in done.stderr and "no plan fits v5e-4" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_list_of_slices(monkeypatch, columns):
+    """One line each, which fits the terminal; no model is named."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    done = run("plan", "--list_slices")
+    assert done.returncode == 0 and done.stderr == ""
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["v4-256", "v4", "4x4x8", "128", "128", "30.75"] in rows
+    assert ["tpu7x-12288", "tpu7x", "16x16x24", "6144", "12288", "94.75"] in rows
+    for generation in GENERATIONS.values():
+        assert sum(row[1:2] == [generation.name] for row in rows) == len(generation.sizes)
+    assert max(map(len, done.stdout.splitlines())) <= columns
 
 
 def test_pins_that_cannot_be_read():

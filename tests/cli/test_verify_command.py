@@ -1,9 +1,15 @@
-"""Bad input of verify ends with one line and exit code 2, before anything is compiled."""
+"""Bad input of verify ends with one line and exit code 2, no verdict with code 6; nothing is compiled."""
 
 import json
+import sys
+import time
 
 import pytest
 from conftest import fails, run
+
+from shardplan.runtime import progress
+from shardplan.verify.run_worker import CompileStopped
+from shardplan.verify.verdict import CompilerCrash, MemoryLimit, TimeLimit
 
 CONFIG = "--config=configs/8b.yaml"
 
@@ -32,7 +38,7 @@ def test_bad_input(arguments, message):
 
 def test_against_other_files(tmp_path):
     (tmp_path / "list.yaml").write_text("[1, 2]")
-    fails(run("verify", CONFIG, "--against", tmp_path / "list.yaml"), 2, "holds list, not a configuration or a plan")
+    fails(run("verify", CONFIG, "--against", tmp_path / "list.yaml"), 2, "contains a list, not a configuration")
     (tmp_path / "broken.json").write_text("{")
     fails(run("verify", CONFIG, "--against", tmp_path / "broken.json"), 2, "is neither YAML nor JSON")
     (tmp_path / "levanter.yaml").write_text(json.dumps({"trainer": {"model_axis_size": 48}}))
@@ -54,3 +60,33 @@ def test_other_commands_verify_the_plan_without_options_and_comparisons(argument
 def test_eval_refuses_a_plan_for_training(checkpoint, tmp_path):
     arguments = [f"--model.ref={checkpoint}", f"--data.path={checkpoint / 'text.jsonl'}", f"--output={tmp_path / 'r'}"]
     fails(run("eval", *arguments, "--workload.kind=train"), 2, "workload.kind is train; eval runs plans for evaluation")
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        (TimeLimit(60), "not compiled in 60 s; raise compiler.seconds"),
+        (MemoryLimit(4.0), "compiling took more than 4 GiB of this machine; raise compiler.gib"),
+        (CompilerCrash(-11, "Fatal"), "the compiler ended with code -11: Fatal"),
+    ],
+)
+def test_no_verdict_is_not_that_nothing_fits(monkeypatch, reason, text):
+    """Exit code 6, and the remedy; what is compiled is on stderr meanwhile."""
+
+    def stop(*_):
+        end = time.monotonic() + 10
+        while "compiling" not in sys.stderr.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)
+        raise CompileStopped(reason)
+
+    for name in ("FIRST_LINE_S", "LINE_INTERVAL_S"):
+        monkeypatch.setattr(progress, name, 0.01)
+    monkeypatch.setattr("shardplan.verify.run.compile_case", stop)
+    done = run("verify", CONFIG, "--compiler.cache=null")
+    assert done.returncode == 6, done.stderr
+    assert done.stderr.splitlines()[-1] == f"shardplan verify: v5e-8: eval undecided: {text}"
+    assert (
+        "verify: 0 of 1 verdicts; compiling this plan; a compile usually takes 1 to 4 minutes (0 s)"
+        in done.stderr.splitlines()
+    )
+    assert "undecided" in done.stdout

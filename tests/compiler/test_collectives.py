@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan.hardware import parse_slice
-from shardplan.plan.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
+from shardplan.search.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
 from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.parser import parse
 from shardplan.verify.hlo.timing import model_step

@@ -193,5 +193,5 @@ def test_bad_meshes(name, sizes, message):
 
 def test_without_libtpu(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs libtpu: pip install 'shardplan\[verify\]'"):
+    with pytest.raises(ConfigError, match=r"needs libtpu: pip install 'libtpu==0\.0\.42\.\*'$"):
         make_topology_mesh(parse_slice("v4-8"), {"replica": 1, "data": 1, "model": 4})

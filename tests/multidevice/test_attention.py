@@ -19,7 +19,8 @@ from levanter.layers.attention import dot_product_attention as levanter_attentio
 from shardplan.attention import dot_product_attention
 from shardplan.attention.kernels import splash, splash_blocks
 from shardplan.errors import ConfigError
-from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder
+from shardplan.positions.sequence_layout import SequenceLayout
+from shardplan.positions.sequence_order import SequenceOrder
 
 Q = ("batch", "kv_head", "q_heads_per_group", "position", "head_size")
 K = ("batch", "kv_head", "key_position", "head_size")

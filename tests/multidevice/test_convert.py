@@ -15,12 +15,13 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from shardplan import load_pretrained
-from shardplan.checkpoint import save
+from shardplan.checkpoint import convert, save
 from shardplan.checkpoint.save import save_levanter, save_pretrained
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
+from shardplan.storage import writing
 
 MAPPING = {"embed": "data", "mlp": "model", "vocab": "model", "experts": "replica"}
 
@@ -118,6 +119,70 @@ def test_what_cannot_be_written(golden, tmp_path):
         views = {path: view for path, view in program.views.items() if "lm_head" not in path}
         save_pretrained(module, str(tmp_path / "out"), {}, save.StateDictProgram(program.tensors, views))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_target_that_cannot_be_written_to_is_refused_before_the_load(golden, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "prepare", None)  # a load would fail
+    arguments = [f"--model={golden / 'llama'}", "--hardware.slice=cpu-8"]
+    (tmp_path / "file").write_text("")
+    for to in (tmp_path / "file", tmp_path / "file" / "below"):
+        for kind in ("hf", "levanter"):
+            done = run("checkpoint", "convert", *arguments, f"--to={to}", f"--format={kind}")
+            fails(done, 2, f"{to} cannot be written to: {tmp_path / 'file'} is a file, not a folder")
+    monkeypatch.setattr(writing.os, "access", lambda path, mode: False)  # root may write to any folder
+    done = run("checkpoint", "convert", *arguments, f"--to={tmp_path / 'new' / 'copy'}")
+    fails(done, 2, f"copy cannot be written to: no permission to create files in {tmp_path}")
+
+
+def test_an_interrupted_copy_is_replaced(golden, tmp_path, monkeypatch):
+    """No file is seen before it is complete; the next run removes what an interrupted one left, and nothing else."""
+    monkeypatch.setattr(save, "FILE_BYTES", 200_000)
+    arguments = [f"--model={golden / 'llama'}", "--hardware.slice=cpu-8", "--workload.param_dtype=float32"]
+    arguments += ["--workload.batch=8", "--workload.position=64", f"--to={tmp_path}"]
+    (tmp_path / "notes.txt").write_text("mine")
+    assemble, first_file = save._assemble_bytes, "model-00001-of-00004.safetensors"
+
+    def interrupt(tensor, boxes):
+        if (tmp_path / first_file).exists():
+            assert (tmp_path / "model-00002-of-00004.safetensors.partial").exists()
+            raise KeyboardInterrupt
+        return assemble(tensor, boxes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "_assemble_bytes", interrupt)
+        assert run("checkpoint", "convert", *arguments).returncode == 130
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "shardplan.incomplete", first_file}
+    # what a killed run leaves, too
+    (tmp_path / "model-00002-of-00004.safetensors.partial").write_text("part")
+    monkeypatch.setattr(save, "FILE_BYTES", 10**9)
+    done = run("checkpoint", "convert", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "notes.txt", "model.safetensors", "config.json", "generation_config.json",
+    }  # fmt: skip
+    assert_same(tensors(tmp_path), tensors(golden / "llama"))
+    fails(run("checkpoint", "convert", *arguments), 2, f"{tmp_path} holds config.json already; name another folder")
+
+
+def test_an_interrupted_levanter_checkpoint_is_replaced(golden, tmp_path, monkeypatch):
+    """Also by one of another type, which tensorstore does not write over the first."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with jax.set_mesh(mesh_of(1, 1, 2)):
+        first, second = (load_pretrained(str(golden / "gpt2"), dtype=dtype) for dtype in ("float32", "bfloat16"))
+        with monkeypatch.context() as patch:
+            patch.setattr(save, "write_file", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                save_levanter(first, str(tmp_path), {})
+        assert {path.name for path in tmp_path.iterdir()} == {"metadata.json", "model", "shardplan.incomplete"}
+        save_levanter(second, str(tmp_path), {})
+        loaded = load_checkpoint(second, str(tmp_path), subpath="model")
+    assert {path.name for path in tmp_path.iterdir()} == {"metadata.json", "model", "config.json"}
+    expected = dict(named_leaves(second))
+    for path, leaf in named_leaves(loaded):
+        np.testing.assert_array_equal(np.asarray(leaf.array), np.asarray(expected[path].array), err_msg=path)
 
 
 def test_output_paths(golden, tmp_path, monkeypatch):

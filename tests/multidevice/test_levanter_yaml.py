@@ -200,7 +200,7 @@ def test_warning_about_attention_that_would_be_wrong(shrunken_config):
         (AttentionPlan("all_gather", 1, 8), '"all_gather"', ""),
         (
             AttentionPlan("ring", 1, 8, "zigzag", "splash"),
-            '"ring", kernel="splash", layout=SequenceLayout(2048, 8, 1, "zigzag")',
+            '"ring", kernel="splash", layout=layout',
             '2048, 8, 1, "zigzag"',
         ),
         (AttentionPlan("ulysses", 8, kernel="splash"), '"ulysses", ulysses=8, kernel="splash"', ""),
@@ -209,8 +209,9 @@ def test_warning_about_attention_that_would_be_wrong(shrunken_config):
 def test_printed_call_of_the_planned_attention(shrunken_config, attention, method, order):
     plan = make_plan(shrunken_config("llama-3.1-8b", hardware_slice="v4-16", workload_batch=1, workload_position=2048))
     text = trainer_yaml(replace(plan, attention=attention))
-    assert f"model = with_sequence_parallel(model, Method({method}))" in text
-    assert (f"shard_sequence(example, SequenceLayout({order}))" in text) if order else "shard_sequence" not in text
+    assert f"#     method = Method({method})\n#     model = with_sequence_parallel(model, method)\n" in text
+    assert (f"#     layout = SequenceLayout({order})\n" in text) == bool(order)
+    assert ("#     sequence = shard_sequence(example, layout)\n" in text) == bool(order)
     assert "attn_backend" not in text
 
 

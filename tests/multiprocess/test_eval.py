@@ -77,4 +77,4 @@ def test_a_process_without_an_id(checkpoint, tmp_path):
         },
     )
     assert done.returncode == 2
-    assert "JAX_PROCESS_ID is None; set it to a number" in done.stderr and "Traceback" not in done.stderr
+    assert "JAX_PROCESS_ID is not set; set it to a number" in done.stderr and "Traceback" not in done.stderr

@@ -8,9 +8,9 @@ import pytest
 import shardplan
 from shardplan.config import parse_config
 from shardplan.config.command_flags import VerifyCommand
+from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError
-from shardplan.plan.compiler_options import CURATED
-from shardplan.search.given_plan import load_given_plan
+from shardplan.search.compiler_options import CURATED
 from shardplan.search.make_plan import make_plan
 from shardplan.verify.cache import CODE, SEQUENCE_CODE, normalize_code
 from shardplan.verify.select_cases import build_cases

@@ -122,6 +122,18 @@ def test_files_that_each_process_checks(monkeypatch, is_shared, process):
         check_files(tensors, TwoProcesses(process, theirs))
 
 
+def test_summary_says_which_files_are_not_checked(capsys):
+    files = [CheckedFile(Memory(b"123", checksum)) for checksum in (None, recorded(ChecksumAlgorithm.CRC32, b"123"))]
+    files += [CheckedFile(Memory(b"123", None))]
+    for file, name in zip(files, ("a.bin", "b.bin", "c.bin"), strict=True):
+        file.name = name
+    check_files([SimpleNamespace(file=file) for file in files], TwoProcesses(0, [[], [], []]))
+    assert capsys.readouterr().err == (
+        "checksums: crc32 matches for 1 of 3 files; their store has none for 2 of 3 files (a.bin, ...), which are not "
+        "checked\n"
+    )
+
+
 DATA = b"123456789"
 CRC32C = base64.b64encode(bytes.fromhex("e3069283")).decode()  # of DATA: the check value in the definition of CRC32C
 SHA = base64.b64encode(hashlib.sha256(DATA).digest()).decode()

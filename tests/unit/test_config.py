@@ -7,6 +7,7 @@ import pytest
 from shardplan.config import PlanConfig, load_config, parse_config
 from shardplan.config.command_flags import COMMANDS, ConvertCommand, EvalCommand, PlanCommand, VerifyCommand
 from shardplan.config.keys import keys_of
+from shardplan.config.yaml_file import read_yaml
 from shardplan.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -104,13 +105,39 @@ def test_unusable_files(tmp_path):
         ("a: [", "is not YAML"),
         ("model: {ref: 007}", "model.ref is 7; it must be text"),
         ("model: {ref: x}\noutput: null", "output is None; it must be text"),
-        ("- 1\n", "holds list, not a mapping of keys"),
+        ("- 1\n", "contains a list, not keys with values"),
+        ("", "contains nothing, not keys with values"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse_config(["--config", write(tmp_path, "b.yaml", text)])
     write(tmp_path, "tiny.yaml", "")
     with pytest.raises(ConfigError, match=r"tini.yaml does not exist; did you mean '.*tiny.yaml'\?"):
         parse_config(["--config", str(tmp_path / "tini.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {ref: x}\nworkload:\n  batch: 3\n  batch: 4\n", "key 'batch' is in line 3 and again in line 4"),
+        ("model: {ref: x}\nmesh: {model: 2}\nmodel: {ref: y}\n", "key 'model' is in line 1 and again in line 3"),
+        ('model: {ref: x, "ref": y}\n', "key 'ref' is in line 1 and again in line 1"),
+    ],
+)
+def test_a_key_twice(tmp_path, text, message):
+    """YAML itself would silently keep the last."""
+    path = write(tmp_path, "a.yaml", text)
+    with pytest.raises(ConfigError) as error:
+        parse_config(["--config", path])
+    assert str(error.value) == f"config file {path}: {message}; remove one of the two"
+
+
+def test_merged_keys_may_be_overridden(tmp_path):
+    """`<<` brings in keys that a mapping has itself, also of an anchor that is deeper in the file than its use."""
+    text = "model: {ref: x}\nmesh: &deep {<<: &base {model: 1, data: 2}, model: 4}\nworkload: {batch: 5}\n"
+    loaded = parse_config(["--config", write(tmp_path, "a.yaml", text)])
+    assert (loaded.mesh.model, loaded.mesh.data) == (4, 2)
+    nested = write(tmp_path, "b.yaml", "a: {b: &deep {<<: {x: 1}, x: 2}}\nc: {<<: *deep, x: 3}\n")
+    assert read_yaml(nested) == {"a": {"b": {"x": 2}}, "c": {"x": 3}}
 
 
 def test_files_are_shared_between_commands(tmp_path):

@@ -1,17 +1,24 @@
 """Exit codes and log levels of commands."""
 
+import errno
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 
-from shardplan.errors import CheckpointError, ConfigError, InfeasibleError, PeerError
+import shardplan.errors
+from shardplan.errors import CheckpointError, ConfigError, InfeasibleError, PeerError, UndecidedError
 from shardplan.runtime.exit_codes import run
 
+CODES = [
+    (ConfigError, 2), (InfeasibleError, 3), (CheckpointError, 4), (PeerError, 5), (UndecidedError, 6),
+    (KeyboardInterrupt, 130),
+]  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(ConfigError, 2), (InfeasibleError, 3), (CheckpointError, 4), (PeerError, 5), (KeyboardInterrupt, 130)],
-)
+
+@pytest.mark.parametrize(("error", "code"), CODES)
 def test_errors_become_one_line_and_a_code(capsys, error, code):
     def main(argv):
         raise error("what, where; remedy")
@@ -33,3 +40,40 @@ def test_flags_set_the_log_level_and_the_command_does_not_see_them(flags, level)
     finally:
         root.setLevel(before)
     assert seen == [(["--a", "b"], level)]
+
+
+def test_every_code_is_in_the_table():
+    for error, code in CODES:
+        assert f"| {code} | `{error.__name__}` |" in shardplan.errors.__doc__
+
+
+def test_a_full_disk_is_no_bug(capsys):
+    def main(argv):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert run("eval", main, []) == 2
+    assert capsys.readouterr().err == "shardplan eval: No space left on device; free some, or write elsewhere\n"
+
+
+SCRIPT = """
+import os, sys
+from shardplan.runtime.exit_codes import run
+
+def main(argv):
+    os.write(1, b"of a compiled library, as gloo writes\\n")
+    print("caf\\u00e9")
+
+code = run("plan", main, [])
+print("after")
+raise SystemExit(code)
+"""
+
+
+@pytest.mark.parametrize(("encoding", "word"), [("utf-8", "café"), ("ascii", "caf?")])
+def test_stdout_is_ours_alone_and_has_the_letters_that_it_can(encoding, word):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode() == f"{word}\nafter\n"
+    assert done.stderr.decode() == "of a compiled library, as gloo writes\n"

@@ -1,11 +1,13 @@
 """Slice names and sizes; error messages name the nearest valid slice."""
 
+import itertools
 import math
+import re
 
 import pytest
 
 from shardplan.errors import ConfigError
-from shardplan.hardware import GENERATIONS, parse_slice
+from shardplan.hardware import GENERATIONS, parse_slice, standard_slices
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,14 @@ def test_clock_gives_the_peak_flops(name, flops_per_cycle):
     assert generation.clock * flops_per_cycle == pytest.approx(generation.flops, rel=0.01)
 
 
+def test_names_of_standard_slices():
+    """Every name is parsed as the slice that it is the name of."""
+    names = [each.name for generation in GENERATIONS.values() for each in standard_slices(generation)]
+    assert {"v3-32", "v4-256", "v5e-1", "v5p-128", "v6e-8", "tpu7x-128"} < {*names} and len(names) == len({*names})
+    for generation in GENERATIONS.values():
+        assert [parse_slice(each.name) for each in standard_slices(generation)] == [*standard_slices(generation)]
+
+
 def test_sizes_are_ascending():
     for generation in GENERATIONS.values():
         chips = [math.prod(torus) for torus in generation.sizes]
@@ -92,6 +102,8 @@ def test_sizes_are_ascending():
         ("v4:4x4", "hardware.slice 'v4:4x4': a v4 torus has 3 dimensions, not 2; did you mean 'v4:2x2x4'?"),
         ("v6e:4x4x4", "a v6e torus has 2 dimensions, not 3; did you mean 'v6e:8x8'?"),
         ("v4:3x4x4", "v4 slices consist of complete hosts of 2x2x1 chips; did you mean 'v4:4x4x4'?"),
+        ("v4:3x5x7", "v4 slices consist of complete hosts of 2x2x1 chips; did you mean 'v4:4x4x8'?"),
+        ("v6e:3x17", "v6e slices consist of complete hosts of 2x2 chips; did you mean 'v6e:8x8'?"),
         ("2xv5e:5x5", "v5e slices consist of complete hosts of 2x2 chips; did you mean '2xv5e:4x4'?"),
         ("v4:0x2x2", "v4 slices consist of complete hosts of 2x2x1 chips; did you mean 'v4:2x2x2'?"),
         ("v4:2x2x1536", "the largest v4 pod is 16x16x24; did you mean 'v4:16x16x24'?"),
@@ -105,3 +117,18 @@ def test_bad_names(name, message):
     with pytest.raises(ConfigError, match=None) as error:
         parse_slice(name)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS.values(), ids=lambda generation: generation.name)
+def test_a_suggested_torus_is_an_available_size(generation):
+    """Odd sides are never complete hosts; whatever is suggested instead is in the generation's own list."""
+    rank, refused = len(generation.sizes[0]), 0
+    for sides in itertools.product((0, 3, 5, 7, 18, 10**6), repeat=rank):
+        name = f"2x{generation.name}:{'x'.join(map(str, sides))}"
+        try:
+            parse_slice(name)
+        except ConfigError as error:
+            refused += 1
+            suggested = re.search(rf"did you mean '2x{generation.name}:([0-9x]+)'", str(error))
+            assert suggested and tuple(map(int, suggested[1].split("x"))) in generation.sizes, str(error)
+    assert refused > 5**rank

@@ -50,8 +50,11 @@ def header(entries) -> bytes:
         (b"abc", "3 bytes is too short for a safetensors file"),
         ((1 << 40).to_bytes(8, "little"), "its header claims 1099511627776 bytes, the file has 8"),
         ((2).to_bytes(8, "little") + b"{]", "damaged header"),
-        (header([1]), "damaged header"),
-        (header({"a": {"dtype": "F32", "shape": [2]}}), "damaged header"),
+        (header([1]), "damaged header: it must map names of tensors to their types, shapes and offsets"),
+        (header({"a": {"dtype": "F32", "shape": [2]}}), "damaged header: a has no data_offsets"),
+        (header({"a": None}), "damaged header: a has no dtype and no shape and no data_offsets"),
+        (header({"a": {"dtype": "U8", "shape": None, "data_offsets": [0, 1]}}), "has shape None and offsets"),
+        (header({"a": {"dtype": ["U8"], "shape": [1], "data_offsets": [0, 1]}}), "type .'U8'., which is not supported"),
         (header({"a": {"dtype": "F7", "shape": [2], "data_offsets": [0, 8]}}) + b"x" * 8, "a has type F7"),
         (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}) + b"x" * 7, "it is truncated"),
         (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}) + b"x" * 4, r"4 bytes for shape \(2,\)"),
@@ -78,12 +81,16 @@ def test_damaged_files(tmp_path, content, message):
 
 
 def test_damaged_index(tmp_path):
-    with pytest.raises(CheckpointError, match="holds neither"):
+    with pytest.raises(CheckpointError, match="has neither"):
         read_index(open_folder(str(tmp_path)))
     index = tmp_path / "model.safetensors.index.json"
-    for text in ("{", "[]", '{"weight_map": 3}'):
+    types = "its 'weight_map' must map the name of each tensor to the name of its file"
+    for text, problem in (
+        ("{", "Expecting property name"), ("[]", "it has no 'weight_map'"), ("{}", "it has no 'weight_map'"),
+        ('{"weight_map": 3}', types), ('{"weight_map": {"a": null}}', types),
+    ):  # fmt: skip
         index.write_text(text)
-        with pytest.raises(CheckpointError, match="is damaged"):
+        with pytest.raises(CheckpointError, match=f"index.json is damaged: {problem}"):
             read_index(open_folder(str(tmp_path)))
     save(tmp_path, {"a": np.zeros(2, np.float32)}, "x.safetensors")
     index.write_text('{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}')
@@ -107,7 +114,7 @@ def test_tensors_in_two_shards(tmp_path):
 @pytest.mark.parametrize("name", ["w.weight_scale_inv", "w.qweight", "w.SCB"])
 def test_quantised_checkpoints_are_refused(tmp_path, name):
     save(tmp_path, {"w.weight": np.zeros((2, 3)), name: np.zeros(1)})
-    with pytest.raises(CheckpointError, match=rf"1 unexpected \({name}\); it is quantised \({name}\): use one in bf"):
+    with pytest.raises(CheckpointError, match=rf"not have \({name}\); it is quantised \({name}\): use one in bf"):
         check_tensors(read_index(open_folder(str(tmp_path))), {"w.weight": (2, 3)}, "ck")
 
 
@@ -118,6 +125,6 @@ def test_all_differences_are_reported_together(tmp_path):
     with pytest.raises(CheckpointError) as error:
         check_tensors(index, {"a": (3, 2), "b": (1,), "c": (1,), "d": (1,), "e": (1,)}, "ck", {"lm_head.weight"})
     assert str(error.value) == (
-        "ck does not match the model of its config.json; tensors: 4 missing (b, c, d, and 1 more); 1 unexpected "
-        "(extra); 1 of another shape (a is (2, 3), the model has (3, 2))"
+        "ck does not match the model of its config.json: 4 tensors missing (b, c, d, and 1 more); 1 tensor that the "
+        "model does not have (extra); 1 tensor with a different shape (a has (2, 3), the model (3, 2))"
     )

@@ -376,8 +376,8 @@ def test_errors_over_slices(read):
         (b"trainer: [", "is not YAML: "),
         (b"trainer: !include other.yaml", "is not YAML: "),
         (b"data: 1\nmodel: 2", "contains the sections data, model, but no trainer section; is it for Levanter?"),
-        (b"- 1", "contains list, but no trainer section; is it for Levanter?"),
-        (b"", "contains NoneType, but no trainer section; is it for Levanter?"),
+        (b"- 1", "contains a list, but no trainer section; is it for Levanter?"),
+        (b"", "contains nothing, but no trainer section; is it for Levanter?"),
     ],
 )
 def test_unreadable_files(tmp_path, content, message):

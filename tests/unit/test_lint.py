@@ -347,31 +347,107 @@ def test_attention_requires_unsharded_heads(lint_8b):
     assert ("error", "attention") not in kinds(lint_8b(trainer, "cpu-8"))
 
 
-def test_unknown_attention_backend(lint_8b):
-    """The attention finding stays, since it is unknown which backend was meant."""
+@pytest.mark.parametrize(
+    ("backend", "assumed", "remedy", "others"),
+    [
+        ("jax_flsh", "jax_flash", "did you mean 'jax_flash'?", set()),
+        ("qqq", "its default", "valid: default, jax_flash, nvte, splash, vanilla", {"attention"}),
+    ],
+)
+def test_unknown_attention_backend(lint_8b, backend, assumed, remedy, others):
+    """The other findings are those of the backend that was meant."""
     trainer = "{model_axis_size: 4, axis_resources: {mlp: model, heads: model, q_heads_per_group: model}}"
-    result = lint_8b(trainer, backend="jax_flsh")
+    result = lint_8b(trainer, backend=backend)
     finding = only(result.findings, "attention backend")
-    assert (finding.severity, finding.where) == ("warning", ("model.attn_backend",))
-    assert finding.remedy == "did you mean 'jax_flash'?"
-    assert ("error", "attention") in kinds(result)
+    assert (finding.severity, finding.where) == ("error", ("model.attn_backend",))
+    assert finding.text == (
+        f"Levanter has no attention backend {backend!r} and does not start; the other findings assume {assumed}"
+    )
+    assert finding.remedy == remedy
+    assert {error.kind for error in result.errors} == {"attention backend", *others}
     assert not lint_8b(trainer, backend="JAX_FLASH").errors
     assert {backend.value for backend in AttentionBackend} == set(ATTENTION_BACKENDS)
 
 
 @pytest.mark.parametrize(
-    ("trainer", "where", "remedy"),
+    ("trainer", "where", "remedy", "corrected"),
     [
-        ("{model_axis_sise: 8}", "trainer.model_axis_sise", "did you mean 'model_axis_size'?"),
-        ("{mehs: {axes: {model: 8}}}", "trainer.mehs", "did you mean 'mesh'?"),
-        ("{mesh: {}, train_batchsize: 8}", "trainer.train_batchsize", "did you mean 'train_batch_size'?"),
-        ("{qqq: 8}", "trainer.qqq", "remove it"),
-        ("{1: 8}", "trainer.1", "remove it"),
+        (
+            "{model_axis_sise: 8}",
+            "trainer.model_axis_sise",
+            "did you mean 'model_axis_size'?",
+            {"model_axis_size": 8},
+        ),
+        ("{mehs: {axes: {model: 8}}}", "trainer.mehs", "did you mean 'mesh'?", {"mesh": {"axes": {"model": 8}}}),
+        (
+            "{mesh: {}, train_batchsize: 8}",
+            "trainer.train_batchsize",
+            "did you mean 'train_batch_size'?",
+            {"mesh": {}, "train_batch_size": 8},
+        ),
+        ("{mesh: {axs: {data: 8}}}", "trainer.mesh.axs", "did you mean 'axes'?", {"mesh": {"axes": {"data": 8}}}),
+        ("{qqq: 8}", "trainer.qqq", "remove it", {}),
+        ("{1: 8}", "trainer.1", "remove it", {}),
+        # not similar enough to rename it
+        ("{fsdp: mlp}", "trainer.fsdp", "remove it, or did you mean 'fsdp_axis'?", {}),
+        # a value of the wrong type, and a key that is there already
+        ("{model_axis_sise: big}", "trainer.model_axis_sise", "remove it, or did you mean 'model_axis_size'?", {}),
+        (
+            "{model_axis_size: 2, model_axis_sise: 8}",
+            "trainer.model_axis_sise",
+            "remove it, or did you mean 'model_axis_size'?",
+            {"model_axis_size": 2},
+        ),
     ],
 )
-def test_unknown_keys(lint_8b, trainer, where, remedy):
-    finding = only(lint_8b(trainer).findings, "unknown key")
-    assert (finding.severity, finding.where, finding.remedy) == ("warning", (where,), remedy)
+def test_levanter_does_not_start_with_an_unknown_key(lint_8b, trainer, where, remedy, corrected):
+    result = lint_8b(trainer)
+    finding = only(result.findings, "unknown key")
+    assert (finding.severity, finding.where, finding.remedy) == ("error", (where,), remedy)
+    assert result.subject.trainer == {"mp": "bf16", **corrected} and result.plan is not None
+    section, _, key = where.rpartition(".")
+    assert finding.text.startswith(f"Levanter has no key {1 if key == '1' else repr(key)} in {section} and does not st")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "where", "text", "remedy", "mapping"),
+    [
+        (
+            "{model_axis_size: 2, axis_resources: {mlp: modle, heads: model}}",
+            "trainer.axis_resources.mlp",
+            "trainer.axis_resources maps 'mlp' to the unknown mesh axis 'modle'; did you mean 'model'?",
+            "the other findings assume model",
+            ["model"],
+        ),
+        (
+            "{mesh: {axes: {model: 2}, compute_mapping: {mlp: [modle, replicas]}}}",
+            "trainer.mesh.compute_mapping.mlp",
+            "trainer.mesh.compute_mapping maps 'mlp' to the unknown mesh axis 'modle'; did you mean 'model'?",
+            "the other findings assume model and replica",
+            ["model", "replica"],
+        ),
+        (
+            "{model_axis_size: 2, axis_resources: {mlp: xyz}}",
+            "trainer.axis_resources.mlp",
+            "trainer.axis_resources maps 'mlp' to the unknown mesh axis 'xyz'; valid: data, model, replica",
+            "the other findings assume that mlp is replicated",
+            None,
+        ),
+        (
+            "{mesh: {axes: {modle: 2}}}",
+            "trainer.mesh.axes.modle",
+            "a plan's mesh is replica x data x model; not 'modle'; the other findings assume 'model'",
+            "did you mean 'model'?",
+            ["model"],
+        ),
+    ],
+)
+def test_misspelt_mesh_axis_is_one_finding_among_the_others(lint_8b, trainer, where, text, remedy, mapping):
+    result = lint_8b(trainer)
+    finding = only(result.findings, "unknown mesh axis")
+    assert (finding.severity, finding.where, finding.text, finding.remedy) == ("error", (where,), text, remedy)
+    assert result.subject.section.compute_mapping.get("mlp") == mapping
+    assert len(result.findings) > 1
 
 
 def test_every_key_of_levanter_is_known():
@@ -427,7 +503,7 @@ def test_levanters_own_loader(lint_8b):
     )
 
 
-@pytest.mark.parametrize("trainer", ["{axis_resources: {mlp: modle}}", "{fsdp_axis: 3}", "null"])
+@pytest.mark.parametrize("trainer", ["{fsdp_axis: 3}", "null", "{mesh: {axes: {expert: 2}}}"])
 def test_an_unreadable_section_raises(lint_8b, trainer):
     with pytest.raises(ConfigError):
         lint_8b(trainer)

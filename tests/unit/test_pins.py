@@ -44,12 +44,22 @@ def test_a_tensor_can_be_pinned(llama_model):
     [
         (["mpl=model"], [], "pin 'mpl=model': the model has no axis 'mpl'; did you mean 'mlp'?"),
         (["mlp=modle"], [], "pin 'mlp=modle': unknown mesh axis 'modle'; did you mean 'model'?"),
-        (["mlp"], [], "pin 'mlp' has no '=': write mlp=model to shard it, mlp= to replicate it"),
+        (["mlp"], [], "pin 'mlp' has no '=' after mlp: write mlp=model to shard it, mlp= to replicate it"),
         ([], ["heds"], "forbid 'heds': the model has no axis 'heds'; did you mean 'heads'?"),
         (
             ["q_prj.weight:embed=data"],
             [],
-            "pin 'q_prj.weight:embed=data': no parameter is called 'q_prj.weight'",
+            "pin 'q_prj.weight:embed=data': no parameter is called 'q_prj.weight'; did you mean 'q_proj.weight'?",
+        ),
+        (
+            ["params.embed"],
+            [],
+            "pin 'params.embed' has no '=' after params.embed: write params.embed=model to shard it, params.embed= to",
+        ),
+        (
+            ["self_atn.qproj.weight:embed=data"],
+            [],
+            "no parameter is called 'self_atn.qproj.weight'; did you mean 'self_attn.q_proj.weight'?",
         ),
         (["q_proj.weight:mlp=data"], [], "pin 'q_proj.weight:mlp=data': q_proj.weight has no axis 'mlp'; valid: "),
         (["weight:embed=data"], [], "which have different axes; write more of the path"),
@@ -121,7 +131,11 @@ def test_positions_can_be_pinned_to_several_mesh_axes(llama_model, llama_config)
 def test_contradicting_pins_are_infeasible(llama_model, llama_config):
     with pytest.raises(InfeasibleError) as raised:
         make_plan(llama_config(pin=("mlp=model", "kv_head=model", "head_size=model")), llama_model)
-    assert "no mapping on v4-64 satisfies pin mlp=model kv_head=model head_size=model" in str(raised.value)
+    assert "no mapping on v4-64 satisfies pin mlp=model kv_head=model head_size=model: every " in str(raised.value)
+    with pytest.raises(InfeasibleError, match=r"satisfies pin kv_head=model head_size=model and forbid vocab: every "):
+        make_plan(llama_config(pin=("kv_head=model", "head_size=model"), forbid=("vocab",)), llama_model)
+    with pytest.raises(InfeasibleError, match=r"no mapping on v4-64 satisfies forbid mesh\.model=1: no mesh is left"):
+        make_plan(llama_config(forbid=("mesh.model=1",), mesh_model=1), llama_model)
     with pytest.raises(ConfigError, match=r"mesh\.model is 2, and pin mesh\.model=4 requires 4; leave one of the two"):
         make_plan(llama_config(pin=("mesh.model=4",), mesh_model=2), llama_model)
 

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from shardplan.config import PlanConfig, parse_config
+from shardplan.config.given_plan import load_given_plan
 from shardplan.config.keys import keys_of
 from shardplan.errors import ConfigError
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.plan import Plan
-from shardplan.search.given_plan import load_given_plan
 from shardplan.search.make_plan import make_plan
 
 DATA = Path(__file__).parent / "data"
 
 
-@pytest.fixture
-def plan(golden, make_config):
-    return make_plan(make_config(model_ref=golden / "llama", workload_position=64))
+@pytest.fixture(scope="module")
+def plan(golden):
+    return make_plan(parse_config([f"--model.ref={golden / 'llama'}", "--workload.position=64"]))
 
 
 def test_saved_plan_loads_back(plan, tmp_path):
@@ -56,7 +56,7 @@ def test_unusable_files(plan, tmp_path):
 def put(values, path, value):
     *sections, key = path.split(".")
     for section in sections:
-        values = values[section]
+        values = values[int(section) if isinstance(values, list) else section]
     values[key] = value
 
 
@@ -89,6 +89,60 @@ def test_damaged_plans(plan, tmp_path, key, value, message):
     with pytest.raises(ConfigError) as raised:
         Plan.load(str(path))
     assert message in str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def sharded_plan(golden):
+    """A plan for v4-16 that shards the batch, the vocabulary and the embedding."""
+    arguments = [f"--model.ref={golden / 'llama'}", "--hardware.slice=v4-16", "--workload.position=64", "--mesh.data=4"]
+    pins = ["--pin", "batch=data", "position=", "vocab=model", "params.embed=data"]
+    return make_plan(parse_config([*arguments, "--mesh.replica=1", *pins]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("workload.batch", 9, "workload.batch is 9, which the 4 shards over data do not divide"),
+        ("workload.param_dtype", "float32", "has dtype bfloat16, workload.param_dtype is float32"),
+        ("hardware.slice", "v5p-16", "hardware.hbm_gib is 30.75, v5p-16 has 95.74"),
+        ("hardware.hbm_gib", 0.0001, "hardware.hbm_gib is 0.0001, v4-16 has 30.75"),
+        ("memory.available", 1, "memory.available is 1, not the bytes of hardware.hbm_gib 30.75"),
+        ("memory.parameters", 1, "memory.parameters is 1, those of the list are "),
+        ("compute_mapping.mpl", ["model"], "compute_mapping has logical axis 'mpl'; did you mean 'mlp'?"),
+        ("param_mapping.heds", ["model"], "param_mapping has logical axis 'heds'; did you mean 'heads'?"),
+        ("mesh", {"replica": 1, "data": 8, "model": 1}, "has bytes_per_device "),
+        ("parameters.0.bytes_per_device", 1, "q_proj.weight has bytes_per_device 1, its size over "),
+        ("parameters.0.axes.embed", 98, "self_attn.q_proj.weight is 98, which the 4 shards over data "),
+    ],
+)
+def test_plans_edited_by_hand(sharded_plan, tmp_path, key, value, message):
+    """Each part is a valid one, and contradicts another: without a check the estimates would be those of before."""
+    values = sharded_plan.to_json()
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(values))
+    assert Plan.load(str(path)) == sharded_plan
+    values = json.loads(path.read_text())
+    put(values, key, value)
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as raised:
+        Plan.load(str(path))
+    assert message in str(raised.value) and str(raised.value).startswith(f"{path}: ")
+    assert str(raised.value).endswith("; a Plan that was edited by hand cannot be used, plan again")
+
+
+def test_given_mappings_may_have_axes_of_other_models(sharded_plan, tmp_path):
+    mapping = {**sharded_plan.compute_mapping, "experts": ["data"]}
+    given = dataclasses.replace(sharded_plan.search, given=True)
+    dataclasses.replace(sharded_plan, compute_mapping=mapping, search=given).save(str(tmp_path / "plan.json"))
+    assert Plan.load(str(tmp_path / "plan.json")).compute_mapping == mapping
+
+
+def test_a_plan_for_virtual_devices_loads_on_another_machine(plan, tmp_path):
+    """Their memory is that of the machine that planned."""
+    values = json.loads(json.dumps(plan.to_json()))
+    values["hardware"]["hbm_gib"], values["memory"]["available"] = 0.5, 2**29
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    assert Plan.load(str(tmp_path / "plan.json")).hardware.hbm_gib == 0.5
 
 
 @pytest.fixture
@@ -157,9 +211,10 @@ def test_a_given_plan_is_not_changed(plan, golden, make_config, tmp_path):
 
 
 def test_a_plan_of_version_0_1_loads():
-    """Written before `caveats` were added: keys may be added, never renamed."""
+    """Written before `caveats` and `model_flops` were added: keys may be added, never renamed."""
     values = json.loads((DATA / "plan-0.1.json").read_text(encoding="utf-8"))
-    plan = Plan.from_json(values)
+    plan = Plan.load(str(DATA / "plan-0.1.json"))
     written = json.loads(json.dumps(plan.to_json()))
-    assert written["search"].pop("caveats") == []
+    assert written["search"].pop("caveats") == [] and plan.mfu is None
+    assert written["cost"].pop("model_flops") is None
     assert written == values

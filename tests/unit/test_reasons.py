@@ -23,9 +23,11 @@ def test_a_choice_is_described():
 
 
 def test_overlapped_weight_gathers_are_described():
-    start = "step 2 s: compute 1.5 s, other collectives 0.5 s, "
-    assert describe_time(2.0, 1.5, 1.09, 0.5 - 2e-16) == f"{start}weight gathers 1.09 s, fully overlapped"
-    assert describe_time(2.0, 1.5, 0.0, 0.5) == f"{start}no weight gathers"
+    start = "step 2 s: compute 1.5 s, other collectives 0.5 s, weight gathers "
+    assert describe_time(2.0, 1.5, 1.09, 0.5 - 2e-16) == f"{start}1.09 s, fully overlapped"
+    assert describe_time(2.0, 1.5, 0.0, 0.5) == describe_time(2.0, 1.5, 1.9e-3, 0.5) == f"{start}none"
+    others = "step 2 s: compute 2 s, other collectives none, weight gathers 1.09 s, fully overlapped"
+    assert describe_time(2.0, 2.0 - 2e-16, 1.09, 2e-16) == others
     exposed = "step 3 s: compute 1.5 s, other collectives 0.5 s, weight gathers 1.09 s, 1 s not overlapped"
     assert describe_time(3.0, 1.5, 1.09, 0.5) == exposed
 
@@ -33,9 +35,16 @@ def test_overlapped_weight_gathers_are_described():
 def test_reasons_and_caveats_of_a_plan(llama_model, llama_config):
     plan = make_plan(llama_config(workload_batch=1), llama_model)
     assert re.fullmatch(r"fastest of \d+ candidates .*; attention runs in a kernel", plan.search.reasons[0])
-    assert plan.search.reasons[-1].startswith(
-        "sequence sharded over 16 devices; attention gathers keys and values, contiguous order; alternatives: "
+    at = plan.search.reasons.index(
+        "sequence sharded over 16 devices; attention gathers keys and values, contiguous order"
     )
+    others = plan.search.reasons[at + 1 :]
+    assert len(others) > 1  # a sentence each
+    change = r"(same time|[+-]\d+\.\d % time), (same memory|[+-]\d+\.\d\d GiB)"
+    for reason in others:
+        assert re.fullmatch(
+            rf"attention by (all_gather|ring|ulysses|hybrid) (contiguous|zigzag) instead: {change}", reason
+        )
     assert set(plan.search.rejected) <= set(Rejection) and not plan.search.caveats
 
 

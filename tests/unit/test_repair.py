@@ -15,6 +15,7 @@ from shardplan.lint.lint import lint_trainer, target_of
 from shardplan.lint.repair import NEAR_BEST, _new_warnings, find_smallest_edit, review
 from shardplan.report.lint import print_review, review_json
 from shardplan.report.tables import console
+from shardplan.search.make_plan import make_plan
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,7 @@ BROKEN = {
     "batch": "{train_batch_size: 4, axis_resources: {mlp: model}}",
     "mesh schema": "{mesh: {axes: {model: 16}, shared_mapping: {kv_head: model}}}",
     "list": "{model_axis_size: 2, parameter_axis_resources: {mlp: [model, data]}}",
+    "mesh axis": "{model_axis_size: 4, axis_resources: {mlp: modle, kv_head: model}}",
     "tensor parallel": "{model_axis_size: 2, tensor_parallel_axes: [mlp, q_heads_per_group, vocab]}",
 }
 
@@ -65,8 +67,11 @@ def test_two_edits_if_one_is_not_enough(target):
         " axis_resources: {mlp: model, vocab: model, kv_head: model, q_heads_per_group: model, head_size: model}}"
     )
     start = lint_trainer(trainer, target)
-    repair = find_smallest_edit(start, target)
+    reported: list[str] = []
+    repair = find_smallest_edit(start, target, report=reported.append)
     assert repair is not None and repair.edits == 2
+    assert reported[0] == "looking for an edit that removes all errors: number of edits 1, layouts checked 1"
+    assert len(reported) == 2 and ": number of edits 2, layouts checked " in reported[1]
     assert set(repair.lines) >= {"-trainer.axis_resources.q_heads_per_group: model"}
     best = min(
         child.plan.cost.step_seconds
@@ -174,6 +179,58 @@ def test_repair_tries_microbatches(tmp_path):
     assert reviewed.repair is not None and reviewed.repair.lines == ["+trainer.per_device_parallelism: 2"]
     explicit = review(str(path), configuration.parse_config([*argv, "--workload.microbatches=1"]))
     assert explicit.best is None and explicit.why_no_best.startswith("no plan fits")
+
+
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        (
+            "{trainer: {mp: bf16, qqq: 1, model_axis_sise: 2, axis_resources: {mlp: modle, kv_head: model}}}",
+            [
+                "-trainer.qqq: 1",
+                "-trainer.model_axis_sise: 2",
+                "-trainer.axis_resources.mlp: modle",
+                "+trainer.axis_resources.mlp: model",
+                "+trainer.model_axis_size: 2",
+            ],
+        ),
+        (
+            "{trainer: {mp: bf16, qqq: 1}, model: {attn_backend: jax_flsh}}",
+            ["-model.attn_backend: jax_flsh", "+model.attn_backend: jax_flash", "-trainer.qqq: 1"],
+        ),
+        # more keys than the search tries edits
+        (
+            f"{{trainer: {{mp: bf16, {', '.join(f'qq{i}: 1' for i in range(12))}}}}}",
+            [f"-trainer.qq{i}: 1" for i in range(12)],
+        ),
+    ],
+)
+def test_smallest_edit_leaves_nothing_that_levanter_rejects(tmp_path, content, lines):
+    path = tmp_path / "levanter.yaml"
+    path.write_text(content)
+    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.batch=16"]
+    repair = review(str(path), configuration.parse_config(argv)).repair
+    assert repair is not None and repair.lines == lines and not repair.lint.errors
+    assert repair.edits == len({line[1:].split(": ")[0].replace("sise", "size") for line in lines})
+
+
+def test_best_plan_is_never_slower_than_the_smallest_edit(tmp_path):
+    """No plan shards the file's batch of 17 evenly; the smallest edit makes it 24."""
+    path = tmp_path / "levanter.yaml"
+    path.write_text("{trainer: {mp: bf16, train_batch_size: 17, axis_resources: {mlp: model}}}")
+    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16"]
+    reviewed = review(str(path), configuration.parse_config(argv))
+    assert reviewed.repair is not None and reviewed.best is not None
+    assert reviewed.repair.lines == ["-trainer.train_batch_size: 17", "+trainer.train_batch_size: 24"]
+    per_sequence = reviewed.best.cost.step_seconds / reviewed.best.workload.batch
+    assert reviewed.best.workload.batch == 24 and per_sequence <= seconds_per_sequence(reviewed.repair.lint)
+    as_it_is = make_plan(configuration.parse_config([*argv, "--workload.batch=17"]), own_attention=True)
+    assert per_sequence < as_it_is.cost.step_seconds / 17
+    stream = io.StringIO()
+    print_review(reviewed, console(stream))
+    best = " ".join(stream.getvalue().split()).split("the best plan: peak ")[1]
+    assert " GiB per device, batch 24, " in best.split("trainer:")[0]
+    assert review_json(reviewed)["best"]["batch"] == 24
 
 
 @pytest.mark.parametrize(("trainer", "is_flat"), [("{mesh: {axes: {model: 16}}}", False), ("{mp: f32}", True)])

@@ -1,6 +1,8 @@
 """The tables show every parameter, and the printed YAML reads back as the plan."""
 
+import dataclasses
 import io
+import json
 
 import pytest
 import yaml
@@ -9,15 +11,63 @@ from shardplan.hardware import parse_slice
 from shardplan.levanter_config.schema import TrainerSchema
 from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.levanter_config.writer import trainer_yaml
+from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mesh_axes import MESH_AXES
+from shardplan.plan.plan import Plan
 from shardplan.report.tables import console, print_plan, spec_text
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
+
+LLAMA = "configs/models/llama-3.1-8b.json"
 
 
 @pytest.fixture
 def plan(golden, make_config):
     return make_plan(make_config(model_ref=golden / "llama", workload_position=64, mesh_data=2, mesh_model=2))
+
+
+def test_model_flops_are_recorded(plan):
+    """MFU is them over the peak of all devices during a step; a CPU and a plan of version 0.1 have none."""
+    on_tpu = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, slice="v4-16"))
+    assert plan.cost.model_flops and plan.mfu is None
+    assert on_tpu.mfu == pytest.approx(plan.cost.model_flops / (plan.cost.step_seconds * 8 * 2.75e14))
+    assert dataclasses.replace(on_tpu, cost=dataclasses.replace(plan.cost, model_flops=None)).mfu is None
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).cost.model_flops == plan.cost.model_flops
+
+
+def test_the_time_of_the_search_is_not_that_of_the_plan(plan):
+    """A given Plan file prints what it printed when it was planned."""
+    texts = []
+    for seconds in (0.0, 123.0):
+        stream = io.StringIO()
+        print_plan(dataclasses.replace(plan, search=dataclasses.replace(plan.search, seconds=seconds)), console(stream))
+        texts.append(stream.getvalue())
+    assert texts[0] == texts[1]
+
+
+def test_printed_comments_fit_80_columns(make_config):
+    """With what YAML alone cannot express: the class, and the calls of sequence-parallel attention."""
+    config = make_config(model_config=LLAMA, hardware_slice="v4-16", workload_batch=1)
+    axes = {
+        "mlp": ["model", "replica"],
+        "kv_head": ["model"],
+        "q_heads_per_group": ["data", "replica"],
+        "vocab": ["model"],
+    }
+    plan = plan_given_mappings(
+        config,
+        model_from_config(config),
+        {"replica": 2, "data": 2, "model": 2},
+        {"position": ["replica", "data"], "mlp": ["model"], "kv_head": ["model"], "vocab": ["model"]},
+        axes,
+        AttentionPlan("hybrid", 2, 2, "zigzag", "splash"),
+    )
+    text = trainer_yaml(plan)
+    assert max(map(len, text.splitlines())) <= 80
+    assert yaml.safe_load(text)["trainer"]["parameter_axis_resources"]["q_heads_per_group"] == ["data", "replica"]
+    assert '#     layout = SequenceLayout(2048, 2, 2, "zigzag")\n' in text
+    assert '#     method = Method("hybrid", ulysses=2, kernel="splash", layout=layout)\n' in text
+    assert "#         'mlp': ('model', 'replica'),\n" in text
 
 
 def test_tables_are_never_truncated_when_piped(plan):
@@ -29,9 +79,6 @@ def test_tables_are_never_truncated_when_piped(plan):
     assert "…" not in text
     assert f"mesh             replica 2 x data 2 x model 2 = 8 devices of {plan.hardware.slice}" in text
     assert "fits cpu-8" in text and "trainer:" in text
-
-
-LLAMA = "configs/models/llama-3.1-8b.json"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Windows predict every token once; measures equal hand calculations."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -67,9 +68,35 @@ def test_reading_documents(tmp_path):
         ('{"text": "\\ud800"}\n', "line 1: needs an object whose 'text' is a string"),
         ("[" * 100000, "line 1: needs an object whose 'text' is a string"),
         ("", "holds no documents"),
+        (
+            '{"id": "x", "text": "a"}\n{"text": "b"}\n{"id": "x", "text": "c"}\n',
+            "line 3: id 'x' is that of line 1 already",
+        ),
+        (
+            '{"id": 2, "text": "a"}\n{"text": "b"}\n',
+            "line 2: id '2' is that of line 1 already; the results need a diff",
+        ),
     ):
         path.write_text(content)
         with pytest.raises(ConfigError, match=message):
             read_documents(str(path))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_documents(str(tmp_path / "none.jsonl"))
+
+
+def test_files_of_an_unknown_kind_are_refused(tmp_path):
+    """Read as one plain text, the brackets and keys of JSON would count as text."""
+    for name in ("a.json", "a.csv", "a.jsonl.gz", "a"):
+        path = tmp_path / name
+        path.write_text('{"text": "one"}')
+        message = f"data.path {path} ends in neither .jsonl (a 'text' per line) nor .txt (one document)"
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            read_documents(str(path))
+    upper = tmp_path / "A.TXT"
+    upper.write_text("one")
+    assert read_documents(str(upper)) == [Document("A.TXT", "one")]
+
+
+def test_windows_with_text_are_counted():
+    windows = make_windows([Document("a", "x")], lambda text: [*range(10)], position=4, batch=8)
+    assert (windows.count, len(windows.tokens)) == (3, 8)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from obstore.store import MemoryStore
 
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.storage import objects, open_folder, read_bytes
@@ -17,6 +18,7 @@ from shardplan.storage.filesystem import FilesystemFolder
 from shardplan.storage.hub import HubFolder
 from shardplan.storage.local import LocalFolder
 from shardplan.storage.objects import ObjectFolder
+from shardplan.storage.writing import OutputFolder
 
 
 class Ranges(http.server.SimpleHTTPRequestHandler):
@@ -244,3 +246,31 @@ def test_bad_references(tmp_path):
     (tmp_path / "llama").mkdir()
     with pytest.raises(ConfigError, match=f"lama does not exist; did you mean '{tmp_path}{os.sep}llama'"):
         open_folder(str(tmp_path / "lama"))
+
+
+@pytest.mark.parametrize("kind", ["local", "memory://out", "store"])
+def test_files_and_folders_are_removed(tmp_path, kind):
+    """Nothing happens for what does not exist."""
+    target = OutputFolder(kind if "://" in kind else str(tmp_path / "out"))
+    if kind == "store":
+        target._store = MemoryStore()
+    for name in ("a", "b", "c/d", "c/e/f"):
+        with target.create(name) as writer:
+            writer.write(b"x")
+    for name in ("a", "c/", "missing", "missing/"):
+        target.remove(name)
+    assert [target.has_file(name) for name in ("a", "b", "c/d", "c/e/f")] == [False, True, False, False]
+
+
+def test_a_local_file_has_its_name_when_it_is_complete(tmp_path):
+    """A file that is replaced stays as it was until then, and if the writing fails."""
+    target = OutputFolder(str(tmp_path))
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(ZeroDivisionError), target.create("a") as writer:
+        writer.write(b"new")
+        assert (tmp_path / "a").read_text() == "old"
+        raise ZeroDivisionError
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+    with target.create("a") as writer:
+        writer.write(b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "new"

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from shardplan.attention.strategy_cost import HeadShape, enumerate_layouts, rank_strategies, strategy_cost
 from shardplan.hardware import parse_slice
 from shardplan.positions.pattern import Pattern
-from shardplan.positions.sequence_layout import SequenceLayout, SequenceOrder
+from shardplan.positions.sequence_layout import SequenceLayout
+from shardplan.positions.sequence_order import SequenceOrder
 
 CAUSAL = Pattern(causal=True)
 LLAMA_8B = HeadShape(batch=1, key_heads=8, queries_per_key_head=4, head_size=128, value_size=128)

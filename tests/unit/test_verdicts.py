@@ -72,11 +72,11 @@ def printed(show, *arguments) -> str:
 def test_a_verdict_that_fits(plan):
     text = printed(print_verdict, "this plan", plan, FITS)
     for part in (
-        "this plan: eval of configs/models/llama-3.1-8b.json on v5p-16, mesh replica 1 x data 8 x model 1",
-        "fits (libtpu 1.2.3, 1.0 s)",
-        "peak 3.00 of 4.00 GiB per device (1.00 free): arguments 2.00, temporaries 1.00, output 0.00; the plan",
+        "this plan: fits v5p-16: 3.00 of 4.00 GiB per device, 1.00 GiB free\n2 s a step, ",
+        "eval of configs/models/llama-3.1-8b.json, mesh replica 1 x data 8 x model 1, attention splash; libtpu 1.2.3",
+        "arguments 2.00, temporaries 1.00, output 0.00 GiB; the plan predicted",
         "module.weight[0:2]",
-        "modelled step 2 s: core 1.5 s, waiting for transfers 0.5 s; MFU 25.0%; the plan's estimate is",
+        "core 1.5 s, waiting for transfers 0.5 s; the plan's estimate is",
         "left out: mystery without cycles, timed as reading and writing its result (3 times in the program)",
     ):
         assert part in text
@@ -87,11 +87,31 @@ def test_a_verdict_that_fits(plan):
 
 def test_a_verdict_that_does_not_fit(plan):
     text = printed(print_verdict, "this plan", plan, TOO_LARGE)
-    assert "(1.00 too much)" in text and "[all of it]" in text and "MFU" not in text
+    assert text.startswith("this plan: does not fit v5p-16: 5.00 GiB per device needed, 4.00 usable: 1.00 missing\n")
+    assert "[all of it]" in text and "MFU" not in text
+
+
+def test_a_verdict_without_memory(plan):
+    undecided = dataclasses.replace(TOO_LARGE, outcome=Outcome.UNDECIDED, reason=TimeLimit(7), memory=None)
+    text = printed(print_verdict, "this plan", plan, undecided)
+    assert text.startswith("this plan: undecided on v5p-16\n  · not compiled in 7 s; raise compiler.seconds\n")
+
+
+def test_negligible_times(plan):
+    """Neither `2.22e-16 s` nor `-0.0%`."""
+    assert FITS.time is not None
+    time = dataclasses.replace(FITS.time, compute_seconds=2.0 - 2e-16)
+    text = printed(print_verdict, "this plan", plan, dataclasses.replace(FITS, time=time))
+    assert "core 2 s, waiting for transfers none; " in text
+    slower = dataclasses.replace(FITS, time=dataclasses.replace(FITS.time, step_seconds=2.0 - 1e-5))
+    text = printed(print_ranking, [("a", plan, FITS), ("b", plan, slower)])
+    assert "0.0%" not in text and text.count(" same ") == 2
 
 
 def test_the_assembly_of_a_model_is_not_compared_with_the_plan_of_a_step(plan):
-    text = printed(print_verdict, "this plan", plan, dataclasses.replace(FITS, program=ProgramKind.LOAD))
+    assert FITS.time is not None
+    time = dataclasses.replace(FITS.time, model_flops=0.0, mfu=0.0)
+    text = printed(print_verdict, "this plan", plan, dataclasses.replace(FITS, program=ProgramKind.LOAD, time=time))
     assert "MFU" not in text and "predicted" not in text and "estimate" not in text
 
 

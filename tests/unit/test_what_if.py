@@ -1,15 +1,21 @@
 """What other settings of a configuration would change."""
 
-from shardplan.explain.what_if import what_if
+import io
+
+from shardplan.explain.what_if import Variant, summarize_failures, what_if
+from shardplan.report.explain import print_what_if
+from shardplan.report.tables import console
 
 
 def test_what_if_something_fits(llama_model, llama_config):
-    variants = {variant.change: variant.plan for variant in what_if(llama_config(), llama_model)}
+    reported: list[str] = []
+    variants = {variant.change: variant.plan for variant in what_if(llama_config(), llama_model, reported.append)}
     assert list(variants) == [
         "as it is", "workload.batch 4", "workload.batch 16", "hardware.slice v4-32", "hardware.slice v4-128",
         "workload.param_dtype float32",
     ]  # fmt: skip
     assert all(variants.values())
+    assert reported[:2] == ["as it is", "1 of at most 6 planned, now workload.batch 4"] and len(reported) == 6
     assert variants["hardware.slice v4-128"].cost.step_seconds < variants["as it is"].cost.step_seconds
 
 
@@ -22,3 +28,26 @@ def test_what_if_nothing_fits(llama_model, llama_config):
         of_key = [fits[change] for change in fits if change.startswith(key)]
         assert of_key and not any(of_key[:-1])
     assert fits["hardware.slice v5e-8"]
+    # one line for all values of a key without a plan, and no row in the table
+    stream = io.StringIO()
+    print_what_if(variants, console(stream))
+    text = stream.getvalue()
+    assert "none" not in text.split("  · ")[0] and "hardware.slice v5e-8" in text
+    failed = {change.rpartition(" ")[0] for change, has_plan in fits.items() if not has_plan}
+    assert text.count("  · ") == len(failed) == len(summarize_failures(variants))
+
+
+def test_values_without_a_plan_share_a_sentence():
+    """The last value is the largest change, which misses by least."""
+    changes = ["as it is", "workload.batch 4", "workload.batch 2", "workload.batch 1", "workload.microbatches 2"]
+    variants = [Variant(change, None, f"no plan fits ({change})") for change in changes]
+    assert summarize_failures(variants) == [
+        "as it is: no plan fits (as it is)",
+        "workload.batch 4 to 1 (3 values): none has a plan; for the last, no plan fits (workload.batch 1)",
+        "workload.microbatches 2: no plan fits (workload.microbatches 2)",
+    ]
+    two = summarize_failures(variants[1:3])
+    assert two == ["workload.batch 4 and 2: none has a plan; for the last, no plan fits (workload.batch 2)"]
+    stream = io.StringIO()
+    print_what_if(variants, console(stream))
+    assert stream.getvalue().startswith("What if: no change of one setting gives a plan\n  · as it is: no plan fits")

@@ -1,9 +1,23 @@
 """Why a plan does not make a choice."""
 
+import pytest
+
+from shardplan.errors import ConfigError
 from shardplan.explain.why_not import why_not
 from shardplan.plan.plan import Caveat
 from shardplan.search.make_plan import make_plan
 from shardplan.search.reasons import CAVEATS
+
+
+def test_choices_that_are_no_pins(llama_model, llama_config):
+    settings = llama_config()
+    plan = make_plan(settings, llama_model)
+    for choice, message in (
+        ("foo", "why 'foo': the model has no axis 'foo'; valid: "),
+        ("mlp", "why 'mlp' has no '=' after mlp: write mlp=model to shard it"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            why_not(choice, plan, settings, llama_model)
 
 
 def test_why_not(llama_model, llama_config):

@@ -20,6 +20,8 @@ from shardplan.storage import File
 MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
 """Name of the header entry that is not a tensor: a mapping of names to strings."""
+ENTRY_KEYS = ("dtype", "shape", "data_offsets")
+"""Keys of the header entry of a tensor."""
 INTEGER_LIMIT = 2**64
 """Upper bound (exclusive) of dimensions and offsets, and of the bytes of every leading part of a shape."""
 DTYPES: Mapping[str, np.dtype] = {
@@ -67,9 +69,11 @@ def read_header(file: File) -> dict[str, Tensor]:
     file.read_into(8, memoryview(text))
     try:
         header = json.loads(text.decode(), object_pairs_hook=reject_duplicate_keys, parse_constant=_reject_constant)
+        if not isinstance(header, dict):
+            raise ValueError("it must map names of tensors to their types, shapes and offsets")
         _check_metadata(header.pop(METADATA, None))
         tensors = {name: _parse_tensor(file, 8 + length, name, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.name}: damaged header: {one_line(error)}") from error
     position = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
@@ -99,33 +103,44 @@ def _reject_constant(text: str) -> None:
 
 
 def _check_metadata(metadata: Any) -> None:
-    if metadata is not None and not all(isinstance(text, str) for text in dict.values(metadata)):
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError(f"{METADATA} must map names to strings")
 
 
-def _parse_tensor(file: File, data_start: int, name: str, entry: Mapping[str, Any]) -> Tensor:
+def _parse_tensor(file: File, data_start: int, name: str, entry: Any) -> Tensor:
     """Parse the header entry of one tensor.
 
     Args:
         data_start: byte of the file where the data of all tensors starts.
 
     Raises:
+        ValueError: the entry has no type, shape or offsets.
         CheckpointError: an unsupported type, invalid shape or offsets, or data outside of the file.
     """
-    begin, end = entry["data_offsets"]
-    shape, dtype = tuple(entry["shape"]), DTYPES.get(entry["dtype"])
+    missing = [key for key in ENTRY_KEYS if not isinstance(entry, dict) or key not in entry]
+    if missing:
+        raise ValueError(f"{name} has no {' and no '.join(missing)}")
+    type_name, shape, offsets = (entry[key] for key in ENTRY_KEYS)
+    dtype = DTYPES.get(type_name) if isinstance(type_name, str) else None
     if dtype is None:
-        raise CheckpointError(f"{file.name}: {name} has type {entry['dtype']}, which is not supported")
-    is_list = isinstance(entry["shape"], list) and isinstance(entry["data_offsets"], list)
-    if not is_list or any(type(n) is not int or not 0 <= n < INTEGER_LIMIT for n in (begin, end, *shape)):
+        raise CheckpointError(f"{file.name}: {name} has type {type_name}, which is not supported")
+    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
-            f"{file.name}: {name} has shape {list(shape)} and offsets {[begin, end]}; both must be lists of "
-            "non-negative 64-bit integers"
+            f"{file.name}: {name} has shape {shape} and offsets {offsets}; both must be lists of non-negative 64-bit "
+            "integers, and offsets are two"
         )
+    begin, end = offsets
     if any(math.prod(shape[:i]) * dtype.itemsize >= INTEGER_LIMIT for i in range(len(shape) + 1)):
-        raise CheckpointError(f"{file.name}: {name} has shape {list(shape)}, whose size in bytes exceeds 64 bits")
+        raise CheckpointError(f"{file.name}: {name} has shape {shape}, whose size in bytes exceeds 64 bits")
     if not 0 <= begin <= end <= file.size - data_start:
         raise CheckpointError(f"{file.name}: {name} lies outside the file; it is truncated, download it again")
     if end - begin != math.prod(shape) * dtype.itemsize:
-        raise CheckpointError(f"{file.name}: {name} has {end - begin} bytes for shape {shape} of {entry['dtype']}")
-    return Tensor(file, data_start + begin, shape, dtype)
+        raise CheckpointError(f"{file.name}: {name} has {end - begin} bytes for shape {tuple(shape)} of {type_name}")
+    return Tensor(file, data_start + begin, tuple(shape), dtype)
+
+
+def _is_sizes(value: Any) -> bool:
+    """Whether `value` is a list of non-negative 64-bit integers."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < INTEGER_LIMIT for n in value)

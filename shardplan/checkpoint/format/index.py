@@ -28,15 +28,13 @@ def read_index(folder: Folder) -> dict[str, Tensor]:
     if index is None:
         file = folder.open(SINGLE)
         if file is None:
-            raise CheckpointError(f"{folder.ref} holds neither {INDEX} nor {SINGLE}; is it a safetensors checkpoint?")
+            raise CheckpointError(f"{folder.ref} has neither {INDEX} nor {SINGLE}; is it a safetensors checkpoint?")
         return read_header(file)
     try:
-        weight_map: dict[str, str] = json.loads(index, object_pairs_hook=reject_duplicate_keys)["weight_map"]
-        shards = sorted(set(weight_map.values()))
-        if any("/" in shard or shard.startswith(".") for shard in shards):
-            raise ValueError("a shard must be the name of a file in the folder of the index")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        weight_map = _parse_weight_map(index)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder.ref}/{INDEX} is damaged: {one_line(error)}") from error
+    shards = sorted(set(weight_map.values()))
     files = {shard: folder.open(shard) for shard in shards}
     missing = [shard for shard, file in files.items() if file is None]
     if missing:
@@ -59,6 +57,23 @@ def read_index(folder: Folder) -> dict[str, Tensor]:
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
+def _parse_weight_map(index: bytes) -> dict[str, str]:
+    """Parse the content of an index: tensor name -> name of its file.
+
+    Raises:
+        ValueError: it is not JSON, or has no valid `weight_map`.
+    """
+    content = json.loads(index, object_pairs_hook=reject_duplicate_keys)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if weight_map is None:
+        raise ValueError("it has no 'weight_map'")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ValueError("its 'weight_map' must map the name of each tensor to the name of its file")
+    if any("/" in shard or shard.startswith(".") for shard in weight_map.values()):
+        raise ValueError("a shard must be the name of a file in the folder of the index")
+    return weight_map
+
+
 def check_tensors(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], where: str, ignored: Set[str] = frozenset()
 ) -> None:
@@ -76,19 +91,18 @@ def check_tensors(
     missing = sorted(expected.keys() - tensors.keys())
     unexpected = sorted(name for name in tensors.keys() - expected.keys() - ignored if not _is_buffer(name))
     mismatched = sorted(name for name in expected.keys() & tensors.keys() if tensors[name].shape != expected[name])
-    problems = []
-    for label, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            problems.append(f"{len(names)} {label} ({_abbreviate(names)})")
     quantised = [name for name in unexpected if name.endswith(QUANTISATION_SUFFIXES)]
-    if mismatched:
-        shapes = [f"{name} is {tensors[name].shape}, the model has {expected[name]}" for name in mismatched]
-        problems.append(f"{len(mismatched)} of another shape ({_abbreviate(shapes)})")
+    shapes = [f"{name} has {tensors[name].shape}, the model {expected[name]}" for name in mismatched]
+    problems = [
+        f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'} {problem} ({_abbreviate(names)})"
+        for problem, names in (
+            ("missing", missing), ("that the model does not have", unexpected), ("with a different shape", shapes),
+        )
+        if names
+    ]  # fmt: skip
     if problems:
         advice = f"; it is quantised ({quantised[0]}): use one in bfloat16, or dequantise it first" if quantised else ""
-        raise CheckpointError(
-            f"{where} does not match the model of its config.json; tensors: {'; '.join(problems)}{advice}"
-        )
+        raise CheckpointError(f"{where} does not match the model of its config.json: {'; '.join(problems)}{advice}")
 
 
 def _is_buffer(name: str) -> bool:

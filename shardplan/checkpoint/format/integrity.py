@@ -103,7 +103,8 @@ def _summary(files: list[CheckedFile]) -> str:
         f"{algorithm} matches for {len(names)} of {len(files)} files" for algorithm, names in by_algorithm.items()
     ]
     if unknown:
-        counts.append(f"none recorded for {len(unknown)} ({unknown[0]}{', ...' if unknown[1:] else ''})")
+        names = f"{unknown[0]}{', ...' if unknown[1:] else ''}"
+        counts.append(f"their store has none for {len(unknown)} of {len(files)} files ({names}), which are not checked")
     return f"checksums: {'; '.join(counts)}"
 
 

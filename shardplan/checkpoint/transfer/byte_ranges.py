@@ -4,9 +4,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardplan.checkpoint.mapping.views import Piece, Shape, View
-from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer
+from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, ReadStrategy, Transfer
 
 GAP_BYTES = 64 * 1024
 """Longest gap between ranges that are read as one: its bytes cost less than another request."""
@@ -124,9 +125,22 @@ def merge_boxes(boxes: Iterable[Box]) -> list[Box]:
 
 
 def _pieces_of_process(transfer: Transfer, view: View, mesh: DeviceMesh, process: int) -> list[Piece]:
+    boxes = _boxes_from_origin(transfer.strategy, transfer.local_shape, transfer.shape, mesh, process)
+    return [
+        piece
+        for start, stop in boxes
+        for piece in view.pieces_in(_add(start, transfer.start), _add(stop, transfer.start))
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _boxes_from_origin(
+    strategy: ReadStrategy, local_shape: Shape, shape: Shape, mesh: DeviceMesh, process: int
+) -> list[Box]:
+    """Return the boxes that a process reads for a transfer that starts at 0; those of the others are displaced."""
+    transfer = Transfer("", 1, strategy, local_shape, (0,) * len(shape), shape)
     devices = mesh.devices_by_process[process]
-    boxes = merge_boxes(box for device in devices for box, _ in transfer.boxes(mesh, device))
-    return [piece for start, stop in boxes for piece in view.pieces_in(start, stop)]
+    return merge_boxes(box for device in devices for box, _ in transfer.boxes(mesh, device))
 
 
 def _piece_ranges(piece: Piece, sources: Mapping[str, TensorSource]) -> Iterator[ByteRange]:
@@ -140,6 +154,10 @@ def _piece_ranges(piece: Piece, sources: Mapping[str, TensorSource]) -> Iterator
             source.offset + low * source.itemsize,
             source.offset + (low + runs.elements) * source.itemsize,
         )
+
+
+def _add(index: Shape, offset: Shape) -> Shape:
+    return tuple(a + b for a, b in zip(index, offset, strict=True))
 
 
 def _without(values: Shape, index: int) -> Shape:

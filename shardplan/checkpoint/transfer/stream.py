@@ -29,7 +29,7 @@ from shardplan.checkpoint.transfer.schedule import make_schedule, read_by_proces
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer, TransferLimits
 from shardplan.plan.mapping import MeshAxes
 from shardplan.runtime.process_group import ProcessGroup
-from shardplan.runtime.progress import load_progress
+from shardplan.runtime.process_progress import load_progress
 
 DEFAULT_BUDGET = 2 * 2**30
 """Host memory that a load may use beside the arrays, bytes."""

@@ -1,0 +1,21 @@
+"""Checks of a command's input files that need neither JAX nor Levanter, which take seconds to import."""
+
+from pathlib import Path
+
+from shardplan.config import PlanConfig
+
+
+def check_model_config(config: PlanConfig) -> None:
+    """Read the model's config.json, unless it is on another machine.
+
+    Raises:
+        ConfigError: the file or the checkpoint's folder does not exist, or is not that of a model.
+    """
+    from shardplan.model.hf_config import read_config
+    from shardplan.storage import open_folder
+
+    ref, path = config.model.ref, config.model.config
+    if path is not None:
+        read_config(path, None)
+    elif Path(ref).parent.is_dir():
+        read_config(None, open_folder(ref))

@@ -1,0 +1,54 @@
+"""The Plan file that a configuration names, and the settings that follow from it. Imports no JAX."""
+
+from dataclasses import replace
+from typing import TypeVar
+
+from shardplan.config.command_flags import PlanConfig
+from shardplan.config.keys import keys_of
+from shardplan.config.sections import HardwareConfig, MeshConfig
+from shardplan.errors import ConfigError
+from shardplan.plan.plan import Plan
+
+OPEN_VALUES = (None, "auto")
+"""Values of configuration keys that leave the choice to the planner."""
+C = TypeVar("C", bound=PlanConfig)
+
+
+def load_given_plan(config: C) -> tuple[C, Plan | None]:
+    """Load the Plan file that the configuration names, if it names one.
+
+    Returns:
+        The configuration, with the model, slice, mesh and workload of the Plan; and the Plan.
+
+    Raises:
+        ConfigError: the file cannot be read or is not a plan, or contradicts the configuration.
+    """
+    if config.plan is None:
+        return config, None
+    for name in ("pin", "forbid", "levanter_yaml"):
+        if getattr(config, name):
+            raise ConfigError(f"{name} is for planning, and plan {config.plan} is given; leave one of the two out")
+    plan, keys = Plan.load(config.plan), keys_of(PlanConfig)
+    planned = {
+        **{f"workload.{key}": value for key, value in vars(plan.workload).items()},
+        **{f"mesh.{key}": value for key, value in plan.mesh.items()},
+        "hardware.slice": plan.hardware.slice,
+    }
+    for name, value in planned.items():
+        section, _, key = name.partition(".")
+        configured = getattr(getattr(config, section), key)
+        is_set = configured not in OPEN_VALUES and (name in config.given or configured != keys[name].default)
+        if is_set and configured != value:
+            raise ConfigError(f"{name} is {configured}, plan {config.plan} has {value}; leave it out, or plan again")
+    return (
+        replace(
+            config,
+            model=replace(
+                config.model, ref=config.model.ref or plan.model.ref, config=config.model.config or plan.model.config
+            ),
+            hardware=HardwareConfig(plan.hardware.slice),
+            mesh=MeshConfig(**plan.mesh),
+            workload=plan.workload,
+        ),
+        plan,
+    )

@@ -1,0 +1,159 @@
+"""Corrects what Levanter rejects to what was probably meant, so that all other checks can run; each is a finding."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from shardplan.errors import ConfigError, closest, nearest
+from shardplan.hardware import Slice
+from shardplan.levanter_config.flat_schema import FLAT_KEYS
+from shardplan.levanter_config.mesh_schema import MESH_KEYS
+from shardplan.levanter_config.model_section import ATTENTION_BACKENDS
+from shardplan.levanter_config.section import CorrectableError, SectionReader, UnknownMeshAxisError
+from shardplan.levanter_config.trainer_section import OTHER_KEYS, TrainerSection, parse_trainer_section
+from shardplan.lint.edits import Edit
+from shardplan.lint.findings import Finding, FindingKind, Severity
+from shardplan.plan.mesh_axes import MESH_AXES
+
+RENAME_CUTOFF = 0.75
+"""Similarity (`difflib.SequenceMatcher.ratio`) from which on an unknown name is taken for a misspelt one."""
+MAX_CORRECTIONS_PER_KEY = 2
+"""In the mesh schema, the size of `data` is first made a divisor of the devices, then what the other axes leave."""
+
+
+def parse_nearest(
+    trainer: Mapping[str, Any], hardware: Slice
+) -> tuple[TrainerSection, list[Finding], Mapping[str, Any]]:
+    """Parse a `trainer` section, after correcting unknown keys, unknown mesh axes and wrong sizes of mesh axes.
+
+    Returns:
+        The parsed section, a finding per correction, and the corrected content.
+
+    Raises:
+        ConfigError: a value of the wrong type, or a mesh that is not replica x data x model.
+    """
+    trainer, findings = correct_keys(trainer, hardware)
+    while True:
+        try:
+            return parse_trainer_section(trainer, hardware.devices, hardware.slices), findings, trainer
+        except CorrectableError as error:
+            if sum(finding.where == (error.key,) for finding in findings) >= MAX_CORRECTIONS_PER_KEY:
+                raise
+            trainer = Edit({error.key: error.nearest}).apply(trainer)
+            findings.append(_value_finding(error))
+
+
+def correct_keys(trainer: Mapping[str, Any], hardware: Slice) -> tuple[dict[str, Any], list[Finding]]:
+    """Rename every key that Levanter does not have to the one that was probably meant, or else remove it.
+
+    Returns:
+        The corrected content of the `trainer` section, and a finding per key.
+
+    Raises:
+        ConfigError: `trainer` is not a section.
+    """
+    corrected = copy.deepcopy(SectionReader("trainer", trainer).values)
+    findings = []
+    for section in _sections(corrected):
+        for key in [key for key in section.values if key not in section.valid]:
+            meant = next(iter(get_close_matches(str(key), section.suggested, 1, RENAME_CUTOFF)), None)
+            if meant in section.values or not _is_readable(section.path, meant, section.values[key], hardware):
+                meant = None
+            if meant is None and section.is_mesh:
+                continue  # the parser raises: a mesh with other axes is unusual, but not a mistake
+            value = section.values.pop(key)
+            if meant is not None:
+                section.values[meant] = value
+            findings.append(_key_finding(section, key, meant))
+    return corrected, findings
+
+
+def correct_attention_backend(name: str | None) -> tuple[str | None, list[Finding]]:
+    """Replace an attention backend that Levanter does not have by the one that was probably meant, or its default.
+
+    Returns:
+        The backend, None for Levanter's default, and a finding if it was replaced.
+    """
+    if name is None or name.lower() in ATTENTION_BACKENDS:
+        return name, []
+    meant = next(iter(get_close_matches(name.lower(), ATTENTION_BACKENDS, 1, RENAME_CUTOFF)), None)
+    finding = Finding(
+        Severity.ERROR,
+        FindingKind.ATTENTION_BACKEND,
+        ("model.attn_backend",),
+        f"Levanter has no attention backend {name!r} and does not start; the other findings assume "
+        + (meant or "its default"),
+        nearest(name, ATTENTION_BACKENDS),
+    )
+    return meant, [finding]
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A section of the configuration, and the keys that Levanter takes in it."""
+
+    path: tuple[str, ...]
+    """Names of the sections within `trainer` down to this one."""
+    values: dict[Any, Any]
+    valid: tuple[str, ...]
+    suggested: tuple[str, ...]
+    """Those of `valid` that the schema of the file has."""
+    is_mesh: bool = False
+    """Whether its keys are mesh axes, of which Levanter takes any."""
+
+    @property
+    def name(self) -> str:
+        return ".".join(("trainer", *self.path))
+
+
+def _sections(trainer: dict[Any, Any]) -> Iterator[_Section]:
+    """Yield the sections with a fixed set of keys; each is looked up after the keys of the one before are corrected."""
+    keys = (*FLAT_KEYS, *OTHER_KEYS)
+    yield _Section((), trainer, keys, OTHER_KEYS if "mesh" in trainer else keys)
+    mesh = trainer.get("mesh")
+    if isinstance(mesh, dict):
+        yield _Section(("mesh",), mesh, MESH_KEYS, MESH_KEYS)
+        if isinstance(mesh.get("axes"), dict):
+            yield _Section(("mesh", "axes"), mesh["axes"], MESH_AXES, MESH_AXES, is_mesh=True)
+
+
+def _is_readable(path: tuple[str, ...], key: str | None, value: Any, hardware: Slice) -> bool:
+    """Whether `value` is of the type that `key`, in the section at `path`, takes."""
+    if key is None:
+        return False
+    content: dict[str, Any] = {key: value}
+    for name in reversed(path):
+        content = {name: content}
+    try:
+        parse_nearest(content, hardware)
+    except ConfigError:
+        return False
+    return True
+
+
+def _key_finding(section: _Section, key: Any, meant: str | None) -> Finding:
+    if section.is_mesh:
+        kind, problem = FindingKind.UNKNOWN_MESH_AXIS, f"a plan's mesh is {' x '.join(MESH_AXES)}; not {key!r}"
+    else:
+        kind, problem = FindingKind.UNKNOWN_KEY, f"Levanter has no key {key!r} in {section.name} and does not start"
+    similar = closest(str(key), section.suggested)
+    remove = f"remove it, or did you mean {similar!r}?" if similar else "remove it"
+    return Finding(
+        Severity.ERROR,
+        kind,
+        (f"{section.name}.{key}",),
+        f"{problem}; the other findings {f'assume {meant!r}' if meant else 'ignore it'}",
+        f"did you mean {meant!r}?" if meant else remove,
+    )
+
+
+def _value_finding(error: CorrectableError) -> Finding:
+    if isinstance(error, UnknownMeshAxisError):
+        names = [error.nearest] if isinstance(error.nearest, str) else error.nearest or []
+        kind, axes = FindingKind.UNKNOWN_MESH_AXIS, frozenset({error.axis})
+        assumed = " and ".join(names) or f"that {error.axis} is replicated"
+    else:
+        kind, axes, assumed = FindingKind.MESH_SIZE, frozenset(MESH_AXES), str(error.nearest)
+    return Finding(Severity.ERROR, kind, (error.key,), str(error), f"the other findings assume {assumed}", axes=axes)

@@ -1,0 +1,27 @@
+"""Prints the slices that a plan can be made for."""
+
+import math
+
+from rich.console import Console
+
+from shardplan.hardware import GENERATIONS, standard_slices
+from shardplan.report.text import make_table, print_wrapped
+
+OTHER_SLICES = (
+    "Also: any torus of complete hosts by its chips (v4:4x4x12), several slices over the data-centre network "
+    "(2xv6e-256), and virtual CPU devices (cpu-8)."
+)
+
+
+def print_slices(out: Console) -> None:
+    """Print every slice that has a name on Cloud TPU, with its torus, its size and its memory."""
+    table = make_table(
+        "slices", ("name", "generation", "torus"), ("chips", "devices", "GiB per device"), is_narrow=True
+    )
+    for generation in GENERATIONS.values():
+        for each in standard_slices(generation):
+            torus, chips = "x".join(map(str, each.torus)), str(math.prod(each.torus))
+            table.add_row(each.name, generation.name, torus, chips, str(each.devices), f"{generation.hbm_gib:.2f}")
+        table.add_section()
+    out.print(table)
+    print_wrapped(OTHER_SLICES, out)

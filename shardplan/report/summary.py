@@ -1,0 +1,65 @@
+"""The first two lines of every report: whether it fits, in how many GiB, how fast it is, and what limits it."""
+
+from rich.console import Console
+from rich.text import Text
+
+from shardplan.hardware import GIB
+from shardplan.plan.plan import Plan
+from shardplan.report.text import print_wrapped
+
+NEGLIGIBLE = 1e-3
+"""Part of a step's time below which a number says nothing."""
+
+
+def print_estimate(plan: Plan, out: Console) -> None:
+    """Print the verdict on a plan by its own estimate, on two lines at 80 columns."""
+    memory = plan.memory
+    print_fit(
+        memory.fits, plan.hardware.slice, memory.peak, memory.usable if not memory.fits else memory.available, out
+    )
+    print_wrapped(speed_text(plan), out)
+
+
+def print_fit(fits: bool, slice_name: str, peak: int, limit: int, out: Console, label: str = "") -> None:
+    """Print on one line whether a step fits, and the memory of a device that is free or missing.
+
+    Args:
+        peak: bytes per device.
+        limit: bytes per device that the peak is compared with.
+        label: what the line begins with.
+    """
+    verdict = Text("fits", "bold green") if fits else Text("does not fit", "bold red")
+    gib, limit_gib = f"{peak / GIB:.2f}", f"{limit / GIB:.2f}"
+    rest = f"{abs(limit - peak) / GIB:.2f}"
+    text = (
+        f" {slice_name}: {gib} of {limit_gib} GiB per device, {rest} GiB free"
+        if fits
+        else f" {slice_name}: {gib} GiB per device needed, {limit_gib} usable: {rest} missing"
+    )
+    print_wrapped(text, out, Text.assemble(label, verdict), indent="")
+
+
+def speed_text(plan: Plan) -> str:
+    """The estimated speed of a plan on one line: see `step_text`."""
+    return step_text(plan, plan.cost.step_seconds, plan.cost.compute_seconds, plan.mfu)
+
+
+def step_text(plan: Plan, seconds: float, compute_seconds: float, mfu: float | None) -> str:
+    """Seconds of a step, tokens per second, model FLOP/s utilisation if it is known, and what takes most of the step.
+
+    Args:
+        compute_seconds: the part of `seconds` in which a device computes; for the rest it waits for collectives.
+    """
+    parts = [f"{seconds:.3g} s a step"]
+    if seconds:
+        part = compute_seconds / seconds
+        parts.append(f"{plan.workload.tokens / seconds:,.0f} tokens/s")
+        if mfu is not None:
+            parts.append(f"MFU {mfu:.1%}")
+        parts.append(f"limited by compute ({part:.0%})" if part >= 0.5 else f"limited by collectives ({1 - part:.0%})")
+    return ", ".join(parts)
+
+
+def percent_text(part: float) -> str:
+    """A relative difference with its sign; `same` if it is negligible."""
+    return f"{part:+.1%}" if abs(part) >= NEGLIGIBLE else "same"

@@ -1,0 +1,120 @@
+"""Text and tables that fit the width of a console: lines break at spaces only, and no word is broken."""
+
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+BULLET = "  · "
+"""What a reason begins with."""
+_TOGETHER = re.compile(r" (?=(?:->|x) )|(?<= ->) |(?<= x) |(?<=\d) (?=(?:s\b|%|[GM]iB\b))")
+"""Spaces at which no line breaks: within `mlp -> model x data`, `replica 4 x data 8` and `1.09 s`."""
+_UNLIMITED = 10_000
+"""Columns that no table fills."""
+
+
+def print_wrapped(text: str, out: Console, first: str | Text = "", indent: str | None = None, style: str = "") -> None:
+    """Print text on as many lines as it needs; a word that is longer than the console keeps its own line.
+
+    Args:
+        first: what the first line begins with.
+        indent: what every further line begins with; blanks of the width of `first` if it is left out.
+        style: of the text, without `first`.
+    """
+    head = Text(first) if isinstance(first, str) else first
+    blank = " " * len(head)
+    rest = blank if indent is None else indent
+    lines = textwrap.wrap(
+        _TOGETHER.sub("\xa0", text), max(1, out.width), initial_indent=blank, subsequent_indent=rest,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    for number, line in enumerate(line.replace("\xa0", " ") for line in lines or [blank]):
+        body = Text(line, style) if number else Text.assemble(head, (line[len(blank) :], style))
+        out.print(body, soft_wrap=True)
+
+
+def print_bullets(reasons: Iterable[str], out: Console) -> None:
+    """Print one item of a list per reason."""
+    for reason in reasons:
+        print_wrapped(reason, out, BULLET)
+
+
+def make_table(title: str, texts: Sequence[str], numbers: Sequence[str] = (), *, is_narrow: bool = False) -> Table:
+    """Make an empty table; of its columns only the first one wraps, at spaces.
+
+    Args:
+        texts: the titles of the columns of text.
+        numbers: the titles of the columns of numbers, which are flush right.
+        is_narrow: whether to save the room of the vertical lines.
+    """
+    style = {"box": box.SIMPLE_HEAD, "pad_edge": False, "show_edge": False} if is_narrow else {}
+    table = Table(title=title, title_justify="left", header_style="bold", **style)  # type: ignore[arg-type]
+    for number, column in enumerate(texts):
+        table.add_column(column, overflow="fold", no_wrap=number > 0)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def fits(table: Table, out: Console) -> bool:
+    """Whether the table fits the console with every cell on one line."""
+    return _measure(table, out).maximum <= out.width
+
+
+def print_first_fitting(tables: Iterable[Table], out: Console) -> None:
+    """Print the first of the tables, which come from the fullest to the narrowest, that fits the console.
+
+    If none fits, print the last: its first column wraps at spaces, and it is wider than the console if a word is.
+    """
+    for table in tables:
+        if fits(table, out):
+            break
+    else:
+        table.width = max(out.width, _measure(table, out).maximum - _spare_width(table, out))
+    out.print(table, crop=False)
+
+
+def with_path_ends(build: Callable[[list[str]], Table], paths: Sequence[str]) -> Iterator[Table]:
+    """Yield a table with whole paths, then with ever fewer of the last components of each; they stay distinct.
+
+    Args:
+        build: makes the table from the paths to show, in the order of `paths`.
+        paths: paths with dots or slashes; texts with spaces, such as descriptions of operations, are never shortened.
+    """
+    split = [_components(path) for path in paths]
+    for length in range(max(map(len, split), default=1), 0, -1):
+        yield build([_distinct_end(components, split, length) for components in split])
+
+
+def _components(path: str) -> list[str]:
+    """The components of a path, each with the separator that follows it; a text with spaces is one component."""
+    if " " in path:
+        return [path]
+    separator = "/" if "/" in path else "."
+    *before, last = path.split(separator)
+    return [*(component + separator for component in before), last]
+
+
+def _distinct_end(components: list[str], others: Sequence[list[str]], length: int) -> str:
+    """The last `length` components of a path, or more where another path ends in the same."""
+    while any(other[-length:] == components[-length:] and other != components for other in others):
+        length += 1
+    return "".join(components[-length:])
+
+
+def _spare_width(table: Table, out: Console) -> int:
+    """The number of columns that wrapping saves in the first column of a table."""
+    first = table.columns[0]
+    if first.no_wrap:
+        return 0
+    cells = [_measure(cell, out) for cell in (first.header, *first.cells)]
+    return max(cell.maximum for cell in cells) - max(cell.minimum for cell in cells)
+
+
+def _measure(renderable: RenderableType, out: Console) -> Measurement:
+    return Measurement.get(out, out.options.update(width=_UNLIMITED, max_width=_UNLIMITED), renderable)

@@ -1,0 +1,75 @@
+"""The environment variables by which JAX starts, read and set before it is imported. Imports no JAX."""
+
+import gc
+import os
+from dataclasses import dataclass
+
+from shardplan.errors import ConfigError
+
+PLATFORMS, CPU_DEVICES = "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"
+ADDRESS, PROCESS_COUNT, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+MAX_PORT = 65535
+OBJECTS_BETWEEN_COLLECTIONS = 100_000
+
+
+@dataclass(frozen=True)
+class ProcessVariables:
+    """The processes of a run, as the environment of each of them gives them."""
+
+    address: str | None
+    """Host and port of process 0; None if JAX has to find the others, or this process is the only one."""
+    count: int
+    index: int
+    """Number of this process."""
+
+
+def compute_on_cpu() -> None:
+    """Make JAX use the CPU only, whatever the environment says: what plans and compiles needs no accelerator.
+
+    Without this JAX looks for a TPU where libtpu is installed, which takes seconds, and fails where there is none.
+    Python looks for unreachable objects less often from then on: imports and searches make millions of objects that
+    stay, and going through them takes a fifth of a command's time. No memory of an accelerator waits for it here.
+    """
+    os.environ[PLATFORMS] = "cpu"
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
+
+
+def check_environment() -> None:
+    """Check the variable that JAX itself reads, and with a traceback refuses, when it is imported.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
+    if CPU_DEVICES in os.environ:
+        _number(CPU_DEVICES, minimum=1)
+
+
+def read_process_variables() -> ProcessVariables:
+    """Read which processes run together, and which of them this is.
+
+    Raises:
+        ConfigError: a variable is missing, or has a value that it cannot have.
+    """
+    address = os.environ.get(ADDRESS)
+    count = _number(PROCESS_COUNT, minimum=1) if PROCESS_COUNT in os.environ else 1
+    if address is None:
+        if count > 1:
+            raise ConfigError(f"{PROCESS_COUNT} is {count}, and {ADDRESS} is not set; set it to host:port of process 0")
+        return ProcessVariables(None, 1, 0)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > MAX_PORT:
+        raise ConfigError(f"{ADDRESS} is {address!r}; it must be host:port of process 0, for example 'localhost:1234'")
+    index = _number(PROCESS_ID, minimum=0)
+    if index >= count:
+        raise ConfigError(f"{PROCESS_ID} is {index}, and {PROCESS_COUNT} is {count}; number the processes from 0")
+    return ProcessVariables(address, count, index)
+
+
+def _number(name: str, minimum: int) -> int:
+    """Return the value of a variable that must be a number."""
+    text = os.environ.get(name)
+    if text is None:
+        raise ConfigError(f"{name} is not set; set it to a number in the environment of every process")
+    if not text.isdecimal() or int(text) < minimum:
+        raise ConfigError(f"{name} is {text!r}; it must be a number, at least {minimum}")
+    return int(text)

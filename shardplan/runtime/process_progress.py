@@ -1,0 +1,52 @@
+"""Progress of work that the processes of a run share: the first process shows it."""
+
+import contextlib
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from shardplan.hardware import GIB
+from shardplan.runtime.devices import is_first_process
+from shardplan.runtime.process_group import ProcessGroup
+from shardplan.runtime.progress import BYTES, Progress, show_progress
+
+
+@contextlib.contextmanager
+def shared_progress(total: int, label: str, unit: str) -> Iterator[Progress]:
+    """Show progress from 0 to `total` in `unit`, in the first process only."""
+    with show_progress(Progress(label, unit, total), is_first_process()) as progress:
+        yield progress
+
+
+@contextlib.contextmanager
+def load_progress(total: int, processes: ProcessGroup) -> Iterator[Callable[[int], None]]:
+    """Show one progress for the bytes that all processes read, and print a summary on stderr at the end.
+
+    Args:
+        total: bytes that all processes read together.
+
+    Yields:
+        A function to call with the number of bytes of each read of this process.
+    """
+    started = time.perf_counter()
+    with shared_progress(total, "loading", BYTES) as progress:
+
+        def report(nbytes: int) -> None:
+            processes.done += nbytes
+            done = {**processes.progress, processes.process_index: processes.done}
+            if processes.process_count > 1:
+                progress.set_note(f"slowest: process {min(done, key=lambda process: done[process])}")
+            progress.done = sum(done.values())
+
+        yield report
+    if is_first_process() and logging.getLogger().isEnabledFor(logging.WARNING):
+        seconds = time.perf_counter() - started
+        own = f", {processes.done / GIB:.2f} GiB of it by this process" if processes.process_count > 1 else ""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(
+            f"loaded {total / GIB:.2f} GiB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s){own}; "
+            f"peak host memory {peak / GIB:.2f} GiB",
+            file=sys.stderr,
+        )

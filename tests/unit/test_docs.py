@@ -1,0 +1,226 @@
+"""README and the pages in docs: links resolve, commands parse, snippets compile, and lists are those of the code.
+
+Commands are not run here: what they do is tested command by command.
+"""
+
+import ast
+import re
+import shlex
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from shardplan import __version__
+from shardplan.__main__ import COMMANDS
+from shardplan.config import command_flags, parse_config
+from shardplan.config.help import LOGGING_FLAGS
+from shardplan.config.keys import keys_of
+from shardplan.errors import ShardplanError
+from shardplan.model.registry import SUPPORTED_MODELS
+from shardplan.runtime.exit_codes import INTERRUPTED
+from shardplan.verify.topology import INSTALL_LIBTPU
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"(?:\$ )?(?:[A-Z_]+=\S+ )*((?:python3?|shardplan|pytest|pip) .+)")
+FILE = re.compile(r"[\w./-]+\.(?:yaml|jsonl?|txt|py)")
+MADE = ("build/", "results/")
+"""Folders that the demo and other commands of the documentation write."""
+FILES_OF_THE_USER = {"texts.jsonl"}
+OUTPUT_FLAGS = {"--json", "--to", "--output"}
+
+
+def blocks(page, language):
+    return [text for found, text in FENCE.findall(PAGES[page]) if found == language]
+
+
+def prose(page):
+    return FENCE.sub("", PAGES[page])
+
+
+def code_in_prose(page):
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(page))]
+
+
+def commands(page):
+    """The words of every command on a page, in listings and in sentences, without variables, comments and pipes."""
+    for line in [*(line for text in blocks(page, "") for line in text.splitlines()), *code_in_prose(page)]:
+        match = COMMAND.fullmatch(line)
+        if match and "..." not in line and line not in map("shardplan {}".format, COMMANDS):
+            for part in re.split(r" (?:\||&&) ", match[1].partition("  #")[0]):
+                yield shlex.split(part)
+
+
+def shardplan_arguments(words):
+    """The arguments of `shardplan`, the command first; None for another program."""
+    if words[0] == "shardplan":
+        return words[1:]
+    is_module = words[0].startswith("python") and words[1] == "-m" and words[2].startswith("shardplan.")
+    return [words[2].removeprefix("shardplan."), *words[3:]] if is_module else None
+
+
+EVERY = [(page, words) for page in PAGES for words in commands(page)]
+OF_SHARDPLAN = [(page, arguments) for page, words in EVERY if (arguments := shardplan_arguments(words)) is not None]
+
+
+def anchors(page):
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ +(.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_resolve(page):
+    for target in LINK.findall(prose(page)):
+        path, _, anchor = target.partition("#")
+        if path.startswith(("http://", "https://")):
+            continue
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(str(file.resolve().relative_to(ROOT))), target
+
+
+def test_the_front_page_links_every_page():
+    linked = set(LINK.findall(prose("README.md")))
+    assert PAGES.keys() - {"README.md"} <= linked
+
+
+@pytest.mark.parametrize(("page", "arguments"), OF_SHARDPLAN, ids=lambda value: value if isinstance(value, str) else "")
+def test_commands_parse(page, arguments, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    if arguments == ["--version"]:
+        return
+    count = 2 if " ".join(arguments[:2]) in COMMANDS else 1
+    command, rest = " ".join(arguments[:count]), arguments[count:]
+    assert command in COMMANDS
+    if command in command_flags.COMMANDS:
+        try:
+            parse_config(rest, command_flags.COMMANDS[command])
+        except ShardplanError as error:
+            pytest.fail(f"{page}: shardplan {' '.join(arguments)}: {error}")
+    else:
+        assert command == "plan diff" and len(rest) == 2
+
+
+def test_every_command_is_documented():
+    documented = {" ".join(arguments[:count]) for _, arguments in OF_SHARDPLAN for count in (1, 2)}
+    assert COMMANDS.keys() <= documented
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_exist(page):
+    """Flags named in sentences, as in `--workload.kind prefill`."""
+    known = {name for cls in command_flags.COMMANDS.values() for name in keys_of(cls)}
+    known |= {*LOGGING_FLAGS, "config", "model", "help", "version"}
+    for code in code_in_prose(page):
+        if code.startswith("--"):
+            flags = [word[2:].partition("=")[0] for word in code.split() if word.startswith("--")]
+            assert set(flags) <= known, code
+
+
+def test_files_in_commands_exist():
+    written = {words[i + 1] for _, words in EVERY for i, word in enumerate(words[:-1]) if word in OUTPUT_FLAGS}
+    for page, words in EVERY:
+        for word in words:
+            path, _, test = word.partition("::")
+            if not FILE.fullmatch(path) or path.startswith(MADE) or path in written | FILES_OF_THE_USER:
+                continue
+            assert (ROOT / path).is_file(), f"{page}: {path}"
+            assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{page}: {word}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_in_sentences_exist(page):
+    for code in code_in_prose(page):
+        if re.fullmatch(r"(shardplan|scripts|tests|configs|docs|notebooks)/[\w./-]*", code) and "NAME" not in code:
+            assert (ROOT / code).exists(), code
+
+
+def test_names_in_the_contributing_guide_are_where_it_says():
+    for item in prose("CONTRIBUTING.md").split("\n- ")[1:]:
+        sources = [(ROOT / path).read_text(encoding="utf-8") for path in re.findall(r"[\w/]+/[a-z_]+\.py", item)]
+        for name in re.findall(r"`([A-Z]\w+)`", item):
+            assert any(re.search(rf"^(class )?{name}\b", source, re.MULTILINE) for source in sources), name
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_snippets(page):
+    """Snippets compile, and what they import is there."""
+    for source in blocks(page, "python"):
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom):
+                module = import_module(node.module)
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    import_module(alias.name)
+
+
+def test_the_tour_lists_every_folder_in_the_order_of_imports():
+    tour = {}
+    folder = ""
+    for line in "".join(blocks("docs/folders.md", "")).partition("\nconfigs/")[0].splitlines()[1:]:
+        match = re.match(r"  (\w+)/ ", line)
+        folder = match[1] if match else folder
+        tour[folder] = tour.get(folder, "") + line
+    tour.pop("")  # the package's own files
+    package = ROOT / "shardplan"
+    assert set(tour) == {path.parent.name for path in package.glob("*/__init__.py")}
+    layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+    assert list(tour) == [layer for layer in reversed(layers) if layer in tour]
+    for folder, text in tour.items():
+        files = {path.name for path in (package / folder).rglob("*.py")}
+        assert set(re.findall(r"\w+\.py", text)) <= files, folder
+
+
+def test_top_level_folders_in_the_tour():
+    _, _, rest = "".join(blocks("docs/folders.md", "")).partition("\nconfigs/")
+    listed = {"configs", *re.findall(r"^(\w+)/ ", rest, re.MULTILINE)}
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8")
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    assert listed == {
+        name for name in folders if f"{name}/" not in ignored and not name.endswith(".egg-info") and name != "shardplan"
+    }
+
+
+def test_exit_codes_are_those_of_the_errors():
+    codes = re.findall(r"^\| (\d+) \|", PAGES["docs/commands.md"], re.MULTILINE)
+    assert list(map(int, codes)) == [
+        0,
+        1,
+        *sorted(cls.exit_code for cls in ShardplanError.__subclasses__()),
+        INTERRUPTED,
+    ]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/commands.md"])
+def test_model_types_are_those_of_the_registry(page):
+    listed = re.search(r"Model types: ([^.]+)\.", PAGES[page])
+    assert listed and listed[1].split(", ") == sorted(SUPPORTED_MODELS)
+
+
+def test_advice_to_install_works():
+    """shardplan is on no package index: what is advised names a clone, a wheel built from it, or libtpu itself."""
+    (libtpu,) = PROJECT["project"]["optional-dependencies"]["verify"]
+    assert f"pip install '{libtpu}'" == INSTALL_LIBTPU
+    assert f"build/shardplan-{__version__}-py3-none-any.whl" in PAGES["README.md"]
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "shardplan" / "verify").rglob("*.py")]
+    for text in (*PAGES.values(), *sources):
+        assert "pip install 'shardplan[" not in text
+
+
+def test_the_licence_is_declared_and_there():
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+    (name,) = PROJECT["project"]["license-files"]
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
