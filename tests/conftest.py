@@ -41,6 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in set(left_out)]
 
 
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch):
+    """The width of piped tables does not depend on the environment that runs the tests."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """Folder of real Hugging Face checkpoints with float32 logits by transformers (golden.npz)."""
