@@ -19,6 +19,9 @@ Every message is one line: what is wrong, where, the nearest valid value, and th
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+SIMILAR = 0.5
+"""Similarity (`difflib.SequenceMatcher.ratio`) of a hint: `batch` for `batchsize`, which difflib's default misses."""
+
 
 class ShardplanError(Exception):
     """Base class of errors that end a command with a one-line message and an exit code."""
@@ -56,10 +59,9 @@ class UndecidedError(ShardplanError):
     exit_code = 6
 
 
-def closest(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid value most similar to `name`, or None if none is similar."""
-    # cutoff 0.5 matches `batchsize` to `batch`, which difflib's default of 0.6 misses
-    return next(iter(get_close_matches(name, sorted(map(str, valid)), n=1, cutoff=0.5)), None)
+def closest(name: str, valid: Iterable[str], cutoff: float = SIMILAR) -> str | None:
+    """Return the valid value most similar to `name`, or None if none is as similar as `cutoff`."""
+    return next(iter(get_close_matches(name, sorted(map(str, valid)), n=1, cutoff=cutoff)), None)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -62,7 +62,7 @@ def load_pretrained(
             an empty mapping replicates.
         dtype: type that floating-point parameters are cast to; default: the plan's, else the stored type of each array.
         config: a Levanter model configuration; default: the one that the checkpoint's config.json describes.
-        budget: most host memory to use beside the arrays themselves, bytes.
+        budget: most host memory to use beyond the arrays themselves, bytes.
         checksum: compare the files with the checksums that their store recorded, if it recorded any.
 
     Returns:
@@ -162,7 +162,7 @@ def stream_checkpoint(
         template: a Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         mapping: logical axis -> mesh axes; None for `best_effort_sharding`.
         dtype: type that floating-point parameters are cast to; None for the stored type of each array.
-        budget: most host memory to use beside the arrays, bytes.
+        budget: most host memory to use beyond the arrays, bytes.
         checksum: compare the files with the checksums that their store recorded, if it recorded any.
 
     Returns:

@@ -79,7 +79,8 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
     tree = {LEVANTER_MODEL: eqx.filter(model, eqx.is_array)}
     with open_process_group() as processes:
         # arrays of an interrupted run may have other types, and tensorstore does not replace these
-        target = claim_target(ref, (CONFIG, LEVANTER_METADATA, f"{LEVANTER_MODEL}/"), processes, is_levanter=True)
+        claim = claim_target(ref, (CONFIG, LEVANTER_METADATA, f"{LEVANTER_MODEL}/"), processes, is_levanter=True)
+        target = claim.folder
         manager = GlobalAsyncCheckpointManager(timeout_secs=LEVANTER_TIMEOUT_S)
         try:
             save_checkpoint(tree, step=0, checkpoint_path=target.ref, manager=manager, is_temporary=False)
@@ -89,7 +90,7 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
         processes.gather("saved", None)
         if is_first_process():
             write_file(target, CONFIG, json.dumps(config, indent=2).encode())
-        complete_target(target, processes)
+        complete_target(claim, processes)
 
 
 def save_pretrained(
@@ -124,7 +125,8 @@ def save_pretrained(
             CONFIG: json.dumps(config_json, indent=2).encode(),
             **_encode_index(files, tensors),
         }
-        target = claim_target(ref, (*files, *small_files), processes)
+        claim = claim_target(ref, (*files, *small_files), processes)
+        target = claim.folder
         _write_files(target, files, tensors, processes)
         processes.gather("written", None)
         if is_first_process():
@@ -136,7 +138,7 @@ def save_pretrained(
             lambda: check_tensors(read_index(target.open_for_reading()), program.tensors, target.ref),
             lambda _: {},
         )
-        complete_target(target, processes)
+        complete_target(claim, processes)
 
 
 def make_output_tensors(model: Any, program: StateDictProgram) -> dict[str, OutputTensor]:

@@ -1,11 +1,14 @@
 """The folder that a checkpoint is written to: refused if it holds another, and marked until the checkpoint is complete.
 
-The mark is a file that names all that the run writes. A run that is interrupted leaves it behind; the next
-run removes those files, and writes its own.
+The mark is a file with the id of the run and the names of all that it writes. A run that is interrupted leaves it
+behind; the next run removes those files, and writes its own. A run that ends and sees the mark of another one fails,
+for the files of both are mixed then.
 """
 
 import json
+import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardplan.checkpoint.format.index import INDEX, SINGLE
@@ -22,7 +25,16 @@ LEVANTER_METADATA = "metadata.json"
 LEVANTER_SCHEMES = ("gs", "s3")
 """Object stores that JAX writes tensorstore arrays to."""
 INCOMPLETE = "shardplan.incomplete"
-"""The mark: a JSON list of files, and folders with `/` at their end. It is written first and removed last."""
+"""The mark: JSON with the id of a run and its files (folders end with `/`). It is written first and removed last."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A folder that this run writes to, and the mark by which it is this run's."""
+
+    folder: OutputFolder
+    mark: bytes
+    """The content of the mark; only process 0 writes and compares it."""
 
 
 def open_target(ref: str, is_levanter: bool = False) -> OutputFolder:
@@ -48,7 +60,7 @@ def open_target(ref: str, is_levanter: bool = False) -> OutputFolder:
     return target
 
 
-def claim_target(ref: str, names: Iterable[str], processes: "ProcessGroup", is_levanter: bool = False) -> OutputFolder:
+def claim_target(ref: str, names: Iterable[str], processes: "ProcessGroup", is_levanter: bool = False) -> Claim:
     """Open a target, mark it as incomplete, and check that all processes see the mark.
 
     Each process may have a disk of its own on which a folder of that name exists.
@@ -56,26 +68,40 @@ def claim_target(ref: str, names: Iterable[str], processes: "ProcessGroup", is_l
     Args:
         names: the files and folders (with `/` at the end) that all processes together are going to write.
     """
-    target = processes.agree("target", lambda: open_target(ref, is_levanter), lambda _: {})
+    folder = processes.agree("target", lambda: open_target(ref, is_levanter), lambda _: {})
+    mark = json.dumps({"run": uuid.uuid4().hex, "files": [*names]}).encode()
     if processes.process_index == 0:
-        for name in _marked_files(target):
-            target.remove(name)
-        write_file(target, INCOMPLETE, json.dumps([*names]).encode())
+        for name in _marked_files(folder):
+            folder.remove(name)
+        write_file(folder, INCOMPLETE, mark)
     processes.gather("claimed", None)
 
     def check_shared() -> None:
-        if not target.has_file(INCOMPLETE):
-            raise ConfigError(f"{target.ref} is not the same folder as for process 0; give all processes one folder")
+        if not folder.has_file(INCOMPLETE):
+            raise ConfigError(f"{folder.ref} is not the same folder as for process 0; give all processes one folder")
 
     processes.agree("shared target", check_shared, lambda _: {})
-    return target
+    return Claim(folder, mark)
 
 
-def complete_target(target: OutputFolder, processes: "ProcessGroup") -> None:
-    """Remove the mark of a checkpoint that all processes have written."""
-    if processes.process_index == 0:
-        target.remove(INCOMPLETE)
-    processes.gather("complete", None)
+def complete_target(claim: Claim, processes: "ProcessGroup") -> None:
+    """Remove the mark of a checkpoint that all processes have written.
+
+    Raises:
+        ConfigError: another run has claimed the folder meanwhile.
+    """
+
+    def remove_mark() -> None:
+        if processes.process_index != 0:
+            return
+        if read_bytes(claim.folder.open_for_reading(), INCOMPLETE) != claim.mark:
+            raise ConfigError(
+                f"another run has written to {claim.folder.ref} meanwhile, and the files of both are mixed; remove the "
+                "folder, and write again"
+            )
+        claim.folder.remove(INCOMPLETE)
+
+    processes.agree("complete", remove_mark, lambda _: {})
 
 
 def write_file(target: OutputFolder, name: str, text: bytes) -> None:
@@ -84,9 +110,18 @@ def write_file(target: OutputFolder, name: str, text: bytes) -> None:
         writer.write(text)
 
 
-def _marked_files(target: OutputFolder) -> list[str]:
-    """Return the files and folders that an interrupted run was to write; none if the target is not marked."""
-    if not target.has_file(INCOMPLETE):
+def _marked_files(folder: OutputFolder) -> list[str]:
+    """Return the files and folders that an interrupted run was to write; none if the folder is not marked.
+
+    Raises:
+        ConfigError: the mark is not one that a run writes.
+    """
+    if not folder.has_file(INCOMPLETE):
         return []
-    names: list[str] = json.loads(read_bytes(target.open_for_reading(), INCOMPLETE) or b"[]")
-    return names
+    try:
+        names = json.loads(read_bytes(folder.open_for_reading(), INCOMPLETE) or b"")["files"]
+        if all(isinstance(name, str) and ".." not in name and not name.startswith("/") for name in names):
+            return list(names)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ConfigError(f"{folder.ref} holds a damaged {INCOMPLETE}; look at the folder, and remove that file")

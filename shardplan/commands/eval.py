@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from shardplan.commands.inputs import check_model_config
 from shardplan.commands.output import check_json_target, output_plan, side_stream
 from shardplan.commands.plan import dry_run
 from shardplan.config import parse_config
@@ -29,6 +30,8 @@ def main(argv: Sequence[str]) -> None:
     check_json_target(config.json)
     check_writable("output", config.output)
     documents = read_documents(config.data.path, config.data.max_documents)
+    if config.plan is None:
+        check_model_config(config)
     # JAX and Levanter take seconds to import: everything that can be checked without them comes first
     from shardplan.commands.verify import verify_plan
     from shardplan.eval.run import run_evaluation

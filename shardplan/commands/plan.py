@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardplan.commands.inputs import check_model_config
 from shardplan.commands.output import check_json_target, output_plan, side_stream, write_json
-from shardplan.commands.rank_slices import print_slice_ranking
+from shardplan.commands.rank_slices import plan_slices
 from shardplan.config import PlanConfig, parse_config
 from shardplan.config.command_flags import PlanCommand
 from shardplan.config.given_plan import load_given_plan
@@ -52,7 +52,7 @@ def plan_and_print(config: PlanCommand) -> None:
         lint(config, config.lint)
         return
     if config.rank_slices:
-        print_slice_ranking(config)
+        plan_slices(config)
         return
     requested = config
     config, given = load_given_plan(config)

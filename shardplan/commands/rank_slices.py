@@ -12,7 +12,7 @@ ALL = "all"
 """Stands for every generation."""
 
 
-def print_slice_ranking(config: PlanCommand) -> None:
+def plan_slices(config: PlanCommand) -> None:
     """Plan for every named slice of the generations, and print the ranking.
 
     Raises:

@@ -51,13 +51,13 @@ def compile_cases(cases: "Sequence[Case]", compiler: CompilerConfig) -> "list[Ve
     verdicts = 0
     with show_steps("verify", is_first_process()) as report:
 
-        def show() -> None:
+        def report_state() -> None:
             now = f"; compiling {', '.join(compiling.values())}; {USUAL_TIME}" if compiling else ""
             report(f"{verdicts} of {len(cases)} verdicts{now}")
 
         def on_compile(case: "Case") -> None:
             compiling[id(case)] = case.label
-            show()
+            report_state()
 
         def on_verdict(case: "Case", verdict: "Verdict") -> None:
             nonlocal verdicts
@@ -65,9 +65,9 @@ def compile_cases(cases: "Sequence[Case]", compiler: CompilerConfig) -> "list[Ve
             compiling.pop(id(case), None)
             if len(cases) > 1:
                 print(f"{case.label}: {verdict.outcome} ({verdict.compile_seconds:.0f} s)", file=sys.stderr)
-            show()
+            report_state()
 
-        show()
+        report_state()
         return verify(cases, compiler, on_verdict, on_compile)
 
 

@@ -93,7 +93,7 @@ class LoadConfig:
     """How a checkpoint is loaded."""
 
     gib: float = 2.0
-    """Maximum host memory of a process beside the model, GiB."""
+    """Maximum host memory of a process beyond the model, GiB."""
 
     def __post_init__(self) -> None:
         check_minimum("load.gib", self.gib, MIN_LOAD_GIB)

@@ -98,7 +98,7 @@ def ring_merge_bytes(task: Task, assignment: ShardingAssignment) -> float:
 def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Extra live bytes per device for keys or values, beyond queries, local values and local outputs.
 
-    Gathered keys and values exist once more, in another order. A ring holds the next keys beside the present ones, the
+    Gathered keys and values exist once more, in another order. A ring holds the next keys and the present ones, the
     outputs of a hop as a kernel writes them, and in float32 these and those of all hops before. Gradients of keys and
     values are computed in float32: one after the other where keys are gathered, both at once in a ring.
     """

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from shardplan.errors import ConfigError, closest, nearest
@@ -58,7 +57,7 @@ def correct_keys(trainer: Mapping[str, Any], hardware: Slice) -> tuple[dict[str,
     findings = []
     for section in _sections(corrected):
         for key in [key for key in section.values if key not in section.valid]:
-            meant = next(iter(get_close_matches(str(key), section.suggested, 1, RENAME_CUTOFF)), None)
+            meant = closest(str(key), section.suggested, RENAME_CUTOFF)
             if meant in section.values or not _is_readable(section.path, meant, section.values[key], hardware):
                 meant = None
             if meant is None and section.is_mesh:
@@ -78,7 +77,7 @@ def correct_attention_backend(name: str | None) -> tuple[str | None, list[Findin
     """
     if name is None or name.lower() in ATTENTION_BACKENDS:
         return name, []
-    meant = next(iter(get_close_matches(name.lower(), ATTENTION_BACKENDS, 1, RENAME_CUTOFF)), None)
+    meant = closest(name.lower(), ATTENTION_BACKENDS, RENAME_CUTOFF)
     finding = Finding(
         Severity.ERROR,
         FindingKind.ATTENTION_BACKEND,

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from shardplan import load_pretrained
-from shardplan.checkpoint import convert, save
+from shardplan.checkpoint import convert, save, target
 from shardplan.checkpoint.save import save_levanter, save_pretrained
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.hf_config import read_config
@@ -162,6 +162,31 @@ def test_an_interrupted_copy_is_replaced(golden, tmp_path, monkeypatch):
     }  # fmt: skip
     assert_same(tensors(tmp_path), tensors(golden / "llama"))
     fails(run("checkpoint", "convert", *arguments), 2, f"{tmp_path} holds config.json already; name another folder")
+
+
+def test_two_runs_into_one_folder_are_noticed(golden, tmp_path, monkeypatch):
+    """The first of two runs fails at its end, for it sees the mark of the second."""
+    mark, write_files = tmp_path / target.INCOMPLETE, save._write_files
+
+    def claim_meanwhile(*arguments):
+        write_files(*arguments)
+        mark.write_text('{"run": "another", "files": []}')
+
+    monkeypatch.setattr(save, "_write_files", claim_meanwhile)
+    with jax.set_mesh(mesh_of(1, 2, 2)), pytest.raises(ConfigError, match=r"another run has written to .* meanwhile"):
+        save_pretrained(load_pretrained(golden / "llama"), str(tmp_path), {})
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"run": "", "files": ["../notes.txt"]}'])
+def test_a_mark_that_no_run_writes_removes_nothing(golden, tmp_path, content):
+    (tmp_path / "notes.txt").write_text("mine")
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    (folder / target.INCOMPLETE).write_text(content)
+    with jax.set_mesh(mesh_of(1, 2, 2)), pytest.raises(ConfigError, match=r"holds a damaged shardplan\.incomplete"):
+        save_pretrained(load_pretrained(golden / "llama"), str(folder), {})
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_an_interrupted_levanter_checkpoint_is_replaced(golden, tmp_path, monkeypatch):

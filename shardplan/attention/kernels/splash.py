@@ -6,7 +6,7 @@ keys of all hops, which a ring knows at its end, and blocks of a mask that depen
 (`shardplan.attention.kernels.splash_blocks`).
 
 JAX's kernel rather than tokamax's, which was derived from it: tokamax's (0.0.12, experimental, private names too)
-writes the largest scores beside the log-sum-exp, each 128 lanes wide, where a ring needs memory for outputs; its single
+writes the largest scores and the log-sum-exp, each 128 lanes wide, where a ring needs memory for outputs; its single
 backward pass makes gradients of queries three times over; its ring takes masks of all pairs; and it is one more
 dependency.
 """

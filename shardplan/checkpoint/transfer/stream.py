@@ -1,6 +1,6 @@
 """Stream a checkpoint into sharded arrays, transfer by transfer: read, exchange rows, write into the shards.
 
-No array exists unsharded unless its sharding is replicated. Host memory beside the arrays is bounded, and reads
+No array exists unsharded unless its sharding is replicated. Host memory beyond the arrays is bounded, and reads
 continue while what was read before is on its way to the devices.
 """
 
@@ -32,11 +32,11 @@ from shardplan.runtime.process_group import ProcessGroup
 from shardplan.runtime.process_progress import load_progress
 
 DEFAULT_BUDGET = 2 * 2**30
-"""Host memory that a load may use beside the arrays, bytes."""
+"""Host memory that a load may use beyond the arrays, bytes."""
 MAX_READ_BYTES = 64 * 2**20
 """Most bytes of a transfer that one process reads."""
 MAX_PLACED_BYTES = 256 * 2**20
-"""Most bytes of a transfer in the accelerators of one process, beside the arrays."""
+"""Most bytes of a transfer in the accelerators of one process, beyond the arrays."""
 EMPTY_MESH = Mesh(np.empty((), dtype=object), ())
 MAX_IN_FLIGHT = 64
 """Most transfers whose reads are under way at the same time."""
@@ -62,7 +62,7 @@ def stream_arrays(
         specs: array path -> the mesh axes that shard each dimension.
         dtypes: array path -> type.
         processes: the processes of the mesh.
-        budget: most host memory to use beside the arrays, bytes.
+        budget: most host memory to use beyond the arrays, bytes.
         zero_copy: whether devices adopt the host memory that was read into; default: whether they are CPU devices.
 
     Raises:
@@ -83,7 +83,7 @@ class _PendingTransfer:
     staged: dict[int, np.ndarray]
     """Device index -> the host memory that its part is read into; empty if reads go directly to the shards."""
     nbytes: int
-    """Host memory that the transfer needs beside the arrays."""
+    """Host memory that the transfer needs beyond the arrays."""
 
 
 class _ArrayStream:
@@ -181,7 +181,7 @@ class _ArrayStream:
         return kind(ArrayPlacement(self.shapes[path], self.dtypes[path], sharding, self.devices, self.orders[path]))
 
     def _staging_bytes(self, transfer: Transfer) -> int:
-        """Return the host memory that a transfer needs beside the arrays; 0 if it is read directly into the shards."""
+        """Return the host memory that a transfer needs beyond the arrays; 0 if it is read directly into the shards."""
         if transfer.strategy.collectives:
             rows = transfer.rows_per_device(self.device_mesh) * math.prod(transfer.row_shape)
             # twice: the rows, and what the exchange returns
