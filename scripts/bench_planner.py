@@ -90,7 +90,7 @@ EXPERTS = (
 def load(model: str, slice_name: str, kind: str, batch: int, position: int = POSITION) -> PlanConfig:
     """The configuration of a training step, which stores everything in float32, or of an evaluation in bfloat16."""
     settings = {
-        "model.config": f"configs/models/{model}.json",
+        "model.config": model,
         "hardware.slice": slice_name,
         "workload.kind": kind,
         "workload.batch": batch,

@@ -26,7 +26,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "data"
-LLAMA_CONFIG = "configs/models/llama-3.1-8b.json"
+LLAMA_CONFIG = "llama-3.1-8b"
 MODEL_TYPES = sorted(path.name for path in GOLDEN.iterdir())
 
 

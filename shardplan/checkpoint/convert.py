@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, assert_never
 
 from shardplan.checkpoint.save import save_levanter, save_pretrained
@@ -10,6 +9,7 @@ from shardplan.checkpoint.session import Session, prepare
 from shardplan.checkpoint.target import CONFIG
 from shardplan.config.command_flags import Format, LoadingConfig
 from shardplan.config.given_plan import load_given_plan
+from shardplan.model.bundled_configs import read_config_file
 from shardplan.runtime.devices import is_first_process
 from shardplan.storage import Folder, read_bytes
 
@@ -47,7 +47,7 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
 def _read_config_json(session: Session) -> dict[str, Any]:
     """Read the config.json that the model is built from, unchanged."""
     path = session.config.model.config
-    text = Path(path).read_bytes() if path is not None else read_bytes(session.folder, CONFIG)
+    text = read_config_file(path) if path is not None else read_bytes(session.folder, CONFIG)
     config_json: dict[str, Any] = json.loads(text or b"")
     return config_json
 

@@ -43,7 +43,7 @@ def add_keys(parser: argparse.ArgumentParser, cls: type, keys: Mapping[str, Key]
     parser.description = " ".join((cls.__doc__ or "").split())
     parser.usage = f"{parser.prog} --config FILE [--KEY VALUE ...]"
     parser.add_argument("--config", "--config_path", metavar="FILE", action="append", help="YAML; later files win")
-    parser.add_argument("--model", metavar="TEXT", help="short for model.config of a .json file, else for model.ref")
+    parser.add_argument("--model", metavar="TEXT", help="model.config of a .json file or bundled name, else model.ref")
     own = {name: key for name, key in keys.items() if "." not in name}
     sections = groupby(((name, key) for name, key in keys.items() if "." in name), lambda item: item[1].section)
     for section, members in sections:

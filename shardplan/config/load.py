@@ -39,8 +39,8 @@ def parse_config(argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: 
 
     `--config FILE` may be given several times (later files win, key by key), as `--config x`, `--config=x` or
     `--config_path x`; every other `--a.b value` overrides one key, with `-` for `_` if preferred. `--model x` means
-    `--model.config x` for a .json file, and `--model.ref x` for anything else. A file may also hold keys of other
-    commands, which are checked and left out.
+    `--model.config x` for a .json file or the name of a bundled model, and `--model.ref x` for a checkpoint. A file may
+    also hold keys of other commands, which are checked and left out.
 
     Raises:
         ConfigError: a file that cannot be read, an unknown key, a key of another command among the arguments, or a
@@ -56,7 +56,7 @@ def parse_config(argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: 
     arguments = {name: value for name, value in vars(known).items() if value is not None and name not in LOGGING_FLAGS}
     files, model = arguments.pop("config", []), arguments.pop("model", None)
     if model is not None:
-        arguments["model.config" if model.endswith(".json") else "model.ref"] = model
+        arguments["model.ref" if _is_checkpoint(model) else "model.config"] = model
     overrides = {name: _value(keys[name], text) for name, text in arguments.items()}
     _check(overrides, keys, where="command line")
     return _build(cls, {**_read_files(files, keys), **overrides})
@@ -80,6 +80,11 @@ def _read_files(files: Sequence[str], keys: Mapping[str, Key]) -> dict[str, Any]
         _check(read, every, where=path)
         values.update({name: value for name, value in read.items() if name in keys})
     return values
+
+
+def _is_checkpoint(model: str) -> bool:
+    """Whether `model` means a checkpoint: a folder, org/model or a URL; else a config.json or a bundled model."""
+    return not model.endswith(".json") and ("/" in model or Path(model).is_dir())
 
 
 def _normalize(token: str) -> str:

@@ -25,7 +25,8 @@ class ModelConfig:
     ref: str = ""
     """Hugging Face checkpoint: a local folder, org/model@revision, gs://, s3://, az:// or https:// folder."""
     config: str | None = None
-    """A config.json to plan from when the checkpoint itself is not at hand; default: the one of model.ref."""
+    """A config.json, or the name of a bundled model such as llama-3.1-8b, to plan from when the checkpoint itself is
+    not at hand; default: the one of model.ref."""
 
 
 @dataclass(frozen=True)

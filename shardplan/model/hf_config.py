@@ -1,10 +1,10 @@
 """Reads a Hugging Face config.json, and checks it before a model is built from it."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from shardplan.errors import ConfigError, one_line
+from shardplan.model.bundled_configs import read_config_file
 from shardplan.model.levanter_compat import FIXED_VALUES
 from shardplan.storage import Folder, read_bytes
 
@@ -19,19 +19,13 @@ POSITIVE_NUMBER_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "que
 
 
 def read_config(path: str | None, folder: Folder | None) -> dict[str, Any]:
-    """Read the config.json at `path`, or else the one in `folder`.
+    """Read the config.json at `path`, which may be the name of a bundled model, or else the one in `folder`.
 
     Raises:
         ConfigError: there is none, or it is not the configuration of a model.
     """
     where = path or f"{folder.ref if folder else ''}/config.json"
-    if path is not None:
-        try:
-            data: bytes | None = Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"model.config {path} cannot be read: {error.strerror}") from error
-    else:
-        data = read_bytes(folder, "config.json") if folder else None
+    data = read_config_file(path) if path is not None else read_bytes(folder, "config.json") if folder else None
     if data is None:
         raise ConfigError(f"{where} does not exist; model.ref must be a Hugging Face checkpoint folder")
     try:

@@ -4,6 +4,7 @@ Files in the hub's cache are read from there. Of other files, small ones are dow
 ones only the requested ranges are fetched.
 """
 
+from functools import cache
 from pathlib import Path
 
 import huggingface_hub
@@ -16,6 +17,18 @@ from shardplan.storage.local import LocalFile
 
 STREAMED_SUFFIX = ".safetensors"
 """Suffix of files of which only ranges are fetched."""
+
+
+@cache
+def _is_reachable() -> bool:
+    """Whether the hub answers. Asked first, and once: huggingface_hub itself retries for half a minute."""
+    try:
+        huggingface_hub.utils.get_session().head(
+            huggingface_hub.constants.ENDPOINT, timeout=huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT
+        )
+    except OSError:  # of requests as well
+        return False
+    return True
 
 
 class HubFolder:
@@ -36,14 +49,18 @@ class HubFolder:
             if name.endswith(STREAMED_SUFFIX) and not huggingface_hub.constants.HF_HUB_OFFLINE:
                 return self._open_stream(name)
         try:
-            path = huggingface_hub.hf_hub_download(self._repository, name, revision=self._revision)
+            is_offline = huggingface_hub.constants.HF_HUB_OFFLINE or not _is_reachable()
+            path = huggingface_hub.hf_hub_download(
+                self._repository, name, revision=self._revision, local_files_only=is_offline
+            )
         except EntryNotFoundError as error:
             # An error that is a FileNotFoundError too means that the hub could not be reached. Then only files in the
             # cache exist, and if none was read so far, the reference is wrong or unavailable.
             if isinstance(error, FileNotFoundError) and not self._pinned:
                 raise ConfigError(
                     f"model.ref {self.ref!r}: not a local folder, and {name} can neither be downloaded from the "
-                    "hub nor read from its cache; check the spelling, or name a local folder"
+                    "hub nor read from its cache; check the spelling and the network, name a local folder, or plan "
+                    "from a config.json or bundled model with model.config"
                 ) from error
             return None
         except Exception as error:

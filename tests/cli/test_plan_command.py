@@ -3,13 +3,13 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT, fails, run
 
 from shardplan.hardware import GENERATIONS
+from shardplan.model.hf_config import read_config
 from shardplan.plan.plan import Plan
 
 CONFIG = "--config=configs/405b.yaml"
@@ -57,7 +57,7 @@ def test_lint_reads_the_attention_backend_of_the_file(tmp_path):
 def test_lint_of_names_that_levanter_does_not_have(tmp_path):
     path = tmp_path / "levanter.yaml"
     path.write_text("trainer: {mp: bf16, qqq: 1, model_axis_size: 2, axis_resources: {mlp: modle}}")
-    argv = ["--model=configs/models/llama-3.1-8b.json", "--hardware.slice=v4-16", "--workload.batch=16"]
+    argv = ["--model=llama-3.1-8b", "--hardware.slice=v4-16", "--workload.batch=16"]
     done = run("plan", *argv, "--lint", path)
     assert done.returncode == 3 and "Traceback" not in done.stderr
     assert done.stderr.endswith(f"{path} cannot run as it is on v4-16: unknown key, unknown mesh axis\n")
@@ -170,7 +170,7 @@ def test_pins_that_cannot_be_read():
 
 def test_the_best_of_several_by_the_compiler(tmp_path):
     """Two small plans are compiled; what is printed and written is the one that ranks first."""
-    config = json.loads(Path("configs/models/llama-3.1-8b.json").read_text())
+    config = read_config("llama-3.1-8b", None)
     small = tmp_path / "config.json"
     small.write_text(json.dumps({**config, "num_hidden_layers": 2, "vocab_size": 4096}))
     arguments = [f"--model.config={small}", "--hardware.slice=v4-8", "--workload.batch=4", "--workload.position=512"]

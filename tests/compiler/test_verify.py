@@ -43,9 +43,9 @@ SMALL = {
 
 def small_case(kind="eval", program=CompiledProgram.STEP, **settings) -> Case:
     """A Llama with two small layers on 8 devices of v4."""
-    hf_config = {**read_config("configs/models/llama-3.1-8b.json", None), **SMALL}
+    hf_config = {**read_config("llama-3.1-8b", None), **SMALL}
     values = {
-        "model.config": "configs/models/llama-3.1-8b.json",
+        "model.config": "llama-3.1-8b",
         "hardware.slice": "v4-16",
         "mesh.data": 4,
         "mesh.model": 2,
@@ -91,8 +91,8 @@ def test_evaluation_of_405b_on_v4_256():
 
 def test_sharded_positions():
     """Splash attention gathers keys and values of all positions in every layer, as planned, and nothing else moves."""
-    hf_config = {**read_config("configs/models/llama-3.1-8b.json", None), **SMALL}
-    arguments = ["--model.config=configs/models/llama-3.1-8b.json", "--hardware.slice=v4-16", "--workload.batch=4"]
+    hf_config = {**read_config("llama-3.1-8b", None), **SMALL}
+    arguments = ["--model.config=llama-3.1-8b", "--hardware.slice=v4-16", "--workload.batch=4"]
     pins = ["--workload.position=1024", "--pin", "position=replica", "mesh.replica=2"]
     model = build_model(hf_config, 1024)
     plan = make_plan(configuration.parse_config([*arguments, *pins]), model)
@@ -108,9 +108,9 @@ def test_sharded_positions():
 @pytest.mark.whole
 def test_sharded_positions_in_training():
     """The compiler transfers as many bytes of keys, values and heads as the plan predicts, in both passes."""
-    hf_config = {**read_config("configs/models/llama-3.1-8b.json", None), **SMALL}
+    hf_config = {**read_config("llama-3.1-8b", None), **SMALL}
     model = build_model(hf_config, 1024)
-    arguments = ["--model.config=configs/models/llama-3.1-8b.json", "--hardware.slice=v4-16", "--workload.batch=4"]
+    arguments = ["--model.config=llama-3.1-8b", "--hardware.slice=v4-16", "--workload.batch=4"]
     config = configuration.parse_config([*arguments, "--workload.position=1024", "--workload.kind=train"])
     gathered = {"replica": 4, "data": 2, "model": 1}, ["replica"], AttentionPlan("all_gather", ring=4)
     hybrid = {"replica": 2, "data": 2, "model": 2}, ["replica", "model"], AttentionPlan("hybrid", 2, 2)
@@ -274,8 +274,8 @@ def test_plans_of_another_model_and_of_other_settings_are_refused(tmp_path):
     small_case().plan.save(str(plan))
     for extra, message in (
         (
-            ["--model.config=configs/models/llama-3.1-70b.json"],
-            "the plan is for configs/models/llama-3.1-8b.json with ",
+            ["--model.config=llama-3.1-70b"],
+            "the plan is for llama-3.1-8b with ",
         ),
         (["--workload.batch=16"], "workload.batch is 16, plan "),
         (["--mesh.model=8"], "mesh.model is 8, plan "),

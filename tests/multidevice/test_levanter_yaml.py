@@ -3,7 +3,6 @@
 import json
 import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import draccus
 import equinox as eqx
@@ -23,12 +22,12 @@ from levanter.trainer import Trainer, TrainerConfig
 
 from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.levanter_config.writer import trainer_yaml
+from shardplan.model.bundled_configs import BUNDLED
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 
 OPTIMIZER = optax.sgd(0.1)
-MODELS = Path("configs/models")
 USE_CLASS = "# Use this class instead of TrainerConfig:\n"
 
 
@@ -37,10 +36,9 @@ def shrunken_config(make_config, tmp_path):
     """Make a configuration for a published model with two layers, or for a golden one."""
 
     def make(model, **overrides):
-        path = MODELS / f"{model}.json"
-        if not path.exists():
+        if model not in BUNDLED:
             return make_config(model_ref=f"tests/golden/data/{model}", **overrides)
-        config = json.loads(path.read_text()) | {"num_hidden_layers": 2}
+        config = json.loads(BUNDLED[model].read_text()) | {"num_hidden_layers": 2}
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config))
         return make_config(model_config=path, **overrides)

@@ -15,7 +15,7 @@ from shardplan.search.make_plan import make_plan
 from shardplan.verify.cache import CODE, SEQUENCE_CODE, normalize_code
 from shardplan.verify.select_cases import build_cases
 
-LLAMA = ["--model.config=configs/models/llama-3.1-8b.json", "--hardware.slice=v5p-16", "--workload.position=1024"]
+LLAMA = ["--model.config=llama-3.1-8b", "--hardware.slice=v5p-16", "--workload.position=1024"]
 
 
 def load(*arguments):
@@ -31,7 +31,7 @@ def test_every_set_of_options_and_every_comparison_is_a_case(tmp_path):
     """A plan file, a configuration and a Levanter trainer keep their own batch and take the program of this one."""
     make_plan(load("--workload.batch=16")).save(str(tmp_path / "plan.json"))
     (tmp_path / "other.yaml").write_text(
-        "model: {config: configs/models/llama-3.1-8b.json}\nhardware: {slice: v4-16}\nworkload: {batch: 24}\n"
+        "model: {config: llama-3.1-8b}\nhardware: {slice: v4-16}\nworkload: {batch: 24}\n"
     )
     trainer = {"model_axis_size": 4, "train_batch_size": 32, "mp": "p=f32,c=bf16", "axis_resources": {"mlp": "model"}}
     (tmp_path / "levanter.yaml").write_text(json.dumps({"trainer": trainer}))
@@ -64,7 +64,7 @@ def test_a_plan_alone_is_a_complete_configuration(tmp_path):
     config, given = load_given_plan(parse_config([f"--plan={path}"]))
     assert given == plan
     assert (config.hardware.slice, config.workload.batch, config.workload.kind) == ("v5p-16", 16, "train")
-    assert config.model.config == "configs/models/llama-3.1-8b.json"
+    assert config.model.config == "llama-3.1-8b"
     assert make_plan(config).param_mapping == plan.param_mapping
     with pytest.raises(ConfigError, match=r"workload.batch is 24, plan .* has 16; leave it out, or plan again"):
         load_given_plan(parse_config([f"--plan={path}", "--workload.batch=24"]))

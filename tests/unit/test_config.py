@@ -39,10 +39,16 @@ def test_text_on_the_command_line_stays_text():
     assert parse_config(["--model.ref=x", "--data.path=null"], EvalCommand).data.path is None
 
 
-def test_hyphens_and_a_model_by_its_file():
-    loaded = parse_config(["--model", "configs/models/llama-3.1-8b.json", "--what-if"], PlanCommand)
-    assert loaded.model.config == "configs/models/llama-3.1-8b.json" and loaded.what_if
-    assert parse_config(["--model=org/model"]).model.ref == "org/model"
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        ("llama-3.1-8b", "config"), ("a/config.json", "config"), ("org/model", "ref"), ("gs://bucket/model", "ref"),
+        ("tests", "ref"),
+    ],
+)  # fmt: skip
+def test_hyphens_and_a_model_by_its_file(model, key):
+    loaded = parse_config(["--model", model, "--what-if"], PlanCommand)
+    assert getattr(loaded.model, key) == model and loaded.what_if
 
 
 def test_what_was_set_is_known():

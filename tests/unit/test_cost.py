@@ -48,7 +48,7 @@ def test_all_gather_within_a_slice_uses_links_only():
 @pytest.mark.parametrize(("kind", "factor"), [("eval", 1), ("train", 3)])
 def test_model_flops_of_a_step(kind, factor):
     """Two FLOPs per weight and token (the embedding is a lookup), and the causal half of attention's two matmuls."""
-    model = build_model(read_config("configs/models/llama-3.1-405b.json", None), 4096)
+    model = build_model(read_config("llama-3.1-405b", None), 4096)
     tokens, layers, width = 16 * 4096, 126, 16384
     weights = 405_853_388_800 - 128256 * width - 253 * width
     expected = 2 * tokens * weights + 2 * tokens * 4097 * width * layers  # a token attends to itself too
@@ -58,7 +58,7 @@ def test_model_flops_of_a_step(kind, factor):
 
 def test_model_flops_count_only_the_routed_experts():
     """Mixtral routes each token to 2 of 8 experts."""
-    model = build_model(read_config("configs/models/mixtral-8x7b.json", None), 1024)
+    model = build_model(read_config("mixtral-8x7b", None), 1024)
     tokens, embed, layers = 4 * 1024, 4096, 32
     attention = embed * (32 + 8 + 8 + 32) * 128
     weights = layers * (attention + 2 * 3 * embed * 14336 + 8 * embed) + 32000 * embed
@@ -72,7 +72,7 @@ def test_model_flops_count_only_the_routed_experts():
 def test_live_rows_of_experts(kind, without_freeing, with_freeing):
     """Mixtral, 64 sequences: compiled for tpu7x-64 on mesh 32 x 1 x 2, seven arrays of 2 x 64 x 4096 rows were live at
     the peak of training, and their copies by token; for v5p-64 they were freed before. In the forward pass two are."""
-    model = build_model(read_config("configs/models/mixtral-8x7b.json", None), 4096)
+    model = build_model(read_config("mixtral-8x7b", None), 4096)
     step = plan_step(model, Workload(kind, 64, 4096, "float32", "bfloat16"))
     rows = (((None, 2 * 64 * 4096),), (("embed", 4096),))
 
@@ -94,7 +94,7 @@ def test_matmuls_are_padded_to_tiles():
 def test_matmuls_of_experts():
     """Each row of Mixtral is multiplied by one expert. For the gradient of a parameter every expert multiplies all
     rows, most of them zeros. A matrix-vector product adds up the results of a token's two experts."""
-    model = build_model(read_config("configs/models/mixtral-8x7b.json", None), 1024)
+    model = build_model(read_config("mixtral-8x7b", None), 1024)
     step = plan_step(model, Workload("train", 4, 1024, "bfloat16", "bfloat16"))
     assignment = ShardingAssignment({}, {}, {}, step.merged_axes, step.activation_axes)
     contractions = [task for task in step.tasks if task.kind == TaskKind.CONTRACTION]

@@ -77,7 +77,7 @@ def test_an_evaluation_names_the_variable(variables, checkpoint, tmp_path):
     ("argv", "platform"),
     [
         (["plan"], "cpu"),
-        (["plan", "--lint=missing.yaml", "--model=configs/models/llama-3.1-8b.json"], "cpu"),
+        (["plan", "--lint=missing.yaml", "--model=llama-3.1-8b"], "cpu"),
         (["verify"], "cpu"),
         (["checkpoint", "--schedule"], "cpu"),
         (["eval", "--dry_run"], "cpu"),

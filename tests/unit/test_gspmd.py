@@ -137,7 +137,7 @@ def test_lookups_in_a_sharded_table():
 
 
 def test_keys_and_values_of_other_positions():
-    model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}, 1024)
+    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 2}, 1024)
     llama = plan_step(model, Workload("eval", 4, 1024, "bfloat16", "bfloat16"))
     compute = {"position": ("data",)}
     assignment = ShardingAssignment({"data": 4}, compute, {}, llama.merged_axes, llama.activation_axes)
@@ -168,7 +168,7 @@ def test_keys_and_values_of_other_positions():
 @pytest.mark.parametrize("by_model", [1, 4])
 def test_task_costs_add_up_to_the_cost_of_a_strategy(strategy, ulysses, ring, kind, by_model):
     """Received bytes and computed scores, matmul by matmul, are those by which `auto` chooses a strategy."""
-    model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 1}, 8192)
+    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 1}, 8192)
     llama = plan_step(model, Workload("eval", 2, 8192, "bfloat16", "bfloat16"))
     sizes = {"replica": ring, "data": ulysses} if strategy == "hybrid" else {"replica": 1, "data": 8}
     along = tuple(axis for axis, size in sizes.items() if size > 1)
@@ -210,7 +210,7 @@ FLOAT32 = 2
 )
 def test_attention_of_a_training_step(strategy, ulysses, ring, moved):
     """Bytes are as the TPU compiler has them: tests/compiler/test_verify.py."""
-    model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 1}, 4096)
+    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 1}, 4096)
     llama = plan_step(model, Workload("train", 2, 4096, "bfloat16", "bfloat16"))
     sizes = {"replica": ring, "data": ulysses} if strategy == "hybrid" else {"replica": 4, "data": 1}
     compute = {"position": tuple(axis for axis, size in sizes.items() if size > 1)}

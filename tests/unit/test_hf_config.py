@@ -50,8 +50,16 @@ def test_unreadable_files_are_rejected(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError):
             read_config(str(path), None)
-    with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
-        read_config(str(tmp_path / "none.json"), None)
+    with pytest.raises(ConfigError, match=r"llama-3.1-8.json is no bundled model, .* did you mean 'llama-3.1-8b'\?"):
+        read_config(str(tmp_path / "llama-3.1-8.json"), None)
+
+
+def test_a_bundled_model_by_its_name(tmp_path, monkeypatch):
+    """A file of the same name, as of any other, wins."""
+    assert read_config("llama-3.1-8b", None)["num_hidden_layers"] == 32
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-3.1-8b").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
+    assert read_config("llama-3.1-8b", None)["num_hidden_layers"] == 2
 
 
 def test_rope_parameters_of_transformers_5(golden, tmp_path):

@@ -44,7 +44,7 @@ CONFIG = "--config=configs/8b.yaml"
 MISTAKES = {
     "slice": ("plan", CONFIG, "--hardware.slice=v4-257"),
     "key": ("verify", CONFIG, "--workload.bacth=4"),
-    "config.json": ("plan", CONFIG, "--model.config=configs/models/llama-3.1-8c.json"),
+    "config.json": ("plan", CONFIG, "--model.config=llama-3.1-8c"),
     "checkpoint": ("checkpoint", "--schedule", "--model=lama"),
     "plan": ("plan", "--plan=missing.json"),
     "json": ("plan", CONFIG, "--json=."),

@@ -1,7 +1,7 @@
 """`levanter_yaml`: plans that Levanter's trainer section alone can express, and what rules them out."""
 
 import pytest
-from conftest import ROOT, run
+from conftest import run
 
 from shardplan.config import parse_config
 from shardplan.errors import InfeasibleError
@@ -14,7 +14,7 @@ from shardplan.search.reasons import LEVANTER_YAML
 
 
 def config_of(model, *arguments):
-    return parse_config([f"--model.config={ROOT}/configs/models/{model}.json", *arguments])
+    return parse_config([f"--model.config={model}", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_batch_that_yaml_cannot_shard(llama_model):
 
 
 def test_commands_take_the_switch(tmp_path):
-    argv = [f"--model.config={ROOT}/configs/models/llama-3.1-8b.json", "--hardware.slice=v4-64"]
+    argv = ["--model.config=llama-3.1-8b", "--hardware.slice=v4-64"]
     path = tmp_path / "plan.json"
     done = run("eval", *argv, "--levanter_yaml", "--dry_run", "--json", path)
     assert done.returncode == 0, done.stderr

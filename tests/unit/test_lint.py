@@ -16,9 +16,10 @@ from shardplan.levanter_config.levanter_file import read_sections
 from shardplan.levanter_config.model_section import ATTENTION_BACKENDS, ModelSection, parse_model_section
 from shardplan.levanter_config.trainer_section import OTHER_KEYS
 from shardplan.lint.lint import assumptions, lint_trainer, target_of
+from shardplan.model.hf_config import read_config
 
 ROOT = Path(__file__).parents[2]
-LLAMA = ROOT / "configs" / "models" / "llama-3.1-8b.json"
+LLAMA = "llama-3.1-8b"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_unknown_axis_without_a_similar_name(lint_8b):
 def test_axes_that_only_activations_have(model, axis, what):
     from shardplan import config
 
-    argv = [f"--model.config={ROOT}/configs/models/{model}.json", "--hardware.slice=v4-16"]
+    argv = [f"--model.config={model}", "--hardware.slice=v4-16"]
     result = lint_trainer({"mp": "bf16", "axis_resources": {axis: "data"}}, target_of(config.parse_config(argv)))
     if what is None:
         assert only(result.findings, "unknown axis").text.endswith("so mapping it has no effect")
@@ -252,7 +253,7 @@ def test_levanter_rounds_the_vocabulary_up(tmp_path):
     from shardplan import config
 
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(LLAMA.read_text()), "vocab_size": 50257}))
+    path.write_text(json.dumps({**read_config(LLAMA, None), "vocab_size": 50257}))
 
     def lint_odd(trainer, kind):
         argv = [f"--model.config={path}", "--hardware.slice=v4-16", "--workload.batch=16"]

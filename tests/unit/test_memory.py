@@ -62,7 +62,7 @@ def test_memory_of_prefetched_weights():
 
 def test_rows_of_experts_in_float32():
     """A kernel that writes float32 needs four more bytes for every number of the result that it computes."""
-    config = {**read_config("configs/models/mixtral-8x7b.json", None), "num_hidden_layers": 2}
+    config = {**read_config("mixtral-8x7b", None), "num_hidden_layers": 2}
     mixtral = plan_step(build_model(config, 1024), Workload("eval", 8, 1024, "bfloat16", "bfloat16"))
     mapping = {"mlp": ("model",), "vocab": ("model",)}
     assignment = ShardingAssignment({"model": 16}, mapping, mapping, mixtral.merged_axes, mixtral.activation_axes)
@@ -81,7 +81,7 @@ def test_summed_rows_of_experts_in_float32():
 
     If rows are not freed, they are live until then; if they are, the tokens are live from which rows are looked up.
     """
-    config = {**read_config("configs/models/mixtral-8x7b.json", None), "num_hidden_layers": 2}
+    config = {**read_config("mixtral-8x7b", None), "num_hidden_layers": 2}
     mixtral = plan_step(build_model(config, 1024), Workload("train", 8, 1024, "float32", "bfloat16"))
     mapping = {"mlp": ("model",)}
     assignment = ShardingAssignment({"model": 16}, mapping, mapping, mixtral.merged_axes, mixtral.activation_axes)
@@ -108,7 +108,7 @@ def test_summed_rows_of_experts_in_float32():
 @pytest.mark.parametrize(("name", "times"), [("adamw", 2), ("lion", 1), ("sgd", 0), ("adafactor", 0)])
 def test_memory_of_optimizers(name, times):
     """Moments have the parameters' sizes; Adafactor has a row and a column for every matrix."""
-    config = {**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}
+    config = {**read_config("llama-3.1-8b", None), "num_hidden_layers": 2}
     workload = Workload("train", 8, 1024, "float32", "bfloat16", optimizer=name)
     llama = plan_step(build_model(config, 1024), workload)
     assignment = ShardingAssignment(
@@ -133,7 +133,7 @@ def test_optimizers_that_cannot_be_planned():
 
 def test_masks_are_not_live_while_training():
     """The loop over layers takes masks, but kernels compute them from positions. Tables of angles are live."""
-    model = build_model({**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}, 8192)
+    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 2}, 8192)
     llama = plan_step(model, Workload("train", 1, 8192, "bfloat16", "bfloat16"))
     live = [each.array for point in llama.points for each in point if each.role == BufferRole.LIVE]
     assert not any(array.factors.count((None, 8192)) == 2 for array in live)
@@ -143,7 +143,7 @@ def test_masks_are_not_live_while_training():
 @pytest.mark.parametrize("checkpointing", ["default", "save_all"])
 def test_activations_that_training_saves_in_every_layer(checkpointing):
     """With checkpointing these are the residual stream; else everything that the backward pass reads."""
-    config = {**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 8}
+    config = {**read_config("llama-3.1-8b", None), "num_hidden_layers": 8}
     llama = plan_step(
         build_model(config, 4096),
         Workload("train", 8, 4096, "bfloat16", "bfloat16", gradient_checkpointing=checkpointing),

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from conftest import ROOT, fails, run
+from conftest import fails, run
 
-ARGUMENTS = [f"--model.config={ROOT}/configs/models/llama-3.1-8b.json", "--workload.batch=16"]
+ARGUMENTS = ["--model.config=llama-3.1-8b", "--workload.batch=16"]
 
 
 def test_slices_of_a_generation(tmp_path):

@@ -18,7 +18,7 @@ from shardplan.report.tables import console, print_plan, spec_text
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 
-LLAMA = "configs/models/llama-3.1-8b.json"
+LLAMA = "llama-3.1-8b"
 
 
 @pytest.fixture

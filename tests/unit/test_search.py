@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,6 @@ from shardplan.search.search_configuration import search_configuration
 from shardplan.search.space import METHOD, METHODS, Space, mesh_shapes
 from shardplan.search.subproblem.mesh_subproblem import enumerate_subproblems
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 MAX_POINTS = 500
 """Points of a space that brute force evaluates at most: most spaces have fewer, the others would dominate the time."""
 
@@ -194,9 +192,7 @@ def test_search_equals_brute_force(space, tightness, keep):
 @pytest.mark.parametrize("pin", [(), ("mlp=data",), ("heads=replica", "mlp=model+data")], ids=str)
 def test_subproblems_take_no_less_than_their_bounds(make_config, pin):
     """The bounds by which the search skips subproblems hold for matmuls that fill the matrix unit, and with pins."""
-    config = make_config(
-        model_config=CONFIGS / "models" / "llama-3.1-70b.json", hardware_slice="v5p-64", workload_batch=8
-    )
+    config = make_config(model_config="llama-3.1-70b", hardware_slice="v5p-64", workload_batch=8)
     config = dataclasses.replace(config, pin=pin)
     space = search_configuration(config, model_from_config(config), 1).ranked[0].candidate.space
     reached = 0
@@ -235,7 +231,7 @@ def test_where_nothing_fits_the_smallest_is_named(space):
 def plan_of(make_config, name, slice_name, batch=16, **overrides):
     return make_plan(
         make_config(
-            model_config=CONFIGS / "models" / f"{name}.json",
+            model_config=name,
             hardware_slice=slice_name,
             workload_batch=batch,
             workload_position=4096,
@@ -285,7 +281,7 @@ def test_memory_parts_add_up_and_the_plan_round_trips(make_config):
 
 def test_positions_are_sharded_if_that_is_faster(make_config):
     """With one sequence, only sharding it distributes norms and other elementwise work over devices."""
-    config = {"model_config": CONFIGS / "models" / "llama-3.1-8b.json", "hardware_slice": "v5e-64", "workload_batch": 1}
+    config = {"model_config": "llama-3.1-8b", "hardware_slice": "v5e-64", "workload_batch": 1}
     model = build_model(read_config(str(config["model_config"]), None), 4096)
     plan = make_plan(make_config(**config, workload_position=4096), model)
     assert plan.compute_mapping["position"] and plan.attention.strategy == "all_gather"
@@ -298,7 +294,7 @@ def test_positions_are_sharded_if_that_is_faster(make_config):
 
 def test_gathered_keys_and_values_count_as_activations(make_config):
     config = make_config(
-        model_config=CONFIGS / "models" / "llama-3.1-8b.json", hardware_slice="v5e-64", workload_batch=1,
+        model_config="llama-3.1-8b", hardware_slice="v5e-64", workload_batch=1,
         workload_position=65536,
     )  # fmt: skip
     gathered, resharded = (
@@ -353,7 +349,7 @@ def test_unusable_configurations(make_config, overrides, error, message):
         make_plan(
             make_config(
                 **{
-                    "model_config": CONFIGS / "models" / "llama-3.1-8b.json",
+                    "model_config": "llama-3.1-8b",
                     "hardware_slice": "v4-64",
                     "workload_batch": overrides.pop("batch"),
                     "workload_position": 4096,

@@ -16,7 +16,7 @@ from shardplan.step import specialize
 
 @pytest.fixture(scope="module")
 def model():
-    hf_config = {**read_config("configs/models/llama-3.1-8b.json", None), "num_hidden_layers": 2}
+    hf_config = {**read_config("llama-3.1-8b", None), "num_hidden_layers": 2}
     return build_model(hf_config, 1024)
 
 
@@ -41,7 +41,7 @@ def model():
 )
 def test_attention_backend(model, make_config, slice_name, position, mapping, backend):
     config = make_config(
-        model_config="configs/models/llama-3.1-8b.json",
+        model_config="llama-3.1-8b",
         hardware_slice=slice_name,
         workload_position=position,
         workload_batch=8,
@@ -57,9 +57,7 @@ def test_attention_backend(model, make_config, slice_name, position, mapping, ba
 
 
 def test_edited_plan_with_an_impossible_kernel(model, make_config):
-    config = make_config(
-        model_config="configs/models/llama-3.1-8b.json", hardware_slice="v4-16", workload_position=1024
-    )
+    config = make_config(model_config="llama-3.1-8b", hardware_slice="v4-16", workload_position=1024)
     plan = plan_given_mappings(config, model, {"replica": 1, "data": 2, "model": 4}, {"kv_head": ["model"]}, {})
     assert plan.attention.kernel == "splash"
     edited = dataclasses.replace(plan, compute_mapping={"position": ["model"]})
@@ -72,7 +70,7 @@ def test_edited_plan_with_an_impossible_kernel(model, make_config):
 @pytest.mark.parametrize("name", ["default", "nested", "offload", "recompute", "save_all"])
 def test_gradient_checkpointing(model, make_config, name):
     config = make_config(
-        model_config="configs/models/llama-3.1-8b.json",
+        model_config="llama-3.1-8b",
         hardware_slice="v5p-16",
         workload_kind="train",
         workload_gradient_checkpointing=name,

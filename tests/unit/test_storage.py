@@ -13,7 +13,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from shardplan.errors import CheckpointError, ConfigError
-from shardplan.storage import objects, open_folder, read_bytes
+from shardplan.storage import hub, objects, open_folder, read_bytes
 from shardplan.storage.filesystem import FilesystemFolder
 from shardplan.storage.hub import HubFolder
 from shardplan.storage.local import LocalFolder
@@ -218,6 +218,20 @@ def test_hub_cache(tmp_path, monkeypatch):
         open_folder("org/other@v2").open("a.bin")
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch):
+    """huggingface_hub would sleep and try again; `time.sleep` fails here, and so would that."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("the hub is asked again"))
+    hub._is_reachable.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"check the spelling and the network, .* bundled model"):
+            open_folder("org/model").open("config.json")
+    finally:
+        hub._is_reachable.cache_clear()
+
+
 def test_hub_ranges(tmp_path, monkeypatch):
     """Ranges of a large file outside of the cache are fetched, at the commit of the first file."""
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -228,10 +242,10 @@ def test_hub_ranges(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     folder = open_folder(f"org/model@{commit}")
     assert folder.open("config.json")
-    hub = fsspec.filesystem("memory")
-    hub.pipe_file(f"/org/model@{commit}/model.safetensors", bytes(range(200)))
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file(f"/org/model@{commit}/model.safetensors", bytes(range(200)))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda **options: hub)
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda **options: memory)
     file = folder.open("model.safetensors")
     assert (file.name, file.size, file.version) == (f"hf://org/model@{commit}/model.safetensors", 200, commit)
     buffer = bytearray(5)

@@ -73,7 +73,7 @@ def test_a_verdict_that_fits(plan):
     text = printed(print_verdict, "this plan", plan, FITS)
     for part in (
         "this plan: fits v5p-16: 3.00 of 4.00 GiB per device, 1.00 GiB free\n2 s a step, ",
-        "eval of configs/models/llama-3.1-8b.json, mesh replica 1 x data 8 x model 1, attention splash; libtpu 1.2.3",
+        "eval of llama-3.1-8b, mesh replica 1 x data 8 x model 1, attention splash; libtpu 1.2.3",
         "arguments 2.00, temporaries 1.00, output 0.00 GiB; the plan predicted",
         "module.weight[0:2]",
         "core 1.5 s, waiting for transfers 0.5 s; the plan's estimate is",

@@ -32,7 +32,7 @@ from shardplan.verify.verdict import Buffer, CollectiveForm, CompiledCollective
 
 WIDTHS = (80, 120)
 GIB = 2**30
-LARGE = ["--model.config=configs/models/llama-3.1-405b.json", "--workload.batch=16", "--workload.position=4096"]
+LARGE = ["--model.config=llama-3.1-405b", "--workload.batch=16", "--workload.position=4096"]
 ONLY_NARROW = {"(the", "end", "of", "each", "path)", "GiB", "-", "+"}
 """Words of narrow forms that the full form does not have."""
 GATE = "module.transformer.layers.stacked.mlp.gate_proj.weight"
@@ -198,7 +198,7 @@ def test_answers(plan):
 def test_schedule(plan):
     arrays = [ArrayForecast(p.path, p.bytes_per_device, 128, 16384, "all-gather, all-to-all") for p in plan.parameters]
     volumes = {process: ReadVolume(GIB, 4096) for process in range(32)}
-    forecast = Forecast("configs/models/llama-3.1-405b.json", 32 * GIB, 6.25e9, volumes, arrays)
+    forecast = Forecast("llama-3.1-405b", 32 * GIB, 6.25e9, volumes, arrays)
     for text in assert_readable(print_forecast, forecast, plan).values():
         assert text.startswith("32 processes read 1.00 to 1.00 GiB each, in 4096 to 4096 ranges;")
 

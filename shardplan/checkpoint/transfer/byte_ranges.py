@@ -62,7 +62,12 @@ class Runs:
 
 def find_runs(piece: Piece, itemsize: int) -> Runs:
     """Find the runs of a piece of a tensor with elements of `itemsize` bytes."""
-    dimensions = sorted((k, n) for n, k in zip(piece.shape, piece.strides, strict=True) if n > 1 and k)
+    return _find_runs(piece.shape, piece.strides, itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _find_runs(shape: Shape, strides: Shape, itemsize: int) -> Runs:
+    dimensions = sorted((k, n) for n, k in zip(shape, strides, strict=True) if n > 1 and k)
     run = 1
     while dimensions and (dimensions[0][0] - run) * itemsize <= GAP_BYTES:
         stride, count = dimensions.pop(0)
