@@ -110,7 +110,7 @@ def planned_case(label: str, config: PlanConfig) -> Case:
     """The plan as a case to compile; if none fits, the plan with the smallest peak memory."""
     hf_config, built = build(config)
     plan = make_plan(config, built, nearest_miss=True)
-    return Case(label, plan, built, hf_config, options=plan.compiler_options)
+    return Case(label, plan, hf_config, options=plan.compiler_options)
 
 
 def build(config: PlanConfig) -> tuple[dict, Model]:
@@ -271,7 +271,7 @@ def regret(jobs: int | None, only: str) -> str:
         hf_config, built = build(config)
         plans = rank_plans(config, 1 + ALTERNATIVES, built)
         cases = [
-            Case(f"{text} {i} {mesh(plan)}", plan, built, hf_config, options=plan.compiler_options)
+            Case(f"{text} {i} {mesh(plan)}", plan, hf_config, options=plan.compiler_options)
             for i, plan in enumerate(plans)
         ]
         times = [result.step_seconds if result.fits else math.inf for result in compile_cases(cases, jobs)]
@@ -291,7 +291,7 @@ def usual(jobs: int | None) -> str:
     by_hand = plan_given_mappings(config, built, {"replica": 1, "data": 16, "model": 8}, compute, params)
     plan = make_plan(config, built)
     cases = [
-        Case(label, each, built, hf_config, options=options)
+        Case(label, each, hf_config, options=options)
         for label, each, options in (
             ("usual, default options", by_hand, {}),
             ("usual, the plan's options", by_hand, plan.compiler_options),
@@ -341,7 +341,7 @@ def experts(jobs: int | None, only: str) -> str:
             compute |= {axis: ["model"] for axis in ("mlp", "heads", "kv_head", "vocab")}
         by_hand = best_step(config, built, shape, compute, {**compute, "embed": data_axes})
         cases = [
-            Case(f"{model} {slice_name} {name}", p, built, hf_config, options=p.compiler_options)
+            Case(f"{model} {slice_name} {name}", p, hf_config, options=p.compiler_options)
             for name, p in (("expert", by_hand), ("plan", plan))
         ]
         expert, mine = compile_cases(cases, jobs)

@@ -48,7 +48,7 @@ def prompt_table(jobs: int | None) -> str:
                 replace(config, workload=replace(config.workload, position=position)),
                 model, plan.mesh, plan.compute_mapping, plan.param_mapping, plan.attention,
             )  # fmt: skip
-            cases.append(Case(f"{name} {position}", shorter, model, hf_config, options=plan.compiler_options))
+            cases.append(Case(f"{name} {position}", shorter, hf_config, options=plan.compiler_options))
         previous: tuple[int, int] | None = None
         for case, verdict in zip(cases, verify(cases, CompilerConfig(jobs=jobs)), strict=True):
             assert verdict.memory and verdict.time, verdict.reason

@@ -31,6 +31,7 @@ from shardplan.cost.roofline import TaskSeconds, compute_seconds, step_tasks
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.generations import GENERATIONS
+from shardplan.model.registry import build_model
 from shardplan.plan.mapping import as_tuples
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import Step, Task
@@ -127,14 +128,14 @@ def make_case(text: str, generation: str) -> Case:
     compute |= {axis: ["model"] for axis in TENSOR_PARALLEL if mesh["model"] > 1}
     params = {axis: [*compute.get(axis, ()), *mesh_axes] for axis, mesh_axes in STORED[stored].items()}
     plan = plan_given_mappings(config, built, mesh, compute, {**compute, **params})
-    return Case(f"{slice_name} {text}", plan, built, hf_config, options=plan.compiler_options)
+    return Case(f"{slice_name} {text}", plan, hf_config, options=plan.compiler_options)
 
 
 def observe(case: Case, verdict: Verdict) -> Observation:
     """The planner's inputs for `case`, with the measurements of its verdict."""
     assert verdict.memory and verdict.time
     plan = case.plan
-    step = plan_step(case.model, plan.workload.resolve())
+    step = plan_step(build_model(case.hf_config, plan.workload.position), plan.workload.resolve())
     compute, params = as_tuples(plan.compute_mapping), as_tuples(plan.param_mapping)
     assignment = ShardingAssignment(plan.mesh, compute, params, step.merged_axes, step.activation_axes)
     hardware = parse_slice(plan.hardware.slice)

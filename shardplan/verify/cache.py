@@ -1,4 +1,4 @@
-"""Where the results of compiles are kept: files named by a digest of everything that decides what is compiled."""
+"""Where the results of compiles are kept: files named by a digest of everything that decides what is in them."""
 
 import ast
 import hashlib
@@ -6,11 +6,13 @@ import json
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import shardplan
 from shardplan.plan.attention_plan import Strategy
 from shardplan.verify.case import Case
 from shardplan.verify.compiled import Compiled, package_versions
+from shardplan.verify.model_facts import ModelFacts
 
 CODE = (
     "hardware/*", "runtime/devices", "model/forward", "model/hf_config", "model/inspect", "model/levanter_compat",
@@ -19,6 +21,8 @@ CODE = (
 """Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
 SEQUENCE_CODE = ("attention/**/*", "positions/*")
 """Further such modules, used if the plan shards positions."""
+FACTS_CODE = ("cost/*", "model/*", "positions/*", "program/*", "verify/model_facts")
+"""Modules that make the facts about a model, see `shardplan.verify.model_facts`."""
 
 
 def digest(case: Case) -> str:
@@ -36,7 +40,26 @@ def digest(case: Case) -> str:
         "versions": package_versions(),
         "code": code_digest(CODE if plan.attention.strategy == Strategy.NONE else (*CODE, *SEQUENCE_CODE)),
     }
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+    return _sha256(decisive)
+
+
+def facts_digest(case: Case) -> str:
+    """SHA-256 of what decides the facts about the model of `case`, and that the plan is for this model."""
+    plan = case.plan
+    decisive = {
+        "hf_config": case.hf_config,
+        "axes": plan.model.axes,
+        "workload": vars(plan.workload),
+        "attention": vars(plan.attention),
+        "program": case.program,
+        "versions": package_versions(),
+        "code": code_digest(FACTS_CODE),
+    }
+    return _sha256(decisive)
+
+
+def _sha256(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @cache
@@ -72,9 +95,14 @@ def cache_path(case: Case, folder: str | None) -> Path | None:
     return None if folder is None else Path(folder).expanduser() / f"{digest(case)[:32]}.json.gz"
 
 
-def store(compiled: Compiled, path: Path) -> None:
-    """Write `compiled` to `path` in one step, so that no reader sees half of it."""
+def facts_path(case: Case, folder: str | None) -> Path | None:
+    """The file that keeps the facts about the model of `case`; None without a cache folder."""
+    return None if folder is None else Path(folder).expanduser() / f"{facts_digest(case)[:32]}.json"
+
+
+def store(value: Compiled | ModelFacts, path: Path) -> None:
+    """Write `value` to `path` in one step, so that no reader sees half of it."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
         pass
-    compiled.save(Path(part.name))
+    value.save(Path(part.name))
     Path(part.name).replace(path)

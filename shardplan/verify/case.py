@@ -1,10 +1,9 @@
-"""One program for the compiler: a plan, its model, and the compiler options."""
+"""One program for the compiler: a plan, the configuration of its model, and the compiler options."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardplan.config.sections import CompiledProgram
-from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.verify.verdict import ProgramKind
 
@@ -15,8 +14,8 @@ class Case:
 
     label: str
     plan: Plan
-    model: Model
     hf_config: dict[str, Any]
+    """The config.json of the model."""
     program: CompiledProgram = CompiledProgram.STEP
     options: dict[str, str] = field(default_factory=dict)
     """Compiler options."""

@@ -3,17 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardplan.cost.roofline import model_flops
 from shardplan.hardware import GIB, parse_slice
-from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
-from shardplan.positions.sequence_layout import attended_fraction
 from shardplan.verify.compiled import Compiled
 from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.module import HloError, Module
 from shardplan.verify.hlo.parser import parse
 from shardplan.verify.hlo.peak_buffers import hbm_buffers, hbm_bytes
 from shardplan.verify.hlo.timing import Timing, model_step
+from shardplan.verify.model_facts import ModelFacts
 from shardplan.verify.verdict import (
     Buffer,
     CollectiveForm,
@@ -36,7 +34,7 @@ MAX_NAMED_BUFFERS = 3
 
 
 def read_verdict(
-    compiled: Compiled, plan: Plan, model: Model, program: ProgramKind, options: Mapping[str, str]
+    compiled: Compiled, plan: Plan, facts: ModelFacts, program: ProgramKind, options: Mapping[str, str]
 ) -> Verdict:
     """The verdict on `compiled`, one program of `plan`."""
     available = int(plan.hardware.hbm_gib * GIB)
@@ -51,7 +49,7 @@ def read_verdict(
         memory = CompiledMemory(**compiled.memory, available=available, buffers=buffers[:MAX_ROWS])
         values |= {"outcome": Outcome.FITS, "reason": None, "memory": memory}
         if module is not None:
-            values |= _time_fields(module, compiled, plan, model, program)
+            values |= _time_fields(module, compiled, plan, facts)
     else:
         values |= _failure_fields(compiled, module, buffers, available)
     return Verdict(
@@ -82,18 +80,14 @@ def _failure_fields(compiled: Compiled, module: Module | None, buffers: list[Buf
     }
 
 
-def _time_fields(module: Module, compiled: Compiled, plan: Plan, model: Model, program: ProgramKind) -> dict[str, Any]:
+def _time_fields(module: Module, compiled: Compiled, plan: Plan, facts: ModelFacts) -> dict[str, Any]:
     """Fields of the verdict on a program that fits: its collectives and its modelled time."""
-    hardware, workload = parse_slice(plan.hardware.slice), plan.workload
+    hardware = parse_slice(plan.hardware.slice)
     network = Network(plan.mesh, hardware, compiled.slices)
     try:
-        layout = plan.attention.sequence_layout(workload.position)
-        causal = attended_fraction(layout, model.pattern, plan.attention.gathers_keys)
-        timing = model_step(module, network, hardware, causal)
+        timing = model_step(module, network, hardware, facts.attended_fraction)
     except HloError as error:
         return {"not_understood": {Omission(OmissionKind.MODULE_STRUCTURE, detail=str(error)): 1}}
-    # the assembly of a model has no FLOPs that the model needs
-    flops = model_flops(model, workload.resolve()) if program != ProgramKind.LOAD else 0.0
     peak = hardware.generation.flops * hardware.devices
     return {
         "collectives": _sum_collectives(timing),
@@ -101,8 +95,8 @@ def _time_fields(module: Module, compiled: Compiled, plan: Plan, model: Model, p
             step_seconds=timing.seconds,
             compute_seconds=timing.compute_seconds,
             kernel_seconds=timing.kernel_seconds,
-            model_flops=flops,
-            mfu=flops / peak / timing.seconds if timing.seconds else 0.0,
+            model_flops=facts.flops,
+            mfu=facts.flops / peak / timing.seconds if timing.seconds else 0.0,
             ops=dict(sorted(timing.op_seconds.items(), key=lambda item: -item[1])[:MAX_ROWS]),
         ),
         "not_understood": dict(timing.not_understood),

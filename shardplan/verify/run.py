@@ -13,12 +13,13 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
 from shardplan.runtime.writable import check_writable
-from shardplan.verify.cache import cache_path, store
+from shardplan.verify.cache import cache_path, facts_digest, facts_path, store
 from shardplan.verify.case import Case
 from shardplan.verify.compiled import Compiled, package_versions
+from shardplan.verify.libtpu import INSTALL_LIBTPU, libtpu_environment
+from shardplan.verify.model_facts import ModelFacts, compute_facts
 from shardplan.verify.read import read_verdict
 from shardplan.verify.run_worker import CompileStopped, compile_case
-from shardplan.verify.topology import INSTALL_LIBTPU, libtpu_environment
 from shardplan.verify.verdict import DuplicateMeshAxis, Outcome, Reason, Verdict
 
 
@@ -36,7 +37,8 @@ def verify(
         on_compile: called with each case whose compile starts, which is not in the cache, from threads.
 
     Raises:
-        ConfigError: libtpu is not installed, a case is not for a TPU slice, or the cache cannot be written.
+        ConfigError: libtpu is not installed, a case is not for a TPU slice, its plan is for another model, or the cache
+            cannot be written.
     """
     if find_spec("libtpu") is None:
         raise ConfigError(f"verifying needs the TPU compiler, libtpu; install it with: {INSTALL_LIBTPU}")
@@ -45,27 +47,50 @@ def verify(
         check_writable("compiler.cache", str(Path(compiler.cache).expanduser() / "writable"))
     # not in the threads: Python 3.11 cannot parse code in several at once
     paths = [cache_path(case, compiler.cache) for case in cases]
+    facts = _find_facts(cases, compiler.cache)
     stop = threading.Event()
     # several cases with the same cache file are compiled once
     locks: defaultdict[Path | None, threading.Lock] = defaultdict(threading.Lock)
 
-    def run_case(case: Case, variables: dict[str, str], path: Path | None) -> Verdict:
+    def run_case(case: Case, model: ModelFacts, variables: dict[str, str], path: Path | None) -> Verdict:
         with locks[path] if path is not None else threading.Lock():
-            verdict = _judge(case, variables, compiler, path, stop, on_compile)
+            verdict = _judge(case, model, variables, compiler, path, stop, on_compile)
         on_verdict(case, verdict)
         return verdict
 
     pool = ThreadPoolExecutor(compiler.jobs or os.cpu_count() or 1)
     try:
-        futures = [pool.submit(run_case, *each) for each in zip(cases, environments, paths, strict=True)]
+        futures = [pool.submit(run_case, *each) for each in zip(cases, facts, environments, paths, strict=True)]
         return [future.result() for future in futures]
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
 
 
+def _find_facts(cases: Sequence[Case], folder: str | None) -> list[ModelFacts]:
+    """Return the facts about the model of every case, computed once for cases with the same model and workload.
+
+    Args:
+        folder: the cache.
+    """
+    digests = [facts_digest(case) for case in cases]
+    found: dict[str, ModelFacts] = {}
+    for case, digest in zip(cases, digests, strict=True):
+        if digest in found:
+            continue
+        path = facts_path(case, folder)
+        facts = ModelFacts.load(path) if path is not None else None
+        if facts is None:
+            facts = compute_facts(case)
+            if path is not None:
+                store(facts, path)
+        found[digest] = facts
+    return [found[digest] for digest in digests]
+
+
 def _judge(
     case: Case,
+    model: ModelFacts,
     variables: dict[str, str],
     compiler: CompilerConfig,
     path: Path | None,
@@ -75,6 +100,7 @@ def _judge(
     """Return the verdict on a case, which is compiled unless its plan is refused or its cache file exists.
 
     Args:
+        model: the facts about its model.
         path: cache file; None to compile without a cache.
         stop: stops the compilation when set; the verdict is then undecided.
     """
@@ -90,7 +116,7 @@ def _judge(
             return _verdict_without_compile(case, Outcome.UNDECIDED, stopped.reason)
         if path is not None:
             store(compiled, path)
-    return read_verdict(compiled, case.plan, case.model, case.program_kind, case.options)
+    return read_verdict(compiled, case.plan, model, case.program_kind, case.options)
 
 
 def _verdict_without_compile(case: Case, outcome: Outcome, reason: Reason) -> Verdict:

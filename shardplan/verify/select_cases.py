@@ -17,12 +17,9 @@ from shardplan.levanter_config.levanter_file import is_levanter_config, read_sec
 from shardplan.levanter_config.model_section import parse_model_section
 from shardplan.levanter_config.trainer_section import read_trainer_section
 from shardplan.model.hf_config import read_config
-from shardplan.model.registry import build_model
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
 from shardplan.plan.serialization import value_kind
 from shardplan.search.compiler_options import CURATED
-from shardplan.search.given_plan import check_model, plan_given_mappings
-from shardplan.search.make_plan import make_plan
 from shardplan.storage import open_folder
 from shardplan.verify.case import Case
 
@@ -51,20 +48,15 @@ def build_cases(
 
 
 def build_case(config: CompilingConfig, plan: Plan, label: str = "this plan") -> Case:
-    """The case of `plan`, with the model that `config` names.
-
-    Raises:
-        ConfigError: the plan is for another model.
-    """
-    hf_config = _hf_config(config)
-    model = build_model(hf_config, plan.workload.position)
-    check_model(plan, model)
-    return Case(label, plan, model, hf_config, config.compiler.program, dict(plan.compiler_options))
+    """The case of `plan`, with the model that `config` names."""
+    return Case(label, plan, _hf_config(config), config.compiler.program, dict(plan.compiler_options))
 
 
 def _own_case(config: CompilingConfig, label: str) -> Case:
     config, plan = load_given_plan(config)
     if plan is None:
+        from shardplan.search.make_plan import make_plan  # imports JAX and Levanter, which takes seconds
+
         # an estimate that nothing fits is no verdict: the compiler judges the plan that comes closest
         plan = make_plan(config, nearest_miss=True)
     return build_case(config, plan, label)
@@ -84,6 +76,9 @@ def _other_case(path: str, config: CompilingConfig) -> Case:
 
 def _levanter_case(path: str, config: CompilingConfig) -> Case:
     """A hand-written mesh and mappings, for the model, the slice and the positions of `config`."""
+    from shardplan.model.registry import build_model
+    from shardplan.search.given_plan import plan_given_mappings
+
     hardware = parse_slice(config.hardware.slice)
     layout = read_trainer_section(path, hardware.devices, hardware.slices)
     workload = parse_model_section(read_sections(path)).apply_to(layout.apply_to(config.workload))

@@ -1,7 +1,7 @@
 """Makes a mesh of the devices of a TPU slice for compiling ahead of time; needs libtpu, but no TPU.
 
-libtpu, which contains the compiler, reads its environment when it is first used: start a process with
-`libtpu_environment(hardware)`. The same process can also compile for slices of other sizes and generations.
+Start the process with `libtpu_environment(hardware)`, of `shardplan.verify.libtpu`: libtpu reads its environment when
+it is first used. The same process can also compile for slices of other sizes and generations.
 """
 
 import importlib.util
@@ -15,31 +15,7 @@ from jax.sharding import Mesh
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice
 from shardplan.runtime.devices import arrange
-
-INSTALL_LIBTPU = "pip install 'libtpu==0.0.42.*'"
-"""Command that installs the version that pyproject.toml names; shardplan itself is on no package index."""
-
-
-def libtpu_environment(hardware: Slice) -> dict[str, str]:
-    """Environment variables to set before a process first uses libtpu, so that it prints nothing and uses no network.
-
-    Raises:
-        ConfigError: `hardware` is not a TPU slice.
-    """
-    generation = _check_is_tpu(hardware).generation
-    cores = math.prod(generation.sizes[0]) * generation.name_counts_per_chip
-    return {
-        # JAX itself runs on the CPU; it must not look for a TPU
-        "JAX_PLATFORMS": "cpu",
-        # libtpu must not query Google Cloud's metadata server for the type of this machine ...
-        "TPU_SKIP_MDS_QUERY": "1",
-        # ... and complains if the type is not set. Any size works, because the topology is requested by its
-        # torus; libtpu knows the smallest size of every generation, but not every size of v3.
-        "TPU_ACCELERATOR_TYPE": f"{generation.name}-{cores}",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        # without it a second process that uses libtpu at the same time aborts
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
+from shardplan.verify.libtpu import INSTALL_LIBTPU, check_is_tpu
 
 
 def make_topology_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
@@ -53,7 +29,7 @@ def make_topology_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
     Raises:
         ConfigError: `sizes` do not match the devices or the slices, `hardware` is no TPU slice, or libtpu is missing.
     """
-    _check_is_tpu(hardware)
+    check_is_tpu(hardware)
     required = math.prod(sizes.values())
     if required != hardware.devices:
         raise ConfigError(
@@ -61,12 +37,6 @@ def make_topology_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
             f"{' x '.join(sizes)} must be {hardware.devices}"
         )
     return arrange(_devices(hardware), hardware, sizes)
-
-
-def _check_is_tpu(hardware: Slice) -> Slice:
-    if hardware.is_cpu:
-        raise ConfigError(f"hardware.slice {hardware.name} has no TPU compiler; name a TPU slice, such as v4-8")
-    return hardware
 
 
 def _devices(hardware: Slice) -> list[Device]:

@@ -13,7 +13,8 @@ import pytest
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, parse_slice, place_mesh
-from shardplan.verify.topology import libtpu_environment, make_topology_mesh
+from shardplan.verify.libtpu import libtpu_environment
+from shardplan.verify.topology import make_topology_mesh
 
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.usefixtures("tpu_compiler")

@@ -56,7 +56,7 @@ def small_case(kind="eval", program=CompiledProgram.STEP, **settings) -> Case:
     }
     config = configuration.parse_config([f"--{key}={value}" for key, value in values.items()])
     model = build_model(hf_config, config.workload.position)
-    return Case(kind, make_plan(config, model), model, hf_config, program)
+    return Case(kind, make_plan(config, model), hf_config, program)
 
 
 def bytes_by(verdict: Verdict, *kinds: str) -> int:
@@ -97,7 +97,7 @@ def test_sharded_positions():
     model = build_model(hf_config, 1024)
     plan = make_plan(configuration.parse_config([*arguments, *pins]), model)
     assert plan.mesh == {"replica": 2, "data": 4, "model": 1} and plan.attention.strategy == "all_gather"
-    (verdict,) = verify([Case("sharded", plan, model, hf_config, options=plan.compiler_options)], NO_CACHE)
+    (verdict,) = verify([Case("sharded", plan, hf_config, options=plan.compiler_options)], NO_CACHE)
     assert verdict.fits and verdict.attention == "splash"
     # bfloat16[4 key heads, 1024, 128] per sequence, keys and values, half of them from the other device; 2 layers
     expected = 2 * 2 * (4 * 1024 * 128 * 2) // 2
@@ -118,7 +118,7 @@ def test_sharded_positions_in_training():
     for mesh, along, method in (gathered, hybrid):
         mapping = {"batch": ["data"], "position": along}
         plan = plan_given_mappings(config, model, mesh, mapping, {"embed": ["data"]}, method)
-        cases.append(Case(method.strategy, plan, model, hf_config, options=plan.compiler_options))
+        cases.append(Case(method.strategy, plan, hf_config, options=plan.compiler_options))
 
     def moved(collectives, axes, *kinds):
         return {kind: sum(c.bytes for c in collectives if (c.kind, c.mesh_axes) == (kind, axes)) for kind in kinds}
@@ -226,24 +226,32 @@ def test_the_cache_returns_results_of_the_same_program_only(tmp_path, monkeypatc
     compiler = CompilerConfig(cache=str(tmp_path / "cache"), jobs=4)
     case = small_case()
     first, second, third = verify([case] * 3, compiler)
-    (path,) = (tmp_path / "cache").iterdir()
+    (path,) = (tmp_path / "cache").glob("*.gz")
     assert first == second == third and first.fits  # compiled once, though all three run at the same time
 
     def compile_case(*_):
         raise AssertionError("compiled")
 
+    def compute_facts(_):
+        raise AssertionError("the model is built again")
+
     monkeypatch.setattr(runs, "compile_case", compile_case)
+    compute = runs.compute_facts
+    monkeypatch.setattr(runs, "compute_facts", compute_facts)
     # neither limits of this machine nor the planner's estimates change the compiled program
     faster = dataclasses.replace(case.plan, cost=dataclasses.replace(case.plan.cost, step_seconds=0.0))
     assert verify([dataclasses.replace(case, plan=faster)], dataclasses.replace(compiler, seconds=1)) == [first]
+    monkeypatch.setattr(runs, "compute_facts", compute)
     for changed in (
         dataclasses.replace(case, options={"xla_tpu_enable_async_collective_fusion": "true"}),
         dataclasses.replace(case, plan=dataclasses.replace(case.plan, mesh={"replica": 2, "data": 2, "model": 2})),
         dataclasses.replace(case, program=CompiledProgram.LOAD),
-        dataclasses.replace(case, hf_config={**case.hf_config, "num_hidden_layers": 3}),
+        dataclasses.replace(case, hf_config={**case.hf_config, "rms_norm_eps": 0.5}),
     ):
         with pytest.raises(AssertionError, match="compiled"):
             verify([changed], compiler)
+    with pytest.raises(ConfigError, match="the plan is for .* with layer 2, the model has 3"):
+        verify([dataclasses.replace(case, hf_config={**case.hf_config, "num_hidden_layers": 3})], compiler)
     for damaged in (path.read_bytes()[:1000], b"", b"[]"):
         path.write_bytes(damaged)
         with pytest.raises(AssertionError, match="compiled"):
@@ -259,7 +267,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_before_compiling(tmp_path):
 def test_limits_are_not_cached(tmp_path, mib_for_gib):
     (verdict,) = verify([small_case()], CompilerConfig(cache=str(tmp_path), gib=1))
     assert verdict.outcome == Outcome.UNDECIDED
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.gz"))
 
 
 def test_without_libtpu(monkeypatch):

@@ -20,7 +20,7 @@ from shardplan.config.keys import keys_of
 from shardplan.errors import ShardplanError
 from shardplan.model.registry import SUPPORTED_MODELS
 from shardplan.runtime.exit_codes import INTERRUPTED
-from shardplan.verify.topology import INSTALL_LIBTPU
+from shardplan.verify.libtpu import INSTALL_LIBTPU
 
 ROOT = Path(__file__).parents[2]
 PAGES = {

@@ -40,6 +40,12 @@ def test_no_jax(code):
     assert not {"jax", "haliax", "levanter", "transformers", "rich", "numpy"} & modules_after(code)
 
 
+def test_a_cached_verdict_imports_no_levanter():
+    """It would take 3 seconds; the model is built only where the cache does not have what a verdict needs of it."""
+    code = "from shardplan.verify import model_facts, read, run, select_cases"
+    assert not {"haliax", "levanter", "transformers"} & modules_after(code)
+
+
 CONFIG = "--config=configs/8b.yaml"
 MISTAKES = {
     "slice": ("plan", CONFIG, "--hardware.slice=v4-257"),

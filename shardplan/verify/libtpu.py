@@ -1,0 +1,42 @@
+"""The environment in which a process uses libtpu, which contains the TPU compiler. Imports no JAX."""
+
+import math
+
+from shardplan.errors import ConfigError
+from shardplan.hardware import Slice
+
+INSTALL_LIBTPU = "pip install 'libtpu==0.0.42.*'"
+"""Command that installs the version that pyproject.toml names; shardplan itself is on no package index."""
+
+
+def libtpu_environment(hardware: Slice) -> dict[str, str]:
+    """Environment variables to set before a process first uses libtpu, so that it prints nothing and uses no network.
+
+    Raises:
+        ConfigError: `hardware` is not a TPU slice.
+    """
+    generation = check_is_tpu(hardware).generation
+    cores = math.prod(generation.sizes[0]) * generation.name_counts_per_chip
+    return {
+        # JAX itself runs on the CPU; it must not look for a TPU
+        "JAX_PLATFORMS": "cpu",
+        # libtpu must not query Google Cloud's metadata server for the type of this machine ...
+        "TPU_SKIP_MDS_QUERY": "1",
+        # ... and complains if the type is not set. Any size works, because the topology is requested by its
+        # torus; libtpu knows the smallest size of every generation, but not every size of v3.
+        "TPU_ACCELERATOR_TYPE": f"{generation.name}-{cores}",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        # without it a second process that uses libtpu at the same time aborts
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+
+
+def check_is_tpu(hardware: Slice) -> Slice:
+    """Return `hardware`, after checking that it is a TPU slice.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if hardware.is_cpu:
+        raise ConfigError(f"hardware.slice {hardware.name} has no TPU compiler; name a TPU slice, such as v4-8")
+    return hardware

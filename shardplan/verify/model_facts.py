@@ -1,0 +1,51 @@
+"""What a verdict needs to know of the model, which the cache keeps: to build a model takes seconds."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardplan.config.sections import CompiledProgram
+from shardplan.verify.case import Case
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Numbers of the model and the workload that the compiled program does not contain."""
+
+    flops: float
+    """FLOPs of one step over all devices that the model needs; 0 for the assembly of a loaded model."""
+    attended_fraction: float
+    """Fraction of its query x key blocks that the attention kernel computes on the slowest device."""
+
+    def save(self, path: Path) -> None:
+        """Write JSON to `path`."""
+        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> "ModelFacts | None":
+        """Read what `save` wrote; None if the file is missing or damaged."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def compute_facts(case: Case) -> ModelFacts:
+    """Build the model of `case`, and compute the facts.
+
+    Raises:
+        ConfigError: the plan is for another model.
+    """
+    # JAX and Levanter, which take seconds to import
+    from shardplan.cost.roofline import model_flops
+    from shardplan.model.registry import build_model
+    from shardplan.positions.sequence_layout import attended_fraction
+    from shardplan.search.given_plan import check_model
+
+    plan, workload = case.plan, case.plan.workload
+    model = build_model(case.hf_config, workload.position)
+    check_model(plan, model)
+    layout = plan.attention.sequence_layout(workload.position)
+    flops = model_flops(model, workload.resolve()) if case.program == CompiledProgram.STEP else 0.0
+    return ModelFacts(flops, attended_fraction(layout, model.pattern, plan.attention.gathers_keys))
