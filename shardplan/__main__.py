@@ -26,15 +26,15 @@ def main(command: str | None = None, argv: Sequence[str] | None = None) -> int:
         argv: the arguments; default: those of the process.
     """
     given = list(sys.argv[1:] if argv is None else argv)
+    if "--version" in given:
+        from importlib import metadata  # takes a while, and nothing else needs it
+
+        print(f"shardplan {metadata.version('shardplan')}")
+        return 0
     if command is None:
         if given[:1] in (["-h"], ["--help"]):
             print(f"usage: shardplan {{{','.join(COMMANDS)}}} --config FILE [--KEY VALUE ...]")
             print("       shardplan COMMAND --help")
-            return 0
-        if given[:1] == ["--version"]:
-            from importlib import metadata  # takes a while, and nothing else needs it
-
-            print(f"shardplan {metadata.version('shardplan')}")
             return 0
         command = given.pop(0) if given else ""
     if given and f"{command} {given[0]}" in COMMANDS:

@@ -39,6 +39,9 @@ def output_plan(plan: Plan, json_target: str | None) -> None:
         return
     from shardplan.report import tables
 
-    tables.print_plan(plan, tables.console(sys.stdout))
-    if json_target is not None:
-        write_json(plan.to_json(), json_target)
+    try:
+        tables.print_plan(plan, tables.console(sys.stdout))
+        sys.stdout.flush()
+    finally:  # also if the reader of the tables, such as head, has gone
+        if json_target is not None:
+            write_json(plan.to_json(), json_target)

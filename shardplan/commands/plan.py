@@ -27,12 +27,21 @@ def main(argv: Sequence[str]) -> None:
     """Run `shardplan plan` with the arguments `argv`."""
     config = parse_config(argv, PlanCommand)
     if config.list_slices:
-        from shardplan.report.slices import print_slices
-        from shardplan.report.tables import console
-
-        print_slices(console(sys.stdout))
+        list_slices(config.json)
         return
     plan_and_print(config)
+
+
+def list_slices(json_target: str | None) -> None:
+    """Print the slices that a plan can be made for, as a table, as JSON, or both."""
+    from shardplan.report.slices import print_slices, slices_json
+    from shardplan.report.tables import console
+
+    check_json_target(json_target)
+    if json_target is not None:
+        write_json(slices_json(), json_target)
+    if json_target != "-":
+        print_slices(console(sys.stdout))
 
 
 def dry_run(config: PlanConfig) -> None:

@@ -99,8 +99,7 @@ class PlanCommand(CompilingConfig):
     list_slices: bool = False
     """Only print the slices of every generation; needs no model."""
     json: str | None = None
-    """Write the Plan (with --lint the findings, with --rank_slices the ranking) as JSON to this path, or to stdout with
-    `-`."""
+    """Write the Plan (or the findings, the ranking or the slices) as JSON to this path, or to stdout with `-`."""
 
     def __post_init__(self) -> None:
         if not self.list_slices:

@@ -15,13 +15,17 @@ from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import mesh_size, mesh_text
 from shardplan.plan.mesh_axes import MESH_AXES
-from shardplan.plan.serialization import decode
+from shardplan.plan.serialization import checksum, decode
 from shardplan.plan.workload import BATCH_AXIS, POSITION_AXIS, Workload
 from shardplan.positions.sequence_order import SequenceOrder
 
 SCHEMA_VERSION = 1
 REQUIRED_WORKLOAD = {"kind", "batch", "position", "param_dtype", "compute_dtype"}
 """Keys of a Plan's workload that have no default, for the Plan follows from them."""
+CHECKSUM = "checksum"
+"""Key of a Plan's JSON that shows whether it is as it was written."""
+UNCHECKED = {CHECKSUM, "search", "versions"}
+"""Keys that may be edited: they are for people to read."""
 Mapping = dict[str, list[str]]
 """Logical axis -> mesh axes, major to minor. A logical axis that is absent is replicated."""
 
@@ -199,9 +203,10 @@ class Plan:
         return cost.model_flops / (cost.step_seconds * hardware.devices * hardware.generation.flops)
 
     def to_json(self) -> dict[str, Any]:
-        """The Plan as JSON values, `schema_version` first."""
+        """The Plan as JSON values, `schema_version` first, and a checksum of them last."""
         values = dataclasses.asdict(self)
-        return {"schema_version": values.pop("schema_version"), **values}
+        values = {"schema_version": values.pop("schema_version"), **values}
+        return {**values, CHECKSUM: _checksum(values)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Plan":
@@ -218,7 +223,7 @@ class Plan:
         if missing:
             raise ConfigError(f"not a plan: workload has no {', '.join(missing)}")
         try:
-            plan = decode(cls, values)
+            plan = decode(cls, {name: value for name, value in values.items() if name != CHECKSUM})
         except ConfigError as error:
             raise ConfigError(f"not a plan: {error}") from error
         problem = next(plan._problems(), None)
@@ -301,27 +306,40 @@ class Plan:
         """Read a Plan written by `save`.
 
         Raises:
-            ConfigError: no such file, not a plan, or a plan whose parts contradict each other.
+            ConfigError: no such file, not a plan, or a plan that was edited.
         """
         try:
-            plan = cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            plan = cls.from_json(values)
         except OSError as error:
             raise ConfigError(f"plan {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(f"plan {path} is not JSON: {one_line(error)}") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-        problem = next(_contradictions(plan), None)
+        problem = next(_edits(plan, values), None)
         if problem is not None:
             raise ConfigError(f"{path}: {problem}; a Plan that was edited by hand cannot be used, plan again")
         return plan
 
 
-def _contradictions(plan: Plan) -> Iterator[str]:
-    """Yield where parts of `plan` contradict each other or its slice, as an edit by hand changes one of them.
+def _checksum(values: dict[str, Any]) -> str:
+    return checksum({name: value for name, value in values.items() if name not in UNCHECKED})
 
-    The estimated times and activations are not checked: these follow from the model's program.
+
+def _edits(plan: Plan, values: dict[str, Any]) -> Iterator[str]:
+    """Yield what shows that `values`, the JSON of `plan`, are not as they were written; contradictions come first.
+
+    Version 0.1 wrote no checksum; then an edit that contradicts nothing, of a time for example, is not noticed.
     """
+    if values.get(CHECKSUM) != _checksum(values):
+        yield from _contradictions(plan)
+        if CHECKSUM in values:
+            yield "it differs from what was written, so that its memory and times may be those of another plan"
+
+
+def _contradictions(plan: Plan) -> Iterator[str]:
+    """Yield where parts of `plan` contradict each other or its slice, as an edit by hand changes one of them."""
     yield from _hardware_contradictions(plan)
     known = {*plan.model.axes, BATCH_AXIS, POSITION_AXIS}
     for where, mapping in (("compute_mapping", plan.compute_mapping), ("param_mapping", plan.param_mapping)):

@@ -1,5 +1,7 @@
 """From and to the values of JSON and YAML: dataclasses with enums as their values, and dotted keys."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -37,6 +39,24 @@ def value_kind(value: Any) -> str:
         dict: "keys and values",
     }  # fmt: skip
     return kinds.get(type(value), f"a {type(value).__name__}")
+
+
+def checksum(values: Any) -> str:
+    """Return a checksum of JSON values, the same for 1 and 1.0, which other programs write for each other."""
+    canonical = json.dumps(_with_float_numbers(values), sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _with_float_numbers(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _with_float_numbers(each) for key, each in value.items()}
+        case list():
+            return [_with_float_numbers(each) for each in value]
+        case int() if not isinstance(value, bool):
+            return float(value)
+        case _:
+            return value
 
 
 def flatten(sections: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

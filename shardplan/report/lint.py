@@ -75,6 +75,7 @@ def review_json(review: Review) -> dict[str, Any]:
         "predicted": None if review.lint.plan is None else _estimate_json(review.lint.plan),
         "repair": _repair_json(review.repair),
         "faster": _repair_json(review.faster),
+        "why_no_best": review.why_no_best or None,
         "best": best and {**_estimate_json(best), **_trainer_json(best, review.lint.subject.schema)},
     }
 

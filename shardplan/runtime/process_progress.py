@@ -7,10 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from shardplan.hardware import GIB
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_group import ProcessGroup
-from shardplan.runtime.progress import BYTES, Progress, show_progress
+from shardplan.runtime.progress import BYTES, Progress, rate_text, show_progress, size_text
 
 
 @contextlib.contextmanager
@@ -43,10 +42,10 @@ def load_progress(total: int, processes: ProcessGroup) -> Iterator[Callable[[int
         yield report
     if is_first_process() and logging.getLogger().isEnabledFor(logging.WARNING):
         seconds = time.perf_counter() - started
-        own = f", {processes.done / GIB:.2f} GiB of it by this process" if processes.process_count > 1 else ""
+        own = f", {size_text(processes.done)} of it by this process" if processes.process_count > 1 else ""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(
-            f"loaded {total / GIB:.2f} GiB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s){own}; "
-            f"peak host memory {peak / GIB:.2f} GiB",
+            f"loaded {size_text(total)} in {seconds:.1f} s ({rate_text(total / seconds)}){own}; "
+            f"peak host memory {size_text(peak)}",
             file=sys.stderr,
         )

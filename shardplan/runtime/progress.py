@@ -20,7 +20,18 @@ FIRST_LINE_S, LINE_INTERVAL_S = 1.0, 5.0
 REFRESHES_PER_SECOND = 4
 BAR_WIDTH = 20
 BYTES = "B"
-"""The unit of a progress that counts bytes, which are shown in GiB."""
+"""The unit of a progress that counts bytes."""
+
+
+def size_text(*nbytes: int) -> str:
+    """Return numbers of bytes, as in `0.50 of 2.00 GiB`; in MiB if the last is below a tenth of a GiB."""
+    unit, name = (GIB, "GiB") if nbytes[-1] >= GIB / 10 else (2**20, "MiB")
+    return f"{' of '.join(f'{amount / unit:.2f}' for amount in nbytes)} {name}"
+
+
+def rate_text(bytes_per_second: float) -> str:
+    """Return a speed in GB/s, or in MB/s below a tenth of that."""
+    return f"{bytes_per_second / 1e9:.2f} GB/s" if bytes_per_second >= 1e8 else f"{bytes_per_second / 1e6:.2f} MB/s"
 
 
 @dataclass
@@ -51,11 +62,11 @@ class Progress:
         if not self.total:
             return f"{self.note} ({seconds:.0f} s)"
         is_bytes = self.unit == BYTES
-        amounts = f"{self.done / GIB:.2f} of {self.total / GIB:.2f} GiB" if is_bytes else f"{self.done} of {self.total}"
-        parts = [f"{amounts} {'' if is_bytes else self.unit}".rstrip() + f" ({self.done / self.total:.0%})"]
+        amounts = size_text(self.done, self.total) if is_bytes else f"{self.done} of {self.total} {self.unit}".rstrip()
+        parts = [f"{amounts} ({self.done / self.total:.0%})"]
         if self.done:
             rate = self.done / seconds
-            parts.append(f"{rate / 1e9:.2f} GB/s" if is_bytes else f"{rate:.3g} a second")
+            parts.append(rate_text(rate) if is_bytes else f"{rate:.3g} a second")
             parts.append(f"{(self.total - self.done) / rate:.0f} s left")
         return ", ".join([*parts, self.note] if self.note else parts)
 

@@ -120,8 +120,9 @@ def test_console_script():
     assert done.stderr == "shardplan: unknown command 'pln'; did you mean 'plan'?\n"
     done = subprocess.run([sys.executable, "-m", "shardplan", "plan", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--workload.batch" in done.stdout
-    done = subprocess.run([sys.executable, "-m", "shardplan", "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"shardplan {shardplan.__version__}\n")
+    for argv in (["shardplan", "--version"], ["shardplan", "plan", "--version"], ["shardplan.eval", "--version"]):
+        done = subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, f"shardplan {shardplan.__version__}\n")
 
 
 def test_keys_of_another_command():
@@ -263,9 +264,12 @@ def test_no_tokenizer(golden, checkpoint, tmp_path):
     assert "has no tokenizer.json; save a fast tokenizer there with transformers" in done.stderr
 
 
-def test_output_to_a_closed_pipe():
-    line = f"{sys.executable} -m shardplan.plan --config configs/8b.yaml | head -1; exit ${{PIPESTATUS[0]}}"
+def test_output_to_a_closed_pipe(tmp_path):
+    """What was asked for besides is written nevertheless."""
+    plan = f"{sys.executable} -m shardplan.plan --config configs/8b.yaml --json {tmp_path}/plan.json"
+    line = f"{plan} | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert Plan.load(str(tmp_path / "plan.json")).hardware.slice == "v5e-8"

@@ -162,6 +162,9 @@ def test_list_of_slices(monkeypatch, columns):
     for generation in GENERATIONS.values():
         assert sum(row[1:2] == [generation.name] for row in rows) == len(generation.sizes)
     assert max(map(len, done.stdout.splitlines())) <= columns
+    slices = json.loads(run("plan", "--list_slices", "--json", "-").stdout)["slices"]
+    expected = {"slice": "v4-256", "generation": "v4", "torus": [4, 4, 8], "chips": 128, "devices": 128}
+    assert expected.items() <= next(each for each in slices if each["slice"] == "v4-256").items()
 
 
 def test_pins_that_cannot_be_read():

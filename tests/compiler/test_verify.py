@@ -250,7 +250,7 @@ def test_the_cache_returns_results_of_the_same_program_only(tmp_path, monkeypatc
     ):
         with pytest.raises(AssertionError, match="compiled"):
             verify([changed], compiler)
-    with pytest.raises(ConfigError, match="the plan is for .* with layer 2, the model has 3"):
+    with pytest.raises(ConfigError, match=r"the plan is for .* with layer 2, the model has 3"):
         verify([dataclasses.replace(case, hf_config={**case.hf_config, "num_hidden_layers": 3})], compiler)
     for damaged in (path.read_bytes()[:1000], b"", b"[]"):
         path.write_bytes(damaged)

@@ -113,6 +113,10 @@ def sharded_plan(golden):
         ("mesh", {"replica": 1, "data": 8, "model": 1}, "has bytes_per_device "),
         ("parameters.0.bytes_per_device", 1, "q_proj.weight has bytes_per_device 1, its size over "),
         ("parameters.0.axes.embed", 98, "self_attn.q_proj.weight is 98, which the 4 shards over data "),
+        # what contradicts nothing, and is no longer what was planned
+        ("workload.batch", 16, "it differs from what was written, so that its memory and times may be those of"),
+        ("cost.step_seconds", 1e-9, "it differs from what was written"),
+        ("memory.activations", 1, "it differs from what was written"),
     ],
 )
 def test_plans_edited_by_hand(sharded_plan, tmp_path, key, value, message):
@@ -141,7 +145,7 @@ def test_a_plan_for_virtual_devices_loads_on_another_machine(plan, tmp_path):
     """Their memory is that of the machine that planned."""
     values = json.loads(json.dumps(plan.to_json()))
     values["hardware"]["hbm_gib"], values["memory"]["available"] = 0.5, 2**29
-    (tmp_path / "plan.json").write_text(json.dumps(values))
+    Plan.from_json(values).save(str(tmp_path / "plan.json"))
     assert Plan.load(str(tmp_path / "plan.json")).hardware.hbm_gib == 0.5
 
 
@@ -216,5 +220,22 @@ def test_a_plan_of_version_0_1_loads():
     plan = Plan.load(str(DATA / "plan-0.1.json"))
     written = json.loads(json.dumps(plan.to_json()))
     assert written["search"].pop("caveats") == [] and plan.mfu is None
-    assert written["cost"].pop("model_flops") is None
+    assert written["cost"].pop("model_flops") is None and written.pop("checksum")
     assert written == values
+
+
+def test_a_plan_as_it_was_written_loads_whatever_is_known_of_its_hardware(sharded_plan, tmp_path):
+    """Later versions may know the memory of a generation better; numbers may be written as another program does."""
+    values = json.loads(json.dumps(sharded_plan.to_json()))
+    values["cost"]["step_seconds"] = values["hardware"]["hbm_gib"] = 30.0
+    path = tmp_path / "plan.json"
+    Plan.from_json(values).save(str(path))
+    path.write_text(path.read_text().replace("30.0", "30"))
+    assert Plan.load(str(path)).hardware.hbm_gib == 30.0
+
+
+def test_reasons_may_be_edited(sharded_plan, tmp_path):
+    values = {**sharded_plan.to_json(), "versions": {}}
+    values["search"]["reasons"].append("approved")
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    assert Plan.load(str(tmp_path / "plan.json")).search.reasons[-1] == "approved"

@@ -31,6 +31,8 @@ def test_bytes_have_a_rate_and_a_time_left():
     assert job.describe() == "1.00 of 4.00 GiB (25%), 0.54 GB/s, 6 s left"
     job.set_note("slowest: process 1")
     assert job.describe().endswith(" s left, slowest: process 1")
+    small = Progress("loading", BYTES, 4 * 2**20, 2**20, started=started(2.0))
+    assert small.describe() == "1.00 of 4.00 MiB (25%), 0.52 MB/s, 6 s left"
 
 
 def test_steps_are_counted():

@@ -179,6 +179,7 @@ def test_repair_tries_microbatches(tmp_path):
     assert reviewed.repair is not None and reviewed.repair.lines == ["+trainer.per_device_parallelism: 2"]
     explicit = review(str(path), configuration.parse_config([*argv, "--workload.microbatches=1"]))
     assert explicit.best is None and explicit.why_no_best.startswith("no plan fits")
+    assert review_json(explicit)["why_no_best"] == explicit.why_no_best
 
 
 @pytest.mark.parametrize(
