@@ -69,13 +69,19 @@ def fits(table: Table, out: Console) -> bool:
 def print_first_fitting(tables: Iterable[Table], out: Console) -> None:
     """Print the first of the tables, which come from the fullest to the narrowest, that fits the console.
 
-    If none fits, print the last: its first column wraps at spaces, and it is wider than the console if a word is.
+    If none fits with every cell on one line, print the first that fits when its first column wraps at spaces; if a word
+    is too long for all of them, the last, which is then wider than the console.
     """
-    for table in tables:
+    forms = list(tables)
+    for table in forms:
         if fits(table, out):
             break
     else:
-        table.width = max(out.width, _measure(table, out).maximum - _spare_width(table, out))
+        for table in forms:
+            width = _measure(table, out).maximum - _spare_width(table, out)
+            if width <= out.width:
+                break
+        table.width = max(out.width, width)
     out.print(table, crop=False)
 
 

@@ -33,6 +33,12 @@ MAX_COLLECTIVES = 12
 """Number of collectives that the table shows; the JSON has all."""
 MIN_BYTES = 2**20
 """Collectives that transfer fewer bytes in a step are not shown."""
+COLLECTIVE_COLUMNS = (
+    (("kind", "mesh axes", "form"), ("GiB", "count", "link s")),
+    (("kind",), ("GiB", "count", "link s")),
+    (("kind",), ("GiB", "link s")),
+)
+"""Columns of the collectives, of text and of numbers, from the fullest form to the narrowest."""
 RANKING_COLUMNS = (
     (
         ("program", "slice", "mesh", "batch", "outcome"),
@@ -209,16 +215,23 @@ def _collective_tables(collectives: Sequence[CompiledCollective]) -> Iterator[Ta
     """Yield tables of at most MAX_COLLECTIVES collectives of MIN_BYTES or more; one row sums up the others."""
     shown = [c for c in collectives if c.bytes >= MIN_BYTES][:MAX_COLLECTIVES]
     rest = sum(c.bytes for c in collectives) - sum(c.bytes for c in shown)
-    for columns in (3, 1):
+    for texts, numbers in COLLECTIVE_COLUMNS:
 
-        def build(causes: list[str], columns: int = columns) -> Table:
-            title, texts = "Collectives of a step, per device", ("kind", "mesh axes", "form")[:columns]
-            table = make_table(title, ("operation", *texts), ("GiB", "count", "link s"))
+        def build(causes: list[str], texts: Sequence[str] = texts, numbers: Sequence[str] = numbers) -> Table:
+            title, is_narrow = "Collectives of a step, per device", (texts, numbers) == COLLECTIVE_COLUMNS[-1]
+            table = make_table(title, ("operation", *texts), numbers, is_narrow=is_narrow)
             for c, cause in zip(shown, causes, strict=True):
-                cells = (c.kind, ", ".join(c.mesh_axes), c.form)[:columns]
-                table.add_row(Text(cause), *cells, f"{c.bytes / GIB:.3f}", f"{c.count:,}", f"{c.seconds:.3g}")
+                cells = {
+                    "kind": c.kind,
+                    "mesh axes": ", ".join(c.mesh_axes),
+                    "form": c.form,
+                    "GiB": f"{c.bytes / GIB:.3f}",
+                    "count": f"{c.count:,}",
+                    "link s": f"{c.seconds:.3g}",
+                }
+                table.add_row(Text(cause), *(cells[column] for column in (*texts, *numbers)))
             if rest:
-                table.add_row("others", *("" for _ in texts), f"{rest / GIB:.3f}", "", "")
+                table.add_row("others", *("" for _ in texts), f"{rest / GIB:.3f}")
             return table
 
         yield from with_path_ends(build, [c.cause for c in shown])

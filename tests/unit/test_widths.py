@@ -35,6 +35,8 @@ GIB = 2**30
 LARGE = ["--model.config=llama-3.1-405b", "--workload.batch=16", "--workload.position=4096"]
 ONLY_NARROW = {"(the", "end", "of", "each", "path)", "GiB", "-", "+"}
 """Words of narrow forms that the full form does not have."""
+PROJECTION = "Attention._compute_qkv/Linear/contract embed -> batch, position, kv_head, q_heads_per_group, head_size"
+"""The operation with the longest word, in attention of Llama."""
 GATE = "module.transformer.layers.stacked.mlp.gate_proj.weight"
 
 
@@ -123,7 +125,8 @@ def verdict():
         collectives=[
             CompiledCollective("reduce-scatter", ["replica", "data"], GIB, 1134, 0.5, op, CollectiveForm.WINDOWED)
             for op in ops
-        ],
+        ]
+        + [CompiledCollective("collective-permute", ["replica"], GIB, 126, 0.00644, PROJECTION, CollectiveForm.ASYNC)],
     )
 
 
