@@ -15,6 +15,7 @@ from shardplan.plan.plan import ParameterPlan, Plan, Spec
 from shardplan.plan.workload import Workload
 from shardplan.report.summary import print_estimate
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
+from shardplan.runtime.progress import size_text
 
 PIPED_WIDTH = 240
 """Columns where the output is no terminal and COLUMNS is not set, so that a search finds whole rows."""
@@ -64,7 +65,7 @@ def print_plan(plan: Plan, out: Console) -> None:
     print_first_fitting(_parameter_tables(plan, out.width), out)
     print_first_fitting([_memory_table(plan)], out)
     print_bullets(plan.search.reasons, out)
-    rejected = ", ".join(f"{reason} {count}" for reason, count in plan.search.rejected.items())
+    rejected = ", ".join(f"{reason} {count}" for reason, count in plan.search.rejected.items() if count)
     if rejected:
         print_bullets([f"excluded: {rejected}"], out)
     out.print("\n[bold]For Levanter:[/bold]")
@@ -160,7 +161,7 @@ def print_results(results: dict[str, Any], out: Console) -> None:
         + (f"{speed:,.0f} tokens/s" if speed else "speed not measured (a single step, which compiled)")
     )
     print_wrapped(text, out, Text(f"loss per token {_number(total['loss_per_token'], 4)}", "bold"), indent="  ")
-    print_wrapped(f"loaded {load['bytes'] / GIB:.3f} GiB in {load['seconds']:.2f} s", out)
+    print_wrapped(f"loaded {size_text(load['bytes'])} in {load['seconds']:.2f} s", out)
     print_first_fitting((_document_table(results["documents"], columns) for columns in (5, 3)), out)
 
 
