@@ -1,6 +1,5 @@
 """`shardplan checkpoint convert --config C --to FOLDER`: write a checkpoint in another format, type or place."""
 
-import sys
 from collections.abc import Sequence
 
 from shardplan.commands.plan import dry_run
@@ -23,7 +22,8 @@ def main(argv: Sequence[str]) -> None:
     target = open_target(config.to, is_levanter=config.format is Format.LEVANTER)
     from shardplan.checkpoint.convert import convert_checkpoint
     from shardplan.runtime.devices import is_first_process
+    from shardplan.runtime.progress import print_note
 
     summary = convert_checkpoint(config, target.ref, config.format)
     if is_first_process():
-        print(summary, file=sys.stderr)
+        print_note(summary)

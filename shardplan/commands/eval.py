@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 
 from shardplan.commands.inputs import check_model_config
@@ -49,7 +48,9 @@ def main(argv: Sequence[str]) -> None:
     results = run_evaluation(config, documents, on_plan)
     if not is_first_process():
         return
+    from shardplan.runtime.progress import print_note
+
     # printed first: a disk that is full by now must not cost the results
     print_results(results, console(side_stream(config.json)))
     write_text("output", config.output, json.dumps(results, indent=1) + "\n")
-    print(f"results written to {config.output}", file=sys.stderr)
+    print_note(f"results written to {config.output}")

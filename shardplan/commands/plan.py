@@ -77,10 +77,9 @@ def plan_and_print(config: PlanCommand) -> None:
         if config.what_if and model:
             print_variants(others, model)
     if given is None:
-        print(
-            f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s",
-            file=sys.stderr,
-        )
+        from shardplan.runtime.progress import print_note
+
+        print_note(f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s")
     if config.verify and (given or config.verify == 1):
         from shardplan.commands.verify import verify_plan
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
 def compile_cases(cases: "Sequence[Case]", compiler: CompilerConfig) -> "list[Verdict]":
     """Return the compiler's verdict on every case, and show meanwhile what is compiled."""
     from shardplan.runtime.devices import is_first_process
-    from shardplan.runtime.progress import show_steps
+    from shardplan.runtime.progress import print_note, show_steps
     from shardplan.verify.run import verify
 
     compiling: dict[int, str] = {}
@@ -64,7 +64,7 @@ def compile_cases(cases: "Sequence[Case]", compiler: CompilerConfig) -> "list[Ve
             verdicts += 1
             compiling.pop(id(case), None)
             if len(cases) > 1:
-                print(f"{case.label}: {verdict.outcome} ({verdict.compile_seconds:.0f} s)", file=sys.stderr)
+                print_note(f"{case.label}: {verdict.outcome} ({verdict.compile_seconds:.0f} s)")
             report_state()
 
         report_state()

@@ -80,7 +80,7 @@ def _warn_of_padding(windows: Windows, plan: Plan) -> None:
     needed = -(-windows.count // shards) * shards
     if windows.count < batch:
         logger.warning(
-            "the text has %d windows of %d tokens for a batch of %d: %d rows are padding; workload.batch %d is enough",
-            windows.count, plan.workload.position, batch, batch - windows.count,
+            "the text fills %d of %d rows of %d tokens of a batch: the others are padding; workload.batch %d is enough",
+            windows.count, batch, plan.workload.position,
             needed if needed < batch else windows.count,
         )  # fmt: skip

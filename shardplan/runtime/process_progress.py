@@ -1,15 +1,13 @@
 """Progress of work that the processes of a run share: the first process shows it."""
 
 import contextlib
-import logging
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_group import ProcessGroup
-from shardplan.runtime.progress import BYTES, Progress, rate_text, show_progress, size_text
+from shardplan.runtime.progress import BYTES, Progress, print_note, rate_text, show_progress, size_text
 
 
 @contextlib.contextmanager
@@ -40,12 +38,11 @@ def load_progress(total: int, processes: ProcessGroup) -> Iterator[Callable[[int
             progress.done = sum(done.values())
 
         yield report
-    if is_first_process() and logging.getLogger().isEnabledFor(logging.WARNING):
+    if is_first_process():
         seconds = time.perf_counter() - started
         own = f", {size_text(processes.done)} of it by this process" if processes.process_count > 1 else ""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(
+        print_note(
             f"loaded {size_text(total)} in {seconds:.1f} s ({rate_text(total / seconds)}){own}; "
-            f"peak host memory {size_text(peak)}",
-            file=sys.stderr,
+            f"peak host memory {size_text(peak)}"
         )

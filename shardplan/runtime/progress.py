@@ -34,6 +34,16 @@ def rate_text(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.2f} GB/s" if bytes_per_second >= 1e8 else f"{bytes_per_second / 1e6:.2f} MB/s"
 
 
+def print_note(line: str) -> None:
+    """Print a line on stderr, such as where the results are; nothing if only errors are logged (`--quiet`)."""
+    if not _is_quiet():
+        print(line, file=sys.stderr)
+
+
+def _is_quiet() -> bool:
+    return not logging.getLogger().isEnabledFor(logging.WARNING)
+
+
 @dataclass
 class Progress:
     """How far a job has come. It is shown by another thread, until the block of `show_progress` ends."""
@@ -74,7 +84,7 @@ class Progress:
 @contextlib.contextmanager
 def show_progress(progress: Progress, is_shown: bool = True) -> Iterator[Progress]:
     """Show `progress` on stderr until the block ends, unless only errors are logged (`--quiet`)."""
-    if not is_shown or not logging.getLogger().isEnabledFor(logging.WARNING):
+    if not is_shown or _is_quiet():
         yield progress
         return
     console = Console(file=sys.stderr)

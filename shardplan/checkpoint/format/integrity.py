@@ -5,7 +5,6 @@ processes, and only bytes that no process needed are read in addition. A SHA can
 second reading of the file.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -13,6 +12,7 @@ from shardplan.checkpoint.format.header import Tensor
 from shardplan.errors import CheckpointError
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_group import ProcessGroup
+from shardplan.runtime.progress import print_note
 from shardplan.storage import File, Folder
 from shardplan.storage.checksums import Checksum, ChecksumAlgorithm, combine_crcs, compute_crc, compute_sha256
 from shardplan.storage.folder import ReadTuning
@@ -86,7 +86,7 @@ def check_files(tensors: Iterable[Tensor], processes: ProcessGroup) -> None:
 
     processes.agree("checksums", check, lambda _: {})
     if is_first_process():
-        print(_summary(checked), file=sys.stderr)
+        print_note(_summary(checked))
 
 
 def _is_checker(process: int, file: CheckedFile, number: int, processes: ProcessGroup) -> bool:
