@@ -36,14 +36,17 @@ def main(command: str | None = None, argv: Sequence[str] | None = None) -> int:
             print(f"usage: shardplan {{{','.join(COMMANDS)}}} --config FILE [--KEY VALUE ...]")
             print("       shardplan COMMAND --help")
             return 0
-        command = given.pop(0) if given else ""
+        if not given:
+            print(f"shardplan: no command; {nearest('', COMMANDS)}", file=sys.stderr)
+            return 2
+        command = given.pop(0)
     if given and f"{command} {given[0]}" in COMMANDS:
         command = f"{command} {given.pop(0)}"
     if command not in COMMANDS:
         print(f"shardplan: unknown command {command!r}; {nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
-    module = import_module(f"shardplan.commands.{COMMANDS[command]}")
-    return run(command, module.main, given)
+    module = f"shardplan.commands.{COMMANDS[command]}"
+    return run(command, lambda argv: import_module(module).main(argv), given)
 
 
 if __name__ == "__main__":

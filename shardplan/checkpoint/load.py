@@ -30,7 +30,7 @@ from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, stream_arrays
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model.hf_config import read_config
-from shardplan.model.inspect import named_leaves
+from shardplan.model.inspect import named_leaves, parameters_of
 from shardplan.model.registry import SUPPORTED_MODELS, build_model
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import Plan
@@ -69,13 +69,17 @@ def load_pretrained(
         The Levanter model (an `LmHeadModel`), its arrays sharded over the plan's mesh or the current one.
 
     Raises:
-        ConfigError: there is no such checkpoint, or no mesh.
+        ConfigError: there is no such checkpoint, no mesh, or the plan is for another model.
         CheckpointError: the checkpoint does not match the model, or is damaged.
     """
+    if not isinstance(plan, Plan | None):
+        raise ConfigError(f"load_pretrained: plan is {plan!r}, not a Plan; read a file with Plan.load(path)")
     if plan is not None and axis_mapping is not None:
         raise ConfigError("load_pretrained takes a plan or an axis_mapping, not both")
     folder = open_folder(str(ref))
     template = _make_template(read_config(None, folder), config)
+    if plan is not None:
+        _check_plan(plan, template)
     mesh = make_mesh(parse_slice(plan.hardware.slice), plan.mesh) if plan is not None else _current_mesh()
     mapping = plan.param_mapping if plan is not None else _mapping_or_current(axis_mapping)
     if dtype is None and plan is not None:
@@ -127,6 +131,21 @@ def _make_template(hf_config: dict[str, Any], config: Any) -> Any:
         return build_model(hf_config, position=1).template
     vocab = hax.Axis("vocab", AutoConfig.for_model(**hf_config).vocab_size)
     return eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
+
+
+def _check_plan(plan: Plan, template: Any) -> None:
+    """Check that every array of the model `template` has the axes that `plan` was made for.
+
+    Raises:
+        ConfigError: one has not.
+    """
+    planned = {parameter.path: parameter.axes for parameter in plan.parameters}
+    for own in parameters_of(template):
+        if planned.get(own.path) != own.axes:
+            raise ConfigError(
+                f"the plan is for {plan.model.name}, whose {own.path} is {planned.get(own.path)}; here it is "
+                f"{own.axes}; plan again"
+            )
 
 
 def _mapping_or_current(axis_mapping: ResourceMapping | None) -> ResourceMapping | None:

@@ -5,8 +5,8 @@ Needs no accelerator, and no weights beyond config.json.
 
 from collections.abc import Sequence
 
-from shardplan.commands.inputs import check_model_config
-from shardplan.commands.output import check_json_target, side_stream, write_json
+from shardplan.commands.inputs import check_model_config, input_paths
+from shardplan.commands.output import check_outputs, side_stream, write_json
 from shardplan.config import parse_config
 from shardplan.config.command_flags import CheckpointCommand
 from shardplan.config.given_plan import load_given_plan
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(
             "nothing to do; --schedule prints which process reads what, and `checkpoint convert` writes a copy"
         )
-    check_json_target(config.json)
+    check_outputs(input_paths(config), json=config.json)
     compute_on_cpu()
     config, given = load_given_plan(config)
     check_model_config(config)

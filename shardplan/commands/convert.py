@@ -16,6 +16,8 @@ def main(argv: Sequence[str]) -> None:
     if config.dry_run:
         dry_run(config)
         return
+    if config.json is not None:
+        raise ConfigError("json is for the Plan of a --dry_run; leave it out")
     from shardplan.checkpoint.target import open_target
 
     # before the load, and before JAX is imported: a folder that cannot be written to fails at once

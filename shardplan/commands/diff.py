@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from shardplan.commands.output import check_json_target, write_json
+from shardplan.commands.output import check_outputs, write_json
 from shardplan.config.help import make_parser
 from shardplan.plan.plan import Plan
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--json", metavar="TEXT", help="write the differences to this path, or to stdout with `-`")
     arguments = parser.parse_args(argv)
     before, after, target = arguments.before, arguments.after, arguments.json
-    check_json_target(target)
+    check_outputs((before, after), json=target)
     differences = diff_plans(Plan.load(before), Plan.load(after))
     if target is not None:
         write_json(differences.to_json(), target)

@@ -4,14 +4,14 @@ import json
 import os
 from collections.abc import Sequence
 
-from shardplan.commands.inputs import check_model_config
-from shardplan.commands.output import check_json_target, output_plan, side_stream
+from shardplan.commands.inputs import check_model_config, input_paths
+from shardplan.commands.output import check_outputs, output_plan, side_stream
 from shardplan.commands.plan import dry_run
 from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand
 from shardplan.errors import ConfigError
 from shardplan.plan.plan import Plan
-from shardplan.runtime.writable import check_writable, write_text
+from shardplan.runtime.writable import write_text
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,10 +24,11 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError("data.path is not set; name a .jsonl or .txt file to evaluate, or use --dry_run")
     if not config.model.ref and config.plan is None:
         raise ConfigError("model.ref is not set; an evaluation needs the weights of a checkpoint, or use --dry_run")
+    if config.output == "-":
+        raise ConfigError("output is '-'; it must be a file, because tables and the Plan's JSON go to stdout")
     from shardplan.eval.documents import read_documents
 
-    check_json_target(config.json)
-    check_writable("output", config.output)
+    check_outputs(input_paths(config), json=config.json, output=config.output)
     documents = read_documents(config.data.path, config.data.max_documents)
     if config.plan is None:
         check_model_config(config)

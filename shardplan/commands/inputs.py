@@ -3,6 +3,20 @@
 from pathlib import Path
 
 from shardplan.config import PlanConfig
+from shardplan.config.command_flags import EvalCommand, PlanCommand, VerifyCommand
+
+
+def input_paths(config: PlanConfig) -> list[str]:
+    """Return the paths that the configuration names to be read: files, and the folder of the checkpoint."""
+    paths = [*config.files, config.plan, config.model.ref, config.model.config]
+    match config:
+        case PlanCommand():
+            paths.append(config.lint)
+        case VerifyCommand():
+            paths += config.against
+        case EvalCommand():
+            paths.append(config.data.path)
+    return [path for path in paths if path]
 
 
 def check_model_config(config: PlanConfig) -> None:

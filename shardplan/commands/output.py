@@ -1,9 +1,12 @@
 """Where a command writes: tables, JSON on stdout, or files."""
 
 import json
+import os
 import sys
+from collections.abc import Iterable
 from typing import Any, TextIO
 
+from shardplan.errors import ConfigError
 from shardplan.plan.plan import Plan
 from shardplan.runtime.writable import check_writable, write_text
 
@@ -22,14 +25,28 @@ def write_json(values: Any, target: str) -> None:
         write_text("json", target, text)
 
 
-def check_json_target(json_target: str | None) -> None:
-    """Check before long work that the JSON can be written; without a target and for stdout it always can.
+def check_outputs(inputs: Iterable[str], **targets: str | None) -> None:
+    """Check before long work that outputs can be written, and that none replaces an input or another output.
+
+    Args:
+        inputs: paths of files and folders that the command reads.
+        targets: configuration key -> its path; None and `-`, for stdout, can always be written.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: one cannot.
     """
-    if json_target not in (None, "-"):
-        check_writable("json", str(json_target))
+    used = {os.path.realpath(path) for path in inputs}
+    for key, target in targets.items():
+        if target is None or target == "-":
+            continue
+        check_writable(key, target)
+        path = os.path.realpath(target)
+        # in a folder that is read, an existing file is an input
+        if path in used or (os.path.exists(path) and os.path.dirname(path) in used):
+            raise ConfigError(
+                f"{key} {target!r} would replace what the command reads or writes itself; name another file"
+            )
+        used.add(path)
 
 
 def output_plan(plan: Plan, json_target: str | None) -> None:
@@ -39,9 +56,6 @@ def output_plan(plan: Plan, json_target: str | None) -> None:
         return
     from shardplan.report import tables
 
-    try:
-        tables.print_plan(plan, tables.console(sys.stdout))
-        sys.stdout.flush()
-    finally:  # also if the reader of the tables, such as head, has gone
-        if json_target is not None:
-            write_json(plan.to_json(), json_target)
+    tables.print_plan(plan, tables.console(sys.stdout))
+    if json_target is not None:
+        write_json(plan.to_json(), json_target)

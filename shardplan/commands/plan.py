@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardplan.commands.inputs import check_model_config
-from shardplan.commands.output import check_json_target, output_plan, side_stream, write_json
+from shardplan.commands.inputs import check_model_config, input_paths
+from shardplan.commands.output import check_outputs, output_plan, side_stream, write_json
 from shardplan.commands.rank_slices import plan_slices
 from shardplan.config import PlanConfig, parse_config
 from shardplan.config.command_flags import PlanCommand
@@ -37,7 +37,7 @@ def list_slices(json_target: str | None) -> None:
     from shardplan.report.slices import print_slices, slices_json
     from shardplan.report.tables import console
 
-    check_json_target(json_target)
+    check_outputs((), json=json_target)
     if json_target is not None:
         write_json(slices_json(), json_target)
     if json_target != "-":
@@ -53,10 +53,8 @@ def dry_run(config: PlanConfig) -> None:
 def plan_and_print(config: PlanCommand) -> None:
     """Plan, print the plan, and answer the questions that the configuration asks about it."""
     started = time.perf_counter()
-    check_json_target(config.json)
+    check_outputs(input_paths(config), json=config.json)
     compute_on_cpu()
-    if config.lint == "":
-        raise ConfigError("lint needs the path of a Levanter configuration")
     if config.lint is not None:
         lint(config, config.lint)
         return

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from shardplan.commands.inputs import check_model_config
-from shardplan.commands.output import check_json_target, write_json
+from shardplan.commands.inputs import check_model_config, input_paths
+from shardplan.commands.output import check_outputs, write_json
 from shardplan.config import parse_config
 from shardplan.config.command_flags import CompilingConfig, PlanCommand, VerifyCommand
 from shardplan.config.sections import CompilerConfig
@@ -23,7 +23,7 @@ USUAL_TIME = "a compile usually takes 1 to 4 minutes"
 def main(argv: Sequence[str]) -> None:
     """Run `shardplan verify` with the arguments `argv`."""
     config = parse_config(argv, VerifyCommand)
-    check_json_target(config.json)
+    check_outputs(input_paths(config), json=config.json)
     compute_on_cpu()
     if config.plan is None:
         check_model_config(config)

@@ -38,6 +38,8 @@ class PlanConfig:
     and data, positions unsharded."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
     """Keys that a file or the command line set, by dotted name; not a key itself."""
+    files: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={NO_KEY: True})
+    """The YAML files that were read; not a key itself."""
 
     def __post_init__(self) -> None:
         raise_first(self.workload.problems())

@@ -33,6 +33,8 @@ class Key:
 
         Exactly these types: True is an int in Python, and a number in a YAML file was not meant as a path.
         """
+        if value == "" and type(None) in self.types:
+            return "it must not be empty; leave it out, or write null"
         is_list_of_texts = tuple in self.types and isinstance(value, list) and all(isinstance(v, str) for v in value)
         is_integer_for_float = float in self.types and type(value) is int
         if type(value) in self.types or is_list_of_texts or is_integer_for_float:

@@ -1,6 +1,8 @@
 """Configurations from YAML files and command-line arguments."""
 
 import dataclasses
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -16,6 +18,8 @@ from shardplan.errors import ConfigError, nearest
 from shardplan.plan.serialization import decode, flatten, value_kind
 
 C = TypeVar("C", bound=PlanConfig)
+EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
+"""A number that YAML 1.1 takes for text, for want of a point."""
 
 
 def load_config(*files: str, **sections: Any) -> PlanConfig:
@@ -31,7 +35,7 @@ def load_config(*files: str, **sections: Any) -> PlanConfig:
     values = _read_files(files, keys)
     overrides = flatten({name: list(value) if isinstance(value, tuple) else value for name, value in sections.items()})
     _check(overrides, keys, where="load_config")
-    return _build(PlanConfig, {**values, **overrides})
+    return _build(PlanConfig, {**values, **overrides}, files)
 
 
 def parse_config(argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: ignore[assignment]
@@ -57,9 +61,9 @@ def parse_config(argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: 
     files, model = arguments.pop("config", []), arguments.pop("model", None)
     if model is not None:
         arguments["model.ref" if _is_checkpoint(model) else "model.config"] = model
-    overrides = {name: _value(keys[name], text) for name, text in arguments.items()}
+    overrides = {name: _plain(keys[name], _value(keys[name], text)) for name, text in arguments.items()}
     _check(overrides, keys, where="command line")
-    return _build(cls, {**_read_files(files, keys), **overrides})
+    return _build(cls, {**_read_files(files, keys), **overrides}, files)
 
 
 def command_of(cls: type[PlanConfig]) -> str:
@@ -67,16 +71,17 @@ def command_of(cls: type[PlanConfig]) -> str:
     return next((name for name, each in COMMANDS.items() if each is cls), "")
 
 
-def _build(cls: type[C], values: Mapping[str, Any]) -> C:
-    return dataclasses.replace(decode(cls, deflatten(dict(values), sep=".")), given=frozenset(values))
+def _build(cls: type[C], values: Mapping[str, Any], files: Sequence[str]) -> C:
+    decoded = decode(cls, deflatten(dict(values), sep="."))
+    return dataclasses.replace(decoded, given=frozenset(values), files=tuple(files))
 
 
 def _read_files(files: Sequence[str], keys: Mapping[str, Key]) -> dict[str, Any]:
     """The values of `keys` in some files, by dotted name."""
     every = {name: key for cls in COMMANDS.values() for name, key in keys_of(cls).items()} | dict(keys)
     values: dict[str, Any] = {}
-    for path in files:
-        read = flatten(_read_yaml(path))
+    for path in map(os.path.expanduser, files):
+        read = {name: _plain(every.get(name), value) for name, value in _read_yaml(path).items()}
         _check(read, every, where=path)
         values.update({name: value for name, value in read.items() if name in keys})
     return values
@@ -108,6 +113,9 @@ def _unknown_message(name: str, keys: Mapping[str, Key]) -> str:
     """Return why `name` is not a key: it is a section, or unknown; then with the nearest key."""
     if any(key.startswith(f"{name}.") for key in keys):
         return f"{name} is a section, not a value; set a key in it"
+    full = next((key for key in keys if key.endswith(f".{name}")), None)
+    if full is not None:
+        return f"unknown key {name!r}; did you mean {full!r}?"
     return f"unknown key {name!r}; {nearest(name, keys)}"
 
 
@@ -116,26 +124,44 @@ def _value(key: Key, text: Any) -> Any:
     if not isinstance(text, str):
         return text
     if str in key.types:
-        return None if type(None) in key.types and text in ("null", "") else text
+        return None if type(None) in key.types and text == "null" else text
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
 
 
+def _plain(key: Key | None, value: Any) -> Any:
+    """Return a value as it is meant: `~/x` in the home folder, and 1e3, which YAML 1.1 reads as text, as a number."""
+    match value:
+        case str() if value.startswith("~/"):
+            return os.path.expanduser(value)
+        case str() if key is not None and float in key.types and EXPONENT.fullmatch(value):
+            return float(value)
+        case list():
+            return [_plain(key, each) for each in value]
+        case _:
+            return value
+
+
 def _read_yaml(path: str) -> dict[str, Any]:
-    """Read a YAML file of configuration.
+    """Read a YAML file of configuration: its values by dotted name.
 
     Raises:
         ConfigError: the file does not exist, cannot be read, is not YAML, has a key twice, or holds no mapping.
     """
-    if not Path(path).exists():
+    if not path or not Path(path).exists():
         others = [str(file) for folder in {Path(path).parent, Path("configs")} for file in folder.glob("*.yaml")]
         raise ConfigError(f"config file {path} does not exist; {nearest(path, others)}")
     loaded = read_yaml(path)
     if not isinstance(loaded, dict):
         raise ConfigError(f"config file {path} contains {value_kind(loaded)}, not keys with values")
-    return loaded
+    try:
+        values = flatten(loaded)
+    except RecursionError as error:
+        raise ConfigError(f"config file {path}: a section contains itself, through an alias") from error
+    sections = {name.partition(".")[0] for cls in COMMANDS.values() for name in keys_of(cls) if "." in name}
+    return {name: value for name, value in values.items() if value is not None or name not in sections}
 
 
 def _check(values: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> None:

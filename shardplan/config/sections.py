@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
+from shardplan.model.axes import MAX_SIZE
 
 MIN_LOAD_GIB = 0.0625
 
@@ -101,10 +102,11 @@ class LoadConfig:
 
 
 def check_minimum(key: str, value: float | None, minimum: float) -> None:
-    """Check that a value, where there is one, is at least `minimum`.
+    """Check that a value, where there is one, is at least `minimum` and at most `MAX_SIZE`.
 
     Raises:
-        ConfigError: it is smaller, or not a number.
+        ConfigError: it is not, or is not a number.
     """
-    if value is not None and not value >= minimum:
-        raise ConfigError(f"{key} is {value}; it must be at least {minimum}")
+    if value is not None and not minimum <= value <= MAX_SIZE:
+        limit = f"at most {MAX_SIZE}" if value > MAX_SIZE else f"at least {minimum}"
+        raise ConfigError(f"{key} is {value}; it must be {limit}")

@@ -33,10 +33,12 @@ def summarize(documents: Sequence[Document], windows: Windows, losses: np.ndarra
 
 
 def _measures(losses: np.ndarray, tokens: int, text_bytes: int) -> dict[str, Any]:
-    """Return the measures of one text; None for those that a text of one token does not have."""
+    """Return the measures of one text; None for those that it does not have."""
     nats = float(losses.sum(dtype=np.float64))
-    if tokens == 0:  # a text of one token: nothing is predicted, nothing is measured
-        return {"tokens": 0, "bytes": text_bytes, "loss_per_token": None, "perplexity": None, "bits_per_byte": None}
+    # of a text of one token nothing is predicted, and JSON has no number for a loss that is not finite
+    if tokens == 0 or not math.isfinite(nats):
+        missing = dict.fromkeys(("loss_per_token", "perplexity", "bits_per_byte"))
+        return {"tokens": tokens, "bytes": text_bytes, **missing}
     per_token = nats / tokens
     return {
         "tokens": tokens,

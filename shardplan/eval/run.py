@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from shardplan.checkpoint.session import prepare
 from shardplan.config.command_flags import LoadingConfig
@@ -55,6 +56,8 @@ def run_evaluation(
     module, _ = session.load(model.template)
     load_seconds = time.perf_counter() - started
     measured = evaluate_windows(module, model, plan, session.mesh, windows)
+    if is_first_process() and not np.isfinite(measured.losses).all():
+        logger.warning("the loss is not finite: the weights, or activations in compute_dtype, hold NaN or infinity")
     summary = summarize(documents, windows, measured.losses)
     return {
         "total": {

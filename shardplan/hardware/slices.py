@@ -84,6 +84,8 @@ def parse_slice(name: str) -> Slice:
     Raises:
         ConfigError: the generation is unknown, or has no slice of that size.
     """
+    if name != name.strip():
+        raise ConfigError(f"hardware.slice {name!r}: did you mean {name.strip()!r}?")
     match = re.fullmatch(r"(?:([0-9]{1,9})x)?([a-z0-9]+?)(?:-([0-9]{1,9})|:([0-9]{1,9}(?:x[0-9]{1,9})*))", name)
     copies, generation_name, count, chips = match.groups() if match else (None, re.split("[-:]", name)[0], None, None)
     if generation_name == "cpu":

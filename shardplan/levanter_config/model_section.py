@@ -1,7 +1,7 @@
-"""Parses the keys of a Levanter configuration's `model:` section that do not describe the architecture."""
+"""Parses the keys of a Levanter configuration's `model:` section that a lint needs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardplan.errors import ConfigError, nearest
@@ -14,9 +14,13 @@ POSITION_KEYS = ("max_seq_len", "seq_len")
 """Keys for the number of positions: the name in later versions of Levanter, and the one in 1.2.dev1644."""
 
 
+SIZE_KEYS = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")
+"""Keys for the architecture, as attributes of Levanter's model configurations are called, too."""
+
+
 @dataclass(frozen=True)
 class ModelSection:
-    """The values of a model section that do not describe the architecture; None for what the file omits."""
+    """The values of a model section; None for what the file omits."""
 
     gradient_checkpointing: str | None = None
     """One of `CHECKPOINTING`."""
@@ -24,6 +28,8 @@ class ModelSection:
     """Tokens per sequence."""
     attention_backend: str | None = None
     """`attn_backend` as written."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Those of `SIZE_KEYS` that the file has."""
 
     def apply_to(self, workload: Workload) -> Workload:
         """Return `workload` with the number of positions and the checkpointing of this section."""
@@ -51,7 +57,9 @@ def parse_model_section(sections: Mapping[str, Any]) -> ModelSection:
     checkpointing = None
     if "gradient_checkpointing" in section.values:
         checkpointing = _checkpointing(section.values["gradient_checkpointing"])
-    return ModelSection(checkpointing, positions[0] if positions else None, None if backend is None else str(backend))
+    sizes = {key: section.size(key, 0) for key in SIZE_KEYS if section.values.get(key) is not None}
+    position = positions[0] if positions else None
+    return ModelSection(checkpointing, position, None if backend is None else str(backend), sizes)
 
 
 def _checkpointing(value: Any) -> str:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from shardplan.config import PlanConfig
+from shardplan.errors import ConfigError
 from shardplan.hardware import Slice, parse_slice
 from shardplan.levanter_config.model_section import NO_MODEL_SECTION, ModelSection
 from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, TrainerSection
@@ -66,11 +67,18 @@ def target_of(config: PlanConfig, model_section: ModelSection = NO_MODEL_SECTION
     """Build the model of `config`, and override its workload by `model_section`.
 
     Raises:
-        ConfigError: it names no model or slice, or one that is not supported.
+        ConfigError: it names no model or slice, one that is not supported, or another model than `model_section`.
     """
     config = dataclasses.replace(config, workload=model_section.apply_to(config.workload))
     hardware = parse_slice(config.hardware.slice)
     model = model_from_config(config)
+    for key, size in model_section.sizes.items():
+        own = getattr(model.config, key, size)
+        if own != size:
+            raise ConfigError(
+                f"model.{key} is {size} in the file, and {own} in {config.model.config or config.model.ref}; lint the "
+                "file with the model that it is for"
+            )
     return LintTarget(config, model, inspect_model(model), hardware, model_section)
 
 

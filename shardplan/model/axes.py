@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+MAX_SIZE = 2**31 - 1
+"""Largest size of an axis, which JAX indexes with 32 bits."""
 Sizes = dict[str, int]
 """Logical axis name -> size, in the order of the array's dimensions."""
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from shardplan.errors import ConfigError, one_line
+from shardplan.model.axes import MAX_SIZE
 from shardplan.model.bundled_configs import read_config_file
 from shardplan.model.levanter_compat import FIXED_VALUES
 from shardplan.storage import Folder, read_bytes
@@ -14,6 +15,8 @@ POSITIVE_INTEGER_KEYS = (
     "num_experts_per_tok", "n_embd", "n_layer", "n_head", "n_positions", "n_inner",
 )  # fmt: skip
 """Keys whose value, if present and not null, must be a positive integer."""
+BOOLEAN_KEYS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "scale_attn_by_inverse_layer_idx")
+"""Keys whose value, if present and not null, must be true or false."""
 POSITIVE_NUMBER_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar")
 """Keys whose value, if present and not null, must be a positive number."""
 
@@ -46,8 +49,18 @@ def _check(values: dict[str, Any], where: str) -> None:
     """
     for key in POSITIVE_INTEGER_KEYS:
         value = values.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{where}: {key} is {value!r}; it must be a positive integer")
+        if value is not None and (type(value) is not int or not 1 <= value <= MAX_SIZE):
+            raise ConfigError(f"{where}: {key} is {value!r}; it must be a positive integer of at most {MAX_SIZE}")
+    for key in BOOLEAN_KEYS:
+        if not isinstance(values.get(key), bool | None):
+            raise ConfigError(f"{where}: {key} is {values[key]!r}; it must be true or false")
+    if "head_dim" in values and (values["head_dim"] or 0) % 2:
+        raise ConfigError(f"{where}: head_dim is {values['head_dim']}; rotary embeddings need an even number")
+    if values.get("quantization_config"):
+        raise ConfigError(
+            f"{where}: it has a quantization_config, and quantized checkpoints are not supported; use the checkpoint "
+            "that was quantized, or plan without this key"
+        )
     for key in POSITIVE_NUMBER_KEYS:
         value = values.get(key)
         if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):

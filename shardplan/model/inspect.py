@@ -15,7 +15,7 @@ def inspect_model(model: Model) -> ModelAxes:
     template = model.template
     return ModelAxes(
         type=model.type,
-        parameters=tuple(_parameters(template)),
+        parameters=tuple(parameters_of(template)),
         residual=template.Embed.name,
         position=template.Pos.name,
         vocab=template.Vocab.name,
@@ -36,7 +36,8 @@ def axes_of(leaf: Any) -> tuple[hax.Axis, ...]:
     return axes if axes and tuple(axis.size for axis in axes) == leaf.array.shape else ()
 
 
-def _parameters(template: Any) -> Iterator[Parameter]:
+def parameters_of(template: Any) -> Iterator[Parameter]:
+    """Yield every array of a model, with its logical axes."""
     for path, leaf in named_leaves(template):
         if isinstance(leaf, hax.NamedArray):
             yield Parameter(path, {axis.name: axis.size for axis in leaf.axes}, str(leaf.array.dtype))

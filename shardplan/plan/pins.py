@@ -180,6 +180,8 @@ def _parse_rule(key: str, text: str, axes: ModelAxes) -> Rule:
     for each in mesh_axes:
         if each not in MESH_AXES:
             raise ConfigError(f"{key} {text!r}: unknown mesh axis {each!r}; {nearest(each, MESH_AXES)}")
+        if mesh_axes.count(each) > 1:
+            raise ConfigError(f"{key} {text!r} names mesh axis {each!r} twice; leave one out")
     return Rule(axis, is_stored, mesh_axes if separator else None)
 
 

@@ -216,6 +216,8 @@ class Plan:
             ConfigError: another schema version, or not a plan.
         """
         version = values.get("schema_version") if isinstance(values, dict) else None
+        if version is None:
+            raise ConfigError("not a plan: it has no schema_version")
         if version != SCHEMA_VERSION:
             raise ConfigError(f"plan has schema_version {version!r}; this shardplan reads {SCHEMA_VERSION}; plan again")
         workload = values.get("workload")

@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardplan.errors import ConfigError, nearest
+from shardplan.model.axes import MAX_SIZE
 from shardplan.plan.dtypes import DTYPES
 
 BATCH_AXIS, POSITION_AXIS = "batch", "position"
 """Logical axes of the sequences of a step, as Levanter's trainer calls it, and of their tokens, as its models do."""
+CHECKPOINTING_ALIASES = {"true": "default", "false": "save_all", "full": "recompute", "none": "save_all"}
+"""What else users write for gradient checkpointing, as in Levanter's configuration -> its name here."""
 KINDS = ("eval", "prefill", "train")
 CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
 MIN_POSITION = 2
@@ -70,15 +73,17 @@ class Workload:
         for key, value, minimum in (
             ("batch", self.batch, 1), ("position", self.position, MIN_POSITION), ("microbatches", self.microbatches, 1),
         ):  # fmt: skip
-            if value is not None and not value >= minimum:
-                yield f"workload.{key} is {value}; it must be at least {minimum}"
+            if value is not None and not minimum <= value <= MAX_SIZE:
+                bound = f"at most {MAX_SIZE}" if value > MAX_SIZE else f"at least {minimum}"
+                yield f"workload.{key} is {value}; it must be {bound}"
         for key, valid in (
             ("param_dtype", DTYPES), ("compute_dtype", DTYPES), ("kind", KINDS),
             ("gradient_checkpointing", CHECKPOINTING),
         ):  # fmt: skip
             name = getattr(self, key)
             if name not in valid:
-                yield f"workload.{key} is {name!r}; {nearest(name, valid)}"
+                hint = CHECKPOINTING_ALIASES.get(name.lower()) if key == "gradient_checkpointing" else None
+                yield f"workload.{key} is {name!r}; {f'did you mean {hint!r}?' if hint else nearest(name, valid)}"
 
     def microbatch_problems(self) -> Iterator[str]:
         """Every conflict between the kind, the batch and the number of microbatches."""

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from shardplan.errors import ConfigError, ShardplanError
 from shardplan.runtime.environment import check_environment
@@ -31,19 +32,35 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
             check_environment()
             main([argument for argument in argv if argument not in flags])
     except ShardplanError as error:
-        print(f"shardplan {name}: {error}", file=sys.stderr)
+        _print_error(name, str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"shardplan {name}: interrupted", file=sys.stderr)
+        _print_error(name, "interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        pass  # the reader (head, less) has gone: that ends the output, it is not a failure of ours
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        print(f"shardplan {name}: {error.strerror}; free some, or write elsewhere", file=sys.stderr)
+        _print_error(name, f"{error.strerror}; free some, or write elsewhere")
         return ConfigError.exit_code
     return 0
+
+
+def _print_error(name: str, message: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be on the disk that is full
+        print(f"shardplan {name}: {message}", file=sys.stderr)
+
+
+class _Output(io.FileIO):
+    """A file descriptor that ignores what is written once the reader (head, less) has gone.
+
+    That ends the output, and neither the work nor what is written elsewhere.
+    """
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
 
 
 @contextlib.contextmanager
@@ -56,19 +73,17 @@ def _separate_streams() -> Iterator[None]:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     stdout = sys.__stdout__
+    if sys.stdout is None:  # closed by the caller; libraries ask it whether it is a terminal
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if stdout is None or stdout is not sys.stdout or stdout.fileno() != STDOUT:  # a test or a notebook has its own
         yield
         return
-    own = os.dup(STDOUT)
-    buffering = 1 if stdout.isatty() else -1
-    with open(own, "w", encoding=stdout.encoding, errors="replace", buffering=buffering) as sys.stdout:
+    own = io.BufferedWriter(_Output(os.dup(STDOUT), "w"))
+    with io.TextIOWrapper(own, stdout.encoding, "replace", line_buffering=stdout.isatty()) as sys.stdout:
         os.dup2(STDERR, STDOUT)
         try:
             yield
             sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), own)  # or closing it would fail again
-            raise
         finally:
-            os.dup2(own, STDOUT)
+            os.dup2(own.fileno(), STDOUT)
             sys.stdout = stdout

@@ -17,7 +17,7 @@ def check_writable(key: str, path: str) -> None:
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        is_new = not os.path.exists(path)
+        is_new = not os.path.lexists(path)  # a link is kept, also one to a file that does not exist yet
         with open(path, "a", encoding="utf-8"):
             pass
         if is_new:

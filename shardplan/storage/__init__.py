@@ -4,7 +4,7 @@
 |---|---|
 | local folder | `os.preadv` |
 | `gs://`, `s3://`, `az://`, `http(s)://` | obstore |
-| `org/model` or `org/model@revision` | huggingface_hub: files from its cache, otherwise ranges |
+| `org/model` or `org/model@revision`, also after `hf://` | huggingface_hub: files from its cache, otherwise ranges |
 | other schemes that fsspec knows | fsspec |
 """
 
@@ -18,6 +18,8 @@ from shardplan.storage.folder import File, Folder, read_bytes
 
 __all__ = ["File", "Folder", "open_folder", "read_bytes"]
 
+REPOSITORY = r"[\w.-]+/[\w.-]+(@[\w./-]+)?"
+"""A model repository of the hub, with or without a revision."""
 OBJECT_SCHEMES = ("gs", "s3", "az", "http", "https")
 
 
@@ -27,6 +29,10 @@ def open_folder(ref: str) -> Folder:
     Raises:
         ConfigError: the folder does not exist, or its scheme is not supported.
     """
+    if ref.startswith("hf://") and re.fullmatch(REPOSITORY, ref.removeprefix("hf://")):
+        from shardplan.storage.hub import HubFolder
+
+        return HubFolder(ref.removeprefix("hf://"))
     scheme, separator, _ = ref.partition("://")
     if separator and scheme in OBJECT_SCHEMES:
         from shardplan.storage.objects import ObjectFolder
@@ -43,10 +49,12 @@ def open_folder(ref: str) -> Folder:
         from shardplan.storage.local import LocalFolder
 
         return LocalFolder(ref)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", ref) and not Path(ref).parent.is_dir():
+    if re.fullmatch(REPOSITORY, ref) and not Path(ref).parent.is_dir():
         from shardplan.storage.hub import HubFolder
 
         return HubFolder(ref)
+    if Path(ref).is_file():
+        raise ConfigError(f"model.ref {ref} is a file; name the folder of the checkpoint")
     parent = Path(ref).parent
     siblings = [str(entry) for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
     raise ConfigError(f"checkpoint folder {ref} does not exist; {nearest(ref, siblings)}")

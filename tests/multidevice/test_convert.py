@@ -226,7 +226,7 @@ def test_output_paths(golden, tmp_path, monkeypatch):
 def test_bad_input(golden, tmp_path):
     arguments = [f"--model={golden / 'llama'}", "--hardware.slice=cpu-8"]
     fails(run("checkpoint", "convert", *arguments), 2, "convert needs a folder to write to: --to FOLDER")
-    fails(run("checkpoint", "convert", *arguments, "--to="), 2, "convert needs a folder to write to: --to FOLDER")
+    fails(run("checkpoint", "convert", *arguments, "--to="), 2, "to is ''; it must not be empty")
     fails(
         run("checkpoint", "convert", "--to=x", "--hardware.slice=cpu-8", "--model.config=c.json"), 2, "model.ref is not"
     )

@@ -306,6 +306,14 @@ def test_plan_and_mapping_together_are_refused(golden, make_config):
         load_pretrained(str(golden / "llama"), plan=plan, axis_mapping={})
 
 
+def test_a_plan_of_another_model_is_refused(golden, make_config):
+    plan = make_plan(make_config(model_ref=golden / "llama", workload_position=64))
+    with pytest.raises(ConfigError, match=r"the plan is for .*llama, whose .*; here it is .*; plan again"):
+        load_pretrained(str(golden / "mistral"), plan=plan)
+    with pytest.raises(ConfigError, match=r"plan is 'plan.json', not a Plan; read a file with Plan.load\(path\)"):
+        load_pretrained(str(golden / "llama"), plan="plan.json")
+
+
 def test_no_mesh_is_one_clear_line(golden):
     with pytest.raises(ConfigError, match="load_pretrained needs a mesh: pass plan="):
         load_pretrained(str(golden / "llama"))

@@ -5,8 +5,16 @@ from pathlib import Path
 import pytest
 
 from shardplan.config import PlanConfig, load_config, parse_config
-from shardplan.config.command_flags import COMMANDS, ConvertCommand, EvalCommand, PlanCommand, VerifyCommand
+from shardplan.config.command_flags import (
+    COMMANDS,
+    CheckpointCommand,
+    ConvertCommand,
+    EvalCommand,
+    PlanCommand,
+    VerifyCommand,
+)
 from shardplan.config.keys import keys_of
+from shardplan.config.sections import ModelConfig
 from shardplan.config.yaml_file import read_yaml
 from shardplan.errors import ConfigError
 
@@ -87,6 +95,13 @@ def test_dash_is_a_value():
         (["--model.ref", "x", "--dry_run"],
          "command line: dry_run is a key of eval, checkpoint convert, not of plan; leave it out"),
         (["--model.ref", "x", "--pin"], "command line: --pin: expected at least one argument"),
+        (["--model.ref", "x", "--workload.batch", str(2**31)],
+         "workload.batch is 2147483648; it must be at most 2147483647"),
+        (["--model.ref", "x", "--workload.gradient_checkpointing", "false"],
+         "workload.gradient_checkpointing is 'false'; did you mean 'save_all'?"),
+        (["--model.ref", "x", "--lint", ""],
+         "command line: lint is ''; it must not be empty; leave it out, or write null"),
+        (["--slice", "v5e-8"], "command line: unknown key 'slice'; did you mean 'hardware.slice'?"),
         (["--workload.batch=8", "--workload.batch.x=3"],
          "command line: unknown key 'workload.batch.x'; did you mean 'workload.batch'?"),
         (["eval"], "unexpected argument 'eval'; options look like --workload.batch 16"),
@@ -113,12 +128,25 @@ def test_unusable_files(tmp_path):
         ("model: {ref: x}\noutput: null", "output is None; it must be text"),
         ("- 1\n", "contains a list, not keys with values"),
         ("", "contains nothing, not keys with values"),
+        ("model: &a {ref: *a}", "a section contains itself, through an alias"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse_config(["--config", write(tmp_path, "b.yaml", text)])
     write(tmp_path, "tiny.yaml", "")
     with pytest.raises(ConfigError, match=r"tini.yaml does not exist; did you mean '.*tiny.yaml'\?"):
         parse_config(["--config", str(tmp_path / "tini.yaml")])
+
+
+def test_values_as_they_are_meant(tmp_path, monkeypatch):
+    """A section without keys, a home folder that no shell replaces, and a number that YAML 1.1 takes for text."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, "a.yaml", "model: {ref: ~/model}\nworkload:\nload: {gib: 1e1}\njson: ~/plan.json\n")
+    loaded = parse_config(["--config", "~/a.yaml", "--model.config", "~/config.json"], CheckpointCommand)
+    assert loaded.model == ModelConfig(f"{tmp_path}/model", f"{tmp_path}/config.json")
+    assert loaded.load.gib == 10.0 and loaded.json == f"{tmp_path}/plan.json"
+    assert parse_config(["--model.ref=x", "--load.gib", "5e-1"], CheckpointCommand).load.gib == 0.5
+    with pytest.raises(ConfigError, match=r"load\.gib is inf; it must be at most 2147483647"):
+        parse_config(["--model.ref=x", "--load.gib", ".inf"], CheckpointCommand)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from shardplan.config import command_flags, parse_config
 from shardplan.config.help import LOGGING_FLAGS
 from shardplan.config.keys import keys_of
 from shardplan.errors import ShardplanError
+from shardplan.model.bundled_configs import BUNDLED
 from shardplan.model.registry import SUPPORTED_MODELS
 from shardplan.runtime.exit_codes import INTERRUPTED
 from shardplan.verify.libtpu import INSTALL_LIBTPU
@@ -224,3 +225,8 @@ def test_the_licence_is_declared_and_there():
     (name,) = PROJECT["project"]["license-files"]
     text = (ROOT / name).read_text(encoding="utf-8")
     assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_bundled_models_are_listed():
+    (names,) = re.findall(r"is part of the package: ([^:]+?)\.\n", PAGES["docs/commands.md"])
+    assert {name.strip() for name in names.split(",")} == BUNDLED.keys()

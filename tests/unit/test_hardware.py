@@ -109,6 +109,7 @@ def test_sizes_are_ascending():
         ("v4:2x2x1536", "the largest v4 pod is 16x16x24; did you mean 'v4:16x16x24'?"),
         ("v5e:16x32", "the largest v5e pod is 16x16; did you mean 'v5e:16x16'?"),
         ("v4:4x4x", "hardware.slice 'v4:4x4x': the size is missing; write for example 'v4-16' or 'v4:2x2x2'"),
+        ("v4-16 ", "hardware.slice 'v4-16 ': did you mean 'v4-16'?"),
         ("v4-" + "9" * 5000, "the size is missing; write for example 'v4-16' or 'v4:2x2x2'"),
         ("v4:" + "9" * 9 + "x2x2", "v4 slices consist of complete hosts of 2x2x1 chips; did you mean 'v4:16x16x24'?"),
     ],

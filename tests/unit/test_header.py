@@ -111,6 +111,12 @@ def test_mutated_files(seed):
     assert accepted > 50
 
 
+def test_a_pointer_of_git_lfs():
+    """What a clone without Git LFS has in place of every shard."""
+    with pytest.raises(CheckpointError, match=r"a Git LFS pointer, not the file itself; run `git lfs pull`"):
+        read_header(Bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

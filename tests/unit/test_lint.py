@@ -248,6 +248,18 @@ def test_indivisible(lint_8b):
     assert "by the 32 devices of model 4 x data 8 (" in only(both.findings, "indivisible").text
 
 
+def test_a_model_section_of_another_model(tmp_path):
+    from shardplan import config
+    from shardplan.levanter_config.model_section import parse_model_section
+
+    target = config.parse_config([f"--model.config={LLAMA}", "--hardware.slice=v4-16"])
+    same = parse_model_section({"model": {"type": "llama", "hidden_dim": 4096, "num_kv_heads": 8}})
+    assert target_of(target, same).model_section == same
+    other = parse_model_section({"model": {"hidden_dim": 4096, "num_layers": 16}})
+    with pytest.raises(ConfigError, match=r"model.num_layers is 16 in the file, and 32 in llama-3.1-8b; lint the file"):
+        target_of(target, other)
+
+
 def test_levanter_rounds_the_vocabulary_up(tmp_path):
     """GPT-2's 50257 tokens, which nothing divides; eval_lm rounds by the mapping for computing alone."""
     from shardplan import config

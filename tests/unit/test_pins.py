@@ -81,6 +81,7 @@ def test_a_tensor_can_be_pinned(llama_model):
             ["mesh.model=8"],
             "pin 'mesh.model=8' sets mesh.model=8, which forbid mesh.model=8 excludes",
         ),
+        (["mlp=model+model"], [], "pin 'mlp=model+model' names mesh axis 'model' twice; leave one out"),
         (["params.batch=data"], [], "pin 'params.batch=data': the model has no axis 'batch'"),
     ],
 )

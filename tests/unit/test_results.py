@@ -1,5 +1,6 @@
 """Windows predict every token once; measures equal hand calculations."""
 
+import json
 import math
 import re
 
@@ -49,6 +50,17 @@ def test_measures():
     # the predicted tokens are 2, 2, 3
     entropy = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
     assert summary["total"]["unigram_loss_per_token"] == pytest.approx(entropy, rel=1e-12)
+
+
+def test_a_loss_that_is_not_finite_is_valid_json():
+    """Weights of NaN: `NaN` is no number of JSON, and strict readers would refuse the whole file."""
+    documents = [Document(name, "abc") for name in ("a", "b")]
+    windows = make_windows(documents, lambda text: [1, 2, 3], position=4, batch=2)
+    losses = np.zeros(windows.tokens.shape, np.float32)
+    losses[0, 0] = np.nan
+    summary = summarize(documents, windows, losses)
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    assert summary["total"]["loss_per_token"] is None and summary["documents"][1]["loss_per_token"] == 0.0
 
 
 def test_reading_documents(tmp_path):

@@ -254,7 +254,15 @@ def test_hub_ranges(tmp_path, monkeypatch):
     assert folder.open("other.safetensors") is None
 
 
+def test_a_model_of_the_hub_by_its_url(tmp_path):
+    folder = open_folder("hf://org/model@main")
+    assert isinstance(folder, HubFolder) and folder.ref == "org/model@main"
+
+
 def test_bad_references(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model.safetensors is a file; name the folder of the checkpoint"):
+        open_folder(str(tmp_path / "model.safetensors"))
     with pytest.raises(ConfigError, match=r"unknown scheme 'htps'; did you mean 'https'\?"):
         open_folder("htps://bucket/x")
     (tmp_path / "llama").mkdir()

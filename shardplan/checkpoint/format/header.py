@@ -18,6 +18,8 @@ from shardplan.errors import CheckpointError, one_line
 from shardplan.storage import File
 
 MAX_HEADER_BYTES = 100_000_000
+LFS_POINTER = b"version "
+"""How the text begins that Git leaves in place of a large file that was not fetched."""
 METADATA = "__metadata__"
 """Name of the header entry that is not a tensor: a mapping of names to strings."""
 ENTRY_KEYS = ("dtype", "shape", "data_offsets")
@@ -62,6 +64,8 @@ def read_header(file: File) -> dict[str, Tensor]:
         raise CheckpointError(f"{file.name}: {file.size} bytes is too short for a safetensors file; download it again")
     prefix = bytearray(8)
     file.read_into(0, memoryview(prefix))
+    if prefix == LFS_POINTER:
+        raise CheckpointError(f"{file.name}: a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
     length = int.from_bytes(prefix, "little")
     if length > min(file.size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(f"{file.name}: its header claims {length} bytes, the file has {file.size}")

@@ -1,0 +1,103 @@
+"""Where commands write: never over what they read, also through links and into closed pipes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, fails, run
+
+from shardplan.plan.plan import Plan
+
+REPLACED = "would replace what the command reads or writes itself; name another file"
+
+
+def shell(line: str):
+    """A line for bash in which SHARDPLAN stands for the command."""
+    return subprocess.run(
+        ["bash", "-c", line.replace("SHARDPLAN", f"{sys.executable} -m shardplan")],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def evaluation(checkpoint, tmp_path_factory):
+    """A configuration of an evaluation in a folder of its own, with everything that it reads."""
+    folder = tmp_path_factory.mktemp("outputs")
+    shutil.copytree(checkpoint, folder / "model")
+    values = {
+        "model": {"ref": str(folder / "model")},
+        "workload": {"batch": 4, "position": 64, "compute_dtype": "float32"},
+        "data": {"path": str(folder / "model" / "text.jsonl")},
+        "output": str(folder / "results.json"),
+    }
+    (folder / "eval.yaml").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        (["plan", "--config", "{}/eval.yaml"], "--json={}/eval.yaml"),
+        (["plan", "--config", "{}/eval.yaml"], "--json={}/link.yaml"),
+        (["plan", "--config", "{}/eval.yaml"], "--json={}/model/config.json"),
+        (["plan", "--config", "{}/eval.yaml", "--lint", "{}/lint.yaml"], "--json={}/lint.yaml"),
+        (["plan", "diff", "{}/a.json", "{}/b.json"], "--json={}/b.json"),
+        (["verify", "--config", "{}/eval.yaml", "--against", "{}/lint.yaml"], "--json={}/lint.yaml"),
+        (["eval", "--config", "{}/eval.yaml"], "--output={}/model/text.jsonl"),
+        (["eval", "--config", "{}/eval.yaml", "--json", "{}/x.json"], "--output={}/x.json"),
+        (["checkpoint", "--config", "{}/eval.yaml", "--schedule"], "--json={}/eval.yaml"),
+    ],
+)
+def test_an_input_is_not_replaced(evaluation, command, output):
+    (evaluation / "lint.yaml").write_text("trainer: {}\n")
+    (evaluation / "link.yaml").unlink(missing_ok=True)
+    (evaluation / "link.yaml").symlink_to("eval.yaml")
+    before = {path: path.read_bytes() for path in evaluation.rglob("*") if path.is_file()}
+    name, *rest = [each.format(evaluation) for each in (*command, output)]
+    fails(run(name, *rest), 2, REPLACED)
+    assert {path: path.read_bytes() for path in evaluation.rglob("*") if path.is_file()} == before
+
+
+def test_a_new_file_beside_the_inputs(evaluation):
+    done = run("plan", "--config", evaluation / "eval.yaml", "--json", evaluation / "model" / "plan.json")
+    assert done.returncode == 0, done.stderr
+    (evaluation / "model" / "plan.json").unlink()
+
+
+def test_the_work_goes_on_when_the_reader_of_the_tables_has_gone(evaluation):
+    """As with `| head -1`: the results are written, and the exit code is that of the whole work."""
+    config, results = evaluation / "eval.yaml", evaluation / "piped.json"
+    done = shell(f"SHARDPLAN eval --config {config} --output {results} | head -1; exit ${{PIPESTATUS[0]}}")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert json.loads(results.read_text())["total"]["tokens"] > 0
+    lint = "--config configs/405b.yaml --lint configs/levanter/405b-heads-mlp.yaml"
+    done = shell(f"SHARDPLAN plan {lint} | head -1; exit ${{PIPESTATUS[0]}}")
+    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("redirection", "code"), [(">&-", 0), ("2>&-", 0), ("2>/dev/full", 2)])
+def test_closed_and_full_streams(evaluation, redirection, code):
+    done = shell(f"SHARDPLAN plan --config {evaluation / 'eval.yaml'} --json {evaluation / 'p.json'} {redirection}")
+    assert done.returncode == code and "Traceback" not in done.stderr + done.stdout, done.stderr
+    assert Plan.load(str(evaluation / "p.json")).workload.batch == 4
+
+
+def test_links_stay_links(evaluation):
+    """Also one to a file that does not exist yet, as in a folder of results elsewhere."""
+    link, target = evaluation / "plan.json", evaluation / "elsewhere.json"
+    link.symlink_to(target)
+    done = run("plan", "--config", evaluation / "eval.yaml", "--json", link)
+    assert done.returncode == 0, done.stderr
+    assert link.is_symlink() and Plan.load(str(target)).workload.batch == 4
+
+
+def test_outputs_that_are_no_files(evaluation, tmp_path):
+    config = evaluation / "eval.yaml"
+    fails(run("eval", "--config", config, "--output=-"), 2, "output is '-'; it must be a file")
+    fails(run("plan", "--config", config, "--json="), 2, "json is ''; it must not be empty; leave it out")
+    fails(run("plan", "--config", config, "--lint="), 2, "lint is ''; it must not be empty")
+    done = run("checkpoint convert", "--config", config, f"--to={tmp_path / 'to'}", f"--json={tmp_path / 'x.json'}")
+    fails(done, 2, "json is for the Plan of a --dry_run; leave it out")
