@@ -61,7 +61,7 @@ def parse_config(argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: 
     files, model = arguments.pop("config", []), arguments.pop("model", None)
     if model is not None:
         arguments["model.ref" if _is_checkpoint(model) else "model.config"] = model
-    overrides = {name: _plain(keys[name], _value(keys[name], text)) for name, text in arguments.items()}
+    overrides = {name: _interpret(keys[name], _value(keys[name], text)) for name, text in arguments.items()}
     _check(overrides, keys, where="command line")
     return _build(cls, {**_read_files(files, keys), **overrides}, files)
 
@@ -81,7 +81,7 @@ def _read_files(files: Sequence[str], keys: Mapping[str, Key]) -> dict[str, Any]
     every = {name: key for cls in COMMANDS.values() for name, key in keys_of(cls).items()} | dict(keys)
     values: dict[str, Any] = {}
     for path in map(os.path.expanduser, files):
-        read = {name: _plain(every.get(name), value) for name, value in _read_yaml(path).items()}
+        read = {name: _interpret(every.get(name), value) for name, value in _read_yaml(path).items()}
         _check(read, every, where=path)
         values.update({name: value for name, value in read.items() if name in keys})
     return values
@@ -131,15 +131,15 @@ def _value(key: Key, text: Any) -> Any:
         return text
 
 
-def _plain(key: Key | None, value: Any) -> Any:
-    """Return a value as it is meant: `~/x` in the home folder, and 1e3, which YAML 1.1 reads as text, as a number."""
+def _interpret(key: Key | None, value: Any) -> Any:
+    """Return `~/x` as the path in the home folder, and 1e3, which YAML 1.1 reads as text, as a number."""
     match value:
         case str() if value.startswith("~/"):
             return os.path.expanduser(value)
         case str() if key is not None and float in key.types and EXPONENT.fullmatch(value):
             return float(value)
         case list():
-            return [_plain(key, each) for each in value]
+            return [_interpret(key, each) for each in value]
         case _:
             return value
 

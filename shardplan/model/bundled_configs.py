@@ -15,7 +15,7 @@ def read_config_file(name: str) -> bytes:
         ConfigError: there is neither, or it cannot be read.
     """
     path = Path(name)
-    if name in BUNDLED and not path.exists():
+    if name in BUNDLED and not path.is_file():
         path = BUNDLED[name]
     try:
         return path.read_bytes()
