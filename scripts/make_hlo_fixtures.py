@@ -28,8 +28,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardplan.hardware import parse_slice
 from shardplan.search.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
-from shardplan.verify.libtpu import libtpu_environment
-from shardplan.verify.topology import make_topology_mesh
+from shardplan.verify.compiler.libtpu import libtpu_environment
+from shardplan.verify.compiler.topology import make_topology_mesh
 
 WINDOWED = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"}
 KEPT = ("window_config", "barrier_config", "collective_algorithm_config", "async_collective_fusion_config")

@@ -57,7 +57,7 @@ def golden() -> Path:
 def tpu_compiler() -> None:
     """Lets this process use libtpu, as the processes that verify starts do."""
     from shardplan.hardware import parse_slice
-    from shardplan.verify.libtpu import libtpu_environment
+    from shardplan.verify.compiler.libtpu import libtpu_environment
 
     os.environ.update(libtpu_environment(parse_slice("v4-8")))
 

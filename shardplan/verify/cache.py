@@ -11,12 +11,12 @@ from typing import Any
 import shardplan
 from shardplan.plan.attention_plan import Strategy
 from shardplan.verify.case import Case
-from shardplan.verify.compiled import Compiled, package_versions
+from shardplan.verify.compiler.compiled import Compiled, package_versions
 from shardplan.verify.model_facts import ModelFacts
 
 CODE = (
     "hardware/*", "runtime/devices", "model/forward", "model/hf_config", "model/inspect", "model/levanter_compat",
-    "model/registry", "step/*", "checkpoint/levanter_loader", "verify/worker", "verify/topology",
+    "model/registry", "step/*", "checkpoint/levanter_loader", "verify/compiler/topology", "verify/compiler/worker",
 )  # fmt: skip
 """Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
 SEQUENCE_CODE = ("attention/**/*", "positions/*")

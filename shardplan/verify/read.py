@@ -5,7 +5,7 @@ from typing import Any
 
 from shardplan.hardware import GIB, parse_slice
 from shardplan.plan.plan import Plan
-from shardplan.verify.compiled import Compiled
+from shardplan.verify.compiler.compiled import Compiled
 from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.module import HloError, Module
 from shardplan.verify.hlo.parser import parse

@@ -15,11 +15,11 @@ from shardplan.plan.plan import Plan
 from shardplan.runtime.writable import check_writable
 from shardplan.verify.cache import cache_path, facts_digest, facts_path, store
 from shardplan.verify.case import Case
-from shardplan.verify.compiled import Compiled, package_versions
-from shardplan.verify.libtpu import INSTALL_LIBTPU, libtpu_environment
+from shardplan.verify.compiler.compiled import Compiled, package_versions
+from shardplan.verify.compiler.libtpu import INSTALL_LIBTPU, libtpu_environment
+from shardplan.verify.compiler.run_worker import CompileStopped, compile_case
 from shardplan.verify.model_facts import ModelFacts, compute_facts
 from shardplan.verify.read import read_verdict
-from shardplan.verify.run_worker import CompileStopped, compile_case
 from shardplan.verify.verdict import DuplicateMeshAxis, Outcome, Reason, Verdict
 
 

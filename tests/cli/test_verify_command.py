@@ -8,7 +8,7 @@ import pytest
 from conftest import fails, run
 
 from shardplan.runtime import progress
-from shardplan.verify.run_worker import CompileStopped
+from shardplan.verify.compiler.run_worker import CompileStopped
 from shardplan.verify.verdict import CompilerCrash, MemoryLimit, TimeLimit
 
 CONFIG = "--config=configs/8b.yaml"

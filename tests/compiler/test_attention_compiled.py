@@ -16,10 +16,10 @@ from levanter.layers.attention import AttentionMask
 
 from shardplan.attention import dot_product_attention
 from shardplan.hardware import parse_slice
+from shardplan.verify.compiler.topology import make_topology_mesh
 from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.parser import parse
 from shardplan.verify.hlo.timing import model_step
-from shardplan.verify.topology import make_topology_mesh
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")
 

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan.hardware import parse_slice
 from shardplan.search.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
+from shardplan.verify.compiler.topology import make_topology_mesh
 from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.parser import parse
 from shardplan.verify.hlo.timing import model_step
-from shardplan.verify.topology import make_topology_mesh
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")
 

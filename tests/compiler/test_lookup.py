@@ -13,10 +13,10 @@ from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import parse_slice
 from shardplan.program.trace import trace_jaxpr
 from shardplan.program.walk import build_step
+from shardplan.verify.compiler.topology import make_topology_mesh
 from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.parser import parse
 from shardplan.verify.hlo.timing import model_step
-from shardplan.verify.topology import make_topology_mesh
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")
 

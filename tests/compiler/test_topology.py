@@ -13,8 +13,8 @@ import pytest
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, parse_slice, place_mesh
-from shardplan.verify.libtpu import libtpu_environment
-from shardplan.verify.topology import make_topology_mesh
+from shardplan.verify.compiler.libtpu import libtpu_environment
+from shardplan.verify.compiler.topology import make_topology_mesh
 
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.usefixtures("tpu_compiler")
@@ -40,7 +40,7 @@ SCRIPT = """
 import json, sys
 from shardplan.hardware import parse_slice
 from shardplan.runtime.devices import slice_from
-from shardplan.verify.topology import make_topology_mesh
+from shardplan.verify.compiler.topology import make_topology_mesh
 
 for name, sizes in json.load(sys.stdin):
     devices = make_topology_mesh(parse_slice(name), sizes).devices

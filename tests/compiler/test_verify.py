@@ -23,8 +23,8 @@ from shardplan.report.verdicts import reason_text
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan
 from shardplan.verify import run as runs
-from shardplan.verify import run_worker
 from shardplan.verify.case import Case
+from shardplan.verify.compiler import run_worker
 from shardplan.verify.run import verify
 from shardplan.verify.select_cases import build_cases
 from shardplan.verify.verdict import MemoryLimit, Outcome, OutOfMemory, ProgramKind, TimeLimit, Verdict

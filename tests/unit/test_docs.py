@@ -21,7 +21,7 @@ from shardplan.errors import ShardplanError
 from shardplan.model.bundled_configs import BUNDLED
 from shardplan.model.registry import SUPPORTED_MODELS
 from shardplan.runtime.exit_codes import INTERRUPTED
-from shardplan.verify.libtpu import INSTALL_LIBTPU
+from shardplan.verify.compiler.libtpu import INSTALL_LIBTPU
 
 ROOT = Path(__file__).parents[2]
 PAGES = {

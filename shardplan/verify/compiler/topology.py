@@ -1,7 +1,7 @@
 """Makes a mesh of the devices of a TPU slice for compiling ahead of time; needs libtpu, but no TPU.
 
-Start the process with `libtpu_environment(hardware)`, of `shardplan.verify.libtpu`: libtpu reads its environment when
-it is first used. The same process can also compile for slices of other sizes and generations.
+Start the process with `libtpu_environment(hardware)` of libtpu.py, which libtpu reads when it is first used. The same
+process can also compile for slices of other sizes and generations.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice
 from shardplan.runtime.devices import arrange
-from shardplan.verify.libtpu import INSTALL_LIBTPU, check_is_tpu
+from shardplan.verify.compiler.libtpu import INSTALL_LIBTPU, check_is_tpu
 
 
 def make_topology_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:

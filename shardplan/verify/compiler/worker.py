@@ -1,7 +1,7 @@
-"""Compiles one program in a process of its own: `python -m shardplan.verify.worker REQUEST COMPILED DUMP`.
+"""Compiles one program in a process of its own: `python -m shardplan.verify.compiler.worker REQUEST COMPILED DUMP`.
 
-The parent sets the environment (see `shardplan.verify.topology`) and `XLA_FLAGS`, so that the compiler writes its
-reports to DUMP, also when memory is exhausted.
+The parent sets the environment (see `libtpu.py`) and `XLA_FLAGS`, so that the compiler writes its reports to DUMP, also
+when memory is exhausted.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from shardplan.hardware import parse_slice
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
 from shardplan.step import Program, specialize, step_program
-from shardplan.verify.compiled import Compiled, package_versions
-from shardplan.verify.topology import make_topology_mesh
+from shardplan.verify.compiler.compiled import Compiled, package_versions
+from shardplan.verify.compiler.topology import make_topology_mesh
 
 PARENT_POLL_SECONDS = 1.0
 MAX_ERROR = 600
