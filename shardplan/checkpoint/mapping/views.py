@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add, mul, sub
 
 Shape = tuple[int, ...]
 
@@ -34,17 +35,16 @@ class Piece:
     def intersect(self, start: Shape, stop: Shape) -> "Piece | None":
         """Return the part of this piece inside the box `[start, stop)`, or None if it is empty."""
         low = tuple(map(max, self.start, start))
-        high = tuple(map(min, self.stop, stop))
-        if any(a >= b for a, b in zip(low, high, strict=True)):
+        shape = tuple(map(sub, map(min, self.stop, stop), low))
+        if min(shape, default=1) <= 0:
             return None
-        skipped = sum((a - s) * k for a, s, k in zip(low, self.start, self.strides, strict=True))
-        shape = tuple(b - a for a, b in zip(low, high, strict=True))
+        skipped = sum(map(mul, map(sub, low, self.start), self.strides))
         return Piece(low, shape, self.tensor, self.offset + skipped, self.strides, self.scale)
 
-    @property
+    @cached_property
     def stop(self) -> Shape:
         """One past the last index of the box, per dimension."""
-        return tuple(s + n for s, n in zip(self.start, self.shape, strict=True))
+        return tuple(map(add, self.start, self.shape))
 
     @property
     def span(self) -> tuple[int, int]:

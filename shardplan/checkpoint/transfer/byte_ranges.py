@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 
 from shardplan.checkpoint.mapping.views import Piece, Shape, View
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, ReadStrategy, Transfer
@@ -162,7 +163,7 @@ def _piece_ranges(piece: Piece, sources: Mapping[str, TensorSource]) -> Iterator
 
 
 def _add(index: Shape, offset: Shape) -> Shape:
-    return tuple(a + b for a, b in zip(index, offset, strict=True))
+    return tuple(map(add, index, offset))
 
 
 def _without(values: Shape, index: int) -> Shape:
