@@ -3,11 +3,14 @@
 The results of matmuls, lookups and scatters are written, and of elementwise results those that one of these reads. All
 other values exist only inside a fused operation: an elementwise chain behind a matmul is fused into that matmul, unless
 the chain first reduces over the whole result; of several matmuls that one chain reads, the last one fuses it.
+
+What decides this about a value follows from the facts about its operands (`_Origin`) and about its consumers (`_Use`):
+one pass forward over the operations and one backward, with a constant amount of work for each operand.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence, Set
-from functools import cache
+from dataclasses import dataclass
 
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.operations import Operation, OperationKind
@@ -21,6 +24,39 @@ SUM_PRIMITIVES = {"add", "add_any"}
 CAST_PRIMITIVES = {"convert_element_type"}
 FUSIBLE = (OperationKind.ELEMENTWISE, OperationKind.CONTRACTION)
 """Kinds of operations whose results may exist only inside a fused operation."""
+SEVERAL = -1
+"""In place of one value: there are several."""
+NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a value is computed from by elementwise operations alone; itself where another operation makes it."""
+
+    largest_inputs: tuple[tuple[int, int], ...]
+    """Of the values at the start of these operations the two largest, as (elements, value), the largest first."""
+    last_matmul: int | None = None
+    """Among these values, the result of the last matmul."""
+    summed_matmuls: int = 0
+    """Number of matmuls whose results are only added up to make the value, 2 for any more; 0 if anything else is."""
+    last_summed: int | None = None
+    """The result of the last of these matmuls."""
+    is_grouped: bool = False
+    """Whether all these values are results of grouped matmuls, and at least one is."""
+
+
+@dataclass(frozen=True)
+class _Use:
+    """What elementwise operations alone compute from a value."""
+
+    final: int | None = None
+    """The value that is needed in memory, or `SEVERAL`; the value itself if other operations use it; None for none."""
+    is_reduced: bool = False
+    """Whether these operations reduce over the value, so that they need all of it first."""
+    by_grouped: bool = False
+    """Whether grouped matmuls use the value, or what is computed from it."""
+    by_others: bool = False
+    """Whether other operations do that are not elementwise."""
 
 
 class Fusion:
@@ -41,6 +77,7 @@ class Fusion:
         """Value -> the operation that computes it."""
         self._consumers: defaultdict[int, list[int]] = defaultdict(list)
         """Value -> the operations that use it or a view of it."""
+        self._origins: dict[int, _Origin] = {}
         for i, operation in enumerate(operations):
             for result in operation.results:
                 self._producer[result] = i
@@ -49,22 +86,32 @@ class Fusion:
             else:
                 for operand in set(map(self.base_of, operation.operands)):
                     self._consumers[operand].append(i)
+            self._origins |= {result: self._find_origin(operation, result) for result in operation.results}
         self._must_write = {self.base_of(value) for value in outputs} if writes_outputs else set[int]()
-        # paths through the program meet again: without caches, walks over them would take exponential time
-        self._final_values = cache(self._final_values)  # type: ignore[method-assign]
-        self._is_reduced = cache(self._is_reduced)  # type: ignore[method-assign]
-        self._matmuls_behind = cache(self._matmuls_behind)  # type: ignore[method-assign]
-        self.is_between_grouped_matmuls = cache(self.is_between_grouped_matmuls)  # type: ignore[method-assign]
-        self._final_consumers = cache(self._final_consumers)  # type: ignore[method-assign]
-        self._comes_from_grouped_matmuls = cache(self._comes_from_grouped_matmuls)  # type: ignore[method-assign]
+        self._uses: dict[int, _Use] = {}
+        self._sums: dict[int, int] = {}
+        """Result of a matmul, or a sum of such -> the sum of it and further results of matmuls."""
+        for operation in reversed(operations):
+            for result in operation.results:
+                self._uses[result] = self._find_use(result)
+                self._sums[result] = self._find_sum(result)
         self.written = {value for value in self._producer if self._is_written(value)}
-        self.sources = cache(self._sources)
+        self._sources: dict[int, frozenset[int]] = {}
+        self._fused: dict[int, frozenset[int]] = {}
+        """Value -> the matmuls that are fused with the elementwise operations that compute it."""
+        for operation in operations:
+            for result in operation.results:
+                self._sources[result], self._fused[result] = self._find_sources(operation, result)
         self.held_for_outputs = set[int]().union(*(self.sources(self.base_of(value)) for value in outputs))
         """Values that stay in memory until the end of the sequence, because outputs are computed from them."""
 
     def base_of(self, value: int) -> int:
         """The value that `value` is a view of; `value` itself where it is none."""
         return self._base.get(value, value)
+
+    def sources(self, value: int) -> frozenset[int]:
+        """The values in memory from which `value` is computed: itself, or what the operations fused into it read."""
+        return self._sources.get(value, frozenset({value}))
 
     def is_executed(self, operation: Operation) -> bool:
         """Whether the operation runs at its place in the sequence, rather than fused into a later one."""
@@ -82,20 +129,19 @@ class Fusion:
         """The matmuls that an elementwise operation is fused with."""
         if operation.kind != OperationKind.ELEMENTWISE:
             return []
-        behind = set[int]().union(*(self._matmuls_behind(self.base_of(operand)) for operand in operation.operands))
-        fused = sorted(value for value in behind - self.written if not is_scores(self.arrays[value]))
-        return [self.operations[self._producer[value]] for value in fused]
+        fused = NOTHING.union(*(self._fused.get(self.base_of(operand), NOTHING) for operand in operation.operands))
+        return [self.operations[self._producer[value]] for value in sorted(fused)]
 
     def is_between_grouped_matmuls(self, value: int) -> bool:
         """Whether only grouped matmuls produce and consume `value`, directly or through elementwise operations."""
-        consumers = self._final_consumers(value) if self._comes_from_grouped_matmuls(value) else ()
-        return bool(consumers) and all(self.operations[i].groups > 1 for i in consumers)
+        use = self._uses.get(value)
+        return use is not None and self._origins[value].is_grouped and use.by_grouped and not use.by_others
 
     def is_grouped_summand(self, value: int) -> bool:
         """Whether `value` is the result of a grouped matmul and is only added to other results of matmuls."""
         consumers = [self.operations[i] for i in self._consumers[value]]
         is_grouped = value in self._producer and self.operations[self._producer[value]].groups > 1
-        return is_grouped and len(consumers) == 1 and len(self._summed_matmuls(consumers[0].results[0])) > 1
+        return is_grouped and len(consumers) == 1 and self._origins[consumers[0].results[0]].summed_matmuls > 1
 
     def reduces_partial_sums(self, value: int) -> bool:
         """Whether partial sums in the result `value` of a matmul are added up over devices at once.
@@ -103,31 +149,76 @@ class Fusion:
         False where `value` is only added to results of other matmuls and is not the last of them: the sum of them all
         is reduced once.
         """
-        summed = self._summed_matmuls(self._sum_with_other_matmuls(value))
-        return len(summed) < 2 or max(summed, key=lambda each: self._producer[each]) == value
+        summed = self._origins[self._sums[value]]
+        return summed.summed_matmuls < 2 or summed.last_summed == value
 
-    def _final_consumers(self, value: int) -> frozenset[int]:
-        """The operations, other than elementwise ones, that use `value` directly or through elementwise operations."""
-        elementwise = {i for i in self._consumers[value] if self.operations[i].kind == OperationKind.ELEMENTWISE}
-        results = [result for i in elementwise for result in self.operations[i].results]
-        others = frozenset(self._consumers[value]).difference(elementwise)
-        return others.union(*map(self._final_consumers, results))
+    def _origin(self, value: int) -> _Origin:
+        """The origin of the base of `value`."""
+        value = self.base_of(value)
+        return self._origins.get(value) or _Origin(((self.arrays[value].elements, value),))
 
-    def _comes_from_grouped_matmuls(self, value: int) -> bool:
-        """Whether `value` is computed from results of grouped matmuls by elementwise operations alone, or by none."""
-        producer = self._producer.get(value)
-        if producer is None or self.operations[producer].kind != OperationKind.ELEMENTWISE:
-            return producer is not None and self.operations[producer].groups > 1
-        operands = map(self.base_of, self.operations[producer].operands)
-        arrays = [operand for operand in operands if self.arrays[operand].dims]
-        return bool(arrays) and all(map(self._comes_from_grouped_matmuls, arrays))
+    def _find_origin(self, operation: Operation, result: int) -> _Origin:
+        """Find the origin of a result from those of the operands."""
+        own = ((self.arrays[result].elements, result),)
+        if operation.kind == OperationKind.CONTRACTION:
+            return _Origin(own, result, 1, result, operation.groups > 1)
+        if operation.kind != OperationKind.ELEMENTWISE:
+            return _Origin(own, is_grouped=operation.groups > 1)
+        origins = [self._origin(operand) for operand in operation.operands]
+        inputs = sorted({each for origin in origins for each in origin.largest_inputs}, reverse=True)
+        matmuls = [origin.last_matmul for origin in origins if origin.last_matmul is not None]
+        arrays = [
+            origin for operand, origin in zip(operation.operands, origins, strict=True)
+            if self.arrays[self.base_of(operand)].dims
+        ]  # fmt: skip
+        are_summed = all(each.summed_matmuls for each in origins)
+        is_sum = operation.primitive in SUM_PRIMITIVES | CAST_PRIMITIVES and are_summed
+        summed = {each.last_summed for each in origins if is_sum and each.last_summed is not None}
+        several = any(each.summed_matmuls > 1 for each in origins)
+        return _Origin(
+            tuple(inputs[:2]),
+            max(matmuls, key=self._producer.__getitem__, default=None),
+            0 if not summed else 2 if several or len(summed) > 1 else 1,
+            max(summed, key=self._producer.__getitem__, default=None),
+            bool(arrays) and all(origin.is_grouped for origin in arrays),
+        )
 
-    def _sources(self, value: int) -> frozenset[int]:
-        """The values in memory from which `value` is computed: itself, or what the operations fused into it read."""
-        producer = self._producer.get(value)
-        if producer is None or value in self.written or self.operations[producer].kind not in FUSIBLE:
-            return frozenset({value})
-        return frozenset().union(*(self.sources(self.base_of(each)) for each in self.operations[producer].operands))
+    def _find_use(self, value: int) -> _Use:
+        """Find the use of a value from those of the results of its consumers."""
+        consumers = [self.operations[i] for i in self._consumers[value]]
+        elementwise = [each for each in consumers if each.kind == OperationKind.ELEMENTWISE]
+        others = [each for each in consumers if each.kind != OperationKind.ELEMENTWISE]
+        later = {result: self._uses[result] for each in elementwise for result in each.results}
+        final = {use.final for use in later.values()} - {None}
+        final |= {result for result in later if self._is_needed_in_memory(result)}
+        return _Use(
+            value if others else None if not final else final.pop() if len(final) == 1 else SEVERAL,
+            any(each.primitive.startswith("reduce_") for each in elementwise)
+            or any(use.is_reduced for use in later.values()),
+            any(each.groups > 1 for each in others) or any(use.by_grouped for use in later.values()),
+            any(each.groups == 1 for each in others) or any(use.by_others for use in later.values()),
+        )
+
+    def _find_sum(self, value: int) -> int:
+        """Find the sum of `value` and the results of other matmuls; `value` itself where it is used in another way."""
+        consumers = self._consumers[value]
+        if len(consumers) != 1:
+            return value
+        operation = self.operations[consumers[0]]
+        others = [operand for operand in map(self.base_of, operation.operands) if operand != value]
+        are_summed = bool(others) and all(self._origin(operand).summed_matmuls for operand in others)
+        is_sum = operation.primitive in SUM_PRIMITIVES and are_summed
+        return self._sums[operation.results[0]] if is_sum or operation.primitive in CAST_PRIMITIVES else value
+
+    def _find_sources(self, operation: Operation, value: int) -> tuple[frozenset[int], frozenset[int]]:
+        """Find the values in memory from which a result is computed, and the matmuls that are fused for it."""
+        if value in self.written or operation.kind not in FUSIBLE:
+            return frozenset({value}), NOTHING
+        operands = [self.base_of(operand) for operand in operation.operands]
+        sources = NOTHING.union(*map(self.sources, operands))
+        if operation.kind == OperationKind.CONTRACTION:
+            return sources, NOTHING if is_scores(self.arrays[value]) else frozenset({value})
+        return sources, NOTHING.union(*(self._fused.get(operand, NOTHING) for operand in operands))
 
     def _is_view(self, operation: Operation) -> bool:
         """Whether an elementwise result exists only as its operand: a view of it, or a scaled copy of a weight."""
@@ -159,76 +250,12 @@ class Fusion:
     def _saves_memory_if_written(self, value: int) -> bool:
         """Whether an elementwise result takes less memory than the inputs from which consumers would recompute it."""
         size = self.arrays[value].elements
-        large = [source for source in self._elementwise_inputs(value) if self.arrays[source].elements >= size]
-        return len(self._final_values(value)) > 1 and len(large) > 1
-
-    def _elementwise_inputs(self, value: int) -> set[int]:
-        """The inputs of the chain of elementwise operations that computes `value`."""
-        producer = self._producer.get(value)
-        if producer is None or self.operations[producer].kind != OperationKind.ELEMENTWISE:
-            return {value}
-        operands = self.operations[producer].operands
-        return set[int]().union(*(self._elementwise_inputs(self.base_of(operand)) for operand in operands))
+        large = [source for elements, source in self._origins[value].largest_inputs if elements >= size]
+        return self._uses[value].final == SEVERAL and len(large) > 1
 
     def _is_fused(self, value: int) -> bool:
         """Whether the result of a matmul is used only by one elementwise chain, which the matmul fuses."""
-        final = self._final_values(value)
-        if len(final) != 1 or value in final or self._is_reduced(value):
+        use = self._uses[value]
+        if use.final in (None, SEVERAL, value) or use.is_reduced:
             return False
-        return max(self._matmuls_behind(next(iter(final))), key=lambda each: self._producer[each]) == value
-
-    def _is_reduced(self, value: int) -> bool:
-        """Whether elementwise operations reduce over `value`, so that they need all of it first."""
-        consumers = map(self.operations.__getitem__, self._consumers[value])
-        return any(
-            operation.primitive.startswith("reduce_") or any(map(self._is_reduced, operation.results))
-            for operation in consumers
-            if operation.kind == OperationKind.ELEMENTWISE
-        )
-
-    def _final_values(self, value: int) -> frozenset[int]:
-        """The values needed in memory that elementwise operations alone compute from `value`; or `value` itself."""
-        final: set[int] = set()
-        for i in self._consumers[value]:
-            if self.operations[i].kind != OperationKind.ELEMENTWISE:
-                return frozenset({value})
-            for result in self.operations[i].results:
-                final |= {result} if self._is_needed_in_memory(result) else set()
-                final |= self._final_values(result)
-        return frozenset(final)
-
-    def _matmuls_behind(self, value: int) -> frozenset[int]:
-        """The results of matmuls from which elementwise operations compute `value`."""
-        producer = self._producer.get(value)
-        if producer is None:
-            return frozenset()
-        operation = self.operations[producer]
-        if operation.kind != OperationKind.ELEMENTWISE:
-            return frozenset({value}) if operation.kind == OperationKind.CONTRACTION else frozenset()
-        return frozenset().union(*(self._matmuls_behind(self.base_of(operand)) for operand in operation.operands))
-
-    def _sum_with_other_matmuls(self, value: int) -> int:
-        """The sum of `value` and the results of other matmuls; `value` itself where it is used in another way."""
-        consumers = self._consumers[value]
-        if len(consumers) != 1:
-            return value
-        operation = self.operations[consumers[0]]
-        if operation.primitive in CAST_PRIMITIVES:
-            return self._sum_with_other_matmuls(operation.results[0])
-        others = [operand for operand in map(self.base_of, operation.operands) if operand != value]
-        if operation.primitive in SUM_PRIMITIVES and others and all(map(self._summed_matmuls, others)):
-            return self._sum_with_other_matmuls(operation.results[0])
-        return value
-
-    def _summed_matmuls(self, value: int) -> set[int]:
-        """The results of matmuls whose sum is `value`; empty where `value` has any other summand."""
-        producer = self._producer.get(value)
-        if producer is None:
-            return set()
-        operation = self.operations[producer]
-        if operation.kind == OperationKind.CONTRACTION:
-            return {value}
-        if operation.primitive not in SUM_PRIMITIVES | CAST_PRIMITIVES:
-            return set()
-        summands = [self._summed_matmuls(self.base_of(operand)) for operand in operation.operands]
-        return set[int]().union(*summands) if all(summands) else set()
+        return self._origin(use.final).last_matmul == value

@@ -67,7 +67,7 @@ def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[tuple[tuple[str | No
         for v, (names, path) in zip(used.invars, arguments, strict=True)
     ]
     operations: list[Operation] = []
-    results = tracer.run(used, [*map(tracer.add_unnamed, used.constvars)], inputs, operations, "")
+    results = tracer.run(used, inputs, operations, "")
     return Trace(
         tuple(tracer.arrays),
         tuple(operations),
@@ -99,11 +99,10 @@ class _Tracer:
         """Add a value whose dimensions have no names."""
         return self.add_value(TracedArray(tuple(((None, size),) for size in atom.aval.shape), itemsize_of(atom)))
 
-    def run(
-        self, jaxpr: Any, constants: Sequence[int], inputs: Sequence[int], out: list[Operation], scope: str
-    ) -> list[int]:
+    def run(self, jaxpr: Any, inputs: Sequence[int], out: list[Operation], scope: str) -> list[int]:
         """Append the operations of `jaxpr` to `out`; returns the indices of its results."""
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *inputs], strict=True))
+        values = dict(zip(jaxpr.invars, inputs, strict=True))
+        values |= {constant: self.add_unnamed(constant) for constant in jaxpr.constvars}
 
         def read(atom: Any) -> int:
             return self.add_unnamed(atom) if isinstance(atom, jex.Literal) else values[atom]
@@ -128,7 +127,7 @@ class _Tracer:
             p = equation.params
             if name == "shard_map":
                 operands = self.reshard(operands, p["in_specs"], out, label)
-            results = self.run(body, [], operands[len(operands) - operand_count :], out, label)
+            results = self.run(body, operands[len(operands) - operand_count :], out, label)
             return self.reshard(results, p["out_specs"], out, label) if name == "shard_map" else results
         arrays = [self.arrays[operand] for operand in operands]
         if name in ("mul", "div") and is_one(equation.invars[-1]):
@@ -168,9 +167,7 @@ class _Tracer:
             inside: list[Operation] = []
             begin = [self.add_value(array) for array in starts]
             slices = [self.add_value(replace(self.arrays[s], dims=self.arrays[s].dims[1:])) for s in stacks]
-            ends = self.run(
-                body.jaxpr, [*map(self.add_unnamed, body.jaxpr.constvars)], [*constants, *begin, *slices], inside, label
-            )
+            ends = self.run(body.jaxpr, [*constants, *begin, *slices], inside, label)
             named = [adopt_names(start, self.arrays[end].dims) for start, end in zip(starts, ends, strict=False)]
             if named == starts:
                 break

@@ -1,0 +1,109 @@
+"""Fusion of traced programs: what is written to memory, with work in proportion to the number of operations."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardplan.program.fusion import Fusion
+from shardplan.program.trace import trace_jaxpr
+from shardplan.program.walk import build_step
+
+LENGTH, WIDTH = 128, 8
+
+
+class CountedOperations(tuple):
+    """Operations that count how often one of them is looked at."""
+
+    visits = 0
+
+    def __getitem__(self, index):
+        type(self).visits += 1
+        return super().__getitem__(index)
+
+    def __iter__(self):
+        for operation in super().__iter__():
+            type(self).visits += 1
+            yield operation
+
+
+def traced(function, rank=1):
+    axes = (("position",), ("position", "embed"))[rank - 1]
+    argument = jax.ShapeDtypeStruct((LENGTH, WIDTH)[:rank], jnp.float32)
+    return trace_jaxpr(jax.make_jaxpr(function)(argument), [(axes, None)])
+
+
+def chain(n):
+    """A value that n times gets its own sine added: the paths through it double with every step."""
+
+    def function(x):
+        for _ in range(n):
+            x = x + jnp.sin(x)
+        return x
+
+    return function
+
+
+def visits(trace) -> int:
+    CountedOperations.visits = 0
+    Fusion(CountedOperations(trace.operations), trace.arrays, set(trace.results), writes_outputs=True)
+    return CountedOperations.visits
+
+
+def test_work_is_proportional_to_the_number_of_operations():
+    few, many = visits(traced(chain(16))), visits(traced(chain(160)))
+    assert few >= 32 and 9 * few <= many <= 11 * few
+
+
+def test_a_long_chain_and_a_tree():
+    """Neither the depth nor the number of paths matters."""
+    for function, rank in (
+        (chain(1200), 1),
+        (lambda x: jax.lax.associative_scan(jnp.add, x), 1),
+        (lambda x: jax.lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (x, x))[1], 2),
+    ):
+        trace = traced(function, rank)
+        fusion = Fusion(trace.operations, trace.arrays, set(trace.results), writes_outputs=True)
+        assert {fusion.base_of(value) for value in trace.results} <= fusion.written
+
+
+def unrolled(n):
+    """Layers with a norm, two matmuls and a residual, one after the other without a loop."""
+
+    def function(x):
+        weight = jnp.ones((WIDTH, WIDTH))
+        for _ in range(n):
+            normed = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True))
+            x = x + jnp.maximum(normed @ weight, 0) @ weight
+        return x
+
+    return function
+
+
+def test_every_matmul_of_unrolled_layers_is_done_once():
+    """A matmul that is fused with what follows it is no part of what follows that."""
+    step = build_step(traced(unrolled(20), 2))
+    matmuls = [task for task in step.tasks if task.kind == "contraction"]
+    assert len(matmuls) == 40
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+def test_a_fused_matmul_is_counted_once_where_its_result_is_used_again(reads):
+    """The result of an activation that another matmul and a residual read, as in a network without norms."""
+
+    def function(x):
+        weight = jnp.ones((WIDTH, WIDTH))
+        y = jnp.maximum(x @ weight, 0)
+        for _ in range(reads):
+            y = jnp.maximum(y @ weight, 0) + y
+        return y
+
+    step = build_step(traced(function, 2))
+    assert sum(task.kind == "contraction" for task in step.tasks) == 1 + reads
+
+
+def test_an_inner_jit_with_constants():
+    """What an inner function captures is a constant of its jaxpr, not an argument."""
+    table = jnp.arange(LENGTH, dtype=jnp.float32)
+    trace = traced(lambda x: jax.jit(lambda y: y * table)(x) + 1)
+    assert [operation.primitive for operation in trace.operations] == ["mul", "add"]
+    assert trace.arrays[trace.results[0]].axes == ("position",)
