@@ -1,4 +1,4 @@
-"""One rule per JAX primitive for the logical axes of its results."""
+"""One rule per JAX primitive for the logical axes of its results. A primitive without one is reported as not priced."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,19 +23,32 @@ from shardplan.program.named_arrays import (
 )
 from shardplan.program.operations import OperationKind
 
-RESIZING_PRIMITIVES = {"slice", "dynamic_slice", "concatenate", "pad", "split", "top_k", "all_gather", "all_to_all"}
+RESIZING_PRIMITIVES = {"slice", "dynamic_slice", "concatenate", "pad", "split", "top_k"}
 """Primitives that change the size of some dimensions and keep the names of all others."""
 SOURCE_PRIMITIVES = {
-    "iota",
-    "random_bits",
-    "random_seed",
-    "random_wrap",
-    "random_unwrap",
-    "axis_index",
-    "empty",
-    "create_token",
-}
+    "iota", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
+    "axis_index", "empty", "create_token", "rng_bit_generator", "threefry2x32",
+}  # fmt: skip
 """Primitives whose results have no operand to take names from."""
+ELEMENTWISE_PRIMITIVES = {
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type",
+    "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge",
+    "gt", "igamma", "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic",
+    "lt", "lt_to", "max", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count",
+    "pow", "real", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
+    "xor",
+}  # fmt: skip
+"""Primitives that compute each element of the result from the elements at the same place."""
+VIEW_LIKE_PRIMITIVES = {
+    "copy", "copy_p", "name", "optimization_barrier", "pvary", "reduce_precision", "reshard", "stop_gradient", "tie",
+}  # fmt: skip
+"""Primitives whose results are their operands, as far as the step's work is concerned."""
+ORDERING_PRIMITIVES = {
+    "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "dynamic_update_slice", "rev", "scatter", "sort",
+}  # fmt: skip
+"""Primitives that read and write arrays of their operands' shape, which is all that is counted of them."""
 
 
 @dataclass
@@ -50,11 +63,15 @@ class AxisNaming:
     """Shape -> dimensions of a table of lookups: the gradient of a lookup adds to unnamed zeros of that shape."""
     expert_dims: list[Dim] = field(default_factory=list)
     """Dimensions that number the matrices of grouped matmuls."""
+    unpriced: Counter[str] = field(default_factory=Counter)
+    """Primitive without a rule -> how often it occurs."""
     resized_axes: set[str] = field(default_factory=set)
     """Logical axes of which slices are taken: if they were sharded, their elements would have to move."""
 
     def apply(self, primitive: str, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
-        """The results of one equation."""
+        """The results of one equation; of a primitive without a rule as if it were elementwise."""
+        if primitive not in RULES:
+            self.unpriced[primitive] += 1
         return RULES.get(primitive, AxisNaming.elementwise)(self, equation, arrays)
 
     def elementwise(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
@@ -228,6 +245,10 @@ RULES: dict[str, Callable[[AxisNaming, Any, list[TracedArray]], RuleResult]] = {
     "psum_invariant": AxisNaming.psum,
     "sharding_constraint": AxisNaming.constrain,
     **dict.fromkeys(RESIZING_PRIMITIVES, AxisNaming.resize),
+    **dict.fromkeys(
+        SOURCE_PRIMITIVES | ELEMENTWISE_PRIMITIVES | VIEW_LIKE_PRIMITIVES | ORDERING_PRIMITIVES, AxisNaming.elementwise
+    ),
+    "pallas_call": AxisNaming.elementwise,  # its approximation is reported
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"),
         AxisNaming.reduce,

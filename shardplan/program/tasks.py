@@ -109,6 +109,8 @@ class Step:
     """Logical axes of which slices are taken."""
     approximations: dict[str, int] = field(default_factory=dict)
     """What is counted in place of work that the jaxpr does not determine -> how often."""
+    unpriced: dict[str, int] = field(default_factory=dict)
+    """Primitive of which neither FLOPs nor bytes nor collectives are counted -> how often it occurs."""
     parameters: tuple[TracedArray, ...] = ()
     """The parameters in their stored dtype."""
     optimizer_state: tuple[TracedArray, ...] = ()

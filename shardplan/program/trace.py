@@ -42,6 +42,8 @@ class Trace:
     """Logical axis -> the axes that it is split into elsewhere in the program (heads: kv_head x q_heads_per_group)."""
     unnamed: Counter[str]
     """Primitive -> number of its results that could not be named."""
+    unpriced: Counter[str]
+    """Primitive of which neither FLOPs nor bytes nor collectives are counted -> how often it occurs."""
     resized_axes: frozenset[str]
     """Logical axes of which slices are taken."""
     approximations: Counter[str]
@@ -75,6 +77,7 @@ def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[tuple[tuple[str | No
         tuple(results),
         tracer.naming.merged_axes,
         tracer.naming.unnamed,
+        tracer.naming.unpriced,
         frozenset(tracer.naming.resized_axes),
         tracer.approximations,
     )
@@ -134,7 +137,7 @@ class _Tracer:
             name = "copy"
         kind, named, extra = self.naming.apply(name, equation, arrays)
         results = [self.add_value(array) for array in named]
-        if name not in RULES and len(named) == 1:
+        if RULES.get(name, AxisNaming.elementwise) is AxisNaming.elementwise and len(named) == 1:
             self.name_operands(operands, named[0])
         if name == "broadcast_in_dim":
             self.views[results[0]] = operands[0], equation.params["broadcast_dimensions"]
@@ -163,7 +166,10 @@ class _Tracer:
         constants, carry, stacks = np.split(np.array(operands, int), [n_constants, n_constants + n_carry])
         axis = next((self.arrays[s].dims[0] for s in stacks if self.arrays[s].dims[0][0][0]), ((None, p["length"]),))
         starts = [self.arrays[value] for value in carry]
+        counted = Counter(self.naming.unnamed), Counter(self.naming.unpriced), Counter(self.approximations)
         while True:
+            # what a trace of the body reports counts once, however often the body is traced
+            self.naming.unnamed, self.naming.unpriced, self.approximations = map(Counter, counted)
             inside: list[Operation] = []
             begin = [self.add_value(array) for array in starts]
             slices = [self.add_value(replace(self.arrays[s], dims=self.arrays[s].dims[1:])) for s in stacks]

@@ -36,6 +36,7 @@ def build_step(trace: Trace) -> Step:
         dict(trace.unnamed),
         trace.resized_axes,
         dict(trace.approximations),
+        unpriced=dict(trace.unpriced),
     )
 
 

@@ -148,7 +148,11 @@ def describe_trace(step: Step) -> list[str]:
         "sharding causes are not counted"
         for primitive, count in step.unnamed.items()
     ]
-    return unnamed + [f"{count} {what}" for what, count in step.approximations.items()]
+    unpriced = [
+        f"{primitive} is not priced: its FLOPs, bytes and collectives are not counted ({count} times in the program)"
+        for primitive, count in step.unpriced.items()
+    ]
+    return unnamed + unpriced + [f"{count} {what}" for what, count in step.approximations.items()]
 
 
 def _changes_text(title: str, before: AxisMapping, after: AxisMapping) -> str:

@@ -93,6 +93,20 @@ def test_results_without_names_are_reported():
     assert traced(lambda x: x + 1, (("batch", "embed"), None)).unnamed == {}
 
 
+def test_primitives_without_a_rule_are_reported():
+    """A convolution would otherwise be free. In a loop, whose body is traced again, it counts once."""
+
+    def convolve(x):
+        return jax.lax.conv_general_dilated(x[None, None], jnp.ones((1, 1, 3, 3)), (1, 1), "SAME")[0, 0]
+
+    def loop(x, stack):
+        return jax.lax.scan(lambda carry, slice: (carry + convolve(slice), None), x, stack)[0]
+
+    assert traced(convolve, (("embed", "mlp"), None)).unpriced == {"conv_general_dilated": 1}
+    looped = traced(loop, (("embed", "mlp"), None), (("layer", "embed", "mlp"), None))
+    assert looped.unpriced == {"conv_general_dilated": 1}
+
+
 def test_flattened_heads_are_recognised_and_split_again():
     """Attention's output is projected over heads = kv x group; the gradient goes back through the reshape."""
 
@@ -159,7 +173,7 @@ def test_every_model_type_is_named(model_type, kind):
     """Every primitive has a rule, every weight of a matmul has all its axes, and every weight has a matmul."""
     model = build_model(read_config(str(GOLDEN / model_type / "config.json"), None), 64)
     trace = trace_step(model, Workload(kind, 4, 64, "float32", "bfloat16"))
-    assert not trace.unnamed
+    assert not trace.unnamed and not trace.unpriced
     matmuls = [operation for operation, _ in walk(trace.operations) if operation.kind == OperationKind.CONTRACTION]
     weights = [trace.arrays[v] for matmul in matmuls for v in matmul.operands if trace.arrays[v].weight]
     assert all(name is not None for weight in weights for name, _ in weight.factors)
