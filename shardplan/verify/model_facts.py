@@ -32,7 +32,7 @@ class ModelFacts:
 
 
 def compute_facts(case: Case) -> ModelFacts:
-    """Build the model of `case`, and compute the facts.
+    """Build the model of a case, and compute the numbers that a verdict on the case needs of it.
 
     Raises:
         ConfigError: the plan is for another model.

@@ -74,9 +74,9 @@ def _find_facts(cases: Sequence[Case], folder: str | None) -> list[ModelFacts]:
         folder: the cache.
     """
     digests = [facts_digest(case) for case in cases]
-    found: dict[str, ModelFacts] = {}
+    by_digest: dict[str, ModelFacts] = {}
     for case, digest in zip(cases, digests, strict=True):
-        if digest in found:
+        if digest in by_digest:
             continue
         path = facts_path(case, folder)
         facts = ModelFacts.load(path) if path is not None else None
@@ -84,8 +84,8 @@ def _find_facts(cases: Sequence[Case], folder: str | None) -> list[ModelFacts]:
             facts = compute_facts(case)
             if path is not None:
                 store(facts, path)
-        found[digest] = facts
-    return [found[digest] for digest in digests]
+        by_digest[digest] = facts
+    return [by_digest[digest] for digest in digests]
 
 
 def _judge(
