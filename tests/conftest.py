@@ -8,6 +8,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llv
 
 import contextlib
 import dataclasses
+import gc
 import io
 import json
 import shutil
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if "whole" in item.keywords and not config.getoption("--whole")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_collection_finish() -> None:
+    """Makes the search for unreachable objects rarer, and spares it what was imported: a twentieth of the time."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +146,7 @@ def run(*argv):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(ROOT), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(argv[0], [*map(str, argv[1:])])
+    gc.enable()  # which commands that plan switch off
     return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
 
 

@@ -175,8 +175,9 @@ def test_the_best_of_several_by_the_compiler(tmp_path):
     """Two small plans are compiled; what is printed and written is the one that ranks first."""
     config = read_config("llama-3.1-8b", None)
     small = tmp_path / "config.json"
-    small.write_text(json.dumps({**config, "num_hidden_layers": 2, "vocab_size": 4096}))
-    arguments = [f"--model.config={small}", "--hardware.slice=v4-8", "--workload.batch=4", "--workload.position=512"]
+    sizes = {"num_hidden_layers": 2, "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
+    small.write_text(json.dumps({**config, **sizes, "num_attention_heads": 8, "num_key_value_heads": 4}))
+    arguments = [f"--model.config={small}", "--hardware.slice=v4-8", "--workload.batch=4", "--workload.position=256"]
     target = tmp_path / "plan.json"
     done = run("plan", *arguments, "--verify", "2", f"--json={target}", "--compiler.cache=null")
     assert done.returncode == 0, done.stderr

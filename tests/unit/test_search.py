@@ -123,8 +123,8 @@ def has_duplicate(axes, mapping) -> bool:
     return len(used) != len(set(used))
 
 
-def brute_force(space, meshes):
-    """(seconds, peak bytes) of every point of the space, each evaluated by itself."""
+def all_assignments(space, meshes):
+    """Every point of the space."""
     sizes = {"batch": 0, "position": 0} | space.sizes
     tensor = [axis for axis in sizes if axis not in ("batch", "position", "e", "layer")]
     arrays = {a.axes for task in space.step.tasks for a in (*task.operands, *task.results)}
@@ -163,9 +163,12 @@ def brute_force(space, meshes):
                 if any(has_duplicate(axes, params) for axes in parameters):
                     continue
                 for method in space.methods_for(mesh, compute["position"]):
-                    assignment = space.assignment(mesh, {**compute, METHOD: method}, params)
-                    tasks = step_tasks(space.step, assignment, space.hardware, space.calibration)
-                    yield sum(seconds.total for _, _, seconds in tasks), estimate_memory(space.step, assignment).peak
+                    yield space.assignment(mesh, {**compute, METHOD: method}, params)
+
+
+def total_seconds(space, assignment) -> float:
+    """The time of a point, evaluated by itself."""
+    return sum(s.total for _, _, s in step_tasks(space.step, assignment, space.hardware, space.calibration))
 
 
 @settings(max_examples=50, deadline=None)
@@ -173,8 +176,9 @@ def brute_force(space, meshes):
 def test_search_equals_brute_force(space, tightness, keep):
     """The search returns the smallest point that ties with the fastest one that fits, for every amount of memory."""
     meshes = mesh_shapes(space.hardware, {})
-    points = list(itertools.islice(brute_force(space, meshes), MAX_POINTS + 1))
-    assume(0 < len(points) <= MAX_POINTS)
+    assignments = list(itertools.islice(all_assignments(space, meshes), MAX_POINTS + 1))
+    assume(0 < len(assignments) <= MAX_POINTS)
+    points = [(total_seconds(space, each), estimate_memory(space.step, each).peak) for each in assignments]
     peaks = sorted(peak for _, peak in points)
     available = peaks[round(tightness * (len(peaks) - 1))]
     ranking = Ranking(keep)
@@ -184,8 +188,7 @@ def test_search_equals_brute_force(space, tightness, keep):
     assert best.seconds <= fastest * (1 + TIME_RESOLUTION) * (1 + 1e-9)
     smallest = min(peak for seconds, peak in points if seconds <= fastest * (1 + TIME_RESOLUTION) * (1 - 1e-9))
     assert best.peak_bytes <= min(available, smallest) * (1 + 1e-9)
-    tasks = step_tasks(space.step, best.assignment, space.hardware, space.calibration)
-    assert best.seconds == pytest.approx(sum(seconds.total for _, _, seconds in tasks))
+    assert best.seconds == pytest.approx(total_seconds(space, best.assignment))
     assert best.peak_bytes == pytest.approx(estimate_memory(space.step, best.assignment).peak)
 
 
@@ -219,7 +222,7 @@ def test_a_chain_of_nearly_equal_candidates_does_not_drift():
 @given(spaces())
 def test_where_nothing_fits_the_smallest_is_named(space):
     meshes = mesh_shapes(space.hardware, {})
-    peaks = [peak for _, peak in brute_force(space, meshes)]
+    peaks = [estimate_memory(space.step, assignment).peak for assignment in all_assignments(space, meshes)]
     ranking = Ranking(2)
     search_meshes(dataclasses.replace(space, available_bytes=0), meshes, ranking, SearchStatistics())
     assert not ranking.candidates

@@ -80,14 +80,7 @@ def find_byte_ranges(
     transfer: Transfer, view: View, sources: Mapping[str, TensorSource], mesh: DeviceMesh, process: int
 ) -> list[ByteRange]:
     """Find the ranges that a process reads for a transfer, with ranges that touch merged."""
-    pieces = _pieces_of_process(transfer, view, mesh, process)
-    merged: list[ByteRange] = []
-    for file, low, high in sorted(byte_range for piece in pieces for byte_range in _piece_ranges(piece, sources)):
-        if merged and merged[-1][0] == file and low <= merged[-1][2]:
-            merged[-1] = (file, merged[-1][1], max(high, merged[-1][2]))
-        else:
-            merged.append((file, low, high))
-    return merged
+    return _merge_ranges(_pieces_of_process(transfer, view, mesh, process), sources)
 
 
 def sum_ranges(ranges: Sequence[ByteRange]) -> ReadVolume:
@@ -107,7 +100,7 @@ def estimate_read_volume(
     itemsizes = [sources[piece.tensor].itemsize for piece in pieces]
     runs = [find_runs(piece, itemsize) for piece, itemsize in zip(pieces, itemsizes, strict=True)]
     if all(run.count <= MAX_EXACT_RUNS for run in runs):
-        return sum_ranges(find_byte_ranges(transfer, view, sources, mesh, process))
+        return sum_ranges(_merge_ranges(pieces, sources))
     size = sum(run.count * run.elements * itemsize for run, itemsize in zip(runs, itemsizes, strict=True))
     return ReadVolume(size, sum(run.count for run in runs))
 
@@ -147,6 +140,17 @@ def _boxes_from_origin(
     transfer = Transfer("", 1, strategy, local_shape, (0,) * len(shape), shape)
     devices = mesh.devices_by_process[process]
     return merge_boxes(box for device in devices for box, _ in transfer.boxes(mesh, device))
+
+
+def _merge_ranges(pieces: Iterable[Piece], sources: Mapping[str, TensorSource]) -> list[ByteRange]:
+    """Return the ranges of all pieces, with ranges that touch merged."""
+    merged: list[ByteRange] = []
+    for file, low, high in sorted(byte_range for piece in pieces for byte_range in _piece_ranges(piece, sources)):
+        if merged and merged[-1][0] == file and low <= merged[-1][2]:
+            merged[-1] = (file, merged[-1][1], max(high, merged[-1][2]))
+        else:
+            merged.append((file, low, high))
+    return merged
 
 
 def _piece_ranges(piece: Piece, sources: Mapping[str, TensorSource]) -> Iterator[ByteRange]:
