@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from shardplan.errors import nearest
+from shardplan.errors import closest, nearest
 from shardplan.runtime.deferred_packages import defer_package
 from shardplan.runtime.exit_codes import run
 
@@ -45,6 +45,9 @@ def main(command: str | None = None, argv: Sequence[str] | None = None) -> int:
         command = given.pop(0)
     if given and f"{command} {given[0]}" in COMMANDS:
         command = f"{command} {given.pop(0)}"
+    if given and (meant := closest(given[0], [name.partition(f"{command} ")[2] for name in COMMANDS])):
+        print(f"shardplan {command}: unknown command {given[0]!r}; did you mean {meant!r}?", file=sys.stderr)
+        return 2
     if command not in COMMANDS:
         print(f"shardplan: unknown command {command!r}; {nearest(command, COMMANDS)}", file=sys.stderr)
         return 2

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     model = model_from_config(config)
     plan = given or make_plan(config, model)
     check_model(plan, model)
-    found = forecast_reads(config, plan, model)
+    forecast = forecast_reads(config, plan, model)
     if config.json is not None:
-        write_json(found.to_json(), config.json)
-    print_forecast(found, plan, console(side_stream(config.json)))
+        write_json(forecast.to_json(), config.json)
+    print_forecast(forecast, plan, console(side_stream(config.json)))

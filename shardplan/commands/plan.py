@@ -158,12 +158,12 @@ def lint(config: PlanCommand, path: str) -> None:
     from shardplan.runtime.progress import show_steps
 
     with show_steps("lint") as report:
-        found = review(path, config, report)
+        reviewed = review(path, config, report)
     if config.json is not None:
-        write_json(review_json(found), config.json)
+        write_json(review_json(reviewed), config.json)
     if config.json != "-":
-        print_review(found, console(sys.stdout))
-    errors = found.lint.errors
+        print_review(reviewed, console(sys.stdout))
+    errors = reviewed.lint.errors
     if errors:
         kinds = ", ".join(dict.fromkeys(error.kind for error in errors))
         raise InfeasibleError(f"{path} cannot run as it is on {config.hardware.slice}: {kinds}")

@@ -67,8 +67,12 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
         ConfigError: it cannot be read.
     """
     sections = read_sections(path)
-    parse_nearest(sections["trainer"], parse_slice(config.hardware.slice))  # raise before the model is built
-    target = target_of(config, parse_model_section(sections))
+    try:
+        parse_nearest(sections["trainer"], parse_slice(config.hardware.slice))  # before the model is built
+        levanter_model = parse_model_section(sections)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    target = target_of(config, levanter_model)
     result = lint_trainer(sections["trainer"], target)
     assumed = assumptions(result, target)
     work = result.subject.workload

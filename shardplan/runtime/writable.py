@@ -1,6 +1,7 @@
-"""Output files: the check before long work that they can be written, and the writing."""
+"""Output files and folders: the check before long work that they can be written, and the writing."""
 
 import os
+import tempfile
 from pathlib import Path
 
 from shardplan.errors import ConfigError
@@ -24,6 +25,23 @@ def check_writable(key: str, path: str) -> None:
             Path(path).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{key} {path!r} cannot be written: {error.strerror}") from error
+
+
+def check_folder_writable(key: str, folder: str) -> None:
+    """Create a folder, and check that files can be written in it.
+
+    Args:
+        key: configuration key of the folder, for the message.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{key} {folder!r} cannot be written: {error.strerror}") from error
 
 
 def write_text(key: str, path: str, text: str) -> None:

@@ -12,7 +12,7 @@ from shardplan.config.sections import CompilerConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
-from shardplan.runtime.writable import check_writable
+from shardplan.runtime.writable import check_folder_writable
 from shardplan.verify.cache import cache_path, facts_digest, facts_path, store
 from shardplan.verify.case import Case
 from shardplan.verify.compiler.compiled import Compiled, package_versions
@@ -44,7 +44,7 @@ def verify(
         raise ConfigError(f"verifying needs the TPU compiler, libtpu; install it with: {INSTALL_LIBTPU}")
     environments = [libtpu_environment(parse_slice(case.plan.hardware.slice)) for case in cases]
     if compiler.cache is not None:
-        check_writable("compiler.cache", str(Path(compiler.cache).expanduser() / "writable"))
+        check_folder_writable("compiler.cache", str(Path(compiler.cache).expanduser()))
     # not in the threads: Python 3.11 cannot parse code in several at once
     paths = [cache_path(case, compiler.cache) for case in cases]
     facts = _find_facts(cases, compiler.cache)

@@ -118,6 +118,9 @@ def test_console_script():
     done = subprocess.run([sys.executable, "-m", "shardplan", "pln"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "shardplan: unknown command 'pln'; did you mean 'plan'?\n"
+    done = run("plan", "dif", "a.json", "b.json")
+    fails(done, 2, "shardplan plan: unknown command 'dif'; did you mean 'diff'?")
+    fails(run("plan", "x.yaml"), 2, "unexpected argument 'x.yaml'")
     done = subprocess.run([sys.executable, "-m", "shardplan", "plan", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--workload.batch" in done.stdout
     for argv in (["shardplan", "--version"], ["shardplan", "plan", "--version"], ["shardplan.eval", "--version"]):

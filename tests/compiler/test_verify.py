@@ -260,7 +260,7 @@ def test_the_cache_returns_results_of_the_same_program_only(tmp_path, monkeypatc
 
 def test_a_cache_that_cannot_be_written_is_an_error_before_compiling(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="file/cache' cannot be written"):
         verify([small_case()], CompilerConfig(cache=str(tmp_path / "file" / "cache")))
 
 

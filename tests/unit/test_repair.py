@@ -252,7 +252,11 @@ def test_best_plan_has_the_schema_of_the_file(tmp_path, trainer, is_flat):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read"), ("trainer: [", "is not YAML"), ("trainer: 3", "it must be a section with keys")],
+    [
+        (None, "cannot be read"),
+        ("trainer: [", "is not YAML"),
+        ("trainer: 3", "levanter.yaml: trainer is 3; it"),
+    ],
 )
 def test_file_errors_are_raised_before_the_model_is_built(tmp_path, content, message):
     path = tmp_path / "levanter.yaml"
