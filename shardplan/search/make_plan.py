@@ -27,7 +27,6 @@ from shardplan.search.reasons import (
     describe_trace,
 )
 from shardplan.search.search_configuration import RankedCandidate, SearchResult, search_configuration
-from shardplan.search.space import METHOD
 from shardplan.storage import open_folder
 
 OFFLOAD = "offload"
@@ -150,12 +149,12 @@ def _attention_reasons(candidate: Candidate) -> list[str]:
     space, assignment = candidate.space, candidate.assignment
     position_axes = assignment.compute.get(space.position, ())
     methods = space.methods_for(candidate.mesh, position_axes)
-    others = [method for method in methods if method != candidate.compute.get(METHOD)]
+    others = [method for method in methods if method is not None and method != candidate.method]
     if assignment.attention.strategy == Strategy.NONE or not others:
         return []
     costs = []
     for method in others:
-        other = space.assignment(candidate.mesh, {**candidate.compute, METHOD: method}, candidate.params)
+        other = space.assignment(candidate.mesh, candidate.compute, candidate.params, method)
         tasks = step_tasks(space.step, other, space.hardware, space.calibration)
         costs.append((method, sum(seconds.total for *_, seconds in tasks), estimate_memory(space.step, other).peak))
     devices = math.prod(candidate.mesh[axis] for axis in position_axes)

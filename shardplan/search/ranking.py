@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.plan.mapping import MeshAxes
-from shardplan.search.space import Space
+from shardplan.search.space import AttentionMethod, Space
 
 TIME_RESOLUTION = 1e-2
 """Relative difference of step times below which two plans tie; of tied plans the one with less peak memory wins."""
@@ -18,9 +18,11 @@ class Candidate:
     space: Space = field(repr=False)
     mesh: dict[str, int]
     compute: dict[str, MeshAxes]
-    """Logical axis -> mesh axes of the compute sharding; with the method of attention under `space.METHOD`."""
+    """Logical axis -> mesh axes of the compute sharding."""
     params: dict[str, MeshAxes]
     """Logical axis -> mesh axes of the stored parameters."""
+    method: AttentionMethod | None
+    """The method of attention; None for Levanter's own."""
     seconds: float
     """Time of a step."""
     peak_bytes: float
@@ -29,7 +31,7 @@ class Candidate:
     @property
     def assignment(self) -> ShardingAssignment:
         """The sharding of every array under this candidate."""
-        return self.space.assignment(self.mesh, self.compute, self.params)
+        return self.space.assignment(self.mesh, self.compute, self.params, self.method)
 
 
 class Ranking:

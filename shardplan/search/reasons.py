@@ -16,6 +16,7 @@ from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_text
 from shardplan.plan.plan import Caveat
 from shardplan.program.tasks import Step
 from shardplan.search.ranking import TIME_RESOLUTION, Candidate
+from shardplan.search.space import AttentionMethod
 
 GIVEN = "mesh and mappings were given, not searched for"
 NEGLIGIBLE = 1e-3
@@ -114,13 +115,13 @@ def describe_runner_up(best: Candidate, other: Candidate, training: str) -> str:
 
 
 def describe_attention(
-    best: Candidate, attention: AttentionPlan, devices: int, others: Iterable[tuple[MeshAxes, float, float]]
+    best: Candidate, attention: AttentionPlan, devices: int, others: Iterable[tuple[AttentionMethod, float, float]]
 ) -> list[str]:
     """How attention is computed for a sharded sequence, then a sentence per other method and what it would change.
 
     Args:
         devices: the number of devices that the sequence is sharded over.
-        others: a method (`shardplan.search.space.METHODS`), its step time in seconds and its peak bytes per device.
+        others: a method, its step time in seconds and its peak bytes per device.
     """
     strategy = STRATEGIES[attention.strategy].format(ring=attention.ring, ulysses=attention.ulysses)
     changes = (

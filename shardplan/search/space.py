@@ -39,19 +39,33 @@ from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import REPEATED_AXIS_SUFFIX, TracedArray
 from shardplan.program.tasks import Step, Task, TaskKind
 
-METHODS: tuple[MeshAxes, ...] = (
-    (Strategy.ALL_GATHER, SequenceOrder.CONTIGUOUS), (Strategy.ALL_GATHER, SequenceOrder.ZIGZAG),
-    (Strategy.RING, SequenceOrder.CONTIGUOUS), (Strategy.RING, SequenceOrder.ZIGZAG),
-    (Strategy.ULYSSES, SequenceOrder.CONTIGUOUS),
-    (Strategy.HYBRID, SequenceOrder.CONTIGUOUS), (Strategy.HYBRID, SequenceOrder.ZIGZAG),
-)  # fmt: skip
-"""Methods of sequence-parallel attention: a strategy of `AttentionPlan`, and an order of `SequenceLayout`."""
-METHOD = "attention"
-"""Key of the attention method in the compute mappings of the search, beside the logical axes.
 
-Its value is one of `METHODS`, or () for Levanter's own attention: two names that stand where mesh axes would. The
-method is thereby chosen, compared and cached like the mesh axes of a logical axis; `Space.assignment` takes it out.
-"""
+class AttentionMethod(NamedTuple):
+    """A method of sequence-parallel attention."""
+
+    strategy: Strategy
+    order: SequenceOrder
+
+
+METHODS = (
+    AttentionMethod(Strategy.ALL_GATHER, SequenceOrder.CONTIGUOUS),
+    AttentionMethod(Strategy.ALL_GATHER, SequenceOrder.ZIGZAG),
+    AttentionMethod(Strategy.RING, SequenceOrder.CONTIGUOUS),
+    AttentionMethod(Strategy.RING, SequenceOrder.ZIGZAG),
+    AttentionMethod(Strategy.ULYSSES, SequenceOrder.CONTIGUOUS),
+    AttentionMethod(Strategy.HYBRID, SequenceOrder.CONTIGUOUS),
+    AttentionMethod(Strategy.HYBRID, SequenceOrder.ZIGZAG),
+)
+"""All methods of sequence-parallel attention."""
+
+
+class ComputeSharding(NamedTuple):
+    """What the search chooses of the computations of a component."""
+
+    mapping: dict[str, MeshAxes]
+    """Logical axis -> mesh axes."""
+    method: AttentionMethod | None = None
+    """The method of attention; None for Levanter's own attention, and where a component has none."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +90,7 @@ class Space:
     """Mesh axes that positions may be mapped to, unless they are pinned."""
     requires_kernel: bool = True
     """Whether the space holds only plans under which a kernel can run attention."""
-    methods: tuple[MeshAxes, ...] = METHODS
+    methods: tuple[AttentionMethod, ...] = METHODS
     """Attention methods for sharded positions; if empty, Levanter's own attention, which gathers keys and values."""
 
     @cached_property
@@ -151,24 +165,31 @@ class Space:
         )
         return max(uses.values(), default=0) <= 1
 
-    def assignment(self, mesh: dict[str, int], compute: AxisMapping, params: AxisMapping) -> ShardingAssignment:
-        """The sharding under a mesh, a compute mapping (with or without `METHOD`) and one of stored parameters."""
-        mapping = {axis: mesh_axes for axis, mesh_axes in compute.items() if axis != METHOD}
-        attention = self._attention_plan(mesh, compute)
+    def assignment(
+        self,
+        mesh: dict[str, int],
+        compute: AxisMapping,
+        params: AxisMapping,
+        method: AttentionMethod | None = None,
+    ) -> ShardingAssignment:
+        """The sharding under a mesh, a compute mapping, one of stored parameters, and a method of attention."""
+        attention = self._attention_plan(mesh, compute, method)
         step = self.step
         return ShardingAssignment(
-            mesh, mapping, params, step.merged_axes, step.activation_axes, self.quirks, attention, step.pattern
+            mesh, compute, params, step.merged_axes, step.activation_axes, self.quirks, attention, step.pattern
         )
 
-    def methods_for(self, mesh: MeshShape, position_axes: MeshAxes) -> list[MeshAxes]:
-        """Possible values of `METHOD` if positions are sharded over the mesh axes `position_axes`.
+    def methods_for(self, mesh: MeshShape, position_axes: MeshAxes) -> list[AttentionMethod | None]:
+        """Possible methods of attention if positions are sharded over the mesh axes `position_axes`.
+
+        None, Levanter's own attention, is the only one where they are not sharded.
 
         Over several mesh axes this is the hybrid, with Ulysses on the last one and the ring on the others. Keys are
         gathered over several mesh axes only if a pin or the step allows no other strategy.
         """
         if not position_axes or not self.methods:
-            return [()]
-        strategies = {strategy for strategy, _ in self.methods}
+            return [None]
+        strategies = {method.strategy for method in self.methods}
         if len(position_axes) == 1:
             possible = strategies - {Strategy.HYBRID}
         else:
@@ -177,18 +198,17 @@ class Space:
         is_even = self.sizes[self.position] % (2 * mesh_size(mesh, position_axes)) == 0
         allows_zigzag = self.step.pattern.window is None and is_even
         return [
-            (strategy, order) for strategy, order in self.methods
-            if strategy in possible and (allows_zigzag or order == SequenceOrder.CONTIGUOUS)
+            method for method in self.methods
+            if method.strategy in possible and (allows_zigzag or method.order == SequenceOrder.CONTIGUOUS)
         ]  # fmt: skip
 
-    def _attention_plan(self, mesh: MeshShape, compute: AxisMapping) -> AttentionPlan:
-        """The attention method of a compute mapping, with the numbers of devices of Ulysses and of the ring."""
-        if not compute.get(METHOD):
+    def _attention_plan(self, mesh: MeshShape, compute: AxisMapping, method: AttentionMethod | None) -> AttentionPlan:
+        """A method of attention, with the numbers of devices of Ulysses and of the ring under a compute mapping."""
+        if method is None:
             return AttentionPlan()
-        name, order = compute[METHOD]
-        strategy, sizes = Strategy(name), [mesh[axis] for axis in compute[self.position]]
-        ulysses = sizes[-1] if strategy in (Strategy.ULYSSES, Strategy.HYBRID) else 1
-        return AttentionPlan(strategy, ulysses, math.prod(sizes) // ulysses, SequenceOrder(order))
+        sizes = [mesh[axis] for axis in compute[self.position]]
+        ulysses = sizes[-1] if method.strategy in (Strategy.ULYSSES, Strategy.HYBRID) else 1
+        return AttentionPlan(method.strategy, ulysses, math.prod(sizes) // ulysses, method.order)
 
 
 def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str, int]]:
@@ -226,8 +246,8 @@ def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str
     return kept
 
 
-CacheKey = Callable[[Sequence[MeshAxes | None]], Any]
-"""Picks from the mesh axes of all open axes those that a cost depends on; they serve as the key of a cache."""
+CacheKey = Callable[[Sequence[MeshAxes | AttentionMethod | None]], Any]
+"""Picks from all choices of a component those that a cost depends on; they serve as the key of a cache."""
 
 
 class KeyedTask(NamedTuple):
@@ -235,9 +255,9 @@ class KeyedTask(NamedTuple):
 
     task: Task
     compute_key: CacheKey
-    """Takes the mesh axes of `ComponentCost.open_axes` in the compute mapping: all that lower bounds depend on."""
+    """Takes `ComponentCost.compute_choices`: all that lower bounds depend on."""
     full_key: CacheKey
-    """Takes the same, followed by the mesh axes of `ComponentCost.open_axes` in the mapping of stored parameters."""
+    """Takes `ComponentCost.all_choices`."""
 
 
 class KeyedBuffer(NamedTuple):
@@ -258,7 +278,7 @@ class ComponentCost:
     axes: tuple[str, ...]
     """Logical axes of the component."""
     open_axes: tuple[str, ...]
-    """What a subproblem still has to map: `axes`, the stored residual axis, and `METHOD`."""
+    """What a subproblem still has to map: `axes`, and the stored residual axis."""
     tasks: tuple[KeyedTask, ...]
     buffers: tuple[KeyedBuffer, ...]
     min_stored_bytes: float
@@ -274,6 +294,16 @@ class ComponentCost:
     def has_attention(self) -> bool:
         """Whether attention is among the tasks."""
         return any(task.kind == TaskKind.ATTENTION for task, *_ in self.tasks)
+
+    def compute_choices(self, compute: ComputeSharding) -> tuple[MeshAxes | AttentionMethod | None, ...]:
+        """Return the method of attention, and the mesh axes of each of `open_axes` in the compute mapping."""
+        return compute.method, *map(compute.mapping.get, self.open_axes)
+
+    def all_choices(
+        self, compute: ComputeSharding, params: AxisMapping
+    ) -> tuple[MeshAxes | AttentionMethod | None, ...]:
+        """Return `compute_choices`, then the mesh axes of each of `open_axes` in the mapping of stored parameters."""
+        return *self.compute_choices(compute), *map(params.get, self.open_axes)
 
 
 def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
@@ -295,13 +325,13 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
         for point in step.points
     ]
     buffers = list(dict.fromkeys(buffer for point in points for buffer in point))
-    open_axes = (*component, space.residual, METHOD)
+    open_axes = (*component, space.residual)
     is_stored = space.assignment({}, {}, {}).is_stored_like_a_parameter
 
     def key(arrays: Sequence[TracedArray], *, stored: bool, attends: bool) -> CacheKey:
-        names = _axis_names(arrays) | ({METHOD} if attends else set())
-        computed = [i for i, axis in enumerate(open_axes) if axis in names]
-        indices = computed + [len(open_axes) + i for i in computed if stored]
+        names = _axis_names(arrays)
+        computed = [1 + i for i, axis in enumerate(open_axes) if axis in names]
+        indices = [0] * attends + computed + [len(open_axes) + i for i in computed if stored]
         return itemgetter(*indices) if indices else lambda _: None
 
     def keyed_task(task: Task) -> KeyedTask:

@@ -30,7 +30,7 @@ from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.ranking import TIME_RESOLUTION, Candidate, Ranking
 from shardplan.search.reasons import SearchStatistics
 from shardplan.search.search_configuration import search_configuration
-from shardplan.search.space import METHOD, METHODS, Space, mesh_shapes
+from shardplan.search.space import METHODS, Space, mesh_shapes
 from shardplan.search.subproblem.mesh_subproblem import enumerate_subproblems
 
 MAX_POINTS = 500
@@ -45,7 +45,8 @@ def spaces(draw):
     batch, position = draw(st.sampled_from([2, 3, 4, 6])), draw(st.sampled_from([2, 3, 8, 64]))
     e, v, layers = 2 * draw(size), 2 * draw(size), draw(st.integers(1, 3))
     second = draw(st.sampled_from(["mlp", "experts", "attention", "none"]))
-    widths = {"m": 2 * draw(size), "n": 2 * draw(size)} if second == "mlp" else {"m": 2 * draw(size)}
+    # the name of an axis means nothing, also where it is that of a part of the model
+    widths = {"attention": 2 * draw(size), "n": 2 * draw(size)} if second == "mlp" else {"m": 2 * draw(size)}
     parameters = {"embed": {"v": v, "e": e}, "head": {"v": v, "e": e}}
     if second == "attention":
         heads = {"k": draw(st.sampled_from([1, 2, 3])), "g": draw(st.sampled_from([1, 2]))}
@@ -163,7 +164,7 @@ def all_assignments(space, meshes):
                 if any(has_duplicate(axes, params) for axes in parameters):
                     continue
                 for method in space.methods_for(mesh, compute["position"]):
-                    yield space.assignment(mesh, {**compute, METHOD: method}, params)
+                    yield space.assignment(mesh, compute, params, method)
 
 
 def total_seconds(space, assignment) -> float:
@@ -208,9 +209,21 @@ def test_subproblems_take_no_less_than_their_bounds(make_config, pin):
     assert reached > 5
 
 
+@pytest.mark.parametrize("slice_name", ["v4-128", "v5e-64"])
+def test_candidates_cost_what_the_search_says(make_config, slice_name):
+    """Also where the search maps the experts' axes after attention, and chooses a method of attention."""
+    config = make_config(model_config="mixtral-8x7b", hardware_slice=slice_name, workload_batch=16)
+    config = dataclasses.replace(config, pin=("position=replica",))
+    for ranked in search_configuration(config, model_from_config(config), 3).ranked:
+        candidate = ranked.candidate
+        assert candidate.method is not None
+        assert candidate.seconds == pytest.approx(total_seconds(candidate.space, candidate.assignment))
+        assert candidate.peak_bytes == pytest.approx(estimate_memory(candidate.space.step, candidate.assignment).peak)
+
+
 def test_a_chain_of_nearly_equal_candidates_does_not_drift():
     """Each candidate ties with the one before, but the last does not tie with the first."""
-    candidates = [Candidate(None, {}, {}, {}, *point) for point in ((1.0, 50.0), (1.0099, 40.0), (1.0195, 30.0))]
+    candidates = [Candidate(None, {}, {}, {}, None, *point) for point in ((1.0, 50.0), (1.0099, 40.0), (1.0195, 30.0))]
     for order in itertools.permutations(candidates):
         ranking = Ranking(2)
         for candidate in order:

@@ -11,13 +11,14 @@ import numpy as np
 
 from shardplan.plan.mapping import MeshAxes
 from shardplan.search.ranking import TIME_RESOLUTION
+from shardplan.search.space import ComputeSharding
 
 
 @dataclass(frozen=True)
 class ComponentChoice:
     """Mesh axes for the logical axes of one component, with their cost."""
 
-    compute: dict[str, MeshAxes]
+    compute: ComputeSharding
     params: dict[str, MeshAxes]
     seconds: float
     bytes: np.ndarray

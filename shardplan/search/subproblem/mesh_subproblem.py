@@ -17,7 +17,7 @@ from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
 from shardplan.plan.mesh_axes import BATCH_CHOICES, STORAGE_CHOICES, TENSOR_CHOICES
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import Indivisible, Rejection, SearchStatistics
-from shardplan.search.space import METHOD, ComponentCost, Space
+from shardplan.search.space import AttentionMethod, ComponentCost, ComputeSharding, Space
 from shardplan.search.subproblem.component_choices import (
     Choices,
     Combination,
@@ -67,7 +67,7 @@ class MeshSubproblem:
 
     Args:
         token_mapping: that compute mapping, without axes that it leaves unsharded.
-        methods: possible values of `space.METHOD`. If attention occurs in several components, only the first is used.
+        methods: possible methods of attention. If attention occurs in several components, only the first is used.
     """
 
     def __init__(
@@ -75,25 +75,24 @@ class MeshSubproblem:
         space: Space,
         mesh: dict[str, int],
         token_mapping: dict[str, MeshAxes],
-        methods: list[MeshAxes],
+        methods: list[AttentionMethod | None],
         statistics: SearchStatistics,
     ) -> None:
         self.space, self.mesh, self.token_mapping, self.statistics = space, mesh, token_mapping, statistics
         self.methods = methods if sum(each.has_attention for each in space.component_costs) == 1 else methods[:1]
-        self.base_mapping = {**token_mapping, METHOD: methods[0]}
-        self.costs = MeshCosts(space, mesh, self.base_mapping)
+        self.costs = MeshCosts(space, mesh, ComputeSharding(token_mapping, methods[0]))
 
     @cached_property
-    def compute_mappings(self) -> list[list[dict[str, MeshAxes]]]:
-        """[component][choice]: compute mappings of a component's axes and `METHOD`."""
-        return [list(self._compute_mappings(component)) for component in self.space.component_costs]
+    def compute_shardings(self) -> list[list[ComputeSharding]]:
+        """[component][choice]: every valid compute mapping of a component's axes, with the best methods for it."""
+        return [list(self._compute_shardings(component)) for component in self.space.component_costs]
 
     @cached_property
     def min_seconds(self) -> list[list[float]]:
-        """[component][choice]: lower bounds of the times under `compute_mappings`."""
+        """[component][choice]: lower bounds of the times under `compute_shardings`."""
         return [
-            [self.costs.min_seconds(component, compute) for compute in mappings]
-            for component, mappings in zip(self.space.component_costs, self.compute_mappings, strict=True)
+            [self.costs.min_seconds(component, compute) for compute in shardings]
+            for component, shardings in zip(self.space.component_costs, self.compute_shardings, strict=True)
         ]
 
     @cached_property
@@ -106,10 +105,10 @@ class MeshSubproblem:
     @cached_property
     def lower_bound(self) -> float:
         """Lower bound of the step time in seconds, tighter than `quick_lower_bound`; infinite if no mapping exists."""
-        if not all(self.compute_mappings):
+        if not all(self.compute_shardings):
             return math.inf
         components = sum(map(min, self.min_seconds))
-        base = self.costs.min_seconds(self.space.base_cost, {})
+        base = self.costs.min_seconds(self.space.base_cost, ComputeSharding({}))
         placement = place_mesh(self.space.hardware, self.mesh)
         rates = [placement.collective_cost(CollectiveKind.ALL_GATHER, axes).seconds_per_byte
                  for axes in STORAGE_CHOICES[1:] if mesh_size(self.mesh, axes) > 1]  # fmt: skip
@@ -121,7 +120,7 @@ class MeshSubproblem:
             min(exposed * seconds + rate * self.costs.weight_bytes(component, compute)
                 for seconds, compute in zip(*each, strict=True))
             for component, *each in zip(
-                self.space.component_costs, self.min_seconds, self.compute_mappings, strict=True
+                self.space.component_costs, self.min_seconds, self.compute_shardings, strict=True
             )
         )  # fmt: skip
         return base + max(components, gathering - rate * self.space.available_bytes)
@@ -131,7 +130,7 @@ class MeshSubproblem:
         """Mesh axes of the stored residual axis, each with the bytes at every point that depend on no component."""
         axis, base = self.space.residual, self.space.base_cost
         choices = self._storage_choices(axis, self.token_mapping)
-        return [(axes, self.costs.bytes(base, {}, {axis: axes} if axes else {})) for axes in choices]
+        return [(axes, self.costs.bytes(base, ComputeSharding({}), {axis: axes} if axes else {})) for axes in choices]
 
     @cached_property
     def min_bytes(self) -> float:
@@ -171,7 +170,7 @@ class MeshSubproblem:
                 best = smallest_combination(choices, limit) or best
         return self._candidate(best) if best is not None else None
 
-    def _compute_mappings(self, component: ComponentCost) -> Iterator[dict[str, MeshAxes]]:
+    def _compute_shardings(self, component: ComponentCost) -> Iterator[ComputeSharding]:
         """Yield every valid compute mapping of a component's axes with each of the best attention methods for it."""
         unsharded, rules = self.space.unsharded_axes, self.space.rules
         choices = [
@@ -180,13 +179,13 @@ class MeshSubproblem:
             for axis in component.axes
         ]  # fmt: skip
         for mapped in itertools.product(*choices):
-            compute = {axis: axes for axis, axes in zip(component.axes, mapped, strict=True) if axes}
-            if _is_distinct({**self.base_mapping, **compute}, component.computed_together):
-                for method in self.costs.best_methods(component, compute, self.methods):
-                    yield {**compute, METHOD: method}
+            mapping = {axis: axes for axis, axes in zip(component.axes, mapped, strict=True) if axes}
+            if _is_distinct({**self.token_mapping, **mapping}, component.computed_together):
+                for method in self.costs.best_methods(component, mapping, self.methods):
+                    yield ComputeSharding(mapping, method)
 
     def _param_mappings(
-        self, component: ComponentCost, compute: dict[str, MeshAxes], residual: dict[str, MeshAxes]
+        self, component: ComponentCost, compute: AxisMapping, residual: dict[str, MeshAxes]
     ) -> Iterator[dict[str, MeshAxes]]:
         """Mappings of stored parameters: the compute sharding, and further mesh axes."""
         for mapped in itertools.product(*(self._storage_choices(axis, compute) for axis in component.axes)):
@@ -213,20 +212,24 @@ class MeshSubproblem:
 
         Left out are choices that exceed `limit` (seconds) or `available_bytes`, whatever the other components choose.
         """
-        if not all(self.compute_mappings):
+        if not all(self.compute_shardings):
             return Rejection.DUPLICATE
         stored = {self.space.residual: residual} if residual else {}
         if base_bytes.max() + self.space.min_stored_bytes > available_bytes:
             return Rejection.MEMORY
-        base = ComponentChoice({}, stored, self.costs.seconds(self.space.base_cost, {}, stored), base_bytes)
+        unsharded = ComputeSharding({})
+        base_seconds = self.costs.seconds(self.space.base_cost, unsharded, stored)
+        base = ComponentChoice(unsharded, stored, base_seconds, base_bytes)
         slack = limit - base.seconds - sum(map(min, self.min_seconds))
         components = []
-        for component, mappings, bounds in zip(
-            self.space.component_costs, self.compute_mappings, self.min_seconds, strict=True
+        for component, shardings, bounds in zip(
+            self.space.component_costs, self.compute_shardings, self.min_seconds, strict=True
         ):
-            fast = [compute for compute, bound in zip(mappings, bounds, strict=True) if bound - min(bounds) <= slack]
+            fast = [compute for compute, bound in zip(shardings, bounds, strict=True) if bound - min(bounds) <= slack]
             pairs = [
-                (compute, params) for compute in fast for params in self._param_mappings(component, compute, stored)
+                (compute, params)
+                for compute in fast
+                for params in self._param_mappings(component, compute.mapping, stored)
             ]
             self.statistics.evaluated += len(pairs)
             if not pairs:
@@ -250,11 +253,12 @@ class MeshSubproblem:
         return Choices(base, kept) if all(kept) else Rejection.MEMORY
 
     def _candidate(self, combination: Combination) -> Candidate:
-        compute, params = dict(self.base_mapping), dict[str, MeshAxes]()
+        compute, params, method = dict(self.token_mapping), dict[str, MeshAxes](), self.methods[0]
         for part in combination.parts:
-            compute |= part.compute
+            compute |= part.compute.mapping
             params |= part.params
-        return Candidate(self.space, self.mesh, compute, params, combination.seconds, combination.peak_bytes)
+            method = part.compute.method or method
+        return Candidate(self.space, self.mesh, compute, params, method, combination.seconds, combination.peak_bytes)
 
 
 def _is_distinct(mapping: AxisMapping, axis_sets: Iterable[frozenset[str]]) -> bool:
