@@ -133,11 +133,11 @@ def _grouped_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Itera
 
 
 def _psum_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the all-reduce of the gradient of an operand that a shard_map takes replicated; all devices have a part."""
-    everywhere = tuple(axis for axis, size in assignment.mesh.items() if size > 1)
-    if everywhere:
+    """Yield the all-reduce over the mesh axes that a sum in a shard_map names, such as that of a gradient."""
+    summed = tuple(axis for axis, size in assignment.mesh.items() if size > 1 and axis in task.mesh_axes)
+    if summed:
         size = sum(assignment.bytes(array, assignment.compute) for array in task.results)
-        yield all_reduce_traffic(size, assignment, everywhere, task.executions, Purpose.SUMS_OVER_DEVICES, task.label)
+        yield all_reduce_traffic(size, assignment, summed, task.executions, Purpose.SUMS_OVER_DEVICES, task.label)
 
 
 def _matmul_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:

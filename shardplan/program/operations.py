@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shardplan.plan.mapping import MeshAxes
 from shardplan.program.named_arrays import Dim
 
 
@@ -20,7 +21,7 @@ class OperationKind(StrEnum):
     RESHARD = "reshard"
     """A change of sharding where a `shard_map` begins or ends."""
     PSUM = "psum"
-    """A sum over all devices in a `shard_map`."""
+    """A sum over mesh axes in a `shard_map`."""
     LOOP = "loop"
     """A `scan`."""
 
@@ -43,6 +44,8 @@ class Operation:
     groups: int = 1
     """Of a contraction: the number of matrices in the second operand of a grouped matmul (`ragged_dot`); each row of
     the first operand is multiplied by one of them."""
+    mesh_axes: MeshAxes = ()
+    """Of a sum over devices: the mesh axes that it names."""
     body: tuple["Operation", ...] = ()
     """Of a loop: its operations."""
     trips: int = 1

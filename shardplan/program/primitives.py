@@ -211,10 +211,12 @@ class AxisNaming:
         return OperationKind.ELEMENTWISE, [adopt_names(array, dims)], {}
 
     def psum(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
-        """A sum in a shard_map: over all devices if over any axis of the device mesh; else over logical axes alone."""
-        is_over_devices = any(axis in MESH_AXES for axis in equation.params.get("axes", ()))
-        kind = OperationKind.PSUM if is_over_devices else OperationKind.ELEMENTWISE
-        return kind, [replace(a, itemsize=itemsize_of(v)) for a, v in zip(arrays, equation.outvars, strict=True)], {}
+        """A sum in a shard_map over the mesh axes that it names; no sum of devices if it names logical axes alone."""
+        results = [replace(a, itemsize=itemsize_of(v)) for a, v in zip(arrays, equation.outvars, strict=True)]
+        mesh_axes = tuple(axis for axis in MESH_AXES if axis in equation.params.get("axes", ()))
+        if not mesh_axes:
+            return OperationKind.ELEMENTWISE, results, {}
+        return OperationKind.PSUM, results, {"mesh_axes": mesh_axes}
 
     def unify(self, left: Dim, right: Dim) -> Dim:
         """One dimension for two operands; where their axes differ, remember which axis is split into which others."""

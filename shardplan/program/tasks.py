@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from shardplan.plan.mapping import MeshAxes
 from shardplan.positions.pattern import CAUSAL, Pattern
 from shardplan.program.live_buffers import ProgramPoint
 from shardplan.program.named_arrays import Dim, TracedArray, is_scores, score_positions
@@ -24,7 +25,7 @@ class TaskKind(StrEnum):
     RESHARD = "reshard"
     """A change of sharding where a `shard_map` begins or ends."""
     PSUM = "psum"
-    """A sum over all devices in a `shard_map`."""
+    """A sum over mesh axes in a `shard_map`."""
     ELEMENTWISE = "elementwise"
     """Everything that is fused into one pass over memory."""
 
@@ -54,6 +55,8 @@ class Task:
     """Of a grouped matmul: whether only other grouped matmuls consume the result, so that it is never resharded."""
     is_backward: bool
     """Whether the task belongs to the backward pass, other than to rematerialization of the forward pass."""
+    mesh_axes: MeshAxes
+    """Of a sum over devices: the mesh axes that it names."""
     label: str
     """Path of the first parameter among the operands, or else the named scopes of the operation."""
 

@@ -251,6 +251,7 @@ class _Sequence:
             feeds_only_grouped_matmuls=(
                 operation.groups > 1 and fusion.is_between_grouped_matmuls(operation.results[0])
             ),
+            mesh_axes=operation.mesh_axes,
             is_backward=BACKWARD_SCOPE in operation.label and REMATERIALIZED_SCOPE not in operation.label,
             label=weights[0] if weights else operation.label,
         )

@@ -15,6 +15,7 @@ from shardplan.plan.plan import Plan
 from shardplan.report.summary import print_estimate, speed_text
 from shardplan.report.tables import workload_text
 from shardplan.report.text import print_wrapped
+from shardplan.search.reasons import describe_trace
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow"}
 
@@ -27,6 +28,8 @@ def print_review(review: Review, out: Console) -> None:
     print_wrapped(about, out, Text(review.path, "bold"), indent="  ")
     if review.assumed:
         print_wrapped(f"assumed, not in the file: {'; '.join(review.assumed)}", out, indent="  ")
+    for limit in describe_trace(subject.step):
+        print_wrapped(f"limit of the prediction: {limit}", out, indent="  ")
     for finding in review.lint.findings:
         _print_finding(finding, out)
     if not review.lint.findings:
@@ -71,6 +74,7 @@ def review_json(review: Review) -> dict[str, Any]:
     return {
         "path": review.path,
         "assumed": review.assumed,
+        "limits": describe_trace(review.lint.subject.step),
         "findings": [finding.to_json() for finding in review.lint.findings],
         "predicted": None if review.lint.plan is None else _estimate_json(review.lint.plan),
         "repair": _repair_json(review.repair),

@@ -95,14 +95,16 @@ class Space:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Logical axis of parameters, of the batch and of positions -> size."""
+        """Logical axis of parameters, of the batch and of positions -> size where it occurs first.
+
+        Parameters come first, which define their axes; later a reshape may leave a part of an axis.
+        """
         arrays = [*self.step.parameters, *(array for task in self.step.tasks for array in task.operands)]
-        return {
-            name: size
-            for array in arrays
-            for name, size in array.factors
-            if name and not name.endswith(REPEATED_AXIS_SUFFIX)
-        }
+        sizes: dict[str, int] = {}
+        for name, size in (factor for array in arrays for factor in array.factors):
+            if name and not name.endswith(REPEATED_AXIS_SUFFIX):
+                sizes.setdefault(name, size)
+        return sizes
 
     @cached_property
     def tensor_axes(self) -> tuple[str, ...]:

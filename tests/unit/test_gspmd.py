@@ -59,6 +59,18 @@ def test_partial_sums_of_a_sharded_contraction():
     assert traffic([Purpose.PARTIAL_SUMS], mapping, mapping) == [reduced]
 
 
+@pytest.mark.parametrize(("named", "devices"), [(("data",), 4), (("replica", "model"), 4), (("replica", "data"), 8)])
+def test_a_sum_in_a_shard_map_is_over_the_mesh_axes_that_it_names(named, devices):
+    task = dataclasses.replace(traced_step(False).tasks[0], kind=TaskKind.PSUM, mesh_axes=named)
+    (array,) = task.results
+    assignment = ShardingAssignment(MESH, TOKENS, {}, {}, ("batch", "position"), CompilerQuirks())
+    size = assignment.bytes(array, assignment.compute)
+    (reduced,) = device_cost(task, assignment).traffic
+    assert (reduced.kind, reduced.mesh_axes) == ("all-reduce", named)
+    assert reduced.bytes == 2 * (devices - 1) / devices * size
+    assert not device_cost(task, dataclasses.replace(assignment, mesh={axis: 1 for axis in MESH})).traffic
+
+
 def test_gradients_of_a_weight_that_is_stored_in_shards():
     """Each pass gathers it. Its gradient is reduce-scattered over `data`, and then summed over `replica`."""
     params = {"embed": ("data",)}

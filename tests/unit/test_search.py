@@ -221,6 +221,23 @@ def test_candidates_cost_what_the_search_says(make_config, slice_name):
         assert candidate.peak_bytes == pytest.approx(estimate_memory(candidate.space.step, candidate.assignment).peak)
 
 
+def test_the_size_of_an_axis_is_that_of_its_parameter():
+    """Not that of the part which a reshape leaves: 16 channels of mlp, in 4 groups of 4, can be sharded over 8."""
+    arguments = [(("batch", "embed"), None), (("embed", "mlp"), "up")]
+    arrays = [jax.ShapeDtypeStruct((8, 32), jnp.float32), jax.ShapeDtypeStruct((32, 16), jnp.float32)]
+
+    def grouped(x, up):
+        hidden = jnp.tanh(x @ up).reshape(8, 4, 4)
+        return jnp.einsum("bgc,bgd->bcd", hidden, hidden)
+
+    step = build_step(trace_jaxpr(jax.make_jaxpr(grouped)(*arrays), arguments))
+    step = dataclasses.replace(step, parameters=(TracedArray(((("embed", 32),), (("mlp", 16),)), 4, "up"),))
+    hardware = parse_slice("v4-16")
+    factors = load_calibration(hardware.generation.name)
+    space = Space(step, "batch", "position", "embed", hardware, factors, CompilerQuirks(), math.inf, Rules())
+    assert space.sizes["mlp"] == 16 and space.sizes["batch"] == 8
+
+
 def test_a_chain_of_nearly_equal_candidates_does_not_drift():
     """Each candidate ties with the one before, but the last does not tie with the first."""
     candidates = [Candidate(None, {}, {}, {}, None, *point) for point in ((1.0, 50.0), (1.0099, 40.0), (1.0195, 30.0))]

@@ -5,6 +5,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import inspect_model
@@ -105,6 +107,24 @@ def test_primitives_without_a_rule_are_reported():
     assert traced(convolve, (("embed", "mlp"), None)).unpriced == {"conv_general_dilated": 1}
     looped = traced(loop, (("embed", "mlp"), None), (("layer", "embed", "mlp"), None))
     assert looped.unpriced == {"conv_general_dilated": 1}
+
+
+@pytest.mark.parametrize(
+    ("summed", "mesh_axes"),
+    [("model", ["model"]), (("data", "replica"), ["replica", "data"]), ("embed", []), (("embed", "data"), ["data"])],
+)
+def test_a_sum_over_devices_is_over_the_mesh_axes_that_it_names(summed, mesh_axes):
+    """The program is traced on a mesh that has the logical axes beside those of devices."""
+    names = ("embed", "replica", "data", "model")
+    mesh = AbstractMesh((1,) * 4, names, axis_types=(AxisType.Auto,) * 4)
+
+    def add(x):
+        everywhere = P(names)
+        local = jax.shard_map(lambda x: jax.lax.psum(x, summed), mesh=mesh, in_specs=everywhere, out_specs=everywhere)
+        return local(x)
+
+    sums = [o for o in traced(add, X).operations if o.kind == OperationKind.PSUM]
+    assert [axis for o in sums for axis in o.mesh_axes] == mesh_axes
 
 
 def test_flattened_heads_are_recognised_and_split_again():

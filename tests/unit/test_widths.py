@@ -21,7 +21,7 @@ from shardplan.plan.diff import diff_plans
 from shardplan.plan.plan import Plan
 from shardplan.report.diff import print_difference
 from shardplan.report.explain import print_what_if, print_why
-from shardplan.report.lint import print_review
+from shardplan.report.lint import print_review, review_json
 from shardplan.report.schedule import print_forecast
 from shardplan.report.tables import console, print_plan, print_results, spec_text
 from shardplan.report.text import make_table, print_first_fitting, print_wrapped, with_path_ends
@@ -158,10 +158,14 @@ def test_review(target):
     review = Review("levanter.yaml", before, ["batch 16 (Levanter's default is 512)"], repair, repair, after.plan)
     for text in assert_readable(print_review, review).values():
         assert text.startswith("cannot run on v4-16: mesh size; peak ")
+    unpriced = dataclasses.replace(after.subject.step, unpriced={"conv_general_dilated": 1})
+    after = dataclasses.replace(after, subject=dataclasses.replace(after.subject, step=unpriced))
     fine = dataclasses.replace(review, lint=after, repair=None, faster=None)
+    assert review_json(fine)["limits"][0].startswith("conv_general_dilated is not priced")
     for text in assert_readable(print_review, fine).values():
         first, second, *_ = text.splitlines()
         assert first.startswith("fits v4-16: ") and " tokens/s, MFU " in second
+        assert "limit of the prediction: conv_general_dilated is not priced: its FLOPs," in " ".join(text.split())
 
 
 def test_difference(plan):
