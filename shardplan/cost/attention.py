@@ -22,7 +22,7 @@ from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.positions.heads import HeadSharding
 from shardplan.positions.sequence_layout import KERNEL_BLOCK, SequenceLayout, attended_fraction, ring_distances
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
-from shardplan.program.named_arrays import TracedArray, is_scores, score_positions
+from shardplan.program.named_arrays import TracedArray, is_scores, mapped, score_positions
 from shardplan.program.tasks import Task, TaskKind
 
 KERNEL_LANES = 128
@@ -52,7 +52,7 @@ def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
     shardable = {name for name in keys.axes if name in scores.axes} - positions
     shardable |= positions if is_sequence_parallel else set()
     arrays = (*task.operands, *task.results)
-    if any(assignment.compute.get(name) for array in arrays for name in array.axes if name not in shardable):
+    if any(mapped(name, assignment.compute) for array in arrays for name in array.axes if name not in shardable):
         return False
     sizes = [size for name, size in keys.factors if size > 1 and name not in scores.axes]
     if is_sequence_parallel:
@@ -123,7 +123,7 @@ def attention_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Tr
     """Yield the traffic of keys and values of other positions, of their gradients, and of sums over sharded axes."""
     positions = score_positions(_scores(task))
     is_sequence_parallel = assignment.attention.strategy != Strategy.NONE
-    axes = next((assignment.compute[name] for name in positions if name in assignment.compute), ())
+    axes = next(filter(None, (mapped(name, assignment.compute) for name in positions)), ())
     partial = assignment.mesh_axes(
         tuple(factor for factor in task.contracted if not (is_sequence_parallel and factor[0] in positions))
     )
@@ -178,7 +178,7 @@ def _head_sharding(task: Task, assignment: ShardingAssignment) -> HeadSharding:
     keys, scores = _keys(task), _scores(task)
     others = {*score_positions(scores), *assignment.activation_axes}
     local = {
-        name: size // mesh_size(assignment.mesh, assignment.compute.get(name, ()))
+        name: size // mesh_size(assignment.mesh, mapped(name, assignment.compute))
         for name, size in scores.factors if name and name not in others
     }  # fmt: skip
     key_heads = prod(size for name, size in local.items() if name in keys.axes)
@@ -192,7 +192,7 @@ def _sequence_layout(task: Task, assignment: ShardingAssignment) -> SequenceLayo
     length = max(size for name, size in scores.factors if name in positions)
     if method.strategy == Strategy.NONE:
         return SequenceLayout(
-            length, max(mesh_size(assignment.mesh, assignment.compute.get(name, ())) for name in positions)
+            length, max(mesh_size(assignment.mesh, mapped(name, assignment.compute)) for name in positions)
         )
     return method.sequence_layout(length)
 

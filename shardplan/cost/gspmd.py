@@ -194,7 +194,7 @@ def _flattened_operand_traffic(task: Task, operand: TracedArray, assignment: Sha
             continue
         axes = assignment.mesh_axes(dim)
         if axes and not assignment.mesh_axes(dim[:1]) == axes == assignment.compute.get(flat, ()):
-            unsharded = {**assignment.compute, **dict.fromkeys((name for name, _ in dim if name), ())}
+            unsharded = {name: axes for name, axes in assignment.compute.items() if name not in dict(dim)}
             size, subject = assignment.bytes(operand, unsharded), f"{flat} of {task.label}"
             yield all_gather_traffic(size, assignment, axes, task.executions, Purpose.FLATTENED_AXES, subject)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.positions.pattern import CAUSAL, Pattern
-from shardplan.program.named_arrays import Dim, TracedArray
+from shardplan.program.named_arrays import Dim, TracedArray, mapped
 
 REORDERING_COPIES = 2
 """Number of buffers of the gathered size that an all-gather along several dimensions needs to reorder its result."""
@@ -84,7 +84,7 @@ class ShardingAssignment:
         used: set[str] = set()
         result = []
         for name in array.majors:
-            axes = mapping.get(name, ())
+            axes = mapped(name, mapping)
             if not used.isdisjoint(axes):
                 axes = tuple(axis for axis in axes if axis not in used)
             used.update(axes)
@@ -109,10 +109,10 @@ class ShardingAssignment:
     def mesh_axes(self, factors: Dim, mapping: AxisMapping | None = None) -> MeshAxes:
         """Mesh axes that any of the logical axes is mapped to, by default in `compute`; in the order of the mesh."""
         source = self.compute if mapping is None else mapping
-        mapped: set[str] = set()
+        used: set[str] = set()
         for name, _ in factors:
-            mapped.update(source.get(name or "", ()))
-        return tuple(axis for axis in self.mesh if axis in mapped) if mapped else ()
+            used.update(mapped(name, source))
+        return tuple(axis for axis in self.mesh if axis in used) if used else ()
 
     def weight_gather(self, weight: TracedArray) -> WeightGather | None:
         """The all-gather of a parameter for computation; None where its stored sharding is used as it is."""
@@ -134,7 +134,7 @@ class ShardingAssignment:
         Where a dimension is stored on two mesh axes, of which computation keeps the first, and the parameter is
         replicated along the third, the partitioner confuses the third axis with the first if both have the same size.
         """
-        if not any(len(self.params.get(name, ())) == 2 for name in array.majors):
+        if not any(len(mapped(name, self.params)) == 2 for name in array.majors):
             return False
         stored_axes = self.dimension_mesh_axes(array, self.params)
         sharding = {axis for axes in stored_axes for axis in axes}

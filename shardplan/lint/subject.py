@@ -63,7 +63,7 @@ class Subject:
     @cached_property
     def weight_axes(self) -> list[str]:
         """Logical axes of the weights in matrix products, except those along which experts are stacked."""
-        used = dict.fromkeys(name for _, weight in self.step.weight_matmuls for name in weight.axes)
+        used = dict.fromkeys(name for _, weight in self.step.weight_matmuls for name in weight.logical_axes)
         return [name for name in used if name not in self.step.expert_axes]
 
     @cached_property
@@ -82,7 +82,9 @@ class Subject:
         results: dict[tuple[str, ...], str] = {}
         paths = [parameter.path for parameter in self.axes.parameters]
         for task, weight in sorted(self.step.weight_matmuls, key=lambda product: paths.index(product[1].weight or "")):
-            axes = tuple(self.section.batch_axis if name == BATCH_AXIS else name for name in task.results[0].axes)
+            axes = tuple(
+                self.section.batch_axis if name == BATCH_AXIS else name for name in task.results[0].logical_axes
+            )
             if task.groups == 1 and self.axes.position in axes:  # routed tokens have axes of their own
                 results.setdefault(axes, f"the result of {short(weight.weight or '')}")
         return results

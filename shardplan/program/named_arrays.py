@@ -6,16 +6,37 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-Factor = tuple[str | None, int]
+from shardplan.plan.mapping import AxisMapping, MeshAxes
+
+
+@dataclass(frozen=True)
+class AxisCopy:
+    """A logical axis that an array has once more, as scores have query and key positions; no mapping shards it."""
+
+    of: "AxisName"
+
+    def __str__(self) -> str:
+        return f"{self.of}'"
+
+
+@dataclass(frozen=True)
+class AxisPart:
+    """The minor part of a split logical axis, such as layers split into blocks; no mapping shards it.
+
+    The major part keeps the axis' name, because a mesh axis shards the major part first.
+    """
+
+    of: "AxisName"
+
+    def __str__(self) -> str:
+        return f"{self.of}."
+
+
+AxisName = str | AxisCopy | AxisPart
+Factor = tuple[AxisName | None, int]
 """A logical axis, or None where the name is not known, and its size."""
 Dim = tuple[Factor, ...]
 """One dimension of an array: the logical axes that are flattened into it, major to minor."""
-
-REPEATED_AXIS_SUFFIX = "'"
-"""Ends the second name of a logical axis that an array has twice, as scores have query and key positions."""
-MINOR_PART_SUFFIX = "."
-"""Ends the name of the minor part of a split logical axis, such as layers split into blocks. The major part keeps the
-axis' name, because a mesh axis shards the major part first."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +62,17 @@ class TracedArray:
         return tuple(factor for dim in self.dims for factor in dim)
 
     @cached_property
-    def axes(self) -> tuple[str, ...]:
+    def axes(self) -> tuple[AxisName, ...]:
         """The known names among `factors`."""
         return tuple(name for name, _ in self.factors if name is not None)
 
     @cached_property
-    def majors(self) -> tuple[str, ...]:
+    def logical_axes(self) -> tuple[str, ...]:
+        """The names among `axes` that a mapping may have: no copies and parts."""
+        return tuple(name for name in self.axes if isinstance(name, str))
+
+    @cached_property
+    def majors(self) -> tuple[AxisName, ...]:
         """The major logical axis of each dimension, or ""; of a flattened dimension only this axis can be sharded."""
         return tuple(dim[0][0] or "" if dim else "" for dim in self.dims)
 
@@ -54,6 +80,11 @@ class TracedArray:
     def elements(self) -> int:
         """Number of elements."""
         return math.prod(size for _, size in self.factors)
+
+
+def mapped(name: AxisName | None, mapping: AxisMapping) -> MeshAxes:
+    """The mesh axes that shard a logical axis; none for a copy or a part of one, which no mapping shards."""
+    return mapping.get(name, ()) if isinstance(name, str) else ()
 
 
 def shape_of(array: TracedArray) -> tuple[int, ...]:
@@ -83,17 +114,17 @@ def adopt_names(array: TracedArray, dims: Sequence[Dim]) -> TracedArray:
 
 
 def mark_repeated_axes(dims: Sequence[Dim]) -> tuple[Dim, ...]:
-    """`dims` with `REPEATED_AXIS_SUFFIX` on every repeated name, and on no other name."""
+    """`dims` with an `AxisCopy` for every repeated name, and for no other name."""
     names = {name for dim in dims for name, _ in dim}
-    seen: set[str] = set()
+    seen: set[AxisName] = set()
     result = []
     for dim in dims:
         factors = []
         for name, size in dim:
-            if name is not None and name.removesuffix(REPEATED_AXIS_SUFFIX) not in names:
-                name = name.removesuffix(REPEATED_AXIS_SUFFIX)
+            if isinstance(name, AxisCopy) and name.of not in names:
+                name = name.of
             while name is not None and name in seen:
-                name += REPEATED_AXIS_SUFFIX
+                name = AxisCopy(name)
             if name is not None:
                 seen.add(name)
             factors.append((name, size))
@@ -102,19 +133,17 @@ def mark_repeated_axes(dims: Sequence[Dim]) -> tuple[Dim, ...]:
 
 
 @lru_cache(maxsize=4096)
-def score_positions(array: TracedArray) -> frozenset[str]:
+def score_positions(array: TracedArray) -> frozenset[AxisName]:
     """The names of query and key positions, which attention scores have twice; empty for every other array."""
     names = set(array.axes)
-    return frozenset(
-        name for name in names if name.endswith(REPEATED_AXIS_SUFFIX) or name + REPEATED_AXIS_SUFFIX in names
-    )
+    return frozenset(name for name in names if isinstance(name, AxisCopy) or AxisCopy(name) in names)
 
 
 @lru_cache(maxsize=4096)
 def is_scores(array: TracedArray) -> bool:
     """Whether `array` has both query and key positions: attention kernels never write it to memory."""
     names = set(array.axes)
-    return any(name + REPEATED_AXIS_SUFFIX in names for name in names)
+    return any(AxisCopy(name) in names for name in names)
 
 
 def reshape_factors(
@@ -134,16 +163,16 @@ def reshape_factors(
             if not left:
                 return None
             name, n = left.pop(0)
-            if name in merged_axes and len(merged_axes[name]) == 1:
+            if isinstance(name, str) and len(merged_axes.get(name, ())) == 1:
                 name = merged_axes[name][0][0]
             if missing % n == 0:
                 taken[-1:] = _join_minor_part(taken[-1:], (name, n))
                 missing //= n
-            elif name in merged_axes:
+            elif isinstance(name, str) and name in merged_axes:
                 left[:0] = merged_axes[name]
             elif n % missing == 0:
                 taken.append((name, missing))
-                left.insert(0, (name and name + MINOR_PART_SUFFIX, n // missing))
+                left.insert(0, (name and AxisPart(name), n // missing))
                 missing = 1
             else:
                 return None
@@ -154,6 +183,9 @@ def reshape_factors(
 def _join_minor_part(before: Sequence[Factor], factor: Factor) -> list[Factor]:
     """`before`, of at most one factor, and `factor`; as one factor where `factor` is the minor part of that axis."""
     (name, size), (major, count) = factor, before[0] if before else (None, 1)
-    if name and major and name != major and name == major.ljust(len(name), MINOR_PART_SUFFIX):
-        return [(major, count * size)]
+    part = name
+    while isinstance(part, AxisPart):
+        part = part.of
+        if part == major:
+            return [(major, count * size)]
     return [*before, factor]

@@ -10,7 +10,7 @@ from jax.extend import core as jex
 
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.program.named_arrays import (
-    REPEATED_AXIS_SUFFIX,
+    AxisCopy,
     Dim,
     TracedArray,
     adopt_names,
@@ -107,7 +107,7 @@ class AxisNaming:
                         name
                         for new, old in zip(dims, array.dims, strict=True)
                         for name, _ in old
-                        if name is not None and size_of(new) != size_of(old)
+                        if isinstance(name, str) and size_of(new) != size_of(old)
                     }
             results.append(TracedArray(dims, itemsize_of(v)))
         return OperationKind.ELEMENTWISE, results, {}
@@ -190,7 +190,7 @@ class AxisNaming:
         ]
         rows = list(indices.dims[:-1])
         if indices.elements == size_of(indices.dims[-1]):  # a single index, which takes a slice
-            self.resized_axes |= {name for i in indexed for name, _ in table.dims[i] if name is not None}
+            self.resized_axes |= {name for i in indexed for name, _ in table.dims[i] if isinstance(name, str)}
         dims = []
         for i, dim in enumerate(_unnamed_dims(v)):
             source = columns if i in numbers.offset_dims else rows
@@ -221,7 +221,7 @@ class AxisNaming:
     def unify(self, left: Dim, right: Dim) -> Dim:
         """One dimension for two operands; where their axes differ, remember which axis is split into which others."""
         names = [name for name, _ in (*left, *right)]
-        if left == right or any(name is None or name.endswith(REPEATED_AXIS_SUFFIX) for name in names):
+        if left == right or any(name is None or isinstance(name, AxisCopy) for name in names):
             return most_named((left, right))
         for merged, parts in ((right, left), (left, right)):
             if len(merged) == 1 and not any(name in self.merged_axes for name, _ in parts):

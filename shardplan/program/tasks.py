@@ -139,14 +139,14 @@ class Step:
     def matmul_axes(self) -> frozenset[str]:
         """Logical axes of the operands of matmuls."""
         matmuls = (task for task in self.tasks if task.kind == TaskKind.CONTRACTION)
-        return frozenset(name for task in matmuls for array in task.operands for name in array.axes)
+        return frozenset(name for task in matmuls for array in task.operands for name in array.logical_axes)
 
     @cached_property
     def expert_axes(self) -> frozenset[str]:
         """Logical axes of parameters along which each token is routed to a few elements: experts."""
         return frozenset(
             name for task, array in self.weight_matmuls if task.groups > 1 for name, size in array.factors
-            if name and size == task.groups and name not in task.results[0].axes
+            if isinstance(name, str) and size == task.groups and name not in task.results[0].axes
         )  # fmt: skip
 
     @cached_property
@@ -158,10 +158,10 @@ class Step:
                 continue
             scores = task.results[0]
             others = {*score_positions(scores), *self.activation_axes}
-            head_factors = [factor for factor in scores.factors if factor[0] and factor[0] not in others]
-            heads = tuple(str(name) for name, _ in head_factors)
+            head_factors = [(n, size) for n, size in scores.factors if isinstance(n, str) and n not in others]
+            heads = tuple(name for name, _ in head_factors)
             several = [factor for factor in head_factors if factor[1] > 1]
-            head_sizes = [name for name, _ in task.contracted if name]
+            head_sizes = [name for name, _ in task.contracted if isinstance(name, str)]
             if heads and head_sizes:
                 flat = [name for name, parts in self.merged_axes.items() if [*parts] == several]
                 kinds.append(AttentionAxes(heads, (*flat, heads[0])[0], head_sizes[0]))

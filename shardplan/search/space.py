@@ -36,7 +36,7 @@ from shardplan.plan.mesh_axes import MESH_AXES, POSITION_CHOICES
 from shardplan.plan.pins import Rules
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.live_buffers import LiveBuffer
-from shardplan.program.named_arrays import REPEATED_AXIS_SUFFIX, TracedArray
+from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import Step, Task, TaskKind
 
 
@@ -102,14 +102,14 @@ class Space:
         arrays = [*self.step.parameters, *(array for task in self.step.tasks for array in task.operands)]
         sizes: dict[str, int] = {}
         for name, size in (factor for array in arrays for factor in array.factors):
-            if name and not name.endswith(REPEATED_AXIS_SUFFIX):
+            if isinstance(name, str):
                 sizes.setdefault(name, size)
         return sizes
 
     @cached_property
     def tensor_axes(self) -> tuple[str, ...]:
         """Logical axes of parameters that occur in matmuls, except batch, positions and the residual axis."""
-        known = {name for array in self.step.parameters for name in array.axes}
+        known = {name for array in self.step.parameters for name in array.logical_axes}
         others = (self.batch, self.position, self.residual)
         return tuple(name for name in self.sizes if name in self.step.matmul_axes & known and name not in others)
 
@@ -357,15 +357,15 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
         sum(buffer.array.elements * buffer.array.itemsize for buffer in stored_here) / space.hardware.devices,
         counts.reshape(len(points), len(buffers)),
         frozenset(names for task in tasks for names in _meeting_axes(task)),
-        frozenset(frozenset(array.axes) for array in step.parameters if belongs(array)),
+        frozenset(frozenset(array.logical_axes) for array in step.parameters if belongs(array)),
     )
 
 
 def _meeting_axes(task: Task) -> Iterator[frozenset[str]]:
     """Sets of logical axes that may not share a mesh axis: those of one array, and all those of a matmul."""
-    yield from (frozenset(array.axes) for array in (*task.operands, *task.results))
-    yield frozenset(task.results[0].axes) | {name for name, _ in task.contracted if name}
+    yield from (frozenset(array.logical_axes) for array in (*task.operands, *task.results))
+    yield frozenset(task.results[0].logical_axes) | {name for name, _ in task.contracted if isinstance(name, str)}
 
 
 def _axis_names(arrays: Iterable[TracedArray]) -> set[str]:
-    return {name for array in arrays for name in array.axes}
+    return {name for array in arrays for name in array.logical_axes}

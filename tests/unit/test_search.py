@@ -45,8 +45,8 @@ def spaces(draw):
     batch, position = draw(st.sampled_from([2, 3, 4, 6])), draw(st.sampled_from([2, 3, 8, 64]))
     e, v, layers = 2 * draw(size), 2 * draw(size), draw(st.integers(1, 3))
     second = draw(st.sampled_from(["mlp", "experts", "attention", "none"]))
-    # the name of an axis means nothing, also where it is that of a part of the model
-    widths = {"attention": 2 * draw(size), "n": 2 * draw(size)} if second == "mlp" else {"m": 2 * draw(size)}
+    # the name of an axis means nothing, also where it looks like that of something else
+    widths = {"attention": 2 * draw(size), "position'": 2 * draw(size)} if second == "mlp" else {"m": 2 * draw(size)}
     parameters = {"embed": {"v": v, "e": e}, "head": {"v": v, "e": e}}
     if second == "attention":
         heads = {"k": draw(st.sampled_from([1, 2, 3])), "g": draw(st.sampled_from([1, 2]))}

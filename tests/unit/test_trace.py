@@ -12,6 +12,7 @@ from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import build_model
 from shardplan.plan.workload import Workload
+from shardplan.program.named_arrays import AxisCopy, TracedArray, is_scores, mark_repeated_axes, score_positions
 from shardplan.program.operations import OperationKind
 from shardplan.program.step_trace import trace_step
 from shardplan.program.trace import trace_jaxpr
@@ -93,6 +94,16 @@ def test_primitives(function, axes, expected):
 def test_results_without_names_are_reported():
     assert traced(lambda x: x.reshape(16, 3), (("batch", "embed"), None)).unnamed == {"reshape": 1}
     assert traced(lambda x: x + 1, (("batch", "embed"), None)).unnamed == {}
+
+
+def test_a_name_that_looks_like_a_copy_or_a_part_is_an_axis_of_its_own():
+    named = TracedArray(tuple(((name, 4),) for name in ("position", "position'", "position.")), 4)
+    assert not is_scores(named) and not score_positions(named)
+    assert mark_repeated_axes(named.dims) == named.dims
+    scores = TracedArray(mark_repeated_axes((*named.dims, (("position", 4),))), 4)
+    assert is_scores(scores) and score_positions(scores) == {"position", AxisCopy("position")}
+    assert scores.logical_axes == named.axes
+    assert mark_repeated_axes(scores.dims[1:]) == (*named.dims[1:], (("position", 4),))
 
 
 def test_primitives_without_a_rule_are_reported():
