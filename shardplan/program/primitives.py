@@ -59,8 +59,6 @@ class AxisNaming:
     """Logical axis -> the axes that it is split into elsewhere in the program."""
     unnamed: Counter[str] = field(default_factory=Counter)
     """Primitive -> number of its results that no rule could name."""
-    tables: dict[tuple[int, ...], tuple[Dim, ...]] = field(default_factory=dict)
-    """Shape -> dimensions of a table of lookups: the gradient of a lookup adds to unnamed zeros of that shape."""
     expert_dims: list[Dim] = field(default_factory=list)
     """Dimensions that number the matrices of grouped matmuls."""
     unpriced: Counter[str] = field(default_factory=Counter)
@@ -195,14 +193,18 @@ class AxisNaming:
         for i, dim in enumerate(_unnamed_dims(v)):
             source = columns if i in numbers.offset_dims else rows
             dims.append(source.pop(0) if source else dim)
-        self.tables[shape_of(table)] = table.dims
         return OperationKind.LOOKUP, [TracedArray(mark_repeated_axes(dims), itemsize_of(v))], {}
 
     def scatter_add(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
-        v = equation.outvars[0]
-        dims = self.tables.get(v.aval.shape, _unnamed_dims(v))
-        named = adopt_names(arrays[0], dims)
-        return OperationKind.SCATTER_ADD, [TracedArray(named.dims, itemsize_of(v))], {}
+        """A sum into rows of a table; its columns have the names of what is added, its rows those of the table."""
+        numbers, table, updates = equation.params["dimension_numbers"], arrays[0], arrays[2]
+        indexed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        columns = [i for i in range(len(table.dims)) if i not in indexed]
+        dims = list(table.dims)
+        for i, window in zip(columns, numbers.update_window_dims, strict=True):
+            if size_of(dims[i]) == size_of(updates.dims[window]):
+                dims[i] = most_named((dims[i], updates.dims[window]))
+        return OperationKind.SCATTER_ADD, [TracedArray(tuple(dims), itemsize_of(equation.outvars[0]))], {}
 
     def constrain(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
         """Take names from a sharding: the program is traced on a mesh with one axis for every logical axis."""

@@ -91,6 +91,8 @@ class _Tracer:
         self.naming = AxisNaming()
         self.views: dict[int, tuple[int, Sequence[int]]] = {}
         """Broadcast or transposed value -> its source, and for each dimension of the source its place in the view."""
+        self.tables: list[tuple[int, tuple[Dim, ...]]] = []
+        """Indices of each lookup, and the dimensions of its table."""
         self.approximations: Counter[str] = Counter()
 
     def add_value(self, array: TracedArray) -> int:
@@ -136,6 +138,10 @@ class _Tracer:
         if name in ("mul", "div") and is_one(equation.invars[-1]):
             name = "copy"
         kind, named, extra = self.naming.apply(name, equation, arrays)
+        if kind == OperationKind.LOOKUP:
+            self.tables.append((operands[1], arrays[0].dims))
+        elif kind == OperationKind.SCATTER_ADD:
+            named = [self.name_rows(named[0], operands[1])]
         results = [self.add_value(array) for array in named]
         if RULES.get(name, AxisNaming.elementwise) is AxisNaming.elementwise and len(named) == 1:
             self.name_operands(operands, named[0])
@@ -197,6 +203,18 @@ class _Tracer:
         )
         return [*after, *written]
 
+    def name_rows(self, sums: TracedArray, indices: int) -> TracedArray:
+        """Name the rows of the gradient of a lookup, which adds to zeros without names, as those of its table.
+
+        It has the indices of the lookup; where they were computed anew, it is that of the only table of its shape and
+        columns.
+        """
+        fitting = [each for each in self.tables if _may_be_equal(each[1], sums.dims)]
+        tables = {dims for lookup, dims in fitting if lookup == indices} or {dims for _, dims in fitting}
+        if len(tables) > 1:
+            self.naming.unnamed["scatter-add"] += 1
+        return adopt_names(sums, tables.pop()) if len(tables) == 1 else sums
+
     def name_operands(self, operands: Sequence[int], result: TracedArray) -> None:
         """Name the operands of the result's shape: masks and tables of angles are made without names."""
         for operand in operands:
@@ -210,6 +228,14 @@ class _Tracer:
             source, places = self.views[value]
             pairs = zip(self.arrays[source].dims, places, strict=True)
             self.name(source, [dims[place] if size_of(dims[place]) == size_of(dim) else dim for dim, place in pairs])
+
+
+def _may_be_equal(one: Sequence[Dim], other: Sequence[Dim]) -> bool:
+    """Whether dimensions are of the same sizes, and have the same axes where both have known ones."""
+    return len(one) == len(other) and all(
+        size_of(a) == size_of(b) and (a == b or any(name is None for name, _ in (*a, *b)))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _called_jaxpr(equation: Any) -> tuple[Any, int] | None:

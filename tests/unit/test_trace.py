@@ -138,6 +138,40 @@ def test_a_sum_over_devices_is_over_the_mesh_axes_that_it_names(summed, mesh_axe
     assert [axis for o in sums for axis in o.mesh_axes] == mesh_axes
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit])
+@pytest.mark.parametrize("columns", ["embed", "channel"])
+def test_gradients_of_tables_of_one_shape_have_the_axes_of_their_tables(wrap, columns):
+    """The indices of the lookups tell them apart."""
+
+    def embed(first, second, ids, types):
+        return jnp.tanh(first[ids * 2 % 12]).sum() + jnp.tanh(second[types]).sum()
+
+    gradients, unnamed = gradients_of_tables(wrap(embed), ("vocab", "embed"), ("type", columns))
+    assert gradients == [["vocab", "embed"], ["type", columns]] and not unnamed
+
+
+def test_gradients_of_tables_that_cannot_be_told_apart_are_reported():
+    """One value has the indices of both, so that only columns may say which gradient is that of which."""
+    rows = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+
+    def embed(first, second, ids, _):
+        indices = ids[:, None]
+        return sum(jnp.tanh(jax.lax.gather(table, indices, rows, (1, 8))).sum() for table in (first, second))
+
+    gradients, unnamed = gradients_of_tables(embed, ("vocab", "embed"), ("type", "embed"))
+    assert gradients == [["None", "embed"]] * 2 and unnamed == {"scatter-add": 2}
+    gradients, unnamed = gradients_of_tables(embed, ("vocab", "embed"), ("type", "channel"))
+    assert gradients == [["vocab", "embed"], ["type", "channel"]] and not unnamed
+
+
+def gradients_of_tables(embed, first, second):
+    """The axes of the gradients of two tables of (12, 8), and what could not be named."""
+    tables, ids, types = (jax.ShapeDtypeStruct(*each) for each in (((12, 8), float), ((6,), int), ((4,), int)))
+    arguments = [(first, "first"), (second, "second"), (("batch",), None), (("position",), None)]
+    trace = trace_jaxpr(jax.make_jaxpr(jax.grad(embed, (0, 1)))(tables, tables, ids, types), arguments)
+    return [names(trace, result) for result in trace.results], trace.unnamed
+
+
 def test_flattened_heads_are_recognised_and_split_again():
     """Attention's output is projected over heads = kv x group; the gradient goes back through the reshape."""
 
