@@ -37,6 +37,8 @@ Factor = tuple[AxisName | None, int]
 """A logical axis, or None where the name is not known, and its size."""
 Dim = tuple[Factor, ...]
 """One dimension of an array: the logical axes that are flattened into it, major to minor."""
+TRACED_PREFIX = "logical axis "
+"""Begins the names of mesh axes that stand for logical axes while a program is traced."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,19 @@ def size_of(dim: Dim) -> int:
     return math.prod(size for _, size in dim)
 
 
+def traced_mesh_axis(axis: str) -> str:
+    """The mesh axis that a logical axis is mapped to while a program is traced: no model's or mesh's own name."""
+    return f"{TRACED_PREFIX}{axis}"
+
+
 def dims_of_spec(spec: Any, shape: Sequence[int]) -> tuple[Dim, ...]:
-    """The dimensions of an array of `shape` with a PartitionSpec over a mesh whose axes are the logical axes."""
-    named = [*spec, *(None,) * (len(shape) - len(spec))]
-    return tuple(((entry if isinstance(entry, str) else None, size),) for entry, size in zip(named, shape, strict=True))
+    """The dimensions of an array of `shape` with a PartitionSpec over a mesh that has a `traced_mesh_axis` for each."""
+    entries = [*spec, *(None,) * (len(shape) - len(spec))]
+    names = (
+        entry.removeprefix(TRACED_PREFIX) if isinstance(entry, str) and entry.startswith(TRACED_PREFIX) else None
+        for entry in entries
+    )
+    return tuple(((name, size),) for name, size in zip(names, shape, strict=True))
 
 
 def most_named(dims: Sequence[Dim]) -> Dim:

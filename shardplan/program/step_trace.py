@@ -18,7 +18,7 @@ from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.registry import Model
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.workload import BATCH_AXIS, Workload
-from shardplan.program.named_arrays import TracedArray
+from shardplan.program.named_arrays import TracedArray, traced_mesh_axis
 from shardplan.program.optimizer import abstract_optimizer_state, make_optimizer
 from shardplan.program.tasks import Step
 from shardplan.program.trace import Trace, trace_jaxpr
@@ -39,7 +39,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     """Trace the step of `workload` as the Levanter model computes it; a training step up to the gradients.
 
     Attention is traced as plain matmuls and softmax; the plan decides which kernel runs it. Every logical axis is
-    mapped to a mesh axis of the same name, of size 1, so that sharding constraints carry the names of logical axes.
+    mapped to a mesh axis of its own, of size 1, so that sharding constraints carry the names of logical axes.
     """
     template = _with_plain_attention(model, workload.gradient_checkpointing)
     axes = token_axes(model, workload)
@@ -49,7 +49,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     module = jax.tree.map(lambda leaf: _with_float_dtype(leaf, workload.param_dtype), template)
     arrays, static = eqx.partition((module, tokens, predicted), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     names = {a.name for _, leaf in named_leaves(arrays) if isinstance(leaf, NamedArray) for a in leaf.axes}
-    mapping = {name: name for name in sorted(names)}
+    mapping = {name: traced_mesh_axis(name) for name in sorted(names)}
 
     def step(arrays: Any) -> Any:
         """Compute gradients to train, logits of the next token for a prefill, or else the losses."""
@@ -66,7 +66,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
                 return compute_next_logits(model, module, tokens)
             return compute_losses(model, module, tokens, predicted)
 
-    mesh_axes = (*mapping, *MESH_AXES)
+    mesh_axes = (*mapping.values(), *MESH_AXES)
     mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
     with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(step)(arrays)

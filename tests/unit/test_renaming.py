@@ -1,0 +1,65 @@
+"""Names of logical axes mean nothing: a model with other names has the same plan, up to the names."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import pytest
+from conftest import GOLDEN
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from shardplan.search.make_plan import make_plan, model_from_config
+
+AXES = {"Embed": "embed", "Mlp": "mlp", "Layers": "layer"}
+"""Property of a Levanter configuration -> the name of its axis. Those of attention are fixed in Levanter's code."""
+NAMES = [
+    "attention", "data", "model", "replica", "position'", "batch'", "embed.", "microbatch", "key_position",
+    "logical axis ", "mlp", "embed", "layer", "vocab",
+]  # fmt: skip
+"""Names of other things: of mesh axes, of parts of a model, of copies and parts of an axis, of each other.
+
+Not among them are names that a model's own code gives to axes of activations, such as Mixtral's "token".
+"""
+FAMILIES = ["llama", "qwen3", "mixtral", "gemma", "olmo2"]
+RENAMINGS = st.permutations(NAMES).map(lambda names: dict(zip([*AXES, "Vocab"], names, strict=False)))
+
+
+def rename(model, names):
+    """`model` with the axes of its configuration called `names`, and its vocabulary."""
+    kind = type(model.config)
+    axes = {key: property(lambda config, key=key: getattr(kind, key).fget(config).alias(names[key])) for key in AXES}
+    fields = {field.name: getattr(model.config, field.name) for field in dataclasses.fields(kind) if field.init}
+    config = type(kind.__name__, (kind,), axes)(**fields)
+    vocab = model.vocab.alias(names["Vocab"])
+    template = eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
+    return dataclasses.replace(model, config=config, template=template)
+
+
+def essence(plan, original):
+    """What a plan decides and predicts, with axes called by their original names."""
+    mappings = [
+        {original.get(axis, axis): mesh_axes for axis, mesh_axes in mapping.items()}
+        for mapping in (plan.compute_mapping, plan.param_mapping)
+    ]
+    specs = {parameter.path: parameter.spec for parameter in plan.parameters}
+    return plan.mesh, mappings, specs, plan.attention, plan.memory, plan.cost.step_seconds, plan.compiler_options
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("kind", ["eval", "train"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_is_the_same_under_other_names(make_config, family, kind, count):
+    config = make_config(
+        model_ref=GOLDEN / family, hardware_slice="v4-16", workload_batch=16, workload_position=64, workload_kind=kind
+    )
+    model = model_from_config(config)
+    expected = essence(make_plan(config, model), {})
+
+    @settings(max_examples=count, deadline=None, phases=[Phase.generate])  # a plan takes too long to look for others
+    @given(RENAMINGS)
+    def check(names):
+        original = {name: {**AXES, "Vocab": "vocab"}[key] for key, name in names.items()}
+        assert essence(make_plan(config, rename(model, names)), original) == expected
+
+    check()
