@@ -102,7 +102,7 @@ class LoadConfig:
 
 
 def check_minimum(key: str, value: float | None, minimum: float) -> None:
-    """Check that a value, where there is one, is at least `minimum` and at most `MAX_SIZE`.
+    """Check that an optional size is at least `minimum` and at most `MAX_SIZE`.
 
     Raises:
         ConfigError: it is not, or is not a number.

@@ -1,4 +1,4 @@
-"""Parses the keys of a Levanter configuration's `model:` section that a lint needs."""
+"""Parses those keys of a Levanter configuration's `model:` section that the lint needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

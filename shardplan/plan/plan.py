@@ -25,7 +25,7 @@ REQUIRED_WORKLOAD = {"kind", "batch", "position", "param_dtype", "compute_dtype"
 CHECKSUM = "checksum"
 """Key of a Plan's JSON that shows whether it is as it was written."""
 UNCHECKED = {CHECKSUM, "search", "versions"}
-"""Keys that may be edited: they are for people to read."""
+"""Keys of a Plan file that its checksum leaves out, because they are for people to read."""
 Mapping = dict[str, list[str]]
 """Logical axis -> mesh axes, major to minor. A logical axis that is absent is replicated."""
 

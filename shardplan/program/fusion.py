@@ -110,7 +110,7 @@ class Fusion:
         return self._base.get(value, value)
 
     def sources(self, value: int) -> frozenset[int]:
-        """The values in memory from which `value` is computed: itself, or what the operations fused into it read."""
+        """Return the values in memory that `value` is computed from: itself, or what was fused into it reads."""
         return self._sources.get(value, frozenset({value}))
 
     def is_executed(self, operation: Operation) -> bool:
@@ -200,7 +200,7 @@ class Fusion:
         )
 
     def _find_sum(self, value: int) -> int:
-        """Find the sum of `value` and the results of other matmuls; `value` itself where it is used in another way."""
+        """Return the sum that `value` enters together with results of other matmuls, or `value` if it enters none."""
         consumers = self._consumers[value]
         if len(consumers) != 1:
             return value

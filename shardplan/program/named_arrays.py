@@ -105,7 +105,10 @@ def traced_mesh_axis(axis: str) -> str:
 
 
 def dims_of_spec(spec: Any, shape: Sequence[int]) -> tuple[Dim, ...]:
-    """The dimensions of an array of `shape` with a PartitionSpec over a mesh that has a `traced_mesh_axis` for each."""
+    """Read the logical axes of an array's dimensions from its PartitionSpec in a traced program.
+
+    Logical axes are the mesh axes that `traced_mesh_axis` returns; a dimension with any other has no name.
+    """
     entries = [*spec, *(None,) * (len(shape) - len(spec))]
     names = (
         entry.removeprefix(TRACED_PREFIX) if isinstance(entry, str) and entry.startswith(TRACED_PREFIX) else None

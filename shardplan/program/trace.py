@@ -173,9 +173,11 @@ class _Tracer:
         axis = next((self.arrays[s].dims[0] for s in stacks if self.arrays[s].dims[0][0][0]), ((None, p["length"]),))
         starts = [self.arrays[value] for value in carry]
         counted = Counter(self.naming.unnamed), Counter(self.naming.unpriced), Counter(self.approximations)
+        n_tables = len(self.tables)
         while True:
             # what a trace of the body reports counts once, however often the body is traced
             self.naming.unnamed, self.naming.unpriced, self.approximations = map(Counter, counted)
+            del self.tables[n_tables:]
             inside: list[Operation] = []
             begin = [self.add_value(array) for array in starts]
             slices = [self.add_value(replace(self.arrays[s], dims=self.arrays[s].dims[1:])) for s in stacks]

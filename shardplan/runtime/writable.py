@@ -1,7 +1,9 @@
 """Output files and folders: the check before long work that they can be written, and the writing."""
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardplan.errors import ConfigError
@@ -16,15 +18,13 @@ def check_writable(key: str, path: str) -> None:
     Raises:
         ConfigError: the path cannot be written.
     """
-    try:
+    with _errors_named(key, path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         is_new = not os.path.lexists(path)  # a link is kept, also one to a file that does not exist yet
         with open(path, "a", encoding="utf-8"):
             pass
         if is_new:
             Path(path).unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{key} {path!r} cannot be written: {error.strerror}") from error
 
 
 def check_folder_writable(key: str, folder: str) -> None:
@@ -36,12 +36,10 @@ def check_folder_writable(key: str, folder: str) -> None:
     Raises:
         ConfigError: the folder cannot be written.
     """
-    try:
+    with _errors_named(key, folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise ConfigError(f"{key} {folder!r} cannot be written: {error.strerror}") from error
 
 
 def write_text(key: str, path: str, text: str) -> None:
@@ -53,7 +51,14 @@ def write_text(key: str, path: str, text: str) -> None:
     Raises:
         ConfigError: the file cannot be written, as on a full disk.
     """
-    try:
+    with _errors_named(key, path):
         Path(path).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _errors_named(key: str, path: str) -> Iterator[None]:
+    """Turn an error of the operating system into one that names the configuration key and its path."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"{key} {path!r} cannot be written: {error.strerror}") from error

@@ -19,7 +19,7 @@ class ModelFacts:
     """Fraction of its query x key blocks that the attention kernel computes on the slowest device."""
 
     def save(self, path: Path) -> None:
-        """Write JSON to `path`."""
+        """Write the facts as JSON to the file `path`."""
         path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
     @classmethod
