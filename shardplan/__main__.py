@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from shardplan.errors import closest, nearest
-from shardplan.runtime.deferred_packages import defer_package
+from shardplan.runtime.deferred_packages import defer_unused_packages
 from shardplan.runtime.exit_codes import run
 
 COMMANDS = {
@@ -17,8 +17,6 @@ COMMANDS = {
     "checkpoint convert": "convert",
 }
 """Command -> its module in `shardplan.commands`, imported by name: a command pays for its own imports only."""
-UNUSED_PACKAGES = ("levanter", "datasets")
-"""Packages whose `__init__` imports trainers, trackers and readers of data sets, of which no command uses any."""
 
 
 def main(command: str | None = None, argv: Sequence[str] | None = None) -> int:
@@ -51,8 +49,7 @@ def main(command: str | None = None, argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"shardplan: unknown command {command!r}; {nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
-    for package in UNUSED_PACKAGES:
-        defer_package(package)
+    defer_unused_packages()
     module = f"shardplan.commands.{COMMANDS[command]}"
     return run(command, lambda argv: import_module(module).main(argv), given)
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from shardplan.errors import CheckpointError, ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
-from shardplan.model.registry import SUPPORTED_MODELS, build_model
+from shardplan.model.registry import SUPPORTED_MODELS, abstract_module, build_model
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh
@@ -130,7 +129,7 @@ def _make_template(hf_config: dict[str, Any], config: Any) -> Any:
     if config is None:
         return build_model(hf_config, position=1).template
     vocab = hax.Axis("vocab", AutoConfig.for_model(**hf_config).vocab_size)
-    return eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
+    return abstract_module(config, vocab)
 
 
 def _check_plan(plan: Plan, template: Any) -> None:

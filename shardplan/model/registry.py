@@ -59,6 +59,12 @@ class Model:
         return self.template.Vocab
 
 
+def abstract_module(config: Any, vocab: hax.Axis) -> Any:
+    """Make the module of a Levanter configuration with a `jax.ShapeDtypeStruct` for every array, computing nothing."""
+    key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    return eqx.filter_eval_shape(config.model_type.init, vocab, config, key=key)
+
+
 def build_model(hf_config: dict[str, Any], position: int) -> Model:
     """Build the Levanter model of the config.json `hf_config`, for sequences of `position` tokens.
 
@@ -81,7 +87,7 @@ def build_model(hf_config: dict[str, Any], position: int) -> Model:
         window = sliding_window(hf, position)
         positions = int(config.Pos.size)
         vocab = hax.Axis("vocab", hf.vocab_size)
-        template = eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
+        template = abstract_module(config, vocab)
     except ConfigError:
         raise
     except Exception as error:  # Levanter and transformers raise anything for an odd configuration

@@ -1,6 +1,7 @@
 """The traced step of a workload, with the parameters and optimizer state that are stored beside it."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
@@ -15,7 +16,7 @@ from levanter.layers.attention import AttentionBackend
 
 from shardplan.model.forward import cast_for_compute, compute_losses, compute_next_logits, loss_and_gradients
 from shardplan.model.inspect import axes_of, named_leaves
-from shardplan.model.registry import Model
+from shardplan.model.registry import Model, abstract_module
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.workload import BATCH_AXIS, Workload
 from shardplan.program.named_arrays import TracedArray, traced_mesh_axis
@@ -68,7 +69,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
 
     mesh_axes = (*mapping.values(), *MESH_AXES)
     mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh), _without_optimization():
         jaxpr = jax.make_jaxpr(step)(arrays)
     arguments = []
     for i, part in enumerate(arrays):
@@ -113,7 +114,18 @@ def _with_plain_attention(model: Model, checkpointing: str) -> Any:
     }
     names = {each.name for each in fields(model.config)}
     config = replace(model.config, **{name: value for name, value in plain.items() if name in names})
-    return eqx.filter_eval_shape(config.model_type.init, model.vocab, config, key=jax.random.PRNGKey(0))
+    return abstract_module(config, model.vocab)
+
+
+@contextmanager
+def _without_optimization() -> Iterator[None]:
+    """Compile what a trace computes, such as rotary frequencies, without optimization: everything is needed once."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def _with_float_dtype(leaf: Any, dtype: str) -> Any:

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import equinox as eqx
-import jax
 from levanter.layers.attention import AttentionBackend
 
 from shardplan.attention.levanter import with_sequence_parallel
@@ -13,7 +11,7 @@ from shardplan.cost.calibration import compiler_quirks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
-from shardplan.model.registry import Model
+from shardplan.model.registry import Model, abstract_module
 from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
@@ -40,7 +38,7 @@ def specialize(model: Model, plan: Plan) -> Model:
         flash_attention_block_size=KERNEL_BLOCK if uses_splash else None,
         gradient_checkpointing=True if checkpointing == "default" else checkpointing,
     )
-    template = eqx.filter_eval_shape(config.model_type.init, model.vocab, config, key=jax.random.PRNGKey(0))
+    template = abstract_module(config, model.vocab)
     if plan.attention.strategy != Strategy.NONE:
         template = with_sequence_parallel(template, plan)
     return dataclasses.replace(model, config=config, template=template)

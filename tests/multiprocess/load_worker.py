@@ -5,11 +5,17 @@ shard with what the official library reads, and prints the bytes that it read fr
 if the checkpoint is in a store. With OUTPUT, the model is written there in both formats.
 """
 
+# ruff: noqa: E402 - the first import makes those after it faster
+
 import json
 import os
 import signal
 import sys
 from pathlib import Path
+
+from shardplan.runtime.deferred_packages import defer_unused_packages
+
+defer_unused_packages()
 
 import jax
 import jax.numpy as jnp

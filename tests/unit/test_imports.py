@@ -105,6 +105,24 @@ def test_deferred_packages(tmp_path, monkeypatch):
     assert import_module("deferred") is package
 
 
+def test_a_deferred_package_may_put_another_module_in_its_place(tmp_path, monkeypatch):
+    """As packages of transformers do; a name that was bound to the deferred one has the names of the other."""
+    (tmp_path / "outer" / "lazy").mkdir(parents=True)
+    (tmp_path / "outer" / "__init__.py").write_text("NAME = 1")
+    code = "import sys, types\nother = types.ModuleType(__name__)\nother.NAME = 2\nsys.modules[__name__] = other"
+    (tmp_path / "outer" / "lazy" / "__init__.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("outer", "outer.lazy"):
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    defer_package("outer.lazy")
+    assert "outer" not in sys.modules
+    package = import_module("outer.lazy")
+    assert package.NAME == 2 and import_module("outer.lazy").NAME == 2
+    with pytest.raises(AttributeError, match=r"module 'outer\.lazy' has no attribute 'nothing'"):
+        _ = package.nothing
+
+
 def test_reports_of_plans_need_no_jax():
     modules = modules_after("import shardplan.report.diff, shardplan.report.tables")
     assert not {"jax", "haliax", "levanter", "transformers"} & modules

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import add
@@ -144,26 +144,30 @@ def _boxes_from_origin(
 
 def _merge_ranges(pieces: Iterable[Piece], sources: Mapping[str, TensorSource]) -> list[ByteRange]:
     """Return the ranges of all pieces, with ranges that touch merged."""
-    merged: list[ByteRange] = []
-    for file, low, high in sorted(byte_range for piece in pieces for byte_range in _piece_ranges(piece, sources)):
-        if merged and merged[-1][0] == file and low <= merged[-1][2]:
-            merged[-1] = (file, merged[-1][1], max(high, merged[-1][2]))
+    ranges: list[ByteRange] = []
+    for piece in pieces:
+        ranges += _piece_ranges(piece, sources[piece.tensor])
+    ranges.sort()
+    merged = ranges[:1]
+    for file, low, high in ranges[1:]:
+        last_file, last_low, last_high = merged[-1]
+        if file == last_file and low <= last_high:
+            merged[-1] = (file, last_low, max(high, last_high))
         else:
             merged.append((file, low, high))
     return merged
 
 
-def _piece_ranges(piece: Piece, sources: Mapping[str, TensorSource]) -> Iterator[ByteRange]:
-    """Yield the range of every run of a piece."""
-    source = sources[piece.tensor]
+def _piece_ranges(piece: Piece, source: TensorSource) -> list[ByteRange]:
+    """Return the range of every run of a piece."""
     runs = find_runs(piece, source.itemsize)
-    for index in itertools.product(*(range(count) for _, count in runs.dimensions)):
-        low = piece.offset + sum(i * stride for i, (stride, _) in zip(index, runs.dimensions, strict=True))
-        yield (
-            source.file,
-            source.offset + low * source.itemsize,
-            source.offset + (low + runs.elements) * source.itemsize,
-        )
+    first = source.offset + piece.offset * source.itemsize
+    size = runs.elements * source.itemsize
+    if not runs.dimensions:  # most pieces; fast, since there are a hundred thousand
+        return [(source.file, first, first + size)]
+    steps = [range(0, stride * count, stride) for stride, count in runs.dimensions]
+    lows = [first + sum(index) * source.itemsize for index in itertools.product(*steps)]
+    return [(source.file, low, low + size) for low in lows]
 
 
 def _add(index: Shape, offset: Shape) -> Shape:

@@ -51,7 +51,7 @@ def compile_case(case: Case, variables: dict[str, str], compiler: CompilerConfig
         flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re={PROGRAMS}"
         with open(Path(folder) / "log", "w+b") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "shardplan.verify.compiler.worker", str(request), str(answer), str(dump)],
+                [sys.executable, "-m", "shardplan.verify.compiler", str(request), str(answer), str(dump)],
                 env={**inherited, **variables, "XLA_FLAGS": flags},
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""Compiles one program in a process of its own: `python -m shardplan.verify.compiler.worker REQUEST COMPILED DUMP`.
+"""Compiles one program of a plan, in a process of its own (see `__main__.py`).
 
 The parent sets the environment (see `libtpu.py`) and `XLA_FLAGS`, so that the compiler writes its reports to DUMP, also
 when memory is exhausted.
@@ -7,7 +7,6 @@ when memory is exhausted.
 import dataclasses
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -113,7 +112,3 @@ def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
