@@ -9,15 +9,15 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from operator import add, mul, sub
+from operator import add
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):  # quicker to make than a frozen dataclass; schedules make a hundred thousand
     """A box of a view: the elements `[start, start + shape)`, read from one tensor with constant strides."""
 
     start: Shape
@@ -34,14 +34,21 @@ class Piece:
 
     def intersect(self, start: Shape, stop: Shape) -> "Piece | None":
         """Return the part of this piece inside the box `[start, stop)`, or None if it is empty."""
-        low = tuple(map(max, self.start, start))
-        shape = tuple(map(sub, map(min, self.stop, stop), low))
-        if min(shape, default=1) <= 0:
-            return None
-        skipped = sum(map(mul, map(sub, low, self.start), self.strides))
-        return Piece(low, shape, self.tensor, self.offset + skipped, self.strides, self.scale)
+        offset = self.offset
+        lows, extents = [], []
+        for first, extent, stride, low, high in zip(self.start, self.shape, self.strides, start, stop, strict=True):
+            if low > first:
+                offset += (low - first) * stride
+            else:
+                low = first
+            extent = min(first + extent, high) - low
+            if extent <= 0:
+                return None
+            lows.append(low)
+            extents.append(extent)
+        return Piece(tuple(lows), tuple(extents), self.tensor, offset, self.strides, self.scale)
 
-    @cached_property
+    @property
     def stop(self) -> Shape:
         """One past the last index of the box, per dimension."""
         return tuple(map(add, self.start, self.shape))
@@ -94,7 +101,7 @@ class View:
 
     def scale(self, factor: float) -> "View":
         """Multiply every element by `factor`."""
-        return View(self.shape, tuple(replace(piece, scale=piece.scale * factor) for piece in self.pieces))
+        return View(self.shape, tuple(piece._replace(scale=piece.scale * factor) for piece in self.pieces))
 
     def transpose(self, permutation: Sequence[int]) -> "View":
         """Reorder the dimensions as `numpy.transpose` does."""
@@ -103,7 +110,7 @@ class View:
             return tuple(values[i] for i in permutation)
 
         pieces = (
-            replace(p, start=permute(p.start), shape=permute(p.shape), strides=permute(p.strides)) for p in self.pieces
+            p._replace(start=permute(p.start), shape=permute(p.shape), strides=permute(p.strides)) for p in self.pieces
         )
         return View(permute(self.shape), tuple(pieces))
 
@@ -118,14 +125,14 @@ class View:
             for i, d in enumerate(dimensions):
                 if self.shape[i] == shape[d]:
                     start[d], extent[d], strides[d] = piece.start[i], piece.shape[i], piece.strides[i]
-            return replace(piece, start=tuple(start), shape=tuple(extent), strides=tuple(strides))
+            return piece._replace(start=tuple(start), shape=tuple(extent), strides=tuple(strides))
 
         return View(shape, tuple(map(broadcast_piece, self.pieces)))
 
     def slice(self, start: Shape, stop: Shape) -> "View":
         """Return the box `[start, stop)` as a view of its own."""
         pieces = (
-            replace(piece, start=tuple(a - s for a, s in zip(piece.start, start, strict=True)))
+            piece._replace(start=tuple(a - s for a, s in zip(piece.start, start, strict=True)))
             for piece in self.pieces_in(start, stop)
         )
         return View(tuple(b - a for a, b in zip(start, stop, strict=True)), tuple(pieces))
@@ -151,7 +158,7 @@ def concatenate(views: Sequence[View], dimension: int) -> View:
     pieces: list[Piece] = []
     position = 0
     for view in views:
-        pieces += (replace(p, start=_set_item(p.start, dimension, p.start[dimension] + position)) for p in view.pieces)
+        pieces += (p._replace(start=_set_item(p.start, dimension, p.start[dimension] + position)) for p in view.pieces)
         position += view.shape[dimension]
     return View(_set_item(views[0].shape, dimension, position), tuple(pieces))
 
@@ -210,7 +217,7 @@ def _reshape_piece(piece: Piece, old: Shape, new: Shape, groups: list[Group]) ->
         shape = tuple(itertools.chain.from_iterable(box[1] for box in combination))
         strides = tuple(itertools.chain.from_iterable(box[2] for box in combination))
         skipped = sum(box[3] for box in combination)
-        result.append(replace(piece, start=start, shape=shape, strides=strides, offset=piece.offset + skipped))
+        result.append(piece._replace(start=start, shape=shape, strides=strides, offset=piece.offset + skipped))
     return result
 
 

@@ -56,7 +56,7 @@ class Read:
         start = tuple(map(min, zip(*(piece.start for piece in pieces), strict=True)))
         stop = tuple(map(max, zip(*(piece.stop for piece in pieces), strict=True)))
         shape = tuple(b - a for a, b in zip(start, stop, strict=True))
-        return replace(pieces[0], start=start, shape=shape, offset=self.span[0])
+        return pieces[0]._replace(start=start, shape=shape, offset=self.span[0])
 
 
 def plan_reads(
