@@ -1,6 +1,7 @@
 """Reads the parameters and logical axes of a Levanter model from its module tree."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import haliax as hax
@@ -10,6 +11,7 @@ from shardplan.model.axes import ModelAxes, Parameter
 from shardplan.model.registry import Model
 
 
+@lru_cache(maxsize=8)  # by identity; lint asks for every edit that it tries
 def inspect_model(model: Model) -> ModelAxes:
     """Read the parameters and logical axes of `model` from its abstract module tree."""
     template = model.template
