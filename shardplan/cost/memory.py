@@ -57,7 +57,7 @@ class Memory:
 
 def estimate_memory(step: Step, assignment: ShardingAssignment) -> Memory:
     """The bytes per device at the largest point of the program, by part."""
-    stored = _bytes_by_part(stored_buffers(step), step, assignment)
+    stored = _bytes_by_part(((buffer, 1) for buffer in stored_buffers(step)), step, assignment)
     points = [_bytes_by_part(point, step, assignment) for point in step.points]
     return Memory(**stored, **max(points, key=lambda parts: sum(parts.values())))
 
@@ -118,11 +118,11 @@ def _live_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
 
 
 def _bytes_by_part(
-    buffers: Iterable[LiveBuffer], step: Step, assignment: ShardingAssignment
+    buffers: Iterable[tuple[LiveBuffer, int]], step: Step, assignment: ShardingAssignment
 ) -> dict[MemoryPart, float]:
     parts: defaultdict[MemoryPart, float] = defaultdict(float)
-    for buffer in buffers:
-        parts[_part_of(buffer, step, assignment)] += buffer_bytes(buffer, assignment)
+    for buffer, count in buffers:
+        parts[_part_of(buffer, step, assignment)] += count * buffer_bytes(buffer, assignment)
     return dict(parts)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from shardplan.program.named_arrays import TracedArray
 
@@ -54,6 +55,16 @@ class LiveBuffer:
     is_between_grouped_matmuls: bool = False
     """Whether only grouped matmuls produce and consume the array: it keeps the sharding in which they produce it."""
 
+    def __hash__(self) -> int:
+        return self._hash
 
-ProgramPoint = tuple[LiveBuffer, ...]
-"""The buffers that are live at one point of the program, apart from parameters and optimizer state."""
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.role, self.array, self.related_arrays, self.is_between_grouped_matmuls))
+
+
+ProgramPoint = tuple[tuple[LiveBuffer, int], ...]
+"""The buffers that are live at one point of the program, each with its number.
+
+Parameters and optimizer state are not among them. Parameters of one shape and type are one buffer.
+"""

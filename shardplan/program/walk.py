@@ -1,10 +1,14 @@
 """The walk through a traced program that lists its tasks and the live buffers at every point."""
 
-from collections.abc import Mapping, Sequence, Set
+import itertools
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardplan.program.fusion import Fusion
-from shardplan.program.live_buffers import BufferRole, LiveBuffer, ProgramPoint
+from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.operations import Operation, OperationKind
 from shardplan.program.tasks import Step, Task, TaskKind, sums_over_queries
@@ -28,10 +32,10 @@ def build_step(trace: Trace) -> Step:
     tasks: list[Task] = []
     # the consumers of the results, such as the optimizer's update, are fused with what computes them
     fusion = Fusion(trace.operations, trace.arrays, set(trace.results), writes_outputs=False)
-    points = _Sequence(fusion, tasks, 1, frozenset(trace.arguments)).run(set(), ())
+    points = _Sequence(fusion, tasks, 1, frozenset(trace.arguments), {}).run(set(), Counter())
     return Step(
         tuple(tasks),
-        tuple(dict.fromkeys(points)),
+        tuple(tuple(point.items()) for point in {frozenset(point.items()): point for point in points}.values()),
         trace.merged_axes,
         dict(trace.unnamed),
         trace.resized_axes,
@@ -52,42 +56,70 @@ class _HeldForGradients(NamedTuple):
 class _Sequence:
     """Operations that run one after the other: the program, or the body of a loop."""
 
-    def __init__(self, fusion: Fusion, tasks: list[Task], executions: int, stored: Set[int]) -> None:
+    def __init__(
+        self,
+        fusion: Fusion,
+        tasks: list[Task],
+        executions: int,
+        stored: Set[int],
+        first_weights: dict[TracedArray, TracedArray],
+    ) -> None:
         self.fusion, self.arrays, self.tasks, self.executions = fusion, fusion.arrays, tasks, executions
         self.stored = stored
         """Values that are parameters in their stored sharding."""
+        self.first_weights = first_weights
+        """Parameter without its path -> the first one of this shape and type, which stands for all of them in points:
+        the layers of an unrolled model have the same ones."""
+        loops = [operation.kind == OperationKind.LOOP for operation in fusion.operations]
+        self.loops_before = [0, *itertools.accumulate(loops)]
+        """Operation -> number of loops before it."""
+        self._live_buffers: dict[int, LiveBuffer] = {}
         self.used_weights: set[str] = set()
         """Parameters that a matmul has used so far."""
 
-    def run(self, carried: Set[int], outside: ProgramPoint) -> list[ProgramPoint]:
-        """Add the tasks of the sequence; returns its program points.
+    def run(self, carried: Set[int], outside: Counter[LiveBuffer]) -> list[Counter[LiveBuffer]]:
+        """Add the tasks of the sequence; returns the live buffers at each of its program points.
 
         Args:
             carried: values that are in memory from the start until their last use.
             outside: buffers of enclosing sequences, in memory throughout.
         """
         fusion = self.fusion
-        last_uses, weight_uses = self._last_uses(), self._weight_uses()
+        last_uses, gathered, copied = self._last_uses(), self._gathered(), self._copied_by_next_loop()
         held = self._held_for_gradients()
-        live = set(carried)
+        ends: defaultdict[int, list[int]] = defaultdict(list)
+        for value, i in last_uses.items():
+            ends[i].append(value)
+        live, unused = set[int](), set(carried)
+        buffers: Counter[LiveBuffer] = Counter()
         used_up: set[int] = set()
-        points: list[ProgramPoint] = []
+        points: list[Counter[LiveBuffer]] = []
         for i, operation in enumerate(fusion.operations):
             if not fusion.is_executed(operation):
                 continue
             is_loop = operation.kind == OperationKind.LOOP
             stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
-            live |= stacks | {result for result in operation.results if result in fusion.written}
-            late = [each for role, values in held.values.items() for each in self._buffers(role, used_up & values)]
-            here = (*outside, *late, *self._gathered(i, weight_uses))
+            new = (unused | stacks | {result for result in operation.results if result in fusion.written}) - live
+            live |= new
+            buffers.update(map(self._live_buffer, new))
+            here = outside + gathered[i]
+            late = ((role, value) for role, values in held.values.items() for value in used_up & values)
+            here.update(itertools.starmap(self._buffer_of, late))
             if is_loop:
                 points += self._add_loop(operation, live, here)
             else:
-                points.append((*here, *self._live(live), *self._transient(operation), *self._copied_after(i)))
+                here.update(itertools.chain(self._transient(operation), copied[i]))
+                points.append(here + buffers)
                 self.tasks += map(self._make_task, (*fusion.fused_matmuls(operation), operation))
-            needed = {value for value in live if last_uses.get(value, -1) > i or value in fusion.held_for_outputs}
-            used_up = used_up | live - needed if i < held.end else set()
-            live = needed
+            gone = {
+                value for value in (*ends[i], *new)
+                if value in live and last_uses.get(value, -1) <= i and value not in fusion.held_for_outputs
+            }  # fmt: skip
+            live -= gone
+            buffers.subtract(map(self._live_buffer, gone))
+            buffers = +buffers
+            used_up = used_up | gone if i < held.end else set()
+            unused = set()
         return points
 
     def _last_uses(self) -> dict[int, int]:
@@ -143,21 +175,29 @@ class _Sequence:
                         uses[array] = (uses.get(array, (i, i))[0], i)
         return uses
 
-    def _gathered(self, i: int, weight_uses: dict[TracedArray, tuple[int, int]]) -> ProgramPoint:
-        """Gathered and prefetched weights while operation `i` runs."""
-        used = [weight for weight, (first, last) in weight_uses.items() if first <= i <= last]
-        prefetched = [weight for weight, (first, _) in weight_uses.items() if self._may_prefetch(i, first)]
-        return (
-            *(LiveBuffer(BufferRole.GATHERED_WEIGHT, weight) for weight in used),
-            *(LiveBuffer(BufferRole.PREFETCHED_WEIGHT, weight) for weight in prefetched),
-        )
+    def _gathered(self) -> list[Counter[LiveBuffer]]:
+        """Return the gathered and prefetched weights while each operation runs.
 
-    def _may_prefetch(self, i: int, first: int) -> bool:
-        """Whether a transfer for operation `first` may run during operation `i`: at most one loop lies between."""
-        between = [each for each in self.fusion.operations[i:first] if each.kind == OperationKind.LOOP]
-        return i < first and len(between) <= 1
+        A transfer for an operation may run during an earlier one with at most one loop in between.
+        """
+        changes: defaultdict[int, Counter[LiveBuffer]] = defaultdict(Counter)
+        for weight, (first, last) in self._weight_uses().items():
+            earliest = bisect_left(self.loops_before, self.loops_before[first] - 1)
+            for role, begin, end in (
+                (BufferRole.PREFETCHED_WEIGHT, earliest, first),
+                (BufferRole.GATHERED_WEIGHT, first, last + 1),
+            ):
+                buffer = self._make_buffer(role, weight)
+                changes[begin][buffer] += 1
+                changes[end][buffer] -= 1
+        current: Counter[LiveBuffer] = Counter()
+        gathered = []
+        for i in range(len(self.fusion.operations)):
+            current.update(changes[i])
+            gathered.append(+current)
+        return gathered
 
-    def _add_loop(self, loop: Operation, live: Set[int], outside: ProgramPoint) -> list[ProgramPoint]:
+    def _add_loop(self, loop: Operation, live: Set[int], outside: Counter[LiveBuffer]) -> list[Counter[LiveBuffer]]:
         """Add the tasks of a loop; returns the points of its body."""
         written = {value for stack, value in loop.slices if stack in loop.results}
         ends = written | {end for _, _, end, _ in loop.carried}
@@ -165,15 +205,20 @@ class _Sequence:
         # the carry has one buffer: before the loop, in it and after it
         elsewhere = {self.fusion.base_of(value) for before, _, _, after in loop.carried for value in (before, after)}
         fusion = Fusion(loop.body, self.arrays, ends, writes_outputs=True)
-        body = _Sequence(fusion, self.tasks, self.executions * loop.trips, frozenset())
-        return body.run(starts, (*outside, *self._live(live - elsewhere), *self._copied(loop)))
+        body = _Sequence(fusion, self.tasks, self.executions * loop.trips, frozenset(), self.first_weights)
+        throughout = Counter([*map(self._live_buffer, sorted(live - elsewhere)), *self._copied(loop)])
+        return body.run(starts, outside + throughout)
 
-    def _copied_after(self, i: int) -> ProgramPoint:
-        """Copies of stacked parameters that the next loop after operation `i` reads."""
-        loops = (each for each in self.fusion.operations[i:] if each.kind == OperationKind.LOOP)
-        return next(map(self._copied, loops), ())
+    def _copied_by_next_loop(self) -> list[list[LiveBuffer]]:
+        """Return for each operation the copies of stacked parameters that the next loop after it reads."""
+        copied: list[list[LiveBuffer]] = []
+        following: list[LiveBuffer] = []
+        for operation in reversed(self.fusion.operations):
+            following = self._copied(operation) if operation.kind == OperationKind.LOOP else following
+            copied.append(following)
+        return copied[::-1]
 
-    def _copied(self, loop: Operation) -> ProgramPoint:
+    def _copied(self, loop: Operation) -> list[LiveBuffer]:
         """Stacks of stored parameters that the loop takes slices of, and contracts along one dimension."""
         contracted = {
             self.arrays[operand].weight
@@ -182,42 +227,50 @@ class _Sequence:
         }  # fmt: skip
         stacks = [self.arrays[stack] for stack, _ in loop.slices if self.fusion.base_of(stack) in self.stored]
         copied = contracted - {None}
-        return tuple(LiveBuffer(BufferRole.COPIED_STACK, array) for array in stacks if array.weight in copied)
+        return [self._make_buffer(BufferRole.COPIED_STACK, array) for array in stacks if array.weight in copied]
 
-    def _live(self, values: Set[int]) -> ProgramPoint:
-        summands = {value for value in values if self.fusion.is_grouped_summand(value)}
-        others = self._buffers(BufferRole.LIVE, values - summands)
-        return (*others, *self._buffers(BufferRole.FLOAT32_SUMMAND, summands))
+    def _live_buffer(self, value: int) -> LiveBuffer:
+        """The buffer of a value between its operation and its last use."""
+        if value not in self._live_buffers:
+            role = BufferRole.FLOAT32_SUMMAND if self.fusion.is_grouped_summand(value) else BufferRole.LIVE
+            self._live_buffers[value] = self._buffer_of(role, value)
+        return self._live_buffers[value]
 
-    def _buffers(self, role: BufferRole, values: Set[int]) -> ProgramPoint:
-        return tuple(
-            LiveBuffer(
-                role, self.arrays[value], is_between_grouped_matmuls=self.fusion.is_between_grouped_matmuls(value)
-            )
-            for value in sorted(values)
+    def _buffer_of(self, role: BufferRole, value: int) -> LiveBuffer:
+        return self._make_buffer(role, self.arrays[value], is_grouped=self.fusion.is_between_grouped_matmuls(value))
+
+    def _make_buffer(
+        self, role: BufferRole, array: TracedArray, related: tuple[TracedArray, ...] = (), *, is_grouped: bool = False
+    ) -> LiveBuffer:
+        """Make a buffer, in which the first parameter of a shape and type stands for all of them."""
+        array, *related_arrays = (
+            each if each.weight is None else self.first_weights.setdefault(replace(each, weight=None), each)
+            for each in (array, *related)
         )
+        return LiveBuffer(role, array, tuple(related_arrays), is_grouped)
 
-    def _transient(self, operation: Operation) -> ProgramPoint:
-        """The buffers that are live only while `operation` runs."""
-        fusion = self.fusion
+    def _transient(self, operation: Operation) -> Iterator[LiveBuffer]:
+        """Yield the buffers that are live only while `operation` runs."""
+        fusion, make = self.fusion, self._make_buffer
         operands, results = self._arrays(operation.operands), self._arrays(operation.results)
         if operation.kind == OperationKind.LOOKUP:
-            return (LiveBuffer(BufferRole.LOOKUP_RESULT, results[0], (operands[0],)),)
+            yield make(BufferRole.LOOKUP_RESULT, results[0], operands[:1])
         if operation.kind != OperationKind.CONTRACTION:
-            return ()
+            return
         if operation.groups > 1:
-            values = {value for value in operation.results if not fusion.is_grouped_summand(value)}
-            return self._buffers(BufferRole.FLOAT32_RESULT, values)
-        unscattered = tuple(LiveBuffer(BufferRole.UNSCATTERED_RESULT, array) for array in results)
+            values = (value for value in operation.results if not fusion.is_grouped_summand(value))
+            yield from (self._buffer_of(BufferRole.FLOAT32_RESULT, value) for value in values)
+            return
+        yield from (make(BufferRole.UNSCATTERED_RESULT, array) for array in results)
         scores = next((array for array in (*operands, *results) if is_scores(array)), None)
         if scores is None:
-            return unscattered
+            return
+        yield make(BufferRole.SCORES, scores)
         if sums_over_queries(operation.contracted, results[0]):
-            of_keys = LiveBuffer(BufferRole.KEYS_OR_VALUES_GRADIENT, results[0])
+            yield make(BufferRole.KEYS_OR_VALUES_GRADIENT, results[0])
         else:
             keys = [array for array in operands if not is_scores(array)][-1]
-            of_keys = LiveBuffer(BufferRole.KEYS_OR_VALUES, keys, () if is_scores(results[0]) else results)
-        return (*unscattered, LiveBuffer(BufferRole.SCORES, scores), of_keys)
+            yield make(BufferRole.KEYS_OR_VALUES, keys, () if is_scores(results[0]) else results)
 
     def _make_task(self, operation: Operation) -> Task:
         """Return the task of an operation with all that is fused into it, and note the weights that it uses.

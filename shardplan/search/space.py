@@ -323,7 +323,7 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
     tasks = [task for task in step.tasks if belongs(*task.operands, *task.results)]
     stored_here = [buffer for buffer in stored_buffers(step) if belongs(buffer.array)]
     points = [
-        Counter([*stored_here, *(buffer for buffer in point if belongs(buffer.array, *buffer.related_arrays))])
+        Counter(stored_here) + Counter({b: n for b, n in point if belongs(b.array, *b.related_arrays)})
         for point in step.points
     ]
     buffers = list(dict.fromkeys(buffer for point in points for buffer in point))

@@ -77,7 +77,10 @@ def test_live_rows_of_experts(kind, without_freeing, with_freeing):
     rows = (((None, 2 * 64 * 4096),), (("embed", 4096),))
 
     def max_live(*roles):
-        return max(sum(buffer.array.dims == rows for buffer in point if buffer.role in roles) for point in step.points)
+        return max(
+            sum(count for buffer, count in point if buffer.array.dims == rows and buffer.role in roles)
+            for point in step.points
+        )
 
     freed = (BufferRole.LIVE, BufferRole.FLOAT32_SUMMAND)
     assert (max_live(*freed, BufferRole.UNFREED_ROWS), max_live(*freed)) == (without_freeing, with_freeing)

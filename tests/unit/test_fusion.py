@@ -1,5 +1,7 @@
 """Fusion of traced programs: what is written to memory, with work in proportion to the number of operations."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -17,6 +19,8 @@ class CountedOperations(tuple):
     visits = 0
 
     def __getitem__(self, index):
+        if isinstance(index, slice):
+            return CountedOperations(super().__getitem__(index))
         type(self).visits += 1
         return super().__getitem__(index)
 
@@ -43,15 +47,34 @@ def chain(n):
     return function
 
 
-def visits(trace) -> int:
+def count_visits(trace) -> int:
     CountedOperations.visits = 0
     Fusion(CountedOperations(trace.operations), trace.arrays, set(trace.results), writes_outputs=True)
     return CountedOperations.visits
 
 
 def test_work_is_proportional_to_the_number_of_operations():
-    few, many = visits(traced(chain(16))), visits(traced(chain(160)))
+    few, many = count_visits(traced(chain(16))), count_visits(traced(chain(160)))
     assert few >= 32 and 9 * few <= many <= 11 * few
+
+
+def test_the_walk_through_unrolled_layers_is_linear_too():
+    """Layers of equal parameters have the same buffers; a point lists each of them once, with its number."""
+
+    def walk(n):
+        """Operations that the walk looks at, and buffers that its points list."""
+        weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2 * n
+        x = jax.ShapeDtypeStruct((LENGTH, WIDTH), jnp.float32)
+        step = jax.grad(lambda x, weights: unrolled(n)(x, weights).sum(), argnums=(0, 1))
+        named = [(("position", "embed"), None), *((("embed", "mlp"), f"{i}.weight") for i in range(2 * n))]
+        trace = trace_jaxpr(jax.make_jaxpr(step)(x, weights), named)
+        CountedOperations.visits = 0
+        points = build_step(replace(trace, operations=CountedOperations(trace.operations))).points
+        return CountedOperations.visits, sum(map(len, points))
+
+    few, many = walk(8), walk(80)
+    assert few[0] > 100 and few[1] > 100
+    assert many[0] <= 11 * few[0] and many[1] <= 11 * few[1]
 
 
 def test_a_long_chain_and_a_tree():
@@ -69,11 +92,11 @@ def test_a_long_chain_and_a_tree():
 def unrolled(n):
     """Layers with a norm, two matmuls and a residual, one after the other without a loop."""
 
-    def function(x):
-        weight = jnp.ones((WIDTH, WIDTH))
-        for _ in range(n):
+    def function(x, weights=None):
+        weights = weights or [jnp.ones((WIDTH, WIDTH))] * 2 * n
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
             normed = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True))
-            x = x + jnp.maximum(normed @ weight, 0) @ weight
+            x = x + jnp.maximum(normed @ up, 0) @ down
         return x
 
     return function

@@ -45,17 +45,20 @@ def test_memory_of_prefetched_weights():
     assert (memory.cast_parameters, memory.gathered_weights) == (2 * LAYERS * E * M * 4 / 4, 4 * V * E)
     assert memory.logits == 0 < memory.activations
     points = [
-        point for point in traced_step(False).points if any(each.role == BufferRole.COPIED_STACK for each in point)
+        point for point in traced_step(False).points if any(each.role == BufferRole.COPIED_STACK for each, _ in point)
     ]
     gathered = (BufferRole.GATHERED_WEIGHT, BufferRole.PREFETCHED_WEIGHT)
-    in_layer = max(sum(buffer_bytes(each, assignment) for each in point if each.role in gathered) for point in points)
+    in_layer = max(
+        sum(count * buffer_bytes(each, assignment) for each, count in point if each.role in gathered)
+        for point in points
+    )
     assert in_layer == 4 * V * E + 2 * WEIGHT
     # a gather that leaves a weight out of order waits until the weight is used
     along_two = dataclasses.replace(assignment, params={"embed": ("data",), "mlp": ("replica",)})
     assert all(
         buffer_bytes(each, along_two) == 0
         for point in points
-        for each in point
+        for each, _ in point
         if each.role == BufferRole.PREFETCHED_WEIGHT and "mlp" in each.array.axes
     )
 
@@ -86,16 +89,16 @@ def test_summed_rows_of_experts_in_float32():
     mapping = {"mlp": ("model",)}
     assignment = ShardingAssignment({"model": 16}, mapping, mapping, mixtral.merged_axes, mixtral.activation_axes)
     tokens, embed = 8 * 1024, 4096
-    roles = [[each.role for each in point] for point in mixtral.points]
-    points = [
-        point for point, each in zip(mixtral.points, roles, strict=True) if each.count(BufferRole.FLOAT32_SUMMAND) == 2
-    ]
+    summand = BufferRole.FLOAT32_SUMMAND
+    points = [point for point in mixtral.points if sum(count for each, count in point if each.role == summand) == 2]
 
     def max_bytes(role, **quirks):
         with_quirks = dataclasses.replace(assignment, quirks=CompilerQuirks(**quirks))
-        return max(sum(buffer_bytes(each, with_quirks) for each in point if each.role == role) for point in points)
+        return max(
+            sum(count * buffer_bytes(each, with_quirks) for each, count in point if each.role == role)
+            for point in points
+        )
 
-    summand = BufferRole.FLOAT32_SUMMAND
     assert max_bytes(summand, wide_rows=True) == 2 * max_bytes(summand) == 2 * 4 * 2 * tokens * embed
     assert max_bytes(BufferRole.ROUTED_TOKENS, frees_rows=True) == 2 * tokens * embed
     assert max_bytes(BufferRole.ROUTED_TOKENS) == 0 < max_bytes(BufferRole.UNFREED_ROWS)
@@ -135,7 +138,7 @@ def test_masks_are_not_live_while_training():
     """The loop over layers takes masks, but kernels compute them from positions. Tables of angles are live."""
     model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 2}, 8192)
     llama = plan_step(model, Workload("train", 1, 8192, "bfloat16", "bfloat16"))
-    live = [each.array for point in llama.points for each in point if each.role == BufferRole.LIVE]
+    live = [each.array for point in llama.points for each, _ in point if each.role == BufferRole.LIVE]
     assert not any(array.factors.count((None, 8192)) == 2 for array in live)
     assert (("position", 8192), ("head_size", 128)) in [array.factors for array in live]
 
