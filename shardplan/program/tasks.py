@@ -1,7 +1,7 @@
 """Tasks and the traced step: what a step computes, independently of any sharding."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -75,6 +75,19 @@ class Task:
             tuple(factor for factor in array.factors if factor[0] in free) for array in (left, right)
         )
         return (count, self.batched), (inner, self.contracted), (rows, row_axes), (columns, column_axes)
+
+    @cached_property
+    def cost_key(self) -> "Task":
+        """The task without label and with numbers in place of its parameters' paths: equal for tasks of equal cost."""
+        weights = dict.fromkeys(array.weight for array in (*self.operands, *self.results) if array.weight is not None)
+        numbers = {weight: str(number) for number, weight in enumerate(weights)}
+
+        def renamed(arrays: tuple[TracedArray, ...]) -> tuple[TracedArray, ...]:
+            return tuple(each if each.weight is None else replace(each, weight=numbers[each.weight]) for each in arrays)
+
+        first_used = tuple(map(numbers.__getitem__, self.first_used_weights))
+        operands = renamed(self.operands)
+        return replace(self, operands=operands, results=renamed(self.results), first_used_weights=first_used, label="")
 
     @property
     def computes_kv_gradients(self) -> bool:

@@ -253,9 +253,11 @@ CacheKey = Callable[[Sequence[MeshAxes | AttentionMethod | None]], Any]
 
 
 class KeyedTask(NamedTuple):
-    """A task, and the mesh axes that its cost depends on."""
+    """A task that stands for all of equal cost, and the mesh axes that this cost depends on."""
 
     task: Task
+    tasks: int
+    """Number of tasks that it stands for."""
     compute_key: CacheKey
     """Takes `ComponentCost.compute_choices`: all that lower bounds depend on."""
     full_key: CacheKey
@@ -336,10 +338,10 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
         indices = [0] * attends + computed + [len(open_axes) + i for i in computed if stored]
         return itemgetter(*indices) if indices else lambda _: None
 
-    def keyed_task(task: Task) -> KeyedTask:
+    def keyed_task(task: Task, count: int) -> KeyedTask:
         arrays, attends = (*task.operands, *task.results), task.kind == TaskKind.ATTENTION
         full_key = key(arrays, stored=depends_on_params(task), attends=attends)
-        return KeyedTask(task, key(arrays, stored=False, attends=attends), full_key)
+        return KeyedTask(task, count, key(arrays, stored=False, attends=attends), full_key)
 
     def keyed_buffer(buffer: LiveBuffer) -> KeyedBuffer:
         arrays = (buffer.array, *buffer.related_arrays)
@@ -352,7 +354,7 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
     return ComponentCost(
         component,
         open_axes,
-        tuple(map(keyed_task, tasks)),
+        tuple(keyed_task(task, count) for task, count in Counter(task.cost_key for task in tasks).items()),
         tuple(map(keyed_buffer, buffers)),
         sum(buffer.array.elements * buffer.array.itemsize for buffer in stored_here) / space.hardware.devices,
         counts.reshape(len(points), len(buffers)),

@@ -47,15 +47,15 @@ class MeshCosts:
             return device_cost(task, assignment, self._lower_bound(task, compute_key(choices), assignment))
 
         return sum(
-            self._seconds(task, full_key(all_choices), partial(cost, task, compute_key))
-            for task, compute_key, full_key in component.tasks
+            count * self._seconds(task, full_key(all_choices), partial(cost, task, compute_key))
+            for task, count, compute_key, full_key in component.tasks
         )
 
     def min_seconds(self, component: ComponentCost, compute: ComputeSharding) -> float:
         """Lower bound of the time of a component's tasks for any mapping of the stored parameters."""
         assignment, choices = self._assignment(compute, {}), component.compute_choices(compute)
-        keys = ((task, compute_key(choices)) for task, compute_key, _ in component.tasks)
-        return sum(self._min_seconds(task, key, assignment) for task, key in keys)
+        keys = ((task, count, compute_key(choices)) for task, count, compute_key, _ in component.tasks)
+        return sum(count * self._min_seconds(task, key, assignment) for task, count, key in keys)
 
     def bytes(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> np.ndarray:
         """Bytes per device of a component's buffers at every point of the program."""
@@ -72,12 +72,12 @@ class MeshCosts:
         """Bytes per device, in the compute sharding, of the parameters that a component's matmuls use."""
         assignment, choices = self._assignment(compute, {}), component.compute_choices(compute)
         total = 0.0
-        for task, compute_key, _ in component.tasks:
+        for task, count, compute_key, _ in component.tasks:
             if task.first_used_weights:
                 key = id(task), compute_key(choices)
                 if key not in self._weight_bytes:
                     self._weight_bytes[key] = weight_bytes(task, assignment)
-                total += self._weight_bytes[key]
+                total += count * self._weight_bytes[key]
         return total
 
     def best_methods(
@@ -90,7 +90,7 @@ class MeshCosts:
         if not component.has_attention:
             return [None]
         open_choices = component.compute_choices(ComputeSharding(mapping))
-        key = tuple(each(open_choices) for task, each, _ in component.tasks if task.kind == TaskKind.ATTENTION)
+        key = tuple(each(open_choices) for task, _, each, _ in component.tasks if task.kind == TaskKind.ATTENTION)
         if key not in self._methods:
             shardings = (ComputeSharding(mapping, method) for method in methods)
             choices = filter(None, (self._method_choice(component, compute) for compute in shardings))
@@ -100,10 +100,10 @@ class MeshCosts:
     def _method_choice(self, component: ComponentCost, compute: ComputeSharding) -> ComponentChoice | None:
         """The cost of attention under the method of `compute`; None if a required kernel cannot run it."""
         assignment, choices = self._assignment(compute, {}), component.compute_choices(compute)
-        attention = [(task, key(choices)) for task, key, _ in component.tasks if task.kind == TaskKind.ATTENTION]
-        if self.space.requires_kernel and not all(has_kernel(task, assignment) for task, _ in attention):
+        attention = [each for each in component.tasks if each.task.kind == TaskKind.ATTENTION]
+        if self.space.requires_kernel and not all(has_kernel(each.task, assignment) for each in attention):
             return None
-        seconds = sum(self._min_seconds(task, key, assignment) for task, key in attention)
+        seconds = sum(count * self._min_seconds(task, key(choices), assignment) for task, count, key, _ in attention)
         sizes = [buffer_bytes(buffer, assignment) for buffer, _ in component.buffers if buffer.role in ATTENTION_ROLES]
         return ComponentChoice(compute, {}, seconds, np.array(sizes))
 
