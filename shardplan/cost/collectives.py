@@ -17,6 +17,8 @@ class Purpose(Enum):
     GROUPED_RESULTS = "result of {}"
     """Of a grouped matmul: the part of its result that another sharding needs."""
     SUMS_OVER_DEVICES = "sums of {}"
+    EXCHANGES = "exchange of {}"
+    """Of a collective that the model itself names, in a shard_map, and that adds nothing up."""
     LOOKUPS = "rows of {}"
     LOOKUP_GRADIENTS = "gradient of the lookup"
     FLATTENED_AXES = "{} resharded"

@@ -22,6 +22,7 @@ from shardplan.cost.collectives import (
 from shardplan.cost.matmul import NO_MATMUL, Matmul, local_matmul
 from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import ShardingAssignment, WeightGather
+from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.tasks import Task, TaskKind
@@ -132,12 +133,28 @@ def _grouped_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Itera
         yield all_gather_traffic(size, assignment, gathered, task.executions, Purpose.GROUPED_RESULTS, task.label)
 
 
-def _psum_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the all-reduce over the mesh axes that a sum in a shard_map names, such as that of a gradient."""
-    summed = tuple(axis for axis, size in assignment.mesh.items() if size > 1 and axis in task.mesh_axes)
-    if summed:
-        size = sum(assignment.bytes(array, assignment.compute) for array in task.results)
-        yield all_reduce_traffic(size, assignment, summed, task.executions, Purpose.SUMS_OVER_DEVICES, task.label)
+def _collective_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the collective that a shard_map names, over its mesh axes: the sum of a gradient, or an exchange."""
+    axes = tuple(axis for axis, size in assignment.mesh.items() if size > 1 and axis in task.mesh_axes)
+    if not axes:
+        return
+    # where the step is traced, mesh axes have size 1: results have the shapes of operands, and the better names
+    size, count = sum(assignment.bytes(array, assignment.compute) for array in task.results), task.executions
+    kind = task.collective
+    match kind:
+        case CollectiveKind.ALL_REDUCE:
+            yield all_reduce_traffic(size, assignment, axes, count, Purpose.SUMS_OVER_DEVICES, task.label)
+        case CollectiveKind.REDUCE_SCATTER:
+            yield reduce_scatter_traffic(size, assignment, axes, count, Purpose.SUMS_OVER_DEVICES, task.label)
+        case CollectiveKind.ALL_GATHER:
+            gathered = size * mesh_size(assignment.mesh, axes)
+            yield all_gather_traffic(gathered, assignment, axes, count, Purpose.EXCHANGES, task.label)
+        case CollectiveKind.ALL_TO_ALL:
+            yield all_to_all_traffic(size, assignment, axes, count, Purpose.EXCHANGES, task.label)
+        case CollectiveKind.COLLECTIVE_PERMUTE:
+            yield Traffic(kind, axes, count * size, count, Purpose.EXCHANGES, task.label)
+        case _:
+            raise ValueError(f"no rule for the collective {kind}")
 
 
 def _matmul_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
@@ -258,7 +275,7 @@ COMPUTE_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.LOOKUP: None,
     TaskKind.SCATTER_ADD: None,
     TaskKind.RESHARD: _reshard_traffic,
-    TaskKind.PSUM: _psum_traffic,
+    TaskKind.COLLECTIVE: _collective_traffic,
     TaskKind.ELEMENTWISE: None,
 }
 """Kind of task -> its collectives that follow from the compute mapping alone."""
@@ -268,7 +285,7 @@ PARAM_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.LOOKUP: _lookup_traffic,
     TaskKind.SCATTER_ADD: _scatter_add_traffic,
     TaskKind.RESHARD: None,
-    TaskKind.PSUM: None,
+    TaskKind.COLLECTIVE: None,
     TaskKind.ELEMENTWISE: None,
 }
 """Kind of task -> its collectives that depend on the mapping of parameters too; None where its cost does not."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
 from shardplan.program.named_arrays import Dim
 
@@ -11,7 +12,7 @@ class OperationKind(StrEnum):
     """How an operation uses its operands."""
 
     CONTRACTION = "contraction"
-    """A matmul: `dot_general` or `ragged_dot`."""
+    """A matmul, or a convolution as one: `dot_general`, `ragged_dot`, `conv_general_dilated`."""
     LOOKUP = "lookup"
     """A `gather` of rows of a table."""
     SCATTER_ADD = "scatter-add"
@@ -20,8 +21,8 @@ class OperationKind(StrEnum):
     """Everything that XLA can fuse into a loop over its result."""
     RESHARD = "reshard"
     """A change of sharding where a `shard_map` begins or ends."""
-    PSUM = "psum"
-    """A sum over mesh axes in a `shard_map`."""
+    COLLECTIVE = "collective"
+    """A collective over mesh axes that a `shard_map` names, such as `psum`."""
     LOOP = "loop"
     """A `scan`."""
 
@@ -44,8 +45,10 @@ class Operation:
     groups: int = 1
     """Of a contraction: the number of matrices in the second operand of a grouped matmul (`ragged_dot`); each row of
     the first operand is multiplied by one of them."""
+    collective: CollectiveKind | None = None
+    """Of a collective: its kind."""
     mesh_axes: MeshAxes = ()
-    """Of a sum over devices: the mesh axes that it names."""
+    """Of a collective: the mesh axes that it names."""
     body: tuple["Operation", ...] = ()
     """Of a loop: its operations."""
     trips: int = 1

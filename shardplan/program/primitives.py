@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 
+from shardplan.hardware import CollectiveKind
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.program.named_arrays import (
     AxisCopy,
@@ -49,6 +50,19 @@ ORDERING_PRIMITIVES = {
     "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "dynamic_update_slice", "rev", "scatter", "sort",
 }  # fmt: skip
 """Primitives that read and write arrays of their operands' shape, which is all that is counted of them."""
+
+COLLECTIVE_PRIMITIVES = {
+    "psum": CollectiveKind.ALL_REDUCE,
+    "psum_invariant": CollectiveKind.ALL_REDUCE,
+    "pmax": CollectiveKind.ALL_REDUCE,
+    "pmin": CollectiveKind.ALL_REDUCE,
+    "all_gather": CollectiveKind.ALL_GATHER,
+    "all_gather_invariant": CollectiveKind.ALL_GATHER,
+    "reduce_scatter": CollectiveKind.REDUCE_SCATTER,
+    "all_to_all": CollectiveKind.ALL_TO_ALL,
+    "ppermute": CollectiveKind.COLLECTIVE_PERMUTE,
+}
+"""Collective of a shard_map -> the kind of collective that it is compiled to."""
 
 
 @dataclass
@@ -157,6 +171,38 @@ class AxisNaming:
         axes = {"contracted": _factors(contracted), "batched": _factors(batched)}
         return OperationKind.CONTRACTION, [result], axes
 
+    def convolve(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
+        """A convolution: a matmul of every window of the first operand; elementwise where each channel is by itself.
+
+        It sums over the channels of the second operand and its window. Groups of channels, or of rows in the gradient,
+        are independent matmuls. An axis along which the window moves is not sharded, because neighbours would have to
+        be exchanged.
+        """
+        p, v = equation.params, equation.outvars[0]
+        numbers, (left, right) = p["dimension_numbers"], arrays
+        (batch, channel, *space), (out, summed, *window), (out_batch, out_channel, *out_space) = (
+            numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec,
+        )  # fmt: skip
+        groups = p["feature_group_count"] * p["batch_group_count"]
+        dims = list(_unnamed_dims(v))
+        sources = {out_batch: left.dims[batch], out_channel: right.dims[out]}
+        sources |= {o: left.dims[i] for i, o in zip(space, out_space, strict=True)}
+        for place, dim in sources.items():
+            dims[place] = dim if size_of(dim) == size_of(dims[place]) else dims[place]
+        self.resized_axes |= {
+            name
+            for i, j in zip(space, window, strict=True)
+            for name, _ in left.dims[i]
+            if isinstance(name, str) and size_of(right.dims[j]) not in (1, size_of(left.dims[i]))
+        }
+        result = TracedArray(mark_repeated_axes(dims), itemsize_of(v))
+        channels = self.unify(left.dims[channel], right.dims[summed]) if groups == 1 else right.dims[summed]
+        contracted = [channels, *(right.dims[j] for j in window)]
+        if groups == size_of(right.dims[out]):
+            return OperationKind.ELEMENTWISE, [result], {}
+        batched = () if groups == 1 else ((None, groups),)
+        return OperationKind.CONTRACTION, [result], {"contracted": _factors(contracted), "batched": batched}
+
     def ragged_dot(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
         """A grouped matmul, which multiplies each group of rows by its own matrix; or the gradient of one."""
         numbers = equation.params["ragged_dot_dimension_numbers"]
@@ -212,13 +258,18 @@ class AxisNaming:
         dims = dims_of_spec(equation.params["sharding"].spec, shape_of(array))
         return OperationKind.ELEMENTWISE, [adopt_names(array, dims)], {}
 
-    def psum(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
-        """A sum in a shard_map over the mesh axes that it names; no sum of devices if it names logical axes alone."""
-        results = [replace(a, itemsize=itemsize_of(v)) for a, v in zip(arrays, equation.outvars, strict=True)]
-        mesh_axes = tuple(axis for axis in MESH_AXES if axis in equation.params.get("axes", ()))
+    def collective(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
+        """A collective of a shard_map over the mesh axes that it names; none of devices if it names others alone."""
+        if all(shape_of(a) == v.aval.shape for a, v in zip(arrays, equation.outvars, strict=True)):
+            results = [replace(a, itemsize=itemsize_of(v)) for a, v in zip(arrays, equation.outvars, strict=True)]
+        else:
+            _, results, _ = self.elementwise(equation, arrays)
+        named = equation.params.get("axes", equation.params.get("axis_name", ()))
+        mesh_axes = tuple(axis for axis in MESH_AXES if axis in ((named,) if isinstance(named, str) else named))
         if not mesh_axes:
             return OperationKind.ELEMENTWISE, results, {}
-        return OperationKind.PSUM, results, {"mesh_axes": mesh_axes}
+        kind = COLLECTIVE_PRIMITIVES[equation.primitive.name]
+        return OperationKind.COLLECTIVE, results, {"collective": kind, "mesh_axes": mesh_axes}
 
     def unify(self, left: Dim, right: Dim) -> Dim:
         """One dimension for two operands; where their axes differ, remember which axis is split into which others."""
@@ -245,8 +296,8 @@ RULES: dict[str, Callable[[AxisNaming, Any, list[TracedArray]], RuleResult]] = {
     "ragged_dot_general": AxisNaming.ragged_dot,
     "gather": AxisNaming.gather,
     "scatter-add": AxisNaming.scatter_add,
-    "psum": AxisNaming.psum,
-    "psum_invariant": AxisNaming.psum,
+    "conv_general_dilated": AxisNaming.convolve,
+    **dict.fromkeys(COLLECTIVE_PRIMITIVES, AxisNaming.collective),
     "sharding_constraint": AxisNaming.constrain,
     **dict.fromkeys(RESIZING_PRIMITIVES, AxisNaming.resize),
     **dict.fromkeys(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
+from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
 from shardplan.positions.pattern import CAUSAL, Pattern
 from shardplan.program.live_buffers import ProgramPoint
@@ -24,8 +25,8 @@ class TaskKind(StrEnum):
     """The gradient of a lookup."""
     RESHARD = "reshard"
     """A change of sharding where a `shard_map` begins or ends."""
-    PSUM = "psum"
-    """A sum over mesh axes in a `shard_map`."""
+    COLLECTIVE = "collective"
+    """A collective over mesh axes that a `shard_map` names."""
     ELEMENTWISE = "elementwise"
     """Everything that is fused into one pass over memory."""
 
@@ -55,8 +56,10 @@ class Task:
     """Of a grouped matmul: whether only other grouped matmuls consume the result, so that it is never resharded."""
     is_backward: bool
     """Whether the task belongs to the backward pass, other than to rematerialization of the forward pass."""
+    collective: CollectiveKind | None
+    """Of a collective: its kind."""
     mesh_axes: MeshAxes
-    """Of a sum over devices: the mesh axes that it names."""
+    """Of a collective: the mesh axes that it names."""
     label: str
     """Path of the first parameter among the operands, or else the named scopes of the operation."""
 
@@ -66,11 +69,16 @@ class Task:
         (left, right, *_), result = self.operands, self.results[0]
         free = set(result.axes) - {name for name, _ in (*self.batched, *self.contracted)}
         inner, count = math.prod(size for _, size in self.contracted), math.prod(size for _, size in self.batched)
-        rows = left.elements / (inner * count)
-        columns = result.elements / (rows * count)
-        if self.groups > 1 and any(name is None for name, _ in self.contracted):
-            # every group multiplies all rows, with the rows of other groups as zeros
-            count, columns = self.groups, columns / self.groups
+        if self.groups == 1:
+            # a convolution multiplies an element of the first operand several times
+            columns = right.elements / (inner * count)
+            rows = result.elements / (columns * count)
+        else:
+            rows = left.elements / (inner * count)
+            columns = result.elements / (rows * count)
+            if any(name is None for name, _ in self.contracted):
+                # every group multiplies all rows, with the rows of other groups as zeros
+                count, columns = self.groups, columns / self.groups
         row_axes, column_axes = (
             tuple(factor for factor in array.factors if factor[0] in free) for array in (left, right)
         )

@@ -22,9 +22,10 @@ from shardplan.program.primitives import RULES, AxisNaming, is_one, itemsize_of
 APPROXIMATIONS = {
     "while": "loops whose length depends on data, of which one trip is counted",
     "cond": "choices between branches, of which the last is counted",
+    "conv_general_dilated": "convolutions, of which the exchange of neighbours along a sharded axis is not counted",
     "pallas_call": "kernels, of which only operands and results are counted",
 }
-"""Primitive whose work the jaxpr does not determine -> what is counted instead."""
+"""Primitive whose work the jaxpr does not determine, or no rule knows -> what is counted instead."""
 
 
 @dataclass(frozen=True)

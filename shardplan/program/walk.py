@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
+from shardplan.hardware import CollectiveKind
 from shardplan.program.fusion import Fusion
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.named_arrays import TracedArray, is_scores
@@ -22,7 +23,7 @@ TASK_KINDS = {
     OperationKind.SCATTER_ADD: TaskKind.SCATTER_ADD,
     OperationKind.ELEMENTWISE: TaskKind.ELEMENTWISE,
     OperationKind.RESHARD: TaskKind.RESHARD,
-    OperationKind.PSUM: TaskKind.PSUM,
+    OperationKind.COLLECTIVE: TaskKind.COLLECTIVE,
 }
 """Kind of operation -> kind of task outside of attention. A loop is no task; the operations of its body are."""
 
@@ -147,7 +148,7 @@ class _Sequence:
             i for i, operation in enumerate(operations) if results & set(map(self.fusion.base_of, operation.operands))
         )
         lookups = [operation for operation in operations if operation.kind == OperationKind.LOOKUP]
-        summed = {self.fusion.base_of(o.operands[0]) for o in operations if o.kind == OperationKind.PSUM}
+        summed = {self.fusion.base_of(o.operands[0]) for o in operations if o.collective == CollectiveKind.ALL_REDUCE}
         rows = {value for value in self.fusion.written if self.arrays[value].elements in sizes}
         operands = {self.fusion.base_of(operand) for operation in grouped for operand in operation.operands}
         tokens = {self.fusion.base_of(lookup.operands[0]) for lookup in lookups if lookup.results[0] in rows}
@@ -304,6 +305,7 @@ class _Sequence:
             feeds_only_grouped_matmuls=(
                 operation.groups > 1 and fusion.is_between_grouped_matmuls(operation.results[0])
             ),
+            collective=operation.collective,
             mesh_axes=operation.mesh_axes,
             is_backward=BACKWARD_SCOPE in operation.label and REMATERIALIZED_SCOPE not in operation.label,
             label=weights[0] if weights else operation.label,

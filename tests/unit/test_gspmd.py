@@ -12,7 +12,7 @@ from shardplan.cost.attention import has_kernel
 from shardplan.cost.collectives import Purpose
 from shardplan.cost.gspmd import device_cost
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
-from shardplan.hardware import parse_slice
+from shardplan.hardware import CollectiveKind, parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan
@@ -59,15 +59,26 @@ def test_partial_sums_of_a_sharded_contraction():
     assert traffic([Purpose.PARTIAL_SUMS], mapping, mapping) == [reduced]
 
 
-@pytest.mark.parametrize(("named", "devices"), [(("data",), 4), (("replica", "model"), 4), (("replica", "data"), 8)])
-def test_a_sum_in_a_shard_map_is_over_the_mesh_axes_that_it_names(named, devices):
-    task = dataclasses.replace(traced_step(False).tasks[0], kind=TaskKind.PSUM, mesh_axes=named)
+@pytest.mark.parametrize(("named", "n"), [(("data",), 4), (("replica", "model"), 4), (("replica", "data"), 8)])
+@pytest.mark.parametrize(
+    ("kind", "received"),
+    [
+        (CollectiveKind.ALL_REDUCE, lambda n: 2 * (n - 1) / n),
+        (CollectiveKind.REDUCE_SCATTER, lambda n: (n - 1) / n),
+        (CollectiveKind.ALL_GATHER, lambda n: n - 1),
+        (CollectiveKind.ALL_TO_ALL, lambda n: (n - 1) / n),
+        (CollectiveKind.COLLECTIVE_PERMUTE, lambda n: 1),
+    ],
+)
+def test_a_collective_in_a_shard_map_is_over_the_mesh_axes_that_it_names(named, n, kind, received):
+    """Bytes that a device receives, for every byte of its own shard."""
+    task = dataclasses.replace(traced_step(False).tasks[0], kind=TaskKind.COLLECTIVE, collective=kind, mesh_axes=named)
     (array,) = task.results
     assignment = ShardingAssignment(MESH, TOKENS, {}, {}, ("batch", "position"), CompilerQuirks())
     size = assignment.bytes(array, assignment.compute)
-    (reduced,) = device_cost(task, assignment).traffic
-    assert (reduced.kind, reduced.mesh_axes) == ("all-reduce", named)
-    assert reduced.bytes == 2 * (devices - 1) / devices * size
+    (moved,) = device_cost(task, assignment).traffic
+    assert (moved.kind, moved.mesh_axes) == (kind, named)
+    assert moved.bytes == received(n) * size
     assert not device_cost(task, dataclasses.replace(assignment, mesh={axis: 1 for axis in MESH})).traffic
 
 

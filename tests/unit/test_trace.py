@@ -107,17 +107,17 @@ def test_a_name_that_looks_like_a_copy_or_a_part_is_an_axis_of_its_own():
 
 
 def test_primitives_without_a_rule_are_reported():
-    """A convolution would otherwise be free. In a loop, whose body is traced again, it counts once."""
+    """A Fourier transform would otherwise be free. In a loop, whose body is traced again, it counts once."""
 
-    def convolve(x):
-        return jax.lax.conv_general_dilated(x[None, None], jnp.ones((1, 1, 3, 3)), (1, 1), "SAME")[0, 0]
+    def transform(x):
+        return jnp.fft.fft(x).real
 
     def loop(x, stack):
-        return jax.lax.scan(lambda carry, slice: (carry + convolve(slice), None), x, stack)[0]
+        return jax.lax.scan(lambda carry, slice: (carry + transform(slice), None), x, stack)[0]
 
-    assert traced(convolve, (("embed", "mlp"), None)).unpriced == {"conv_general_dilated": 1}
+    assert traced(transform, (("embed", "mlp"), None)).unpriced == {"fft": 1}
     looped = traced(loop, (("embed", "mlp"), None), (("layer", "embed", "mlp"), None))
-    assert looped.unpriced == {"conv_general_dilated": 1}
+    assert looped.unpriced == {"fft": 1}
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,27 @@ def test_a_sum_over_devices_is_over_the_mesh_axes_that_it_names(summed, mesh_axe
         local = jax.shard_map(lambda x: jax.lax.psum(x, summed), mesh=mesh, in_specs=everywhere, out_specs=everywhere)
         return local(x)
 
-    sums = [o for o in traced(add, X).operations if o.kind == OperationKind.PSUM]
+    sums = [o for o in traced(add, X).operations if o.kind == OperationKind.COLLECTIVE]
     assert [axis for o in sums for axis in o.mesh_axes] == mesh_axes
+
+
+@pytest.mark.parametrize(
+    ("exchange", "kind"),
+    [
+        (lambda x: jax.lax.pmax(x, ("data", "embed")), "all-reduce"),
+        (lambda x: jax.lax.all_gather(x, "data", tiled=True), "all-gather"),
+        (lambda x: jax.lax.all_gather(x, "data")[0], "all-gather"),
+        (lambda x: jax.lax.psum_scatter(x, "data", tiled=True), "reduce-scatter"),
+        (lambda x: jax.lax.all_to_all(x, "data", 0, 1, tiled=True), "all-to-all"),
+        (lambda x: jax.lax.ppermute(x, "data", [(0, 0)]), "collective-permute"),
+    ],
+)
+def test_collectives_of_a_shard_map(exchange, kind):
+    mesh = AbstractMesh((1,) * 2, ("embed", "data"), axis_types=(AxisType.Auto,) * 2)
+    axes = P("embed", "data")
+    trace = traced(jax.shard_map(exchange, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False), X)
+    (operation,) = [each for each in trace.operations if each.kind == OperationKind.COLLECTIVE]
+    assert (operation.collective, operation.mesh_axes) == (kind, ("data",)) and not trace.unpriced
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit])

@@ -1,0 +1,103 @@
+"""Programs of other shapes than a loop over transformer layers: FLOPs by hand, and nothing unpriced without a word."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import abstract_module, build_model
+from shardplan.program.step_trace import plan_step, trace_step
+from shardplan.program.trace import trace_jaxpr
+from shardplan.program.walk import build_step
+from shardplan.search.make_plan import make_plan
+
+B, S, E, M, STATE, RANK, WINDOW, MELS = 2, 64, 32, 48, 4, 8, 4, 10
+
+
+def trace(function, *arguments):
+    """The step of a function of arrays, given as pairs of a shape and its axes; those after the first are weights."""
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in arguments]
+    named = [(axes, f"weight {i}" if i else None) for i, (_, axes) in enumerate(arguments)]
+    return build_step(trace_jaxpr(jax.make_jaxpr(function)(*arrays), named))
+
+
+def flops(step) -> float:
+    """FLOPs of all matmuls of a step."""
+    matmuls = (task for task in step.tasks if task.contracted)
+    return sum(2 * task.executions * math.prod(size for size, _ in task.matmul_extents) for task in matmuls)
+
+
+def state_space(x, up, window, project, rate, down):
+    """A block of a state-space model: a convolution of every channel, and a scan over positions."""
+    hidden = x @ up
+    windows = {"dimension_numbers": ("NWC", "WIO", "NWC"), "feature_group_count": M}
+    hidden = jax.nn.silu(jax.lax.conv_general_dilated(hidden, window, (1,), [(WINDOW - 1, 0)], **windows))
+    step, inputs, outputs = jnp.split(hidden @ project, [RANK, RANK + STATE], -1)
+    step = jax.nn.softplus(step @ rate)
+    decay = jnp.exp(-step[..., None] * jnp.arange(1.0, STATE + 1))
+    added = (step * hidden)[..., None] * inputs[:, :, None]
+    _, states = jax.lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (decay, added), axis=1)
+    return jnp.einsum("bpms,bps->bpm", states, outputs) @ down
+
+
+STATE_SPACE = (
+    ((B, S, E), ("batch", "position", "embed")),
+    ((E, M), ("embed", "mlp")),
+    ((WINDOW, 1, M), ("window", None, "mlp")),
+    ((M, RANK + 2 * STATE), ("mlp", None)),
+    ((RANK, M), (None, "mlp")),
+    ((M, E), ("mlp", "embed")),
+)
+
+
+def test_a_state_space_model():
+    """Its convolution and its scan are elementwise work."""
+    by_hand = 2 * B * S * (E * M + M * (RANK + 2 * STATE) + RANK * M + M * STATE + M * E)
+    step = trace(state_space, *STATE_SPACE)
+    assert flops(step) == by_hand
+    assert not step.unpriced and step.approximations.keys() == {
+        "convolutions, of which the exchange of neighbours along a sharded axis is not counted"
+    }
+    gradient = jax.grad(lambda *arrays: state_space(*arrays).sum(), tuple(range(len(STATE_SPACE))))
+    # the gradients need no output of the last matmul, and that of the states is an outer product
+    assert flops(trace(gradient, *STATE_SPACE)) == 3 * by_hand - 2 * B * S * (M * E + M * STATE)
+
+
+@pytest.mark.parametrize(("groups", "stride"), [(1, 1), (1, 2), (2, 1)])
+def test_a_convolution_is_a_matmul_of_its_windows(groups, stride):
+    """As at the start of a speech model: it sums over its window and the channels of its group."""
+
+    def encode(x, kernel):
+        numbers = {"dimension_numbers": ("NWC", "WIO", "NWC"), "feature_group_count": groups}
+        return jax.lax.conv_general_dilated(x, kernel, (stride,), [(1, 1)], **numbers)
+
+    arguments = ((B, S, MELS), ("batch", "position", "mels")), ((3, MELS // groups, E), ("window", "mels", "embed"))
+    step = trace(encode, *arguments)
+    by_hand = 2 * B * (S // stride) * 3 * MELS // groups * E
+    (task,) = [task for task in step.tasks if task.contracted]
+    assert flops(step) == by_hand and not step.unpriced
+    assert task.results[0].axes == (("batch", "position", "embed") if stride == 1 else ("batch", "embed"))
+    assert "position" in step.resized_axes and "mels" not in step.resized_axes
+    # the gradient of strided windows multiplies with zeros in between
+    gradient = trace(jax.grad(lambda *arrays: encode(*arrays).sum(), (0, 1)), *arguments)
+    assert flops(gradient) == (1 + 1 + stride) * by_hand - by_hand
+
+
+@pytest.mark.parametrize("layers", [10, pytest.param(100, marks=pytest.mark.whole)])
+def test_unrolled_layers_are_planned_as_a_loop_over_them(make_config, layers):
+    config = make_config(model_config="llama-3.1-8b", hardware_slice="v4-16", workload_batch=8, workload_position=1024)
+    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": layers}, 1024)
+    unrolled = dataclasses.replace(model.config, scan_layers=False)
+    without_loop = dataclasses.replace(model, config=unrolled, template=abstract_module(unrolled, model.vocab))
+    workload = config.workload.resolve()
+    assert flops(plan_step(without_loop, workload)) == flops(plan_step(model, workload))
+    assert not any(operation.body for operation in trace_step(without_loop, workload).operations)
+    looped, plan = make_plan(config, model), make_plan(config, without_loop)
+    assert (plan.mesh, plan.compute_mapping, plan.param_mapping) == (
+        looped.mesh, looped.compute_mapping, looped.param_mapping,
+    )  # fmt: skip
+    assert plan.memory == looped.memory
+    assert plan.cost.step_seconds == pytest.approx(looped.cost.step_seconds, rel=0.01)
