@@ -1,12 +1,16 @@
 """`read_index` returns what the official safetensors library reads, and refuses damaged checkpoints."""
 
 import json
+import threading
+import time
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from shardplan.checkpoint.format.header import FIRST_READ_BYTES
 from shardplan.checkpoint.format.index import check_tensors, read_index
 from shardplan.errors import CheckpointError
 from shardplan.storage import open_folder
@@ -128,3 +132,80 @@ def test_all_differences_are_reported_together(tmp_path):
         "ck does not match the model of its config.json: 4 tensors missing (b, c, d, and 1 more); 1 tensor that the "
         "model does not have (extra); 1 tensor with a different shape (a has (2, 3), the model (3, 2))"
     )
+
+
+def test_a_header_longer_than_the_first_read(tmp_path):
+    tensors = {f"layers.{i}.attention.weight": np.full(1, i, np.float32) for i in range(4000)}
+    path = save(tmp_path, tensors)
+    assert path.stat().st_size - 4 * len(tensors) > FIRST_READ_BYTES
+    index = read_index(open_folder(str(tmp_path)))
+    assert index.keys() == tensors.keys()
+    assert (index["layers.7.attention.weight"].offset - path.stat().st_size) % 4 == 0
+
+
+class Slow:
+    """A folder on a server with a round trip for every opened file and every read."""
+
+    ref = "slow"
+
+    def __init__(self, folder, seconds):
+        self.folder, self.seconds, self.requests, self.waiting, self.most_waiting = (
+            open_folder(folder),
+            seconds,
+            0,
+            0,
+            0,
+        )
+        self.lock = threading.Lock()
+
+    def request(self):
+        with self.lock:
+            self.requests, self.waiting = self.requests + 1, self.waiting + 1
+            self.most_waiting = max(self.waiting, self.most_waiting)
+        time.sleep(self.seconds)
+        with self.lock:
+            self.waiting -= 1
+
+    def open(self, name):
+        self.request()
+        file = self.folder.open(name)
+        read = file.read_into if file else None
+
+        def read_into(offset, buffer):
+            if buffer:
+                self.request()
+            read(offset, buffer)
+
+        return file and SimpleNamespace(name=file.name, size=file.size, read_into=read_into)
+
+
+def test_files_are_opened_at_the_same_time(tmp_path):
+    """Each takes two round trips: for its size, and for its header."""
+    files = {f"model-{i}.safetensors": {f"{i}.weight": np.zeros(i + 1, np.float32)} for i in range(40)}
+    for name, tensors in files.items():
+        save(tmp_path, tensors, name)
+    weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    folder = Slow(str(tmp_path), 0.05)
+    index = read_index(folder)
+    assert {name: tensor.shape for name, tensor in index.items()} == {f"{i}.weight": (i + 1,) for i in range(40)}
+    assert folder.requests == 2 + 2 * len(files)
+    assert folder.most_waiting == len(files)
+
+
+def test_reading_a_header_takes_time_in_proportion_to_its_names(tmp_path):
+    """Also one that is refused: ten times the names may not take a hundred times as long."""
+
+    def seconds(count):
+        entries = [f'"{i}": {{"dtype": "U8", "shape": [], "data_offsets": [{i}, {i + 1}]}}' for i in range(count)]
+        text = ("{" + ",".join([*entries, entries[-1]]) + "}").encode()
+        (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"0" * count)
+        times = []
+        for _ in range(3):
+            started = time.perf_counter()
+            with pytest.raises(CheckpointError, match=f"duplicate key '{count - 1}'"):
+                read_index(open_folder(str(tmp_path)))
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    assert seconds(20_000) < 40 * seconds(2_000)

@@ -4,10 +4,13 @@ Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSO
 the safetensors library refuses is refused here too, so that a file means the same to both.
 """
 
+import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +21,8 @@ from shardplan.errors import CheckpointError, one_line
 from shardplan.storage import File
 
 MAX_HEADER_BYTES = 100_000_000
+FIRST_READ_BYTES = 256 * 1024
+"""Bytes of a file that are read at once to have its header: nearly every header is shorter."""
 LFS_POINTER = b"version "
 """How the text begins that Git leaves in place of a large file that was not fetched."""
 METADATA = "__metadata__"
@@ -54,6 +59,11 @@ class Tensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def header_end(start: bytes | bytearray | memoryview) -> int:
+    """Return the byte at which the header of a file ends, from the first 8 or more bytes of the file."""
+    return 8 + int.from_bytes(start[:8], "little")
+
+
 def read_header(file: File) -> dict[str, Tensor]:
     """Read the header of a safetensors file: tensor name -> tensor.
 
@@ -62,24 +72,26 @@ def read_header(file: File) -> dict[str, Tensor]:
     """
     if file.size < 8:
         raise CheckpointError(f"{file.name}: {file.size} bytes is too short for a safetensors file; download it again")
-    prefix = bytearray(8)
-    file.read_into(0, memoryview(prefix))
-    if prefix == LFS_POINTER:
+    start = bytearray(min(file.size, FIRST_READ_BYTES))
+    file.read_into(0, memoryview(start))
+    if start.startswith(LFS_POINTER):
         raise CheckpointError(f"{file.name}: a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
-    length = int.from_bytes(prefix, "little")
+    end = header_end(start)
+    length = end - 8
     if length > min(file.size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(f"{file.name}: its header claims {length} bytes, the file has {file.size}")
-    text = bytearray(length)
-    file.read_into(8, memoryview(text))
+    rest = bytearray(max(0, end - len(start)))
+    file.read_into(len(start), memoryview(rest))
+    text = (start + rest)[8:end]
     try:
         header = json.loads(text.decode(), object_pairs_hook=reject_duplicate_keys, parse_constant=_reject_constant)
         if not isinstance(header, dict):
             raise ValueError("it must map names of tensors to their types, shapes and offsets")
         _check_metadata(header.pop(METADATA, None))
-        tensors = {name: _parse_tensor(file, 8 + length, name, entry) for name, entry in header.items()}
+        tensors = {name: _parse_tensor(file, end, name, entry) for name, entry in header.items()}
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.name}: damaged header: {one_line(error)}") from error
-    position = 8 + length
+    position = end
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != position:
             raise CheckpointError(
@@ -95,10 +107,9 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object, as `object_pairs_hook`; ValueError for a key that occurs twice or is not valid Unicode."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
-    for name in entries:
-        name.encode()  # raises for half of a surrogate pair
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"duplicate key {next(name for name, count in counts.items() if count > 1)!r}")
+    "".join(entries).encode()  # raises for half of a surrogate pair
     return entries
 
 
@@ -123,10 +134,10 @@ def _parse_tensor(file: File, data_start: int, name: str, entry: Any) -> Tensor:
         ValueError: the entry has no type, shape or offsets.
         CheckpointError: an unsupported type, invalid shape or offsets, or data outside of the file.
     """
-    missing = [key for key in ENTRY_KEYS if not isinstance(entry, dict) or key not in entry]
-    if missing:
+    if not isinstance(entry, dict) or not entry.keys() >= set(ENTRY_KEYS):
+        missing = [key for key in ENTRY_KEYS if not isinstance(entry, dict) or key not in entry]
         raise ValueError(f"{name} has no {' and no '.join(missing)}")
-    type_name, shape, offsets = (entry[key] for key in ENTRY_KEYS)
+    type_name, shape, offsets = map(entry.__getitem__, ENTRY_KEYS)
     dtype = DTYPES.get(type_name) if isinstance(type_name, str) else None
     if dtype is None:
         raise CheckpointError(f"{file.name}: {name} has type {type_name}, which is not supported")
@@ -136,7 +147,7 @@ def _parse_tensor(file: File, data_start: int, name: str, entry: Any) -> Tensor:
             "integers, and offsets are two"
         )
     begin, end = offsets
-    if any(math.prod(shape[:i]) * dtype.itemsize >= INTEGER_LIMIT for i in range(len(shape) + 1)):
+    if any(size >= INTEGER_LIMIT for size in itertools.accumulate(shape, mul, initial=dtype.itemsize)):
         raise CheckpointError(f"{file.name}: {name} has shape {shape}, whose size in bytes exceeds 64 bits")
     if not 0 <= begin <= end <= file.size - data_start:
         raise CheckpointError(f"{file.name}: {name} lies outside the file; it is truncated, download it again")

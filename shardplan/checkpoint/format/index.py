@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 
 from shardplan.checkpoint.format.header import Tensor, read_header, reject_duplicate_keys
 from shardplan.checkpoint.mapping.views import Shape
@@ -10,6 +11,8 @@ from shardplan.storage import Folder, read_bytes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONCURRENT_FILES = 64
+"""Files that are opened at the same time: each takes two requests to a remote store, for its size and its header."""
 QUANTISATION_SUFFIXES = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale", ".qweight", ".qzeros", ".scales", ".g_idx",
     ".SCB", ".weight_packed", ".weight_shape", ".weight.absmax", ".weight.quant_map",
@@ -35,13 +38,16 @@ def read_index(folder: Folder) -> dict[str, Tensor]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder.ref}/{INDEX} is damaged: {one_line(error)}") from error
     shards = sorted(set(weight_map.values()))
-    files = {shard: folder.open(shard) for shard in shards}
-    missing = [shard for shard, file in files.items() if file is None]
-    if missing:
-        raise CheckpointError(
-            f"{folder.ref}: {len(missing)} of {len(shards)} shards missing: {', '.join(missing)}; download them again"
-        )
-    headers = {shard: read_header(file) for shard, file in files.items() if file is not None}
+    with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
+        files = dict(zip(shards, pool.map(folder.open, shards), strict=True))
+        missing = [shard for shard, file in files.items() if file is None]
+        if missing:
+            raise CheckpointError(
+                f"{folder.ref}: {len(missing)} of {len(shards)} shards missing: {', '.join(missing)}; download them "
+                "again"
+            )
+        present = {shard: file for shard, file in files.items() if file is not None}
+        headers = dict(zip(present, pool.map(read_header, present.values()), strict=True))
     holders: dict[str, str] = {}
     for shard, header in headers.items():
         for name in header:

@@ -8,7 +8,7 @@ second reading of the file.
 from collections import defaultdict
 from collections.abc import Iterable
 
-from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.format.header import Tensor, header_end
 from shardplan.errors import CheckpointError
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_group import ProcessGroup
@@ -40,6 +40,8 @@ class CheckedFile:
         """See `File.read_into`."""
         self.file.read_into(offset, buffer)
         if self.recorded and self.recorded.is_crc and len(buffer):
+            if offset == 0:
+                buffer = buffer[: header_end(buffer)]  # the tensors after it are read again
             self.ranges.append((offset, offset + len(buffer), compute_crc(self.recorded.algorithm, buffer)))
 
     def recorded_checksum(self) -> Checksum | None:
