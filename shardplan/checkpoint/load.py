@@ -30,7 +30,7 @@ from shardplan.errors import CheckpointError, ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
-from shardplan.model.registry import SUPPORTED_MODELS, abstract_module, build_model
+from shardplan.model.registry import SUPPORTED_MODELS, abstract_module, build_model, levanter_config_class
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh
@@ -119,7 +119,8 @@ class HFCheckpointConverter(LevanterConverter):
 
         `build_model` makes the latter from config.json, and corrects what Levanter reads differently.
         """
-        if self.LevConfigClass.__name__ == SUPPORTED_MODELS.get(hf_config["model_type"], ("", ""))[1]:
+        model_type = hf_config["model_type"]
+        if model_type in SUPPORTED_MODELS and self.LevConfigClass is levanter_config_class(model_type):
             return None
         return self.config_from_hf_config(self.HfConfigClass(**hf_config))
 

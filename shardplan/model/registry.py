@@ -59,6 +59,12 @@ class Model:
         return self.template.Vocab
 
 
+def levanter_config_class(model_type: str) -> Any:
+    """Return the Levanter configuration class of a supported Hugging Face `model_type`."""
+    module, name = SUPPORTED_MODELS[model_type]
+    return getattr(import_module(module), name)
+
+
 def abstract_module(config: Any, vocab: hax.Axis) -> Any:
     """Make the module of a Levanter configuration with a `jax.ShapeDtypeStruct` for every array, computing nothing."""
     key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
@@ -82,8 +88,7 @@ def build_model(hf_config: dict[str, Any], position: int) -> Model:
         )
     try:
         hf = prepare_hf_config(AutoConfig.for_model(**hf_config))
-        module, name = SUPPORTED_MODELS[model_type]
-        config = correct_levanter_config(getattr(import_module(module), name).from_hf_config(hf), hf)
+        config = correct_levanter_config(levanter_config_class(model_type).from_hf_config(hf), hf)
         window = sliding_window(hf, position)
         positions = int(config.Pos.size)
         vocab = hax.Axis("vocab", hf.vocab_size)

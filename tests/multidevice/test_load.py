@@ -220,8 +220,12 @@ def word_tokenizer(vocab):
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")))
 
 
-def test_a_configuration_class_of_the_user(golden):
-    """A converter with a class of its own builds the model from it, as does `load_pretrained(config=...)`."""
+@pytest.mark.parametrize("name", ["CustomConfig", "LlamaConfig"])
+def test_a_configuration_class_of_the_user(golden, name):
+    """A converter with a class of its own builds the model from it, as does `load_pretrained(config=...)`.
+
+    Its name may be that of Levanter's.
+    """
     from levanter.models.llama import LlamaConfig
     from transformers import LlamaConfig as HfLlamaConfig
 
@@ -235,6 +239,7 @@ def test_a_configuration_class_of_the_user(golden):
             models.append(self)
             return super().model_type
 
+    CustomConfig.__name__ = name
     models, path, tokenizer = [], str(golden / "llama"), word_tokenizer(256)
     converter = HFCheckpointConverter(CustomConfig, path, HfConfigClass=HfLlamaConfig, tokenizer=tokenizer)
     with jax.set_mesh(mesh_of(1, 4, 2)):
