@@ -9,7 +9,7 @@
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import assert_never
 
 import numpy as np
@@ -22,6 +22,8 @@ KERNEL_BLOCK = 512
 """Side of the blocks of attention kernels, tokens. Some of Levanter's models request more memory than a v4 core has."""
 MAX_SEQUENCE_BLOCKS = 256
 """Maximum number of blocks into which a sequence is divided to count its work; longer sequences get larger blocks."""
+CACHED_LAYOUTS, CACHED_RESULTS = 64, 4096
+"""Layouts whose positions are kept, and whose small results are: every packing of documents has a layout of its own."""
 MAX_RUN_PAIRS = 2**20
 """Maximum number of pairs of runs that are compared at once; each takes about a hundred bytes."""
 
@@ -84,7 +86,7 @@ class SequenceLayout:
         return self.positions().reshape(self.ring, -1)
 
 
-@cache
+@lru_cache(maxsize=CACHED_LAYOUTS)
 def _positions(layout: SequenceLayout) -> np.ndarray:
     """Return the cached, read-only result of `SequenceLayout.positions`."""
     positions: np.ndarray = np.arange(layout.padded_length, dtype=np.int32)
@@ -131,7 +133,7 @@ def document_ids(layout: SequenceLayout) -> np.ndarray | None:
     return None if layout.documents is None else np.repeat(np.arange(len(layout.documents)), layout.documents)
 
 
-@cache
+@lru_cache(maxsize=CACHED_RESULTS)
 def ring_distances(queries: SequenceLayout, keys: SequenceLayout, pattern: Pattern) -> tuple[int, ...]:
     """Return the ring distances over which any device needs keys, ascending; always with 0, a device's own keys.
 
@@ -160,7 +162,7 @@ def count_blocks(queries: SequenceLayout, keys: SequenceLayout, pattern: Pattern
     return counts[ring[:, None], (ring[:, None] - ring) % size]
 
 
-@cache
+@lru_cache(maxsize=CACHED_RESULTS)
 def attended_fraction(layout: SequenceLayout, pattern: Pattern, gathers: bool) -> float:
     """Return the fraction of its query x key blocks that a kernel computes on the device with most of them.
 

@@ -1,6 +1,7 @@
 """Sequence orders, and the ring distances and blocks that a mask needs, compared with all pairs of positions."""
 
 import importlib.util
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ from shardplan.errors import ConfigError
 from shardplan.positions import sequence_layout
 from shardplan.positions.pattern import PADDING, Pattern, position_runs
 from shardplan.positions.sequence_layout import (
+    CACHED_LAYOUTS,
     SequenceLayout,
     SequenceOrder,
     count_blocks,
@@ -126,3 +128,15 @@ def test_strings_are_converted_to_orders():
     assert SequenceLayout(8, kind="zigzag").kind is SequenceOrder.ZIGZAG
     with pytest.raises(ConfigError, match="layout is 'zig'; did you mean 'zigzag'"):
         SequenceLayout(8, kind="zig")
+
+
+def test_positions_of_old_packings_are_forgotten():
+    """A training run packs documents in another way in every batch."""
+
+    def layout(first):
+        return SequenceLayout(1024, ring=4, kind="documents", documents=(first, 1024 - first))
+
+    oldest = weakref.ref(layout(1).positions())
+    for first in range(2, 2 + CACHED_LAYOUTS):
+        layout(first).positions()
+    assert oldest() is None
