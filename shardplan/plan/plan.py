@@ -156,7 +156,10 @@ class SearchInfo:
     candidates: int
     """Combinations of mesh and mappings that were evaluated."""
     proven_optimal: bool
-    """Whether no combination in the search space is better under the cost model; false if none fits."""
+    """Whether it is proven that no combination in the search space is better under the cost model.
+
+    False if none fits, for every plan but the fastest, and if numbers of microbatches were left out without a proof.
+    """
     seconds: float
     """Duration of the search."""
     runner_up: RunnerUp | None

@@ -100,7 +100,7 @@ def _plan(model: Model, result: SearchResult, ranked: RankedCandidate, runner_up
     caveats = list(_caveats(ranked))
     info = SearchInfo(
         candidates=result.statistics.evaluated,
-        proven_optimal=result.fits,  # the search leaves out only what a better plan bounds
+        proven_optimal=result.fits and result.is_exhaustive and ranked is result.ranked[0],
         seconds=result.seconds,
         runner_up=RunnerUp(runner_up.candidate.mesh, runner_up.candidate.seconds) if runner_up else None,
         rejected={rejection.value: count for rejection, count in result.statistics.rejected.items()},

@@ -41,6 +41,8 @@ class SearchResult:
     ranked: list[RankedCandidate]
     """The fastest first; if nothing fits, only the candidate with the smallest peak memory."""
     fits: bool
+    is_exhaustive: bool
+    """Whether only candidates were left out that a bound excludes: not numbers of microbatches after a slower one."""
     statistics: SearchStatistics
     seconds: float
     """Duration of the search, without tracing."""
@@ -63,13 +65,14 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
     variants = list(_variants(config))
     ranking, statistics = Ranking(keep), SearchStatistics()
     searched: dict[int, PlanConfig] = {}
-    seconds = 0.0
+    seconds, is_exhaustive = 0.0, True
     for group in variants:
         too_slow: list[int] = []
         for variant in group:
             parts = variant.workload.num_microbatches
-            # more microbatches gather weights more often, and leave a device no more to compute at once
+            # more microbatches gather weights more often, and leave a device no more to compute at once: no proof
             if any(parts % fewer == 0 for fewer in too_slow):
+                is_exhaustive = False
                 continue
             space = _build_space(variant, model, rules, own_attention)
             searched[id(space)] = variant
@@ -92,10 +95,10 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
         seconds += time.perf_counter() - started
     if ranking.candidates:
         ranked = [RankedCandidate(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
-        return SearchResult(ranked, True, statistics, seconds)
+        return SearchResult(ranked, True, is_exhaustive, statistics, seconds)
     if smallest is None:
         raise _unsatisfiable_error(config, rules, meshes, statistics)
-    return SearchResult([smallest], False, statistics, seconds)
+    return SearchResult([smallest], False, is_exhaustive, statistics, seconds)
 
 
 def _pinned_sizes(config: PlanConfig, rules: Rules) -> dict[str, int | None]:
