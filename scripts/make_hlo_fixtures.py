@@ -110,6 +110,29 @@ def attention(mesh: Mesh, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array
     return jax.grad(lambda q, k: run(q, k, v).astype(jnp.float32).sum(), argnums=(0, 1))(q, k)
 
 
+def experts(mesh: Mesh, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Gradients of a grouped matmul of rows with equally many for each of the matrices `w`."""
+    sizes = jnp.full((w.shape[0],), x.shape[0] // w.shape[0], jnp.int32)
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (lax.ragged_dot(x, w, sizes).astype(jnp.float32) ** 2).sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1))
+    return jax.shard_map(gradients, mesh=mesh, in_specs=(P(), P()), out_specs=(P(), P()), check_vma=False)(x, w)
+
+
+def exchange(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """An exchange of equally many rows between all devices along `data`, by their number."""
+    devices = mesh.shape["data"]
+
+    def send(x: jax.Array) -> jax.Array:
+        sizes = jnp.full((devices,), x.shape[0] // devices, jnp.int32)
+        starts = jnp.arange(devices, dtype=jnp.int32) * sizes
+        return lax.ragged_all_to_all(x, jnp.zeros_like(x), starts, sizes, starts, sizes, axis_name="data")
+
+    return jax.shard_map(send, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)(x)
+
+
 def gathers(mesh: Mesh, x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
     """Two sharded arrays, gathered on every device."""
     return constrain(mesh, x * 2, None, None), constrain(mesh, y * 2, None, None)
@@ -154,6 +177,8 @@ def make_fixtures(dump: Path) -> dict[str, str]:
             gathers, "v4:2x2x4", (2, 2, 4), [((512, 1024), (("data", "replica"), None)), ((512, 1024), ("replica",))]
         ),
     }
+    texts["ragged_dot"] = compile_text(experts, "v5p-8", (1, 4, 1), [((4096, 1024), ()), ((4, 1024, 2048), ())])
+    texts["ragged_all_to_all"] = compile_text(exchange, "v5p-8", (1, 4, 1), [((4096, 1024), ("data",))])
     try:
         arrays = [((4 * side, side), ("data",)), ((side, 4 * side), ()), ((4 * side, side), ())]
         compile_text(too_large, "v4-8", (1, 4, 1), arrays, dtype=jnp.float32)

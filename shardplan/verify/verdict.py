@@ -74,7 +74,7 @@ class CompiledTime:
     compute_seconds: float
     """Time that the core computes; for the rest of the step it waits for transfers."""
     kernel_seconds: float
-    """The part of `compute_seconds` modelled from FLOPs: kernels for which the compiler gives no cycles."""
+    """The part of `compute_seconds` modelled from FLOPs and HBM: kernels for which the compiler gives no cycles."""
     model_flops: float
     """FLOPs of one step over all devices that the model needs, recomputation and masked attention not counted."""
     mfu: float

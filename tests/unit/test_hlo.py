@@ -36,6 +36,8 @@ def parse_one(line: str):
         ("splash", 3, "main.4_spmd", 52),
         ("splash_batch", 5, "main.4_spmd", 40),
         ("groups", 3, "main.0_spmd", 9),
+        ("ragged_dot", 11, "main.0_spmd", 40),
+        ("ragged_all_to_all", 2, "main.0_spmd", 13),
         ("too_large", 9, "main.0_spmd", 9),
     ],
 )
@@ -94,6 +96,28 @@ def test_attributes_on_several_lines():
     assert '\\"block_kv_dq\\": 128' in kernel.attributes["frontend_attributes"]
     assert [array.dims for array in kernel.arrays] == [(128, 128), (2, 256, 128)]
     assert len(kernel.operands) == 9
+
+
+def test_a_computation_ends_after_its_last_instruction():
+    """An attribute on several lines may have one that begins like the end of a computation on another thread."""
+    module = parse(
+        """
+%on_another_thread (a: f32[]) -> f32[] {
+  ROOT %a = f32[] parameter(0)
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8] parameter(0)
+  %kernel = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"cost_estimate": {"flops": 1
+}, "name": "gmm"}}, metadata={op_name="jit(f)/gmm"}
+  ROOT %last = f32[8] negate(%kernel)
+}
+"""
+    )
+    assert [*module.computations] == ["on_another_thread", "main"]
+    assert [*module.entry.instructions] == ["x", "kernel", "last"]
+    assert module.entry.instructions["kernel"].op_name == "jit(f)/gmm"
 
 
 def test_instructions_inside_of_an_instruction():

@@ -5,6 +5,7 @@ microsecond, and the network between slices transfers 6.25e9 bytes per second. T
 without wraparound: each device has two links, as in a ring, and opposite corners are two hops apart.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,12 @@ def step(*lines: str, body: str = "", sizes: tuple[int, ...] = (1, 4, 1), slice_
     return timing(text, slice_name, sizes)
 
 
-def timing(text: str, slice_name: str, sizes: tuple[int, ...], causal: float = 1.0) -> Timing:
+def timing(
+    text: str, slice_name: str, sizes: tuple[int, ...], causal: float = 1.0, hbm_bandwidth: float | None = None
+) -> Timing:
     hardware = parse_slice(slice_name)
+    if hbm_bandwidth is not None:
+        hardware = replace(hardware, generation=replace(hardware.generation, hbm_bandwidth=hbm_bandwidth))
     mesh = dict(zip(("replica", "data", "model"), sizes, strict=True))
     slices = [i // (hardware.devices // hardware.slices) for i in range(hardware.devices)]
     return model_step(parse(text), Network(mesh, hardware, slices), hardware, causal)
@@ -377,7 +382,7 @@ def kernel_seconds(sequences: int, causal: float) -> float:
 
 @pytest.mark.parametrize("causal", [1, 0.75])
 def test_attention_kernels_of_a_real_module(causal):
-    result = timing(read("splash"), "v4-8", (1, 4, 1), causal)
+    result = timing(read("splash"), "v4-8", (1, 4, 1), causal, hbm_bandwidth=1e18)
     assert result.kernel_seconds == pytest.approx(kernel_seconds(1, causal))
     cycles = 754 + 1400 + 1082 + 622 + 754 + 1082 + 1396 + 620 + 620 + 608
     assert result.seconds == pytest.approx(kernel_seconds(1, causal) + cycles / CLOCK)
@@ -386,24 +391,50 @@ def test_attention_kernels_of_a_real_module(causal):
 
 def test_attention_kernels_of_several_sequences():
     """With more than one sequence per device q, k and v have a batch dimension."""
-    result = timing(read("splash_batch"), "v4-8", (1, 4, 1))
+    result = timing(read("splash_batch"), "v4-8", (1, 4, 1), hbm_bandwidth=1e18)
     assert result.kernel_seconds == pytest.approx(kernel_seconds(2, 1))
 
 
-def test_a_ragged_matmul():
-    """Each row is multiplied by one expert: [16, 8] x [4, 8, 32] needs 16 x 8 x 32 products, as do its transposes."""
-    result = timing(
-        """
-ENTRY %main (a: bf16[16,8], b: bf16[4,8,32]) -> bf16[16,32] {
-  %a = bf16[16,8] parameter(0)
-  %b = bf16[4,8,32] parameter(1)
-  ROOT %ragged-dot-none = bf16[16,32] custom-call(%a, %b), custom_call_target="tpu_custom_call"
-}
-""",
-        "v4-8",
-        (1, 4, 1),
+def grouped_matmul(name: str, rows: int, inside_of_a_fusion: bool = False) -> Timing:
+    """Of a kernel `name` for [rows, 1024] x [4, 1024, 2048], whose result stays in the memory of the core."""
+    kernel = f"""%a = bf16[{rows},1024] parameter(0)
+  %b = bf16[4,1024,2048] parameter(1)
+  ROOT %{name} = bf16[{rows},2048]{{1,0:S(1)}} custom-call(%a, %b), custom_call_target="tpu_custom_call"
+"""
+    header = f"(a: bf16[{rows},1024], b: bf16[4,1024,2048]) -> bf16[{rows},2048] {{"
+    if not inside_of_a_fusion:
+        return timing(f"ENTRY %main {header}\n  {kernel}}}", "v4-8", (1, 4, 1))
+    call = (
+        kernel[: kernel.index("  ROOT")] + f"  ROOT %f = bf16[{rows},2048] fusion(%a, %b), kind=kCustom, calls=%inner"
     )
-    assert result.seconds == pytest.approx(2 * 16 * 8 * 32 / FLOPS)
+    return timing(f"%inner {header}\n  {kernel}}}\n\nENTRY %main {header}\n  {call}\n}}", "v4-8", (1, 4, 1))
+
+
+@pytest.mark.parametrize("name", ["ragged-dot-none", "jvp_jit_gmm__.15", "transpose_jvp_jit_tgmm___.2", "gmm"])
+@pytest.mark.parametrize("inside_of_a_fusion", [False, True])
+def test_grouped_matmuls_take_their_flops_or_their_weights(name, inside_of_a_fusion):
+    """Each row meets one of the matrices; with few rows it takes longer to read these."""
+    many, few = grouped_matmul(name, 8192, inside_of_a_fusion), grouped_matmul(name, 64, inside_of_a_fusion)
+    assert many.kernel_seconds == many.seconds == pytest.approx(2 * 8192 * 1024 * 2048 / FLOPS)
+    assert few.kernel_seconds == few.seconds == pytest.approx(2 * (64 * 1024 + 4 * 1024 * 2048) / HBM)
+    assert not many.not_understood and not few.not_understood
+
+
+def test_gradients_of_a_real_grouped_matmul():
+    """The matmul and the gradient of its rows are kernels. That of its weights has cycles: it is masked and dense."""
+    result = timing(read("ragged_dot"), "v5p-8", (1, 4, 1))
+    hardware = parse_slice("v5p-8").generation
+    assert result.kernel_seconds == pytest.approx(2 * 2 * 4096 * 1024 * 2048 / hardware.flops)
+    dense = 4 * 2 * 4096 * 1024 * 2048 / hardware.flops
+    assert result.seconds - result.kernel_seconds > dense
+    assert not result.not_understood
+
+
+def test_a_real_exchange_of_ragged_rows():
+    """Each of 4 devices receives three quarters of its 1024 rows of 1024 bfloat16 numbers."""
+    [use] = timing(read("ragged_all_to_all"), "v5p-8", (1, 4, 1)).uses
+    assert (use.transfer.kind, use.transfer.mesh_axes) == ("ragged-all-to-all", ("data",))
+    assert use.transfer.bytes == 3 / 4 * 1024 * 1024 * 2
 
 
 def test_time_is_attributed_to_operations():

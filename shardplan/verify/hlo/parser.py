@@ -46,13 +46,20 @@ def _split_computations(text: str) -> Iterator[tuple[str, list[str]]]:
         if header is None:
             if line.endswith("{") and "->" in line and not line.startswith("HloModule"):
                 header, body = line, []
-        elif line == "}" or line.startswith("}, "):
+        elif line == "}" or (line.startswith("}, ") and not (body and _is_open(body[-1]))):
             yield header, body
             header = None
         elif line.lstrip().startswith(("%", "ROOT ")) or not body:
             body.append(line.strip())
         else:
-            body[-1] += line  # quoted text may contain line breaks
+            body[-1] += line  # attributes of kernels may contain line breaks
+
+
+def _is_open(line: str) -> bool:
+    """Whether a bracket or a quote of an instruction is still open, so that the next line is a part of it."""
+    tokens = [match[0] for match in _TOKENS.finditer(line)]
+    depth = sum((token in "([{") - (token in ")]}") for token in tokens)
+    return depth > 0 or _TOKENS.sub("", line).count('"') > 0
 
 
 def _parse_instruction(line: str) -> Instruction:

@@ -6,8 +6,9 @@ time of a loop is that of its body times its trip count.
 """
 
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardplan.hardware import Slice
@@ -26,6 +27,8 @@ FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "MoveToDevice", "MoveToHost")
 FLOATS = ("bf16", "f16", "f32")
 KERNEL_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Kernel of splash attention -> its products of position x position x head size (q k^T and p v; the gradients)."""
+GROUPED_MATMUL = re.compile(r"^ragged-dot-|(^|_)t?gmm(_|\.|$)")
+"""Names of the kernels of grouped matmuls: those of XLA, and `gmm` and `tgmm` of megablox."""
 SMALL_BYTES = 2**20
 """Moving fewer bytes takes a microsecond, which is neglected."""
 COPIES = ("copy-start", "slice-start")
@@ -55,7 +58,7 @@ class Timing:
     compute_seconds: float = 0.0
     """Time that the core computes; for the rest of `seconds` it waits for transfers."""
     kernel_seconds: float = 0.0
-    """The part of `compute_seconds` that is modelled from FLOPs because the compiler gives no cycles."""
+    """The part of `compute_seconds` that is modelled from FLOPs and HBM because the compiler gives no cycles."""
     uses: list[CollectiveUse] = field(default_factory=list)
     op_seconds: dict[str, float] = field(default_factory=dict)
     """Operation of the traced program -> compute seconds."""
@@ -276,14 +279,12 @@ class _Simulator:
     def _compute(self, instruction: Instruction, op: str, scope: _Scope) -> float:
         """Compute seconds of one execution of an instruction that is no collective."""
         generation = self.hardware.generation
-        cycles = instruction.cycles
-        seconds = 0.0
-        if cycles is not None:
-            seconds = cycles / generation.clock
-        elif instruction.opcode == "custom-call" and (flops := self._kernel_flops(instruction, scope.computation)):
-            seconds = flops / generation.flops
-            self.timing.kernel_seconds += seconds * scope.count
-        elif not self._is_free(instruction, scope.computation):
+        calls = self._calls_without_cycles(scope.computation, instruction)
+        seconds = sum(self._kernel_seconds(call, computation) for computation, call in calls)
+        self.timing.kernel_seconds += seconds * scope.count
+        if instruction.cycles is not None:
+            seconds += instruction.cycles / generation.clock
+        elif not seconds and not self._is_free(instruction, scope.computation):
             seconds = 2 * sum(array.bytes for array in instruction.arrays) / generation.hbm_bandwidth
             self._omit(OmissionKind.NO_CYCLES, f"{instruction.opcode} {instruction.custom_call_target}".strip())
         self.timing.compute_seconds += seconds * scope.count
@@ -304,6 +305,26 @@ class _Simulator:
             arrays = instruction.arrays
         return instruction.custom_call_target in FREE_TARGETS or all(array.bytes < SMALL_BYTES for array in arrays)
 
+    def _calls_without_cycles(
+        self, computation: Computation, instruction: Instruction
+    ) -> Iterator[tuple[Computation, Instruction]]:
+        """Yield the custom calls that an instruction is or, as a fusion, contains; each with its computation."""
+        if instruction.opcode == "custom-call" and instruction.cycles is None:
+            yield computation, instruction
+        elif instruction.opcode == "fusion":
+            for inner in (self.module.computations[name] for name in instruction.called):
+                for each in inner.instructions.values():
+                    yield from self._calls_without_cycles(inner, each)
+
+    def _kernel_seconds(self, instruction: Instruction, computation: Computation) -> float:
+        """Seconds of a kernel, the larger of its FLOPs and of reading and writing its arrays; 0 for an unknown one."""
+        flops, generation = self._kernel_flops(instruction, computation), self.hardware.generation
+        if not flops:
+            return 0.0
+        operands = (array for name in instruction.operands for array in computation.instructions[name].arrays)
+        in_hbm = sum(array.bytes for array in (*operands, *instruction.arrays) if array.space == 0)
+        return max(flops / generation.flops, in_hbm / generation.hbm_bandwidth)
+
     def _kernel_flops(self, instruction: Instruction, computation: Computation) -> float:
         """FLOPs of a kernel, for splash attention of the blocks that its mask leaves; 0 for an unknown kernel."""
         operands = [array for name in instruction.operands for array in computation.instructions[name].arrays]
@@ -313,7 +334,7 @@ class _Simulator:
             # q[..., heads, position, head_size] is first, then k of the same rank with its own heads and positions
             q, k = [dims for dims in matrices if len(dims) >= 3][:2]
             return 2 * KERNEL_PRODUCTS[kernel] * math.prod(q) * k[-2] * self.causal
-        if instruction.name.startswith("ragged-dot-") and len(matrices) >= 2:
+        if GROUPED_MATMUL.search(instruction.name) and len(matrices) >= 2:
             # [m, k] x [experts, k, n] -> [m, n] and its transposes: a row meets one expert; m k, k n, m n are the sizes
             sizes = [math.prod(dims[-2:]) for dims in (*matrices[-2:], instruction.arrays[0].dims)]
             return 2 * math.sqrt(math.prod(sizes))
