@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.positions.pattern import CAUSAL, Pattern
-from shardplan.program.named_arrays import Dim, TracedArray, mapped
+from shardplan.program.named_arrays import Dim, TracedArray, base_axis, mapped
 
 REORDERING_COPIES = 2
 """Number of buffers of the gathered size that an all-gather along several dimensions needs to reorder its result."""
@@ -75,7 +75,9 @@ class ShardingAssignment:
         """Whether `array` has the stored sharding between tasks: a parameter, a copy of one, or a gradient."""
         if array.weight is not None:
             return True
-        return all(name is not None and name not in self.activation_axes for name, n in array.factors if n > 1)
+        return all(
+            name is not None and base_axis(name) not in self.activation_axes for name, n in array.factors if n > 1
+        )
 
     def dimension_mesh_axes(self, array: TracedArray, mapping: AxisMapping | None = None) -> list[MeshAxes]:
         """Mesh axes that shard each dimension, under `mapping` or else in the sharding of `array` between tasks."""

@@ -84,6 +84,13 @@ class TracedArray:
         return math.prod(size for _, size in self.factors)
 
 
+def base_axis(name: AxisName) -> str:
+    """Return the logical axis that `name` is, or is a copy or a part of."""
+    while not isinstance(name, str):
+        name = name.of
+    return name
+
+
 def mapped(name: AxisName | None, mapping: AxisMapping) -> MeshAxes:
     """The mesh axes that shard a logical axis; none for a copy or a part of one, which no mapping shards."""
     return mapping.get(name, ()) if isinstance(name, str) else ()

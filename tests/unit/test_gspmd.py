@@ -19,6 +19,7 @@ from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.workload import Workload
 from shardplan.positions.pattern import CAUSAL
 from shardplan.positions.sequence_layout import SequenceLayout
+from shardplan.program.named_arrays import AxisCopy, AxisPart, TracedArray
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import TaskKind
 from shardplan.program.trace import trace_jaxpr
@@ -57,6 +58,24 @@ def test_partial_sums_of_a_sharded_contraction():
     activations = 4 * B * P * E / 8
     reduced = ("all-reduce", ("model",), LAYERS * 2 * 1 / 2 * activations, LAYERS)
     assert traffic([Purpose.PARTIAL_SUMS], mapping, mapping) == [reduced]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_stored"),
+    [
+        ("embed", True),
+        (AxisPart("embed"), True),
+        ("position", False),
+        (AxisCopy("position"), False),
+        (AxisPart(AxisCopy("position")), False),
+        (None, False),
+    ],
+)
+def test_only_arrays_of_parameters_are_stored_like_parameters(name, is_stored):
+    """A mask of keys has the copy of the positions that scores have; a split batch has a part of it."""
+    assignment = ShardingAssignment(MESH, TOKENS, {}, {}, ("batch", "position"), CompilerQuirks())
+    assert assignment.is_stored_like_a_parameter(TracedArray((((name, 8),),), 4)) == is_stored
+    assert assignment.is_stored_like_a_parameter(TracedArray((((name, 8),),), 4, "path"))
 
 
 @pytest.mark.parametrize(("named", "n"), [(("data",), 4), (("replica", "model"), 4), (("replica", "data"), 8)])
