@@ -91,7 +91,7 @@ class _Sequence:
         ends: defaultdict[int, list[int]] = defaultdict(list)
         for value, i in last_uses.items():
             ends[i].append(value)
-        live, unused = set[int](), set(carried)
+        live, entering = set[int](), set(carried)
         buffers: Counter[LiveBuffer] = Counter()
         used_up: set[int] = set()
         points: list[Counter[LiveBuffer]] = []
@@ -100,7 +100,7 @@ class _Sequence:
                 continue
             is_loop = operation.kind == OperationKind.LOOP
             stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
-            new = (unused | stacks | {result for result in operation.results if result in fusion.written}) - live
+            new = (entering | stacks | {result for result in operation.results if result in fusion.written}) - live
             live |= new
             buffers.update(map(self._live_buffer, new))
             here = outside + gathered[i]
@@ -120,7 +120,7 @@ class _Sequence:
             buffers.subtract(map(self._live_buffer, gone))
             buffers = +buffers
             used_up = used_up | gone if i < held.end else set()
-            unused = set()
+            entering = set()
         return points
 
     def _last_uses(self) -> dict[int, int]:
