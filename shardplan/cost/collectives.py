@@ -18,7 +18,7 @@ class Purpose(Enum):
     """Of a grouped matmul: the part of its result that another sharding needs."""
     SUMS_OVER_DEVICES = "sums of {}"
     EXCHANGES = "exchange of {}"
-    """Of a collective that the model itself names, in a shard_map, and that adds nothing up."""
+    """An all-gather, all-to-all or permutation that the model's own shard_map names."""
     LOOKUPS = "rows of {}"
     LOOKUP_GRADIENTS = "gradient of the lookup"
     FLATTENED_AXES = "{} resharded"

@@ -110,7 +110,7 @@ class Fusion:
         return self._base.get(value, value)
 
     def sources(self, value: int) -> frozenset[int]:
-        """Return the values in memory that `value` is computed from: itself, or what was fused into it reads."""
+        """Return the values in memory from which `value` is computed; `value` itself if it is in memory."""
         return self._sources.get(value, frozenset({value}))
 
     def is_executed(self, operation: Operation) -> bool:

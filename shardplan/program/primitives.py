@@ -175,8 +175,8 @@ class AxisNaming:
         """A convolution: a matmul of every window of the first operand; elementwise where each channel is by itself.
 
         It sums over the channels of the second operand and its window. Groups of channels, or of rows in the gradient,
-        are independent matmuls. An axis along which the window moves is not sharded, because neighbours would have to
-        be exchanged.
+        are independent matmuls. If a mesh axis shards positions along which the window moves, the exchange of
+        neighbours is not counted; other axes along which it moves are not sharded.
         """
         p, v = equation.params, equation.outvars[0]
         numbers, (left, right) = p["dimension_numbers"], arrays
@@ -196,10 +196,10 @@ class AxisNaming:
             if isinstance(name, str) and size_of(right.dims[j]) not in (1, size_of(left.dims[i]))
         }
         result = TracedArray(mark_repeated_axes(dims), itemsize_of(v))
+        if 1 < groups == size_of(right.dims[out]):
+            return OperationKind.ELEMENTWISE, [result], {}
         channels = self.unify(left.dims[channel], right.dims[summed]) if groups == 1 else right.dims[summed]
         contracted = [channels, *(right.dims[j] for j in window)]
-        if groups == size_of(right.dims[out]):
-            return OperationKind.ELEMENTWISE, [result], {}
         batched = () if groups == 1 else ((None, groups),)
         return OperationKind.CONTRACTION, [result], {"contracted": _factors(contracted), "batched": batched}
 

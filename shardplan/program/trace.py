@@ -207,7 +207,7 @@ class _Tracer:
         return [*after, *written]
 
     def name_rows(self, sums: TracedArray, indices: int) -> TracedArray:
-        """Name the rows of the gradient of a lookup, which adds to zeros without names, as those of its table.
+        """Name the rows of a lookup's gradient as those of its table: it adds to zeros, which have no names.
 
         It has the indices of the lookup; where they were computed anew, it is that of the only table of its shape and
         columns.

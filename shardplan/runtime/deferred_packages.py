@@ -34,7 +34,7 @@ class _ExecutedPackage(ModuleType):
 
 
 def defer_unused_packages() -> None:
-    """Put off the `__init__` of the packages of which shardplan uses only submodules: half of the time of imports."""
+    """Put off the `__init__`, which takes long, of the packages of which shardplan uses only submodules."""
     for name in UNUSED:
         defer_package(name)
 

@@ -65,7 +65,7 @@ class ComputeSharding(NamedTuple):
     mapping: dict[str, MeshAxes]
     """Logical axis -> mesh axes."""
     method: AttentionMethod | None = None
-    """The method of attention; None for Levanter's own attention, and where a component has none."""
+    """The method of attention; None for Levanter's own, and in a component without attention."""
 
 
 @dataclass(frozen=True)

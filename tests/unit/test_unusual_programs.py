@@ -81,9 +81,18 @@ def test_a_convolution_is_a_matmul_of_its_windows(groups, stride):
     assert flops(step) == by_hand and not step.unpriced
     assert task.results[0].axes == (("batch", "position", "embed") if stride == 1 else ("batch", "embed"))
     assert "position" in step.resized_axes and "mels" not in step.resized_axes
-    # the gradient of strided windows multiplies with zeros in between
+    # that of the kernel, and that of x, which multiplies strided windows with zeros in between
     gradient = trace(jax.grad(lambda *arrays: encode(*arrays).sum(), (0, 1)), *arguments)
-    assert flops(gradient) == (1 + 1 + stride) * by_hand - by_hand
+    assert flops(gradient) == (1 + stride) * by_hand
+
+
+def test_a_convolution_to_one_channel_is_a_matmul():
+    def encode(x, kernel):
+        numbers = {"dimension_numbers": ("NWC", "WIO", "NWC")}
+        return jax.lax.conv_general_dilated(x, kernel, (1,), [(1, 1)], **numbers)
+
+    step = trace(encode, ((B, S, E), ("batch", "position", "embed")), ((3, E, 1), ("window", "embed", None)))
+    assert flops(step) == 2 * B * S * 3 * E
 
 
 @pytest.mark.parametrize("layers", [10, pytest.param(100, marks=pytest.mark.whole)])

@@ -81,7 +81,8 @@ def read_header(file: File) -> dict[str, Tensor]:
     if length > min(file.size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(f"{file.name}: its header claims {length} bytes, the file has {file.size}")
     rest = bytearray(max(0, end - len(start)))
-    file.read_into(len(start), memoryview(rest))
+    if rest:  # some stores take a request for nothing
+        file.read_into(len(start), memoryview(rest))
     text = (start + rest)[8:end]
     try:
         header = json.loads(text.decode(), object_pairs_hook=reject_duplicate_keys, parse_constant=_reject_constant)

@@ -308,7 +308,7 @@ class _Simulator:
     def _calls_without_cycles(
         self, computation: Computation, instruction: Instruction
     ) -> Iterator[tuple[Computation, Instruction]]:
-        """Yield the custom calls that an instruction is or, as a fusion, contains; each with its computation."""
+        """Yield the custom calls without cycles that an instruction runs, each with its computation."""
         if instruction.opcode == "custom-call" and instruction.cycles is None:
             yield computation, instruction
         elif instruction.opcode == "fusion":
