@@ -12,10 +12,12 @@ from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import build_model
 from shardplan.plan.workload import Workload
+from shardplan.program import step_trace
 from shardplan.program.named_arrays import AxisCopy, TracedArray, is_scores, mark_repeated_axes, score_positions
 from shardplan.program.operations import OperationKind
 from shardplan.program.step_trace import trace_step
 from shardplan.program.trace import trace_jaxpr
+from shardplan.program.walk import build_step
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 X, W = (("batch", "embed"), None), (("mlp", "embed"), "up")
@@ -270,3 +272,13 @@ def test_every_model_type_is_named(model_type, kind):
     assert len(matrices & multiplied) >= 4
     if kind == "train":
         assert len(trace.results) >= len(matrices)
+
+
+@pytest.mark.parametrize("kind", ["eval", "prefill", "train"])
+def test_other_rotary_frequencies_change_nothing(kind, monkeypatch):
+    """Those of Llama 3 take half a second to compute, so a trace has those of plain rotary embeddings."""
+    model = build_model(read_config("llama-3.1-8b", None), 64)
+    workload = Workload(kind, 4, 64, "float32", "bfloat16")
+    plain = build_step(trace_step(model, workload))
+    monkeypatch.setattr(step_trace, "Llama3RotaryEmbeddingsConfig", ())
+    assert build_step(trace_step(model, workload)) == plain
