@@ -50,14 +50,17 @@ RANKING_COLUMNS = (
 """Columns of the ranking, of text and of numbers, from the fullest form to the narrowest."""
 
 _OMISSION_TEXTS = {
-    OmissionKind.MODULE_TEXT: "the compiled module: {detail}",
-    OmissionKind.MODULE_STRUCTURE: "{detail}",
-    OmissionKind.INSTRUCTION: "{subject}: {detail}",
-    OmissionKind.NO_CYCLES: "{subject} without cycles, timed as reading and writing its result",
-    OmissionKind.TRIP_COUNT: "loop of unknown length, counted once",
-    OmissionKind.CONDITIONAL: "conditional: every branch counted, the longest timed",
-    OmissionKind.ASYNC_CALL: "asynchronous call without a collective",
-    OmissionKind.REPLICA_GROUPS: "{subject} with replica_groups {detail}",
+    OmissionKind.MODULE_TEXT: "left out: the compiled module: {detail}",
+    OmissionKind.MODULE_STRUCTURE: "left out: {detail}",
+    OmissionKind.INSTRUCTION: "left out: {subject}: {detail}",
+    OmissionKind.NO_CYCLES: "assumed: {subject} without cycles takes as long as reading and writing its result",
+    OmissionKind.SCATTER: (
+        "assumed: {subject} without cycles takes as long as reading its updates, and changing as many rows"
+    ),
+    OmissionKind.TRIP_COUNT: "assumed: a loop of unknown length runs once",
+    OmissionKind.CONDITIONAL: "assumed: a conditional takes as long as its longest branch, and transfers for all",
+    OmissionKind.ASYNC_CALL: "left out: asynchronous call without a collective",
+    OmissionKind.REPLICA_GROUPS: "left out: {subject} with replica_groups {detail}",
 }
 
 
@@ -133,11 +136,18 @@ def print_verdict(label: str, plan: Plan, verdict: Verdict, out: Console) -> Non
         print_wrapped(
             text + (f"; the plan's estimate is {plan.cost.step_seconds:.3g} s" if is_step else ""), out, "time    "
         )
+        if time.masked_dense_seconds:
+            part = f"{time.masked_dense_seconds / time.step_seconds:.0%} of the step"
+            text = (
+                f"{time.masked_dense_seconds:.3g} s ({part}) are grouped matmuls of experts that the "
+                "compiler makes of dense ones over all experts: it has no kernel for the gradient of their weights"
+            )
+            print_bullets([text], out)
     if verdict.collectives:
         print_first_fitting(_collective_tables(verdict.collectives), out)
     print_bullets(
         (
-            f"left out: {omission_text(omission)} ({count} times in the program)"
+            f"{omission_text(omission)} ({count} times in the program)"
             for omission, count in verdict.not_understood.items()
         ),
         out,

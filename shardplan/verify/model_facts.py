@@ -2,10 +2,15 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardplan.config.sections import CompiledProgram
+from shardplan.plan.mapping import mesh_size
+from shardplan.plan.plan import Plan
+from shardplan.plan.workload import BATCH_AXIS
 from shardplan.verify.case import Case
 
 
@@ -17,6 +22,8 @@ class ModelFacts:
     """FLOPs of one step over all devices that the model needs; 0 for the assembly of a loaded model."""
     attended_fraction: float
     """Fraction of its query x key blocks that the attention kernel computes on the slowest device."""
+    routed_rows: float | None
+    """Rows of a grouped matmul of experts that hold a token, per device on average; None without experts."""
 
     def save(self, path: Path) -> None:
         """Write the facts as JSON to the file `path`."""
@@ -48,4 +55,15 @@ def compute_facts(case: Case) -> ModelFacts:
     check_model(plan, model)
     layout = plan.attention.sequence_layout(workload.position)
     flops = model_flops(model, workload.resolve()) if case.program == CompiledProgram.STEP else 0.0
-    return ModelFacts(flops, attended_fraction(layout, model.pattern, plan.attention.gathers_keys))
+    attended = attended_fraction(layout, model.pattern, plan.attention.gathers_keys)
+    return ModelFacts(flops, attended, _routed_rows(plan, model.template.Pos.name, case.hf_config))
+
+
+def _routed_rows(plan: Plan, position_axis: str, hf_config: Mapping[str, Any]) -> float | None:
+    """Return the number of (token, expert) pairs of a microbatch per device; None for a model without experts."""
+    choices = hf_config.get("num_experts_per_tok")
+    if choices is None:
+        return None
+    mesh_axes = {axis for name in (BATCH_AXIS, position_axis) for axis in plan.compute_mapping.get(name, ())}
+    tokens = plan.workload.tokens / plan.workload.num_microbatches
+    return choices * tokens / mesh_size(plan.mesh, mesh_axes)

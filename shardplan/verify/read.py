@@ -7,6 +7,7 @@ from shardplan.hardware import GIB, parse_slice
 from shardplan.plan.plan import Plan
 from shardplan.verify.compiler.compiled import Compiled
 from shardplan.verify.hlo.collectives import Network
+from shardplan.verify.hlo.kernels import KernelWork
 from shardplan.verify.hlo.module import HloError, Module
 from shardplan.verify.hlo.parser import parse
 from shardplan.verify.hlo.peak_buffers import hbm_buffers, hbm_bytes
@@ -85,7 +86,7 @@ def _time_fields(module: Module, compiled: Compiled, plan: Plan, facts: ModelFac
     hardware = parse_slice(plan.hardware.slice)
     network = Network(plan.mesh, hardware, compiled.slices)
     try:
-        timing = model_step(module, network, hardware, facts.attended_fraction)
+        timing = model_step(module, network, hardware, KernelWork(facts.attended_fraction, facts.routed_rows))
     except HloError as error:
         return {"not_understood": {Omission(OmissionKind.MODULE_STRUCTURE, detail=str(error)): 1}}
     peak = hardware.generation.flops * hardware.devices
@@ -95,6 +96,7 @@ def _time_fields(module: Module, compiled: Compiled, plan: Plan, facts: ModelFac
             step_seconds=timing.seconds,
             compute_seconds=timing.compute_seconds,
             kernel_seconds=timing.kernel_seconds,
+            masked_dense_seconds=timing.masked_dense_seconds,
             model_flops=facts.flops,
             mfu=facts.flops / peak / timing.seconds if timing.seconds else 0.0,
             ops=dict(sorted(timing.op_seconds.items(), key=lambda item: -item[1])[:MAX_ROWS]),

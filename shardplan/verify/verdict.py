@@ -75,6 +75,8 @@ class CompiledTime:
     """Time that the core computes; for the rest of the step it waits for transfers."""
     kernel_seconds: float
     """The part of `compute_seconds` modelled from FLOPs and HBM: kernels for which the compiler gives no cycles."""
+    masked_dense_seconds: float
+    """The part of `compute_seconds` of grouped matmuls that the compiler makes of dense ones over all experts."""
     model_flops: float
     """FLOPs of one step over all devices that the model needs, recomputation and masked attention not counted."""
     mfu: float
@@ -153,6 +155,8 @@ class OmissionKind(StrEnum):
     """`subject` is its opcode, `detail` the error."""
     NO_CYCLES = "no cycles"
     """An instruction, `subject`, without estimated cycles, timed as reading and writing its result."""
+    SCATTER = "scatter"
+    """A scatter without estimated cycles, timed as reading its updates, and reading and writing as many rows."""
     TRIP_COUNT = "trip count"
     """A loop of unknown length, counted once."""
     CONDITIONAL = "conditional"

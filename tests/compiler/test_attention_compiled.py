@@ -54,7 +54,7 @@ def compile_attention(slice_name, heads, mask=CAUSAL, length=LENGTH, degree=DEGR
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(attend).lower(struct(queries), struct(keys), struct(keys))
     module = lowered.compile()
-    timing = model_step(parse(module.as_text()), Network(sizes, hardware, [0] * hardware.devices), hardware, 1.0)
+    timing = model_step(parse(module.as_text()), Network(sizes, hardware, [0] * hardware.devices), hardware)
     received, counts = Counter(), Counter()
     for use in timing.uses:
         received[use.transfer.kind] += use.transfer.bytes * use.count

@@ -34,7 +34,7 @@ def timing_of(function, arrays, sizes, options=NO_WINDOWED_EINSUM):
     ]
     compiled = jax.jit(lambda *arguments: function(mesh, *arguments)).lower(*structs).compile(compiler_options=options)
     network = Network(sizes, HARDWARE, [0] * HARDWARE.devices)
-    return model_step(parse(compiled.as_text()), network, HARDWARE, causal=1.0)
+    return model_step(parse(compiled.as_text()), network, HARDWARE)
 
 
 def received(timing) -> dict[tuple[str, tuple[str, ...]], float]:

@@ -61,7 +61,7 @@ def compiled(mapping, table, batch) -> Counter:
     structs = [jax.ShapeDtypeStruct(n, kind, sharding=NamedSharding(mesh, spec)) for n, kind, spec in arrays]
     module = parse(jax.jit(function).lower(*structs).compile().as_text())
     received = Counter()
-    for use in model_step(module, Network(MESH, HARDWARE, [0] * HARDWARE.devices), HARDWARE, causal=1.0).uses:
+    for use in model_step(module, Network(MESH, HARDWARE, [0] * HARDWARE.devices), HARDWARE).uses:
         received[use.transfer.kind] += use.transfer.bytes * use.count
     return received
 

@@ -12,6 +12,7 @@ import pytest
 
 from shardplan.hardware import parse_slice
 from shardplan.verify.hlo.collectives import Network
+from shardplan.verify.hlo.kernels import ALL_WORK, KernelWork
 from shardplan.verify.hlo.parser import parse
 from shardplan.verify.hlo.peak_buffers import hbm_buffers, hbm_bytes, parse_live_at_peak
 from shardplan.verify.hlo.timing import Timing, model_step
@@ -103,14 +104,18 @@ def step(*lines: str, body: str = "", sizes: tuple[int, ...] = (1, 4, 1), slice_
 
 
 def timing(
-    text: str, slice_name: str, sizes: tuple[int, ...], causal: float = 1.0, hbm_bandwidth: float | None = None
+    text: str,
+    slice_name: str,
+    sizes: tuple[int, ...],
+    kernel_work: KernelWork = ALL_WORK,
+    hbm_bandwidth: float | None = None,
 ) -> Timing:
     hardware = parse_slice(slice_name)
     if hbm_bandwidth is not None:
         hardware = replace(hardware, generation=replace(hardware.generation, hbm_bandwidth=hbm_bandwidth))
     mesh = dict(zip(("replica", "data", "model"), sizes, strict=True))
     slices = [i // (hardware.devices // hardware.slices) for i in range(hardware.devices)]
-    return model_step(parse(text), Network(mesh, hardware, slices), hardware, causal)
+    return model_step(parse(text), Network(mesh, hardware, slices), hardware, kernel_work)
 
 
 def read(name: str) -> str:
@@ -382,7 +387,7 @@ def kernel_seconds(sequences: int, causal: float) -> float:
 
 @pytest.mark.parametrize("causal", [1, 0.75])
 def test_attention_kernels_of_a_real_module(causal):
-    result = timing(read("splash"), "v4-8", (1, 4, 1), causal, hbm_bandwidth=1e18)
+    result = timing(read("splash"), "v4-8", (1, 4, 1), KernelWork(attended_fraction=causal), hbm_bandwidth=1e18)
     assert result.kernel_seconds == pytest.approx(kernel_seconds(1, causal))
     cycles = 754 + 1400 + 1082 + 622 + 754 + 1082 + 1396 + 620 + 620 + 608
     assert result.seconds == pytest.approx(kernel_seconds(1, causal) + cycles / CLOCK)
@@ -395,7 +400,9 @@ def test_attention_kernels_of_several_sequences():
     assert result.kernel_seconds == pytest.approx(kernel_seconds(2, 1))
 
 
-def grouped_matmul(name: str, rows: int, inside_of_a_fusion: bool = False) -> Timing:
+def grouped_matmul(
+    name: str, rows: int, inside_of_a_fusion: bool = False, kernel_work: KernelWork = ALL_WORK
+) -> Timing:
     """Of a kernel `name` for [rows, 1024] x [4, 1024, 2048], whose result stays in the memory of the core."""
     kernel = f"""%a = bf16[{rows},1024] parameter(0)
   %b = bf16[4,1024,2048] parameter(1)
@@ -403,7 +410,7 @@ def grouped_matmul(name: str, rows: int, inside_of_a_fusion: bool = False) -> Ti
 """
     header = f"(a: bf16[{rows},1024], b: bf16[4,1024,2048]) -> bf16[{rows},2048] {{"
     if not inside_of_a_fusion:
-        return timing(f"ENTRY %main {header}\n  {kernel}}}", "v4-8", (1, 4, 1))
+        return timing(f"ENTRY %main {header}\n  {kernel}}}", "v4-8", (1, 4, 1), kernel_work)
     call = (
         kernel[: kernel.index("  ROOT")] + f"  ROOT %f = bf16[{rows},2048] fusion(%a, %b), kind=kCustom, calls=%inner"
     )
@@ -426,8 +433,54 @@ def test_gradients_of_a_real_grouped_matmul():
     hardware = parse_slice("v5p-8").generation
     assert result.kernel_seconds == pytest.approx(2 * 2 * 4096 * 1024 * 2048 / hardware.flops)
     dense = 4 * 2 * 4096 * 1024 * 2048 / hardware.flops
-    assert result.seconds - result.kernel_seconds > dense
+    assert result.seconds - result.kernel_seconds > result.masked_dense_seconds > dense
     assert not result.not_understood
+
+
+@pytest.mark.parametrize(("held", "counted"), [(None, 8192), (3000, 3000), (8192, 8192), (9000, 8192)])
+def test_rows_that_hold_no_token_are_not_work(held, counted):
+    """A static buffer has room for more rows than are routed to it."""
+    result = grouped_matmul("gmm", 8192, kernel_work=KernelWork(routed_rows=held))
+    assert result.kernel_seconds == pytest.approx(2 * counted * 1024 * 2048 / FLOPS)
+    assert not result.masked_dense_seconds
+
+
+def test_a_dense_matmul_is_not_masked():
+    """A product of two selected arrays is a masked grouped matmul only with a dimension of groups."""
+    text = read("ragged_dot")
+    assert timing(text, "v5p-8", (1, 4, 1)).masked_dense_seconds
+    assert not timing(text.replace("4,4096,", "4096,"), "v5p-8", (1, 4, 1)).masked_dense_seconds
+
+
+LOOKED_UP = """
+%inner (table: f32[50000,1024], rows: s32[8192], updates: f32[8192,1024]) -> f32[SHAPE] {
+  %table = f32[50000,1024] parameter(0)
+  %rows = s32[8192] parameter(1)
+  %updates = f32[8192,1024] parameter(2)
+  ROOT %result = f32[SHAPE] OPERATION
+}
+
+ENTRY %main (t: f32[50000,1024], r: s32[8192], u: f32[8192,1024]) -> f32[SHAPE] {
+  %t = f32[50000,1024] parameter(0)
+  %r = s32[8192] parameter(1)
+  %u = f32[8192,1024] parameter(2)
+  ROOT %f = f32[SHAPE] fusion(%t, %r, %u), kind=kCustom, calls=%inner
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "operation", "passes", "omission"),
+    [
+        ("8192,1024", "gather(%table, %rows)", 2, Omission(OmissionKind.NO_CYCLES, "gather")),
+        ("50000,1024", "scatter(%table, %rows, %updates)", 3, Omission(OmissionKind.SCATTER, "scatter")),
+    ],
+)
+def test_gathers_and_scatters_without_cycles(shape, operation, passes, omission):
+    """Rows are read and written; a scatter reads the updates, and reads and writes as many rows of the table."""
+    result = timing(LOOKED_UP.replace("SHAPE", shape).replace("OPERATION", operation), "v4-8", (1, 4, 1))
+    assert result.seconds == pytest.approx(passes * 8192 * 1024 * 4 / HBM)
+    assert dict(result.not_understood) == {omission: 1}
 
 
 def test_a_real_exchange_of_ragged_rows():

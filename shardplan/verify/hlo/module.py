@@ -31,7 +31,7 @@ class ArrayShape:
     dtype: str
     dims: tuple[int, ...]
     space: int = 0
-    """Memory space; 0 is HBM."""
+    """Memory space, as the compiler numbers them; 0 is HBM."""
 
     @property
     def bytes(self) -> int:
@@ -43,6 +43,11 @@ class ArrayShape:
         if self.dtype not in BITS:
             raise HloError(f"unknown element type {self.dtype!r}")
         return math.prod(self.dims) * BITS[self.dtype] // 8
+
+    @property
+    def in_hbm(self) -> bool:
+        """Whether the array is in HBM, rather than in a memory of the core."""
+        return self.space == 0
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"

@@ -4,9 +4,6 @@ from shardplan.verify.hlo.collectives import short_op
 from shardplan.verify.hlo.module import ArrayShape, Instruction, Module
 from shardplan.verify.verdict import Buffer
 
-HBM = 0
-"""The memory space that is HBM."""
-
 
 def parse_live_at_peak(text: str) -> list[tuple[str, tuple[int, ...], int]]:
     """Name, tuple index and bytes of every value that is live at the peak, from the compiler's live-range report.
@@ -33,7 +30,7 @@ def hbm_buffers(module: Module, live_ranges: str) -> list[Buffer]:
             buffers.append(Buffer(size, "?", name))
             continue
         array = _array_at(instruction, index)
-        if array is None or array.space == HBM:
+        if array is None or array.in_hbm:
             buffers.append(Buffer(size, str(array or "tuple"), _origin(instruction)))
     return sorted(buffers, key=lambda buffer: -buffer.bytes)
 

@@ -5,14 +5,21 @@ blocks until its bytes have arrived, an asynchronous one occupies its links from
 time of a loop is that of its body times its trip count.
 """
 
-import math
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardplan.hardware import Slice
 from shardplan.verify.hlo.collectives import CollectiveTransfer, Network, base_opcode, is_collective, short_op
+from shardplan.verify.hlo.kernels import (
+    ALL_WORK,
+    KernelWork,
+    MemoryTraffic,
+    is_masked_dense,
+    kernel_seconds,
+    kernels,
+    memory_traffic,
+)
 from shardplan.verify.hlo.module import Computation, HloError, Instruction, Module, split_names
 from shardplan.verify.hlo.trip_counts import SymbolicValue, evaluate_integer, trip_count
 from shardplan.verify.verdict import CollectiveForm, Omission, OmissionKind
@@ -24,11 +31,6 @@ FREE = {
 """Opcodes that take no time."""
 FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "MoveToDevice", "MoveToHost")
 """Targets of custom calls that take no time."""
-FLOATS = ("bf16", "f16", "f32")
-KERNEL_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""Kernel of splash attention -> its products of position x position x head size (q k^T and p v; the gradients)."""
-GROUPED_MATMUL = re.compile(r"^ragged-dot-|(^|_)t?gmm(_|\.|$)")
-"""Names of the kernels of grouped matmuls: those of XLA, and `gmm` and `tgmm` of megablox."""
 SMALL_BYTES = 2**20
 """Moving fewer bytes takes a microsecond, which is neglected."""
 COPIES = ("copy-start", "slice-start")
@@ -59,6 +61,8 @@ class Timing:
     """Time that the core computes; for the rest of `seconds` it waits for transfers."""
     kernel_seconds: float = 0.0
     """The part of `compute_seconds` that is modelled from FLOPs and HBM because the compiler gives no cycles."""
+    masked_dense_seconds: float = 0.0
+    """The part of `compute_seconds` of grouped matmuls that the compiler makes of dense ones over all groups."""
     uses: list[CollectiveUse] = field(default_factory=list)
     op_seconds: dict[str, float] = field(default_factory=dict)
     """Operation of the traced program -> compute seconds."""
@@ -66,16 +70,16 @@ class Timing:
     """Omission -> number of times that it occurs in the module."""
 
 
-def model_step(module: Module, network: Network, hardware: Slice, causal: float) -> Timing:
+def model_step(module: Module, network: Network, hardware: Slice, work: KernelWork = ALL_WORK) -> Timing:
     """Simulate the schedule of `module`.
 
     Args:
-        causal: the part of the blocks of position x position that attention kernels compute.
+        work: what the module does not say of its kernels.
 
     Raises:
         HloError: the module has a structure that this reader does not know.
     """
-    simulator = _Simulator(module, network, hardware, causal)
+    simulator = _Simulator(module, network, hardware, work)
     try:
         simulator.timing.seconds = simulator.simulate(module.entry, [], 1, "")
     except (KeyError, IndexError, ValueError) as error:
@@ -126,8 +130,8 @@ class _Scope:
 
 
 class _Simulator:
-    def __init__(self, module: Module, network: Network, hardware: Slice, causal: float) -> None:
-        self.module, self.network, self.hardware, self.causal = module, network, hardware, causal
+    def __init__(self, module: Module, network: Network, hardware: Slice, work: KernelWork) -> None:
+        self.module, self.network, self.hardware, self.work = module, network, hardware, work
         self.timing = Timing()
         self.in_flight: set[str] = set()
         """Identifiers of collectives in fusions that have started and not ended."""
@@ -279,66 +283,31 @@ class _Simulator:
     def _compute(self, instruction: Instruction, op: str, scope: _Scope) -> float:
         """Compute seconds of one execution of an instruction that is no collective."""
         generation = self.hardware.generation
-        calls = self._calls_without_cycles(scope.computation, instruction)
-        seconds = sum(self._kernel_seconds(call, computation) for computation, call in calls)
+        calls = kernels(self.module, scope.computation, instruction)
+        seconds = sum(kernel_seconds(call, computation, generation, self.work) for computation, call in calls)
         self.timing.kernel_seconds += seconds * scope.count
         if instruction.cycles is not None:
             seconds += instruction.cycles / generation.clock
-        elif not seconds and not self._is_free(instruction, scope.computation):
-            seconds = 2 * sum(array.bytes for array in instruction.arrays) / generation.hbm_bandwidth
-            self._omit(OmissionKind.NO_CYCLES, f"{instruction.opcode} {instruction.custom_call_target}".strip())
+        elif not seconds:
+            traffic = memory_traffic(self.module, scope.computation, instruction)
+            if not self._is_free(instruction, traffic):
+                seconds = traffic.bytes / generation.hbm_bandwidth
+                self._omit(traffic.assumption, traffic.subject)
+        if seconds and is_masked_dense(self.module, scope.computation, instruction):
+            self.timing.masked_dense_seconds += seconds * scope.count
         self.timing.compute_seconds += seconds * scope.count
         if seconds:
             op = short_op(op)
             self.timing.op_seconds[op] = self.timing.op_seconds.get(op, 0.0) + seconds * scope.count
         return seconds
 
-    def _is_free(self, instruction: Instruction, computation: Computation) -> bool:
+    def _is_free(self, instruction: Instruction, traffic: MemoryTraffic) -> bool:
         """Whether an instruction takes no time on the core: bookkeeping, part of a transfer, or small."""
         if instruction.opcode in FREE or instruction.opcode.endswith(("-start", "-done", "-update")):
             return True
         if any(map(is_collective, self.module.inside(instruction))):  # the fusion that starts or ends a collective
             return True
-        if instruction.opcode == "dynamic-update-slice":  # in place: only the update is written
-            arrays = computation.instructions[instruction.operands[1]].arrays
-        else:
-            arrays = instruction.arrays
-        return instruction.custom_call_target in FREE_TARGETS or all(array.bytes < SMALL_BYTES for array in arrays)
-
-    def _calls_without_cycles(
-        self, computation: Computation, instruction: Instruction
-    ) -> Iterator[tuple[Computation, Instruction]]:
-        """Yield the custom calls without cycles that an instruction runs, each with its computation."""
-        if instruction.opcode == "custom-call" and instruction.cycles is None:
-            yield computation, instruction
-        elif instruction.opcode == "fusion":
-            for inner in (self.module.computations[name] for name in instruction.called):
-                for each in inner.instructions.values():
-                    yield from self._calls_without_cycles(inner, each)
-
-    def _kernel_seconds(self, instruction: Instruction, computation: Computation) -> float:
-        """Seconds of a kernel, the larger of its FLOPs and of reading and writing its arrays; 0 for an unknown one."""
-        flops, generation = self._kernel_flops(instruction, computation), self.hardware.generation
-        if not flops:
-            return 0.0
-        operands = (array for name in instruction.operands for array in computation.instructions[name].arrays)
-        in_hbm = sum(array.bytes for array in (*operands, *instruction.arrays) if array.space == 0)
-        return max(flops / generation.flops, in_hbm / generation.hbm_bandwidth)
-
-    def _kernel_flops(self, instruction: Instruction, computation: Computation) -> float:
-        """FLOPs of a kernel, for splash attention of the blocks that its mask leaves; 0 for an unknown kernel."""
-        operands = [array for name in instruction.operands for array in computation.instructions[name].arrays]
-        matrices = [array.dims for array in operands if array.dtype in FLOATS and len(array.dims) >= 2]
-        kernel = next((kernel for kernel in KERNEL_PRODUCTS if f"splash_mha_{kernel}" in instruction.name), None)
-        if kernel is not None:
-            # q[..., heads, position, head_size] is first, then k of the same rank with its own heads and positions
-            q, k = [dims for dims in matrices if len(dims) >= 3][:2]
-            return 2 * KERNEL_PRODUCTS[kernel] * math.prod(q) * k[-2] * self.causal
-        if GROUPED_MATMUL.search(instruction.name) and len(matrices) >= 2:
-            # [m, k] x [experts, k, n] -> [m, n] and its transposes: a row meets one expert; m k, k n, m n are the sizes
-            sizes = [math.prod(dims[-2:]) for dims in (*matrices[-2:], instruction.arrays[0].dims)]
-            return 2 * math.sqrt(math.prod(sizes))
-        return 0.0
+        return instruction.custom_call_target in FREE_TARGETS or all(a.bytes < SMALL_BYTES for a in traffic.arrays)
 
     def _omit(self, kind: OmissionKind, subject: str = "", detail: str = "") -> None:
         self.timing.not_understood[Omission(kind, subject, detail)] += 1

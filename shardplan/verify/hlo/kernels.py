@@ -1,0 +1,137 @@
+"""The time of work for which the compiler estimates no cycles: kernels, gathers, scatters and copies."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardplan.hardware.generations import Generation
+from shardplan.verify.hlo.module import ArrayShape, Computation, Instruction, Module
+from shardplan.verify.verdict import OmissionKind
+
+FLOATS = ("bf16", "f16", "f32")
+KERNEL_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+"""Kernel of splash attention -> its products of position x position x head size (q k^T and p v; the gradients)."""
+GROUPED_MATMUL = re.compile(r"^ragged-dot-|(^|_)t?gmm(_|\.|$)")
+"""Names of the kernels of grouped matmuls: those of XLA, and `gmm` and `tgmm` of megablox."""
+PRODUCTS = ("convolution", "dot")
+"""Opcodes of matmuls."""
+
+
+@dataclass(frozen=True)
+class KernelWork:
+    """What a module does not say of the work of its kernels."""
+
+    attended_fraction: float = 1.0
+    """Fraction of the blocks of position x position that attention kernels compute."""
+    routed_rows: float | None = None
+    """Rows of a grouped matmul of a device that hold a token, on average; None: all."""
+
+
+ALL_WORK = KernelWork()
+"""That of kernels which compute all blocks and all rows."""
+
+
+@dataclass(frozen=True)
+class MemoryTraffic:
+    """What work without cycles and without known FLOPs is assumed to read from and write to HBM."""
+
+    subject: str
+    """The work: an opcode, with the target of a custom call."""
+    arrays: tuple[ArrayShape, ...]
+    passes: int
+    """Times that `arrays` are read or written."""
+    assumption: OmissionKind = OmissionKind.NO_CYCLES
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written."""
+        return self.passes * sum(array.bytes for array in self.arrays)
+
+
+def kernels(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Iterator[tuple[Computation, Instruction]]:
+    """Yield the custom calls without cycles that `instruction` runs, each with its computation."""
+    for inner, each in _executed(module, computation, instruction):
+        if each.opcode == "custom-call" and each.cycles is None:
+            yield inner, each
+
+
+def kernel_seconds(
+    instruction: Instruction, computation: Computation, generation: Generation, work: KernelWork
+) -> float:
+    """Seconds of a kernel, the larger of its FLOPs and of reading and writing its arrays; 0 for an unknown one."""
+    flops = _kernel_flops(instruction, computation, work)
+    if not flops:
+        return 0.0
+    in_hbm = sum(array.bytes for array in (*_operands(instruction, computation), *instruction.arrays) if array.in_hbm)
+    return max(flops / generation.flops, in_hbm / generation.hbm_bandwidth)
+
+
+def memory_traffic(module: Module, computation: Computation, instruction: Instruction) -> MemoryTraffic:
+    """The HBM traffic that is assumed of `instruction`, which has neither cycles nor known FLOPs."""
+    for inner, each in _executed(module, computation, instruction):
+        operands = [inner.instructions[name].arrays for name in each.operands if name in inner.instructions]
+        if each.opcode == "scatter":  # operands, indices, as many updates as operands: rows are changed in place
+            updates = tuple(array for arrays in operands[len(operands) // 2 + 1 :] for array in arrays)
+            return MemoryTraffic("scatter", updates, 3, OmissionKind.SCATTER)
+        if each.opcode == "gather":
+            return MemoryTraffic("gather", instruction.arrays, 2)
+        if each is instruction and each.opcode == "dynamic-update-slice":  # in place: only the update is written
+            return MemoryTraffic(each.opcode, operands[1], 2)
+    return MemoryTraffic(f"{instruction.opcode} {instruction.custom_call_target}".strip(), instruction.arrays, 2)
+
+
+def is_masked_dense(module: Module, computation: Computation, instruction: Instruction) -> bool:
+    """Whether `instruction` is a grouped matmul that the compiler makes of a dense one over all groups.
+
+    It has no kernel for the gradient of the matrices: for each group it multiplies all rows, with zeros in place of
+    those of other groups.
+    """
+    for inner, each in _executed(module, computation, instruction):
+        if each.opcode in PRODUCTS and len(each.arrays[0].dims) == 3:
+            factors = [_root(module, inner.instructions[name]) for name in each.operands]
+            if all(factor.opcode == "select" and len(factor.arrays[0].dims) == 3 for factor in factors):
+                return True
+    return False
+
+
+def _executed(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Iterator[tuple[Computation, Instruction]]:
+    """Yield an instruction, and those inside of it if it is a fusion, each with its computation."""
+    yield computation, instruction
+    if instruction.opcode == "fusion":
+        for inner in (module.computations[name] for name in instruction.called):
+            for each in inner.instructions.values():
+                yield from _executed(module, inner, each)
+
+
+def _root(module: Module, instruction: Instruction) -> Instruction:
+    """The instruction that computes the result of a fusion; any other instruction itself."""
+    while instruction.opcode == "fusion":
+        instruction = module.computations[instruction.called[0]].root
+    return instruction
+
+
+def _operands(instruction: Instruction, computation: Computation) -> list[ArrayShape]:
+    return [array for name in instruction.operands for array in computation.instructions[name].arrays]
+
+
+def _kernel_flops(instruction: Instruction, computation: Computation, work: KernelWork) -> float:
+    """FLOPs of a kernel, for splash attention of the blocks that its mask leaves; 0 for an unknown kernel."""
+    operands = _operands(instruction, computation)
+    matrices = [array.dims for array in operands if array.dtype in FLOATS and len(array.dims) >= 2]
+    kernel = next((kernel for kernel in KERNEL_PRODUCTS if f"splash_mha_{kernel}" in instruction.name), None)
+    if kernel is not None:
+        # q[..., heads, position, head_size] is first, then k of the same rank with its own heads and positions
+        q, k = [dims for dims in matrices if len(dims) >= 3][:2]
+        return 2 * KERNEL_PRODUCTS[kernel] * math.prod(q) * k[-2] * work.attended_fraction
+    if GROUPED_MATMUL.search(instruction.name) and len(matrices) >= 2:
+        # [m, k] x [groups, k, n] -> [m, n] and its transposes: a row meets one group; m k, k n, m n are the sizes
+        arrays = (*matrices[-2:], instruction.arrays[0].dims)
+        flops = 2 * math.sqrt(math.prod(math.prod(dims[-2:]) for dims in arrays))
+        flops_of_row = 2 * math.prod(max(arrays, key=len)[-2:])
+        return flops if work.routed_rows is None else min(flops, work.routed_rows * flops_of_row)
+    return 0.0
