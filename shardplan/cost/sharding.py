@@ -62,6 +62,19 @@ class ShardingAssignment:
     shard_counts: dict[TracedArray, int] = field(default_factory=dict, compare=False, repr=False)
     """Cache of `num_shards` under `compute`; assignments with equal `mesh` and `compute` may share it."""
 
+    @property
+    def sliced_mesh_axes(self) -> MeshAxes:
+        """Mesh axes that shard stored parameters beyond the compute mapping, but neither batch nor positions.
+
+        Devices along them repeat the same work. The compiler does not gather these parameters: it slices activations
+        and adds partial sums, which no cost here describes.
+        """
+        tokens = {mesh_axis for axis in self.activation_axes for mesh_axis in self.compute.get(axis, ())}
+        further = {
+            m for axis, mesh_axes in self.params.items() for m in mesh_axes if m not in self.compute.get(axis, ())
+        }
+        return tuple(axis for axis in self.mesh if axis in further - tokens and self.mesh[axis] > 1)
+
     def spans_mesh(self, axes: MeshAxes) -> bool:
         """Whether a group of devices along `axes` is the whole mesh."""
         return mesh_size(self.mesh, axes) == math.prod(self.mesh.values())

@@ -2,9 +2,12 @@
 
 | mesh axis | batch and positions | other logical axes, compute sharding | stored parameters | crosses slices |
 |---|---|---|---|---|
-| replica | yes | behind `model` | yes | yes |
-| data | yes | no | yes | yes |
+| replica | yes | behind `model` | if batch or positions use it | yes |
+| data | yes | no | if batch or positions use it | yes |
 | model | no | yes | as in computations | no |
+
+Parameters that are sharded over a mesh axis which batch and positions leave unused are not gathered: the compiler
+slices activations instead, and devices repeat work. Such plans are left out.
 """
 
 from shardplan.plan.mapping import MeshAxes
@@ -20,4 +23,5 @@ POSITION_CHOICES: tuple[MeshAxes, ...] = ((), ("replica",), ("data",), ("replica
 TENSOR_CHOICES: tuple[MeshAxes, ...] = ((), ("model",), ("model", "replica"))
 """What every other logical axis can be sharded over in computations."""
 STORAGE_CHOICES: tuple[MeshAxes, ...] = ((), ("data",), ("replica",), ("replica", "data"))
-"""What stored parameters can be sharded over, in addition to their compute sharding."""
+"""What stored parameters can be sharded over, in addition to their compute sharding, as far as the batch or positions
+are sharded over the same mesh axes."""

@@ -147,6 +147,8 @@ class Caveat(StrEnum):
     """No kernel can run attention under this plan, so the time of attention is a guess."""
     OFFLOAD_NOT_PRICED = "offload_not_priced"
     """The step time leaves out the copies of activations to the host and back."""
+    SLICED_ACTIVATIONS = "sliced_activations"
+    """A mesh axis shards parameters, but neither batch nor positions: memory, bytes and time are not modelled well."""
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,8 @@ def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:
         yield Caveat.NO_ATTENTION_KERNEL
     if ranked.config.workload.gradient_checkpointing == OFFLOAD:
         yield Caveat.OFFLOAD_NOT_PRICED
+    if ranked.candidate.assignment.sliced_mesh_axes:
+        yield Caveat.SLICED_ACTIVATIONS
 
 
 def _choice_reasons(

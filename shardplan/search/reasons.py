@@ -30,6 +30,8 @@ CAVEATS = {
     "length the compiler does not report",
     Caveat.OFFLOAD_NOT_PRICED: "the step time is too short: it leaves out the copies of offloaded activations to the "
     "host and back",
+    Caveat.SLICED_ACTIVATIONS: "parameters are sharded over a mesh axis that shards neither the batch nor positions: "
+    "devices repeat work, and the compiler slices activations where the estimates assume that it gathers parameters",
 }
 STRATEGIES = {
     Strategy.NONE: "attention is Levanter's own",

@@ -6,7 +6,8 @@ It holds every factorisation of the devices into (replica, data, model) and, for
 - batch: `replica`, `data`, both or none;
 - positions: those of `replica` and `data` that the batch does not use; none in training;
 - every other logical axis of matmuls, compute sharding: `model`, `model` and `replica`, or none;
-- stored parameters, any logical axis: the mesh axes of the compute sharding, then `data`, `replica`, both or none.
+- stored parameters, any logical axis: the mesh axes of the compute sharding, then those of `data` and `replica` that
+  the batch or positions use, or a part of them.
 
 No array has a mesh axis twice. Unsharded in the compute sharding are the residual axis, axes that layers are stacked
 along, axes that attention sums over, and axes that a token chooses parameters by (experts). The user's pins and

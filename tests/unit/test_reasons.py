@@ -2,9 +2,11 @@
 
 import json
 import re
+from dataclasses import replace
 
 from shardplan.plan.attention_plan import Strategy
 from shardplan.plan.plan import Caveat, Plan
+from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan
 from shardplan.search.reasons import CAVEATS, STRATEGIES, Rejection, describe_choice, describe_time
 
@@ -58,3 +60,18 @@ def test_caveats_round_trip(llama_model, llama_config):
     assert all(isinstance(caveat, Caveat) for caveat in Plan.from_json(values).search.caveats)
     del values["search"]["caveats"]  # plans of version 0.1 have none
     assert Plan.from_json(values).search.caveats == []
+
+
+def test_a_mesh_axis_that_shards_no_tokens_shards_no_parameters(llama_model, llama_config):
+    """The compiler would slice activations, which is not modelled; only a pin stores parameters so, with a caveat."""
+    config = llama_config(workload_batch=4, hardware_slice="v5p-16")
+    pins = ("batch=data", "position=", "mesh.replica=2", "mesh.data=4", "mesh.model=1")
+    free = make_plan(replace(config, pin=pins), llama_model)
+    assert not free.search.caveats
+    assert not any("replica" in mesh_axes for mesh_axes in free.param_mapping.values())
+    pinned = make_plan(replace(config, pin=(*pins, "params.embed=replica")), llama_model)
+    assert pinned.search.caveats == [Caveat.SLICED_ACTIVATIONS]
+    given = plan_given_mappings(config, llama_model, pinned.mesh, pinned.compute_mapping, pinned.param_mapping)
+    assert given.search.caveats == [Caveat.SLICED_ACTIVATIONS]
+    sentence = CAVEATS[Caveat.SLICED_ACTIVATIONS]
+    assert sentence in pinned.search.reasons and sentence in given.search.reasons

@@ -159,7 +159,9 @@ def all_assignments(space, meshes):
             compute = dict(zip(("batch", "position", "e", *tensor), mapped, strict=True))
             if any(has_duplicate(axes, compute) for axes in arrays):
                 continue
-            for axes_of in itertools.product(*(choices(a, True, [(*compute[a], *x) for x in further]) for a in stored)):
+            # parameters are sharded further only over mesh axes that batch or positions use
+            used = [x for x in further if {*compute["batch"], *compute["position"]}.issuperset(x)]
+            for axes_of in itertools.product(*(choices(a, True, [(*compute[a], *x) for x in used]) for a in stored)):
                 params = dict(zip(stored, axes_of, strict=True))
                 if any(has_duplicate(axes, params) for axes in parameters):
                     continue

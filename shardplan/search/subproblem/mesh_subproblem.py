@@ -80,6 +80,8 @@ class MeshSubproblem:
     ) -> None:
         self.space, self.mesh, self.token_mapping, self.statistics = space, mesh, token_mapping, statistics
         self.methods = methods if sum(each.has_attention for each in space.component_costs) == 1 else methods[:1]
+        tokens = {mesh_axis for axis in (space.batch, space.position) for mesh_axis in token_mapping.get(axis, ())}
+        self.further_storage = [axes for axes in STORAGE_CHOICES if tokens.issuperset(axes)]
         self.costs = MeshCosts(space, mesh, ComputeSharding(token_mapping, methods[0]))
 
     @cached_property
@@ -196,7 +198,7 @@ class MeshSubproblem:
     def _storage_choices(self, axis: str, compute: AxisMapping) -> list[MeshAxes]:
         """Mesh axes of a logical axis of stored parameters: those of the compute sharding, and further ones."""
         computed = compute.get(axis, ())
-        choices = self.space.rules.options(axis, True, [(*computed, *further) for further in STORAGE_CHOICES])
+        choices = self.space.rules.options(axis, True, [(*computed, *further) for further in self.further_storage])
         return [axes for axes in choices if self._can_shard(axis, axes)]
 
     def _can_shard(self, axis: str, mesh_axes: MeshAxes) -> bool:
