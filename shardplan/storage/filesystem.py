@@ -23,24 +23,21 @@ class FilesystemFile:
     tuning = REMOTE
     is_shared = True
 
-    def __init__(self, filesystem: Any, path: str, name: str, version: str | None = None):
+    def __init__(self, filesystem: Any, path: str, name: str):
         """Open the file at `path`.
-
-        Args:
-            version: version of a file that cannot change, such as a file at a commit; default: what fsspec reports.
 
         Raises:
             FileNotFoundError: there is no such file.
         """
-        self._filesystem, self._path, self.name, self._fixed_version = filesystem, path, name, version
+        self._filesystem, self._path, self.name = filesystem, path, name
         self.size: int = filesystem.size(path)
-        self.version: str = version or filesystem.ukey(path)
+        self.version: str = filesystem.ukey(path)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """See `File.read_into`."""
         try:
             data = self._filesystem.cat_file(self._path, start=offset, end=offset + len(buffer))
-            version = self._fixed_version or self._filesystem.ukey(self._path)
+            version = self._filesystem.ukey(self._path)
         except Exception as error:
             raise unreadable_error(self, offset, len(buffer), one_line(error)) from error
         if version != self.version:

@@ -16,6 +16,8 @@ class ReadTuning:
     concurrent_reads: int
 
 
+MAX_SMALL_FILE_BYTES = 256 * 2**20
+"""Size of a file that is read at once, at most: the largest tokenizers have some 30 MiB, indices a few."""
 REMOTE = ReadTuning(16 * 2**20, 32)
 """Long ranges and many of them: the latency of a request is high, and one connection is slower than the network."""
 
@@ -87,10 +89,18 @@ def query_checksum(file: File, query: Callable[[], Checksum | None]) -> Checksum
 
 
 def read_bytes(folder: Folder, name: str) -> bytes | None:
-    """Return the content of a small file, or None if it does not exist."""
+    """Return the content of a small file, or None if it does not exist.
+
+    Raises:
+        CheckpointError: the file is larger than any of its kind.
+    """
     file = folder.open(name)
     if file is None:
         return None
+    if file.size > MAX_SMALL_FILE_BYTES:
+        raise CheckpointError(
+            f"{file.name}: {file.size} bytes; a file of this name has at most {MAX_SMALL_FILE_BYTES}; check what it is"
+        )
     data = bytearray(file.size)
     file.read_into(0, memoryview(data))
     return bytes(data)

@@ -21,12 +21,17 @@ class LocalFile:
     tuning = LOCAL
     is_shared = False
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, version: str | None = None):
+        """Open the file at `path`.
+
+        Args:
+            version: version of a file that cannot change, such as a file at a commit; default: a hash of samples.
+        """
         self.name = str(path)
         self._descriptor = os.open(path, os.O_RDONLY)
         self._state = self._stat()
         self.size = self._state[0]
-        self.version = self._hash_samples()
+        self.version = version or self._hash_samples()
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """See `File.read_into`."""

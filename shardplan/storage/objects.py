@@ -7,7 +7,7 @@ version that was opened, and a read that fails continues at the byte where it st
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -31,8 +31,8 @@ TIMEOUT = timedelta(seconds=60)
 """Timeout of one request, including its body; obstore's 30 s are too short for 16 MiB on a busy link."""
 PROGRESS_BYTES = 64 * 1024
 """Bytes that a request must deliver within the timeout to count as progress; data is kept in portions of this size."""
-ATTEMPTS = 6
-"""Consecutive attempts without progress after which a read fails."""
+ATTEMPTS = 8
+"""Consecutive attempts without progress after which a request fails: half a minute."""
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.2, 10.0
 """Seconds between attempts: doubled each time, minus up to half at random, so that hosts do not retry in step."""
 UNKNOWN = "unknown"
@@ -50,12 +50,22 @@ class ObjectFile:
     tuning = REMOTE
     is_shared = True
 
-    def __init__(self, store: Any, path: str, url: str):
-        meta = obstore.head(store, path)
+    def __init__(self, store: Any, path: str, url: str, version: str | None = None):
+        """Open the object at `path`.
+
+        Args:
+            version: version of a file that cannot change, such as a file at a commit; default: what the store reports.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
+        meta = _head(store, path)
         self._store, self._path, self.name = store, path, url
         self.size: int = meta["size"]
-        self.version = _version(meta)
-        self._condition = {"if_match": meta["e_tag"]} if meta["e_tag"] and not meta["e_tag"].startswith("W/") else {}
+        self.version = version or _version(meta)
+        self._is_fixed = version is not None
+        is_strong = meta["e_tag"] and not meta["e_tag"].startswith("W/") and not self._is_fixed
+        self._condition = {"if_match": meta["e_tag"]} if is_strong else {}
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """See `File.read_into`."""
@@ -79,7 +89,7 @@ class ObjectFile:
                 why = f"no data in {ATTEMPTS} attempts; last error: {problem}"
                 raise unreadable_error(self, offset, len(buffer), why)
             if done < len(buffer):
-                time.sleep(min(MAX_RETRY_DELAY_S, FIRST_RETRY_DELAY_S * 2**failures) * random.uniform(0.5, 1))
+                _wait(failures)
 
     def recorded_checksum(self) -> Checksum | None:
         """See `File.recorded_checksum`."""
@@ -89,7 +99,7 @@ class ObjectFile:
         """Fill `buffer` from `offset` on with the data of one request; yield the size of each chunk as it arrives."""
         options: Any = {"range": (offset, offset + len(buffer)), **self._condition}
         response = obstore.get(self._store, self._path, options=options)
-        version, size = _version(response.meta), response.meta["size"]
+        version, size = self.version if self._is_fixed else _version(response.meta), response.meta["size"]
         if size != self.size or version not in (self.version, UNKNOWN):
             raise changed_error(self, f"{self.version} of {self.size} bytes is now {version} of {size}")
         done = 0
@@ -100,20 +110,38 @@ class ObjectFile:
             yield len(data)
 
 
+def _head(store: Any, path: str) -> Any:
+    """Return the properties of an object; requests that fail are repeated."""
+    for failures in range(1, ATTEMPTS):
+        try:
+            return obstore.head(store, path)
+        except (FileNotFoundError, *PERMANENT_ERRORS):
+            raise
+        except exceptions.BaseError:
+            _wait(failures)
+    return obstore.head(store, path)
+
+
+def _wait(failures: int) -> None:
+    """Wait after the given number of consecutive failures."""
+    time.sleep(min(MAX_RETRY_DELAY_S, FIRST_RETRY_DELAY_S * 2**failures) * random.uniform(0.5, 1))
+
+
 def _version(meta: Any) -> str:
     """Return an object's generation or ETag, or the modification time if a web server sends only that."""
     modification_time = str(meta["last_modified"]) if meta["last_modified"].timestamp() else UNKNOWN
     return str(meta["version"] or meta["e_tag"] or modification_time)
 
 
-def open_store(ref: str, retries: bool = False) -> Any:
+def open_store(ref: str, retries: bool = False, headers: Mapping[str, str] | None = None) -> Any:
     """Return the obstore store that `ref` names.
 
     Args:
         retries: whether obstore repeats requests that fail.
+        headers: of every request; after a redirect to another host, without credentials.
     """
     is_plain_http = any(url.startswith("http://") for url in (ref, os.environ.get("AWS_ENDPOINT_URL", "")))
-    options: Any = {"timeout": TIMEOUT, "allow_http": is_plain_http}
+    options: Any = {"timeout": TIMEOUT, "allow_http": is_plain_http, "default_headers": dict(headers or {})}
     retry_config: Any = None if retries else {"max_retries": 0}
     return obstore.store.from_url(ref.rstrip("/"), client_options=options, retry_config=retry_config)
 

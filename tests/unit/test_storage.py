@@ -7,6 +7,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 import pytest
@@ -16,7 +17,7 @@ from shardplan.errors import CheckpointError, ConfigError
 from shardplan.storage import hub, objects, open_folder, read_bytes
 from shardplan.storage.filesystem import FilesystemFolder
 from shardplan.storage.hub import HubFolder
-from shardplan.storage.local import LocalFolder
+from shardplan.storage.local import LocalFile, LocalFolder
 from shardplan.storage.objects import ObjectFolder
 from shardplan.storage.writing import OutputFolder
 
@@ -88,6 +89,14 @@ def test_memory_folder(served):
     fsspec.filesystem("memory").pipe_file("/model/a.bin", bytes(range(100)))
     with pytest.raises(CheckpointError, match="changed while it was being read"):
         file.read_into(0, memoryview(bytearray(20)))
+
+
+def test_a_small_file_that_is_not_small_is_refused(tmp_path):
+    """Its size decides how much memory is allocated."""
+    with open(tmp_path / "config.json", "wb") as file:
+        file.truncate(2**28 + 1)
+    with pytest.raises(CheckpointError, match=r"config\.json: 268435457 bytes; a file of this name has at most"):
+        read_bytes(open_folder(str(tmp_path)), "config.json")
 
 
 def test_changed_local_file(tmp_path):
@@ -187,9 +196,9 @@ def test_read_continues_where_it_stopped(faulty, fault, requests):
     ("fault", "message"),
     [
         ("range ignored", r"a\.bin: bytes 1000\+900000 cannot be read: "),
-        ("short range", r"a\.bin: bytes 1000\+900000 cannot be read: no data in 6 attempts"),
-        ("another range", r"a\.bin: bytes 1000\+900000 cannot be read: no data in 6 attempts"),
-        ("trickle", r"a\.bin: bytes 1000\+900000 cannot be read: no data in 6 attempts"),
+        ("short range", r"a\.bin: bytes 1000\+900000 cannot be read: no data in 8 attempts"),
+        ("another range", r"a\.bin: bytes 1000\+900000 cannot be read: no data in 8 attempts"),
+        ("trickle", r"a\.bin: bytes 1000\+900000 cannot be read: no data in 8 attempts"),
         ("another version", r"a\.bin: changed while it was being read \(\"v1\" of 1048576 bytes is now \"v2\""),
         ("refused condition", r"a\.bin: changed while it was being read"),
     ],
@@ -232,26 +241,116 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch):
         hub._is_reachable.cache_clear()
 
 
-def test_hub_ranges(tmp_path, monkeypatch):
-    """Ranges of a large file outside of the cache are fetched, at the commit of the first file."""
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub that redirects to another server, which has the content; it refuses every first request (429)."""
+
+    protocol_version = "HTTP/1.1"
+    content_url = ""
+    asked: ClassVar[list[tuple[str, str]]] = []
+    """Method and path of every request."""
+    refused: ClassVar[set[tuple[str, str]]] = set()
+
+    def do_HEAD(self):
+        self.redirect()
+
+    def do_GET(self):
+        self.redirect()
+
+    def redirect(self):
+        request = self.command, self.path
+        self.asked.append(request)
+        is_first = request not in self.refused
+        self.refused.add(request)
+        is_known = self.path.endswith("/model.safetensors") and self.headers["Authorization"] == "Bearer hf_secret"
+        self.send_response(429 if is_first else 302 if is_known else 404)
+        self.send_header("Location", f"{self.content_url}{self.path}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+class Content(http.server.BaseHTTPRequestHandler):
+    """The server with the content: it counts the bytes that it sends, and must not receive credentials."""
+
+    protocol_version = "HTTP/1.1"
+    sent = 0
+
+    def do_HEAD(self):
+        self.answer(200, b"", len(CONTENT))
+
+    def do_GET(self):
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        data = CONTENT[first : last + 1]
+        Content.sent += len(data)
+        self.answer(206, data, len(data), {"Content-Range": f"bytes {first}-{last}/{len(CONTENT)}"})
+
+    def answer(self, status, data, size, headers=()):
+        self.send_response(400 if self.headers["Authorization"] else status)
+        for name, value in {**dict(headers), "Content-Length": str(size), "ETag": f'"{Content.sent}"'}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub_folder(tmp_path, monkeypatch):
+    """A repository of which only config.json is in the cache."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     snapshot = tmp_path / "models--org--model" / "snapshots" / commit
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
+    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) for handler in (Hub, Content)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    template = f"http://127.0.0.1:{servers[0].server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr(objects, "FIRST_RETRY_DELAY_S", 0.002)
+    for handler, name, value in (
+        (Hub, "content_url", f"http://127.0.0.1:{servers[1].server_port}"), (Hub, "asked", []), (Hub, "refused", set()),
+        (Content, "sent", 0),
+    ):  # fmt: skip
+        monkeypatch.setattr(handler, name, value)
     folder = open_folder(f"org/model@{commit}")
-    assert folder.open("config.json")
-    memory = fsspec.filesystem("memory")
-    memory.pipe_file(f"/org/model@{commit}/model.safetensors", bytes(range(200)))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert folder.open("config.json").version == commit
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda **options: memory)
+    yield folder, snapshot
+    for server in servers:
+        server.shutdown()
+
+
+def test_hub_ranges(hub_folder):
+    """Only the ranges of a large file that are asked for are sent, again where the hub was busy."""
+    folder, snapshot = hub_folder
     file = folder.open("model.safetensors")
-    assert (file.name, file.size, file.version) == (f"hf://org/model@{commit}/model.safetensors", 200, commit)
-    buffer = bytearray(5)
-    file.read_into(100, memoryview(buffer))
-    assert list(buffer) == [100, 101, 102, 103, 104]
+    name = f"hf://org/model@{snapshot.name}/model.safetensors"
+    assert (file.name, file.size, file.version) == (name, len(CONTENT), snapshot.name)
+    for first, size in ((0, 8), (100, 5), (300_000, 500_000)):
+        buffer = bytearray(size)
+        file.read_into(first, memoryview(buffer))
+        assert bytes(buffer) == CONTENT[first : first + size]
+    assert Content.sent == 8 + 5 + 500_000
     assert folder.open("other.safetensors") is None
+    path = f"/org/model/resolve/{snapshot.name}/model.safetensors"
+    assert {asked for _, asked in Hub.asked} == {path, path.replace("model.s", "other.s")}
+    assert Hub.asked.count(("HEAD", path)) == 2 and Hub.asked.count(("GET", path)) == 4
+
+
+def test_a_cached_and_a_streamed_file_of_the_hub_have_one_version(hub_folder):
+    """One host may have in its cache what another streams."""
+    folder, snapshot = hub_folder
+    streamed = folder.open("model.safetensors")
+    (snapshot / "model.safetensors").write_bytes(CONTENT)
+    cached = folder.open("model.safetensors")
+    assert isinstance(cached, LocalFile) and not isinstance(streamed, LocalFile)
+    assert (cached.version, cached.size) == (streamed.version, streamed.size)
 
 
 def test_a_model_of_the_hub_by_its_url(tmp_path):
