@@ -228,7 +228,7 @@ def inspect_checkpoint(template: Any, folder: Folder) -> tuple[dict[str, Tensor]
 def _file_versions(checkpoint: tuple[dict[str, Tensor], StateDictProgram]) -> dict[str, str]:
     """Return file of the checkpoint -> version of its content."""
     tensors, _ = checkpoint
-    return {tensor.file.name.rpartition("/")[2]: tensor.file.version for tensor in tensors.values()}
+    return {tensor.file_name: tensor.file.version for tensor in tensors.values()}
 
 
 def _find_prefix(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> str | None:

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from shardplan.checkpoint.transfer.stream import agree_on_tuning
 from shardplan.errors import CheckpointError, ConfigError, PeerError
 from shardplan.runtime import process_group
 from shardplan.runtime.process_group import ProcessGroup, ProcessState
+from shardplan.storage.folder import ReadTuning
 
 
 @pytest.fixture
@@ -39,6 +41,15 @@ def test_exchange_returns_the_messages_for_this_process(group):
         store[f"parts/{process}"] = "null"
     assert processes.exchange("parts", {0: 5, 1: 6, 2: 7, 3: 8}) == {0: 5, 1: 10, 2: 20, 3: 30}
     assert store["parts for 3/0"] == "8"
+
+
+def test_all_processes_read_alike_where_one_has_the_files_in_its_cache(group):
+    """Read schedules depend on the size and number of reads, and must be equal in all processes."""
+    processes, store = group
+    own, others = ReadTuning(2**24, 32), [[[2**22, 4]], [[2**22, 96], [2**24, 32]], [[2**24, 32]]]
+    for process, tunings in enumerate(others, 1):
+        store[f"tuning/{process}"] = json.dumps(tunings)
+    assert agree_on_tuning({own}, processes) == ReadTuning(2**22, 96)
 
 
 def test_different_values_are_an_error_that_names_the_part(group):

@@ -54,6 +54,11 @@ class Tensor:
     dtype: np.dtype
 
     @property
+    def file_name(self) -> str:
+        """Name of its file without the folder: one host may read from its cache what another streams."""
+        return self.file.name.rpartition("/")[2]
+
+    @property
     def nbytes(self) -> int:
         """Length of its data."""
         return math.prod(self.shape) * self.dtype.itemsize

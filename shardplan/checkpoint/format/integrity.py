@@ -72,7 +72,7 @@ def check_files(tensors: Iterable[Tensor], processes: ProcessGroup) -> None:
     Raises:
         CheckpointError: a file differs from its recorded checksum; raised in all processes.
     """
-    files = {tensor.file.name: tensor.file for tensor in tensors}
+    files = {tensor.file_name: tensor.file for tensor in tensors}
     checked = [file for _, file in sorted(files.items()) if isinstance(file, CheckedFile)]
     ranges_for = {
         process: [file.ranges if _is_checker(process, file, i, processes) else [] for i, file in enumerate(checked)]

@@ -4,9 +4,10 @@ No array exists unsharded unless its sharding is replicated. Host memory beyond 
 continue while what was read before is on its way to the devices.
 """
 
+import dataclasses
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer, Tr
 from shardplan.plan.mapping import MeshAxes
 from shardplan.runtime.process_group import ProcessGroup
 from shardplan.runtime.process_progress import load_progress
+from shardplan.storage.folder import ReadTuning
 
 DEFAULT_BUDGET = 2 * 2**30
 """Host memory that a load may use beyond the arrays, bytes."""
@@ -68,10 +70,23 @@ def stream_arrays(
     Raises:
         CheckpointError: a file is truncated or cannot be read.
     """
-    stream = _ArrayStream(views, tensors, mesh, specs, dtypes, budget, zero_copy)
+    tuning = agree_on_tuning({tensor.file.tuning for tensor in tensors.values()}, processes)
+    stream = _ArrayStream(views, tensors, mesh, specs, dtypes, budget, zero_copy, tuning)
     # under a mesh of the caller, jax would run every operation on one device on all devices of that mesh
     with jax.set_mesh(EMPTY_MESH), load_progress(stream.nbytes, processes) as report:
         return stream.run(report)
+
+
+def agree_on_tuning(own: Set[ReadTuning], processes: ProcessGroup) -> ReadTuning:
+    """Return the smallest reads and the most of them that the files of any process want: schedules depend on both.
+
+    A host may have a file in its cache that another streams, or more processors.
+    """
+    everywhere = processes.gather("tuning", [dataclasses.astuple(tuning) for tuning in own])
+    tunings = [ReadTuning(*values) for each in everywhere.values() for values in each]
+    return ReadTuning(
+        min(tuning.bytes_per_read for tuning in tunings), max(tuning.concurrent_reads for tuning in tunings)
+    )
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,7 @@ class _ArrayStream:
         dtypes: Mapping[str, np.dtype],
         budget: int,
         zero_copy: bool | None,
+        tuning: ReadTuning,
     ) -> None:
         """Choose the types in transit and divide the budget, then plan all transfers; arguments as `stream_arrays`."""
         self.tensors, self.mesh, self.dtypes = tensors, mesh, dtypes
@@ -115,12 +131,11 @@ class _ArrayStream:
         self.transfer_dtypes = {
             path: choose_transfer_dtype(view, stored_dtypes, dtypes[path]) for path, view in views.items()
         }
-        tunings = {tensor.file.tuning for tensor in tensors.values()}
-        self.threads = max(tuning.concurrent_reads for tuning in tunings)
-        self.read_bytes = min(budget // (4 * self.threads), *(tuning.bytes_per_read for tuning in tunings))
+        self.threads = tuning.concurrent_reads
+        self.read_bytes = min(budget // (4 * self.threads), tuning.bytes_per_read)
         self.pending_bytes = budget - self.threads * self.read_bytes
         self.sources = {
-            name: TensorSource(tensor.file.name, tensor.offset, tensor.dtype.itemsize)
+            name: TensorSource(tensor.file_name, tensor.offset, tensor.dtype.itemsize)
             for name, tensor in tensors.items()
         }
         self.schedule = make_schedule(
