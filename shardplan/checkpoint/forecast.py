@@ -11,7 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardplan.checkpoint.load import array_specs, inspect_checkpoint
+from shardplan.checkpoint.format.index import read_index
+from shardplan.checkpoint.load import array_specs, match_tensors
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource
@@ -114,7 +115,8 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
 
 def _read_checkpoint(ref: str, model: Model) -> _StoredModel:
     folder = open_folder(ref)
-    tensors, program = inspect_checkpoint(model.template, folder)
+    tensors = read_index(folder)
+    program = match_tensors(model.template, tensors, folder.ref)
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     locations = {name: (tensor.file.name, tensor.offset) for name, tensor in tensors.items()}
     return _StoredModel(folder.ref, program, dtypes, locations)

@@ -23,6 +23,7 @@ from shardplan.checkpoint.best_effort import best_effort_sharding
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import check_tensors, read_index
 from shardplan.checkpoint.format.integrity import CheckedFolder, check_files
+from shardplan.checkpoint.format.shared_index import read_shared_index
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, expected_tensors, trace_program
 from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, stream_arrays
@@ -193,7 +194,13 @@ def stream_checkpoint(
     if checksum:
         folder = CheckedFolder(folder)
     with open_process_group() as processes:
-        tensors, program = processes.agree("checkpoint", lambda: inspect_checkpoint(template, folder), _file_versions)
+
+        def inspect() -> tuple[dict[str, Tensor], StateDictProgram]:
+            # the checksums of files are asked for in every process
+            tensors = read_index(folder) if checksum else read_shared_index(folder, processes)
+            return tensors, match_tensors(template, tensors, folder.ref)
+
+        tensors, program = processes.agree("checkpoint", inspect, _file_versions)
         specs = _best_effort_specs(mesh, program) if mapping is None else array_specs(template, mapping, program)
         dtypes = _array_dtypes(program, tensors, dtype)
         arrays = stream_arrays(program.views, tensors, mesh, specs, dtypes, processes, budget)
@@ -210,19 +217,21 @@ def stream_checkpoint(
     return model, program
 
 
-def inspect_checkpoint(template: Any, folder: Folder) -> tuple[dict[str, Tensor], StateDictProgram]:
-    """Read the tensors in `folder`, map them to the arrays of the model, and check that the two match.
+def match_tensors(template: Any, tensors: Mapping[str, Tensor], where: str) -> StateDictProgram:
+    """Map the tensors of a checkpoint to the arrays of the model, and check that the two match.
+
+    Args:
+        where: name of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: the checkpoint does not match the model, or is damaged.
+        CheckpointError: the checkpoint does not match the model.
     """
-    tensors = read_index(folder)
     expected = expected_tensors(template)
     program = trace_program(template, _find_prefix(tensors, expected), expected)
     # where the output head is the embedding, some checkpoints hold a copy of it
     ignored = {"lm_head.weight"} if getattr(template, "lm_head", None) is None else set()
-    check_tensors(tensors, program.tensors, folder.ref, ignored)
-    return tensors, program
+    check_tensors(tensors, program.tensors, where, ignored)
+    return program
 
 
 def _file_versions(checkpoint: tuple[dict[str, Tensor], StateDictProgram]) -> dict[str, str]:

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from enum import StrEnum
 from typing import Any, TypeVar, assert_never
 
@@ -109,6 +109,30 @@ class ProcessGroup:
         self._set(f"{name}/{self.process_index}", json.dumps(value))
         return self._wait_for_all(name)
 
+    def broadcast(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Compute a JSON value in process 0, and return it in all processes.
+
+        Args:
+            name: key of the exchange; it must be new in this group.
+
+        Raises:
+            ShardplanError: whatever `compute` raised, in all processes.
+        """
+        if self.process_count == 1:
+            return compute()
+        if self.process_index == 0:
+            try:
+                value = compute()
+            except ShardplanError as error:
+                self._set(f"{name}/0", json.dumps({"error": str(error), "kind": type(error).__name__}))
+                raise
+            self._set(f"{name}/0", json.dumps({"value": value}))
+            return value
+        message = self._wait_for(name, {0})[0]
+        if "error" in message:
+            raise _error_of(0, message)
+        return message["value"]
+
     def exchange(self, name: str, messages: Mapping[int, Any]) -> dict[int, Any]:
         """Send each process its own message, and return process -> the message that it sent to this one.
 
@@ -179,8 +203,7 @@ class ProcessGroup:
         """Return the error for the first process that failed, or whose parts are not those of this one; else None."""
         for process, other in sorted(messages.items()):
             if "error" in other:
-                kind = next(kind for kind in ShardplanError.__subclasses__() if kind.__name__ == other["kind"])
-                return kind(f"process {process}: {other['error']}")
+                return _error_of(process, other)
             for part in sorted({*own["parts"], *other["parts"]}):
                 if own["parts"].get(part) != other["parts"].get(part):
                     return CheckpointError(
@@ -191,14 +214,18 @@ class ProcessGroup:
 
     def _wait_for_all(self, name: str, timeout: float = BARRIER_TIMEOUT_S) -> dict[int, Any]:
         """Return process -> value once all processes have set a value under `name`."""
+        return self._wait_for(name, {*range(self.process_count)}, timeout)
+
+    def _wait_for(self, name: str, expected: Set[int], timeout: float = BARRIER_TIMEOUT_S) -> dict[int, Any]:
+        """Return process -> value once the `expected` processes have set a value under `name`."""
         end = time.monotonic() + timeout
         values: dict[int, str] = {}
         while time.monotonic() < end:
             values = self._get_all(name)
-            if len(values) == self.process_count:
+            if expected <= values.keys():
                 return {process: json.loads(text or "null") for process, text in values.items()}
             time.sleep(0.05)
-        missing = [str(process) for process in range(self.process_count) if process not in values]
+        missing = [str(process) for process in sorted(expected - values.keys())]
         raise PeerError(
             f"timed out after {timeout:.0f} s waiting for {name!r}; no message from "
             f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)}"
@@ -220,6 +247,12 @@ class ProcessGroup:
             yield distributed.global_state.client
         except Exception as error:  # the store is in process 0: any error means that it is gone
             _exit(f"process 0 of {self.process_count} was lost: {one_line(error)}")
+
+
+def _error_of(process: int, message: Mapping[str, Any]) -> ShardplanError:
+    """Return the error that another process reports."""
+    kind = next(kind for kind in ShardplanError.__subclasses__() if kind.__name__ == message["kind"])
+    return kind(f"process {process}: {message['error']}")
 
 
 @contextlib.contextmanager

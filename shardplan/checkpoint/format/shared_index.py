@@ -1,0 +1,98 @@
+"""The tensors of a checkpoint in shared storage: one process reads the index and all headers, and sends them to all."""
+
+import threading
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.format.index import read_index
+from shardplan.errors import CheckpointError
+from shardplan.runtime.process_group import ProcessGroup
+from shardplan.storage import File, Folder
+from shardplan.storage.checksums import Checksum
+from shardplan.storage.folder import ReadTuning, changed_error
+
+
+class DeferredFile:
+    """A file that another process has opened, with what it found; this process opens it when it first reads from it."""
+
+    is_shared = True
+
+    def __init__(self, folder: Folder, name: str, size: int, version: str, tuning: ReadTuning):
+        """Describe the file `name` of `folder`, which is not asked for it."""
+        self._folder, self._name = folder, name
+        self.name = f"{folder.ref}/{name}"
+        self.size, self.version, self.tuning = size, version, tuning
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _file(self) -> File:
+        file = self._folder.open(self._name)
+        if file is None:
+            raise CheckpointError(f"{self.name}: process 0 reads this file, here it is missing")
+        if (file.size, file.version) != (self.size, self.version):
+            raise changed_error(self, f"{self.version} of {self.size} bytes is {file.version} of {file.size} here")
+        return file
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """See `File.read_into`."""
+        with self._lock:
+            file = self._file
+        file.read_into(offset, buffer)
+
+    def recorded_checksum(self) -> Checksum | None:
+        """See `File.recorded_checksum`."""
+        with self._lock:
+            file = self._file
+        return file.recorded_checksum()
+
+
+def read_shared_index(folder: Folder, processes: ProcessGroup) -> dict[str, Tensor]:
+    """Return tensor name -> tensor, as `read_index` does, from the headers that process 0 has read.
+
+    Every process calls this. Of files that are not shared each process has its own copy, and reads the headers itself.
+
+    Raises:
+        CheckpointError: see `read_index`; raised in all processes.
+    """
+    if processes.process_count == 1:
+        return read_index(folder)
+    own: dict[str, Tensor] = {}
+
+    def read() -> dict[str, Any] | None:
+        own.update(read_index(folder))
+        return _describe(own) if all(tensor.file.is_shared for tensor in own.values()) else None
+
+    description = processes.broadcast("headers", read)
+    if processes.process_index == 0:
+        return own
+    return read_index(folder) if description is None else _from_description(folder, description)
+
+
+def _describe(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Describe tensors and their files in JSON values."""
+    files = {tensor.file_name: tensor.file for tensor in tensors.values()}
+    return {
+        "files": {
+            name: [file.size, file.version, file.tuning.bytes_per_read, file.tuning.concurrent_reads]
+            for name, file in files.items()
+        },
+        "tensors": {
+            name: [tensor.file_name, tensor.offset, tensor.shape, tensor.dtype.name] for name, tensor in tensors.items()
+        },
+    }
+
+
+def _from_description(folder: Folder, description: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the inverse of `_describe`."""
+    files = {
+        name: DeferredFile(folder, name, size, version, ReadTuning(*tuning))
+        for name, (size, version, *tuning) in description["files"].items()
+    }
+    return {
+        name: Tensor(files[file], offset, tuple(shape), np.dtype(dtype))
+        for name, (file, offset, shape, dtype) in description["tensors"].items()
+    }
