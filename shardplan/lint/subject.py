@@ -68,8 +68,8 @@ class Subject:
 
     @cached_property
     def stacked(self) -> set[str]:
-        """Logical axes along which layers are stacked: axes of parameters that no matrix product has."""
-        return {*self.axes.axes} - self.step.matmul_axes - {self.axes.residual, self.axes.position}
+        """Logical axes of parameters along which layers are stacked."""
+        return {*self.axes.axes} & self.step.stacked_axes
 
     @cached_property
     def mappable(self) -> set[str]:

@@ -131,6 +131,8 @@ class Step:
     """Primitive -> number of its results that could not be named."""
     resized_axes: frozenset[str] = frozenset()
     """Logical axes of which slices are taken."""
+    stacked_axes: frozenset[str] = frozenset()
+    """Logical axes of which a loop takes one index at a time, such as the one along which layers are stacked."""
     approximations: dict[str, int] = field(default_factory=dict)
     """What is counted in place of work that the jaxpr does not determine -> how often."""
     unpriced: dict[str, int] = field(default_factory=dict)
@@ -157,10 +159,10 @@ class Step:
         )
 
     @cached_property
-    def matmul_axes(self) -> frozenset[str]:
-        """Logical axes of the operands of matmuls."""
-        matmuls = (task for task in self.tasks if task.kind == TaskKind.CONTRACTION)
-        return frozenset(name for task in matmuls for array in task.operands for name in array.logical_axes)
+    def computed_axes(self) -> frozenset[str]:
+        """Logical axes of the arrays of tasks, except those along which layers are stacked."""
+        arrays = (array for task in self.tasks for array in (*task.operands, *task.results))
+        return frozenset(name for array in arrays for name in array.logical_axes) - self.stacked_axes
 
     @cached_property
     def expert_axes(self) -> frozenset[str]:

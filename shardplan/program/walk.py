@@ -3,7 +3,7 @@
 import itertools
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,9 +40,18 @@ def build_step(trace: Trace) -> Step:
         trace.merged_axes,
         dict(trace.unnamed),
         trace.resized_axes,
-        dict(trace.approximations),
+        approximations=dict(trace.approximations),
         unpriced=dict(trace.unpriced),
+        stacked_axes=frozenset(_stacked_axes(trace.operations, trace.arrays)),
     )
+
+
+def _stacked_axes(operations: Iterable[Operation], arrays: Sequence[TracedArray]) -> Iterator[str]:
+    """Yield the logical axes of which loops take one index at a time."""
+    for operation in operations:
+        for stacked, each in operation.slices:
+            yield from {*arrays[stacked].logical_axes} - {*arrays[each].logical_axes}
+        yield from _stacked_axes(operation.body, arrays)
 
 
 class _HeldForGradients(NamedTuple):

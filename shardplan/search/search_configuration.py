@@ -188,7 +188,6 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
     for pin in rules.pins:
         tokens = () if pin.is_stored else (space.batch, space.position)
         if pin.mesh_axes and pin.axis not in (*space.tensor_axes, space.residual, *tokens):
-            raise ConfigError(
-                f"pin {pin}: plans never shard {pin.axis}, for layers are stacked along it or no matmul uses it"
-            )
+            reason = "layers are stacked along it" if pin.axis in space.step.stacked_axes else "no computation uses it"
+            raise ConfigError(f"pin {pin}: plans never shard {pin.axis}, for {reason}")
     return space

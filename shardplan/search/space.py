@@ -5,7 +5,7 @@ It holds every factorisation of the devices into (replica, data, model) and, for
 
 - batch: `replica`, `data`, both or none;
 - positions: those of `replica` and `data` that the batch does not use; none in training;
-- every other logical axis of matmuls, compute sharding: `model`, `model` and `replica`, or none;
+- every other logical axis of computations, compute sharding: `model`, `model` and `replica`, or none;
 - stored parameters, any logical axis: the mesh axes of the compute sharding, then those of `data` and `replica` that
   the batch or positions use, or a part of them.
 
@@ -109,10 +109,10 @@ class Space:
 
     @cached_property
     def tensor_axes(self) -> tuple[str, ...]:
-        """Logical axes of parameters that occur in matmuls, except batch, positions and the residual axis."""
+        """Logical axes of parameters that occur in computations, except batch, positions and the residual axis."""
         known = {name for array in self.step.parameters for name in array.logical_axes}
         others = (self.batch, self.position, self.residual)
-        return tuple(name for name in self.sizes if name in self.step.matmul_axes & known and name not in others)
+        return tuple(name for name in self.sizes if name in self.step.computed_axes & known and name not in others)
 
     @cached_property
     def unsharded_axes(self) -> frozenset[str]:

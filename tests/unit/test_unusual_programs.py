@@ -7,12 +7,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from shardplan.cost.calibration import load_calibration
+from shardplan.cost.sharding import CompilerQuirks
+from shardplan.hardware import parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import abstract_module, build_model
+from shardplan.plan.pins import Rules
+from shardplan.program.named_arrays import TracedArray
 from shardplan.program.step_trace import plan_step, trace_step
 from shardplan.program.trace import trace_jaxpr
 from shardplan.program.walk import build_step
 from shardplan.search.make_plan import make_plan
+from shardplan.search.space import Space
 
 B, S, E, M, STATE, RANK, WINDOW, MELS = 2, 64, 32, 48, 4, 8, 4, 10
 
@@ -110,3 +116,32 @@ def test_unrolled_layers_are_planned_as_a_loop_over_them(make_config, layers):
     )  # fmt: skip
     assert plan.memory == looped.memory
     assert plan.cost.step_seconds == pytest.approx(looped.cost.step_seconds, rel=0.01)
+
+
+def test_an_axis_of_elementwise_work_is_not_stacked():
+    """A loop takes one index at a time of the axis along which layers are stacked, and no axis that no matmul has."""
+
+    def layers(x, weights, scales):
+        def layer(x, layer):
+            weight, scale = layer
+            return x + (jnp.tanh(x @ weight)[:, None] * scale).sum(1), None
+
+        return jax.lax.scan(layer, x, (weights, scales))[0]
+
+    shapes = (
+        ((B, E), ("batch", "embed")),
+        ((3, E, E), ("layer", "embed", "mlp")),
+        ((3, RANK, E), ("layer", "rank", "mlp")),
+    )
+    step = trace(layers, *shapes)
+    assert step.stacked_axes == {"layer"}
+    assert step.computed_axes == {"batch", "embed", "mlp", "rank"}
+    parameters = tuple(
+        TracedArray(tuple(((name, size),) for name, size in zip(axes, shape, strict=True)), 4, f"weight {i}")
+        for i, (shape, axes) in enumerate(shapes[1:], 1)
+    )
+    hardware = parse_slice("v4-8")
+    factors = load_calibration(hardware.generation.name)
+    step = dataclasses.replace(step, parameters=parameters, activation_axes=("batch", "position"))
+    space = Space(step, "batch", "position", "embed", hardware, factors, CompilerQuirks(), math.inf, Rules())
+    assert space.tensor_axes == ("mlp", "rank")
