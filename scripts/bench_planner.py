@@ -7,20 +7,29 @@ results, and a program in it is compiled again only if package versions or the c
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from planner_record import (
+    MIN_PART,
+    CompiledResult,
+    Errors,
+    Layout,
+    Record,
+    errors_by_family,
+    read_records,
+    write_records,
+)
 
 from shardplan import config as configuration
 from shardplan.config import PlanConfig
@@ -37,17 +46,14 @@ from shardplan.search.search_configuration import AUTO_CHECKPOINTING
 from shardplan.verify.cache import code_digest, digest
 from shardplan.verify.case import Case
 from shardplan.verify.run import verify
-from shardplan.verify.verdict import Outcome, Verdict
+from shardplan.verify.verdict import Verdict
 
-RECORD = Path("docs/benchmarks/planner.json")
 READING = ("verify/**/*", "hardware/*")
 """Modules of shardplan that read what the compiler returns, as glob patterns of their paths without suffix."""
 
 POSITION = 4096
 EVAL_DEVICES_PER_SEQUENCE = 8
 ALTERNATIVES = 24
-MIN_PART = 0.01
-"""Part of a step's bytes below which a kind of collective is left out of the errors."""
 
 SOLVE = (
     "llama-3.1-405b v4-256 eval 16", "llama-3.1-405b v5p-1024 train 512", "llama-3.1-405b v4-8192 eval 512",
@@ -76,6 +82,23 @@ REGRET = (
     "llama-3.1-8b v5e-32 eval 8", "qwen3-32b v5p-64 eval 8", "gemma-7b v4-32 eval 8", "llama-3.1-8b v5p-16 train 8",
     "mistral-7b-v0.3 v5e-16 eval 8",
 )  # fmt: skip
+
+LAYOUTS = (
+    "llama-3.1-70b v5e-64 eval", "mixtral-8x7b v5e-64 eval", "olmo2-32b v6e-32 eval", "mistral-7b-v0.3 v4-32 eval",
+    "llama-3.1-8b tpu7x-16 eval", "gemma-7b v5p-32 train", "qwen3-32b v4-64 train", "llama-3.1-8b v5e-32 train",
+    "mixtral-8x7b v6e-32 train",
+)  # fmt: skip
+"""Model, slice, step, with one sequence per device; each with all of STYLES."""
+TENSOR_PARALLEL = ("mlp", "heads", "kv_head", "vocab")
+STYLES: dict[str, tuple[int, int, dict[str, list[str]]]] = {
+    "fsdp": (1, 1, {"embed": ["data"]}),
+    "fsdp of outputs": (1, 1, {"mlp": ["data"], "head_size": ["data"], "vocab": ["data"]}),
+    "tensor parallelism of 2": (1, 2, {"embed": ["data"]}),
+    "tensor parallelism of 8": (1, 8, {"embed": ["data"]}),
+    "replicated over replica": (4, 1, {"embed": ["data"]}),
+    "two mesh axes": (2, 2, {"embed": ["data"], "mlp": ["replica"], "head_size": ["replica"], "vocab": ["replica"]}),
+}
+"""Layout written by hand -> sizes of replica and model, and what shards parameters beyond the compute mapping."""
 
 EXPERTS = (
     # model, slice, sequences, tokens of a sequence, mesh (replica, data, model), published
@@ -118,65 +141,32 @@ def build(config: PlanConfig) -> tuple[dict, Model]:
     return hf_config, build_model(hf_config, config.workload.position)
 
 
-@dataclass(frozen=True)
-class CompiledResult:
-    """The part of a verdict that planner.json keeps."""
+@dataclass
+class Bench:
+    """A run of this script."""
 
-    outcome: str
-    reason: str
-    peak: int | None
-    """Peak memory of a device, bytes."""
-    seconds: list[float] | None
-    """Seconds of the step, seconds of its compute, MFU."""
-    collectives: list[list]
-    """[kind, mesh axes, bytes, number of executions] of every kind and mesh axes."""
+    jobs: int | None
+    """Compiles at a time."""
+    only: str
+    """Text that the label of a case must contain."""
+    used: set[str] = field(default_factory=set)
+    """Keys of the records that the tables use."""
 
-    @property
-    def fits(self) -> bool:
-        """Whether the compiler accepts the program."""
-        return self.outcome == Outcome.FITS
+    def compile(self, cases: Sequence[Case]) -> list[CompiledResult]:
+        """Compile the cases that planner.json does not hold yet, add each result to it, and return all results."""
+        records = read_records()
+        keys = {id(case): f"{digest(case)[:24]} {code_digest(READING)[:8]}" for case in cases}
+        self.used |= {*keys.values()}
+        lock = threading.Lock()
 
-    @property
-    def step_seconds(self) -> float:
-        """Modelled time of the step; infinite if it was not compiled."""
-        return self.seconds[0] if self.seconds else math.inf
+        def keep(case: Case, verdict: Verdict) -> None:
+            report(case, verdict)
+            with lock:
+                records[keys[id(case)]] = Record(Layout.of(case), CompiledResult.of(verdict))
+                write_records(records)
 
-
-def compile_cases(cases: Sequence[Case], jobs: int | None) -> list[CompiledResult]:
-    """Compile what `RECORD` does not hold yet, adding each result as soon as it is known; return all results."""
-    kept = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    keys = {id(case): f"{digest(case)[:24]} {code_digest(READING)[:8]}" for case in cases}
-    lock = threading.Lock()
-
-    def keep(case: Case, verdict: Verdict) -> None:
-        report(case, verdict)
-        with lock:
-            kept[keys[id(case)]] = vars(summarize(verdict))
-            # programs that exceeded a limit of this machine are compiled again the next time
-            decided = sorted(key for key in kept if kept[key]["outcome"] != Outcome.UNDECIDED)
-            rows = (f"{json.dumps(key)}: {json.dumps(kept[key])}" for key in decided)
-            RECORD.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
-
-    verify([case for case in cases if keys[id(case)] not in kept], CompilerConfig(jobs=jobs), keep)
-    return [CompiledResult(**kept[keys[id(case)]]) for case in cases]
-
-
-def summarize(verdict: Verdict) -> CompiledResult:
-    """The part of a verdict that the tables need."""
-    sums: Counter[tuple[str, str]] = Counter()
-    counts: Counter[tuple[str, str]] = Counter()
-    for each in verdict.collectives:
-        key = each.kind, " ".join(each.mesh_axes)
-        sums[key] += each.bytes
-        counts[key] += each.count
-    memory, time = verdict.memory, verdict.time
-    return CompiledResult(
-        verdict.outcome,
-        reason_text(verdict.reason)[:200],
-        memory and memory.peak,
-        time and [time.step_seconds, time.compute_seconds, time.mfu],
-        [[*key, size, counts[key]] for key, size in sums.items()],
-    )
+        verify([case for case in cases if keys[id(case)] not in records], CompilerConfig(jobs=self.jobs), keep)
+        return [records[keys[id(case)]].result for case in cases]
 
 
 def report(case: Case, verdict: Verdict) -> None:
@@ -185,7 +175,7 @@ def report(case: Case, verdict: Verdict) -> None:
     print(f"{case.label}: {verdict.outcome} {time_text} {reason}", file=sys.stderr, flush=True)
 
 
-def solve_times() -> str:
+def solve_times(bench: Bench) -> str:
     lines = table("devices", "trace s", "search s", "step s", "proven optimal")
     for text in SOLVE:
         model, slice_name, kind, batch = text.split()
@@ -203,7 +193,7 @@ def solve_times() -> str:
     return "\n".join(lines)
 
 
-def estimates(jobs: int | None, only: str) -> str:
+def estimates(bench: Bench) -> str:
     settings = []
     for kind in ("eval", "train"):
         for model, slices in ESTIMATES.items():
@@ -211,60 +201,79 @@ def estimates(jobs: int | None, only: str) -> str:
                 batch = usual_batch(slice_name, kind)
                 settings.append((f"{model} {slice_name} {kind}", load(model, slice_name, kind, batch)))
     for text in MICROBATCHED:
-        model, slice_name, batch, parts = text.split()
-        config = load(model, slice_name, "train", int(batch))
+        model, slice_name, sequences, parts = text.split()
+        config = load(model, slice_name, "train", int(sequences))
         work = replace(config.workload, microbatches=int(parts))
         settings.append((f"{model} {slice_name} train, {parts} microbatches", replace(config, workload=work)))
-    cases = [planned_case(label, config) for label, config in settings if only in label]
+    return estimates_table([planned_case(label, config) for label, config in settings if bench.only in label], bench)
+
+
+def layouts(bench: Bench) -> str:
+    """Hand-written layouts, most of them far from the best: a search decides by the errors of these as well."""
+    cases = []
+    for text in LAYOUTS:
+        model, slice_name, kind = text.split()
+        devices = parse_slice(slice_name).devices
+        config = load(model, slice_name, kind, devices)
+        hf_config, built = build(config)
+        for name, (replica, groups, params) in STYLES.items():
+            shape = {"replica": replica, "data": devices // replica // groups, "model": groups}
+            compute = {"batch": [axis for axis in ("replica", "data") if shape[axis] > 1]}
+            compute |= {axis: ["model"] for axis in TENSOR_PARALLEL if groups > 1}
+            axes = (axis for axis in {**compute, **params} if axis != "batch")
+            stored = {axis: [*compute.get(axis, ()), *params.get(axis, ())] for axis in axes}
+            plan = plan_given_mappings(config, built, shape, compute, stored)
+            cases.append(Case(f"{text}, {name}", plan, hf_config, options=plan.compiler_options))
+    return estimates_table([case for case in cases if bench.only in case.label], bench)
+
+
+def estimates_table(cases: Sequence[Case], bench: Bench) -> str:
+    """A row for each case with estimated and compiled memory, bytes and time."""
     lines = table(
         "mesh", "predicted to fit", "verdict", "peak GiB predicted", "compiled", "error", "GiB received predicted",
-        "compiled", "error", "step s predicted", "modelled",
+        "compiled", "error", "step s predicted", "modelled", "error",
     )  # fmt: skip
-    memory, moved, seconds, wrong = [], [], [], []
-    for case, result in zip(cases, compile_cases(cases, jobs), strict=True):
+    for case, result in zip(cases, bench.compile(cases), strict=True):
         plan, (model, slice_name, kind) = case.plan, case.label.split(maxsplit=2)
-        expected = plan.memory.fits
-        cells = [mesh(plan), "yes" if expected else "no", result.outcome]
-        if expected and not result.fits:
-            wrong.append(case.label)
+        errors = Errors.of(plan, case.options, result)
+        cells = [mesh(plan), "yes" if plan.memory.fits else "no", result.outcome]
         if result.peak:
-            error = plan.memory.peak / result.peak - 1
-            cells += [f"{plan.memory.peak / GIB:.2f}", f"{result.peak / GIB:.2f}", f"{error:+.1%}"]
-            memory += [abs(error)] if result.fits else []
+            cells += [f"{plan.memory.peak / GIB:.2f}", f"{result.peak / GIB:.2f}", error_text(errors.peak)]
         if result.seconds:
-            predicted = by_kind((each.kind, each.bytes) for each in plan.cost.collectives)
-            actual = by_kind((kind, size) for kind, _, size, _ in result.collectives)
-            total, actual_total = sum(predicted.values()), sum(actual.values())
-            large = [name for name in actual if actual[name] > MIN_PART * actual_total]
-            moved += [abs(predicted[name] / actual[name] - 1) for name in large]
-            error_text = f"{total / actual_total - 1:+.1%}" if actual_total else "-"
-            cells += [f"{total / GIB:.2f}", f"{actual_total / GIB:.2f}", error_text]
-            seconds.append(abs(plan.cost.step_seconds / result.step_seconds - 1))
-            cells += [f"{plan.cost.step_seconds:.3g}", f"{result.step_seconds:.3g}"]
+            received = [sum(each.bytes for each in plan.cost.collectives), sum(each[2] for each in result.collectives)]
+            cells += [*(f"{size / GIB:.2f}" for size in received), error_text(errors.received)]
+            cells += [f"{plan.cost.step_seconds:.3g}", f"{result.step_seconds:.3g}", error_text(errors.step)]
         lines.append(row(model, slice_name, kind, plan.workload.batch, *cells))
-    lines += [
-        "",
-        f"Memory: median error {statistics.median(memory):.1%}, worst {max(memory):.1%}, of {len(memory)} plans that "
-        f"fit. Predicted to fit, but rejected by the compiler: {', '.join(wrong) or 'none'}.",
-        f"Bytes by kind of collective (kinds with more than {MIN_PART:.0%} of a step's bytes): median error "
-        f"{statistics.median(moved):.1%}, of {len(moved)} values. Step time: median error "
-        f"{statistics.median(seconds):.1%}, worst {max(seconds):.1%}.",
-    ]
     return "\n".join(lines)
 
 
-def by_kind(collectives: Iterable[tuple[str, int]]) -> Counter[str]:
-    """Bytes by kind of collective; permutes count as all-gathers, which the compiler has split into them."""
-    sums: Counter[str] = Counter()
-    for kind, size in collectives:
-        sums["all-gather" if kind == "collective-permute" else kind] += size
-    return sums
+def accuracy() -> str:
+    """Errors by family, of the plans that the search chose and of all other layouts of planner.json."""
+    lines = [
+        row("family", "layouts", "memory", "worst", "bytes by kind", "bytes of all kinds, worst", "step", "worst"),
+        row(*["---"] * 8),
+    ]
+    for family, errors in sorted(errors_by_family(read_records().values()).items()):
+        sizes = [abs(e.peak) for e in errors if e.peak is not None]
+        kinds = [abs(error) for e in errors for error in e.by_kind.values()]
+        totals = [abs(e.received) for e in errors if e.received is not None]
+        steps = [abs(e.step) for e in errors if e.step is not None]
+        values = (
+            statistics.median(sizes), max(sizes), statistics.median(kinds), max(totals), statistics.median(steps),
+            max(steps),
+        )  # fmt: skip
+        lines.append(row(family, len(errors), *map("{:.1%}".format, values)))
+    return "\n".join(lines)
 
 
-def regret(jobs: int | None, only: str) -> str:
+def error_text(error: float | None) -> str:
+    return "-" if error is None else f"{error:+.1%}"
+
+
+def regret(bench: Bench) -> str:
     lines = table("plan: mesh", "modelled s", "predicted s", "fastest: mesh", "modelled s", "regret", "compiled")
     for text in REGRET:
-        if only not in text:
+        if bench.only not in text:
             continue
         model, slice_name, kind, batch = text.split()
         config = load(model, slice_name, kind, int(batch))
@@ -274,7 +283,7 @@ def regret(jobs: int | None, only: str) -> str:
             Case(f"{text} {i} {mesh(plan)}", plan, hf_config, options=plan.compiler_options)
             for i, plan in enumerate(plans)
         ]
-        times = [result.step_seconds if result.fits else math.inf for result in compile_cases(cases, jobs)]
+        times = [result.step_seconds if result.fits else math.inf for result in bench.compile(cases)]
         best, mine = min(times), times[0]
         winner, predicted = mesh(plans[times.index(best)]), plans[0].cost.step_seconds
         numbers = (f"{mine:.4g}", f"{predicted:.4g}", winner, f"{best:.4g}", f"{mine / best - 1:.1%}")
@@ -282,7 +291,7 @@ def regret(jobs: int | None, only: str) -> str:
     return "\n".join(lines)
 
 
-def usual(jobs: int | None) -> str:
+def usual(bench: Bench) -> str:
     """405B on v4-256: FSDP on embed with tensor parallelism of 8, and the plan, each with two sets of options."""
     config = load("llama-3.1-405b", "v4-256", "eval", 16)
     hf_config, built = build(config)
@@ -303,7 +312,7 @@ def usual(jobs: int | None) -> str:
         row("", "mesh", "peak GiB", "modelled step s", "compute s", "exposed transfers s", "MFU"),
         row(*["---"] * 7),
     ]
-    results = compile_cases(cases, jobs)
+    results = bench.compile(cases)
     for case, result in zip(cases, results, strict=True):
         assert result.peak and result.seconds
         step, computing, mfu = result.seconds
@@ -322,13 +331,13 @@ def usual(jobs: int | None) -> str:
     return "\n".join([*lines, "", text])
 
 
-def experts(jobs: int | None, only: str) -> str:
+def experts(bench: Bench) -> str:
     lines = table(
         "published run", "its mesh", "checkpointing", "verdict", "modelled s", "plan: mesh", "checkpointing", "verdict",
         "modelled s", "plan : published run",
     )  # fmt: skip
     for model, slice_name, batch, position, sizes, published in EXPERTS:
-        if only not in f"{model} {slice_name}":
+        if bench.only not in f"{model} {slice_name}":
             continue
         config = load(model, slice_name, "train", batch, position)
         hf_config, built = build(config)
@@ -344,7 +353,7 @@ def experts(jobs: int | None, only: str) -> str:
             Case(f"{model} {slice_name} {name}", p, hf_config, options=p.compiler_options)
             for name, p in (("expert", by_hand), ("plan", plan))
         ]
-        expert, mine = compile_cases(cases, jobs)
+        expert, mine = bench.compile(cases)
         ratio = f"{mine.step_seconds / expert.step_seconds:.2f}" if mine.seconds and expert.seconds else "-"
         theirs = (published, mesh(by_hand), step_text(by_hand), expert.outcome, seconds(expert))
         ours = (mesh(plan), step_text(plan), mine.outcome, seconds(mine), ratio)
@@ -391,24 +400,36 @@ def seconds(result: CompiledResult) -> str:
     return f"{result.step_seconds:.3g}" if result.seconds else "-"
 
 
+TABLES: dict[str, Callable[[Bench], str]] = {
+    "solve": solve_times,
+    "usual": usual,
+    "regret": regret,
+    "estimates": estimates,
+    "layouts": layouts,
+    "experts": experts,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", help="Markdown file to write; default: stdout")
     parser.add_argument("--jobs", type=int, help="compiles at a time")
-    parser.add_argument("--parts", default="solve usual regret estimates experts", help="which tables")
+    parser.add_argument("--parts", default=" ".join(TABLES), help="which tables")
     parser.add_argument("--only", default="", help="only the cases whose 'model slice ...' contains this text")
     arguments = parser.parse_args()
-    tables = {
-        "solve": solve_times,
-        "usual": lambda: usual(arguments.jobs),
-        "regret": lambda: regret(arguments.jobs, arguments.only),
-        "estimates": lambda: estimates(arguments.jobs, arguments.only),
-        "experts": lambda: experts(arguments.jobs, arguments.only),
-    }
+    bench = Bench(arguments.jobs, arguments.only)
     parts = arguments.parts.split()
-    made = {name: table() if name in parts else LEFT_OUT for name, table in tables.items()}
+    made = {name: make(bench) if name in parts else LEFT_OUT for name, make in TABLES.items()}
+    if not arguments.only and set(parts) == set(TABLES):
+        write_records({key: record for key, record in read_records().items() if key in bench.used})
     text = TEMPLATE.format(
-        **made, parts=" ".join(parts), alternatives=ALTERNATIVES, position=POSITION, each=EVAL_DEVICES_PER_SEQUENCE
+        **made,
+        accuracy=accuracy(),
+        parts=" ".join(parts),
+        alternatives=ALTERNATIVES,
+        position=POSITION,
+        min_part=MIN_PART,
+        each=EVAL_DEVICES_PER_SEQUENCE,
     )
     if arguments.output:
         Path(arguments.output).write_text(text, encoding="utf-8")
@@ -454,6 +475,21 @@ Sequences of {position} tokens: one per device for training (AdamW; parameters, 
 compute in bfloat16), one per {each} devices, at least 8, for evaluation (bfloat16).
 
 {estimates}
+
+## Layouts written by hand
+
+Six layouts for each of nine slices, one sequence of {position} tokens per device: most are far from the best. The
+search compares layouts by these estimates, too.
+
+{layouts}
+
+## Errors by family
+
+Of all programs of this page: the plans, the next best candidates, and the layouts written by hand; medians unless
+"worst". Bytes by kind are those of kinds of collectives with more than {min_part:.0%} of a step's bytes. Steps are
+compared where the compiler options are those that the estimates are for.
+
+{accuracy}
 
 ## Published runs
 

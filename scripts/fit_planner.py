@@ -19,7 +19,8 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
-from bench_planner import build, by_kind, load, report, row
+from bench_planner import build, load, report, row
+from planner_record import by_kind
 from scipy.optimize import lsq_linear
 
 from shardplan.config.sections import CompilerConfig

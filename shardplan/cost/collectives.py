@@ -38,6 +38,8 @@ class Overlap(Enum):
     """The task waits for it."""
     INDEPENDENT = auto()
     """It depends on no other task, and runs behind the part of the task's compute that compilers can overlap."""
+    REORDERED = auto()
+    """As `INDEPENDENT`, but the result is reordered, and the task waits for a part of it."""
     RING_HOPS = auto()
     """Each execution runs behind the attention to the keys of one hop; nothing is sent during the last one."""
 

@@ -55,9 +55,16 @@ def device_cost(task: Task, assignment: ShardingAssignment, lower_bound: DeviceC
         lower_bound: the `device_cost_lower_bound` of an assignment that differs in `params` only, if already known.
     """
     lower_bound = lower_bound or device_cost_lower_bound(task, assignment)
+    if not depends_on_params(task):
+        return lower_bound
+    memory_bytes = lower_bound.memory_bytes
+    if task.arrays_of_experts:
+        memory_bytes = task.executions * _moved_bytes(
+            task, assignment, lambda array: assignment.bytes(array, assignment.params)
+        )
     rule = PARAM_COLLECTIVES[task.kind]
     if rule is None:
-        return lower_bound
+        return replace(lower_bound, memory_bytes=memory_bytes)
     gathers = [(array, gather) for array in task.operands if (gather := gather_of(array, task, assignment))]
     # each copy is written and read again
     reordered = task.executions * sum(gather.bytes for _, gather in gathers if gather.copies > 1)
@@ -65,22 +72,27 @@ def device_cost(task: Task, assignment: ShardingAssignment, lower_bound: DeviceC
     traffic = (*lower_bound.traffic, *_nonempty(rule(task, assignment)))
     matmul = local_matmul(task, assignment) if task.groups > 1 else lower_bound.matmul
     return replace(
-        lower_bound, matmul=matmul, reordered_weight_bytes=reordered, local_weight_bytes=local, traffic=traffic
+        lower_bound,
+        matmul=matmul,
+        memory_bytes=memory_bytes,
+        reordered_weight_bytes=reordered,
+        local_weight_bytes=local,
+        traffic=traffic,
     )
 
 
 def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> DeviceCost:
     """The least cost of `task` on one device, for the compute mapping and any mapping of parameters."""
-    moved = sum(
-        assignment.bytes(array, assignment.compute) for array in (*task.operands, *task.results) if not is_scores(array)
-    )
+    # the stored sharding of the experts' parameters decides; at best it divides arrays by all devices
+    devices = math.prod(assignment.mesh.values())
+    moved = _moved_bytes(task, assignment, lambda array: assignment.bytes(array, {}) / devices)
     rule = COMPUTE_COLLECTIVES[task.kind]
     traffic = _nonempty(rule(task, assignment)) if rule else ()
     if task.kind not in (TaskKind.CONTRACTION, TaskKind.ATTENTION):
         return DeviceCost(NO_MATMUL, task.executions * moved, traffic)
-    if task.groups > 1:  # the stored sharding of the parameters decides; at best it divides the work by all devices
+    if task.groups > 1:  # likewise
         everything = local_matmul(task, replace(assignment, params={}))
-        matmul = replace(everything, count=everything.count / math.prod(assignment.mesh.values()))
+        matmul = replace(everything, count=everything.count / devices)
     else:
         matmul = local_matmul(task, assignment)
     if task.kind == TaskKind.CONTRACTION:
@@ -93,6 +105,15 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
         ring_merge_bytes=attention.ring_merge_bytes(task, assignment),
         has_kernel=has_kernel,
         unmasked_fraction=attention.unmasked_fraction(task, assignment),
+    )
+
+
+def _moved_bytes(task: Task, assignment: ShardingAssignment, bytes_of_experts: Callable[[TracedArray], float]) -> float:
+    """Bytes of the operands and results of a task on one device; scores are never written to memory."""
+    return sum(
+        bytes_of_experts(array) if array in task.arrays_of_experts else assignment.bytes(array, assignment.compute)
+        for array in (*task.operands, *task.results)
+        if not is_scores(array)
     )
 
 
@@ -128,7 +149,7 @@ def _grouped_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Itera
         yield all_reduce_traffic(size, assignment, partial, task.executions, Purpose.PARTIAL_SUMS, task.label)
     used = assignment.mesh_axes(result.factors)
     gathered = tuple(axis for axis in assignment.mesh_axes(result.factors, assignment.params) if axis not in used)
-    if gathered and not task.feeds_only_grouped_matmuls:
+    if gathered and result not in task.routed:
         size = assignment.bytes(result, assignment.compute)
         yield all_gather_traffic(size, assignment, gathered, task.executions, Purpose.GROUPED_RESULTS, task.label)
 
@@ -180,9 +201,8 @@ def _parameter_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Ite
         gather = gather_of(operand, task, assignment)
         if gather:
             subject = str(operand.weight)
-            yield all_gather_traffic(
-                gather.bytes, assignment, gather.axes, count, Purpose.WEIGHTS, subject, Overlap.INDEPENDENT
-            )
+            overlap = Overlap.REORDERED if gather.num_dimensions > 1 else Overlap.INDEPENDENT
+            yield all_gather_traffic(gather.bytes, assignment, gather.axes, count, Purpose.WEIGHTS, subject, overlap)
     partial = _partial_sum_axes(task, assignment)
     if not partial or not assignment.is_stored_like_a_parameter(result):
         return
@@ -191,6 +211,9 @@ def _parameter_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Ite
     stored = assignment.mesh_axes(result.factors, assignment.params)
     scattered = tuple(axis for axis in partial if axis in stored)
     summed = tuple(axis for axis in partial if axis not in stored)
+    if assignment.num_dimensions(result, scattered) > 1:  # no reduce-scatter shards two dimensions
+        yield all_reduce_traffic(size, assignment, partial, count, Purpose.WEIGHT_GRADIENTS, task.label)
+        return
     if scattered:
         yield reduce_scatter_traffic(size, assignment, scattered, count, Purpose.WEIGHT_GRADIENTS, task.label)
     if summed:
@@ -293,4 +316,4 @@ PARAM_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
 
 def depends_on_params(task: Task) -> bool:
     """Whether the cost of `task` depends on the stored sharding of parameters."""
-    return PARAM_COLLECTIVES[task.kind] is not None
+    return PARAM_COLLECTIVES[task.kind] is not None or bool(task.arrays_of_experts)

@@ -78,7 +78,10 @@ def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
             return _live_bytes(buffer, assignment)
         case BufferRole.GATHERED_WEIGHT:
             gather = assignment.weight_gather(array)
-            return gather.copies * gather.bytes if gather else 0.0
+            return gather.bytes if gather else 0.0
+        case BufferRole.REORDERED_WEIGHT:
+            gather = assignment.weight_gather(array)
+            return (gather.copies - 1) * gather.bytes if gather else 0.0
         case BufferRole.PREFETCHED_WEIGHT:
             gather = assignment.weight_gather(array) if quirks.gathers_early else None
             return gather.bytes if gather and gather.copies == 1 else 0.0
@@ -143,6 +146,7 @@ PART_OF_ROLE: dict[BufferRole, MemoryPart | None] = {
     BufferRole.OPTIMIZER_STATE: MemoryPart.OPTIMIZER,
     BufferRole.LIVE: None,
     BufferRole.GATHERED_WEIGHT: MemoryPart.GATHERED_WEIGHTS,
+    BufferRole.REORDERED_WEIGHT: MemoryPart.GATHERED_WEIGHTS,
     BufferRole.PREFETCHED_WEIGHT: MemoryPart.GATHERED_WEIGHTS,
     BufferRole.UNSCATTERED_RESULT: None,
     BufferRole.FLOAT32_RESULT: None,

@@ -5,6 +5,7 @@ all shardings of rows, columns, and tokens by three mesh axes.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplan.cost.sharding import ShardingAssignment
@@ -12,7 +13,8 @@ from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.program.named_arrays import TracedArray
 
 MIN_RATIO_TO_UNSHARD_TABLE = 1.2
-"""Smallest ratio of the result's elements to the table's from which the result keeps its sharding, not the table."""
+"""Smallest ratio of the result's elements to the table's from which the result keeps its sharding, not the table, where
+two dimensions of the tokens are sharded."""
 
 
 @dataclass(frozen=True)
@@ -58,26 +60,37 @@ def partition_lookup(table: TracedArray, result: TracedArray, assignment: Shardi
     token_dims = _token_axes(table, result, assignment)
     tokens = tuple(axis for axis in assignment.mesh if any(axis in axes for axes in token_dims))
     gathered: MeshAxes = ()
+    num_devices = math.prod(assignment.mesh.values())
     uses_all_to_all, is_replicated = not set(tokens).isdisjoint(columns), False
-    # an all-to-all moves the sharding of columns to one dimension of the tokens, if no other dimension is sharded
-    if uses_all_to_all and (len(token_dims) > 1 or set(columns) != set(tokens)):
+    # an all-to-all moves the sharding of columns to one dimension of the tokens, if no other dimension is sharded, and
+    # if this is their sharding, or they use all devices
+    is_part = not rows and set(columns) <= set(tokens) and mesh_size(assignment.mesh, tokens) == num_devices
+    if uses_all_to_all and (len(token_dims) > 1 or not (set(columns) == set(tokens) or is_part)):
         ratio = result.elements / table.elements
         row_to_column_shards = mesh_size(assignment.mesh, rows) / mesh_size(assignment.mesh, columns)
         uses_all_to_all = False
-        if ratio > MIN_RATIO_TO_UNSHARD_TABLE:
+        if ratio > _min_ratio_to_unshard_table(token_dims, columns, assignment):
             gathered = tuple(axis for axis in tokens if axis in (*rows, *columns))
             rows, columns = (), (*rows, *columns)  # what is left of the table's sharding is one of columns
         elif row_to_column_shards > 1 or (row_to_column_shards == 1 and ratio > 1):
             gathered = columns
         else:
             is_replicated = True
+    elif not columns and not set(rows).isdisjoint(tokens):
+        # either each device looks all tokens up in its rows, or its own in all rows: whose table and result are smaller
+        all_tokens = assignment.bytes(table, assignment.params) + assignment.bytes(result, {})
+        if assignment.bytes(table, {}) + own <= all_tokens:
+            gathered = tuple(axis for axis in tokens if axis in rows)
+            columns = tuple(axis for axis in rows if axis not in gathered)
+            rows = ()
     table_bytes = assignment.bytes(table, assignment.params) * mesh_size(assignment.mesh, gathered) if gathered else 0.0
     columns = tuple(axis for axis in columns if axis not in gathered)
     sharding = (*rows, *columns)
     copies = _lookups_per_token(rows, columns, tokens, assignment)
     local_bytes = own * copies / mesh_size(assignment.mesh, columns)
     gathers_tokens = uses_all_to_all or is_replicated
-    token_gather_axes = tuple(axis for axis in assignment.mesh if axis not in sharding) if gathers_tokens else ()
+    kept = (*sharding, *tokens) if uses_all_to_all else sharding
+    token_gather_axes = tuple(axis for axis in assignment.mesh if axis not in kept) if gathers_tokens else ()
     parts = mesh_size(assignment.mesh, tuple(axis for axis in token_gather_axes if axis in tokens))
     gathered_bytes = local_bytes * parts
     all_columns = assignment.bytes(result, {}) if is_replicated else gathered_bytes if uses_all_to_all else own
@@ -85,6 +98,20 @@ def partition_lookup(table: TracedArray, result: TracedArray, assignment: Shardi
         gathered, table_bytes, rows, local_bytes, token_gather_axes, gathered_bytes, columns, all_columns,
         uses_all_to_all,
     )  # fmt: skip
+
+
+def _min_ratio_to_unshard_table(
+    token_dims: Sequence[MeshAxes], columns: MeshAxes, assignment: ShardingAssignment
+) -> float:
+    """Ratio of the result's elements to the table's from which the table is gathered, not the result's columns.
+
+    The partitioner compares the largest step of the two forms. Where one dimension of the tokens is sharded, the result
+    keeps the part of this sharding that the columns do not have, while its columns are gathered.
+    """
+    if len(token_dims) > 1:
+        return MIN_RATIO_TO_UNSHARD_TABLE
+    others = tuple(axis for axis in token_dims[0] if axis not in columns)
+    return mesh_size(assignment.mesh, others) / (1 + 1 / mesh_size(assignment.mesh, columns))
 
 
 def _lookups_per_token(rows: MeshAxes, columns: MeshAxes, tokens: MeshAxes, assignment: ShardingAssignment) -> float:

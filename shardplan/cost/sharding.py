@@ -42,6 +42,8 @@ class WeightGather(NamedTuple):
     """Bytes on a device after the gather."""
     copies: int
     """Number of buffers of that size that the gather needs."""
+    num_dimensions: int
+    """Number of dimensions of the parameter that it is gathered along."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,13 @@ class ShardingAssignment:
         axes = tuple(axis for axis in stored if axis not in kept)
         if not axes:
             return None
-        dimensions = sum(not set(axes).isdisjoint(each) for each in self.dimension_mesh_axes(weight, self.params))
+        dimensions = self.num_dimensions(weight, axes)
         copies = REORDERING_COPIES if dimensions > 1 else 2 if self.compiles_all_gather_to_all_reduce(axes) else 1
-        return WeightGather(axes, self.bytes(weight, used), copies)
+        return WeightGather(axes, self.bytes(weight, used), copies, dimensions)
+
+    def num_dimensions(self, array: TracedArray, axes: MeshAxes) -> int:
+        """Number of dimensions of a stored array that any of the mesh axes `axes` shards."""
+        return sum(not set(axes).isdisjoint(each) for each in self.dimension_mesh_axes(array, self.params))
 
     def is_gathered_whole_by_mistake(self, array: TracedArray) -> bool:
         """Whether XLA's partitioner, in jaxlib 0.10.2, gathers a parameter over more mesh axes than computation needs.

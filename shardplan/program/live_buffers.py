@@ -18,6 +18,8 @@ class BufferRole(StrEnum):
     """A value between the operation that writes it and the last one that reads it."""
     GATHERED_WEIGHT = "gathered weight"
     """The all-gathered copy of a parameter, between its first and last use in a loop's body."""
+    REORDERED_WEIGHT = "reordered weight"
+    """What a gather needs beyond the gathered copy, until it is complete: another copy, whose elements it reorders."""
     PREFETCHED_WEIGHT = "prefetched weight"
     """A gathered weight before its first use, if the compiler gathers early: with at most one loop in between."""
     UNSCATTERED_RESULT = "unscattered result"

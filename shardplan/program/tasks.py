@@ -52,8 +52,9 @@ class Task:
     reduces_partial_sums: bool
     """Of a matmul: whether partial sums in its result are added up over devices here; False where the result is first
     added to those of later matmuls."""
-    feeds_only_grouped_matmuls: bool
-    """Of a grouped matmul: whether only other grouped matmuls consume the result, so that it is never resharded."""
+    routed: frozenset[TracedArray]
+    """Operands and results that only grouped matmuls produce and consume, directly or through elementwise work: they
+    keep the sharding in which grouped matmuls use their parameters, which is the stored one."""
     is_backward: bool
     """Whether the task belongs to the backward pass, other than to rematerialization of the forward pass."""
     collective: CollectiveKind | None
@@ -62,6 +63,14 @@ class Task:
     """Of a collective: the mesh axes that it names."""
     label: str
     """Path of the first parameter among the operands, or else the named scopes of the operation."""
+
+    @cached_property
+    def arrays_of_experts(self) -> frozenset[TracedArray]:
+        """Operands and results in the stored sharding of the experts' parameters: `routed`, and these parameters."""
+        if self.groups == 1:
+            return self.routed
+        gradients = self.results if all(array.weight is None for array in self.operands) else ()
+        return self.routed.union(gradients, (array for array in self.operands if array.weight is not None))
 
     @cached_property
     def matmul_extents(self) -> tuple[tuple[float, Dim], ...]:

@@ -95,7 +95,8 @@ class _Sequence:
             outside: buffers of enclosing sequences, in memory throughout.
         """
         fusion = self.fusion
-        last_uses, gathered, copied = self._last_uses(), self._gathered(), self._copied_by_next_loop()
+        last_uses, copied = self._last_uses(), self._copied_by_next_loop()
+        gathered, reordered = self._gathered(), self._reordered()
         held = self._held_for_gradients()
         ends: defaultdict[int, list[int]] = defaultdict(list)
         for value, i in last_uses.items():
@@ -109,12 +110,16 @@ class _Sequence:
                 continue
             is_loop = operation.kind == OperationKind.LOOP
             stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
-            new = (entering | stacks | {result for result in operation.results if result in fusion.written}) - live
-            live |= new
-            buffers.update(map(self._live_buffer, new))
+            buffers.update(map(self._live_buffer, entering - live))
+            live |= entering
             here = outside + gathered[i]
             late = ((role, value) for role, values in held.values.items() for value in used_up & values)
             here.update(itertools.starmap(self._buffer_of, late))
+            if reordered[i]:  # before the operation writes its results
+                points.append(here + buffers + reordered[i])
+            new = (stacks | {result for result in operation.results if result in fusion.written}) - live
+            live |= new
+            buffers.update(map(self._live_buffer, new))
             if is_loop:
                 points += self._add_loop(operation, live, here)
             else:
@@ -122,7 +127,7 @@ class _Sequence:
                 points.append(here + buffers)
                 self.tasks += map(self._make_task, (*fusion.fused_matmuls(operation), operation))
             gone = {
-                value for value in (*ends[i], *new)
+                value for value in (*ends[i], *entering, *new)
                 if value in live and last_uses.get(value, -1) <= i and value not in fusion.held_for_outputs
             }  # fmt: skip
             live -= gone
@@ -206,6 +211,13 @@ class _Sequence:
             current.update(changes[i])
             gathered.append(+current)
         return gathered
+
+    def _reordered(self) -> defaultdict[int, Counter[LiveBuffer]]:
+        """Return the weights that are being gathered before each operation."""
+        reordered: defaultdict[int, Counter[LiveBuffer]] = defaultdict(Counter)
+        for weight, (first, _) in self._weight_uses().items():
+            reordered[first][self._make_buffer(BufferRole.REORDERED_WEIGHT, weight)] += 1
+        return reordered
 
     def _add_loop(self, loop: Operation, live: Set[int], outside: Counter[LiveBuffer]) -> list[Counter[LiveBuffer]]:
         """Add the tasks of a loop; returns the points of its body."""
@@ -293,9 +305,9 @@ class _Sequence:
             of_matmuls = {fusion.base_of(operand) for matmul in matmuls for operand in matmul.operands}
             reads = sorted(value for value in fusion.reads(operation) - of_matmuls if self.arrays[value].axes)
             writes = [result for result in operation.results if result in fusion.written]
-            operands, results = self._arrays(reads), self._arrays(writes)
         else:
-            operands, results = self._arrays(operation.operands), self._arrays(operation.results)
+            reads, writes = list(operation.operands), list(operation.results)
+        operands, results = self._arrays(reads), self._arrays(writes)
         is_matmul = operation.kind == OperationKind.CONTRACTION
         is_attention = is_matmul and any(map(is_scores, (*operands, *results)))
         weights = [array.weight for array in operands if array.weight is not None]
@@ -311,8 +323,8 @@ class _Sequence:
             executions=self.executions,
             first_used_weights=first_used,
             reduces_partial_sums=not is_matmul or fusion.reduces_partial_sums(operation.results[0]),
-            feeds_only_grouped_matmuls=(
-                operation.groups > 1 and fusion.is_between_grouped_matmuls(operation.results[0])
+            routed=frozenset(
+                self.arrays[value] for value in (*reads, *writes) if fusion.is_between_grouped_matmuls(value)
             ),
             collective=operation.collective,
             mesh_axes=operation.mesh_axes,

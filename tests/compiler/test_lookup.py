@@ -23,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("tpu_compiler")
 HARDWARE = parse_slice("v4:4x4x4")
 MESH = {"replica": 2, "data": 8, "model": 4}
 VOCAB, EMBED, POSITION = 32768, 2048, 2048
-FEW, MANY = 8, 64
-"""Batch sizes for which the result has half, and four times, the table's number of elements."""
-REPLICA, DATA, MODEL = ("replica",), ("data",), ("model",)
+FEW, SOME, MANY = 8, 16, 64
+"""Batch sizes for which the result has half, as many, and four times the table's number of elements."""
+REPLICA, DATA, MODEL, BOTH = ("replica",), ("data",), ("model",), ("replica", "data")
 
 
 def predicted(mapping, table, batch) -> Counter:
@@ -64,6 +64,25 @@ def compiled(mapping, table, batch) -> Counter:
     for use in model_step(module, Network(MESH, HARDWARE, [0] * HARDWARE.devices), HARDWARE).uses:
         received[use.transfer.kind] += use.transfer.bytes * use.count
     return received
+
+
+@pytest.mark.parametrize(
+    ("table", "batch"),
+    [
+        # the tokens' only sharded dimension has the mesh axes of the columns, and others
+        (((), DATA), SOME),
+        (((), DATA), MANY),
+        # it has the mesh axes of the rows: the table is gathered unless the result is smaller
+        ((BOTH, ()), SOME),
+        ((BOTH, ()), MANY),
+        ((REPLICA, ()), MANY),
+        ((DATA, ()), MANY),
+    ],
+)
+def test_lookups_of_sequences_on_all_devices(table, batch, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.HARDWARE", parse_slice("v4:2x2x4"))
+    monkeypatch.setattr(f"{__name__}.MESH", {"replica": 2, "data": 8, "model": 1})
+    test_lookups((BOTH, ()), table, batch)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from traced_layer import LAYERS, MESH, TOKENS, WEIGHT, B, E, M, P, traced_step
+from traced_layer import LAYERS, MESH, TOKENS, WEIGHT, B, E, M, P, V, traced_step
 
 from shardplan.attention.strategy_cost import HeadShape, strategy_cost
 from shardplan.cost.attention import has_kernel
@@ -166,7 +166,8 @@ def test_lookups_in_a_sharded_table():
     """
     rows, lookups = 4 * B * P * E / 8, [Purpose.LOOKUPS]
     assert traffic(lookups, {}, {"vocab": ("model",)}) == [("all-reduce", ("model",), 2 * 1 / 2 * rows, 1)]
-    assert traffic(lookups, {}, {"vocab": ("data",)}) == [("all-reduce", ("data",), 2 * 3 / 4 * 2 * rows, 1)]
+    # the table, with as many elements as the result, is gathered where its rows have the mesh axes of tokens
+    assert traffic(lookups, {}, {"vocab": ("data",)}) == [("all-gather", ("data",), 3 / 4 * 4 * V * E, 1)]
     # mesh axes of one device do not shard anything
     mesh = {"replica": 1, "data": 8, "model": 1}
     assert traffic(lookups, {}, {"embed": ("data",)}, mesh=mesh) == [("all-to-all", ("data",), 7 / 8 * rows, 1)]
