@@ -8,10 +8,12 @@ import zlib
 from types import SimpleNamespace
 
 import crc32c
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.integrity import CheckedFile, check_file, check_files
 from shardplan.errors import CheckpointError
 from shardplan.storage import open_folder
@@ -116,7 +118,7 @@ def test_files_that_each_process_checks(monkeypatch, is_shared, process):
         file.read_into(0, memoryview(bytearray(20)))
     files[0].file.data = bytes(60)
     theirs = [[], [(20, 40, 0)]]  # the other process read bytes of b.bin that differ from its content
-    tensors = [SimpleNamespace(file=file) for file in files]
+    tensors = [Tensor(file, 0, (1,), np.dtype(np.uint8)) for file in files]
     wrong = {(True, 0): "a.bin", (True, 1): "b.bin", (False, 0): "a.bin", (False, 1): "a.bin"}[is_shared, process]
     with pytest.raises(CheckpointError, match=f"{wrong}: checksum is crc32c"):
         check_files(tensors, TwoProcesses(process, theirs))
@@ -127,7 +129,7 @@ def test_summary_says_which_files_are_not_checked(capsys):
     files += [CheckedFile(Memory(b"123", None))]
     for file, name in zip(files, ("a.bin", "b.bin", "c.bin"), strict=True):
         file.name = name
-    check_files([SimpleNamespace(file=file) for file in files], TwoProcesses(0, [[], [], []]))
+    check_files([Tensor(file, 0, (1,), np.dtype(np.uint8)) for file in files], TwoProcesses(0, [[], [], []]))
     assert capsys.readouterr().err == (
         "checksums: crc32 matches for 1 of 3 files; their store has none for 2 of 3 files (a.bin, ...), which are not "
         "checked\n"
