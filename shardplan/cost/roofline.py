@@ -26,7 +26,7 @@ from shardplan.program.tasks import Step, Task, TaskKind
 
 WAITED_PART = 0.5
 """Part of the gathers of parameters along two dimensions that the compiler does not overlap with anything: of eight
-programs for all generations but v3, 0.33 to 0.66 (docs/benchmarks/planner.md, layouts with two mesh axes)."""
+programs for all generations but v3, 0.33 to 0.66 (docs/log.md, layouts far from the best)."""
 
 
 @dataclass(frozen=True)
