@@ -103,7 +103,7 @@ def partition_lookup(table: TracedArray, result: TracedArray, assignment: Shardi
 def _min_ratio_to_unshard_table(
     token_dims: Sequence[MeshAxes], columns: MeshAxes, assignment: ShardingAssignment
 ) -> float:
-    """Ratio of the result's elements to the table's from which the table is gathered, not the result's columns.
+    """Return the ratio of the result's elements to the table's above which the partitioner gathers the table.
 
     The partitioner compares the largest step of the two forms. Where one dimension of the tokens is sharded, the result
     keeps the part of this sharding that the columns do not have, while its columns are gathered.

@@ -32,7 +32,9 @@ TIMEOUT = timedelta(seconds=60)
 PROGRESS_BYTES = 64 * 1024
 """Bytes that a request must deliver within the timeout to count as progress; data is kept in portions of this size."""
 ATTEMPTS = 8
-"""Consecutive attempts without progress after which a request fails: half a minute."""
+"""Consecutive attempts without progress after which a read fails: half a minute."""
+ATTEMPTS_TO_OPEN = 4
+"""Attempts to open an object, 2 seconds: a wrong address fails like a server that is busy."""
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.2, 10.0
 """Seconds between attempts: doubled each time, minus up to half at random, so that hosts do not retry in step."""
 UNKNOWN = "unknown"
@@ -112,7 +114,7 @@ class ObjectFile:
 
 def _head(store: Any, path: str) -> Any:
     """Return the properties of an object; requests that fail are repeated."""
-    for failures in range(1, ATTEMPTS):
+    for failures in range(1, ATTEMPTS_TO_OPEN):
         try:
             return obstore.head(store, path)
         except (FileNotFoundError, *PERMANENT_ERRORS):

@@ -17,7 +17,7 @@ from shardplan.storage.folder import ReadTuning, changed_error
 
 
 class DeferredFile:
-    """A file that another process has opened, with what it found; this process opens it when it first reads from it."""
+    """A file whose size and version process 0 has sent; this process opens it when it first reads from it."""
 
     is_shared = True
 

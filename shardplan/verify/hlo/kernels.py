@@ -40,7 +40,7 @@ class MemoryTraffic:
     """The work: an opcode, with the target of a custom call."""
     arrays: tuple[ArrayShape, ...]
     passes: int
-    """Times that `arrays` are read or written."""
+    """Number of reads and writes of each of `arrays`."""
     assumption: OmissionKind = OmissionKind.NO_CYCLES
 
     @property
