@@ -10,15 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.checkpoint.mapping.state_dict_program import trace_program
-from shardplan.checkpoint.mapping.views import Piece, row_major_strides, tensor_view
+from shardplan.checkpoint.mapping.views import Piece, View, row_major_strides, tensor_view
 from shardplan.checkpoint.transfer.byte_ranges import (
     GAP_BYTES,
+    ReadVolume,
     TensorSource,
     find_byte_ranges,
     find_runs,
     merge_boxes,
+    sum_ranges,
 )
 from shardplan.checkpoint.transfer.schedule import (
+    Schedule,
     exchange_strategies,
     exchanged_bytes,
     make_schedule,
@@ -100,6 +103,31 @@ def test_runs_against_counting(extents, itemsize, data):
     runs = find_runs(piece, itemsize)
     assert runs.count == 1 + sum(gaps)
     assert runs.count * runs.elements >= len(elements)
+
+
+@given(loads(), st.integers(1, 3), st.data())
+@settings(max_examples=100, deadline=None)
+def test_volumes_are_those_of_the_ranges(load, layers, data):
+    """What processes read of equal layers is computed once, and equals the ranges of each transfer.
+
+    A transfer is of one to three layers, which follow one another in their files at once or after a gap, in any order.
+    """
+    mesh, shape, spec = load
+    shape = (4 * shape[0], *shape[1:])
+    size, strides = math.prod(shape[1:]), (0, *row_major_strides(shape[1:]))
+    pieces = tuple(Piece((i, *[0] * (len(shape) - 1)), (1, *shape[1:]), str(i), 0, strides) for i in range(shape[0]))
+    view, ends, sources = View(shape, pieces), [0, 0], {}
+    for i in data.draw(st.permutations(range(shape[0]))):
+        file = data.draw(st.integers(0, 1))
+        sources[str(i)] = TensorSource(str(file), ends[file] + data.draw(st.sampled_from([0, 0, 6])), 2)
+        ends[file] = sources[str(i)].offset + 2 * size
+    for strategy in (ReadStrategy(spec), *exchange_strategies(shape, spec, mesh)):
+        max_bytes = 2 * layers * size * max(map(len, mesh.devices_by_process.values()))
+        transfers = tuple(make_transfers("x", shape, strategy, 2, mesh, TransferLimits(max_bytes, max_bytes)))
+        volumes = read_by_process(Schedule(mesh, transfers), {"x": view}, sources)
+        for process, volume in volumes.items():
+            ranges = (find_byte_ranges(transfer, view, sources, mesh, process) for transfer in transfers)
+            assert volume == sum(map(sum_ranges, ranges), ReadVolume())
 
 
 def test_each_process_reads_its_own_contiguous_shard():
