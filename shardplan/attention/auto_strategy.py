@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from shardplan.attention.axes import AttentionSharding
-from shardplan.attention.strategy_cost import HeadShape, enumerate_layouts, rank_strategies
+from shardplan.attention.strategy_cost import HeadShape, enumerate_layouts, rank_strategies, strategies_of
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.plan.attention_plan import Strategy
@@ -52,8 +52,10 @@ def choose_strategy(
         itemsize=itemsize,
     )
     layouts = _candidate_layouts(layout, axes.queries.size, sharding.degree, documents)
-    if not layouts:
-        return Strategy.RING, 1  # the length does not divide, for which `dot_product_attention` raises
+    if not layouts or 0 in (heads.batch, heads.key_heads, heads.queries_per_key_head):
+        return Strategy.RING, 1  # a size does not divide, for which `dot_product_attention` raises
+    if len(layouts) == len(strategies_of(layouts[0])) == 1:
+        return strategies_of(layouts[0])[0], layouts[0].ulysses  # nothing is left to choose
     memory_gib = slice_.generation.hbm_gib
     ranked = rank_strategies(
         layouts, pattern, heads, sharding.position_mesh_axes, mesh, slice_, available=memory_gib * GIB

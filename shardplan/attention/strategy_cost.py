@@ -1,45 +1,30 @@
-"""Predicted time and memory of every attention strategy and sequence layout. Pure arithmetic.
+"""Predicted time and memory of every attention strategy and sequence layout for one shape, by the planner's cost model.
 
-Work is counted in blocks that the mask leaves, transfers in bytes on the torus. Bytes that a device receives, for
-P = U x R devices along the positions, S tokens, Hq query and Hkv key heads, in units of batch x head size
-(https://arxiv.org/abs/2309.14509, https://arxiv.org/abs/2310.01889):
-
-| strategy | received |
-|---|---|
-| all_gather | 2 Hkv (S/P) (P-1) |
-| ring | 2 Hkv (S/P) for every hop that the mask needs, at most P-1 |
-| ulysses | (2 Hq + 2 Hkv) (S/P) (U-1)/U, where Hkv counts copies of key heads |
-| hybrid | that of ulysses, and 2 Hkv (S/P) for every hop, at most R-1 |
-
-A ring computes while it receives. Every hop takes as long as its slowest device; then the device adds the hop's output,
-in float32, to that of the hops before. The other strategies wait until everything is received.
+A forward pass of attention is two tasks, as the planner has them in a traced step (`shardplan.cost.attention`).
 """
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from math import inf, prod
+from dataclasses import dataclass, replace
+from math import inf
 
-import numpy as np
-
-from shardplan.cost.attention import FLOAT32_BYTES
-from shardplan.cost.calibration import load_calibration
-from shardplan.hardware import CollectiveKind, Slice, divisors, place_mesh
-from shardplan.plan.attention_plan import Strategy
-from shardplan.positions.heads import HeadSharding
+from shardplan.cost.calibration import compiler_quirks, load_calibration
+from shardplan.cost.gspmd import device_cost
+from shardplan.cost.memory import buffer_bytes
+from shardplan.cost.roofline import task_seconds
+from shardplan.cost.sharding import ShardingAssignment
+from shardplan.hardware import MeshPlacement, Slice, divisors, place_mesh
+from shardplan.plan.attention_plan import AttentionPlan, Strategy
+from shardplan.plan.mapping import MeshAxes
 from shardplan.positions.pattern import Pattern
-from shardplan.positions.sequence_layout import (
-    KERNEL_BLOCK,
-    MAX_SEQUENCE_BLOCKS,
-    SequenceLayout,
-    SequenceOrder,
-    count_blocks,
-    ring_distances,
-)
+from shardplan.positions.sequence_layout import SequenceLayout
+from shardplan.positions.sequence_order import SequenceOrder
+from shardplan.program.live_buffers import BufferRole, LiveBuffer
+from shardplan.program.named_arrays import AxisCopy, Factor, TracedArray
+from shardplan.program.tasks import Task, TaskKind
 
-MERGE_HBM_PASSES = 3
-"""Passes over a hop's output, at HBM bandwidth, to add it to the hops before: puts measured runs of MaxText in order.
-By the TPU compiler's cycles it is `shardplan.cost.attention.MERGE_PASSES`."""
+BATCH, POSITION = "batch", "position"
+"""Names of the logical axes that number tokens in the tasks made here; no mapping from elsewhere refers to them."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +40,6 @@ class HeadShape:
     itemsize: int = 2
     """Bytes per element."""
 
-    def key_value_bytes(self, key_heads: float, tokens: float) -> float:
-        """Bytes of the keys and values of `tokens` positions and `key_heads` heads."""
-        return self.batch * key_heads * tokens * (self.head_size + self.value_size) * self.itemsize
-
 
 @dataclass(frozen=True)
 class StrategyCost:
@@ -67,11 +48,9 @@ class StrategyCost:
     strategy: Strategy
     layout: SequenceLayout
     seconds: float
-    compute_seconds: float
-    """Compute of the slowest device; in a ring, the sum over hops of the slowest device of each."""
     received_bytes: float
     held_bytes: float
-    """Memory for gathered or received keys and values and for what is exchanged, beyond the device's own shards."""
+    """Memory for keys and values and for outputs of hops, beyond the device's own shards."""
 
 
 def enumerate_layouts(
@@ -90,18 +69,26 @@ def enumerate_layouts(
     ]
 
 
+def strategies_of(layout: SequenceLayout) -> tuple[Strategy, ...]:
+    """Return the strategies that a layout is for."""
+    if layout.ulysses == 1:
+        return Strategy.ALL_GATHER, Strategy.RING
+    return (Strategy.ULYSSES,) if layout.ring == 1 else (Strategy.HYBRID,)
+
+
 def rank_strategies(
     layouts: Iterable[SequenceLayout],
     pattern: Pattern,
     heads: HeadShape,
-    mesh_axes: tuple[str, ...],
+    mesh_axes: MeshAxes,
     mesh: Mapping[str, int],
     hardware: Slice,
     available: float = inf,
 ) -> list[StrategyCost]:
     """Return the cost of every strategy with every layout, fastest first.
 
-    Documents that the layouts do not know are taken for one.
+    Documents that the layouts do not know are taken for one. Left out are layouts in which the groups of Ulysses are
+    no parts of mesh axes.
 
     Args:
         mesh_axes: mesh axes that shard positions, major to minor.
@@ -110,9 +97,10 @@ def rank_strategies(
     costs = (
         strategy_cost(strategy, layout, pattern, heads, mesh_axes, mesh, hardware)
         for layout in layouts
-        for strategy in _strategies(layout)
+        for strategy in strategies_of(layout)
     )
-    return sorted((cost for cost in costs if cost.held_bytes <= available), key=lambda cost: cost.seconds)
+    possible = (cost for cost in costs if cost is not None and cost.held_bytes <= available)
+    return sorted(possible, key=lambda cost: cost.seconds)
 
 
 def strategy_cost(
@@ -120,69 +108,98 @@ def strategy_cost(
     layout: SequenceLayout,
     pattern: Pattern,
     heads: HeadShape,
-    mesh_axes: tuple[str, ...],
+    mesh_axes: MeshAxes,
     mesh: Mapping[str, int],
     hardware: Slice,
-) -> StrategyCost:
-    """Return the cost of one strategy with one layout; arguments as for `rank_strategies`."""
-    placement, generation = place_mesh(hardware, mesh), hardware.generation
-    ring, ulysses = layout.ring, layout.ulysses
-    shard = layout.padded_length / (ring * ulysses)
-    split = HeadSharding(ulysses, heads.key_heads, heads.queries_per_key_head)
-    query_heads = split.query_heads_per_device
-    block = max(KERNEL_BLOCK, -(-layout.padded_length // MAX_SEQUENCE_BLOCKS))
-    block_flops = 2 * block**2 * (heads.head_size + heads.value_size) * heads.batch * query_heads
-    flops = count_blocks(layout, layout, pattern, block) * block_flops
-    seconds_by_hop = flops * load_calibration(generation.name).attention / generation.flops  # [ring, distance]
+) -> StrategyCost | None:
+    """Return the cost of one strategy with one layout; arguments as for `rank_strategies`.
 
-    # queries and outputs, which together have head_size + value_size per query head, and keys and values
-    exchanged_heads = query_heads * ulysses + split.total_key_heads_received
-    exchanged = heads.key_value_bytes(exchanged_heads, shard) if ulysses > 1 else 0.0
-    received = exchanged * (ulysses - 1) / ulysses
-    seconds = sum(
-        placement.permute_cost(_shift_pairs(mesh, mesh_axes, 1, ulysses, step)).seconds(exchanged / ulysses)
-        for step in range(1, ulysses)
-    )
-    keys = heads.key_value_bytes(split.key_heads_after_duplication, shard * ulysses)
-    if strategy == Strategy.ALL_GATHER:
-        compute, received, held = seconds_by_hop.sum(1).max(), keys * (ring - 1), keys * ring
-        gather = placement.seconds(CollectiveKind.ALL_GATHER, mesh_axes, received) if mesh_axes else 0.0
-        seconds += gather + compute
-    else:
-        distances = ring_distances(layout, layout, pattern)
-        steps = np.diff(distances)
-        slowest = seconds_by_hop[:, list(distances)].max(0)
-        transfers = [
-            placement.permute_cost(_shift_pairs(mesh, mesh_axes, ulysses, ring, int(step))).seconds(keys)
-            for step in steps
-        ]
-        compute, received, held = slowest.sum(), received + keys * len(steps), exchanged + 2 * keys * (ring > 1)
-        seconds += sum(max(pair) for pair in zip(slowest, [*transfers, 0.0], strict=True))
-        output = heads.batch * query_heads * shard * ulysses * heads.value_size * FLOAT32_BYTES
-        seconds += len(steps) * MERGE_HBM_PASSES * output / generation.hbm_bandwidth
-    return StrategyCost(strategy, layout, float(seconds), float(compute), float(received), float(held))
-
-
-def _strategies(layout: SequenceLayout) -> tuple[Strategy, ...]:
-    """The strategies that a layout is for."""
-    if layout.ulysses == 1:
-        return Strategy.ALL_GATHER, Strategy.RING
-    return (Strategy.ULYSSES,) if layout.ring == 1 else (Strategy.HYBRID,)
-
-
-def _shift_pairs(
-    mesh: Mapping[str, int], mesh_axes: tuple[str, ...], stride: int, size: int, step: int
-) -> tuple[tuple[int, int], ...]:
-    """Pairs (source, target) of device indices that shift data by `step` in groups of `size` devices along mesh axes.
-
-    Args:
-        stride: devices along the mesh axes between neighbours of a group.
+    None if the groups of Ulysses are no parts of mesh axes.
     """
-    devices = np.arange(prod(mesh.values())).reshape(list(mesh.values()))
-    names = list(mesh)
-    others = [name for name in names if name not in mesh_axes]
-    # [other mesh axes, groups, members of a group, within the stride]
-    by_group = devices.transpose([names.index(name) for name in (*others, *mesh_axes)]).reshape(
-        prod(mesh[name] for name in others), -1, size, stride
+    split = _split_for_ulysses(place_mesh(hardware, mesh), mesh_axes, layout.ulysses)
+    if split is None:
+        return None
+    placement, position_axes = split
+    assignment = ShardingAssignment(
+        placement.mesh,
+        {POSITION: position_axes},
+        {},
+        {},
+        (BATCH, POSITION),
+        compiler_quirks(hardware),
+        AttentionPlan(strategy, layout.ulysses, layout.ring, layout.kind),
+        pattern,
+        layout.documents,
     )
-    return tuple(zip(by_group.reshape(-1).tolist(), np.roll(by_group, -step, 2).reshape(-1).tolist(), strict=True))
+    scores, values = _attention_tasks(heads, layout.length)
+    calibration = load_calibration(hardware.generation.name)
+    costs = [(task, device_cost(task, assignment)) for task in (scores, values)]
+    buffers = (
+        LiveBuffer(BufferRole.KEYS_OR_VALUES, scores.operands[-1]),
+        LiveBuffer(BufferRole.KEYS_OR_VALUES, values.operands[-1], values.results),
+    )
+    return StrategyCost(
+        strategy,
+        layout,
+        seconds=sum(task_seconds(task, cost, placement, calibration).total for task, cost in costs),
+        received_bytes=sum(traffic.bytes for _, cost in costs for traffic in cost.traffic),
+        held_bytes=sum(buffer_bytes(buffer, assignment) for buffer in buffers),
+    )
+
+
+def _split_for_ulysses(
+    placement: MeshPlacement, mesh_axes: MeshAxes, ulysses: int
+) -> tuple[MeshPlacement, MeshAxes] | None:
+    """Split a mesh axis, if necessary, so that the last of the axes that shard positions have `ulysses` devices.
+
+    Returns:
+        The placement, and its mesh axes that shard positions; None if no part of an axis makes up that number.
+    """
+    left = ulysses
+    for i, axis in reversed([*enumerate(mesh_axes)]):
+        if left == 1:
+            break
+        size = placement.mesh[axis]
+        if left % size == 0:
+            left //= size
+            continue
+        minor = f"minor part of {axis}"
+        split = placement.split_axis(axis, left, minor) if size % left == 0 else None
+        return None if split is None else (split, (*mesh_axes[: i + 1], minor, *mesh_axes[i + 1 :]))
+    return (placement, mesh_axes) if left == 1 else None
+
+
+def _attention_tasks(heads: HeadShape, length: int) -> tuple[Task, Task]:
+    """The matmuls of a forward pass of attention: the one that makes scores, and the one that sums over values."""
+    batch, position, key_position = (BATCH, heads.batch), (POSITION, length), (AxisCopy(POSITION), length)
+    key_heads, groups = ("key_heads", heads.key_heads), ("queries_per_key_head", heads.queries_per_key_head)
+    head_size, value_size = ("head_size", heads.head_size), ("value_size", heads.value_size)
+
+    def array(*factors: Factor) -> TracedArray:
+        return TracedArray(tuple((factor,) for factor in factors), heads.itemsize)
+
+    scores = array(batch, key_heads, groups, position, key_position)
+    make_scores = Task(
+        kind=TaskKind.ATTENTION,
+        operands=(array(batch, key_heads, groups, position, head_size), array(batch, key_heads, position, head_size)),
+        results=(scores,),
+        contracted=(head_size,),
+        batched=(batch, key_heads),
+        groups=1,
+        executions=1,
+        first_used_weights=(),
+        reduces_partial_sums=True,
+        routed=frozenset(),
+        is_backward=False,
+        collective=None,
+        mesh_axes=(),
+        label="scores",
+    )
+    sum_values = replace(
+        make_scores,
+        operands=(scores, array(batch, key_heads, position, value_size)),
+        results=(array(batch, key_heads, groups, position, value_size),),
+        contracted=(key_position,),
+        label="values",
+    )
+    return make_scores, sum_values

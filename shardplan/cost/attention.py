@@ -1,10 +1,24 @@
 """The cost of attention's matmuls under a mapping and an `AttentionPlan`: kernels, collectives, masking, ring merges.
 
-Bytes are those of the table in `shardplan.attention.strategy_cost`, matmul by matmul: queries and keys belong to the
-matmul that makes scores, outputs and values to the one that sums over them.
+Matmul by matmul: queries and keys belong to the one that makes scores, outputs and values to the one that sums over
+them. Bytes that a device receives in a forward pass, for P = U x R devices along the positions, S tokens, Hq query and
+Hkv key heads, in units of batch x head size (https://arxiv.org/abs/2309.14509, https://arxiv.org/abs/2310.01889):
+
+| strategy | received |
+|---|---|
+| all_gather | 2 Hkv (S/P) (P-1) |
+| ring | 2 Hkv (S/P) for every hop that the mask needs, at most P-1 |
+| ulysses | (2 Hq + 2 Hkv) (S/P) (U-1)/U, where Hkv counts copies of key heads |
+| hybrid | that of ulysses, and 2 Hkv (S/P) for every hop, at most R-1 |
+
+A ring computes while it receives. Every hop takes as long as its slowest device; then the device adds the hop's output,
+in float32, to that of the hops before. The other strategies wait until everything is received.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
 from shardplan.cost.collectives import (
@@ -32,10 +46,18 @@ HEAD_SIZES = range(64, 257)
 FLOAT32_BYTES = 4
 SCORE_PASSES = 3
 """Number of times that attention without a kernel writes or reads its scores, in float32, per matmul."""
-MERGE_PASSES = 7
-"""Number of times that float32 outputs are read or written to merge one hop of a ring, fitted to the TPU compiler's
-cycles: both parts and their sum, and the sums of weights, which kernels write 128 times over. It counts as elementwise
-work, because by these cycles it takes longer than at HBM bandwidth."""
+MERGE_PASSES = 2
+"""Passes over the float32 output of a hop, at HBM bandwidth, to add it to the outputs of the hops before.
+
+Together with `HOP_SECONDS` fitted to measured steps (`tests/unit/test_strategy_cost.py`). The TPU compiler's cycles for
+long sequences amount to 14 to 20 passes; measured rings are not as slow (docs/log.md)."""
+HOP_SECONDS = 5e-5
+"""Time of a hop that does not depend on its size: a kernel starts, and looks up its blocks."""
+EXCHANGE_SLOWDOWN = 5.0
+"""Time of the all-to-alls between heads and positions, relative to what the links of the torus allow.
+
+Fitted to the same steps: Ulysses takes as long there as gathering eight times as many bytes. A verdict on a compiled
+program times an all-to-all by the links alone."""
 
 
 def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
@@ -88,11 +110,16 @@ def score_bytes(task: Task, assignment: ShardingAssignment) -> float:
     return SCORE_PASSES * FLOAT32_BYTES * scores.elements / assignment.num_shards(scores, assignment.compute)
 
 
-def ring_merge_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Bytes that a device reads and writes, over all executions, to merge the outputs of the hops of a ring."""
+def ring_hops(task: Task, assignment: ShardingAssignment) -> int:
+    """Number of times that a device adds the output of a hop of a ring to those of the hops before, in a step."""
     if is_scores(task.results[0]) or assignment.attention.gathers_keys:
-        return 0.0
-    return task.executions * _hops(task, assignment) * MERGE_PASSES * _float32_bytes(task.results[0], assignment)
+        return 0
+    return task.executions * len(_hop_distances(task, assignment))
+
+
+def hop_output_bytes(task: Task, assignment: ShardingAssignment) -> float:
+    """Bytes of the output of a hop, in float32."""
+    return _float32_bytes(task.results[0], assignment)
 
 
 def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
@@ -153,8 +180,9 @@ def _sequence_parallel_traffic(task: Task, assignment: ShardingAssignment, axes:
         elif not (task.is_backward and method.strategy == Strategy.ALL_GATHER):
             yield all_gather_traffic(gathered, assignment, axes, count, Purpose.KEYS_AND_VALUES)
         return
+    ring_axes, by_heads = _split_axes(axes, assignment)
     if method.ulysses > 1:
-        by_heads, purpose = axes if method.ring == 1 else axes[-1:], Purpose.HEADS_TO_POSITIONS
+        purpose = Purpose.HEADS_TO_POSITIONS
         if not is_gradient:
             queries_or_outputs = task.operands[0] if is_scores(task.results[0]) else task.results[0]
             size = assignment.bytes(queries_or_outputs, assignment.compute) * heads.padding_ratio
@@ -163,9 +191,16 @@ def _sequence_parallel_traffic(task: Task, assignment: ShardingAssignment, axes:
             copies = heads.total_key_heads_received / heads.key_heads * (1.0 if heads.is_even else widening)
             yield all_to_all_traffic(own * copies, assignment, by_heads, count, purpose)
     if method.ring > 1:
-        ring_axes = axes if method.ulysses == 1 else axes[:-1]
         passed = own * widening * heads.degree * heads.key_heads_after_duplication / heads.key_heads
-        yield permute_traffic(passed, ring_axes, count * _hops(task, assignment))
+        for distance, hops in Counter(_hop_distances(task, assignment)).items():
+            yield permute_traffic(passed, ring_axes, count * hops, distance)
+
+
+def _split_axes(axes: MeshAxes, assignment: ShardingAssignment) -> tuple[MeshAxes, MeshAxes]:
+    """Split the mesh axes that shard positions into those of the ring, and the minor ones of Ulysses."""
+    sizes = {mesh_size(assignment.mesh, axes[first:]): first for first in range(len(axes), -1, -1)}
+    first = sizes[assignment.attention.ulysses]
+    return axes[:first], axes[first:]
 
 
 def _float32_bytes(array: TracedArray, assignment: ShardingAssignment) -> float:
@@ -194,13 +229,14 @@ def _sequence_layout(task: Task, assignment: ShardingAssignment) -> SequenceLayo
         return SequenceLayout(
             length, max(mesh_size(assignment.mesh, mapped(name, assignment.compute)) for name in positions)
         )
-    return method.sequence_layout(length)
+    layout = method.sequence_layout(length)
+    return layout if assignment.documents is None else replace(layout, documents=assignment.documents)
 
 
-def _hops(task: Task, assignment: ShardingAssignment) -> int:
-    """Number of times that keys pass to the next device of a ring."""
+def _hop_distances(task: Task, assignment: ShardingAssignment) -> list[int]:
+    """How far along the ring keys pass in each hop; hops that the mask leaves empty are left out."""
     layout = _sequence_layout(task, assignment)
-    return len(ring_distances(layout, layout, assignment.pattern)) - 1
+    return [later - earlier for earlier, later in pairwise(ring_distances(layout, layout, assignment.pattern))]
 
 
 def _keys(task: Task) -> TracedArray:

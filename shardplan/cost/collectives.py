@@ -58,6 +58,8 @@ class Traffic:
     subject: str = ""
     """The parameter or named scope that it serves."""
     overlap: Overlap = Overlap.NONE
+    distance: int = 1
+    """Of a permutation along the mesh axes: how far each device sends."""
 
     @property
     def cause(self) -> str:
@@ -127,15 +129,16 @@ def all_to_all_traffic(
     return Traffic(CollectiveKind.ALL_TO_ALL, axes, size, count, purpose, subject)
 
 
-def permute_traffic(array_bytes: float, axes: MeshAxes, count: int) -> Traffic:
-    """Return the traffic of ring attention: each device receives `array_bytes` from its neighbour, per execution.
+def permute_traffic(array_bytes: float, axes: MeshAxes, count: int, distance: int) -> Traffic:
+    """Return the traffic of ring attention: each device receives `array_bytes` from another, per execution.
 
     Args:
         axes: mesh axes whose devices make up the ring.
         count: executions per step.
+        distance: how far along the ring each device sends.
     """
     kind, overlap = CollectiveKind.COLLECTIVE_PERMUTE, Overlap.RING_HOPS
-    return Traffic(kind, axes, count * array_bytes, count, Purpose.RING, overlap=overlap)
+    return Traffic(kind, axes, count * array_bytes, count, Purpose.RING, overlap=overlap, distance=distance)
 
 
 def _bytes_of_others(size: float, assignment: ShardingAssignment, axes: MeshAxes, count: int) -> float:

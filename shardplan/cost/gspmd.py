@@ -40,8 +40,10 @@ class DeviceCost:
     """Bytes of parameters that a gather leaves out of order: along several dimensions at once, or as an all-reduce."""
     local_weight_bytes: float = 0.0
     """Bytes of the device's own shards of gathered parameters, which it copies into the gathered arrays."""
-    ring_merge_bytes: float = 0.0
-    """Of attention: bytes read and written to merge the outputs of the hops of a ring."""
+    ring_hops: int = 0
+    """Of attention: hops of a ring after the first one, over all executions."""
+    hop_output_bytes: float = 0.0
+    """Of attention: bytes of the output of a hop, in float32."""
     has_kernel: bool = False
     """Of attention: whether a kernel computes it, on each device alone, and never writes scores to memory."""
     unmasked_fraction: float = 1.0
@@ -102,7 +104,8 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
         matmul,
         task.executions * (moved if has_kernel else moved + attention.score_bytes(task, assignment)),
         traffic,
-        ring_merge_bytes=attention.ring_merge_bytes(task, assignment),
+        ring_hops=attention.ring_hops(task, assignment),
+        hop_output_bytes=attention.hop_output_bytes(task, assignment),
         has_kernel=has_kernel,
         unmasked_fraction=attention.unmasked_fraction(task, assignment),
     )

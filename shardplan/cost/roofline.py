@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import assert_never
 
+from shardplan.cost.attention import EXCHANGE_SLOWDOWN, HOP_SECONDS, MERGE_PASSES
 from shardplan.cost.calibration import Calibration
-from shardplan.cost.collectives import Overlap, Traffic
+from shardplan.cost.collectives import Overlap, Purpose, Traffic
 from shardplan.cost.gspmd import DeviceCost, device_cost
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.hardware import Slice, place_mesh
+from shardplan.hardware import CollectiveKind, MeshPlacement, Slice, place_mesh
 from shardplan.model.registry import Model
-from shardplan.plan.mapping import MeshShape
 from shardplan.plan.workload import Workload
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import Step, Task, TaskKind
@@ -43,9 +43,12 @@ class TaskSeconds:
         return self.compute + self.exposed
 
 
-def transfer_seconds(traffic: Traffic, hardware: Slice, mesh: MeshShape) -> float:
+def transfer_seconds(traffic: Traffic, placement: MeshPlacement) -> float:
     """Seconds of a collective over the links between its devices (`shardplan.hardware.mesh_placement`)."""
-    return place_mesh(hardware, mesh).seconds(traffic.kind, traffic.mesh_axes, traffic.bytes, traffic.count)
+    if traffic.kind == CollectiveKind.COLLECTIVE_PERMUTE:
+        return placement.shift_cost(traffic.mesh_axes, traffic.distance).seconds(traffic.bytes, traffic.count)
+    seconds = placement.seconds(traffic.kind, traffic.mesh_axes, traffic.bytes, traffic.count)
+    return EXCHANGE_SLOWDOWN * seconds if traffic.purpose is Purpose.HEADS_TO_POSITIONS else seconds
 
 
 def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: Calibration) -> float:
@@ -63,7 +66,7 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             return matmul_seconds + copied / bandwidth
         case TaskKind.ATTENTION:
             attention_seconds = calibration.attention * cost.unmasked_fraction * cost.matmul.flops / flops_rate
-            merge_seconds = calibration.elementwise * cost.ring_merge_bytes / bandwidth
+            merge_seconds = cost.ring_hops * (HOP_SECONDS + MERGE_PASSES * cost.hop_output_bytes / bandwidth)
             if not cost.has_kernel:
                 attention_seconds = max(attention_seconds, cost.unmasked_fraction * memory_seconds)
             return merge_seconds + attention_seconds
@@ -73,15 +76,14 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             assert_never(task.kind)
 
 
-def task_seconds(
-    task: Task, cost: DeviceCost, hardware: Slice, mesh: MeshShape, calibration: Calibration
-) -> TaskSeconds:
+def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration) -> TaskSeconds:
     """Seconds of a task on a device with the share `cost` of it."""
-    compute = compute_seconds(task, cost, hardware, calibration)
+    compute = compute_seconds(task, cost, placement.hardware, calibration)
     exposed = 0.0
+    hops = sum(traffic.count for traffic in cost.traffic if traffic.overlap is Overlap.RING_HOPS) / task.executions
     overlapped: defaultdict[float, float] = defaultdict(float)  # by the fraction of compute that they can run behind
     for traffic in cost.traffic:
-        seconds = transfer_seconds(traffic, hardware, mesh)
+        seconds = transfer_seconds(traffic, placement)
         match traffic.overlap:
             case Overlap.NONE:
                 exposed += seconds
@@ -91,7 +93,6 @@ def task_seconds(
                 exposed += WAITED_PART * seconds
                 overlapped[calibration.overlap] += (1 - WAITED_PART) * seconds
             case Overlap.RING_HOPS:
-                hops = traffic.count / task.executions
                 overlapped[hops / (hops + 1)] += seconds
             case _:
                 assert_never(traffic.overlap)
@@ -103,9 +104,10 @@ def step_tasks(
     step: Step, assignment: ShardingAssignment, hardware: Slice, calibration: Calibration
 ) -> Iterator[tuple[Task, DeviceCost, TaskSeconds]]:
     """Every task with its cost on one device and its time; the times add up to that of the step."""
+    placement = place_mesh(hardware, assignment.mesh)
     for task in step.tasks:
         cost = device_cost(task, assignment)
-        yield task, cost, task_seconds(task, cost, hardware, assignment.mesh, calibration)
+        yield task, cost, task_seconds(task, cost, placement, calibration)
 
 
 @lru_cache(maxsize=128)

@@ -61,6 +61,8 @@ class ShardingAssignment:
     attention: AttentionPlan = field(default_factory=AttentionPlan)
     pattern: Pattern = CAUSAL
     """The attention mask."""
+    documents: tuple[int, ...] | None = None
+    """Lengths of the documents of every sequence, if they are known; tokens attend only to their own document."""
     shard_counts: dict[TracedArray, int] = field(default_factory=dict, compare=False, repr=False)
     """Cache of `num_shards` under `compute`; assignments with equal `mesh` and `compute` may share it."""
 

@@ -96,6 +96,36 @@ class MeshPlacement:
             self._costs[pairs] = self._compute_permute_cost(pairs)
         return self._costs[pairs]
 
+    def shift_cost(self, mesh_axes: tuple[str, ...], distance: int) -> TransferCost:
+        """Return the cost of sending to the device `distance` further along mesh axes, cyclically, from all at once."""
+        key = (mesh_axes, distance)
+        if key not in self._costs:
+            reduced = self._reduce_to_links_of(mesh_axes)
+            self._costs[key] = reduced.permute_cost(tuple(_shifted(reduced.mesh, mesh_axes, distance)))
+        return self._costs[key]
+
+    def split_axis(self, axis: str, minor_size: int, minor_axis: str) -> "MeshPlacement | None":
+        """Return the same devices in the same order, with the mesh axis `axis` split into two.
+
+        The minor part, of `minor_size` devices, is called `minor_axis`. None if the factors of `axis` cannot be split.
+        """
+        major, minor = list(self.factors[axis]), list[TorusFactor]()
+        left = minor_size
+        while major and left > 1:
+            factor = major.pop()
+            part = math.gcd(left, factor.size)
+            if part < min(left, factor.size):
+                return None
+            minor.insert(0, factor._replace(size=part))
+            if part < factor.size:
+                major.append(factor._replace(size=factor.size // part, stride=factor.stride * part))
+            left //= part
+        mesh = dict[str, int]()
+        for name, size in self.mesh.items():
+            mesh |= {axis: size // minor_size, minor_axis: minor_size} if name == axis else {name: size}
+        factors = {**self.factors, axis: tuple(major), minor_axis: tuple(minor)}
+        return MeshPlacement(self.hardware, mesh, self.dimensions, factors) if left == 1 else None
+
     def coordinates(self) -> list[tuple[int, Coordinates]]:
         """Return (slice, torus coordinates) of every device of the mesh, in row-major order."""
         steps = [self._steps(axis) for axis in self.mesh]
@@ -145,8 +175,7 @@ class MeshPlacement:
         spans = self._spans(mesh_axes)
         match kind:
             case CollectiveKind.COLLECTIVE_PERMUTE:
-                reduced = self._reduce_to_links_of(mesh_axes)
-                return reduced.permute_cost(tuple(_neighbours(reduced.mesh, mesh_axes)))
+                return self.shift_cost(mesh_axes, 1)
             case CollectiveKind.ALL_TO_ALL | CollectiveKind.RAGGED_ALL_TO_ALL:
                 # to receive 1 byte a device holds n/(n-1) bytes, and sends 1/slices of them to each slice
                 held = group_size / (group_size - 1)
@@ -285,14 +314,13 @@ def _factorizations(
             yield tuple(factor for factor in factors if factor.size > 1)
 
 
-def _neighbours(mesh: Mapping[str, int], mesh_axes: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """Yield every device index of the mesh with its cyclic successor along `mesh_axes`, major to minor."""
+def _shifted(mesh: Mapping[str, int], mesh_axes: tuple[str, ...], distance: int) -> Iterator[tuple[int, int]]:
+    """Yield every device index of the mesh with that of the device `distance` further along `mesh_axes`, cyclically."""
     strides = {axis: math.prod(list(mesh.values())[i + 1 :]) for i, axis in enumerate(mesh)}
     for source in range(math.prod(mesh.values())):
-        target = source
+        target, carry = source, distance
         for axis in reversed(mesh_axes):
-            is_last = target // strides[axis] % mesh[axis] == mesh[axis] - 1
-            target += strides[axis] * (1 - mesh[axis] * is_last)
-            if not is_last:
-                break
+            index = source // strides[axis] % mesh[axis]
+            carry, shifted = divmod(index + carry, mesh[axis])
+            target += strides[axis] * (shifted - index)
         yield source, target

@@ -13,7 +13,7 @@ from shardplan.cost.collectives import Purpose
 from shardplan.cost.memory import estimate_memory
 from shardplan.cost.roofline import model_flops, step_tasks, transfer_seconds
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.hardware import GIB, CollectiveKind, Slice, parse_slice
+from shardplan.hardware import GIB, CollectiveKind, Slice, parse_slice, place_mesh
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import AxisMapping, MeshAxes
@@ -45,11 +45,12 @@ def estimate_cost(step: Step, assignment: ShardingAssignment, hardware: Slice) -
     """Estimate the time of a step, and sum its collectives by kind, mesh axes and cause."""
     total = compute = weight_gathers = other_collectives = 0.0
     sums: dict[tuple[CollectiveKind, MeshAxes, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    placement = place_mesh(hardware, assignment.mesh)
     for _, cost, seconds in step_tasks(step, assignment, hardware, load_calibration(hardware.generation.name)):
         total += seconds.total
         compute += seconds.compute
         for traffic in cost.traffic:
-            transfer = transfer_seconds(traffic, hardware, assignment.mesh)
+            transfer = transfer_seconds(traffic, placement)
             if traffic.purpose is Purpose.WEIGHTS:
                 weight_gathers += transfer
             else:

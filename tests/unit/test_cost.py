@@ -8,7 +8,7 @@ from shardplan.cost.matmul import Matmul
 from shardplan.cost.roofline import model_flops, transfer_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
-from shardplan.hardware import CollectiveKind, parse_slice
+from shardplan.hardware import CollectiveKind, parse_slice, place_mesh
 from shardplan.hardware.multislice import slices_by_axis
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import build_model
@@ -32,16 +32,16 @@ def all_gather(mesh_axes, received, count):
 def test_all_gather_between_slices_uses_the_network():
     """Of 7 shards from 2 slices of 2x2 devices, each device receives one over the network and six over two links."""
     gather, hardware = all_gather(("replica", "data"), 7e9, 1), parse_slice("2xv4-8")
-    seconds = transfer_seconds(gather, hardware, MESH)
+    seconds = transfer_seconds(gather, place_mesh(hardware, MESH))
     assert seconds == pytest.approx(6e9 / (2 * LINK) + 1e9 / NETWORK + 2 * HOP)
     within = all_gather(("data",), 3e9, 1)
-    assert transfer_seconds(within, hardware, MESH) == pytest.approx(3e9 / (2 * LINK) + 2 * HOP)
+    assert transfer_seconds(within, place_mesh(hardware, MESH)) == pytest.approx(3e9 / (2 * LINK) + 2 * HOP)
 
 
 def test_all_gather_within_a_slice_uses_links_only():
     """In a cube of 2x2x2 all shards come over the three links of a corner; every execution takes the hops again."""
     gather = all_gather(("replica", "data"), 35e9, 5)
-    seconds = transfer_seconds(gather, parse_slice("v4-16"), MESH)
+    seconds = transfer_seconds(gather, place_mesh(parse_slice("v4-16"), MESH))
     assert seconds == pytest.approx(5 * (7e9 / (3 * LINK) + 3 * HOP))
 
 

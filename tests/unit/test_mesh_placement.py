@@ -228,15 +228,38 @@ def test_placement_is_fast():
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("axes", [("replica",), ("data",), ("replica", "data")])
-def test_permute_along_mesh_axes_costs_the_same_as_all_pairs(name, mesh, axes):
+@pytest.mark.parametrize("distance", [1, 3])
+def test_permute_along_mesh_axes_costs_the_same_as_all_pairs(name, mesh, axes, distance):
     """A collective permute is computed from only those devices that share links."""
     sizes = dict(zip(("replica", "data", "model"), mesh, strict=True))
     placement = place_mesh(parse_slice(name), sizes)
     numbers = np.arange(math.prod(mesh)).reshape(mesh)
     along = [list(sizes).index(axis) for axis in axes]
     rows = np.moveaxis(numbers, along, range(len(along))).reshape(math.prod(sizes[axis] for axis in axes), -1)
-    pairs = tuple(zip(rows.reshape(-1).tolist(), np.roll(rows, -1, axis=0).reshape(-1).tolist(), strict=True))
+    pairs = tuple(zip(rows.reshape(-1).tolist(), np.roll(rows, -distance, axis=0).reshape(-1).tolist(), strict=True))
     if len(rows) > 1:
-        assert placement.collective_cost(CollectiveKind.COLLECTIVE_PERMUTE, axes).seconds(2**20, 1) == pytest.approx(
+        assert placement.shift_cost(axes, distance).seconds(2**20, 1) == pytest.approx(
             placement.permute_cost(pairs).seconds(2**20, 1)
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "minor"),
+    [("v5p-128", (1, 64, 1), 8), ("v5p-128", (2, 8, 4), 4), ("v4:4x4x6", (1, 96, 1), 12), ("2xv5e-16", (4, 4, 2), 2),
+     ("tpu7x-16", (1, 16, 1), 2)],
+)  # fmt: skip
+def test_an_axis_that_is_split_has_the_same_devices_in_the_same_order(name, sizes, minor):
+    placement = place_mesh(parse_slice(name), mesh(*sizes))
+    split = placement.split_axis("data", minor, "minor")
+    assert list(split.mesh.items()) == [
+        ("replica", sizes[0]), ("data", sizes[1] // minor), ("minor", minor), ("model", sizes[2])
+    ]  # fmt: skip
+    assert split.coordinates() == placement.coordinates()
+    both = ("data", "minor")
+    for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL):
+        assert split.seconds(kind, both, 1e9) == pytest.approx(placement.seconds(kind, ("data",), 1e9))
+
+
+def test_an_axis_that_cannot_be_split():
+    """Groups of 4 neighbours of a 6 x 6 torus are no part of its dimensions."""
+    assert place_mesh(parse_slice("cpu-36"), {"data": 36}).split_axis("data", 8, "minor") is None

@@ -12,6 +12,7 @@ from shardplan.cost.gspmd import DeviceCost, device_cost, device_cost_lower_boun
 from shardplan.cost.memory import ATTENTION_ROLES, buffer_bytes
 from shardplan.cost.roofline import task_seconds
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.hardware import place_mesh
 from shardplan.plan.mapping import MeshAxes
 from shardplan.program.tasks import Task, TaskKind
 from shardplan.search.space import AttentionMethod, CacheKey, ComponentCost, ComputeSharding, Space
@@ -28,6 +29,7 @@ class MeshCosts:
 
     def __init__(self, space: Space, mesh: dict[str, int], base: ComputeSharding) -> None:
         self.space, self.mesh, self.base = space, mesh, base
+        self.placement = place_mesh(space.hardware, mesh)
         # the keys come from `CacheKey`
         self._lower_bounds: defaultdict[int, dict[object, DeviceCost]] = defaultdict(dict)
         self._task_seconds: defaultdict[int, dict[object, float]] = defaultdict(dict)
@@ -120,7 +122,7 @@ class MeshCosts:
     def _seconds(self, task: Task, key: object, cost: Callable[[], DeviceCost]) -> float:
         known, space = self._task_seconds[id(task)], self.space
         if key not in known:
-            known[key] = task_seconds(task, cost(), space.hardware, self.mesh, space.calibration).total
+            known[key] = task_seconds(task, cost(), self.placement, space.calibration).total
         return known[key]
 
     def _lower_bound(self, task: Task, key: object, assignment: ShardingAssignment) -> DeviceCost:
