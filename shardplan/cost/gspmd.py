@@ -143,8 +143,8 @@ def gather_of(array: TracedArray, task: Task, assignment: ShardingAssignment) ->
 
 def _grouped_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
     """Yield the traffic of a grouped matmul (experts), of unsharded rows and of parameters in their stored sharding."""
-    if all(array.weight is None for array in task.operands):
-        return  # the gradient of the parameters: each device computes its shard
+    if all(array.weight is None for array in task.operands) or not task.reduces_partial_sums:
+        return  # a gradient of the parameters, of which each device computes its shard, or a part of a sum
     result = task.results[0]
     partial = assignment.mesh_axes(task.contracted, assignment.params)
     if partial:
@@ -285,13 +285,13 @@ def _scatter_add_traffic(task: Task, assignment: ShardingAssignment) -> Iterator
 
 def _reshard_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
     """Yield the gather of an array that is sharded before a shard_map begins or ends, and replicated after it."""
-    before, after = task.operands[0], task.results[0]
-    kept = {axis for axes in assignment.dimension_mesh_axes(after, assignment.compute) for axis in axes}
-    # of a flattened dimension, the sharding of its minor axis does not even reach the flattened one
-    gathered = tuple(axis for axis in assignment.mesh_axes(before.factors) if axis not in kept)
-    if gathered:
-        size = assignment.bytes(after, assignment.compute)
-        yield all_gather_traffic(size, assignment, gathered, task.executions, Purpose.REPLICATION, task.label)
+    for before, after in zip(task.operands, task.results, strict=True):
+        kept = {axis for axes in assignment.dimension_mesh_axes(after, assignment.compute) for axis in axes}
+        # of a flattened dimension, the sharding of its minor axis does not even reach the flattened one
+        gathered = tuple(axis for axis in assignment.mesh_axes(before.factors) if axis not in kept)
+        if gathered:
+            size = assignment.bytes(after, assignment.compute)
+            yield all_gather_traffic(size, assignment, gathered, task.executions, Purpose.REPLICATION, task.label)
 
 
 CollectiveRule = Callable[[Task, ShardingAssignment], Iterator[Traffic]]

@@ -94,11 +94,16 @@ def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
         case BufferRole.FLOAT32_SUMMAND:
             is_wide = _is_written_in_float32(array, assignment)
             return _float32_row_bytes(array, assignment) if is_wide else _live_bytes(buffer, assignment)
+        case BufferRole.SUMMED_ROWS:
+            is_in_place = quirks.frees_rows and not _is_written_in_float32(array, assignment)
+            return 0.0 if is_in_place else _live_bytes(buffer, assignment)
         case BufferRole.UNFREED_ROWS:
             return 0.0 if quirks.frees_rows else _live_bytes(buffer, assignment)
+        case BufferRole.UNSLICED_ROWS:
+            return assignment.bytes(array) if _is_sliced(array, assignment) else 0.0
         case BufferRole.SLICED_ROWS:
-            is_sliced = assignment.num_shards(array, assignment.params) > assignment.num_shards(array)
-            return assignment.bytes(array, assignment.params) if quirks.frees_rows and is_sliced else 0.0
+            is_kept = quirks.frees_rows and _is_sliced(array, assignment)
+            return assignment.bytes(array, assignment.params) if is_kept else 0.0
         case BufferRole.ROUTED_TOKENS:
             return _live_bytes(buffer, assignment) if quirks.frees_rows else 0.0
         case BufferRole.LOOKUP_RESULT:
@@ -116,8 +121,8 @@ def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
 
 
 def _live_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes per device of a value between tasks; between grouped matmuls it has the sharding of their parameters."""
-    return assignment.bytes(buffer.array, assignment.params if buffer.is_between_grouped_matmuls else None)
+    """Bytes per device of a value between tasks; if grouped matmuls read it, in the sharding of their parameters."""
+    return assignment.bytes(buffer.array, assignment.params if buffer.is_read_by_grouped_matmuls else None)
 
 
 def _bytes_by_part(
@@ -151,7 +156,9 @@ PART_OF_ROLE: dict[BufferRole, MemoryPart | None] = {
     BufferRole.UNSCATTERED_RESULT: None,
     BufferRole.FLOAT32_RESULT: None,
     BufferRole.FLOAT32_SUMMAND: None,
+    BufferRole.SUMMED_ROWS: None,
     BufferRole.UNFREED_ROWS: None,
+    BufferRole.UNSLICED_ROWS: None,
     BufferRole.SLICED_ROWS: None,
     BufferRole.ROUTED_TOKENS: None,
     BufferRole.LOOKUP_RESULT: None,
@@ -167,6 +174,11 @@ def _is_written_in_float32(rows: TracedArray, assignment: ShardingAssignment) ->
     """Whether the kernel of grouped matmuls writes `rows` in float32, to be converted afterwards."""
     is_narrow = rows.itemsize < FLOAT32_BYTES
     return assignment.quirks.wide_rows and is_narrow and not assignment.is_stored_like_a_parameter(rows)
+
+
+def _is_sliced(rows: TracedArray, assignment: ShardingAssignment) -> bool:
+    """Whether grouped matmuls take slices of `rows`, because their parameters have more shards."""
+    return assignment.num_shards(rows, assignment.params) > assignment.num_shards(rows)
 
 
 def _float32_row_bytes(rows: TracedArray, assignment: ShardingAssignment) -> float:

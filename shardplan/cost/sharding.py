@@ -8,8 +8,10 @@ from typing import NamedTuple
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.positions.pattern import CAUSAL, Pattern
-from shardplan.program.named_arrays import Dim, TracedArray, base_axis, mapped
+from shardplan.program.named_arrays import Dim, TracedArray, base_axis, mapped, shape_of
 
+TILE_BYTES = 32
+"""Bytes of one lane of a tile: a tile has 8 rows of float32, or 16 of bfloat16."""
 REORDERING_COPIES = 2
 """Number of buffers of the gathered size that an all-gather along several dimensions needs to reorder its result."""
 
@@ -23,7 +25,7 @@ class CompilerQuirks:
     copies_stacks: bool = False
     """Whether stacked parameters are copied into another memory layout before the loop over them."""
     gathers_early: bool = False
-    """Whether parameters are gathered before the loop that precedes their use, and those of a loop's body all at
+    """Whether parameters are gathered during the loop that precedes their use, and those of a loop's body all at
     once."""
     wide_rows: bool = False
     """Whether the kernel of grouped matmuls writes rows in float32, to be converted afterwards."""
@@ -144,8 +146,22 @@ class ShardingAssignment:
         if not axes:
             return None
         dimensions = self.num_dimensions(weight, axes)
-        copies = REORDERING_COPIES if dimensions > 1 else 2 if self.compiles_all_gather_to_all_reduce(axes) else 1
+        is_reordered = dimensions > 1 or not self._fills_tiles(weight, axes)
+        copies = REORDERING_COPIES if is_reordered else 2 if self.compiles_all_gather_to_all_reduce(axes) else 1
         return WeightGather(axes, self.bytes(weight, used), copies, dimensions)
+
+    def _fills_tiles(self, matrix: TracedArray, axes: MeshAxes) -> bool:
+        """Whether shards of a stored matrix along `axes` consist of complete tiles, so that they can lie side by side.
+
+        An array with more dimensions has a memory layout in which the gathered dimension is not one of the tile's.
+        """
+        if len(matrix.dims) != 2:
+            return True
+        return all(
+            size % (mesh_size(self.mesh, stored) * TILE_BYTES // matrix.itemsize) == 0
+            for size, stored in zip(shape_of(matrix), self.dimension_mesh_axes(matrix, self.params), strict=True)
+            if not set(axes).isdisjoint(stored)
+        )
 
     def num_dimensions(self, array: TracedArray, axes: MeshAxes) -> int:
         """Number of dimensions of a stored array that any of the mesh axes `axes` shards."""

@@ -41,8 +41,6 @@ class _Origin:
     """Number of matmuls whose results are only added up to make the value, 2 for any more; 0 if anything else is."""
     last_summed: int | None = None
     """The result of the last of these matmuls."""
-    is_grouped: bool = False
-    """Whether all these values are results of grouped matmuls, and at least one is."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +123,15 @@ class Fusion:
         """The values in memory that an operation reads, directly or through what is fused into it."""
         return set[int]().union(*(self.sources(self.base_of(operand)) for operand in operation.operands))
 
+    def factors_of(self, value: int) -> tuple[int, ...]:
+        """The two values whose elements are multiplied, without a sum, to make `value`; else `value` alone."""
+        base = self.base_of(value)
+        if base not in self._producer:
+            return (value,)
+        operation = self.operations[self._producer[base]]
+        is_product = operation.kind == OperationKind.ELEMENTWISE and operation.primitive == "dot_general"
+        return operation.operands if is_product else (value,)
+
     def fused_matmuls(self, operation: Operation) -> list[Operation]:
         """The matmuls that an elementwise operation is fused with."""
         if operation.kind != OperationKind.ELEMENTWISE:
@@ -132,10 +139,10 @@ class Fusion:
         fused = NOTHING.union(*(self._fused.get(self.base_of(operand), NOTHING) for operand in operation.operands))
         return [self.operations[self._producer[value]] for value in sorted(fused)]
 
-    def is_between_grouped_matmuls(self, value: int) -> bool:
-        """Whether only grouped matmuls produce and consume `value`, directly or through elementwise operations."""
+    def is_read_by_grouped_matmuls(self, value: int) -> bool:
+        """Whether only grouped matmuls consume `value`, directly or through elementwise operations."""
         use = self._uses.get(value)
-        return use is not None and self._origins[value].is_grouped and use.by_grouped and not use.by_others
+        return use is not None and use.by_grouped and not use.by_others
 
     def is_grouped_summand(self, value: int) -> bool:
         """Whether `value` is the result of a grouped matmul and is only added to other results of matmuls."""
@@ -161,16 +168,12 @@ class Fusion:
         """Find the origin of a result from those of the operands."""
         own = ((self.arrays[result].elements, result),)
         if operation.kind == OperationKind.CONTRACTION:
-            return _Origin(own, result, 1, result, operation.groups > 1)
+            return _Origin(own, result, 1, result)
         if operation.kind != OperationKind.ELEMENTWISE:
-            return _Origin(own, is_grouped=operation.groups > 1)
+            return _Origin(own)
         origins = [self._origin(operand) for operand in operation.operands]
         inputs = sorted({each for origin in origins for each in origin.largest_inputs}, reverse=True)
         matmuls = [origin.last_matmul for origin in origins if origin.last_matmul is not None]
-        arrays = [
-            origin for operand, origin in zip(operation.operands, origins, strict=True)
-            if self.arrays[self.base_of(operand)].dims
-        ]  # fmt: skip
         are_summed = all(each.summed_matmuls for each in origins)
         is_sum = operation.primitive in SUM_PRIMITIVES | CAST_PRIMITIVES and are_summed
         summed = {each.last_summed for each in origins if is_sum and each.last_summed is not None}
@@ -180,7 +183,6 @@ class Fusion:
             max(matmuls, key=self._producer.__getitem__, default=None),
             0 if not summed else 2 if several or len(summed) > 1 else 1,
             max(summed, key=self._producer.__getitem__, default=None),
-            bool(arrays) and all(origin.is_grouped for origin in arrays),
         )
 
     def _find_use(self, value: int) -> _Use:

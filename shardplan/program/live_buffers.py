@@ -21,15 +21,19 @@ class BufferRole(StrEnum):
     REORDERED_WEIGHT = "reordered weight"
     """What a gather needs beyond the gathered copy, until it is complete: another copy, whose elements it reorders."""
     PREFETCHED_WEIGHT = "prefetched weight"
-    """A gathered weight before its first use, if the compiler gathers early: with at most one loop in between."""
+    """A gathered weight before its first use, if the compiler gathers early: from the loop before that use on."""
     UNSCATTERED_RESULT = "unscattered result"
     """The result of a matmul before its reduce-scatter: a gradient is unsharded until each device keeps its shard."""
     FLOAT32_RESULT = "float32 result"
     """The result of a grouped matmul while it is computed, in float32."""
     FLOAT32_SUMMAND = "float32 summand"
     """A result of a grouped matmul, in float32, until it is added to another such result."""
+    SUMMED_ROWS = "summed rows"
+    """The sum of such results while it is written; the compiler writes it over one of them if it can."""
     UNFREED_ROWS = "unfreed rows"
     """Rows routed to experts, from their last use until the gradients of experts are computed."""
+    UNSLICED_ROWS = "unsliced rows"
+    """Rows for grouped matmuls before each device keeps the slices that it multiplies with its shards of experts."""
     SLICED_ROWS = "sliced rows"
     """The slices of such rows that grouped matmuls take, where parameters have more shards than rows; as long."""
     ROUTED_TOKENS = "routed tokens"
@@ -54,15 +58,15 @@ class LiveBuffer:
     array: TracedArray
     related_arrays: tuple[TracedArray, ...] = ()
     """Of a lookup result: its table. Of keys or values: the attention output, in the matmul that reads scores."""
-    is_between_grouped_matmuls: bool = False
-    """Whether only grouped matmuls produce and consume the array: it keeps the sharding in which they produce it."""
+    is_read_by_grouped_matmuls: bool = False
+    """Whether only grouped matmuls consume the array: between tasks it has the sharding of their parameters."""
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.role, self.array, self.related_arrays, self.is_between_grouped_matmuls))
+        return hash((self.role, self.array, self.related_arrays, self.is_read_by_grouped_matmuls))
 
 
 ProgramPoint = tuple[tuple[LiveBuffer, int], ...]

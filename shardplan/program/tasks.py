@@ -53,8 +53,8 @@ class Task:
     """Of a matmul: whether partial sums in its result are added up over devices here; False where the result is first
     added to those of later matmuls."""
     routed: frozenset[TracedArray]
-    """Operands and results that only grouped matmuls produce and consume, directly or through elementwise work: they
-    keep the sharding in which grouped matmuls use their parameters, which is the stored one."""
+    """Operands and results that only grouped matmuls consume, directly or through elementwise work, except those of a
+    lookup: they have the sharding in which grouped matmuls use their parameters, which is the stored one."""
     is_backward: bool
     """Whether the task belongs to the backward pass, other than to rematerialization of the forward pass."""
     collective: CollectiveKind | None

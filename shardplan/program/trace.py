@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 from jax.interpreters import partial_eval
+from jax.lax import GatherScatterMode
 
 from shardplan.program.named_arrays import Dim, TracedArray, adopt_names, dims_of_spec, shape_of, size_of
 from shardplan.program.operations import Operation, OperationKind
@@ -94,6 +95,8 @@ class _Tracer:
         """Broadcast or transposed value -> its source, and for each dimension of the source its place in the view."""
         self.tables: list[tuple[int, tuple[Dim, ...]]] = []
         """Indices of each lookup, and the dimensions of its table."""
+        self.summed = set[int]()
+        """Results of collectives, which every device has as they are."""
         self.approximations: Counter[str] = Counter()
 
     def add_value(self, array: TracedArray) -> int:
@@ -150,7 +153,14 @@ class _Tracer:
             self.views[results[0]] = operands[0], equation.params["broadcast_dimensions"]
         elif name == "transpose":
             self.views[results[0]] = operands[0], np.argsort(equation.params["permutation"]).tolist()
+        elif kind == OperationKind.COLLECTIVE:
+            self.summed.update(results)
         out.append(Operation(kind, tuple(operands), tuple(results), label, name, **extra))
+        if equation.params.get("mode") == GatherScatterMode.FILL_OR_DROP and kind == OperationKind.LOOKUP:
+            # a second pass over the rows puts the fill value in place of rows out of bounds
+            filled = self.add_value(named[0])
+            out.append(Operation(OperationKind.ELEMENTWISE, tuple(results), (filled,), label, "select_n"))
+            return [filled]
         return results
 
     def reshard(self, values: list[int], specs: Sequence[Any], out: list[Operation], label: str) -> list[int]:
@@ -225,7 +235,12 @@ class _Tracer:
                 self.name(operand, result.dims)
 
     def name(self, value: int, dims: Sequence[Dim]) -> None:
-        """Name the unnamed dimensions of a value, and those of the values that it is a view of."""
+        """Name the unnamed dimensions of a value, and those of the values that it is a view of.
+
+        The result of a collective keeps its unnamed ones: each device has all of it, whatever it is added to.
+        """
+        if value in self.summed:
+            return
         self.arrays[value] = adopt_names(self.arrays[value], dims)
         if value in self.views:
             source, places = self.views[value]

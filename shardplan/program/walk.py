@@ -54,6 +54,12 @@ def _stacked_axes(operations: Iterable[Operation], arrays: Sequence[TracedArray]
         yield from _stacked_axes(operation.body, arrays)
 
 
+def _replicated_like(product: TracedArray, factor: TracedArray) -> TracedArray:
+    """Return `factor` without the names of axes that its product has lost where it is replicated."""
+    kept = set(product.axes)
+    return replace(factor, dims=tuple(tuple((n if n in kept else None, s) for n, s in dim) for dim in factor.dims))
+
+
 class _HeldForGradients(NamedTuple):
     """Values that stay in memory after their last use, until the gradients of experts are computed."""
 
@@ -122,20 +128,38 @@ class _Sequence:
             buffers.update(map(self._live_buffer, new))
             if is_loop:
                 points += self._add_loop(operation, live, here)
-            else:
-                here.update(itertools.chain(self._transient(operation), copied[i]))
-                points.append(here + buffers)
-                self.tasks += map(self._make_task, (*fusion.fused_matmuls(operation), operation))
             gone = {
                 value for value in (*ends[i], *entering, *new)
                 if value in live and last_uses.get(value, -1) <= i and value not in fusion.held_for_outputs
             }  # fmt: skip
+            if not is_loop:
+                here.update(itertools.chain(self._transient(operation), copied[i]))
+                points.append(here + self._while_writing(operation, buffers, gone - new, new))
+                self.tasks += map(self._make_task, (*fusion.fused_matmuls(operation), operation))
             live -= gone
             buffers.subtract(map(self._live_buffer, gone))
             buffers = +buffers
             used_up = used_up | gone if i < held.end else set()
             entering = set()
         return points
+
+    def _while_writing(
+        self, operation: Operation, buffers: Counter[LiveBuffer], last_used: Set[int], written: Set[int]
+    ) -> Counter[LiveBuffer]:
+        """Return `buffers` while `operation` runs: an elementwise one writes results over inputs of their shape.
+
+        Args:
+            last_used: inputs that no later operation reads.
+            written: results; they are among `buffers`.
+        """
+        if operation.kind != OperationKind.ELEMENTWISE:
+            return buffers
+        results = Counter(map(self._live_buffer, written))
+        summands = {value for value in last_used if self.fusion.is_grouped_summand(value)}
+        in_place = results & Counter(map(self._live_buffer, last_used - summands))
+        sums = (results - in_place) & Counter(self._buffer_of(BufferRole.LIVE, value) for value in summands)
+        summed = Counter({replace(buffer, role=BufferRole.SUMMED_ROWS): count for buffer, count in sums.items()})
+        return buffers - in_place - sums + summed
 
     def _last_uses(self) -> dict[int, int]:
         """Value -> the last operation that reads it."""
@@ -150,7 +174,8 @@ class _Sequence:
         """The rows of experts that stay in memory until the gradients of experts are computed.
 
         Some compilers compute these gradients last, and free none of the rows before; a sum over devices reuses the
-        memory of its operand. Other compilers look the rows up again, except where grouped matmuls take slices of them.
+        memory of its operand, as does the pass that fills rows out of bounds. Other compilers look the rows up again,
+        except where grouped matmuls take slices of them.
         """
         operations = self.fusion.operations
         grouped = [operation for operation in operations if operation.groups > 1]
@@ -166,7 +191,11 @@ class _Sequence:
         rows = {value for value in self.fusion.written if self.arrays[value].elements in sizes}
         operands = {self.fusion.base_of(operand) for operation in grouped for operand in operation.operands}
         tokens = {self.fusion.base_of(lookup.operands[0]) for lookup in lookups if lookup.results[0] in rows}
-        unfreed = rows - summed
+        filled = {
+            self.fusion.base_of(o.operands[0]) for o in operations
+            if o.kind == OperationKind.ELEMENTWISE and o.results[0] in rows and len(o.operands) == 1
+        }  # fmt: skip
+        unfreed = rows - summed - filled
         return _HeldForGradients(
             {
                 BufferRole.UNFREED_ROWS: unfreed,
@@ -193,11 +222,11 @@ class _Sequence:
     def _gathered(self) -> list[Counter[LiveBuffer]]:
         """Return the gathered and prefetched weights while each operation runs.
 
-        A transfer for an operation may run during an earlier one with at most one loop in between.
+        A transfer for an operation may run during an earlier one: from the loop before the operation on.
         """
         changes: defaultdict[int, Counter[LiveBuffer]] = defaultdict(Counter)
         for weight, (first, last) in self._weight_uses().items():
-            earliest = bisect_left(self.loops_before, self.loops_before[first] - 1)
+            earliest = max(bisect_left(self.loops_before, self.loops_before[first]) - 1, 0)
             for role, begin, end in (
                 (BufferRole.PREFETCHED_WEIGHT, earliest, first),
                 (BufferRole.GATHERED_WEIGHT, first, last + 1),
@@ -259,7 +288,7 @@ class _Sequence:
         return self._live_buffers[value]
 
     def _buffer_of(self, role: BufferRole, value: int) -> LiveBuffer:
-        return self._make_buffer(role, self.arrays[value], is_grouped=self.fusion.is_between_grouped_matmuls(value))
+        return self._make_buffer(role, self.arrays[value], is_grouped=self.fusion.is_read_by_grouped_matmuls(value))
 
     def _make_buffer(
         self, role: BufferRole, array: TracedArray, related: tuple[TracedArray, ...] = (), *, is_grouped: bool = False
@@ -277,6 +306,8 @@ class _Sequence:
         operands, results = self._arrays(operation.operands), self._arrays(operation.results)
         if operation.kind == OperationKind.LOOKUP:
             yield make(BufferRole.LOOKUP_RESULT, results[0], operands[:1])
+            if fusion.is_read_by_grouped_matmuls(operation.results[0]):
+                yield make(BufferRole.UNSLICED_ROWS, results[0])
         if operation.kind != OperationKind.CONTRACTION:
             return
         if operation.groups > 1:
@@ -308,6 +339,12 @@ class _Sequence:
         else:
             reads, writes = list(operation.operands), list(operation.results)
         operands, results = self._arrays(reads), self._arrays(writes)
+        if operation.kind == OperationKind.RESHARD:
+            # the compiler reshards the factors of a product, which are smaller, and multiplies afterwards
+            operands = self._arrays(fusion.factors_of(reads[0]))
+            results = tuple(
+                results[0] if len(operands) == 1 else _replicated_like(results[0], each) for each in operands
+            )
         is_matmul = operation.kind == OperationKind.CONTRACTION
         is_attention = is_matmul and any(map(is_scores, (*operands, *results)))
         weights = [array.weight for array in operands if array.weight is not None]
@@ -324,7 +361,9 @@ class _Sequence:
             first_used_weights=first_used,
             reduces_partial_sums=not is_matmul or fusion.reduces_partial_sums(operation.results[0]),
             routed=frozenset(
-                self.arrays[value] for value in (*reads, *writes) if fusion.is_between_grouped_matmuls(value)
+                self.arrays[value]
+                for value in (*reads, *writes)
+                if operation.kind != OperationKind.LOOKUP and fusion.is_read_by_grouped_matmuls(value)
             ),
             collective=operation.collective,
             mesh_axes=operation.mesh_axes,

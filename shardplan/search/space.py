@@ -347,7 +347,7 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
     def keyed_buffer(buffer: LiveBuffer) -> KeyedBuffer:
         arrays = (buffer.array, *buffer.related_arrays)
         stored = (
-            buffer.is_between_grouped_matmuls or buffer.role in ROLES_THAT_MAY_BE_STORED or any(map(is_stored, arrays))
+            buffer.is_read_by_grouped_matmuls or buffer.role in ROLES_THAT_MAY_BE_STORED or any(map(is_stored, arrays))
         )
         return KeyedBuffer(buffer, key(arrays, stored=stored, attends=buffer.role in ATTENTION_ROLES))
 

@@ -13,9 +13,9 @@ MIN_LAYOUTS = 40
 """Layouts written by hand, at least: a search compares layouts far from the best, too, and may prefer a wrong one."""
 BOUNDS = {
     # family -> median and worst error of peak memory, of the bytes of all collectives, and of the step time
-    "dense eval": {"peak": (0.002, 0.2), "received": (0.001, 0.04), "step": (0.03, 0.2)},
-    "dense train": {"peak": (0.03, 0.15), "received": (0.02, 0.25), "step": (0.04, 0.17)},
-    "experts": {"peak": (0.055, 0.48), "received": (0.01, 0.15), "step": (0.08, 0.2)},
+    "dense eval": {"peak": (0.002, 0.11), "received": (0.001, 0.04), "step": (0.03, 0.19)},
+    "dense train": {"peak": (0.02, 0.09), "received": (0.011, 0.25), "step": (0.035, 0.16)},
+    "experts": {"peak": (0.03, 0.081), "received": (0.002, 0.05), "step": (0.03, 0.1)},
 }
 
 

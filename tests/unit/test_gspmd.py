@@ -147,17 +147,19 @@ def test_collectives_over_the_whole_mesh():
 
 
 def test_gathers_that_leave_a_weight_out_of_order():
-    """A gather along two dimensions, or one that is compiled to an all-reduce, over the whole mesh; once per layer."""
-    whole_mesh = {"replica": 1, "data": 8, "model": 1}
+    """A gather along two dimensions, of shards with less than a tile's 8 rows of float32, or one that is compiled to an
+    all-reduce, over the whole mesh; once per layer."""
+    whole_mesh = {"replica": 1, "data": 4, "model": 1}
 
     def reordered(mesh, params, quirks):
         assignment = ShardingAssignment(mesh, TOKENS, params, {}, ("batch", "position"), quirks)
         tasks = [task for task in traced_step(False).tasks if task.label == "mlp_up"]
         return sum(device_cost(task, assignment).reordered_weight_bytes for task in tasks)
 
-    as_all_reduce = CompilerQuirks(gathers_become_sums_from=8)
+    as_all_reduce = CompilerQuirks(gathers_become_sums_from=4)
     assert reordered(whole_mesh, {"embed": ("data",)}, CompilerQuirks()) == 0
     assert reordered(whole_mesh, {"embed": ("data",)}, as_all_reduce) == LAYERS * WEIGHT
+    assert reordered({"replica": 1, "data": 8, "model": 1}, {"embed": ("data",)}, CompilerQuirks()) == LAYERS * WEIGHT
     assert reordered(MESH, {"embed": ("data",)}, as_all_reduce) == 0
     assert reordered(MESH, {"embed": ("data",), "mlp": ("replica",)}, CompilerQuirks()) == LAYERS * WEIGHT
 
