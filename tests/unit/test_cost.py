@@ -3,10 +3,8 @@
 import pytest
 
 from shardplan.cost.collectives import Purpose, Traffic
-from shardplan.cost.gspmd import device_cost
 from shardplan.cost.matmul import Matmul
 from shardplan.cost.roofline import model_flops, transfer_seconds
-from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import CollectiveKind, parse_slice, place_mesh
 from shardplan.hardware.multislice import slices_by_axis
@@ -15,9 +13,6 @@ from shardplan.model.registry import build_model
 from shardplan.plan.workload import Workload
 from shardplan.positions.pattern import Pattern
 from shardplan.positions.sequence_layout import SequenceLayout, attended_fraction
-from shardplan.program.live_buffers import BufferRole
-from shardplan.program.step_trace import plan_step
-from shardplan.program.tasks import TaskKind
 
 MESH = {"replica": 2, "data": 4, "model": 1}
 LINK, NETWORK, HOP = 4.5e10, 6.25e9, 1e-6
@@ -56,58 +51,12 @@ def test_model_flops_of_a_step(kind, factor):
     assert flops == pytest.approx(factor * expected, rel=1e-9)
 
 
-def test_model_flops_count_only_the_routed_experts():
-    """Mixtral routes each token to 2 of 8 experts."""
-    model = build_model(read_config("mixtral-8x7b", None), 1024)
-    tokens, embed, layers = 4 * 1024, 4096, 32
-    attention = embed * (32 + 8 + 8 + 32) * 128
-    weights = layers * (attention + 2 * 3 * embed * 14336 + 8 * embed) + 32000 * embed
-    expected = 2 * tokens * weights + 2 * tokens * 1024 * embed * layers
-    flops = model_flops(model, Workload("eval", 4, 1024, "bfloat16", "bfloat16"))
-    # the weighted sum of the two experts' results comes on top
-    assert flops == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.parametrize(("kind", "without_freeing", "with_freeing"), [("train", 7, 3), ("eval", 2, 2)])
-def test_live_rows_of_experts(kind, without_freeing, with_freeing):
-    """Mixtral, 64 sequences: compiled for tpu7x-64 on mesh 32 x 1 x 2, seven arrays of 2 x 64 x 4096 rows were live at
-    the peak of training, and their copies by token; for v5p-64 they were freed before. In the forward pass two are."""
-    model = build_model(read_config("mixtral-8x7b", None), 4096)
-    step = plan_step(model, Workload(kind, 64, 4096, "float32", "bfloat16"))
-    rows = (((None, 2 * 64 * 4096),), (("embed", 4096),))
-
-    def max_live(*roles):
-        return max(
-            sum(count for buffer, count in point if buffer.array.dims == rows and buffer.role in roles)
-            for point in step.points
-        )
-
-    freed = (BufferRole.LIVE, BufferRole.FLOAT32_SUMMAND)
-    unfreed = (*freed, BufferRole.SUMMED_ROWS, BufferRole.UNFREED_ROWS)
-    assert (max_live(*unfreed), max_live(*freed)) == (without_freeing, with_freeing)
-
-
 def test_matmuls_are_padded_to_tiles():
     """The matrix unit streams at least 8 rows through 128 x 128 tiles of the other matrix; either may stream."""
     assert Matmul(count=3, rows=512, inner=256, columns=384).padded_flops == 3 * 2 * 512 * 256 * 384
     assert Matmul(count=1, rows=512, inner=448, columns=4096).padded_flops == 2 * 512 * 512 * 4096
     assert Matmul(count=1, rows=8192, inner=4096, columns=8).padded_flops == 2 * 8192 * 4096 * 8
     assert Matmul(count=1, rows=2, inner=1, columns=3).padded_flops == 2 * 8 * 128 * 128
-
-
-def test_matmuls_of_experts():
-    """Each row of Mixtral is multiplied by one expert. For the gradient of a parameter every expert multiplies all
-    rows, most of them zeros. A matrix-vector product adds up the results of a token's two experts."""
-    model = build_model(read_config("mixtral-8x7b", None), 1024)
-    step = plan_step(model, Workload("train", 4, 1024, "bfloat16", "bfloat16"))
-    assignment = ShardingAssignment({}, {}, {}, step.merged_axes, step.activation_axes)
-    contractions = [task for task in step.tasks if task.kind == TaskKind.CONTRACTION]
-    matmuls = [(task, device_cost(task, assignment).matmul) for task in contractions]
-    flops = 32 * 2 * (2 * 4 * 1024) * 4096 * 14336
-    forward = [m for task, m in matmuls if task.groups > 1 and any(a.weight for a in task.operands)]
-    gradients = [m for task, m in matmuls if task.groups > 1 and not any(a.weight for a in task.operands)]
-    assert {m.flops for m in forward} == {flops} and {m.flops for m in gradients} == {8 * flops}
-    assert Matmul(32 * 4 * 1024, rows=4096, inner=2, columns=1) in [m for task, m in matmuls if task.batched]
 
 
 @pytest.mark.parametrize(
