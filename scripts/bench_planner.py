@@ -391,7 +391,7 @@ def row(*cells: object) -> str:
 
 def mesh(plan: Plan) -> str:
     """Text of the sizes of the mesh axes, and of the mesh axes that shard positions."""
-    along = [axis for axis in plan.compute_mapping.get("position", ()) if plan.mesh[axis] > 1]
+    along = [axis for axis in plan.compute_mapping.get(plan.model.position, ()) if plan.mesh[axis] > 1]
     sizes = " x ".join(map(str, plan.mesh.values()))
     return f"{sizes}, positions on {' x '.join(along)}" if along else sizes
 

@@ -16,8 +16,9 @@ from shardplan.plan.plan import Mapping, Plan
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 
-SPLASH_UNSHARDED_AXES = ("position", "q_heads_per_group", "head_size")
-"""Logical axes that Levanter's splash attention, its default on TPUs, treats as unsharded even if they are sharded."""
+SPLASH_UNSHARDED_AXES = ("q_heads_per_group", "head_size")
+"""Logical axes of Levanter's models, besides that of positions, that its splash attention, its default on TPUs, treats
+as unsharded even if they are sharded."""
 
 YAML_WIDTH = 48
 """Columns after which a line of YAML ends at the next comma: with what is longest before a comma it has at most 80."""
@@ -174,9 +175,8 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
     if plan.attention.strategy != Strategy.NONE:
         yield from _attention_settings(plan)
         return
-    sharded = [
-        axis for axis in SPLASH_UNSHARDED_AXES if _sharding_axes(plan, tuple(plan.compute_mapping.get(axis, ())))
-    ]
+    unsharded = (plan.model.position, *SPLASH_UNSHARDED_AXES)
+    sharded = [axis for axis in unsharded if _sharding_axes(plan, tuple(plan.compute_mapping.get(axis, ())))]
     if sharded:
         yield from _wrap(
             f"model.attn_backend must be jax_flash: with {', '.join(sharded)} sharded, Levanter's default on TPUs is "

@@ -16,7 +16,7 @@ from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import mesh_size, mesh_text
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.serialization import checksum, decode
-from shardplan.plan.workload import BATCH_AXIS, POSITION_AXIS, Workload
+from shardplan.plan.workload import BATCH_AXIS, Workload
 from shardplan.positions.sequence_order import SequenceOrder
 
 SCHEMA_VERSION = 1
@@ -46,6 +46,8 @@ class ModelInfo:
     """Number of parameters."""
     config: str | None = None
     """The config.json that was planned from, if it was not the checkpoint's."""
+    position: str = "position"
+    """Logical axis of the tokens of a sequence; version 0.1 wrote none, and planned Levanter's models alone."""
 
     @property
     def name(self) -> str:
@@ -261,9 +263,10 @@ class Plan:
         for where, mapping in (("compute_mapping", self.compute_mapping), ("param_mapping", self.param_mapping)):
             for axis, mesh_axes in mapping.items():
                 yield from self._mesh_axis_problems(f"{where}.{axis}", mesh_axes)
-        shared = {*self.compute_mapping.get(BATCH_AXIS, ())} & {*self.compute_mapping.get(POSITION_AXIS, ())}
+        position = self.model.position
+        shared = {*self.compute_mapping.get(BATCH_AXIS, ())} & {*self.compute_mapping.get(position, ())}
         if shared:
-            yield f"compute_mapping has {BATCH_AXIS} and {POSITION_AXIS} both on {', '.join(sorted(shared))}"
+            yield f"compute_mapping has {BATCH_AXIS} and {position} both on {', '.join(sorted(shared))}"
         yield from self._attention_problems()
         for parameter in self.parameters:
             yield from self._mesh_axis_problems(
@@ -278,11 +281,11 @@ class Plan:
         """Yield what is wrong with the attention plan: its degrees, its strategy, or its order of positions."""
         method = self.attention
         parts = f"attention.ulysses {method.ulysses} x ring {method.ring}"
-        degree = math.prod(self.mesh.get(axis, 1) for axis in self.compute_mapping.get(POSITION_AXIS, []))
+        degree = math.prod(self.mesh.get(axis, 1) for axis in self.compute_mapping.get(self.model.position, []))
         if min(method.ulysses, method.ring) < 1:
             yield f"{parts}; each must be at least 1"
         elif method.strategy != Strategy.NONE and method.ulysses * method.ring != degree:
-            yield f"{parts} where {degree} devices shard {POSITION_AXIS}"
+            yield f"{parts} where {degree} devices shard {self.model.position}"
         users_of_ring = (Strategy.ALL_GATHER, Strategy.RING, Strategy.HYBRID)
         for size, users in ((method.ulysses, (Strategy.ULYSSES, Strategy.HYBRID)), (method.ring, users_of_ring)):
             if size > 1 and method.strategy not in users:
@@ -348,13 +351,14 @@ def _edits(plan: Plan, values: dict[str, Any]) -> Iterator[str]:
 def _contradictions(plan: Plan) -> Iterator[str]:
     """Yield where parts of `plan` contradict each other or its slice, as an edit by hand changes one of them."""
     yield from _hardware_contradictions(plan)
-    known = {*plan.model.axes, BATCH_AXIS, POSITION_AXIS}
+    known = {*plan.model.axes, BATCH_AXIS, plan.model.position}
     for where, mapping in (("compute_mapping", plan.compute_mapping), ("param_mapping", plan.param_mapping)):
         for axis in mapping.keys() - known:
             if not plan.search.given:  # a mapping by hand may have axes of other models
                 yield f"{where} has logical axis {axis!r}; {nearest(axis, known)}"
-    for axis, size in ((BATCH_AXIS, plan.workload.batch), (POSITION_AXIS, plan.workload.position)):
-        yield from _indivisible(plan, f"workload.{axis}", size, plan.compute_mapping.get(axis))
+    workload, mapping = plan.workload, plan.compute_mapping
+    yield from _indivisible(plan, "workload.batch", workload.batch, mapping.get(BATCH_AXIS))
+    yield from _indivisible(plan, "workload.position", workload.position, mapping.get(plan.model.position))
     for parameter in plan.parameters:
         yield from _parameter_contradictions(plan, parameter)
     stored = sum(parameter.bytes_per_device for parameter in plan.parameters)

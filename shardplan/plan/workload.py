@@ -7,8 +7,8 @@ from shardplan.errors import ConfigError, nearest
 from shardplan.model.axes import MAX_SIZE
 from shardplan.plan.dtypes import DTYPES
 
-BATCH_AXIS, POSITION_AXIS = "batch", "position"
-"""Logical axes of the sequences of a step, as Levanter's trainer calls it, and of their tokens, as its models do."""
+BATCH_AXIS = "batch"
+"""Logical axis of the sequences of a step, as Levanter's trainer calls it."""
 CHECKPOINTING_ALIASES = {"true": "default", "false": "save_all", "full": "recompute", "none": "save_all"}
 """What else users write for gradient checkpointing, as in Levanter's configuration -> its name here."""
 KINDS = ("eval", "prefill", "train")

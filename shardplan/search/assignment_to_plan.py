@@ -80,7 +80,7 @@ def build_plan(
     options = PLANNED_FOR_EXPERTS if workload.is_training and step.expert_axes else PLANNED
     params = assignment.params
     return Plan(
-        model=ModelInfo(config.model.ref, axes.type, dict(axes.axes), axes.size, config.model.config),
+        model=ModelInfo(config.model.ref, axes.type, dict(axes.axes), axes.size, config.model.config, axes.position),
         workload=workload,
         hardware=HardwareInfo(hardware.name, hardware.devices, hardware.generation.hbm_gib),
         mesh=dict(assignment.mesh),

@@ -200,6 +200,14 @@ def test_two_dimensions_of_a_parameter_on_one_mesh_axis(plan):
         Plan.from_json(values)
 
 
+def test_positions_have_the_name_that_the_model_gives_them(plan):
+    values = plan.to_json()
+    values["model"]["position"] = "tokens"
+    values["compute_mapping"] = {"batch": ["data"], "tokens": ["data"]}
+    with pytest.raises(ConfigError, match="compute_mapping has batch and tokens both on data"):
+        Plan.from_json(values)
+
+
 def test_a_given_plan_is_not_changed(plan, golden, make_config, tmp_path):
     """A setting that differs from the plan is refused, even if it is the default."""
     path = str(tmp_path / "plan.json")
@@ -216,12 +224,13 @@ def test_a_given_plan_is_not_changed(plan, golden, make_config, tmp_path):
 
 
 def test_a_plan_of_version_0_1_loads():
-    """Written before `caveats` and `model_flops` were added: keys may be added, never renamed."""
+    """Written before `caveats`, `model_flops` and `position` were added: keys may be added, never renamed."""
     values = json.loads((DATA / "plan-0.1.json").read_text(encoding="utf-8"))
     plan = Plan.load(str(DATA / "plan-0.1.json"))
     written = json.loads(json.dumps(plan.to_json()))
     assert written["search"].pop("caveats") == [] and plan.mfu is None
-    assert written["cost"].pop("model_flops") is None and written.pop("checksum")
+    assert written["cost"].pop("model_flops") is None and written["model"].pop("position") == "position"
+    assert written.pop("checksum")
     assert written == values
 
 
