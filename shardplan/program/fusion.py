@@ -223,12 +223,17 @@ class Fusion:
         return sources, NOTHING.union(*(self._fused.get(operand, NOTHING) for operand in operands))
 
     def _is_view(self, operation: Operation) -> bool:
-        """Whether an elementwise result exists only as its operand: a view of it, or a scaled copy of a weight."""
+        """Whether an elementwise result exists only as its operand: a view of it, or what is cheap to compute again.
+
+        That is a cast to a wider type, in which it would take more memory, or a scaled copy of a weight.
+        """
         if operation.kind != OperationKind.ELEMENTWISE or len(operation.results) != 1 or not operation.operands:
             return False
         operand, result = self.arrays[operation.operands[0]], self.arrays[operation.results[0]]
         if operation.primitive in VIEW_PRIMITIVES:
             return True
+        if operation.primitive in CAST_PRIMITIVES and result.weight is None:
+            return operand.itemsize < result.itemsize
         # a scaled copy of a weight is computed where the weight is used
         return result.weight is not None and result.weight == operand.weight and result.itemsize == operand.itemsize
 

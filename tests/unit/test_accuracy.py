@@ -14,8 +14,8 @@ MIN_LAYOUTS = 40
 BOUNDS = {
     # family -> median and worst error of peak memory, of the bytes of all collectives, and of the step time
     "dense eval": {"peak": (0.002, 0.11), "received": (0.001, 0.04), "step": (0.03, 0.19)},
-    "dense train": {"peak": (0.02, 0.09), "received": (0.011, 0.25), "step": (0.035, 0.16)},
-    "experts": {"peak": (0.03, 0.081), "received": (0.002, 0.05), "step": (0.03, 0.1)},
+    "dense train": {"peak": (0.02, 0.09), "received": (0.011, 0.25), "step": (0.035, 0.15)},
+    "experts": {"peak": (0.03, 0.08), "received": (0.002, 0.05), "step": (0.03, 0.1)},
 }
 
 

@@ -130,3 +130,16 @@ def test_an_inner_jit_with_constants():
     trace = traced(lambda x: jax.jit(lambda y: y * table)(x) + 1)
     assert [operation.primitive for operation in trace.operations] == ["mul", "add"]
     assert trace.arrays[trace.results[0]].axes == ("position",)
+
+
+def test_a_cast_to_a_wider_type_takes_no_memory():
+    """It is computed where it is used, from the narrow value, as in norms that compute in float32."""
+
+    def function(x):
+        wide = jnp.tanh(x.astype(jnp.bfloat16)).astype(jnp.float32)
+        weight = jnp.ones((WIDTH, WIDTH))
+        return wide @ weight, jnp.sin(wide) @ weight
+
+    trace = traced(function, 2)
+    written = Fusion(trace.operations, trace.arrays, set(trace.results), writes_outputs=True).written - {*trace.results}
+    assert sorted(trace.arrays[value].itemsize for value in written if len(trace.arrays[value].dims) == 2) == [2, 4]
