@@ -24,7 +24,7 @@ from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import ShardingAssignment, WeightGather
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes, mesh_size
-from shardplan.program.named_arrays import TracedArray, is_scores
+from shardplan.program.named_arrays import Dim, TracedArray, is_scores, mapped
 from shardplan.program.tasks import Task, TaskKind
 
 
@@ -226,20 +226,44 @@ def _parameter_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Ite
 
 def _partial_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
     """Mesh axes along which devices have partial sums of a result, to be added up in this task."""
-    return assignment.mesh_axes(task.contracted) if task.reduces_partial_sums else ()
+    if not task.reduces_partial_sums:
+        return ()
+    kept = {
+        axis
+        for operand in task.operands
+        for dim in operand.dims
+        if (flat := _flattened_axis(dim, task, assignment)) and _keeps_sharding(dim, flat, assignment)
+        for axis in assignment.mesh_axes(dim)
+    }
+    summed = kept | {*assignment.mesh_axes(task.contracted)}
+    return tuple(axis for axis in assignment.mesh if axis in summed)
 
 
 def _flattened_operand_traffic(task: Task, operand: TracedArray, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the gather of each flattened dimension of an operand, unless major and flattened axis are sharded alike."""
+    """Yield the gather of each flattened dimension of an operand that does not keep its sharding."""
     for dim in operand.dims:
-        flat = next((name for name, parts in assignment.merged_axes.items() if parts == dim), None)
-        if flat is None or (flat, math.prod(size for _, size in dim)) not in task.contracted:
-            continue
+        flat = _flattened_axis(dim, task, assignment)
         axes = assignment.mesh_axes(dim)
-        if axes and not assignment.mesh_axes(dim[:1]) == axes == assignment.compute.get(flat, ()):
+        if flat and axes and not _keeps_sharding(dim, flat, assignment):
             unsharded = {name: axes for name, axes in assignment.compute.items() if name not in dict(dim)}
             size, subject = assignment.bytes(operand, unsharded), f"{flat} of {task.label}"
             yield all_gather_traffic(size, assignment, axes, task.executions, Purpose.FLATTENED_AXES, subject)
+
+
+def _flattened_axis(dim: Dim, task: Task, assignment: ShardingAssignment) -> str | None:
+    """The logical axis that a dimension of an operand is flattened to, if `task` contracts it."""
+    flat = next((name for name, parts in assignment.merged_axes.items() if parts == dim), None)
+    is_contracted = flat is not None and (flat, math.prod(size for _, size in dim)) in task.contracted
+    return flat if is_contracted else None
+
+
+def _keeps_sharding(dim: Dim, flat: str, assignment: ShardingAssignment) -> bool:
+    """Whether a flattened dimension stays sharded as its major axis is, for what its own axis is mapped to.
+
+    It does if no minor axis is sharded, and the flattened axis is mapped to the first of the same mesh axes, or none.
+    """
+    major, own = mapped(dim[0][0], assignment.compute), mapped(flat, assignment.compute)
+    return len(major) == len(assignment.mesh_axes(dim)) and own == major[: len(own)]
 
 
 def _lookup_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:

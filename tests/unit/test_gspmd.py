@@ -207,6 +207,28 @@ def test_keys_and_values_of_other_positions():
 
 
 @pytest.mark.parametrize(
+    ("heads", "queries", "is_gathered"),
+    [(("model", "replica"), (), False), (("model",), (), False), ((), (), False), (("replica",), (), True),
+     ((), ("data",), True)],
+)  # fmt: skip
+def test_heads_stay_sharded_when_they_are_flattened(heads, queries, is_gathered):
+    """The output projection sums over the mesh axes of `kv_head`, unless others contradict them."""
+    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 1}, 1024)
+    llama = plan_step(model, Workload("eval", 4, 1024, "bfloat16", "bfloat16"))
+    compute = {"kv_head": ("model", "replica"), "heads": heads, "q_heads_per_group": queries}
+    mesh = {"replica": 2, "data": 2, "model": 4}
+    assignment = ShardingAssignment(mesh, compute, {}, llama.merged_axes, llama.activation_axes)
+    (projection,) = [task for task in llama.tasks if "heads" in dict(task.contracted)]
+    moved = {t.purpose: (t.mesh_axes, t.bytes) for t in device_cost(projection, assignment).traffic}
+    output = 2 * 4 * 1024 * 4096
+    if is_gathered:
+        axes, n = (("replica", "data", "model"), 16) if queries else (("replica", "model"), 8)
+        assert moved[Purpose.FLATTENED_AXES] == (axes, output * (n - 1) / n)
+    else:
+        assert moved == {Purpose.PARTIAL_SUMS: (("replica", "model"), 2 * output * 7 / 8)}
+
+
+@pytest.mark.parametrize(
     ("strategy", "ulysses", "ring", "kind"),
     [
         ("all_gather", 1, 8, "zigzag"), ("ring", 1, 8, "contiguous"), ("ring", 1, 8, "zigzag"),
