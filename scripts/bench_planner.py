@@ -1,55 +1,44 @@
 """python scripts/bench_planner.py --output docs/benchmarks/planner.md
 
 Measures solve times of the planner; compares predicted with compiled memory, bytes and time; and compares compiled step
-times of the plan with those of the 24 next best plans, of the usual mapping of 405B on v4-256, and of the meshes of
-published runs. Needs no TPU. Compiling everything takes 3 hours on 2 cores; planner.json, beside the tables, keeps the
-results, and a program in it is compiled again only if package versions or the code have changed.
+times of the plan with those of the 24 next best plans, and of the usual mapping of 405B on v4-256. Needs no TPU.
+Compiling everything takes 80 minutes on 2 cores; planner.json, beside the tables, keeps the results, and a program in
+it is compiled again only if package versions or the code have changed.
 """
 
 import argparse
 import math
 import os
 import statistics
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from planner_record import (
     MIN_PART,
+    PLANNER,
     CompiledResult,
     Errors,
-    Layout,
-    Record,
+    compile_cases,
     errors_by_family,
     read_records,
+    record_key,
     write_records,
 )
 
 from shardplan import config as configuration
 from shardplan.config import PlanConfig
-from shardplan.config.sections import CompilerConfig
 from shardplan.errors import InfeasibleError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
-from shardplan.report.verdicts import reason_text
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, rank_plans
-from shardplan.search.search_configuration import AUTO_CHECKPOINTING
-from shardplan.verify.cache import code_digest, digest
 from shardplan.verify.case import Case
-from shardplan.verify.run import verify
-from shardplan.verify.verdict import Verdict
-
-READING = ("verify/**/*", "hardware/*")
-"""Modules of shardplan that read what the compiler returns, as glob patterns of their paths without suffix."""
 
 POSITION = 4096
 EVAL_DEVICES_PER_SEQUENCE = 8
@@ -100,15 +89,6 @@ STYLES: dict[str, tuple[int, int, dict[str, list[str]]]] = {
 }
 """Layout written by hand -> sizes of replica and model, and what shards parameters beyond the compute mapping."""
 
-EXPERTS = (
-    # model, slice, sequences, tokens of a sequence, mesh (replica, data, model), published
-    ("llama-3.1-405b", "v5p-1024", 1024, 8192, (1, 512, 1), "fsdp512, 2 per device, 68.5 % MFU"),
-    ("llama-3.1-405b", "2xv6e-256", 512, 8192, (2, 256, 1), "fsdp256 x dcn-fsdp2, 1 per device, 42.8 %"),
-    ("llama-3.1-70b", "v6e-256", 1280, 8192, (1, 256, 1), "fsdp256, 5 per device, 50.4 %"),
-    ("llama-3.1-8b", "v6e-8", 24, 8192, (1, 8, 1), "fsdp8, 3 per device, 45 %"),
-    ("qwen3-32b", "v5p-128", 384, 2048, (1, 16, 4), "a 32B: fsdp16 x TP4, 6 per device, 71.5 %"),
-)
-
 
 def load(model: str, slice_name: str, kind: str, batch: int, position: int = POSITION) -> PlanConfig:
     """The configuration of a training step, which stores everything in float32, or of an evaluation in bfloat16."""
@@ -154,25 +134,8 @@ class Bench:
 
     def compile(self, cases: Sequence[Case]) -> list[CompiledResult]:
         """Compile the cases that planner.json does not hold yet, add each result to it, and return all results."""
-        records = read_records()
-        keys = {id(case): f"{digest(case)[:24]} {code_digest(READING)[:8]}" for case in cases}
-        self.used |= {*keys.values()}
-        lock = threading.Lock()
-
-        def keep(case: Case, verdict: Verdict) -> None:
-            report(case, verdict)
-            with lock:
-                records[keys[id(case)]] = Record(Layout.of(case), CompiledResult.of(verdict))
-                write_records(records)
-
-        verify([case for case in cases if keys[id(case)] not in records], CompilerConfig(jobs=self.jobs), keep)
-        return [records[keys[id(case)]].result for case in cases]
-
-
-def report(case: Case, verdict: Verdict) -> None:
-    time_text = f"{verdict.time.step_seconds:.4g} of {case.plan.cost.step_seconds:.4g} s" if verdict.time else ""
-    reason = reason_text(verdict.reason)[:80]
-    print(f"{case.label}: {verdict.outcome} {time_text} {reason}", file=sys.stderr, flush=True)
+        self.used |= {record_key(case) for case in cases}
+        return [record.result for record in compile_cases(cases, PLANNER, self.jobs)]
 
 
 def solve_times(bench: Bench) -> str:
@@ -253,7 +216,7 @@ def accuracy() -> str:
         row("family", "layouts", "memory", "worst", "bytes by kind", "bytes of all kinds, worst", "step", "worst"),
         row(*["---"] * 8),
     ]
-    for family, errors in sorted(errors_by_family(read_records().values()).items()):
+    for family, errors in sorted(errors_by_family(read_records(PLANNER).values()).items()):
         sizes = [abs(e.peak) for e in errors if e.peak is not None]
         kinds = [abs(error) for e in errors for error in e.by_kind.values()]
         totals = [abs(e.received) for e in errors if e.received is not None]
@@ -331,54 +294,6 @@ def usual(bench: Bench) -> str:
     return "\n".join([*lines, "", text])
 
 
-def experts(bench: Bench) -> str:
-    lines = table(
-        "published run", "its mesh", "checkpointing", "verdict", "modelled s", "plan: mesh", "checkpointing", "verdict",
-        "modelled s", "plan : published run",
-    )  # fmt: skip
-    for model, slice_name, batch, position, sizes, published in EXPERTS:
-        if bench.only not in f"{model} {slice_name}":
-            continue
-        config = load(model, slice_name, "train", batch, position)
-        hf_config, built = build(config)
-        left_open = replace(config.workload, gradient_checkpointing="auto", microbatches=None)
-        plan = make_plan(replace(config, workload=left_open), built)
-        shape = dict(zip(("replica", "data", "model"), sizes, strict=True))
-        data_axes = [axis for axis in ("replica", "data") if shape[axis] > 1]
-        compute = {"batch": data_axes}
-        if shape["model"] > 1:
-            compute |= {axis: ["model"] for axis in ("mlp", "heads", "kv_head", "vocab")}
-        by_hand = best_step(config, built, shape, compute, {**compute, "embed": data_axes})
-        cases = [
-            Case(f"{model} {slice_name} {name}", p, hf_config, options=p.compiler_options)
-            for name, p in (("expert", by_hand), ("plan", plan))
-        ]
-        expert, mine = bench.compile(cases)
-        ratio = f"{mine.step_seconds / expert.step_seconds:.2f}" if mine.seconds and expert.seconds else "-"
-        theirs = (published, mesh(by_hand), step_text(by_hand), expert.outcome, seconds(expert))
-        ours = (mesh(plan), step_text(plan), mine.outcome, seconds(mine), ratio)
-        lines.append(row(model, slice_name, "train", f"{batch} x {position}", *theirs, *ours))
-    return "\n".join(lines)
-
-
-def best_step(config: PlanConfig, model: Model, shape: dict, compute: dict, params: dict) -> Plan:
-    """The plan of given mappings whose gradient checkpointing and microbatches are the fastest that fit."""
-    batch, groups = config.workload.batch, prod(shape[axis] for axis in compute["batch"])
-    works = [
-        replace(config.workload, gradient_checkpointing=kind, microbatches=parts)
-        for kind in AUTO_CHECKPOINTING
-        for parts in range(1, batch // groups + 1)
-        if batch % (parts * groups) == 0
-    ]
-    plans = [plan_given_mappings(replace(config, workload=work), model, shape, compute, params) for work in works]
-    fitting = [plan for plan in plans if plan.memory.fits]
-    return min(fitting or plans, key=lambda p: p.cost.step_seconds if fitting else p.memory.peak)
-
-
-def step_text(plan: Plan) -> str:
-    return f"{plan.workload.gradient_checkpointing}, {plan.workload.microbatches} microbatches"
-
-
 def table(*columns: str) -> list[str]:
     """The header lines of a table whose rows begin with model, slice, step and batch."""
     names = ("model", "slice", "step", "batch", *columns)
@@ -406,7 +321,6 @@ TABLES: dict[str, Callable[[Bench], str]] = {
     "regret": regret,
     "estimates": estimates,
     "layouts": layouts,
-    "experts": experts,
 }
 
 
@@ -421,7 +335,7 @@ def main() -> None:
     parts = arguments.parts.split()
     made = {name: make(bench) if name in parts else LEFT_OUT for name, make in TABLES.items()}
     if not arguments.only and set(parts) == set(TABLES):
-        write_records({key: record for key, record in read_records().items() if key in bench.used})
+        write_records({key: record for key, record in read_records(PLANNER).items() if key in bench.used}, PLANNER)
     text = TEMPLATE.format(
         **made,
         accuracy=accuracy(),
@@ -490,15 +404,6 @@ Of all programs of this page: the plans, the next best candidates, and the layou
 compared where the compiler options are those that the estimates are for.
 
 {accuracy}
-
-## Published runs
-
-The mesh of the published run and the plan, compiled with the same settings: training, sequences per device as
-published, float32 parameters and moments. Both use the gradient checkpointing and microbatches that the cost model
-estimates to be fastest of those that fit (the published runs offload to the host, or store less than float32). The 32B
-model of the publication is not released; Qwen3-32B stands in for it.
-
-{experts}
 """
 
 if __name__ == "__main__":

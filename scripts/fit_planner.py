@@ -1,47 +1,62 @@
 """python scripts/fit_planner.py
 
 Fits the factors of the planner's cost model (shardplan/cost/calibration.json) to programs that the TPU compiler makes
-of a few plans for every generation, writes the factors, and prints the remaining errors beside those of the factors so
-far. Needs no TPU. The plans differ from those of scripts/bench_planner.py, which judges the result. Programs that were
-compiled before come from the cache of shardplan.verify; all of them take an hour on 2 cores.
+of a few plans for every generation, and writes them, with the errors that are left, and a table of both. Needs no TPU.
+The plans differ from those of scripts/bench_planner.py and bench_published.py, which judge the result. Compiling all
+programs takes half an hour on 2 cores; docs/benchmarks/calibration.json keeps what the compiler made of them, so that
+a change of the cost model is fitted again in two minutes.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
-from bench_planner import build, load, report, row
-from planner_record import by_kind
+from bench_planner import build, load, row
+from planner_record import (
+    BENCHMARKS,
+    CALIBRATION,
+    PLANNER,
+    PUBLISHED,
+    Errors,
+    Record,
+    by_kind,
+    compile_cases,
+    errors_by_family,
+    read_records,
+    record_key,
+    write_records,
+)
 from scipy.optimize import lsq_linear
 
-from shardplan.config.sections import CompilerConfig
 from shardplan.cost import calibration
-from shardplan.cost.calibration import Calibration, load_calibration
+from shardplan.cost.calibration import Calibration, compiler_quirks, load_calibration
 from shardplan.cost.gspmd import DeviceCost
 from shardplan.cost.memory import estimate_memory
 from shardplan.cost.roofline import TaskSeconds, compute_seconds, step_tasks
-from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.generations import GENERATIONS
 from shardplan.model.registry import build_model
 from shardplan.plan.mapping import as_tuples
+from shardplan.plan.workload import Workload
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import Step, Task
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.verify.case import Case
-from shardplan.verify.run import verify
-from shardplan.verify.verdict import CompiledMemory, CompiledTime, Outcome, Verdict
+from shardplan.verify.verdict import Outcome
 
 FILE = Path(calibration.__file__).with_name(calibration.FILE)
+TABLE = BENCHMARKS / "calibration.md"
 CASES = (
     # step, model, devices, sequences, replica x data x model, name in STORED of the additional parameter sharding
     "eval llama-3.1-8b 64 64 1x64x1 embed", "eval llama-3.1-8b 32 16 1x16x2 outputs",
@@ -49,10 +64,11 @@ CASES = (
     "eval mistral-7b-v0.3 32 32 2x16x1 both", "eval llama-3.1-70b 64 16 1x8x8 embed",
     "train llama-3.1-8b 32 32 1x32x1 embed", "eval mistral-7b-v0.3 32 8 4x2x4 embed",
     "eval olmo2-32b 32 8 2x4x4 embed", "eval mixtral-8x7b 64 16 1x16x4 outputs",
-    "train mixtral-8x7b 64 16 1x16x4 outputs",
+    "train mixtral-8x7b 64 16 1x16x4 outputs", "train mistral-7b-v0.3 32 32 1x16x2 embed",
+    "train qwen3-32b 64 64 1x32x2 outputs",
 )  # fmt: skip
 """Plans that are compiled for every generation: tensor parallelism of 1, 2, 4 and 8; parameters gathered over the whole
-mesh (64 and 32 devices), over 2 to 16, along one dimension, along two at once, and not at all; two of them train, and
+mesh (64 and 32 devices), over 2 to 16, along one dimension, along two at once, and not at all; four of them train, and
 two have experts. Plans that do not fit a generation are left out."""
 OUTPUTS = ("mlp", "head_size", "vocab")
 STORED = {
@@ -65,56 +81,181 @@ STORED = {
 TENSOR_PARALLEL = ("mlp", "heads", "kv_head", "vocab")
 STAND_INS = {"v3": "v4"}
 """Generation for which libtpu compiles no attention kernel in bfloat16 -> the generation whose factors it gets."""
-LINEAR = {"products": 1.0, "elementwise": 0.0, "rearranging": 0.0, "gathering": 0.0}
-"""Factors in which the time of compute without kernels is linear -> their lower bounds."""
+LINEAR = {"products": 1.0, "elementwise": 0.0, "copying": 0.0}
+"""Factors in which the time of compute is linear -> their lower bounds."""
 VECTORS = tuple(map(float, range(1, 41)))
+"""Values of `vectors` that are tried."""
 OVERLAPS = tuple(percent / 100 for percent in range(0, 101, 5))
-MIN_MEMORY_ERROR = 0.08
-"""Lower bound of the memory error, as a fraction of the memory: a few plans do not show the worst error."""
+"""Values of `overlap` that are tried."""
 DIGITS = 3
 """Number of decimal digits of the written factors."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Observation:
-    """A plan, and the compiler's measurements of its program."""
+    """A recorded program, with what the planner needs to estimate it."""
 
-    label: str
+    record: Record
     step: Step
     assignment: ShardingAssignment
     hardware: Slice
-    bytes_received: Counter[str]
-    """Bytes per device by kind of collective."""
-    memory: CompiledMemory
-    time: CompiledTime
+
+    @classmethod
+    def of(cls, record: Record) -> "Observation":
+        """The planner's inputs for a record."""
+        layout = record.layout
+        workload, hardware = Workload(**layout.workload), parse_slice(layout.slice)
+        step = plan_step(build_model(layout.hf_config, workload.position), workload.resolve())
+        compute, params = as_tuples(layout.compute), as_tuples(layout.params)
+        assignment = ShardingAssignment(layout.mesh, compute, params, step.merged_axes, step.activation_axes)
+        return cls(record, step, assignment, hardware)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the program has grouped matmuls."""
+        return bool(self.step.expert_axes)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds that the core computes, as compiled."""
+        assert self.record.result.seconds
+        return self.record.result.seconds[1]
 
     def tasks(self, factors: Calibration) -> Iterator[tuple[Task, DeviceCost, TaskSeconds]]:
         """The planner's estimate with these factors, task by task."""
-        return step_tasks(self.step, self._with_quirks(factors), self.hardware, factors)
+        return step_tasks(self.step, self.with_quirks(factors), self.hardware, factors)
 
-    def bytes_by_kind(self, factors: Calibration) -> Counter[str]:
-        """Estimated bytes per device."""
-        received: Counter[str] = Counter()
-        for _, cost, _ in self.tasks(factors):
-            for traffic in cost.traffic:
-                received[traffic.kind] += traffic.bytes  # type: ignore[assignment]
-        return received
-
-    def peak(self, factors: Calibration) -> float:
-        """Estimated bytes of memory per device."""
-        return estimate_memory(self.step, self._with_quirks(factors)).peak
-
-    def seconds_of_factor(self, factor: str, factors: Calibration) -> float:
-        """Seconds of compute that `factor` multiplies: those with this factor as 1, and all others as 0."""
-        weights: dict[str, Any] = {**dict.fromkeys((*LINEAR, "attention"), 0.0), factor: 1.0}
-        alone = replace(factors, **weights)
-        return sum(compute_seconds(task, cost, self.hardware, alone) for task, cost, _ in self.tasks(factors))
-
-    def _with_quirks(self, factors: Calibration) -> ShardingAssignment:
-        return replace(self.assignment, quirks=factors.quirks)
+    def with_quirks(self, factors: Calibration) -> ShardingAssignment:
+        """The sharding of the program, on a compiler with the quirks of `factors`."""
+        return replace(self.assignment, quirks=compiler_quirks(self.hardware, factors))
 
 
-Error = Callable[[Observation, Calibration], float]
+@cache
+def compute_error(o: Observation, factors: Calibration) -> float:
+    return sum(seconds.compute for *_, seconds in o.tasks(factors)) / o.compute_seconds - 1
+
+
+@cache
+def step_error(o: Observation, factors: Calibration) -> float:
+    return sum(seconds.total for *_, seconds in o.tasks(factors)) / o.record.result.step_seconds - 1
+
+
+@cache
+def peak_error(o: Observation, factors: Calibration) -> float:
+    assert o.record.result.peak
+    return estimate_memory(o.step, o.with_quirks(factors)).peak / o.record.result.peak - 1
+
+
+@cache
+def bytes_error(o: Observation, factors: Calibration) -> float:
+    """Sum over the kinds of collectives of the absolute errors of their bytes, relative to all bytes."""
+    traffic = [each for _, cost, _ in o.tasks(factors) for each in cost.traffic]
+    estimated = by_kind((each.kind, each.bytes) for each in traffic)
+    received = by_kind((kind, size) for kind, _, size, _ in o.record.result.collectives)
+    wrong = sum(abs(estimated[kind] - received[kind]) for kind in {*estimated, *received})
+    return wrong / sum(received.values())
+
+
+@cache
+def seconds_of_factor(o: Observation, name: str | None, factors: Calibration) -> float:
+    """Seconds of compute that the factor `name` multiplies, or those that no factor in `LINEAR` does."""
+    without: dict[str, Any] = dict.fromkeys(LINEAR, 0.0)
+    constant = replace(factors, **without)
+    if name is None:
+        return sum(compute_seconds(task, cost, o.hardware, constant) for task, cost, _ in o.tasks(factors))
+    alone = replace(constant, **{name: 1.0})
+    total = sum(compute_seconds(task, cost, o.hardware, alone) for task, cost, _ in o.tasks(factors))
+    return total - seconds_of_factor(o, None, factors)
+
+
+ERRORS = {"compute": compute_error, "step": step_error, "peak": peak_error, "bytes": bytes_error}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Factors that are fitted together, each group with the values of those before."""
+
+    factors: tuple[str, ...]
+    quantity: str
+    """Key of `ERRORS`: what the factors decide."""
+    with_experts: tuple[bool, ...]
+    """Programs that they are fitted to: those with experts, without, or both."""
+    values: tuple[Any, ...] | None = None
+    """Values that are tried; None for a linear fit of all factors at once."""
+
+    def cases(self, observations: Sequence[Observation]) -> list[Observation]:
+        """The programs that the factors are fitted to."""
+        return [o for o in observations if o.has_experts in self.with_experts]
+
+    def fit(self, factors: Calibration, cases: Sequence[Observation]) -> Calibration:
+        """`factors` with the values of this group that have the least sum of squared errors."""
+        if self.values is None:
+            return replace(factors, **least_squares(factors, cases))
+        error, (name,) = ERRORS[self.quantity], self.factors
+        candidates = [with_value(factors, name, value) for value in self.values]
+        return min(candidates, key=lambda candidate: sum(error(o, candidate) ** 2 for o in cases))
+
+
+BOTH, DENSE, ROUTED = (False, True), (False,), (True,)
+FLAGS = (False, True)
+GROUPS = (
+    Group(("gathers_become_sums_from",), "bytes", DENSE, (None, 64, 32, 16)),
+    Group(("scatters_over_slice",), "bytes", DENSE, FLAGS),
+    *(Group((name,), "peak", BOTH, FLAGS) for name in ("copies_stacks", "gathers_early", "wide_rows", "frees_rows")),
+    Group(tuple(LINEAR), "compute", DENSE),
+    Group(("vectors",), "compute", ROUTED, VECTORS),
+    Group(("overlap",), "step", DENSE, OVERLAPS),
+)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well a group of factors fits one generation."""
+
+    factors: tuple[str, ...]
+    quantity: str
+    cases: list[str]
+    """Programs that it was fitted to."""
+    residual: float
+    """Root mean square of the errors that are left."""
+    leave_one_out: float
+    """Root mean square of the error of each program if the factors are fitted to the others."""
+
+
+def with_value(factors: Calibration, name: str, value: object) -> Calibration:
+    """`factors` with another value of a factor, or of a quirk of the compiler."""
+    if name in vars(factors):
+        return replace(factors, **{name: value})
+    return replace(factors, quirks=replace(factors.quirks, **{name: value}))
+
+
+def least_squares(factors: Calibration, cases: Sequence[Observation]) -> dict[str, Any]:
+    """Values for the factors in `LINEAR` that minimize the sum of squared relative errors of the compute time."""
+    target = np.array([o.compute_seconds for o in cases])
+    terms = np.array([[seconds_of_factor(o, name, factors) for name in LINEAR] for o in cases])
+    constant = np.array([seconds_of_factor(o, None, factors) for o in cases])
+    bounds = (list(LINEAR.values()), np.inf)
+    solution = lsq_linear(terms / target[:, None], 1 - constant / target, bounds).x
+    return {name: round(float(value), DIGITS) for name, value in zip(LINEAR, solution, strict=True)}
+
+
+def fit(observations: Sequence[Observation]) -> tuple[Calibration, list[Fit]]:
+    """The factors of one generation, group by group, and how well each group fits."""
+    factors, fits = Calibration(), []
+    for group in GROUPS:
+        cases, error = group.cases(observations), ERRORS[group.quantity]
+        fitted = group.fit(factors, cases)
+        left_out = [error(o, group.fit(factors, [each for each in cases if each is not o])) for o in cases]
+        labels = [o.record.layout.label.split(maxsplit=1)[1] for o in cases]
+        residual = rms([error(o, fitted) for o in cases])
+        fits.append(Fit(group.factors, group.quantity, labels, residual, rms(left_out)))
+        factors = fitted
+    return factors, fits
+
+
+def rms(errors: Sequence[float]) -> float:
+    """Root mean square, rounded."""
+    return round(math.sqrt(statistics.fmean(error**2 for error in errors)), DIGITS)
 
 
 def make_case(text: str, generation: str) -> Case:
@@ -132,136 +273,114 @@ def make_case(text: str, generation: str) -> Case:
     return Case(f"{slice_name} {text}", plan, hf_config, options=plan.compiler_options)
 
 
-def observe(case: Case, verdict: Verdict) -> Observation:
-    """The planner's inputs for `case`, with the measurements of its verdict."""
-    assert verdict.memory and verdict.time
-    plan = case.plan
-    step = plan_step(build_model(case.hf_config, plan.workload.position), plan.workload.resolve())
-    compute, params = as_tuples(plan.compute_mapping), as_tuples(plan.param_mapping)
-    assignment = ShardingAssignment(plan.mesh, compute, params, step.merged_axes, step.activation_axes)
-    hardware = parse_slice(plan.hardware.slice)
-    received = by_kind((each.kind, each.bytes) for each in verdict.collectives)
-    return Observation(case.label, step, assignment, hardware, received, verdict.memory, verdict.time)
+def to_json(fitted: Mapping[str, tuple[Calibration, list[Fit]]]) -> str:
+    """The file of factors: an entry for every generation, with its fits, or the name of its stand-in."""
+    entries: dict[str, Any] = {}
+    for name in GENERATIONS:
+        if name in STAND_INS:
+            entries[name] = {"stand_in": STAND_INS[name]}
+            continue
+        factors, fits = fitted[name]
+        values = {key: value for key, value in vars(factors).items() if key != "quirks"}
+        quirks = {key: value for key, value in vars(factors.quirks).items() if value not in (None, False)}
+        entries[name] = {"factors": values, "quirks": quirks, "fits": [vars(each) for each in fits]}
+    return json.dumps(entries, indent=1) + "\n"
 
 
-def fit(observations: Sequence[Observation]) -> Calibration:
-    """The factors that minimize the errors, each factor the error that it decides.
-
-    Plans with experts are used for errors of memory, and for the time of sums over experts, which no other plan has.
-    """
-    dense = [observation for observation in observations if not observation.step.expert_axes]
-    routed = [observation for observation in observations if observation.step.expert_axes]
-    devices = sorted({observation.hardware.devices for observation in dense})
-    factors = Calibration()
-    quirks = [CompilerQuirks(gathers_become_sums_from=count) for count in (None, *reversed(devices))]
-    factors = choose(factors, "quirks", quirks, dense, bytes_error)
-    for quirk in ("copies_stacks", "gathers_early", "wide_rows", "frees_rows"):
-        quirks = [replace(factors.quirks, **{quirk: value}) for value in (False, True)]
-        factors = choose(factors, "quirks", quirks, observations, peak_error)
-    cycle_seconds = [o.time.compute_seconds - o.time.kernel_seconds for o in dense]
-    factors = replace(factors, **least_squares(factors, LINEAR, dense, cycle_seconds))
-    kernel_seconds = [o.time.kernel_seconds for o in dense]
-    factors = replace(factors, **least_squares(factors, {"attention": 0.0}, dense, kernel_seconds))
-    factors = choose(factors, "vectors", VECTORS, routed, compute_error)
-    factors = choose(factors, "overlap", OVERLAPS, dense, step_error)
-    underestimate = max((o.memory.peak - o.peak(factors)) / o.memory.available for o in observations)
-    return replace(factors, memory_error=round(max(MIN_MEMORY_ERROR, underestimate), DIGITS))
-
-
-def choose(
-    factors: Calibration, name: str, values: Iterable[Any], observations: Sequence[Observation], error: Error
-) -> Calibration:
-    """`factors` with the first of `values` for `name` that minimizes the sum of squared errors."""
-    candidates = [replace(factors, **{name: value}) for value in values]
-    return min(candidates, key=lambda candidate: sum(error(o, candidate) ** 2 for o in observations))
-
-
-def least_squares(
-    factors: Calibration,
-    lower_bounds: Mapping[str, float],
-    observations: Sequence[Observation],
-    seconds: Sequence[float],
-) -> dict[str, Any]:
-    """Values for the factors in `lower_bounds` that minimize the sum of squared relative errors of `seconds`."""
-    target = np.array(seconds)
-    terms = np.array([[o.seconds_of_factor(name, factors) for name in lower_bounds] for o in observations])
-    bounds = (list(lower_bounds.values()), np.inf)
-    solution = lsq_linear(terms / target[:, None], np.ones_like(target), bounds).x
-    return {name: round(float(value), DIGITS) for name, value in zip(lower_bounds, solution, strict=True)}
-
-
-def compute_error(o: Observation, factors: Calibration) -> float:
-    return sum(seconds.compute for *_, seconds in o.tasks(factors)) / o.time.compute_seconds - 1
-
-
-def step_error(o: Observation, factors: Calibration) -> float:
-    return sum(seconds.total for *_, seconds in o.tasks(factors)) / o.time.step_seconds - 1
-
-
-def peak_error(o: Observation, factors: Calibration) -> float:
-    return o.peak(factors) / o.memory.peak - 1
-
-
-def bytes_error(o: Observation, factors: Calibration) -> float:
-    """Sum over the kinds of collectives of the absolute errors of their bytes, relative to all bytes."""
-    estimated = o.bytes_by_kind(factors)
-    wrong = sum(abs(estimated[kind] - o.bytes_received[kind]) for kind in {*estimated, *o.bytes_received})
-    return wrong / sum(o.bytes_received.values())
-
-
-ERRORS = {"compute": compute_error, "step": step_error, "peak": peak_error, "bytes": bytes_error}
-
-
-def to_json(factors: Mapping[str, Calibration]) -> str:
-    """A line of JSON per generation, without the values that equal the defaults of `Calibration`."""
-
-    def fitted(each: Calibration | CompilerQuirks, defaults: Calibration | CompilerQuirks) -> dict[str, Any]:
-        return {
-            key: fitted(value, CompilerQuirks()) if isinstance(value, CompilerQuirks) else value
-            for key, value in vars(each).items()
-            if value != vars(defaults)[key]
-        }
-
-    lines = (f' "{name}": ' + json.dumps(fitted(each, Calibration())) for name, each in factors.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def errors_by_plan(observations: Sequence[Observation], factors: Mapping[str, Calibration]) -> str:
-    """A table with a row for every plan."""
-    lines = [row("plan", *ERRORS), row(*["---"] * (1 + len(ERRORS)))]
-    for o in observations:
-        fitted = factors[o.hardware.generation.name]
-        lines.append(row(o.label, *(f"{error(o, fitted):+.1%}" for error in ERRORS.values())))
+def fits_table(fitted: Mapping[str, tuple[Calibration, list[Fit]]]) -> str:
+    """A row for every generation and group of factors."""
+    columns = ("generation", "factors", "decide", "programs", "residual", "leave-one-out")
+    lines = [row(*columns), row(*["---"] * len(columns))]
+    for name, (factors, fits) in fitted.items():
+        values = {**vars(factors), **vars(factors.quirks)}
+        for each in fits:
+            text = ", ".join(f"{factor} {values[factor]}" for factor in each.factors)
+            numbers = (len(each.cases), f"{each.residual:.1%}", f"{each.leave_one_out:.1%}")
+            lines.append(row(name, text, QUANTITIES[each.quantity], *numbers))
     return "\n".join(lines)
 
 
-def summary(observations: Sequence[Observation], factors: Mapping[str, Calibration]) -> str:
-    """A table of median and worst errors by generation, with the factors so far and with the new ones."""
-    lines = [row("generation", *ERRORS), row(*["---"] * (1 + len(ERRORS)))]
-    for name, fitted in factors.items():
-        of_generation = [o for o in observations if o.hardware.generation.name == name]
-        for label, each in ((f"{name} so far", load_calibration(name)), (f"{name} fitted", fitted)):
-            errors = [[abs(error(o, each)) for o in of_generation] for error in ERRORS.values()]
-            lines.append(row(label, *(f"{statistics.median(values):.1%}, {max(values):.1%}" for values in errors)))
+def errors_table(errors: Mapping[str, Sequence[Errors]]) -> str:
+    """Median and worst errors of the programs that the factors are fitted to, and of all others, by family."""
+    columns = ("programs", "family", "number", "memory", "bytes", "step")
+    lines = [row(*columns), row(*["---"] * len(columns))]
+    for name, families in errors.items():
+        for family, each in sorted(families.items()):
+            cells = []
+            for quantity in ("peak", "received", "step"):
+                values = [abs(value) for e in each if (value := getattr(e, quantity)) is not None]
+                cells.append(f"{statistics.median(values):.1%}, {max(values):.1%}")
+            lines.append(row(name, family, len(each), *cells))
+    return "\n".join(lines)
+
+
+def plans_table(observations: Sequence[Observation], fitted: Mapping[str, tuple[Calibration, list[Fit]]]) -> str:
+    """The errors of every program that the factors are fitted to."""
+    lines = [row("plan", *ERRORS), row(*["---"] * (1 + len(ERRORS)))]
+    for o in observations:
+        factors, _ = fitted[o.hardware.generation.name]
+        lines.append(row(o.record.layout.label, *(f"{error(o, factors):+.1%}" for error in ERRORS.values())))
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default=FILE, type=Path, help="JSON file to write; default: the planner's own")
+    parser.add_argument("--table", default=TABLE, type=Path, help="Markdown file to write")
     parser.add_argument("--jobs", type=int, help="compiles at a time")
     arguments = parser.parse_args()
     generations = [name for name in GENERATIONS if name not in STAND_INS]
     cases = [make_case(text, generation) for text in CASES for generation in generations]
-    verdicts = verify(cases, CompilerConfig(jobs=arguments.jobs), report)
-    if any(verdict.outcome not in (Outcome.FITS, Outcome.DOES_NOT_FIT) for verdict in verdicts):
+    records = compile_cases(cases, CALIBRATION, arguments.jobs)
+    if any(record.result.outcome not in (Outcome.FITS, Outcome.DOES_NOT_FIT) for record in records):
         raise SystemExit("some plans could not be compiled")
-    observations = [observe(case, verdict) for case, verdict in zip(cases, verdicts, strict=True) if verdict.fits]
+    write_records({record_key(case): record for case, record in zip(cases, records, strict=True)}, CALIBRATION)
+    observations = [Observation.of(record) for record in records if record.result.fits]
     fitted = {name: fit([o for o in observations if o.hardware.generation.name == name]) for name in generations}
-    print(errors_by_plan(observations, fitted), summary(observations, fitted), sep="\n\n")
-    factors = {name: fitted[STAND_INS.get(name, name)] for name in GENERATIONS}
-    arguments.output.write_text(to_json(factors), encoding="utf-8")
+    arguments.output.write_text(to_json(fitted), encoding="utf-8")
+    load_calibration.cache_clear()
+    held_out = [*read_records(PLANNER).values(), *read_records(PUBLISHED).values()]
+    errors = {"fitted": errors_by_family(records), "held out": errors_by_family(held_out)}
+    text = TEMPLATE.format(
+        fits=fits_table(fitted), errors=errors_table(errors), plans=plans_table(observations, fitted)
+    )
+    arguments.table.write_text(text, encoding="utf-8")
 
+
+QUANTITIES = {"compute": "compute time", "step": "step time", "peak": "peak memory", "bytes": "bytes by kind"}
+
+TEMPLATE = """# The factors of the cost model
+
+Made by `python scripts/fit_planner.py`, which compiles a few plans for every generation and writes
+`shardplan/cost/calibration.json`. A factor multiplies a roofline: `products` the time of matmuls, `elementwise` that of
+elementwise work, `copying` that of gathered parameters which are copied, `vectors` that of matrix-vector products;
+`overlap` is the part of a matmul that gathers run behind. The others say what the compiler does
+(`CompilerQuirks` in `shardplan/cost/sharding.py`). v3 has the factors of v4, because libtpu compiles no attention
+kernel in bfloat16 for it.
+
+## Fits
+
+Errors are root mean squares over the programs that a group of factors is fitted to, relative to the compiler's value.
+For the leave-one-out error, the group is fitted once without each program, whose error then counts; groups before it
+keep their values.
+
+{fits}
+
+Constants with a reason, and not fitted: attention takes its unmasked FLOPs at peak, with 7/4 of the matmuls in the
+backward pass (`KERNEL_PRODUCTS_OF_GRADIENTS`), which is what the kernels compute; 8 % of the memory are kept free
+(`MEMORY_ERROR`), more than any program of these pages that fits needs above its estimate.
+
+## Errors by family
+
+Median and worst. Held out are all programs of [planner.md](planner.md) and [published.md](published.md), to which no
+factor is fitted.
+
+{errors}
+
+## Programs
+
+{plans}
+"""
 
 if __name__ == "__main__":
     main()

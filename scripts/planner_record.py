@@ -1,4 +1,4 @@
-"""The layouts that docs/benchmarks/planner.json keeps with what the compiler made of them, and their estimates.
+"""Layouts that JSON files in docs/benchmarks keep with what the compiler made of them, and their estimates.
 
 A record has all that decides a program, so that the planner can estimate it again without a search: the unit test
 tests/unit/test_accuracy.py does so for every record, and fails if a change of the cost model makes a family worse.
@@ -7,25 +7,38 @@ tests/unit/test_accuracy.py does so for every record, and fails if a change of t
 import dataclasses
 import json
 import math
+import sys
+import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from shardplan import config as configuration
+from shardplan.config.sections import CompilerConfig
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import Model, build_model
-from shardplan.plan.attention_plan import AttentionPlan
+from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import Workload
 from shardplan.report.verdicts import reason_text
 from shardplan.search.given_plan import plan_given_mappings
+from shardplan.verify.cache import code_digest, digest
 from shardplan.verify.case import Case
+from shardplan.verify.run import verify
 from shardplan.verify.verdict import Outcome, Verdict
 
-RECORD = Path(__file__).parents[1] / "docs" / "benchmarks" / "planner.json"
+BENCHMARKS = Path(__file__).parents[1] / "docs" / "benchmarks"
+PLANNER = BENCHMARKS / "planner.json"
+"""Programs of scripts/bench_planner.py."""
+PUBLISHED = BENCHMARKS / "published.json"
+"""Programs of scripts/bench_published.py."""
+CALIBRATION = BENCHMARKS / "calibration.json"
+"""Programs of scripts/fit_planner.py, to which the factors of the cost model are fitted."""
+READING = ("verify/**/*", "hardware/*")
+"""Modules of shardplan that read what the compiler returns, as glob patterns of their paths without suffix."""
 MIN_PART = 0.01
 """Part of a step's bytes below which a kind of collective is left out of the errors."""
 
@@ -44,26 +57,40 @@ class Layout:
     params: dict[str, list[str]]
     attention: dict[str, Any]
     options: dict[str, str]
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Keys of config.json in which the model differs from the bundled one."""
 
     @classmethod
     def of(cls, case: Case) -> "Layout":
-        """The layout of a case of a bundled model."""
+        """The layout of a case of a bundled model, or of a model that differs from it in numbers."""
         plan = case.plan
         assert plan.model.config is not None
+        bundled = read_config(plan.model.config, None)
+        changes = {key: value for key, value in case.hf_config.items() if bundled.get(key) != value}
         parts = plan.mesh, plan.compute_mapping, plan.param_mapping, vars(plan.attention), dict(case.options)
-        return cls(case.label, plan.model.config, plan.hardware.slice, vars(plan.workload), *parts)
+        return cls(case.label, plan.model.config, plan.hardware.slice, vars(plan.workload), *parts, changes)
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """The model's config.json."""
+        return {**read_config(self.model, None), **self.changes}
 
     @property
     def family(self) -> str:
-        """The kind of program, by which errors are reported: experts, or dense with the kind of step."""
-        return "experts" if has_experts(self.model) else f"dense {self.workload['kind']}"
+        """The kind of program, by which errors are reported: ring attention, experts, or dense with the kind of step.
+
+        The price of a ring's hops is that of measured runs, which the compiler's cycles exceed (docs/log.md).
+        """
+        if self.attention["ring"] > 1 and self.attention["strategy"] in (Strategy.RING, Strategy.HYBRID):
+            return "ring attention"
+        return "experts" if "num_experts_per_tok" in self.hf_config else f"dense {self.workload['kind']}"
 
     def estimate(self) -> Plan:
         """What the planner estimates of the layout."""
         workload = Workload(**self.workload)
         sections = {"model": {"config": self.model}, "hardware": {"slice": self.slice}, "workload": vars(workload)}
         config = configuration.load_config(**sections)
-        model = bundled_model(self.model, workload.position)
+        model = _model(json.dumps(self.hf_config), workload.position)
         return plan_given_mappings(config, model, self.mesh, self.compute, self.params, AttentionPlan(**self.attention))
 
 
@@ -149,17 +176,48 @@ class Errors:
         )
 
 
-def read_records() -> dict[str, Record]:
-    """Read planner.json: digest of a program and of the code that reads it -> record."""
-    rows = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+def read_records(path: Path) -> dict[str, Record]:
+    """Read a file of records: digest of a program and of the code that reads it -> record."""
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {key: Record(Layout(**row["layout"]), CompiledResult(**row["result"])) for key, row in rows.items()}
 
 
-def write_records(records: Mapping[str, Record]) -> None:
-    """Write planner.json, a line for every record; programs that exceeded a limit of this machine are left out."""
+def write_records(records: Mapping[str, Record], path: Path) -> None:
+    """Write a file of records, a line for each; programs that exceeded a limit of this machine are left out."""
     decided = sorted(key for key in records if records[key].result.outcome != Outcome.UNDECIDED)
     rows = (f"{json.dumps(key)}: {json.dumps(dataclasses.asdict(records[key]))}" for key in decided)
-    RECORD.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+    path.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+
+
+def record_key(case: Case) -> str:
+    """Digest of the program of a case, and of the code that reads what the compiler made of it."""
+    return f"{digest(case)[:24]} {code_digest(READING)[:8]}"
+
+
+def compile_cases(cases: Sequence[Case], path: Path, jobs: int | None) -> list[Record]:
+    """Compile the cases that the file `path` does not hold yet, add each result to it, and return all their records.
+
+    Args:
+        jobs: compiles at a time.
+    """
+    records = read_records(path)
+    keys = {id(case): record_key(case) for case in cases}
+    lock = threading.Lock()
+
+    def keep(case: Case, verdict: Verdict) -> None:
+        _report(case, verdict)
+        with lock:
+            records[keys[id(case)]] = Record(Layout.of(case), CompiledResult.of(verdict))
+            write_records(records, path)
+
+    verify([case for case in cases if keys[id(case)] not in records], CompilerConfig(jobs=jobs), keep)
+    return [records[keys[id(case)]] for case in cases]
+
+
+def _report(case: Case, verdict: Verdict) -> None:
+    time_text = f"{verdict.time.step_seconds:.4g} of {case.plan.cost.step_seconds:.4g} s" if verdict.time else ""
+    reason = reason_text(verdict.reason)[:80]
+    print(f"{case.label}: {verdict.outcome} {time_text} {reason}", file=sys.stderr, flush=True)
 
 
 def errors_by_family(records: Iterable[Record]) -> dict[str, list[Errors]]:
@@ -180,12 +238,6 @@ def by_kind(collectives: Iterable[tuple[str, int]]) -> Counter[str]:
 
 
 @lru_cache
-def bundled_model(name: str, position: int) -> Model:
-    """Build a bundled model for sequences of `position` tokens."""
-    return build_model(read_config(name, None), position)
-
-
-@lru_cache
-def has_experts(name: str) -> bool:
-    """Whether a bundled model is a mixture of experts."""
-    return "num_experts_per_tok" in read_config(name, None)
+def _model(hf_config: str, position: int) -> Model:
+    """Build a model, of its config.json as text, for sequences of `position` tokens."""
+    return build_model(json.loads(hf_config), position)

@@ -107,12 +107,12 @@ def all_reduce_traffic(
 def reduce_scatter_traffic(
     array_bytes: float, assignment: ShardingAssignment, axes: MeshAxes, count: int, purpose: Purpose, subject: str = ""
 ) -> Traffic:
-    """Return the traffic of a reduce-scatter, or over the whole mesh of the all-reduce that the compiler makes of it.
+    """Return the traffic of a reduce-scatter, or of the all-reduce that the compiler makes of it.
 
     Every device receives the sum of its shard of `array_bytes` per execution. Other arguments as for
     `all_gather_traffic`.
     """
-    if assignment.spans_mesh(axes):
+    if assignment.compiles_reduce_scatter_to_all_reduce(axes):
         return all_reduce_traffic(array_bytes, assignment, axes, count, purpose, subject)
     size = _bytes_of_others(array_bytes, assignment, axes, count)
     return Traffic(CollectiveKind.REDUCE_SCATTER, axes, size, count, purpose, subject)

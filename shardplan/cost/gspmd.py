@@ -60,7 +60,7 @@ def device_cost(task: Task, assignment: ShardingAssignment, lower_bound: DeviceC
     if not depends_on_params(task):
         return lower_bound
     memory_bytes = lower_bound.memory_bytes
-    if task.arrays_of_experts:
+    if task.stored_arrays:
         memory_bytes = task.executions * _moved_bytes(
             task, assignment, lambda array: assignment.bytes(array, assignment.params)
         )
@@ -85,7 +85,7 @@ def device_cost(task: Task, assignment: ShardingAssignment, lower_bound: DeviceC
 
 def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> DeviceCost:
     """The least cost of `task` on one device, for the compute mapping and any mapping of parameters."""
-    # the stored sharding of the experts' parameters decides; at best it divides arrays by all devices
+    # where the stored sharding decides, it divides arrays by all devices at best
     devices = math.prod(assignment.mesh.values())
     moved = _moved_bytes(task, assignment, lambda array: assignment.bytes(array, {}) / devices)
     rule = COMPUTE_COLLECTIVES[task.kind]
@@ -111,10 +111,10 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
     )
 
 
-def _moved_bytes(task: Task, assignment: ShardingAssignment, bytes_of_experts: Callable[[TracedArray], float]) -> float:
+def _moved_bytes(task: Task, assignment: ShardingAssignment, bytes_of_stored: Callable[[TracedArray], float]) -> float:
     """Bytes of the operands and results of a task on one device; scores are never written to memory."""
     return sum(
-        bytes_of_experts(array) if array in task.arrays_of_experts else assignment.bytes(array, assignment.compute)
+        bytes_of_stored(array) if array in task.stored_arrays else assignment.bytes(array, assignment.compute)
         for array in (*task.operands, *task.results)
         if not is_scores(array)
     )
@@ -343,4 +343,4 @@ PARAM_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
 
 def depends_on_params(task: Task) -> bool:
     """Whether the cost of `task` depends on the stored sharding of parameters."""
-    return PARAM_COLLECTIVES[task.kind] is not None or bool(task.arrays_of_experts)
+    return PARAM_COLLECTIVES[task.kind] is not None or bool(task.stored_arrays)

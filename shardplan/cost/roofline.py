@@ -27,6 +27,9 @@ from shardplan.program.tasks import Step, Task, TaskKind
 WAITED_PART = 0.5
 """Part of the gathers of parameters along two dimensions that the compiler does not overlap with anything: of eight
 programs for all generations but v3, 0.33 to 0.66 (docs/log.md, layouts far from the best)."""
+KERNEL_PRODUCTS_OF_GRADIENTS = 7 / 4
+"""Matmuls in the kernels of the backward pass of attention, relative to the four of the gradients: the kernel of the
+queries' gradients has three, that of keys and values four, because each computes the scores again."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,11 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             if task.batched and min(cost.matmul.rows, cost.matmul.columns) == 1:
                 return calibration.vectors * memory_seconds  # matrix-vector products do not use the matrix unit
             matmul_seconds = calibration.products * max(cost.matmul.padded_flops / flops_rate, memory_seconds)
-            copied = (
-                calibration.rearranging * cost.reordered_weight_bytes + calibration.gathering * cost.local_weight_bytes
-            )
-            return matmul_seconds + copied / bandwidth
+            copied = cost.reordered_weight_bytes + cost.local_weight_bytes
+            return matmul_seconds + calibration.copying * copied / bandwidth
         case TaskKind.ATTENTION:
-            attention_seconds = calibration.attention * cost.unmasked_fraction * cost.matmul.flops / flops_rate
+            products = KERNEL_PRODUCTS_OF_GRADIENTS if task.is_backward and cost.has_kernel else 1.0
+            attention_seconds = products * cost.unmasked_fraction * cost.matmul.flops / flops_rate
             merge_seconds = cost.ring_hops * (HOP_SECONDS + MERGE_PASSES * cost.hop_output_bytes / bandwidth)
             if not cost.has_kernel:
                 attention_seconds = max(attention_seconds, cost.unmasked_fraction * memory_seconds)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.positions.pattern import CAUSAL, Pattern
-from shardplan.program.named_arrays import Dim, TracedArray, base_axis, mapped, shape_of
+from shardplan.program.named_arrays import Dim, TracedArray, is_parameter_like, mapped, shape_of
 
 TILE_BYTES = 32
 """Bytes of one lane of a tile: a tile has 8 rows of float32, or 16 of bfloat16."""
@@ -22,6 +22,8 @@ class CompilerQuirks:
 
     gathers_become_sums_from: int | None = None
     """Smallest number of devices for which an all-gather is compiled to an all-reduce of zero-padded shards."""
+    scatters_over_slice: bool = False
+    """Whether a reduce-scatter over all devices of a slice stays one; else it is compiled to an all-reduce."""
     copies_stacks: bool = False
     """Whether stacked parameters are copied into another memory layout before the loop over them."""
     gathers_early: bool = False
@@ -31,6 +33,8 @@ class CompilerQuirks:
     """Whether the kernel of grouped matmuls writes rows in float32, to be converted afterwards."""
     frees_rows: bool = False
     """Whether rows routed to experts are freed after their last use, rather than with the last of the gradients."""
+    devices_per_slice: int | None = None
+    """Number of devices of one slice; None if the mesh is a single one."""
     plain_attention: bool = False
     """Whether attention has no kernel, so that a block of scores is in memory."""
 
@@ -81,22 +85,22 @@ class ShardingAssignment:
         }
         return tuple(axis for axis in self.mesh if axis in further - tokens and self.mesh[axis] > 1)
 
-    def spans_mesh(self, axes: MeshAxes) -> bool:
-        """Whether a group of devices along `axes` is the whole mesh."""
-        return mesh_size(self.mesh, axes) == math.prod(self.mesh.values())
+    def spans_slice(self, axes: MeshAxes) -> bool:
+        """Whether a group of devices along `axes` has as many as a slice."""
+        return mesh_size(self.mesh, axes) == (self.quirks.devices_per_slice or math.prod(self.mesh.values()))
 
     def compiles_all_gather_to_all_reduce(self, axes: MeshAxes) -> bool:
         """Whether an all-gather over `axes` is compiled to an all-reduce."""
         min_devices = self.quirks.gathers_become_sums_from
-        return min_devices is not None and self.spans_mesh(axes) and mesh_size(self.mesh, axes) >= min_devices
+        return min_devices is not None and self.spans_slice(axes) and mesh_size(self.mesh, axes) >= min_devices
+
+    def compiles_reduce_scatter_to_all_reduce(self, axes: MeshAxes) -> bool:
+        """Whether a reduce-scatter over `axes` is compiled to an all-reduce."""
+        return self.spans_slice(axes) and not self.quirks.scatters_over_slice
 
     def is_stored_like_a_parameter(self, array: TracedArray) -> bool:
         """Whether `array` has the stored sharding between tasks: a parameter, a copy of one, or a gradient."""
-        if array.weight is not None:
-            return True
-        return all(
-            name is not None and base_axis(name) not in self.activation_axes for name, n in array.factors if n > 1
-        )
+        return is_parameter_like(array, self.activation_axes)
 
     def dimension_mesh_axes(self, array: TracedArray, mapping: AxisMapping | None = None) -> list[MeshAxes]:
         """Mesh axes that shard each dimension, under `mapping` or else in the sharding of `array` between tasks."""

@@ -96,6 +96,17 @@ def mapped(name: AxisName | None, mapping: AxisMapping) -> MeshAxes:
     return mapping.get(name, ()) if isinstance(name, str) else ()
 
 
+def is_parameter_like(array: TracedArray, activation_axes: tuple[str, ...]) -> bool:
+    """Whether an array is a parameter, a copy of one, or a gradient: it has named axes, and none that numbers tokens.
+
+    Args:
+        activation_axes: the logical axes that number tokens.
+    """
+    if array.weight is not None:
+        return True
+    return all(name is not None and base_axis(name) not in activation_axes for name, n in array.factors if n > 1)
+
+
 def shape_of(array: TracedArray) -> tuple[int, ...]:
     """The size of each dimension."""
     return tuple(size_of(dim) for dim in array.dims)

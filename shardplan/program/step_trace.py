@@ -20,21 +20,27 @@ from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.registry import Model, abstract_module
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.workload import BATCH_AXIS, Workload
-from shardplan.program.named_arrays import TracedArray, traced_mesh_axis
+from shardplan.program.named_arrays import TracedArray, is_parameter_like, traced_mesh_axis
 from shardplan.program.optimizer import abstract_optimizer_state, make_optimizer
-from shardplan.program.tasks import Step
+from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.trace import Trace, trace_jaxpr
 from shardplan.program.walk import build_step
 
 MICROBATCH = "microbatch"
-"""Logical axis that numbers microbatches; it is never sharded."""
+"""Logical axis that numbers microbatches, unless the model has an axis of this name; it is never sharded."""
 
 
 def token_axes(model: Model, workload: Workload) -> tuple[Axis, ...]:
-    """Logical axes of a step's tokens: batch and position, preceded by microbatch where there are several."""
+    """Logical axes of a step's tokens: batch and position, preceded by that of microbatches where there are several."""
     parts = workload.num_microbatches if workload.is_training else 1
     axes = (Axis(BATCH_AXIS, workload.batch // parts), model.template.Pos.resize(workload.position))
-    return (Axis(MICROBATCH, parts), *axes) if parts > 1 else axes
+    if parts == 1:
+        return axes
+    taken = {axis.name for _, leaf in named_leaves(model.template) for axis in axes_of(leaf)} | {a.name for a in axes}
+    name = MICROBATCH
+    while name in taken:
+        name += "'"
+    return (Axis(name, parts), *axes)
 
 
 def trace_step(model: Model, workload: Workload) -> Trace:
@@ -83,7 +89,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
 @lru_cache(maxsize=128)
 def plan_step(model: Model, workload: Workload) -> Step:
     """The traced step of `workload`, with its stored parameters and optimizer state."""
-    step = build_step(trace_step(model, workload))
+    step, activation_axes = build_step(trace_step(model, workload)), (BATCH_AXIS, model.template.Pos.name)
     parameters = jax.tree.map(lambda leaf: _with_float_dtype(leaf, workload.param_dtype), model.template)
     arrays = eqx.filter(parameters, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     optimizer = make_optimizer(workload.optimizer) if workload.is_training else None
@@ -91,10 +97,18 @@ def plan_step(model: Model, workload: Workload) -> Step:
         step,
         parameters=tuple(_traced_arrays(arrays)),
         optimizer_state=tuple(_traced_arrays(abstract_optimizer_state(optimizer, arrays))) if optimizer else (),
-        activation_axes=(BATCH_AXIS, model.template.Pos.name),
+        tasks=tuple(_mark_work_on_parameters(task, activation_axes) for task in step.tasks),
+        activation_axes=activation_axes,
         vocab=model.template.Vocab.name,
         pattern=model.pattern,
     )
+
+
+def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Task:
+    """Return `task`, with a mark if it is elementwise work on parameters, copies of them or gradients alone."""
+    arrays = (*task.operands, *task.results)
+    is_marked = task.kind == TaskKind.ELEMENTWISE and all(is_parameter_like(array, activation_axes) for array in arrays)
+    return replace(task, is_on_parameters=True) if is_marked else task
 
 
 def _traced_arrays(tree: Any) -> Iterator[TracedArray]:

@@ -63,6 +63,14 @@ class Task:
     """Of a collective: the mesh axes that it names."""
     label: str
     """Path of the first parameter among the operands, or else the named scopes of the operation."""
+    is_on_parameters: bool = False
+    """Of elementwise work: whether all arrays are parameters, copies of them or gradients, which have the stored
+    sharding between matmuls."""
+
+    @cached_property
+    def stored_arrays(self) -> frozenset[TracedArray]:
+        """Operands and results in the stored sharding of parameters, in which the task works on them."""
+        return frozenset((*self.operands, *self.results)) if self.is_on_parameters else self.arrays_of_experts
 
     @cached_property
     def arrays_of_experts(self) -> frozenset[TracedArray]:

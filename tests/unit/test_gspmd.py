@@ -136,14 +136,27 @@ def test_partial_sums_that_are_added_up_are_reduced_once():
 
 
 def test_collectives_over_the_whole_mesh():
-    """The TPU compiler has no reduce-scatter over all devices, and for some generations no all-gather."""
+    """For most slices the TPU compiler has no reduce-scatter over all devices, and for some no all-gather."""
     mesh, params = {"replica": 1, "data": 8, "model": 1}, {"embed": ("data",)}
     kinds = {each[0] for each in traffic(GRADIENTS, {}, params, is_training=True, mesh=mesh)}
     assert kinds == {"all-reduce", "all-to-all"}  # the latter for the lookup
+    quirks = CompilerQuirks(scatters_over_slice=True)
+    moved = traffic([Purpose.WEIGHT_GRADIENTS], {}, params, is_training=True, quirks=quirks, mesh=mesh)
+    assert {each[0] for each in moved} == {"reduce-scatter"}
     quirks = CompilerQuirks(gathers_become_sums_from=8)
     gathered = traffic([Purpose.WEIGHTS], {}, params, "mlp_up", quirks=quirks, mesh=mesh)
     assert gathered == [("all-reduce", ("data",), LAYERS * 2 * 7 / 8 * WEIGHT, LAYERS)]
     assert traffic([Purpose.WEIGHTS], {}, params, "mlp_up", quirks=quirks)[0][0] == "all-gather"
+
+
+@pytest.mark.parametrize(
+    ("slice_name", "scatters"),
+    [("v6e-8", True), ("v6e-16", False), ("v6e-128", True), ("v5e-64", False), ("v5p-16", False), ("v4-32", False),
+     ("tpu7x-16", True)],
+)  # fmt: skip
+def test_slices_whose_compiler_has_reduce_scatters_over_all_devices(slice_name, scatters):
+    """Rectangles of chips, but no squares; in three dimensions those of tpu7x."""
+    assert compiler_quirks(parse_slice(slice_name)).scatters_over_slice == scatters
 
 
 def test_gathers_that_leave_a_weight_out_of_order():

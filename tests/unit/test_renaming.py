@@ -65,3 +65,18 @@ def test_the_plan_is_the_same_under_other_names(make_config, family, kind, slice
         assert essence(make_plan(config, rename(model, names)), original) == expected
 
     check()
+
+
+def test_an_axis_of_the_model_may_be_called_as_the_axis_of_microbatches_is(make_config):
+    config = make_config(
+        model_ref=GOLDEN / "llama",
+        hardware_slice="v4-8",
+        workload_batch=16,
+        workload_position=64,
+        workload_kind="train",
+        workload_microbatches=2,
+    )
+    model = model_from_config(config)
+    names = {"Embed": "microbatch", "Mlp": "microbatch'", "Layers": "layer", "Vocab": "vocab"}
+    original = {"microbatch": "embed", "microbatch'": "mlp"}
+    assert essence(make_plan(config, rename(model, names)), original) == essence(make_plan(config, model), {})

@@ -17,6 +17,7 @@ from shardplan.program.named_arrays import TracedArray
 from shardplan.program.step_trace import plan_step, trace_step
 from shardplan.program.trace import trace_jaxpr
 from shardplan.program.walk import build_step
+from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan
 from shardplan.search.space import Space
 
@@ -111,11 +112,12 @@ def test_unrolled_layers_are_planned_as_a_loop_over_them(make_config, layers):
     assert flops(plan_step(without_loop, workload)) == flops(plan_step(model, workload))
     assert not any(operation.body for operation in trace_step(without_loop, workload).operations)
     looped, plan = make_plan(config, model), make_plan(config, without_loop)
-    assert (plan.mesh, plan.compute_mapping, plan.param_mapping) == (
-        looped.mesh, looped.compute_mapping, looped.param_mapping,
-    )  # fmt: skip
     assert plan.memory == looped.memory
     assert plan.cost.step_seconds == pytest.approx(looped.cost.step_seconds, rel=0.01)
+    # of mappings that tie, such as those of matrices of one size, the rounding of sums decides
+    as_looped = plan_given_mappings(config, without_loop, looped.mesh, looped.compute_mapping, looped.param_mapping)
+    assert as_looped.memory == plan.memory
+    assert as_looped.cost.step_seconds == pytest.approx(plan.cost.step_seconds, rel=1e-9)
 
 
 def test_an_axis_of_elementwise_work_is_not_stacked():
