@@ -214,7 +214,7 @@ def _head_sharding(task: Task, assignment: ShardingAssignment) -> HeadSharding:
     others = {*score_positions(scores), *assignment.activation_axes}
     local = {
         name: size // mesh_size(assignment.mesh, mapped(name, assignment.compute))
-        for name, size in scores.factors if name and name not in others
+        for name, size in scores.factors if name is not None and name not in others
     }  # fmt: skip
     key_heads = prod(size for name, size in local.items() if name in keys.axes)
     return HeadSharding(assignment.attention.ulysses, key_heads, prod(local.values()) // key_heads)

@@ -181,7 +181,9 @@ class _Tracer:
         p = equation.params
         body, n_constants, n_carry = p["jaxpr"], p["num_consts"], p["num_carry"]
         constants, carry, stacks = np.split(np.array(operands, int), [n_constants, n_constants + n_carry])
-        axis = next((self.arrays[s].dims[0] for s in stacks if self.arrays[s].dims[0][0][0]), ((None, p["length"]),))
+        axis = next(
+            (self.arrays[s].dims[0] for s in stacks if self.arrays[s].dims[0][0][0] is not None), ((None, p["length"]),)
+        )
         starts = [self.arrays[value] for value in carry]
         counted = Counter(self.naming.unnamed), Counter(self.naming.unpriced), Counter(self.approximations)
         n_tables = len(self.tables)

@@ -14,9 +14,9 @@ AXES = {"Embed": "embed", "Mlp": "mlp", "Layers": "layer"}
 """Property of a Levanter configuration -> the name of its axis. Those of attention are fixed in Levanter's code."""
 NAMES = [
     "attention", "data", "model", "replica", "position'", "batch'", "embed.", "microbatch", "key_position",
-    "logical axis ", "mlp", "embed", "layer", "vocab",
+    "logical axis ", "mlp", "embed", "layer", "vocab", "",
 ]  # fmt: skip
-"""Names of other things: of mesh axes, of parts of a model, of copies and parts of an axis, of each other.
+"""Names of other things: of mesh axes, of parts of a model, of copies and parts of an axis, of each other; and no name.
 
 Not among them are names that a model's own code gives to axes of activations, such as Mixtral's "token".
 """
@@ -80,3 +80,16 @@ def test_an_axis_of_the_model_may_be_called_as_the_axis_of_microbatches_is(make_
     names = {"Embed": "microbatch", "Mlp": "microbatch'", "Layers": "layer", "Vocab": "vocab"}
     original = {"microbatch": "embed", "microbatch'": "mlp"}
     assert essence(make_plan(config, rename(model, names)), original) == essence(make_plan(config, model), {})
+
+
+def test_an_axis_may_have_an_empty_name(make_config):
+    config = make_config(
+        model_ref=GOLDEN / "llama",
+        hardware_slice="v4-8",
+        workload_batch=16,
+        workload_position=64,
+        workload_kind="train",
+    )
+    model = model_from_config(config)
+    names = {"Embed": "embed", "Mlp": "mlp", "Layers": "", "Vocab": "vocab"}
+    assert essence(make_plan(config, rename(model, names)), {"": "layer"}) == essence(make_plan(config, model), {})
