@@ -401,7 +401,8 @@ search compares layouts by these estimates, too.
 
 Of all programs of this page: the plans, the next best candidates, and the layouts written by hand; medians unless
 "worst". Bytes by kind are those of kinds of collectives with more than {min_part:.0%} of a step's bytes. Steps are
-compared where the compiler options are those that the estimates are for.
+compared where the compiler options are those that the estimates are for. The price of a ring's hops is that of
+measured runs (docs/log.md), so that these steps are estimated faster than by the compiler's cycles.
 
 {accuracy}
 """
