@@ -317,3 +317,43 @@ def test_attention_of_a_training_step(strategy, ulysses, ring, moved):
     of_qkv = [t for cost in costs.values() for t in cost.traffic if "qkv" in t.subject]
     summed = {t.bytes for t in of_qkv if t.kind == "all-reduce"}
     assert summed == {2 * 3 / 4 * 2 * 4096 * size * 128 for size in (8, 32)}
+
+
+def test_a_group_as_large_as_one_of_several_slices_is_summed_as_a_whole_mesh_is():
+    mesh, params = {"replica": 2, "data": 8, "model": 1}, {"embed": ("data",)}
+    for devices, kind in ((None, "reduce-scatter"), (8, "all-reduce")):
+        quirks = CompilerQuirks(devices_per_slice=devices)
+        moved = traffic([Purpose.WEIGHT_GRADIENTS], {}, params, is_training=True, quirks=quirks, mesh=mesh)
+        assert {each[0] for each in moved if "data" in each[1]} == {kind}
+
+
+def train_step():
+    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 2}, 1024)
+    return plan_step(model, Workload("train", 8, 1024, "float32", "bfloat16"))
+
+
+def test_elementwise_work_on_gradients_is_on_stored_shards():
+    step = train_step()
+    tasks = [task for task in step.tasks if task.is_on_parameters]
+    assert tasks and all(task.kind == TaskKind.ELEMENTWISE for task in tasks)
+    sizes = []
+    for params in ({}, {"embed": ("data",)}):
+        mesh = {"replica": 1, "data": 8, "model": 1}
+        assignment = ShardingAssignment(mesh, {"batch": ("data",)}, params, step.merged_axes, step.activation_axes)
+        sizes.append(sum(device_cost(task, assignment).memory_bytes for task in tasks))
+    assert sizes[1] == pytest.approx(sizes[0] / 8)
+
+
+def test_kernels_of_gradients_compute_seven_matmuls():
+    """Two in the forward pass, two again in the backward pass, and there three for queries and four for keys."""
+    step, hardware = train_step(), parse_slice("v5p-16")
+    mesh = {"replica": 1, "data": 8, "model": 1}
+    assignment = ShardingAssignment(mesh, {"batch": ("data",)}, {}, step.merged_axes, step.activation_axes)
+    attention = [
+        (cost, seconds.compute)
+        for task, cost, seconds in step_tasks(step, assignment, hardware, load_calibration("v5p"))
+        if task.kind == TaskKind.ATTENTION
+    ]
+    one = min(cost.matmul.flops for cost, _ in attention) * attention[0][0].unmasked_fraction
+    assert len(attention) == 8
+    assert sum(seconds for _, seconds in attention) == pytest.approx((2 + 2 + 7) * one / hardware.generation.flops)
