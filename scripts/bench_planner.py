@@ -216,7 +216,9 @@ def accuracy() -> str:
         row("family", "layouts", "memory", "worst", "bytes by kind", "bytes of all kinds, worst", "step", "worst"),
         row(*["---"] * 8),
     ]
-    for family, errors in sorted(errors_by_family(read_records(PLANNER).values()).items()):
+    families = errors_by_family(read_records(PLANNER).values())
+    everything = [errors for members in families.values() for errors in members]
+    for family, errors in [*sorted(families.items()), ("all", everything)]:
         sizes = [abs(e.peak) for e in errors if e.peak is not None]
         kinds = [abs(error) for e in errors for error in e.by_kind.values()]
         totals = [abs(e.received) for e in errors if e.received is not None]

@@ -19,7 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 import yaml
-from bench_planner import load, mesh, row, seconds
+from bench_planner import TENSOR_PARALLEL, load, mesh, row, seconds
 from planner_record import PUBLISHED, CompiledResult, compile_cases, record_key, write_records
 
 from shardplan.config import PlanConfig
@@ -33,7 +33,6 @@ from shardplan.search.search_configuration import AUTO_CHECKPOINTING
 from shardplan.verify.case import Case
 
 RUNS = Path(__file__).with_name("published_runs.yaml")
-TENSOR_PARALLEL = ("mlp", "heads", "kv_head", "vocab")
 STORED = {"embed": ("embed",), "outputs": ("mlp", "head_size", "vocab"), "nothing": ()}
 """Value of `stored` -> logical axes of stored parameters that are sharded beyond the compute mapping."""
 
@@ -137,7 +136,7 @@ NEEDED_AGAIN = ("query_key_value", "attention", "output", "gate_up")
 RECOMPUTED = {
     "save_all": (),
     "default": NEEDED_AGAIN,
-    "nested": ("query_key_value", "attention", "output", "gate_up", "down", *NEEDED_AGAIN),
+    "nested": (*NEEDED_AGAIN, "down", *NEEDED_AGAIN),
 }
 """Gradient checkpointing of ours -> matmuls of a layer that are computed again."""
 

@@ -21,7 +21,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
-from bench_planner import build, load, row
+from bench_planner import TENSOR_PARALLEL, build, load, row
 from planner_record import (
     BENCHMARKS,
     CALIBRATION,
@@ -78,7 +78,6 @@ STORED = {
     "both": {"embed": ["data"], **{axis: ["replica"] for axis in OUTPUTS}},
 }
 """Name -> mesh axes that shard parameters beyond the compute mapping."""
-TENSOR_PARALLEL = ("mlp", "heads", "kv_head", "vocab")
 STAND_INS = {"v3": "v4"}
 """Generation for which libtpu compiles no attention kernel in bfloat16 -> the generation whose factors it gets."""
 LINEAR = {"products": 1.0, "elementwise": 0.0, "copying": 0.0}

@@ -107,7 +107,7 @@ def all_reduce_traffic(
 def reduce_scatter_traffic(
     array_bytes: float, assignment: ShardingAssignment, axes: MeshAxes, count: int, purpose: Purpose, subject: str = ""
 ) -> Traffic:
-    """Return the traffic of a reduce-scatter, or of the all-reduce that the compiler makes of it.
+    """Return the traffic of a reduce-scatter, which the compiler may turn into an all-reduce.
 
     Every device receives the sum of its shard of `array_bytes` per execution. Other arguments as for
     `all_gather_traffic`.

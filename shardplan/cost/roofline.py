@@ -28,8 +28,8 @@ WAITED_PART = 0.5
 """Part of the gathers of parameters along two dimensions that the compiler does not overlap with anything: of eight
 programs for all generations but v3, 0.33 to 0.66 (docs/log.md, layouts far from the best)."""
 KERNEL_PRODUCTS_OF_GRADIENTS = 7 / 4
-"""Matmuls in the kernels of the backward pass of attention, relative to the four of the gradients: the kernel of the
-queries' gradients has three, that of keys and values four, because each computes the scores again."""
+"""Matmuls that the backward kernels of attention compute, divided by the four that its gradients need: the kernel for
+queries has three, that for keys and values has four, because each computes the scores again."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class CompilerQuirks:
     gathers_become_sums_from: int | None = None
     """Smallest number of devices for which an all-gather is compiled to an all-reduce of zero-padded shards."""
     scatters_over_slice: bool = False
-    """Whether a reduce-scatter over all devices of a slice stays one; else it is compiled to an all-reduce."""
+    """Whether a reduce-scatter over all devices of a slice is compiled as one; otherwise it becomes an all-reduce."""
     copies_stacks: bool = False
     """Whether stacked parameters are copied into another memory layout before the loop over them."""
     gathers_early: bool = False

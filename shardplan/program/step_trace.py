@@ -27,7 +27,7 @@ from shardplan.program.trace import Trace, trace_jaxpr
 from shardplan.program.walk import build_step
 
 MICROBATCH = "microbatch"
-"""Logical axis that numbers microbatches, unless the model has an axis of this name; it is never sharded."""
+"""Name of the logical axis that numbers microbatches, which is never sharded; primed if the model has such an axis."""
 
 
 def token_axes(model: Model, workload: Workload) -> tuple[Axis, ...]:
@@ -105,7 +105,7 @@ def plan_step(model: Model, workload: Workload) -> Step:
 
 
 def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Task:
-    """Return `task`, with a mark if it is elementwise work on parameters, copies of them or gradients alone."""
+    """Return `task`, marked if it is elementwise work on nothing but parameters, their copies and gradients."""
     arrays = (*task.operands, *task.results)
     is_marked = task.kind == TaskKind.ELEMENTWISE and all(is_parameter_like(array, activation_axes) for array in arrays)
     return replace(task, is_on_parameters=True) if is_marked else task

@@ -69,7 +69,7 @@ class Task:
 
     @cached_property
     def stored_arrays(self) -> frozenset[TracedArray]:
-        """Operands and results in the stored sharding of parameters, in which the task works on them."""
+        """Operands and results that have the stored sharding of parameters."""
         return frozenset((*self.operands, *self.results)) if self.is_on_parameters else self.arrays_of_experts
 
     @cached_property

@@ -67,29 +67,19 @@ def test_the_plan_is_the_same_under_other_names(make_config, family, kind, slice
     check()
 
 
-def test_an_axis_of_the_model_may_be_called_as_the_axis_of_microbatches_is(make_config):
+@pytest.mark.parametrize(
+    ("names", "microbatches"), [({"Embed": "microbatch", "Mlp": "microbatch'"}, 2), ({"Layers": ""}, 1)]
+)
+def test_axes_may_be_called_as_the_axis_of_microbatches_or_have_empty_names(make_config, names, microbatches):
     config = make_config(
         model_ref=GOLDEN / "llama",
         hardware_slice="v4-8",
         workload_batch=16,
         workload_position=64,
         workload_kind="train",
-        workload_microbatches=2,
+        workload_microbatches=microbatches,
     )
     model = model_from_config(config)
-    names = {"Embed": "microbatch", "Mlp": "microbatch'", "Layers": "layer", "Vocab": "vocab"}
-    original = {"microbatch": "embed", "microbatch'": "mlp"}
-    assert essence(make_plan(config, rename(model, names)), original) == essence(make_plan(config, model), {})
-
-
-def test_an_axis_may_have_an_empty_name(make_config):
-    config = make_config(
-        model_ref=GOLDEN / "llama",
-        hardware_slice="v4-8",
-        workload_batch=16,
-        workload_position=64,
-        workload_kind="train",
-    )
-    model = model_from_config(config)
-    names = {"Embed": "embed", "Mlp": "mlp", "Layers": "", "Vocab": "vocab"}
-    assert essence(make_plan(config, rename(model, names)), {"": "layer"}) == essence(make_plan(config, model), {})
+    original = {name: AXES[key] for key, name in names.items()}
+    renamed = rename(model, {**AXES, "Vocab": "vocab", **names})
+    assert essence(make_plan(config, renamed), original) == essence(make_plan(config, model), {})
