@@ -7,15 +7,14 @@ from dataclasses import dataclass
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, AxisSelector, NamedArray
+from haliax import Axis, AxisSelection, AxisSelector, NamedArray
+from haliax.axis import axis_name
 from haliax.partitioning import ResourceMapping
+from haliax.util import ensure_tuple
 from jax import Array
 from jax.sharding import AxisType, PartitionSpec
 
 from shardplan.errors import ConfigError, nearest
-
-HEAD_AXES = ("kv_head", "kv_heads", "heads", "head")
-"""Names of head axes; other axes that queries and keys share are batch axes."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,22 @@ class AxisRoles:
 
 
 def resolve_axis_roles(
-    QPos: AxisSelector, KPos: AxisSelector, Key: AxisSelector, query: NamedArray, key: NamedArray, value: NamedArray
+    QPos: AxisSelector,
+    KPos: AxisSelector,
+    Key: AxisSelector,
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    heads: AxisSelection | None = None,
 ) -> AxisRoles:
     """Assign a role to every axis of query, key and value.
 
+    Args:
+        heads: axes of key heads, see `shardplan.attention.dot_product.dot_product_attention`.
+
     Raises:
-        ConfigError: query and key positions have one name, or queries or values miss an axis of keys.
+        ConfigError: query and key positions have one name, queries or values miss an axis of keys, or keys miss one of
+            heads.
     """
     queries, keys, size = query.resolve_axis(QPos), key.resolve_axis(KPos), query.resolve_axis(Key)
     if queries.name == keys.name:
@@ -83,9 +92,13 @@ def resolve_axis_roles(
                     f"attention: {name} must have the axis {axis.name} of size {axis.size}, as keys do; "
                     f"they have {actual}"
                 )
+    head_names = [axis.name for axis in shared[-1:]] if heads is None else list(map(axis_name, ensure_tuple(heads)))
+    for name in head_names:
+        if name not in {axis.name for axis in shared}:
+            raise ConfigError(f"attention: heads {name!r}: {nearest(name, [axis.name for axis in shared])}")
     return AxisRoles(
-        batch=tuple(axis for axis in shared if axis.name not in HEAD_AXES),
-        key_heads=tuple(axis for axis in shared if axis.name in HEAD_AXES),
+        batch=tuple(axis for axis in shared if axis.name not in head_names),
+        key_heads=tuple(axis for axis in shared if axis.name in head_names),
         query_groups=tuple(
             axis for axis in query.axes if axis not in shared and axis.name not in (queries.name, size.name)
         ),

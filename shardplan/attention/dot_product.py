@@ -9,13 +9,12 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import AxisSelector, NamedArray
+from haliax import AxisSelection, AxisSelector, NamedArray
 from haliax.partitioning import ResourceMapping, current_thread_local_mapping
 from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.auto_strategy import AUTO, choose_strategy
 from shardplan.attention.axes import (
-    HEAD_AXES,
     AttentionSharding,
     AxisRoles,
     pad_axes,
@@ -48,6 +47,7 @@ def dot_product_attention(
     value: NamedArray,
     mask: AttentionMask | NamedArray | None = None,
     *,
+    heads: AxisSelection | None = None,
     strategy: str = AUTO,
     ulysses: int | None = None,
     layout: str | SequenceLayout = SequenceOrder.CONTIGUOUS,
@@ -71,10 +71,11 @@ def dot_product_attention(
         KPos: axis of the keys' positions, of another name.
         Key: axis of head sizes, in queries and keys.
         query: {..., heads, QPos, Key}; axes that key does not have are query heads of one key head.
-        key: {..., key heads, KPos, Key}; key heads are kv_head, kv_heads, heads or head, other axes are batch axes.
+        key: {..., key heads, KPos, Key}; axes that are no key heads are batch axes.
         value: {..., key heads, KPos, ...}; an axis that key does not have is its head size, which may differ from Key.
         mask: which keys a query may attend to; default: all. Hops and blocks that a causal offset makes empty are
             skipped if the offset is known while tracing: one number, and not an argument of jit.
+        heads: axes of key heads; default: the last one of keys that queries have too, but Key. () for none.
         strategy: all_gather (of keys and values), ring, ulysses, hybrid (a ring of groups of `ulysses` neighbours), or
             auto: the fastest by `shardplan.attention.strategy_cost` for the mask, the layout and the hardware among
             those that fit in a device's memory. With Ulysses, if a device has fewer query heads than the group has
@@ -110,10 +111,10 @@ def dot_product_attention(
     """
     _check_options(strategy, layout, kernel, block, scaling_factor, logits_soft_cap)
     layout = layout if isinstance(layout, SequenceLayout) else SequenceOrder(layout)
-    axes = resolve_axis_roles(QPos, KPos, Key, query, key, value)
+    axes = resolve_axis_roles(QPos, KPos, Key, query, key, value, heads)
     if strategy in (Strategy.ULYSSES, Strategy.HYBRID) and not (axes.key_heads or axes.query_groups):
         raise ConfigError(
-            f"attention: {strategy} exchanges heads, but no axis is named as heads are: {', '.join(HEAD_AXES)}"
+            f"attention: {strategy} exchanges heads, but queries and keys share none; use all_gather or ring"
         )
     mapping = (current_thread_local_mapping() or {}) if axis_mapping is None else axis_mapping
     sharding = resolve_attention_sharding(axes, mapping)

@@ -21,6 +21,8 @@ from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
 
+POSITION, KEY_POSITION = "position", "key_position"
+"""Names of positions of queries and of keys, which Levanter's `Attention` has in its code."""
 SUPPORTED_CALLS = (Attention.__call__, Olmo2Attention.__call__)
 """Implementations that `SequenceParallelAttention` can replace; those of other subclasses do more, such as sinks."""
 
@@ -74,17 +76,19 @@ class SequenceParallelAttention(Attention):
                     "shardplan.attention: next_token_losses(model, shard_sequence(example, layout))"
                 )
             if pos_ids is None:  # Levanter's Mixtral accepts position ids, but does not pass them on
-                pos_ids = hax.named(jnp.asarray(np.maximum(layout.positions(), 0)), "position")
+                pos_ids = hax.named(jnp.asarray(np.maximum(layout.positions(), 0)), POSITION)
         q, k, v = self._compute_qkv(x, key=None, pos_ids=pos_ids)
-        k, v = (each.rename({"position": "key_position"}) for each in (k, v))
+        k, v = (each.rename({POSITION: KEY_POSITION}) for each in (k, v))
+        config = self.config
         out = dot_product_attention(
-            "position",
-            "key_position",
-            "head_size",
+            POSITION,
+            KEY_POSITION,
+            config.HeadSize,
             q,
             k,
             v,
             mask,
+            heads=config.KVHeads,
             strategy=self.method.strategy,
             ulysses=self.method.ulysses,
             kernel=self.method.kernel,
@@ -94,7 +98,7 @@ class SequenceParallelAttention(Attention):
             scaling_factor=self.config.scaling_factor,
             logits_soft_cap=self.config.logits_soft_cap,
         )
-        return self.o_proj(out.flatten_axes(("kv_head", "q_heads_per_group"), "heads").astype(x.dtype))
+        return self.o_proj(out.flatten_axes((config.KVHeads, config.QHeadsPerGroup), config.Heads).astype(x.dtype))
 
 
 def accept_layout(module: Any, layout: SequenceLayout) -> Any:

@@ -18,9 +18,6 @@ from shardplan.model.forward import project_to_vocab
 from shardplan.positions.pattern import PADDING
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 
-POSITION, KEY_POSITION = "position", "key_position"
-"""Names of the position axes of queries and keys in Levanter's masks."""
-
 
 class ShardedSequence(eqx.Module):
     """The inputs and targets of a model for sequences whose positions are in the order of a layout."""
@@ -36,9 +33,17 @@ class ShardedSequence(eqx.Module):
     mask: AttentionMask
     layout: SequenceLayout = eqx.field(static=True)
 
+    @property
+    def position(self) -> str:
+        """Name of the axis of positions: the last one of the tokens."""
+        return self.tokens.axes[-1].name
+
 
 def shard_sequence(example: LmExample, layout: SequenceLayout) -> ShardedSequence:
     """Reorder `example` to the order of `layout`, padded to the layout's length.
+
+    Positions are the last axis of the example's tokens. Of a mask, the last axis that tokens do not have is that of key
+    positions.
 
     Targets are taken before reordering, because afterwards the next element may be another token, or on another device.
 
@@ -47,35 +52,44 @@ def shard_sequence(example: LmExample, layout: SequenceLayout) -> ShardedSequenc
             are traced although the layout has some.
     """
     tokens = example.tokens
-    length = tokens.axis_size(POSITION)
+    position, length = tokens.axes[-1].name, tokens.axes[-1].size
     if length != layout.length:
         raise ConfigError(f"shard_sequence: the layout is for {layout.length} positions, the example has {length}")
     order = layout.positions()
-    positions = hax.named(jnp.asarray(np.where(order == PADDING, 0, order), jnp.int32), POSITION)
-    has_target = hax.named(jnp.asarray((order != PADDING) & (order != length - 1)), POSITION)
+    positions = hax.named(jnp.asarray(np.where(order == PADDING, 0, order), jnp.int32), position)
+    has_target = hax.named(jnp.asarray((order != PADDING) & (order != length - 1)), position)
+
+    def reorder(x: NamedArray) -> NamedArray:
+        """Take every axis of positions, of queries and of keys, in the order of the layout."""
+        others = [axis.name for axis in x.axes if axis.name not in {each.name for each in tokens.axes}]
+        for name in {position, *others[-1:]} & {axis.name for axis in x.axes}:
+            x = x.take(name, hax.named(jnp.asarray(np.where(order == PADDING, 0, order)), name))
+        return x
+
     mask = AttentionMask() if example.attn_mask is None else example.attn_mask
     if isinstance(mask, NamedArray):
         mask = AttentionMask.explicit(mask)
     segments, explicit = mask.segment_ids, mask.explicit_mask
     if segments is not None:
-        is_known = _has_documents(layout, segments[0])
-        reordered = None if is_known else tuple(_reorder(x, order) for x in segments)
+        is_known = _has_documents(layout, segments[0], position)
+        reordered = None if is_known else tuple(map(reorder, segments))
         mask = eqx.tree_at(lambda m: m.segment_ids, mask, reordered)
     if explicit is not None:
-        mask = eqx.tree_at(lambda m: m.explicit_mask, mask, _reorder(explicit, order))
+        mask = eqx.tree_at(lambda m: m.explicit_mask, mask, reorder(explicit))
     return ShardedSequence(
-        tokens=_reorder(tokens, order),
-        targets=_reorder(hax.roll(tokens, -1, POSITION), order),
+        tokens=reorder(tokens),
+        targets=reorder(hax.roll(tokens, -1, position)),
         positions=positions,
-        loss_mask=_reorder(example.loss_mask, order) * has_target,
+        loss_mask=reorder(example.loss_mask) * has_target,
         mask=mask,
         layout=layout,
     )
 
 
-def restore_order(x: NamedArray, layout: SequenceLayout) -> NamedArray:
-    """Reorder an array [..., position, ...] from the order of a layout to that of the sequence, without padding."""
-    return x.take(POSITION, hax.named(jnp.asarray(layout.array_indices()), POSITION))
+def restore_order(x: NamedArray, sequence: ShardedSequence) -> NamedArray:
+    """Reorder an array [..., position, ...] from the order of `sequence` to that of the text, without padding."""
+    indices = hax.named(jnp.asarray(sequence.layout.array_indices()), sequence.position)
+    return x.take(sequence.position, indices)
 
 
 def sequence_activations(module: Any, sequence: ShardedSequence) -> NamedArray:
@@ -111,7 +125,7 @@ def next_token_losses(module: Any, sequence: ShardedSequence, soft_cap: float | 
     )
 
 
-def _has_documents(layout: SequenceLayout, segments: NamedArray) -> bool:
+def _has_documents(layout: SequenceLayout, segments: NamedArray, position: str) -> bool:
     """Whether the layout has the documents of segment ids, so that attention does not need the ids.
 
     Raises:
@@ -125,17 +139,10 @@ def _has_documents(layout: SequenceLayout, segments: NamedArray) -> bool:
             "shard_sequence: the layout has documents, but the example's segment ids are traced and cannot be "
             "compared with them; call it outside of jit, or leave out the ids"
         )
-    is_boundary = np.diff(np.asarray(segments.rearrange((..., POSITION)).array)) != 0
+    is_boundary = np.diff(np.asarray(segments.rearrange((..., position)).array)) != 0
     if (is_boundary != (np.diff(known_ids) != 0)).any():
         raise ConfigError(
             f"shard_sequence: the layout has documents of {', '.join(map(str, layout.documents or ()))} positions, the "
             "example's segment ids have others; give the layout those documents, or none"
         )
     return True
-
-
-def _reorder(x: NamedArray, order: np.ndarray) -> NamedArray:
-    """Take every position axis, of queries and of keys, in that order."""
-    for name in {POSITION, KEY_POSITION} & {axis.name for axis in x.axes}:
-        x = x.take(name, hax.named(jnp.asarray(np.where(order == PADDING, 0, order)), name))
-    return x

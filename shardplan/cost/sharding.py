@@ -85,6 +85,12 @@ class ShardingAssignment:
         }
         return tuple(axis for axis in self.mesh if axis in further - tokens and self.mesh[axis] > 1)
 
+    @property
+    def idle_mesh_axes(self) -> MeshAxes:
+        """Mesh axes of several devices that shard no computation: devices along them repeat the same work."""
+        used = {mesh_axis for mesh_axes in self.compute.values() for mesh_axis in mesh_axes}
+        return tuple(axis for axis, size in self.mesh.items() if size > 1 and axis not in used)
+
     def spans_slice(self, axes: MeshAxes) -> bool:
         """Whether a group of devices along `axes` has as many as a slice."""
         return mesh_size(self.mesh, axes) == (self.quirks.devices_per_slice or math.prod(self.mesh.values()))

@@ -7,7 +7,8 @@
 | model | no | yes | as in computations | no |
 
 Parameters that are sharded over a mesh axis which batch and positions leave unused are not gathered: the compiler
-slices activations instead, and devices repeat work. Such plans are left out.
+slices activations instead, and devices repeat work. Such plans are left out. So are plans in which a mesh axis of
+several devices shards no computation, unless nothing else fits.
 """
 
 from shardplan.plan.mapping import MeshAxes

@@ -151,6 +151,8 @@ class Caveat(StrEnum):
     """The step time leaves out the copies of activations to the host and back."""
     SLICED_ACTIVATIONS = "sliced_activations"
     """A mesh axis shards parameters, but neither batch nor positions: memory, bytes and time are not modelled well."""
+    REPEATED_WORK = "repeated_work"
+    """A mesh axis shards no computation, so that devices along it repeat the same work."""
 
 
 @dataclass(frozen=True)

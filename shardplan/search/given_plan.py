@@ -9,11 +9,11 @@ from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import MeshShape, as_tuples
-from shardplan.plan.plan import Caveat, Mapping, Plan, SearchInfo
+from shardplan.plan.plan import Mapping, Plan, SearchInfo
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
 from shardplan.search.assignment_to_plan import build_plan, estimate_cost
-from shardplan.search.reasons import CAVEATS, GIVEN, describe_trace, describe_unknown_axis
+from shardplan.search.reasons import CAVEATS, GIVEN, caveats_of, describe_trace, describe_unknown_axis
 
 
 def plan_given_mappings(
@@ -39,7 +39,7 @@ def plan_given_mappings(
     )  # fmt: skip
     known = {*axes.axes, axes.position, BATCH_AXIS}
     unknown = [describe_unknown_axis(axis, known) for axis in sorted({*compute, *params} - known)]
-    caveats = [Caveat.SLICED_ACTIVATIONS] if assignment.sliced_mesh_axes else []
+    caveats = caveats_of(assignment)
     info = SearchInfo(
         candidates=1,
         proven_optimal=False,

@@ -19,6 +19,7 @@ from shardplan.search.ranking import Candidate
 from shardplan.search.reasons import (
     CAVEATS,
     LEVANTER_YAML,
+    caveats_of,
     describe_attention,
     describe_choice,
     describe_indivisible,
@@ -121,8 +122,7 @@ def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:
         yield Caveat.NO_ATTENTION_KERNEL
     if ranked.config.workload.gradient_checkpointing == OFFLOAD:
         yield Caveat.OFFLOAD_NOT_PRICED
-    if ranked.candidate.assignment.sliced_mesh_axes:
-        yield Caveat.SLICED_ACTIVATIONS
+    yield from caveats_of(ranked.candidate.assignment)
 
 
 def _choice_reasons(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import nearest
 from shardplan.hardware import GIB
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
@@ -32,6 +33,8 @@ CAVEATS = {
     "host and back",
     Caveat.SLICED_ACTIVATIONS: "parameters are sharded over a mesh axis that shards neither the batch nor positions: "
     "devices repeat work, and the compiler slices activations where the estimates assume that it gathers parameters",
+    Caveat.REPEATED_WORK: "a mesh axis of several devices shards no computation: devices along it repeat work, and the "
+    "compiler may exchange more among them than is estimated",
 }
 STRATEGIES = {
     Strategy.NONE: "attention is Levanter's own",
@@ -54,6 +57,8 @@ class Rejection(StrEnum):
     """Nothing fits into the memory of a device."""
     SLOWER = "slower"
     """A lower bound of the time exceeds the times of the candidates kept so far."""
+    IDLE = "idle"
+    """A mesh axis of several devices would shard no computation."""
     DUPLICATE = "duplicate"
     """Every mapping puts a mesh axis on two dimensions of one array."""
 
@@ -77,6 +82,12 @@ class SearchStatistics:
     rejected: Counter[Rejection] = field(default_factory=Counter)
     indivisible: dict[str, Indivisible] = field(default_factory=dict)
     """Logical axis -> the first mesh axes that did not divide it."""
+
+
+def caveats_of(assignment: ShardingAssignment) -> list[Caveat]:
+    """What limits the estimates of a sharding, whatever the workload."""
+    sliced = [Caveat.SLICED_ACTIVATIONS] if assignment.sliced_mesh_axes else []
+    return sliced + ([Caveat.REPEATED_WORK] if assignment.idle_mesh_axes else [])
 
 
 def describe_choice(*, fits: bool, evaluated: int, has_kernel: bool) -> str:

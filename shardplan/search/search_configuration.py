@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardplan.config import PlanConfig
 from shardplan.cost.calibration import compiler_quirks, load_calibration, usable_bytes
@@ -23,6 +24,13 @@ from shardplan.search.space import METHODS, Space, mesh_shapes
 
 AUTO_CHECKPOINTING = ("save_all", "default", "nested", "recompute")
 """Kinds of gradient checkpointing tried for `auto`; `offload` is left out, as copies to the host have no price yet."""
+
+RELAXATIONS: tuple[dict[str, Any], ...] = (
+    {"allows_idle": True},
+    {"allows_idle": True, "requires_kernel": False, "position_choices": POSITION_CHOICES},
+)
+"""Changes of the space, tried one after the other while nothing fits: mesh axes that shard no computation, and then
+also attention without a kernel."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class SearchResult:
 def search_configuration(config: PlanConfig, model: Model, keep: int, own_attention: bool = False) -> SearchResult:
     """Search for the `keep` fastest candidates for `config`.
 
-    Candidates without an attention kernel are considered only if nothing else fits.
+    Candidates with an idle mesh axis or without an attention kernel are considered only if nothing else fits.
 
     Raises:
         ConfigError: an impossible mesh, or a pin on a logical axis that plans never shard.
@@ -81,18 +89,18 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
                 too_slow.append(parts)
             seconds += time.perf_counter() - started
     smallest: RankedCandidate | None = None
-    for variant in itertools.chain(*variants) if not ranking.candidates else ():
-        space = _build_space(variant, model, rules, own_attention)
-        space = replace(space, position_choices=POSITION_CHOICES, requires_kernel=False)
-        started = time.perf_counter()
-        limit_bytes = math.inf if smallest is None else smallest.candidate.peak_bytes
-        candidate = find_smallest(space, meshes, limit_bytes, statistics)
-        if candidate is not None and candidate.peak_bytes <= space.available_bytes:
-            searched[id(space)] = variant
-            search_meshes(space, meshes, ranking, statistics)
-        elif candidate is not None:
-            smallest = RankedCandidate(variant, candidate)
-        seconds += time.perf_counter() - started
+    for relaxation in RELAXATIONS:
+        for variant in itertools.chain(*variants) if not ranking.candidates else ():
+            space = replace(_build_space(variant, model, rules, own_attention), **relaxation)
+            started = time.perf_counter()
+            limit_bytes = math.inf if smallest is None else smallest.candidate.peak_bytes
+            candidate = find_smallest(space, meshes, limit_bytes, statistics)
+            if candidate is not None and candidate.peak_bytes <= space.available_bytes:
+                searched[id(space)] = variant
+                search_meshes(space, meshes, ranking, statistics)
+            elif candidate is not None:
+                smallest = RankedCandidate(variant, candidate)
+            seconds += time.perf_counter() - started
     if ranking.candidates:
         ranked = [RankedCandidate(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
         return SearchResult(ranked, True, is_exhaustive, statistics, seconds)

@@ -9,9 +9,11 @@ It holds every factorisation of the devices into (replica, data, model) and, for
 - stored parameters, any logical axis: the mesh axes of the compute sharding, then those of `data` and `replica` that
   the batch or positions use, or a part of them.
 
-No array has a mesh axis twice. Unsharded in the compute sharding are the residual axis, axes that layers are stacked
-along, axes that attention sums over, and axes that a token chooses parameters by (experts). The user's pins and
-forbidden mappings override all this.
+No array has a mesh axis twice. Every mesh axis of several devices shards some computation: along another one, devices
+would repeat the same work; such plans are in the space only where nothing else fits (`Space.allows_idle`). Unsharded in
+the compute sharding are the residual axis, axes that layers are stacked along, axes that attention sums over, and axes
+that a token chooses parameters by (experts). The user's pins and forbidden mappings override
+these choices.
 """
 
 import math
@@ -91,6 +93,8 @@ class Space:
     """Mesh axes that positions may be mapped to, unless they are pinned."""
     requires_kernel: bool = True
     """Whether the space holds only plans under which a kernel can run attention."""
+    allows_idle: bool = False
+    """Whether the space holds plans in which a mesh axis of several devices shards no computation."""
     methods: tuple[AttentionMethod, ...] = METHODS
     """Attention methods for sharded positions; if empty, Levanter's own attention, which gathers keys and values."""
 

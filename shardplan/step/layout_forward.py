@@ -36,7 +36,7 @@ def compute_losses_in_layout(
     if layout is None:
         return forward.compute_losses(model, module, tokens, predicted)
     sequence = _shard_tokens(model, tokens, predicted, layout)
-    return restore_order(next_token_losses(module, sequence, model.logit_soft_cap), layout)
+    return restore_order(next_token_losses(module, sequence, model.logit_soft_cap), sequence)
 
 
 def compute_logits_in_layout(
@@ -49,7 +49,8 @@ def compute_logits_in_layout(
     if layout is None:
         stream = forward.compute_activations(model, module, tokens)
     else:
-        stream = restore_order(sequence_activations(module, _shard_tokens(model, tokens, None, layout)), layout)
+        sequence = _shard_tokens(model, tokens, None, layout)
+        stream = restore_order(sequence_activations(module, sequence), sequence)
     return forward.compute_logits(model, module, stream)
 
 

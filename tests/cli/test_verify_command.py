@@ -1,6 +1,7 @@
 """Bad input of verify ends with one line and exit code 2, no verdict with code 6; nothing is compiled."""
 
 import json
+import re
 import sys
 import time
 
@@ -85,8 +86,6 @@ def test_no_verdict_is_not_that_nothing_fits(monkeypatch, reason, text):
     done = run("verify", CONFIG, "--compiler.cache=null")
     assert done.returncode == 6, done.stderr
     assert done.stderr.splitlines()[-1] == f"shardplan verify: v5e-8: eval undecided: {text}"
-    assert (
-        "verify: 0 of 1 verdicts; compiling this plan; a compile usually takes 1 to 4 minutes (0 s)"
-        in done.stderr.splitlines()
-    )
+    line = r"verify: 0 of 1 verdicts; compiling this plan; a compile usually takes 1 to 4 minutes \(\d+ s\)"
+    assert any(re.fullmatch(line, each) for each in done.stderr.splitlines())
     assert "undecided" in done.stdout

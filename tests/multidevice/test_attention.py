@@ -254,6 +254,36 @@ def test_two_mesh_axes_and_heads_on_a_third():
     np.testing.assert_allclose(np.asarray(actual), expected.out, atol=2e-6)
 
 
+@pytest.mark.parametrize(("strategy", "u"), [("ring", 1), ("ulysses", 4)])
+def test_names_of_axes_mean_nothing(strategy, u):
+    """Heads are the last axis that keys share with queries, or those that the caller names; never those of a name."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=size) for size in ((2, 4, 2, 32, 16), (2, 4, 32, 16), (2, 4, 32, 24)))
+    expected = dense_attention(q, k, v, np.tri(32, dtype=bool), np.zeros((2, 4, 2, 32, 24)))
+    names = {
+        "batch": "heads", "kv_head": "batch", "q_heads_per_group": "model", "position": "embed", "key_position": "x",
+        "head_size": "kv_head", "value_size": "data",
+    }  # fmt: skip
+    arrays = [
+        hax.named(jnp.asarray(x, jnp.float32), [names[axis] for axis in axes])
+        for x, axes in ((q, Q), (k, K), (v, V))
+    ]  # fmt: skip
+    last = arrays[1].rearrange(("batch", "heads", "x", "kv_head")), arrays[2].rearrange(("batch", "heads", "x", "data"))
+    for keys, heads in ((arrays[1:], None), (last, "batch")):
+        with jax.set_mesh(mesh_of(4)):
+            options = {
+                "strategy": strategy,
+                "ulysses": u,
+                "heads": heads,
+                "axis_mapping": {"embed": "model"},
+                "block": 8,
+            }
+            attend = partial(dot_product_attention, "embed", "x", "kv_head", mask=AttentionMask.causal(), **options)
+            out = jax.jit(attend)(arrays[0], *keys)
+        actual = out.rearrange([names[axis] for axis in (*Q[:4], "value_size")]).array
+        np.testing.assert_allclose(np.asarray(actual), expected.out, atol=2e-6)
+
+
 @pytest.mark.parametrize(("strategy", "u"), [("ring", 1), ("hybrid", 2), ("ulysses", 8)])
 def test_mesh_axes_in_another_order_than_the_mesh(strategy, u):
     """Positions on (model, data) of a mesh (data, model); values have another head size under the same name."""
@@ -419,10 +449,12 @@ def test_errors():
         message = f"queries must have the axis batch of size 2, as keys do; they have {actual}"
         with pytest.raises(ConfigError, match=message):
             dot_product_attention("position", "key_position", "head_size", queries, wide, wide)
-    message = "ulysses exchanges heads, but no axis is named as heads are: kv_head, kv_heads"
-    with pytest.raises(ConfigError, match=message):
-        others = (each.rename({"kv_head": "n_heads"}) for each in (x, y, y))
-        dot_product_attention("position", "key_position", "head_size", *others, strategy="ulysses")
+    with pytest.raises(
+        ConfigError, match="ulysses exchanges heads, but queries and keys share none; use all_gather or"
+    ):
+        dot_product_attention("position", "key_position", "head_size", x, y, y, heads=(), strategy="ulysses")
+    with pytest.raises(ConfigError, match=r"attention: heads 'kv_heads': did you mean 'kv_head'\?"):
+        dot_product_attention("position", "key_position", "head_size", x, y, y, heads="kv_heads")
     with jax.set_mesh(mesh), pytest.raises(ConfigError, match="keys and values alone take more than the 15"):
         many = jax.ShapeDtypeStruct((2**16, 2**16, 128), jnp.bfloat16)
         q, k = (

@@ -75,7 +75,7 @@ def test_losses_are_those_of_the_unsharded_sequence(model, example, expected, st
     assert sequence.tokens.axis_size("position") == layout.padded_length > LENGTH
     with jax.set_mesh(mesh), hax.axis_mapping({"position": "model"}):
         losses = hax.named_jit(next_token_losses)(parallel, hax.shard(sequence))
-    losses = restore_order(losses, layout)
+    losses = restore_order(losses, sequence)
     np.testing.assert_allclose(losses.array, expected.rearrange(losses.axes).array, rtol=1e-6, atol=1e-6)
     assert float(losses.sum().array / example.loss_mask.sum().array) == pytest.approx(
         float(expected.sum().array / example.loss_mask.sum().array), abs=1e-6
@@ -86,10 +86,32 @@ def test_targets_are_shifted_before_reordering(example):
     """Shifted afterwards, every shard would lose a target, or take that of another shard."""
     layout = SequenceLayout(LENGTH, 4, 1, "zigzag")
     sequence = shard_sequence(example, layout)
-    tokens, targets = restore_order(sequence.tokens, layout), restore_order(sequence.targets, layout)
+    tokens, targets = restore_order(sequence.tokens, sequence), restore_order(sequence.targets, sequence)
     assert (tokens.array == example.tokens.array).all()
     assert (targets.array[:, :-1] == example.tokens.array[:, 1:]).all()
     assert not sequence.loss_mask.array[:, layout.positions() == LENGTH - 1].any()
+
+
+def test_positions_are_the_last_axis_of_tokens(example):
+    """Whatever its name is: renamed, an example is reordered in the same way; explicit masks along keys, too."""
+    layout = SequenceLayout(LENGTH, 4, 1, "zigzag")
+    allowed = hax.named(np.tri(LENGTH, dtype=bool), ("position", "key_position"))
+    example = replace(example, attn_mask=AttentionMask.explicit(allowed))
+    names = {"position": "batch", "batch": "position", "key_position": "embed"}
+
+    def renamed(x):
+        return x.rename({axis.name: names[axis.name] for axis in x.axes})
+
+    is_named = lambda leaf: isinstance(leaf, hax.NamedArray)  # noqa: E731
+    sequence, other = (
+        shard_sequence(example, layout),
+        shard_sequence(jax.tree.map(renamed, example, is_leaf=is_named), layout),
+    )
+    assert (sequence.position, other.position) == ("position", "batch")
+    for one, two in zip(*(jax.tree.leaves(each, is_leaf=is_named) for each in (sequence, other)), strict=True):
+        assert renamed(one).axes == two.axes and (one.array == two.array).all()
+    order = np.maximum(layout.positions(), 0)
+    assert (sequence.mask.explicit_mask.array == allowed.array[order][:, order]).all()
 
 
 def test_a_layout_of_another_length_is_refused(example):
@@ -157,6 +179,7 @@ def test_examples_in_sequence_order_are_refused(example, kind):
         expected = jax.jit(next_token_losses)(model, shard_sequence(example, SequenceLayout(LENGTH)))
     for layout in (zigzag, ring):
         parallel = with_sequence_parallel(parallel, Method("ring", layout=layout))
+        sequence = shard_sequence(example, layout)
         with jax.set_mesh(mesh), hax.axis_mapping({"position": "model"}):
-            losses = restore_order(hax.named_jit(next_token_losses)(parallel, shard_sequence(example, layout)), layout)
+            losses = restore_order(hax.named_jit(next_token_losses)(parallel, sequence), sequence)
         np.testing.assert_allclose(losses.array, expected.rearrange(losses.axes).array, atol=1e-5)

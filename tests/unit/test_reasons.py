@@ -63,15 +63,20 @@ def test_caveats_round_trip(llama_model, llama_config):
 
 
 def test_a_mesh_axis_that_shards_no_tokens_shards_no_parameters(llama_model, llama_config):
-    """The compiler would slice activations, which is not modelled; only a pin stores parameters so, with a caveat."""
+    """The compiler would slice activations, which is not modelled; only a pin stores parameters so, with a caveat.
+
+    Devices along that mesh axis repeat the same work: only pins, of the mesh and of the batch, make such a plan.
+    """
     config = llama_config(workload_batch=4, hardware_slice="v5p-16")
     pins = ("batch=data", "position=", "mesh.replica=2", "mesh.data=4", "mesh.model=1")
     free = make_plan(replace(config, pin=pins), llama_model)
-    assert not free.search.caveats
+    assert free.search.caveats == [Caveat.REPEATED_WORK]
+    assert CAVEATS[Caveat.REPEATED_WORK] in free.search.reasons
     assert not any("replica" in mesh_axes for mesh_axes in free.param_mapping.values())
     pinned = make_plan(replace(config, pin=(*pins, "params.embed=replica")), llama_model)
-    assert pinned.search.caveats == [Caveat.SLICED_ACTIVATIONS]
+    assert pinned.search.caveats == [Caveat.SLICED_ACTIVATIONS, Caveat.REPEATED_WORK]
     given = plan_given_mappings(config, llama_model, pinned.mesh, pinned.compute_mapping, pinned.param_mapping)
-    assert given.search.caveats == [Caveat.SLICED_ACTIVATIONS]
+    assert given.search.caveats == pinned.search.caveats
+    assert not make_plan(config, llama_model).search.caveats
     sentence = CAVEATS[Caveat.SLICED_ACTIVATIONS]
     assert sentence in pinned.search.reasons and sentence in given.search.reasons

@@ -100,7 +100,7 @@ def spaces(draw):
     quirks = CompilerQuirks(draw(st.sampled_from([None, 4])), *(draw(st.booleans()) for _ in range(4)))
     factors = load_calibration(hardware.generation.name)
     space = Space(step, "batch", "position", "e", hardware, factors, quirks, math.inf, Rules(), requires_kernel=False)
-    space = dataclasses.replace(space, methods=draw(st.sampled_from([(), METHODS])))
+    space = dataclasses.replace(space, methods=draw(st.sampled_from([(), METHODS])), allows_idle=draw(st.booleans()))
     return dataclasses.replace(space, rules=draw(rules(space)))
 
 
@@ -159,9 +159,14 @@ def all_assignments(space, meshes):
             compute = dict(zip(("batch", "position", "e", *tensor), mapped, strict=True))
             if any(has_duplicate(axes, compute) for axes in arrays):
                 continue
+            used = {mesh_axis for mesh_axes in compute.values() for mesh_axis in mesh_axes}
+            if not space.allows_idle and any(size > 1 and axis not in used for axis, size in mesh.items()):
+                continue
             # parameters are sharded further only over mesh axes that batch or positions use
-            used = [x for x in further if {*compute["batch"], *compute["position"]}.issuperset(x)]
-            for axes_of in itertools.product(*(choices(a, True, [(*compute[a], *x) for x in used]) for a in stored)):
+            stored_over = [x for x in further if {*compute["batch"], *compute["position"]}.issuperset(x)]
+            for axes_of in itertools.product(
+                *(choices(a, True, [(*compute[a], *x) for x in stored_over]) for a in stored)
+            ):
                 params = dict(zip(stored, axes_of, strict=True))
                 if any(has_duplicate(axes, params) for axes in parameters):
                     continue

@@ -4,6 +4,7 @@ The times of components add up, and so do their bytes at every point of the prog
 multiple-choice knapsack problem with one capacity per point; a branch and bound over the components solves it exactly.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +25,10 @@ class ComponentChoice:
     bytes: np.ndarray
     """Bytes per device at every point of the program, or of every buffer."""
 
+    def uses(self, mesh_axis: str) -> bool:
+        """Whether `mesh_axis` shards a computation."""
+        return any(mesh_axis in mesh_axes for mesh_axes in self.compute.mapping.values())
+
 
 class Choices(NamedTuple):
     """The cost that no component changes, and the choices of every component."""
@@ -31,6 +36,12 @@ class Choices(NamedTuple):
     base: ComponentChoice
     components: list[list[ComponentChoice]]
     """[component][choice]"""
+    required: MeshAxes = ()
+    """Mesh axes of which each must shard a computation in some component."""
+
+    def is_allowed(self, chosen: Iterable[ComponentChoice]) -> bool:
+        """Whether `required` is met by one choice per component."""
+        return all(any(choice.uses(mesh_axis) for choice in chosen) for mesh_axis in self.required)
 
 
 @dataclass(frozen=True)
@@ -44,11 +55,16 @@ class Combination:
     """Peak memory of a device."""
 
 
-def pareto_optimal(choices: list[ComponentChoice]) -> list[ComponentChoice]:
-    """The choices, fastest first, that no faster choice matches or undercuts in bytes at every point."""
+def pareto_optimal(choices: list[ComponentChoice], required: MeshAxes = ()) -> list[ComponentChoice]:
+    """The choices, fastest first, that no faster choice matches or undercuts in bytes at every point.
+
+    Args:
+        required: mesh axes that a combination must use; a choice that uses one is undercut only by others that do.
+    """
     kept: list[ComponentChoice] = []
     for choice in sorted(choices, key=lambda choice: (choice.seconds, choice.bytes.sum())):
-        if not any((other.bytes <= choice.bytes).all() for other in kept):
+        needed = [mesh_axis for mesh_axis in required if choice.uses(mesh_axis)]
+        if not any((other.bytes <= choice.bytes).all() and all(map(other.uses, needed)) for other in kept):
             kept.append(choice)
     return kept
 
@@ -60,7 +76,7 @@ def fastest_combinations(choices: Choices, limit: float, available_bytes: float)
         limit: step time in seconds above which no combination is returned.
         available_bytes: bytes per device that the peak may have.
     """
-    base, components = choices
+    base, components, _ = choices
     seconds_left = np.cumsum([0.0, *(min(c.seconds for c in each) for each in reversed(components))])[::-1]
     bytes_left = _min_bytes_left(choices)
     best: list[Combination] = []
@@ -74,6 +90,8 @@ def fastest_combinations(choices: Choices, limit: float, available_bytes: float)
             for choice in sorted(components[depth], key=lambda choice: -choice.seconds):
                 stack.append((depth + 1, seconds + choice.seconds, size + choice.bytes, (*chosen, choice)))
             continue
+        if not choices.is_allowed(chosen):
+            continue
         new = _combine(base, chosen)
         limit = min(limit, new.seconds * (1 + TIME_RESOLUTION))
         if not any(_dominates(old, new) for old in best):
@@ -83,13 +101,15 @@ def fastest_combinations(choices: Choices, limit: float, available_bytes: float)
 
 def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | None:
     """The combination with the smallest peak memory, or None if no peak is below `limit_bytes` per device."""
-    base, components = choices
+    base, components, _ = choices
     bytes_left = _min_bytes_left(choices)
     best: Combination | None = None
     stack: list[tuple[int, np.ndarray, tuple[ComponentChoice, ...]]] = [(0, base.bytes, ())]
     while stack:
         depth, size, chosen = stack.pop()
         if (size + bytes_left[depth]).max() >= limit_bytes:
+            continue
+        if depth == len(components) and not choices.is_allowed(chosen):
             continue
         if depth == len(components):
             best = _combine(base, chosen)

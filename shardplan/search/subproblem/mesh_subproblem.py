@@ -85,6 +85,25 @@ class MeshSubproblem:
         self.costs = MeshCosts(space, mesh, ComputeSharding(token_mapping, methods[0]))
 
     @cached_property
+    def required(self) -> MeshAxes:
+        """Mesh axes of several devices that must shard a computation of some component."""
+        used = {mesh_axis for mesh_axes in self.token_mapping.values() for mesh_axis in mesh_axes}
+        unused = (axis for axis, size in self.mesh.items() if size > 1 and axis not in used)
+        return () if self.space.allows_idle else tuple(unused)
+
+    @cached_property
+    def leaves_idle(self) -> bool:
+        """Whether no choice of any component uses one of `required`."""
+        used = {
+            mesh_axis
+            for shardings in self.compute_shardings
+            for compute in shardings
+            for mesh_axes in compute.mapping.values()
+            for mesh_axis in mesh_axes
+        }
+        return not used.issuperset(self.required)
+
+    @cached_property
     def compute_shardings(self) -> list[list[ComputeSharding]]:
         """[component][choice]: every valid compute mapping of a component's axes, with the best methods for it."""
         return [list(self._compute_shardings(component)) for component in self.space.component_costs]
@@ -107,7 +126,7 @@ class MeshSubproblem:
     @cached_property
     def lower_bound(self) -> float:
         """Lower bound of the step time in seconds, tighter than `quick_lower_bound`; infinite if no mapping exists."""
-        if not all(self.compute_shardings):
+        if not all(self.compute_shardings) or self.leaves_idle:
             return math.inf
         components = sum(map(min, self.min_seconds))
         base = self.costs.min_seconds(self.space.base_cost, ComputeSharding({}))
@@ -216,6 +235,8 @@ class MeshSubproblem:
         """
         if not all(self.compute_shardings):
             return Rejection.DUPLICATE
+        if self.leaves_idle:
+            return Rejection.IDLE
         stored = {self.space.residual: residual} if residual else {}
         if base_bytes.max() + self.space.min_stored_bytes > available_bytes:
             return Rejection.MEMORY
@@ -248,11 +269,12 @@ class MeshSubproblem:
         together = base_bytes + sum(smallest)
         if together.max() > available_bytes:
             return Rejection.MEMORY
+        left = available_bytes - together
         kept = [
-            pareto_optimal([c for c in each if (together - min_bytes + c.bytes).max() <= available_bytes])
+            pareto_optimal([c for c in each if (c.bytes - min_bytes <= left).all()], self.required)
             for each, min_bytes in zip(choices, smallest, strict=True)
         ]
-        return Choices(base, kept) if all(kept) else Rejection.MEMORY
+        return Choices(base, kept, self.required) if all(kept) else Rejection.MEMORY
 
     def _candidate(self, combination: Combination) -> Candidate:
         compute, params, method = dict(self.token_mapping), dict[str, MeshAxes](), self.methods[0]
