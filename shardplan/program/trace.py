@@ -201,8 +201,7 @@ class _Tracer:
             starts = named
         after = [self.add_value(array) for array in starts]
         written = [
-            self.add_value(replace(self.arrays[end], dims=(axis, *self.arrays[end].dims), weight=None))
-            for end in ends[n_carry:]
+            self.add_value(replace(self.arrays[end], dims=(axis, *self.arrays[end].dims))) for end in ends[n_carry:]
         ]
         out.append(
             Operation(

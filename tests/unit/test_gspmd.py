@@ -327,6 +327,42 @@ def test_a_group_as_large_as_one_of_several_slices_is_summed_as_a_whole_mesh_is(
         assert {each[0] for each in moved if "data" in each[1]} == {kind}
 
 
+def test_weights_that_a_loop_saves_for_the_backward_pass_are_gathered_again():
+    """Without recomputation the forward pass stacks slices of weights; these are parameters, in their stored sharding.
+
+    XLA gathers them in both passes (32B on v5p-128 in docs/benchmarks/published.md: 455 GiB, 229 in one pass).
+    """
+    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 3}, 1024)
+    gathers = []
+    for checkpointing in ("save_all", "default"):
+        step = plan_step(model, Workload("train", 8, 1024, "float32", gradient_checkpointing=checkpointing))
+        mesh, tokens = {"replica": 1, "data": 8, "model": 1}, {"batch": ("data",)}
+        assignment = ShardingAssignment(mesh, tokens, {"embed": ("data",)}, step.merged_axes, step.activation_axes)
+        traffic = [each for task in step.tasks for each in device_cost(task, assignment).traffic]
+        gathers.append(sum(each.count for each in traffic if each.purpose is Purpose.WEIGHTS))
+    # seven matrices and two norms, of which matmuls use the former, in each of three layers and both passes; lm_head
+    assert gathers == [2 * 3 * 7 + 1] * 2
+
+
+def test_tied_embeddings_count_once():
+    """Gemma's table is one parameter: gathered once for logits and their gradients, and its gradient is summed once.
+
+    Hugging Face counts 8,537,680,896 parameters; the compiled step has one gather and one sum of the table's shape.
+    """
+    step = plan_step(build_model(read_config("gemma-7b", None), 1024), Workload("train", 16, 1024, "float32"))
+    assert sum(array.elements for array in step.parameters) == 8_537_680_896
+    mesh, tokens = {"replica": 1, "data": 16, "model": 1}, {"batch": ("data",)}
+    assignment = ShardingAssignment(mesh, tokens, {"embed": ("data",)}, step.merged_axes, step.activation_axes)
+    tasks = [task for task in step.tasks if any("vocab" in each.axes for each in (*task.operands, *task.results))]
+    traffic = [each for task in tasks for each in device_cost(task, assignment).traffic]
+    large = [(t.kind, t.purpose, t.bytes, t.count) for t in traffic if t.kind != CollectiveKind.ALL_TO_ALL]
+    received = 2 * 256_000 * 3072 * 15 / 16
+    assert large == [
+        (CollectiveKind.ALL_GATHER, Purpose.WEIGHTS, received, 1),
+        (CollectiveKind.ALL_REDUCE, Purpose.WEIGHT_GRADIENTS, 2 * received, 1),
+    ]
+
+
 def train_step():
     model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 2}, 1024)
     return plan_step(model, Workload("train", 8, 1024, "float32", "bfloat16"))
