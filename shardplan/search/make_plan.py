@@ -62,7 +62,7 @@ def rank_plans(
     """Return the `count` fastest plans that fit, the fastest first; fewer if there are fewer. See `make_plan`.
 
     No two agree in all of mesh, mesh axes of batch, positions and stored residual axis, and what the workload leaves
-    open.
+    open; nor in the method of attention, where several components have attention.
     """
     model = model or model_from_config(config)
     result = search_configuration(config, model, count + 1, own_attention)

@@ -144,6 +144,12 @@ class Space:
         return tuple(_component_cost(self, component) for component in self.components)
 
     @cached_property
+    def component_chooses_method(self) -> bool:
+        """Whether all attention is in one component, which can choose its method by itself."""
+        attending = [component for component in self.component_costs if component.has_attention]
+        return len(attending) == 1 and not self.base_cost.has_attention
+
+    @cached_property
     def base_cost(self) -> "ComponentCost":
         """The tasks and buffers that depend on no component."""
         return _component_cost(self, ())

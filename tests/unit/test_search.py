@@ -44,28 +44,29 @@ def spaces(draw):
     size = st.sampled_from([2, 3, 4, 6, 8])
     batch, position = draw(st.sampled_from([2, 3, 4, 6])), draw(st.sampled_from([2, 3, 8, 64]))
     e, v, layers = 2 * draw(size), 2 * draw(size), draw(st.integers(1, 3))
-    second = draw(st.sampled_from(["mlp", "experts", "attention", "none"]))
+    second = draw(st.sampled_from(["mlp", "experts", "attention", "attentions", "none"]))
     # the name of an axis means nothing, also where it looks like that of something else
     widths = {"attention": 2 * draw(size), "position'": 2 * draw(size)} if second == "mlp" else {"m": 2 * draw(size)}
     parameters = {"embed": {"v": v, "e": e}, "head": {"v": v, "e": e}}
-    if second == "attention":
-        heads = {"k": draw(st.sampled_from([1, 2, 3])), "g": draw(st.sampled_from([1, 2]))}
-        projections = {"query": {**heads, None: 64, "e": e}, "key": {"k": heads["k"], None: 64, "e": e}}
-        widths, parameters = {}, parameters | projections
+    kinds = {"attention": ("k",), "attentions": ("k", "h")}.get(second, ())
+    for name in kinds:  # attention of several kinds is in several components, and has one method
+        heads = {name: draw(st.sampled_from([1, 2, 3])), f"{name}g": draw(st.sampled_from([1, 2]))}
+        projections = {"query": {**heads, None: 64, "e": e}, "key": {name: heads[name], None: 64, "e": e}}
+        widths, parameters = {}, parameters | {f"{name}_{path}": axes for path, axes in projections.items()}
     if second == "experts":
         parameters |= {"experts": {"x": 2, "e": e, "w": 2 * draw(size)}}
     for name, width in widths.items():
         parameters |= {f"{name}_up": {"layer": layers, name: width, "e": e}}
         parameters |= {f"{name}_down": {"layer": layers, "e": e, name: width}}
 
-    def attention(x, weights):
+    def attention(x, weights, name):
         q, keys = (
-            jnp.einsum(rule, x, weights[name])
-            for rule, name in (("bse,kgde->bkgsd", "query"), ("bse,kde->bksd", "key"))
+            jnp.einsum(rule, x, weights[f"{name}_{path}"])
+            for rule, path in (("bse,kgde->bkgsd", "query"), ("bse,kde->bksd", "key"))
         )
         scores = jax.nn.softmax(jnp.einsum("bkgsd,bktd->bkgst", q, keys))
         out = jnp.einsum("bkgst,bktd->bkgsd", scores, keys)
-        return x + jnp.einsum("bkgsd,kgde->bse", out, weights["query"])
+        return x + jnp.einsum("bkgsd,kgde->bse", out, weights[f"{name}_query"])
 
     def forward(weights, tokens, rows, sizes):
         def layer(x, weights):
@@ -73,8 +74,11 @@ def spaces(draw):
                 x = x + jnp.tanh(x @ weights[f"{name}_up"].T) @ weights[f"{name}_down"].T
             return x, None
 
-        if second == "attention":
-            return (attention(weights["embed"][tokens], weights) @ weights["head"].T).max()
+        if kinds:
+            x = weights["embed"][tokens]
+            for name in kinds:
+                x = attention(x, weights, name)
+            return (x @ weights["head"].T).max()
         stacked = {path: weights[path] for path in weights if "_" in path}
         x, _ = jax.lax.scan(layer, weights["embed"][tokens], stacked)
         routed = jax.lax.ragged_dot(rows, weights["experts"], sizes).max() if "experts" in weights else 0.0

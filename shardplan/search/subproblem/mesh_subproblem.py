@@ -32,7 +32,11 @@ from shardplan.search.subproblem.mesh_costs import MeshCosts
 def enumerate_subproblems(
     space: Space, meshes: Sequence[dict[str, int]], statistics: SearchStatistics
 ) -> Iterator["MeshSubproblem"]:
-    """Yield a subproblem for every mesh and every compute mapping of batch, positions and (if pinned) residual axis."""
+    """Yield a subproblem for every mesh and every compute mapping of batch, positions and (if pinned) residual axis.
+
+    If attention occurs in several components, or in none, there is one for each method of attention: components choose
+    independently, and the method must be the same for all.
+    """
     choices = {space.batch: BATCH_CHOICES, space.position: space.position_choices, space.residual: ((),)}
     for mesh in meshes:
         is_possible = False
@@ -47,7 +51,8 @@ def enumerate_subproblems(
             if methods and all(_divides(space, mesh, axis, axes, statistics) for axis, axes in mapping.items()):
                 is_possible = True
                 sharded = {axis: mesh_axes for axis, mesh_axes in mapping.items() if mesh_axes}
-                yield MeshSubproblem(space, mesh, sharded, methods, statistics)
+                for choices_of_method in [methods] if space.component_chooses_method else [[each] for each in methods]:
+                    yield MeshSubproblem(space, mesh, sharded, choices_of_method, statistics)
         if not is_possible:
             statistics.rejected[Rejection.BATCH] += 1
 
@@ -67,7 +72,7 @@ class MeshSubproblem:
 
     Args:
         token_mapping: that compute mapping, without axes that it leaves unsharded.
-        methods: possible methods of attention. If attention occurs in several components, only the first is used.
+        methods: possible methods of attention; one, unless the component with attention chooses it.
     """
 
     def __init__(
@@ -79,7 +84,7 @@ class MeshSubproblem:
         statistics: SearchStatistics,
     ) -> None:
         self.space, self.mesh, self.token_mapping, self.statistics = space, mesh, token_mapping, statistics
-        self.methods = methods if sum(each.has_attention for each in space.component_costs) == 1 else methods[:1]
+        self.methods = methods
         tokens = {mesh_axis for axis in (space.batch, space.position) for mesh_axis in token_mapping.get(axis, ())}
         self.further_storage = [axes for axes in STORAGE_CHOICES if tokens.issuperset(axes)]
         self.costs = MeshCosts(space, mesh, ComputeSharding(token_mapping, methods[0]))
