@@ -42,6 +42,8 @@ from shardplan.verify.case import Case
 
 POSITION = 4096
 EVAL_DEVICES_PER_SEQUENCE = 8
+SEARCHES = 10
+"""Searches of which the table of solve times has the fastest."""
 ALTERNATIVES = 24
 
 SOLVE = (
@@ -151,7 +153,9 @@ def solve_times(bench: Bench) -> str:
             lines.append(row(model, slice_name, kind, batch, "", "", "", "does not fit", ""))
             continue
         trace, search = time.perf_counter() - started - plan.search.seconds, plan.search
-        numbers = (f"{trace:.2f}", f"{search.seconds:.2f}", f"{plan.cost.step_seconds:.3g}", search.proven_optimal)
+        # another program on the machine can only make it slower
+        fastest = min(search.seconds, *(make_plan(config, built).search.seconds for _ in range(SEARCHES - 1)))
+        numbers = (f"{trace:.2f}", f"{fastest:.2f}", f"{plan.cost.step_seconds:.3g}", search.proven_optimal)
         lines.append(row(model, slice_name, kind, batch, plan.hardware.devices, *numbers))
     return "\n".join(lines)
 
@@ -346,6 +350,7 @@ def main() -> None:
         position=POSITION,
         min_part=MIN_PART,
         each=EVAL_DEVICES_PER_SEQUENCE,
+        searches=SEARCHES,
     )
     if arguments.output:
         Path(arguments.output).write_text(text, encoding="utf-8")
@@ -367,7 +372,8 @@ axes named after it.
 
 ## Solve time
 
-The times do not include imports. The step is traced once per model and workload.
+The times do not include imports. The step is traced once per model and workload; the search is the fastest of
+{searches}.
 
 {solve}
 

@@ -12,8 +12,7 @@ It holds every factorisation of the devices into (replica, data, model) and, for
 No array has a mesh axis twice. Every mesh axis of several devices shards some computation: along another one, devices
 would repeat the same work; such plans are in the space only where nothing else fits (`Space.allows_idle`). Unsharded in
 the compute sharding are the residual axis, axes that layers are stacked along, axes that attention sums over, and axes
-that a token chooses parameters by (experts). The user's pins and forbidden mappings override
-these choices.
+that a token chooses parameters by (experts). The user's pins and forbidden mappings override these choices.
 """
 
 import math
