@@ -372,8 +372,8 @@ axes named after it.
 
 ## Solve time
 
-The times do not include imports. The step is traced once per model and workload; the search is the fastest of
-{searches}.
+The times do not include imports. The step is traced once per model and workload. The time of the search is the
+shortest of {searches}.
 
 {solve}
 

@@ -22,7 +22,7 @@ from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
 
 POSITION, KEY_POSITION = "position", "key_position"
-"""Names of positions of queries and of keys, which Levanter's `Attention` has in its code."""
+"""The names that Levanter's `Attention` hard-codes for the positions of queries and of keys."""
 SUPPORTED_CALLS = (Attention.__call__, Olmo2Attention.__call__)
 """Implementations that `SequenceParallelAttention` can replace; those of other subclasses do more, such as sinks."""
 
@@ -94,9 +94,9 @@ class SequenceParallelAttention(Attention):
             kernel=self.method.kernel,
             layout=layout or SequenceOrder.CONTIGUOUS,
             hardware=self.method.hardware,
-            attention_dtype=jnp.float32 if self.config.upcast_attn else x.dtype,
-            scaling_factor=self.config.scaling_factor,
-            logits_soft_cap=self.config.logits_soft_cap,
+            attention_dtype=jnp.float32 if config.upcast_attn else x.dtype,
+            scaling_factor=config.scaling_factor,
+            logits_soft_cap=config.logits_soft_cap,
         )
         return self.o_proj(out.flatten_axes((config.KVHeads, config.QHeadsPerGroup), config.Heads).astype(x.dtype))
 

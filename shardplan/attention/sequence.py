@@ -42,8 +42,8 @@ class ShardedSequence(eqx.Module):
 def shard_sequence(example: LmExample, layout: SequenceLayout) -> ShardedSequence:
     """Reorder `example` to the order of `layout`, padded to the layout's length.
 
-    Positions are the last axis of the example's tokens. Of a mask, the last axis that tokens do not have is that of key
-    positions.
+    Positions are the last axis of the example's tokens. Key positions are the last axis of a mask that has their length
+    and that tokens do not have.
 
     Targets are taken before reordering, because afterwards the next element may be another token, or on another device.
 
@@ -61,7 +61,8 @@ def shard_sequence(example: LmExample, layout: SequenceLayout) -> ShardedSequenc
 
     def reorder(x: NamedArray) -> NamedArray:
         """Take every axis of positions, of queries and of keys, in the order of the layout."""
-        others = [axis.name for axis in x.axes if axis.name not in {each.name for each in tokens.axes}]
+        known = {axis.name for axis in tokens.axes}
+        others = [axis.name for axis in x.axes if axis.name not in known and axis.size == length]
         for name in {position, *others[-1:]} & {axis.name for axis in x.axes}:
             x = x.take(name, hax.named(jnp.asarray(np.where(order == PADDING, 0, order)), name))
         return x

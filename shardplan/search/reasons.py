@@ -58,7 +58,7 @@ class Rejection(StrEnum):
     SLOWER = "slower"
     """A lower bound of the time exceeds the times of the candidates kept so far."""
     IDLE = "idle"
-    """A mesh axis of several devices would shard no computation."""
+    """Devices along a mesh axis would repeat the same work, because it shards no computation."""
     DUPLICATE = "duplicate"
     """Every mapping puts a mesh axis on two dimensions of one array."""
 
@@ -85,7 +85,7 @@ class SearchStatistics:
 
 
 def caveats_of(assignment: ShardingAssignment) -> list[Caveat]:
-    """What limits the estimates of a sharding, whatever the workload."""
+    """Return the caveats that a sharding has under every workload."""
     sliced = [Caveat.SLICED_ACTIVATIONS] if assignment.sliced_mesh_axes else []
     return sliced + ([Caveat.REPEATED_WORK] if assignment.idle_mesh_axes else [])
 

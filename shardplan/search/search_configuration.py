@@ -29,8 +29,8 @@ RELAXATIONS: tuple[dict[str, Any], ...] = (
     {"allows_idle": True},
     {"allows_idle": True, "requires_kernel": False, "position_choices": POSITION_CHOICES},
 )
-"""Changes of the space, tried one after the other while nothing fits: mesh axes that shard no computation, and then
-also attention without a kernel."""
+"""What the space allows in addition while nothing fits, in this order: idle mesh axes, then also attention without a
+kernel."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class Space:
     requires_kernel: bool = True
     """Whether the space holds only plans under which a kernel can run attention."""
     allows_idle: bool = False
-    """Whether the space holds plans in which a mesh axis of several devices shards no computation."""
+    """Whether the space also holds plans in which devices along a mesh axis repeat the same work."""
     methods: tuple[AttentionMethod, ...] = METHODS
     """Attention methods for sharded positions; if empty, Levanter's own attention, which gathers keys and values."""
 

@@ -112,6 +112,9 @@ def test_positions_are_the_last_axis_of_tokens(example):
         assert renamed(one).axes == two.axes and (one.array == two.array).all()
     order = np.maximum(layout.positions(), 0)
     assert (sequence.mask.explicit_mask.array == allowed.array[order][:, order]).all()
+    by_head = hax.named(np.arange(2 * LENGTH).reshape(2, LENGTH) % 3 > 0, ("kv_head", "position"))
+    sequence = shard_sequence(replace(example, attn_mask=AttentionMask.explicit(by_head)), layout)
+    assert (sequence.mask.explicit_mask.array == by_head.array[:, order]).all()  # heads are no key positions
 
 
 def test_a_layout_of_another_length_is_refused(example):

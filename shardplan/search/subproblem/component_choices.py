@@ -37,7 +37,7 @@ class Choices(NamedTuple):
     components: list[list[ComponentChoice]]
     """[component][choice]"""
     required: MeshAxes = ()
-    """Mesh axes of which each must shard a computation in some component."""
+    """Mesh axes that at least one component must use in its computations."""
 
     def is_allowed(self, chosen: Iterable[ComponentChoice]) -> bool:
         """Whether `required` is met by one choice per component."""

@@ -91,10 +91,8 @@ class MeshSubproblem:
 
     @cached_property
     def required(self) -> MeshAxes:
-        """Mesh axes of several devices that must shard a computation of some component."""
-        used = {mesh_axis for mesh_axes in self.token_mapping.values() for mesh_axis in mesh_axes}
-        unused = (axis for axis, size in self.mesh.items() if size > 1 and axis not in used)
-        return () if self.space.allows_idle else tuple(unused)
+        """Mesh axes that batch and positions leave idle, so that some component must use them."""
+        return () if self.space.allows_idle else self.space.assignment(self.mesh, self.token_mapping, {}).idle_mesh_axes
 
     @cached_property
     def leaves_idle(self) -> bool:
