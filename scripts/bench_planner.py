@@ -408,9 +408,10 @@ search compares layouts by these estimates, too.
 ## Errors by family
 
 Of all programs of this page: the plans, the next best candidates, and the layouts written by hand; medians unless
-"worst". Bytes by kind are those of kinds of collectives with more than {min_part:.0%} of a step's bytes. Steps are
-compared where the compiler options are those that the estimates are for. The price of a ring's hops is that of
-measured runs (docs/log.md), so that these steps are estimated faster than by the compiler's cycles.
+"worst". Bytes by kind are those of kinds of collectives with more than {min_part:.0%} of a step's bytes. Bytes and
+steps of programs that are predicted not to fit are not compared: the compiler makes some of them fit by computing and
+gathering again. Steps are compared where the compiler options are those that the estimates are for. The price of a
+ring's hops is that of measured runs on v5p, and on other generations that of the compiler's cycles (docs/log.md).
 
 {accuracy}
 """

@@ -151,17 +151,18 @@ class Errors:
     peak: float | None
     """Of the peak memory of a device."""
     received: float | None
-    """Of the bytes that a device receives in a step."""
+    """Of the bytes that a device receives in a step; None too where the estimate does not fit, because the compiler
+    then recomputes and gathers again until its program fits."""
     by_kind: dict[str, float]
     """Kind of collective with at least `MIN_PART` of the bytes -> error of its bytes."""
     step: float | None
-    """Of the time of a step; None too where the compiler options are not those that the estimate is for."""
+    """Of the time of a step; None likewise, and where the compiler options are not those that the estimate is for."""
 
     @classmethod
     def of(cls, plan: Plan, options: Mapping[str, str], result: CompiledResult) -> "Errors":
         """The errors of the estimates of `plan` against what was compiled with `options`."""
         peak = plan.memory.peak / result.peak - 1 if result.peak else None
-        if result.seconds is None:
+        if result.seconds is None or not plan.memory.fits:
             return cls(peak, None, {}, None)
         predicted = by_kind((each.kind, each.bytes) for each in plan.cost.collectives)
         compiled = by_kind((kind, size) for kind, _, size, _ in result.collectives)

@@ -49,10 +49,13 @@ SCORE_PASSES = 3
 MERGE_PASSES = 2
 """Passes over the float32 output of a hop, at HBM bandwidth, to add it to the outputs of the hops before.
 
-Together with `HOP_SECONDS` fitted to measured steps (`tests/unit/test_strategy_cost.py`). The TPU compiler's cycles for
-long sequences amount to 14 to 20 passes; measured rings are not as slow (docs/log.md)."""
-HOP_SECONDS = 5e-5
-"""Time of a hop that does not depend on its size: a kernel starts, and looks up its blocks."""
+Together with `MEASURED_HOP_SECONDS` fitted to measured steps (`tests/unit/test_strategy_cost.py`). The TPU compiler's
+cycles for long sequences amount to 14 to 20 passes; measured rings are not as slow (docs/log.md)."""
+MEASURED_HOP_SECONDS = {"v5p": 5e-5}
+"""Generation -> time of a hop that does not depend on its size (a kernel starts, and looks up its blocks), where rings
+have been measured."""
+COMPILED_HOP_SECONDS = 1.5e-4
+"""The same time on the other generations: 0.1 to 0.2 ms by the cycles of the TPU compiler (docs/log.md)."""
 EXCHANGE_SLOWDOWN = 5.0
 """Time of the all-to-alls between heads and positions, relative to what the links of the torus allow.
 

@@ -87,7 +87,7 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
     """The least cost of `task` on one device, for the compute mapping and any mapping of parameters."""
     # where the stored sharding decides, it divides arrays by all devices at best
     devices = math.prod(assignment.mesh.values())
-    moved = _moved_bytes(task, assignment, lambda array: assignment.bytes(array, {}) / devices)
+    moved = _moved_bytes(task, assignment, lambda array: array.elements * array.itemsize / devices)
     rule = COMPUTE_COLLECTIVES[task.kind]
     traffic = _nonempty(rule(task, assignment)) if rule else ()
     if task.kind not in (TaskKind.CONTRACTION, TaskKind.ATTENTION):

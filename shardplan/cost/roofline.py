@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import assert_never
 
-from shardplan.cost.attention import EXCHANGE_SLOWDOWN, HOP_SECONDS, MERGE_PASSES
+from shardplan.cost.attention import COMPILED_HOP_SECONDS, EXCHANGE_SLOWDOWN, MEASURED_HOP_SECONDS, MERGE_PASSES
 from shardplan.cost.calibration import Calibration
 from shardplan.cost.collectives import Overlap, Purpose, Traffic
 from shardplan.cost.gspmd import DeviceCost, device_cost
@@ -68,7 +68,8 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
         case TaskKind.ATTENTION:
             products = KERNEL_PRODUCTS_OF_GRADIENTS if task.is_backward and cost.has_kernel else 1.0
             attention_seconds = products * cost.unmasked_fraction * cost.matmul.flops / flops_rate
-            merge_seconds = cost.ring_hops * (HOP_SECONDS + MERGE_PASSES * cost.hop_output_bytes / bandwidth)
+            hop_seconds = MEASURED_HOP_SECONDS.get(hardware.generation.name, COMPILED_HOP_SECONDS)
+            merge_seconds = cost.ring_hops * (hop_seconds + MERGE_PASSES * cost.hop_output_bytes / bandwidth)
             if not cost.has_kernel:
                 attention_seconds = max(attention_seconds, cost.unmasked_fraction * memory_seconds)
             return merge_seconds + attention_seconds

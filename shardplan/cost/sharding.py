@@ -116,9 +116,10 @@ class ShardingAssignment:
         result = []
         for name in array.majors:
             axes = mapped(name, mapping)
-            if not used.isdisjoint(axes):
-                axes = tuple(axis for axis in axes if axis not in used)
-            used.update(axes)
+            if axes:
+                if not used.isdisjoint(axes):
+                    axes = tuple(axis for axis in axes if axis not in used)
+                used.update(axes)
             result.append(axes)
         return result
 
