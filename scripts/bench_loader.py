@@ -29,6 +29,8 @@ from typing import Any
 
 from loader_peers import maxtext_load, orbax_load, preadv_load
 
+from shardplan.model.levanter_compat import LEVANTER_PACKAGES
+
 DEVICES = 8
 MESH = {"replica": 1, "data": 2, "model": 4}
 DTYPE = "bfloat16"
@@ -37,7 +39,7 @@ MODELS = ("shardplan", "levanter")
 """Loaders that return a Levanter model; of the arrays of the others only the bytes are counted."""
 BUDGET = 256 * 2**20
 """Host memory that shardplan may use beyond the model, bytes."""
-PACKAGES = ("jax", "haliax", "levanter", "numpy")
+PACKAGES = ("jax", *LEVANTER_PACKAGES, "numpy")
 MAX_TOUCHED_FRACTION = 0.9
 """Largest fraction of the free memory that is touched before a load; other processes keep the remainder."""
 TOUCHED_PER_MODEL_BYTE = 10

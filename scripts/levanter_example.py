@@ -12,11 +12,15 @@ from pathlib import Path
 
 import haliax as hax
 import jax
-import jmp
-import levanter
+import jax.numpy as jnp
+import levanter.config
+import levanter.trainer
 import numpy as np
+from haliax import NamedArray
+from levanter.layers.attention import AttentionMask
 from levanter.models.llama import LlamaConfig
-from levanter.models.lm_model import LmExample, LmHeadModel, compute_next_token_loss
+from levanter.models.lm_model import LmHeadModel
+from levanter.models.loss import next_token_loss
 from levanter.trainer import TrainerConfig
 
 # from levanter.compat.hf_checkpoints import HFCheckpointConverter   # the import for Levanter alone
@@ -34,35 +38,37 @@ class ExampleConfig:
 
 def main(config: ExampleConfig) -> None:
     """Print the mean loss of the first batch of documents."""
-    levanter.initialize(config)
+    levanter.trainer.initialize(config)
     trainer = config.trainer
     converter = HFCheckpointConverter(LlamaConfig, reference_checkpoint=config.hf_checkpoint)
     model_config = converter.default_config
     with trainer.use_device_mesh(), hax.axis_mapping(trainer.parameter_axis_mapping):
         model = converter.load_pretrained(model_config.model_type, dtype=trainer.mp.param_dtype)
-        examples = first_batch(config, converter, hax.Axis(trainer.batch_axis, trainer.eval_batch_size))
-        loss = hax.named_jit(mean_loss, axis_resources=trainer.compute_axis_mapping)(model, examples, trainer.mp)
+        tokens, weights = first_batch(config, converter, trainer.EvalBatch, model.Pos)
+        compute_loss = hax.named_jit(mean_loss, axis_resources=trainer.compute_axis_mapping)
+        loss = compute_loss(trainer.mp.cast_to_compute(model), tokens, weights)
         print(f"loss per token: {float(loss):.4f}")
 
 
-def mean_loss(model: LmHeadModel, example: LmExample, policy: jmp.Policy) -> jax.Array:
-    """Return the mean next-token loss in nats, a scalar."""
-    # Levanter's own mean passes a float mask to jnp.mean, which JAX 0.10 refuses
-    losses = compute_next_token_loss(policy.cast_to_compute(model), example, reduction=None)
-    return (hax.sum(losses) / hax.sum(example.loss_mask)).scalar()
+def mean_loss(model: LmHeadModel, tokens: NamedArray, weights: NamedArray) -> jax.Array:
+    """Return the mean loss of next tokens in nats, a scalar, for int32[batch, position] `tokens`."""
+    activations = model.activations(tokens, AttentionMask.causal())
+    logits = hax.dot(activations, model.get_lm_head(), axis=model.Embed).astype(jnp.float32)
+    losses = next_token_loss(model.Pos, model.Vocab, logits, tokens, weights, reduction=None)
+    return (hax.sum(losses) / hax.sum(weights)).scalar()
 
 
-def first_batch(config: ExampleConfig, converter: HFCheckpointConverter, batch: hax.Axis) -> LmExample:
-    """Return the first tokens of the first documents, int32[batch, position], and a mask of the tokens to predict."""
-    position = converter.default_config.Pos
+def first_batch(
+    config: ExampleConfig, converter: HFCheckpointConverter, batch: hax.Axis, position: hax.Axis
+) -> tuple[NamedArray, NamedArray]:
+    """Return the first tokens of the first documents, int32[batch, position], and 1.0 for those with a next token."""
     tokens = np.zeros((batch.size, position.size), np.int32)
-    present = np.zeros((batch.size, position.size), np.float32)
+    weights = np.zeros((batch.size, position.size), np.float32)
     for row, line in enumerate(Path(config.text).read_text().splitlines()[: batch.size]):
         ids = converter.tokenizer(json.loads(line)["text"])["input_ids"][: position.size]
         tokens[row, : len(ids)] = ids
-        present[row, : len(ids) - 1] = 1  # the last token has no next one
-    axes = (batch, position)
-    return LmExample(tokens=hax.named(tokens, axes), loss_mask=hax.named(present, axes))
+        weights[row, : len(ids) - 1] = 1
+    return hax.named(tokens, (batch, position)), hax.named(weights, (batch, position))
 
 
 if __name__ == "__main__":

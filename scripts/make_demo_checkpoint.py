@@ -37,19 +37,22 @@ import optax
 from haliax.state_dict import flatten_modules_for_export, to_state_dict
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
-from levanter.models.loss import maybe_fused_next_token_loss
+from levanter.models.loss import next_token_loss
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from shardplan.model.levanter_compat import LENGTH_FIELD
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 VOCAB = hax.Axis("vocab", 2048)
 HELDOUT_EVERY = 10
 MIN_DOCUMENT_CHARS = 200
+POSITIONS = 256
 SHARDS = 4
 PROGRESS_SECONDS = 4.0
 
 MODEL = LlamaConfig(
-    seq_len=256,
+    **{LENGTH_FIELD: POSITIONS},
     hidden_dim=256,
     intermediate_dim=512,
     num_layers=3,
@@ -92,7 +95,7 @@ def main() -> None:
     tokenizer = train_tokenizer(list(train_texts.values()))
     stream = np.concatenate([encode(tokenizer, text) for text in train_texts.values()])
     log(f"{len(train_texts)} documents to train on ({len(stream):,} tokens), {len(heldout)} held out")
-    windows = random_windows(stream, Recipe.batch, MODEL.seq_len, np.random.default_rng(arguments.seed))
+    windows = random_windows(stream, Recipe.batch, POSITIONS, np.random.default_rng(arguments.seed))
     model = train(initial_model(arguments.seed), Recipe(arguments.steps), windows)
     save(arguments.output, model, tokenizer, heldout)
     log(f"{arguments.output} made in {time.monotonic() - started:.0f} s")
@@ -166,9 +169,8 @@ def mean_loss(model: LlamaLMHeadModel, tokens: jax.Array) -> jax.Array:
     """Return the mean loss (nats, scalar) of the next tokens of int32[batch, position] `tokens`."""
     ids = hax.named(tokens, (hax.Axis("batch", tokens.shape[0]), model.Pos))
     activations = model.activations(ids, AttentionMask.causal())
-    losses = maybe_fused_next_token_loss(
-        model.Pos, model.Embed, model.Vocab, activations, model.get_lm_head(), ids, reduction=None
-    )
+    logits = hax.dot(activations, model.get_lm_head(), axis=model.Embed).astype(jnp.float32)
+    losses = next_token_loss(model.Pos, model.Vocab, logits, ids, reduction=None)
     return jnp.sum(losses.array) / (tokens.shape[0] * (tokens.shape[1] - 1))  # the last token has no next one
 
 

@@ -1,6 +1,7 @@
 """python3 scripts/run.py demo | test
 
-Needs nothing but Python 3.11+ and a package registry: makes .venv with the versions of scripts/constraints.txt, then
+Needs nothing but Python 3.11+ and a package registry. Makes an environment for the Python that runs it, such as
+.venv-3.12, with the versions of scripts/constraints*.txt: levanter on Python 3.11, marin-levanter on later ones. Then
 
   demo   trains a small Llama on the text CPython ships, and evaluates it with shardplan on 8 virtual CPU devices
   test   runs the linters, the type checker, the import contracts and the tests
@@ -15,8 +16,10 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = ROOT / ".venv"
-CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
+ENVIRONMENT = ROOT / f".venv-{sys.version_info.major}.{sys.version_info.minor}"
+CONSTRAINTS = ROOT / "scripts" / ("constraints-levanter.txt" if sys.version_info < (3, 12) else "constraints-marin.txt")
+PACKAGES = ("levanter", "marin-levanter", "haliax", "marin-haliax", "jax", "libtpu", "transformers")
+"""Packages whose versions are printed."""
 
 DEMO = (
     ("python", "scripts/make_demo_checkpoint.py", "--output", "build/demo"),
@@ -42,6 +45,7 @@ def main() -> int:
         return 2
     started = time.monotonic()
     install()
+    print(f"+ {describe_environment()}", flush=True)
     binaries = ENVIRONMENT / "bin"
     environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
     for step in COMMANDS[sys.argv[1]]:
@@ -50,7 +54,7 @@ def main() -> int:
         if code != 0:
             print(f"scripts/run.py: {' '.join(step)} failed with exit code {code}", file=sys.stderr)
             return code
-    print(f"{sys.argv[1]}: success in {time.monotonic() - started:.0f} s", flush=True)
+    print(f"{sys.argv[1]}: success in {time.monotonic() - started:.0f} s, with {describe_environment()}", flush=True)
     return 0
 
 
@@ -60,11 +64,22 @@ def install() -> None:
     stamp = ENVIRONMENT / "requirements.sha256"
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    print("+ making .venv (about two minutes: JAX, Levanter and what they need)", flush=True)
+    print(f"+ making {ENVIRONMENT.name} (a few minutes: JAX, Levanter and what they need)", flush=True)
     venv.create(ENVIRONMENT, with_pip=True, clear=True)
     pip = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--no-input"]
     subprocess.run([*pip, "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[test,verify]"], check=True)
     stamp.write_text(wanted)
+
+
+def describe_environment() -> str:
+    """The version of Python, and those of `PACKAGES` that the environment has."""
+    code = (
+        "from importlib.metadata import distributions as d; "
+        f"print(*sorted({{x.name + ' ' + x.version for x in d() if x.name in {PACKAGES}}}), sep=', ')"
+    )
+    python = str(ENVIRONMENT / "bin" / "python")
+    packages = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    return f"Python {sys.version.split()[0]}, {packages}"
 
 
 if __name__ == "__main__":

@@ -10,11 +10,15 @@ if TYPE_CHECKING:
     from shardplan.checkpoint.best_effort import best_effort_sharding
     from shardplan.checkpoint.load import HFCheckpointConverter, load_pretrained
     from shardplan.config import load_config
+    from shardplan.levanter_patch import patch_levanter
     from shardplan.plan import Plan
     from shardplan.search.make_plan import make_plan
 
 __version__ = "0.1.0"
-__all__ = ["HFCheckpointConverter", "Plan", "best_effort_sharding", "load_config", "load_pretrained", "make_plan"]
+__all__ = [
+    "HFCheckpointConverter", "Plan", "best_effort_sharding", "load_config", "load_pretrained", "make_plan",
+    "patch_levanter",
+]  # fmt: skip
 
 _MODULES = {
     "HFCheckpointConverter": "shardplan.checkpoint.load",
@@ -23,6 +27,7 @@ _MODULES = {
     "load_config": "shardplan.config",
     "load_pretrained": "shardplan.checkpoint.load",
     "make_plan": "shardplan.search.make_plan",
+    "patch_levanter": "shardplan.levanter_patch",
 }
 """Public name -> the module that defines it."""
 

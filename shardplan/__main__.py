@@ -1,5 +1,6 @@
 """`shardplan COMMAND ...`, the same as `python -m shardplan.COMMAND ...`."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -50,6 +51,8 @@ def main(command: str | None = None, argv: Sequence[str] | None = None) -> int:
         print(f"shardplan: unknown command {command!r}; {nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
     defer_unused_packages()
+    # transformers 5 logs that it has no PyTorch, which nothing here needs
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     module = f"shardplan.commands.{COMMANDS[command]}"
     return run(command, lambda argv: import_module(module).main(argv), given)
 

@@ -22,6 +22,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shardplan.__main__ import main
+from shardplan.model.levanter_compat import IS_MARIN, LENGTH_FIELD, LOSS_WEIGHT_FIELD
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -29,6 +30,38 @@ ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "data"
 LLAMA_CONFIG = "llama-3.1-8b"
 MODEL_TYPES = sorted(path.name for path in GOLDEN.iterdir())
+
+
+def levanter_config(kind: type, length: int, **values):
+    """A Levanter model configuration for sequences of `length` tokens, in the installed version."""
+    return kind(**{LENGTH_FIELD: length}, **values)
+
+
+@pytest.fixture
+def patched_levanter(monkeypatch):
+    """Levanter as `shardplan.patch_levanter` makes it, until the end of the test."""
+    from levanter.compat.hf_checkpoints import HFCheckpointConverter
+    from levanter.models import loss
+
+    from shardplan import levanter_patch
+
+    monkeypatch.setattr(HFCheckpointConverter, "load_pretrained", HFCheckpointConverter.load_pretrained)
+    monkeypatch.setattr(loss, levanter_patch.FUSED_LOSS, getattr(loss, levanter_patch.FUSED_LOSS, None), raising=False)
+    levanter_patch.patch_levanter()
+
+
+def loss_weights(example):
+    """The weight of each token's loss in a Levanter example."""
+    return getattr(example, LOSS_WEIGHT_FIELD)
+
+
+def levanter_losses(model, example):
+    """The loss of every next token by Levanter's own function."""
+    if IS_MARIN:
+        return model.compute_next_token_loss(example, reduction=None)
+    from levanter.models.lm_model import compute_next_token_loss
+
+    return compute_next_token_loss(model, example, reduction=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

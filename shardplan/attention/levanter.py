@@ -16,6 +16,7 @@ from levanter.models.olmo import Olmo2Attention
 
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError
+from shardplan.model.levanter_compat import attention_window
 from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import SequenceLayout
@@ -80,6 +81,9 @@ class SequenceParallelAttention(Attention):
         q, k, v = self._compute_qkv(x, key=None, pos_ids=pos_ids)
         k, v = (each.rename({POSITION: KEY_POSITION}) for each in (k, v))
         config = self.config
+        window = attention_window(config)
+        if window is not None and isinstance(mask, AttentionMask):
+            mask = mask.with_sliding_window(window)
         out = dot_product_attention(
             POSITION,
             KEY_POSITION,

@@ -11,6 +11,7 @@ from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.axes import AxisRoles
 from shardplan.errors import ConfigError
+from shardplan.model.levanter_compat import bidirectional_window
 from shardplan.positions.pattern import PADDING, Pattern
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 
@@ -24,8 +25,10 @@ def static_pattern(mask: AttentionMask, prefix: int) -> Pattern:
         prefix: with a causal mask, the number of first positions that all queries may attend to.
 
     Raises:
-        ConfigError: the prefix is not known while tracing.
+        ConfigError: the prefix is not known while tracing, or the mask has a window to both sides.
     """
+    if bidirectional_window(mask) is not None:
+        raise ConfigError("attention: windows to both sides of a query are not supported; use an explicit mask")
     if not isinstance(prefix, int | np.integer):
         raise ConfigError(
             "attention: prefix must be one number, known while tracing; use an explicit mask for other prefixes"

@@ -15,6 +15,7 @@ from levanter.models.loss import cross_entropy_and_logsumexp_penalty
 from shardplan.attention.levanter import accept_layout
 from shardplan.errors import ConfigError
 from shardplan.model.forward import project_to_vocab
+from shardplan.model.levanter_compat import LOSS_WEIGHT_ARGUMENT, LOSS_WEIGHT_FIELD
 from shardplan.positions.pattern import PADDING
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 
@@ -81,7 +82,7 @@ def shard_sequence(example: LmExample, layout: SequenceLayout) -> ShardedSequenc
         tokens=reorder(tokens),
         targets=reorder(hax.roll(tokens, -1, position)),
         positions=positions,
-        loss_mask=reorder(example.loss_mask) * has_target,
+        loss_mask=reorder(getattr(example, LOSS_WEIGHT_FIELD)) * has_target,
         mask=mask,
         layout=layout,
     )
@@ -121,8 +122,9 @@ def next_token_losses(module: Any, sequence: ShardedSequence, soft_cap: float | 
     """
     logits = project_to_vocab(module, sequence_activations(module, sequence), soft_cap)
     targets = hax.nn.one_hot(sequence.targets, module.Vocab, dtype=jnp.float32)
+    weights = {LOSS_WEIGHT_ARGUMENT: sequence.loss_mask}
     return cross_entropy_and_logsumexp_penalty(
-        Vocab=module.Vocab, pred_y=logits, target_y=targets, reduction=None, where=sequence.loss_mask
+        Vocab=module.Vocab, pred_y=logits, target_y=targets, reduction=None, **weights
     )
 
 

@@ -98,7 +98,11 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
     """
     hardware = parse_slice(plan.hardware.slice)
     path = config.model.config
-    stored = _read_checkpoint(config.model.ref, model) if path is None else _assume_checkpoint(path, model)
+    stored = (
+        _read_checkpoint(config.model.ref, model)
+        if path is None
+        else _assume_checkpoint(path, config.model.levanter_class, model)
+    )
     program = stored.program
     _, views, specs = to_stored_order(program.views, array_specs(model.template, plan.param_mapping, program))
     sources = {name: TensorSource(*stored.locations[name], stored.dtypes[name].itemsize) for name in program.tensors}
@@ -122,10 +126,10 @@ def _read_checkpoint(ref: str, model: Model) -> _StoredModel:
     return _StoredModel(folder.ref, program, dtypes, locations)
 
 
-def _assume_checkpoint(config_path: str, model: Model) -> _StoredModel:
+def _assume_checkpoint(config_path: str, own_class: str | None, model: Model) -> _StoredModel:
     """Lay out all tensors of a config.json in one file, in the type that it names."""
     program = trace_program(model.template)
-    config_json = read_config(config_path, None)
+    config_json = read_config(config_path, None, own_class)
     dtype = np.dtype(jnp.dtype(config_json.get("torch_dtype") or config_json.get("dtype") or "bfloat16"))
     sizes = (math.prod(shape) * dtype.itemsize for shape in program.tensors.values())
     offsets = itertools.accumulate(sizes, initial=0)

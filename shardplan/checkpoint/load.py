@@ -17,7 +17,6 @@ from haliax.partitioning import ResourceMapping, current_thread_local_mapping, p
 from jax.sharding import Mesh, PartitionSpec
 from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
 from levanter.compat.hf_checkpoints import RepoRef
-from transformers import AutoConfig
 
 from shardplan.checkpoint.best_effort import best_effort_sharding
 from shardplan.checkpoint.format.header import Tensor
@@ -31,7 +30,16 @@ from shardplan.errors import CheckpointError, ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
-from shardplan.model.registry import SUPPORTED_MODELS, abstract_module, build_model, levanter_config_class
+from shardplan.model.levanter_compat import RESIZES_VOCAB
+from shardplan.model.own_model import CLASS_KEY
+from shardplan.model.registry import (
+    SUPPORTED_MODELS,
+    abstract_module,
+    build_model,
+    levanter_config_class,
+    own_class_name,
+    transformers_config,
+)
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh
@@ -77,7 +85,8 @@ def load_pretrained(
     if plan is not None and axis_mapping is not None:
         raise ConfigError("load_pretrained takes a plan or an axis_mapping, not both")
     folder = open_folder(str(ref))
-    template = _make_template(read_config(None, folder), config)
+    own_class = None if config is None else own_class_name(type(config))
+    template = _make_template(read_config(None, folder, own_class), config)
     if plan is not None:
         _check_plan(plan, template)
     mesh = make_mesh(parse_slice(plan.hardware.slice), plan.mesh) if plan is not None else _current_mesh()
@@ -97,7 +106,7 @@ class HFCheckpointConverter(LevanterConverter):
         ref: Any = None,
         config: Any = None,
         axis_mapping: ResourceMapping | None = None,
-        resize_vocab_to_match_tokenizer: bool = True,
+        resize_vocab_to_match_tokenizer: bool = RESIZES_VOCAB,
         dtype: Any = None,
     ) -> Any:
         """Stream a checkpoint into the shardings of `axis_mapping` (default: the current one, else best effort).
@@ -106,8 +115,8 @@ class HFCheckpointConverter(LevanterConverter):
         """
         del lm_model_cls  # Levanter ignores it too: the configuration names the class
         folder = open_folder(str(ref or self.reference_checkpoint))
-        hf_config = read_config(None, folder)
-        template = _make_template(hf_config, config if config is not None else self._custom_config(hf_config))
+        hf_config = read_config(None, folder, own_class_name(self.LevConfigClass))
+        template = _make_template(hf_config, config if config is not None else _custom_config(self, hf_config))
         mapping = _mapping_or_current(axis_mapping)
         model, _ = stream_checkpoint(template, folder, _current_mesh(), mapping, dtype)
         if resize_vocab_to_match_tokenizer and model.Vocab.size != self.Vocab.size:
@@ -115,23 +124,27 @@ class HFCheckpointConverter(LevanterConverter):
             model = resize(model)
         return model
 
-    def _custom_config(self, hf_config: dict[str, Any]) -> Any:
-        """Return the configuration of a user's own class; None if the class is Levanter's for the model type.
 
-        `build_model` makes the latter from config.json, and corrects what Levanter reads differently.
-        """
-        model_type = hf_config["model_type"]
-        if model_type in SUPPORTED_MODELS and self.LevConfigClass is levanter_config_class(model_type):
-            return None
-        return self.config_from_hf_config(self.HfConfigClass(**hf_config))
+def _custom_config(converter: Any, hf_config: dict[str, Any]) -> Any:
+    """Return the configuration of a user's own class; None if the class is Levanter's for the model type.
+
+    `build_model` makes the latter from config.json, and corrects what Levanter reads differently.
+    """
+    model_type = hf_config["model_type"]
+    if model_type in SUPPORTED_MODELS and converter.LevConfigClass is levanter_config_class(model_type):
+        return None
+    values = {key: value for key, value in hf_config.items() if key != CLASS_KEY}
+    return converter.config_from_hf_config(converter.HfConfigClass(**values))
 
 
 def _make_template(hf_config: dict[str, Any], config: Any) -> Any:
     """Make the model without weights, of a Levanter configuration, or of config.json if `config` is None."""
     if config is None:
         return build_model(hf_config, position=1).template
-    vocab = hax.Axis("vocab", AutoConfig.for_model(**hf_config).vocab_size)
-    return abstract_module(config, vocab)
+    size = getattr(transformers_config(hf_config), "vocab_size", None)
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"config.json: vocab_size is {size!r}; it must be a positive integer")
+    return abstract_module(config, hax.Axis("vocab", size))
 
 
 def _check_plan(plan: Plan, template: Any) -> None:
@@ -227,11 +240,30 @@ def match_tensors(template: Any, tensors: Mapping[str, Tensor], where: str) -> S
         CheckpointError: the checkpoint does not match the model.
     """
     expected = expected_tensors(template)
-    program = trace_program(template, _find_prefix(tensors, expected), expected)
+    prefix = _find_prefix(tensors, expected)
+    prefixed = {f"{prefix}.{name}" if prefix else name: shape for name, shape in expected.items()}
+    program = trace_program(template, prefixed, prefix)
+    if not program.tensors.keys() <= tensors.keys():
+        program = _trace_stored_names(template, tensors, prefix) or program
     # where the output head is the embedding, some checkpoints hold a copy of it
     ignored = {"lm_head.weight"} if getattr(template, "lm_head", None) is None else set()
     check_tensors(tensors, program.tensors, where, ignored)
     return program
+
+
+def _trace_stored_names(template: Any, tensors: Mapping[str, Tensor], prefix: str | None) -> StateDictProgram | None:
+    """Trace the conversion of tensors by the names that they have; None if Levanter does not read these.
+
+    A converter may read more names than those that it writes, such as those of older checkpoints.
+    """
+    try:
+        program = trace_program(template, {name: tensor.shape for name, tensor in tensors.items()}, prefix)
+    except (CheckpointError, TypeError, ValueError):  # of Haliax and JAX: tensors of other shapes
+        return None
+    if any(program.views[p.path].shape != tuple(p.axes.values()) for p in parameters_of(template)):
+        return None
+    read = {piece.tensor for view in program.views.values() for piece in view.pieces}
+    return StateDictProgram({name: shape for name, shape in program.tensors.items() if name in read}, program.views)
 
 
 def _file_versions(checkpoint: tuple[dict[str, Tensor], StateDictProgram]) -> dict[str, str]:

@@ -32,6 +32,7 @@ from shardplan.checkpoint.mapping.views import Piece, Shape
 from shardplan.checkpoint.target import CONFIG, LEVANTER_METADATA, claim_target, complete_target, write_file
 from shardplan.errors import CheckpointError, ConfigError, one_line
 from shardplan.model.inspect import named_leaves
+from shardplan.model.levanter_compat import CHECKPOINT_FILES, CHECKPOINT_MODEL
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_group import ProcessGroup, open_process_group
 from shardplan.runtime.process_progress import shared_progress
@@ -42,8 +43,6 @@ FILE_BYTES = 5 * 10**9
 """About the bytes of tensors in a file; the size that transformers uses."""
 MAX_UNWRITTEN_TENSORS = 2
 """Most tensors of one process that are gathered and not yet written."""
-LEVANTER_MODEL = "model"
-"""The part of a Levanter checkpoint that has the arrays."""
 LEVANTER_TIMEOUT_S = 3600
 """Seconds that processes wait for each other's part of a Levanter checkpoint."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -76,10 +75,10 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
         ConfigError: the folder holds a checkpoint already, or cannot be written to.
     """
     # Levanter's `load_checkpoint` reads arrays only, and several processes cannot write Python values such as bools
-    tree = {LEVANTER_MODEL: eqx.filter(model, eqx.is_array)}
+    tree = {CHECKPOINT_MODEL: eqx.filter(model, eqx.is_array)}
     with open_process_group() as processes:
         # arrays of an interrupted run may have other types, and tensorstore does not replace these
-        claim = claim_target(ref, (CONFIG, LEVANTER_METADATA, f"{LEVANTER_MODEL}/"), processes, is_levanter=True)
+        claim = claim_target(ref, (CONFIG, LEVANTER_METADATA, *CHECKPOINT_FILES), processes, is_levanter=True)
         target = claim.folder
         manager = GlobalAsyncCheckpointManager(timeout_secs=LEVANTER_TIMEOUT_S)
         try:

@@ -58,7 +58,7 @@ def prepare(config: LoadingConfig, plan: Plan | None) -> Session:
     hardware = parse_slice(config.hardware.slice)
     start_devices(hardware.name, hardware.devices, hardware.is_cpu)
     folder = open_folder(config.model.ref)
-    model = build_model(read_config(config.model.config, folder), config.workload.position)
+    model = build_model(read_config(config.model.config, folder, config.model.levanter_class), config.workload.position)
     plan = plan or make_plan(config, model)
     check_model(plan, model)
     return Session(config, folder, model, plan, make_mesh(hardware, plan.mesh))

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
 
     def on_plan(plan: Plan) -> None:
         if is_first_process():
-            output_plan(plan, config.json)
+            output_plan(plan, config.json, config.levanter_schema)
         if config.verify:  # in every process, so that all of them stop if the plan does not fit
             with open(os.devnull, "w") as nowhere:
                 out = side_stream(config.json)

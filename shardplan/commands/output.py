@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, TextIO
 
 from shardplan.errors import ConfigError
+from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.plan import Plan
 from shardplan.runtime.writable import check_writable, write_text
 
@@ -49,13 +50,17 @@ def check_outputs(inputs: Iterable[str], **targets: str | None) -> None:
         used.add(path)
 
 
-def output_plan(plan: Plan, json_target: str | None) -> None:
-    """Print the plan's tables, or with `-` its JSON; any other `json_target` is a file that gets the JSON as well."""
+def output_plan(plan: Plan, json_target: str | None, schema: TrainerSchema) -> None:
+    """Print the plan's tables, or with `-` its JSON; any other `json_target` is a file that gets the JSON as well.
+
+    Args:
+        schema: that of the trainer section in the tables.
+    """
     if json_target == "-":
         write_json(plan.to_json(), json_target)
         return
     from shardplan.report import tables
 
-    tables.print_plan(plan, tables.console(sys.stdout))
+    tables.print_plan(plan, tables.console(sys.stdout), schema)
     if json_target is not None:
         write_json(plan.to_json(), json_target)

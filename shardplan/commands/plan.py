@@ -69,7 +69,7 @@ def plan_and_print(config: PlanCommand) -> None:
     others = dataclasses.replace(config, mesh=requested.mesh)
     try:
         plan = given or _search(config, model)
-        output_plan(plan, config.json)
+        output_plan(plan, config.json, config.levanter_schema)
         explain(others, plan, model)
     finally:  # also without a plan: then other settings are of most interest
         if config.what_if and model:

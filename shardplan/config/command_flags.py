@@ -14,6 +14,7 @@ from shardplan.config.sections import (
     check_minimum,
 )
 from shardplan.errors import ConfigError
+from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
 from shardplan.plan.workload import Workload, raise_first
 
 
@@ -33,9 +34,12 @@ class PlanConfig:
     forbid: tuple[str, ...] = ()
     """What the plan must not shard: vocab (in computations), params.vocab (stored), or, over some mesh axes only,
     mlp=replica and params.mlp=data."""
-    levanter_yaml: bool = False
-    """Only plans that Levanter's trainer section can express: one mesh axis per logical axis, the batch over replica
-    and data, positions unsharded."""
+    expressible: bool = False
+    """Only plans that the flat schema of Levanter's trainer section can express: one mesh axis per logical axis, the
+    batch over replica and data, positions unsharded. What this costs is printed."""
+    levanter_schema: TrainerSchema = INSTALLED_SCHEMA
+    """Schema of the trainer section that is printed: flat (levanter 1.2) or mesh (marin-levanter); default: that of the
+    installed Levanter."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
     """Keys that a file or the command line set, by dotted name; not a key itself."""
     files: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={NO_KEY: True})

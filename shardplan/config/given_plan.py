@@ -25,7 +25,7 @@ def load_given_plan(config: C) -> tuple[C, Plan | None]:
     """
     if config.plan is None:
         return config, None
-    for name in ("pin", "forbid", "levanter_yaml"):
+    for name in ("pin", "forbid", "expressible"):
         if getattr(config, name):
             raise ConfigError(f"{name} is for planning, and plan {config.plan} is given; leave one of the two out")
     plan, keys = Plan.load(config.plan), keys_of(PlanConfig)
@@ -44,7 +44,10 @@ def load_given_plan(config: C) -> tuple[C, Plan | None]:
         replace(
             config,
             model=replace(
-                config.model, ref=config.model.ref or plan.model.ref, config=config.model.config or plan.model.config
+                config.model,
+                ref=config.model.ref or plan.model.ref,
+                config=config.model.config or plan.model.config,
+                levanter_class=config.model.levanter_class or plan.model.levanter_class,
             ),
             hardware=HardwareConfig(plan.hardware.slice),
             mesh=MeshConfig(**plan.mesh),

@@ -28,6 +28,9 @@ class ModelConfig:
     config: str | None = None
     """A config.json, or the name of a bundled model such as llama-3.1-8b, to plan from when the checkpoint itself is
     not at hand; default: the one of model.ref."""
+    levanter_class: str | None = None
+    """The Levanter configuration class of your own model, as package.module:Class; default: the one for the model_type
+    of the config.json."""
 
 
 @dataclass(frozen=True)

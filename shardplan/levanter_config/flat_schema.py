@@ -1,9 +1,16 @@
 """Parses the flat schema of Levanter's trainer section: `model_axis_size`, `axis_resources`, `fsdp_axis`, ...
 
-This is the schema of Levanter 1.2.dev1644, which shardplan runs on.
+This is the schema of levanter 1.2.dev1644.
 """
 
-from shardplan.levanter_config.schema import BATCH_MESH_AXES, ParsedSchema, count_text, devices_text, divide_by_sizes
+from shardplan.levanter_config.schema import (
+    BATCH_MESH_AXES,
+    ParsedSchema,
+    count_text,
+    devices_text,
+    divide_by_sizes,
+    merge_entries,
+)
 from shardplan.levanter_config.section import MappingEntry, SectionReader
 from shardplan.plan.mesh_axes import MESH_AXES
 
@@ -54,4 +61,6 @@ def parse_flat_schema(trainer: SectionReader, devices: int, slices: int) -> Pars
     # they say
     fsdp = trainer.axis_names("fsdp_axis", DEFAULT_FSDP_AXIS)
     params += [MappingEntry("trainer.fsdp_axis", axis, ["data"]) for axis in fsdp]
-    return ParsedSchema(mesh, compute, params, batch_axis or "batch", mesh["replica"] * mesh["data"])
+    batch_axis = batch_axis or "batch"
+    is_batch_mapped = bool(merge_entries(compute).get(batch_axis))
+    return ParsedSchema(mesh, compute, params, batch_axis, is_batch_mapped, mesh["replica"] * mesh["data"])

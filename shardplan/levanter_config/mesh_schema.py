@@ -1,9 +1,11 @@
 """Parses the mesh schema of Levanter's trainer section: `mesh.axes`, `mesh.shared_mapping`, ...
 
-Versions of Levanter later than 1.2.dev1644 have this schema.
+marin-levanter has this schema. A logical axis is mapped to a mesh axis, to a list of mesh axes, or to null, which
+replicates it.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shardplan.errors import ConfigError
@@ -23,8 +25,9 @@ from shardplan.plan.mesh_axes import MESH_AXES
 
 MESH_KEYS = ("axes", "batch_axis_name", "compute_mapping", "dcn_axes", "param_mapping", "shared_mapping")
 """Keys of the `mesh` section."""
-DCN_AXIS = "replica_dcn"
-"""Mesh axis of the `mesh` schema across slices; in a plan's mesh it is the major part of `replica`."""
+DCN_AXES = {"replica": "replica_dcn", "data": "data_dcn"}
+"""Mesh axis of a plan -> the mesh axis of the `mesh` schema that is the major part of it, across slices. Levanter's own
+is `replica_dcn`, which takes the slices that others leave; any name can be added."""
 DEFAULT_SHARED_AXES = ("mlp", "heads")
 """Logical axes that `shared_mapping` maps to model if the file omits them."""
 
@@ -37,8 +40,9 @@ def parse_mesh_schema(section: SectionReader, devices: int, slices: int) -> Pars
         ConfigError: a value of the wrong type, or a mesh that is not replica x data x model.
     """
     section.check_keys(MESH_KEYS, "unknown key")
-    mesh = _mesh(section, devices, slices)
-    names = (*MESH_AXES, DCN_AXIS)
+    within = _sizes_within_slice(section.subsection("axes"), devices, slices)
+    across = _sizes_across_slices(section.subsection("dcn_axes"), slices)
+    names = (*MESH_AXES, *dict.fromkeys((DCN_AXES["replica"], *section.subsection("dcn_axes").values)))
     defaults = [MappingEntry(f"{section.name}.shared_mapping.{axis}", axis, ["model"]) for axis in DEFAULT_SHARED_AXES]
     shared = defaults + section.mapping_entries("shared_mapping", {}, names)
     own = section.mapping_entries("compute_mapping", {}, names)
@@ -46,36 +50,46 @@ def parse_mesh_schema(section: SectionReader, devices: int, slices: int) -> Pars
     batch = []
     if batch_axis is not None and batch_axis not in {entry.axis for entry in shared}:
         # a batch axis of another name gets the mesh axes of `batch`
-        mesh_axes = merge_entries(own).get("batch", [DCN_AXIS, *BATCH_MESH_AXES])
+        mesh_axes = merge_entries(own).get("batch", [DCN_AXES["replica"], *BATCH_MESH_AXES])
         batch = [MappingEntry(f"{section.name}.batch_axis_name", batch_axis, mesh_axes)]
     params = section.mapping_entries("param_mapping", {"embed": ["data"]}, names)
 
-    def merge_dcn(entries: list[MappingEntry]) -> list[MappingEntry]:
-        return [replace(e, mesh_axes=_merge_dcn(e.axis, e.mesh_axes, mesh["replica"], slices)) for e in entries]
+    def merge(entries: list[MappingEntry]) -> list[MappingEntry]:
+        return [replace(e, mesh_axes=_merge_dcn(e.axis, e.mesh_axes, within, across)) for e in entries]
 
-    compute, params = merge_dcn(shared + batch + own), merge_dcn(shared + params)
-    mesh["replica"] *= slices
     batch_axis = batch_axis or "batch"
+    is_batch_mapped = bool(merge_entries(shared + batch + own).get(batch_axis))
+    compute, params = merge(shared + batch + own), merge(shared + params)
+    mesh = {axis: size * across.get(axis, 1) for axis, size in within.items()}
     batch_shards = math.prod(mesh[mesh_axis] for mesh_axis in sharded_axes(compute).get(batch_axis, []))
-    return ParsedSchema(mesh, compute, params, batch_axis, batch_shards)
+    return ParsedSchema(mesh, compute, params, batch_axis, is_batch_mapped, batch_shards)
 
 
-def _mesh(section: SectionReader, devices: int, slices: int) -> dict[str, int]:
-    """Read the sizes of the mesh axes within one slice, and check those across slices."""
-    dcn_axes = section.subsection("dcn_axes")
+def _sizes_across_slices(dcn_axes: SectionReader, slices: int) -> dict[str, int]:
+    """Read the number of slices along each mesh axis of a plan."""
     dcn_axes.check_keys(
-        [DCN_AXIS], "a plan's mesh is replica x data x model, its only axis across slices replica_dcn; not"
+        DCN_AXES.values(),
+        "a plan's mesh is replica x data x model, across slices replica_dcn x data_dcn; not",
     )
-    replica_dcn = dcn_axes.size(DCN_AXIS, -1, allow_minus_one=True)
-    if replica_dcn not in (-1, slices):
-        key = f"{dcn_axes.name}.{DCN_AXIS}"
-        raise MeshSizeError(
-            f"{key} is {replica_dcn}, but there {'is' if slices == 1 else 'are'} "
-            f"{count_text(slices, 'slice')}; set it to {slices} or -1",
-            key,
-            slices,
+    data = dcn_axes.size(DCN_AXES["data"], 1, allow_minus_one=True)
+    replica = dcn_axes.size(DCN_AXES["replica"], 1 if data == -1 else -1, allow_minus_one=True)
+    keys = {axis: f"{dcn_axes.name}.{dcn}" for axis, dcn in DCN_AXES.items()}
+    if replica == data == -1:
+        raise ConfigError(
+            f"{dcn_axes.name}: {' and '.join(DCN_AXES.values())} are -1; only one can take the remaining slices"
         )
-    return _sizes_within_slice(section.subsection("axes"), devices, slices)
+    total = f"the {count_text(slices, 'slice')}"
+    if data == -1:
+        return {"replica": replica, "data": divide_by_sizes(total, slices, {keys["replica"]: replica})}
+    key, remaining = keys["replica"], divide_by_sizes(total, slices, {keys["data"]: data})
+    if replica not in (-1, remaining):
+        raise MeshSizeError(
+            f"{key} is {replica}, but there {'is' if slices == 1 else 'are'} {count_text(slices, 'slice')}; set it to "
+            f"{remaining} or -1",
+            key,
+            remaining,
+        )
+    return {"replica": remaining, "data": data}
 
 
 def _sizes_within_slice(axes: SectionReader, devices: int, slices: int) -> dict[str, int]:
@@ -105,17 +119,26 @@ def _sizes_within_slice(axes: SectionReader, devices: int, slices: int) -> dict[
     return mesh
 
 
-def _merge_dcn(axis: str, mesh_axes: list[str], replica: int, slices: int) -> list[str]:
-    """Translate `mesh_axes` to a mesh in which replica_dcn is part of replica; `replica` is its size within a slice."""
-    if slices == 1:
-        return [mesh_axis for mesh_axis in mesh_axes if mesh_axis != DCN_AXIS]
-    if replica == 1:
-        kept = [mesh_axis for mesh_axis in mesh_axes if mesh_axis != "replica"]
-        return ["replica" if mesh_axis == DCN_AXIS else mesh_axis for mesh_axis in kept]
-    after_dcn = [index + 1 for index, mesh_axis in enumerate(mesh_axes) if mesh_axis == DCN_AXIS]
-    if after_dcn != [index for index, mesh_axis in enumerate(mesh_axes) if mesh_axis == "replica"]:
-        raise ConfigError(
-            f"trainer.mesh maps {axis!r} to [{', '.join(mesh_axes)}]; with {slices} slices and replica {replica} only "
-            "replica_dcn and replica together, in this order, are part of a plan's mesh"
-        )
-    return [mesh_axis for mesh_axis in mesh_axes if mesh_axis != DCN_AXIS]
+def _merge_dcn(axis: str, mesh_axes: list[str], within: Mapping[str, int], across: Mapping[str, int]) -> list[str]:
+    """Translate `mesh_axes` to a plan's mesh, in which every axis across slices is part of the axis within a slice.
+
+    Args:
+        within: mesh axis of a plan -> its size within a slice.
+        across: the same -> number of slices along it.
+    """
+    merged = mesh_axes
+    for name, dcn in DCN_AXES.items():
+        if across[name] == 1:
+            merged = [mesh_axis for mesh_axis in merged if mesh_axis != dcn]
+        elif within[name] == 1:
+            kept = [mesh_axis for mesh_axis in merged if mesh_axis != name]
+            merged = [name if mesh_axis == dcn else mesh_axis for mesh_axis in kept]
+        else:
+            after_dcn = [index + 1 for index, mesh_axis in enumerate(merged) if mesh_axis == dcn]
+            if after_dcn != [index for index, mesh_axis in enumerate(merged) if mesh_axis == name]:
+                raise ConfigError(
+                    f"trainer.mesh maps {axis!r} to [{', '.join(mesh_axes)}]; with {across[name]} slices and {name} "
+                    f"{within[name]} only {dcn} and {name} together, in this order, are part of a plan's mesh"
+                )
+            merged = [mesh_axis for mesh_axis in merged if mesh_axis != dcn]
+    return merged

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 
 from shardplan.hardware import divisors
 from shardplan.levanter_config.section import AxisLists, CorrectableError, MappingEntry
@@ -10,15 +9,6 @@ from shardplan.plan.mesh_axes import LEVANTER_BATCH
 
 BATCH_MESH_AXES = list(LEVANTER_BATCH)
 """Mesh axes that Levanter shards the batch over."""
-
-
-class TrainerSchema(StrEnum):
-    """The schema of a trainer section."""
-
-    FLAT = "flat"
-    """Levanter 1.2.dev1644."""
-    MESH = "mesh"
-    """Later versions."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +19,7 @@ class ParsedSchema:
     compute: list[MappingEntry]
     params: list[MappingEntry]
     batch_axis: str
+    is_batch_mapped: bool
     batch_shards: int
 
 

@@ -28,12 +28,12 @@ class CorrectableError(ConfigError):
         self.key, self.nearest = key, nearest
 
 
-class UnknownMeshAxisError(CorrectableError):
-    """A logical axis is mapped to a mesh axis that does not exist; `axis` is the logical axis."""
+class MappingError(CorrectableError):
+    """The logical axis `axis` is mapped to the mesh axis `unknown`, which does not exist, or to an empty list."""
 
-    def __init__(self, message: str, key: str, nearest: Any, axis: str) -> None:
+    def __init__(self, message: str, key: str, nearest: Any, axis: str, unknown: str | None) -> None:
         super().__init__(message, key, nearest)
-        self.axis = axis
+        self.axis, self.unknown = axis, unknown
 
 
 class SectionReader:
@@ -95,14 +95,23 @@ class SectionReader:
                     f"{name} maps {short_repr(axis)} to {short_repr(value)}; "
                     "it must map names of axes to a mesh axis, a list of them, or null"
                 )
+            if value == []:
+                raise MappingError(
+                    f"{name} maps {short_repr(axis)} to an empty list, with which Levanter fails; null replicates it",
+                    f"{name}.{axis}",
+                    None,
+                    axis,
+                    None,
+                )
             for mesh_axis in names:
                 if mesh_axis not in mesh_axes:
-                    raise UnknownMeshAxisError(
+                    raise MappingError(
                         f"{name} maps {short_repr(axis)} to the unknown mesh axis {short_repr(mesh_axis)}; "
                         f"{nearest(mesh_axis, mesh_axes)}",
                         f"{name}.{axis}",
                         _nearest_value(value, mesh_axes),
                         axis,
+                        mesh_axis,
                     )
             entries.append(MappingEntry(f"{name}.{axis}", axis, names))
         return entries

@@ -1,12 +1,13 @@
 """Parses the `trainer:` section of a Levanter configuration into a mesh, mappings, batch and types.
 
 Imports neither Levanter nor JAX, so that errors of a configuration are reported instantly. Levanter has had two
-schemas, and both are parsed: see `flat_schema` (1.2.dev1644, which shardplan runs on) and `mesh_schema` (later). A
-section with keys of neither has the defaults of the flat schema.
+schemas, and both are parsed: see `flat_schema` (levanter 1.2.dev1644) and `mesh_schema` (marin-levanter). A
+section with keys of neither has the defaults of the installed Levanter.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, assert_never
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.levanter_config.flat_schema import FLAT_KEYS, parse_flat_schema
@@ -14,11 +15,10 @@ from shardplan.levanter_config.levanter_file import read_sections
 from shardplan.levanter_config.mesh_schema import parse_mesh_schema
 from shardplan.levanter_config.schema import sharded_axes
 from shardplan.levanter_config.section import AxisLists, MappingEntry, SectionReader, short_repr
+from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
 from shardplan.plan.workload import Workload
 
-OTHER_KEYS = (
-    "mesh",
-    "use_explicit_mesh_axes",
+COMMON_KEYS = (
     "allow_nondivisible_batch_size",
     "checkpointer",
     "crash_on_inf",
@@ -41,11 +41,7 @@ OTHER_KEYS = (
     "per_device_eval_parallelism",
     "per_device_parallelism",
     "profiler",
-    "profiler_num_steps",
-    "profiler_perfetto_link",
-    "profiler_start_step",
     "quantization",
-    "ray",
     "require_accelerator",
     "seed",
     "shutdown_at_exit",
@@ -55,7 +51,18 @@ OTHER_KEYS = (
     "wandb",
     "watch",
 )
-"""Keys of the trainer section beside `FLAT_KEYS`; only the mesh schema has the first two."""
+"""Keys of the trainer section that both schemas have."""
+OWN_KEYS: dict[TrainerSchema, tuple[str, ...]] = {
+    TrainerSchema.FLAT: (
+        *FLAT_KEYS,
+        "profiler_num_steps",
+        "profiler_perfetto_link",
+        "profiler_start_step",
+        "ray",
+    ),
+    TrainerSchema.MESH: ("mesh", "progress_watchdog", "use_explicit_mesh_axes", "xla_dump_upload"),
+}
+"""Keys of the trainer section that one schema alone has."""
 
 DEFAULT_TRAIN_BATCH_SIZE = 512
 """Value of `train_batch_size` if the file omits it."""
@@ -92,6 +99,8 @@ class TrainerSection:
     """Sequences per microbatch, over all devices: per_device_parallelism on each; None if it is the whole batch."""
     batch_axis: str
     """Name of the logical axis of the sequences."""
+    is_batch_mapped: bool
+    """Whether a mesh axis is given for it, be it one of a single device."""
     batch_shards: int
     """Number of shards of the batch, as the trainer counts them."""
     compute_entries: tuple[MappingEntry, ...]
@@ -136,15 +145,13 @@ def parse_trainer_section(values: Any, devices: int, slices: int = 1) -> Trainer
     trainer = SectionReader("trainer", values)
     if devices % slices:
         raise ConfigError(f"{devices} devices cannot be split into {slices} slices of equal size")
-    if "mesh" not in trainer.values:
-        parsed = parse_flat_schema(trainer, devices, slices)
-    else:
-        for key in FLAT_KEYS:
-            if key in trainer.values:
-                raise ConfigError(
-                    f"trainer.mesh and trainer.{key} belong to different versions of Levanter; keep one of them"
-                )
-        parsed = parse_mesh_schema(trainer.subsection("mesh"), devices, slices)
+    match schema_of(trainer.values):
+        case TrainerSchema.FLAT:
+            parsed = parse_flat_schema(trainer, devices, slices)
+        case TrainerSchema.MESH:
+            parsed = parse_mesh_schema(trainer.subsection("mesh"), devices, slices)
+        case schema:
+            assert_never(schema)
     param_dtype, compute_dtype = _dtypes(trainer)
     per_device = trainer.size("per_device_parallelism", -1, allow_minus_one=True)
     return TrainerSection(
@@ -156,10 +163,27 @@ def parse_trainer_section(values: Any, devices: int, slices: int = 1) -> Trainer
         compute_dtype,
         None if per_device == -1 else per_device * parsed.batch_shards,
         parsed.batch_axis,
+        parsed.is_batch_mapped,
         parsed.batch_shards,
         tuple(parsed.compute),
         tuple(parsed.params),
     )
+
+
+def schema_of(trainer: Mapping[str, Any]) -> TrainerSchema:
+    """Return the schema of a trainer section; that of the installed Levanter if it has no key of either.
+
+    Raises:
+        ConfigError: it has keys of both.
+    """
+    flat, mesh = ([key for key in OWN_KEYS[schema] if key in trainer] for schema in TrainerSchema)
+    if flat and mesh:
+        raise ConfigError(
+            f"trainer.{mesh[0]} and trainer.{flat[0]} belong to different versions of Levanter; keep one of them"
+        )
+    if not flat and not mesh:
+        return INSTALLED_SCHEMA
+    return TrainerSchema.FLAT if flat else TrainerSchema.MESH
 
 
 def _batch(trainer: SectionReader, shards: int) -> int | None:

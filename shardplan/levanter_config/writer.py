@@ -2,14 +2,20 @@
 
 import textwrap
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, assert_never
 
 import yaml
 
 from shardplan.hardware import parse_slice
 from shardplan.hardware.multislice import slices_by_axis
-from shardplan.levanter_config.mesh_schema import DCN_AXIS, DEFAULT_SHARED_AXES
-from shardplan.levanter_config.schema import BATCH_MESH_AXES, TrainerSchema
+from shardplan.levanter_config.mesh_schema import DCN_AXES, DEFAULT_SHARED_AXES
+from shardplan.levanter_config.schema import BATCH_MESH_AXES
+from shardplan.model.levanter_compat import (
+    INSTALLED_SCHEMA,
+    TrainerSchema,
+    loss_takes_sharded_vocab,
+    splash_takes_sharded_positions,
+)
 from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, as_tuples, mesh_size
 from shardplan.plan.plan import Mapping, Plan
@@ -17,8 +23,11 @@ from shardplan.plan.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 
 SPLASH_UNSHARDED_AXES = ("q_heads_per_group", "head_size")
-"""Logical axes of Levanter's models, besides that of positions, that its splash attention, its default on TPUs, treats
-as unsharded even if they are sharded."""
+"""Logical axes of Levanter's models that its splash attention, its default on TPUs, treats as unsharded even if they
+are sharded."""
+
+VOCAB_AXIS = "vocab"
+"""Logical axis of the vocabulary, as Levanter's scripts name it."""
 
 YAML_WIDTH = 48
 """Columns after which a line of YAML ends at the next comma: with what is longest before a comma it has at most 80."""
@@ -45,46 +54,52 @@ def flat_trainer_section(plan: Plan) -> dict[str, Any]:
     }
 
 
-def mesh_trainer_section(plan: Plan) -> dict[str, Any] | None:
-    """Write the plan as `trainer:` keys of the mesh schema; None if data crosses slices, which it cannot express.
+def mesh_trainer_section(plan: Plan) -> dict[str, Any]:
+    """Write the plan as `trainer:` keys of the mesh schema, which can express every plan.
 
-    The mesh schema takes lists of mesh axes, and maps the batch like any other logical axis.
+    A replicated axis is null, but for the batch: Levanter's data loader needs a mesh axis there, and gets one of a
+    single device. (Only if every axis has several, within and across slices, is it null too, and Levanter refuses it.)
     """
-    replica_slices, replica = _replica_sizes(plan)
-    slices = parse_slice(plan.hardware.slice).slices
-    if replica_slices != slices:
-        return None
-    across = [DCN_AXIS] if slices > 1 else []
-    replica_names = across + (["replica"] if replica > 1 or not across else [])
+    across = dict(zip(plan.mesh, slices_by_axis(parse_slice(plan.hardware.slice).slices, plan.mesh), strict=True))
+    within = {axis: size // across[axis] for axis, size in plan.mesh.items()}
+    parts = {
+        axis: [name for name, size in ((dcn, across[axis]), (axis, within[axis])) if size > 1] or [axis]
+        for axis, dcn in DCN_AXES.items()
+    }
 
-    def rename(mapping: Mapping) -> dict[str, str | list[str]]:
-        names = {"replica": replica_names}
-        return _yaml_values({axis: [n for m in axes for n in names.get(m, [m])] for axis, axes in mapping.items()})
+    def rename(mapping: Mapping) -> dict[str, str | list[str] | None]:
+        return _yaml_values({axis: [n for m in axes for n in parts.get(m, [m])] for axis, axes in mapping.items()})
 
     compute, params = rename(plan.compute_mapping), rename(plan.param_mapping)
     shared = {axis: value for axis, value in compute.items() if axis != BATCH_AXIS and params.get(axis) == value}
-    replicated: dict[str, Any] = {axis: [] for axis in DEFAULT_SHARED_AXES if axis not in shared}
+    replicated = dict.fromkeys(axis for axis in DEFAULT_SHARED_AXES if axis not in shared)
+    dcn_sizes = {dcn: across[axis] for axis, dcn in DCN_AXES.items() if across[axis] > 1}
+    if compute.get(BATCH_AXIS) is None:
+        singles = [dcn for axis, dcn in DCN_AXES.items() if across[axis] == 1]
+        unsharded = next(iter((*singles, *(axis for axis in within if within[axis] == 1))), None)
+        compute = {**compute, BATCH_AXIS: unsharded}
+        dcn_sizes |= dict.fromkeys(singles[:1], 1)
     return {
         "mp": _precision_policy(plan),
         **_batch_sizes(plan),
         "mesh": {
-            "axes": {"replica": replica, "data": plan.mesh["data"], "model": plan.mesh["model"]},
-            **({"dcn_axes": {DCN_AXIS: slices}} if across else {}),
+            "axes": within,
+            **({"dcn_axes": dcn_sizes} if dcn_sizes else {}),
             "shared_mapping": {**shared, **replicated},
-            "compute_mapping": {BATCH_AXIS: [], **{a: value for a, value in compute.items() if a not in shared}},
+            "compute_mapping": {a: value for a, value in compute.items() if a not in shared},
             "param_mapping": {axis: value for axis, value in params.items() if axis not in shared},
         },
     }
 
 
 def yaml_limitations(plan: Plan) -> list[str]:
-    """List why Levanter 1.2.dev1644 does not follow the plan with `flat_trainer_section` alone; empty if it does."""
+    """List why Levanter does not follow the plan with a section of the flat schema alone; empty if it does."""
     return list(_yaml_limitations(plan))
 
 
-def trainer_python(plan: Plan) -> str | None:
+def trainer_python(plan: Plan, schema: TrainerSchema) -> str | None:
     """Write Python for a subclass of Levanter's TrainerConfig with the plan's mappings; None if YAML suffices."""
-    if not yaml_limitations(plan):
+    if schema is not TrainerSchema.FLAT or not yaml_limitations(plan):
         return None
     batch = _batch_mesh_axes(plan)
     # without a batch axis in the mapping, Levanter's data loader and train step raise
@@ -100,25 +115,28 @@ def trainer_python(plan: Plan) -> str | None:
     return "".join(f"{line}\n" for line in lines)
 
 
-def trainer_yaml(plan: Plan, schema: TrainerSchema = TrainerSchema.FLAT) -> str:
+def trainer_section(plan: Plan, schema: TrainerSchema) -> dict[str, Any]:
+    """Write the plan as the content of a `trainer:` section."""
+    match schema:
+        case TrainerSchema.FLAT:
+            return flat_trainer_section(plan)
+        case TrainerSchema.MESH:
+            return mesh_trainer_section(plan)
+        case _:
+            assert_never(schema)
+
+
+def trainer_yaml(plan: Plan, schema: TrainerSchema = INSTALLED_SCHEMA) -> str:
     """Write the trainer section as text to paste.
 
-    Comments after the section give settings outside of it, and a TrainerConfig subclass if the flat YAML cannot express
-    the plan.
-
-    Args:
-        schema: flat: Levanter 1.2.dev1644; mesh: later versions. A plan whose data crosses slices is written in the
-            flat schema in any case, because the mesh schema cannot express it.
+    Comments after the section give settings outside of it, and a TrainerConfig subclass if the flat schema cannot
+    express the plan.
     """
-    mesh_section = mesh_trainer_section(plan) if schema == TrainerSchema.MESH else None
     text = yaml.safe_dump(
-        {"trainer": mesh_section or flat_trainer_section(plan)},
-        sort_keys=False,
-        default_flow_style=None,
-        width=YAML_WIDTH,
+        {"trainer": trainer_section(plan, schema)}, sort_keys=False, default_flow_style=None, width=YAML_WIDTH
     )
-    comments = list(_settings_outside_trainer(plan))
-    python = trainer_python(plan) if mesh_section is None else None
+    comments = list(_settings_outside_trainer(plan, schema))
+    python = trainer_python(plan, schema)
     if python is not None:
         comments += [
             *(
@@ -166,16 +184,21 @@ def _yaml_limitations(plan: Plan) -> Iterator[str]:
         yield f"Levanter always maps the batch to {' x '.join(BATCH_MESH_AXES)}, the plan to {planned}"
 
 
-def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
+def _settings_outside_trainer(plan: Plan, schema: TrainerSchema) -> Iterator[str]:
     """Yield lines of comment about settings outside of the trainer section that the plan requires."""
     if plan.workload.is_training and plan.workload.gradient_checkpointing != "default":
         yield from _wrap(f"model.gradient_checkpointing must be {plan.workload.gradient_checkpointing}, as planned.")
+    if _sharding_axes(plan, tuple(plan.compute_mapping.get(VOCAB_AXIS, ()))) and not loss_takes_sharded_vocab(schema):
+        yield from _wrap(
+            "Call shardplan.patch_levanter() first, as scripts/levanter_main.py does: with vocab sharded, Levanter's "
+            "own loss is silently wrong. A plan without it: --pin vocab="
+        )
     if parse_slice(plan.hardware.slice).is_cpu:
         return  # Levanter's attention on CPUs is no kernel, and correct under any sharding
     if plan.attention.strategy != Strategy.NONE:
-        yield from _attention_settings(plan)
+        yield from _attention_settings(plan, schema)
         return
-    unsharded = (plan.model.position, *SPLASH_UNSHARDED_AXES)
+    unsharded = (*(() if splash_takes_sharded_positions(schema) else (plan.model.position,)), *SPLASH_UNSHARDED_AXES)
     sharded = [axis for axis in unsharded if _sharding_axes(plan, tuple(plan.compute_mapping.get(axis, ())))]
     if sharded:
         yield from _wrap(
@@ -184,7 +207,7 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
         )
 
 
-def _attention_settings(plan: Plan) -> Iterator[str]:
+def _attention_settings(plan: Plan, schema: TrainerSchema) -> Iterator[str]:
     """Yield lines of comment about the calls that replace Levanter's attention with sequence-parallel attention."""
     attention = plan.attention
     options = (
@@ -193,9 +216,9 @@ def _attention_settings(plan: Plan) -> Iterator[str]:
         ("layout=layout", attention.layout != SequenceOrder.CONTIGUOUS),
     )
     arguments = ", ".join([f'"{attention.strategy}"', *(text for text, is_needed in options if is_needed)])
+    own = "gathers all keys on every device" if splash_takes_sharded_positions(schema) else "is silently wrong"
     yield from _wrap(
-        "Use the attention of shardplan.attention.levanter, as planned: with sharded positions Levanter's own is "
-        "silently wrong."
+        f"Use the attention of shardplan.attention.levanter, as planned: with sharded positions Levanter's own {own}."
     )
     is_reordered = attention.layout != SequenceOrder.CONTIGUOUS
     if is_reordered:
@@ -231,6 +254,9 @@ def _sharding_axes(plan: Plan, mesh_axes: MeshAxes) -> MeshAxes:
     return tuple(mesh_axis for mesh_axis in mesh_axes if plan.mesh[mesh_axis] > 1)
 
 
-def _yaml_values(mapping: Mapping) -> dict[str, str | list[str]]:
-    """Return the YAML value of each logical axis: the name of one mesh axis, or a list of several."""
-    return {axis: mesh_axes[0] if len(mesh_axes) == 1 else list(mesh_axes) for axis, mesh_axes in mapping.items()}
+def _yaml_values(mapping: Mapping) -> dict[str, str | list[str] | None]:
+    """Return the YAML value of each logical axis: the name of one mesh axis, a list of several, or null for none."""
+    return {
+        axis: list(mesh_axes) if len(mesh_axes) > 1 else next(iter(mesh_axes), None)
+        for axis, mesh_axes in mapping.items()
+    }

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from shardplan.errors import closest, nearest
 from shardplan.hardware import GIB
 from shardplan.levanter_config.model_section import ATTENTION_BACKENDS
-from shardplan.levanter_config.schema import TrainerSchema
 from shardplan.lint.findings import (
     Finding,
     FindingKind,
@@ -18,8 +17,10 @@ from shardplan.lint.findings import (
     sizes_text,
 )
 from shardplan.lint.subject import Subject
+from shardplan.model.levanter_compat import TrainerSchema, loss_takes_sharded_vocab, splash_takes_sharded_positions
 from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mesh_axes import MESH_AXES
+from shardplan.plan.workload import BATCH_AXIS
 
 OTHER_BACKENDS = frozenset(ATTENTION_BACKENDS) - {"default", "splash"}
 """Values of `model.attn_backend` with which Levanter does not use splash attention on a TPU."""
@@ -248,7 +249,7 @@ def check_vocabulary(s: Subject) -> Findings:
 
 
 def check_batch(s: Subject) -> Findings:
-    """Find a batch that its shards or microbatches do not divide, or that is replicated."""
+    """Find a batch that its shards or microbatches do not divide."""
     name, size, mesh = s.section.batch_axis, s.workload.batch, s.section.mesh
     mesh_axes = s.compute.get(name, ())
     shards, trainer_shards = s.devices(mesh_axes), s.section.batch_shards
@@ -276,22 +277,33 @@ def check_batch(s: Subject) -> Findings:
             f"make per_device_parallelism a divisor of {size // trainer_shards}",
             axes=frozenset({name, *MESH_AXES}),
         )
-    elif shards == 1 and mesh["replica"] * mesh["data"] > 1:
+
+
+def check_replicated_batch(s: Subject) -> Findings:
+    """Find a batch that no mesh axis shards."""
+    name, size, mesh = s.section.batch_axis, s.workload.batch, s.section.mesh
+    is_sharded, is_mapped = s.devices(s.compute.get(name, ())) > 1, s.section.is_batch_mapped
+    if not is_mapped or (not is_sharded and mesh["replica"] * mesh["data"] > 1):
         yield Finding(
-            Severity.WARNING,
+            Severity.WARNING if is_mapped else Severity.ERROR,
             FindingKind.BATCH,
             s.keys([name])
             or ("trainer.batch_axis" if s.schema == TrainerSchema.FLAT else "trainer.mesh.batch_axis_name",),
-            f"{name!r} is replicated: every device computes all {size} sequences",
+            f"{name!r} is replicated: every device computes all {size} sequences"
+            if is_mapped
+            else f"{name!r} is mapped to no mesh axis, and Levanter's data loader fails",
             "leave the batch axis at its default, which maps it to replica and data",
+            axes=frozenset({name, BATCH_AXIS}),
         )
 
 
 def check_attention(s: Subject) -> Findings:
-    """Find sharding that splash attention ignores: it runs on each device as if that had all positions and heads."""
+    """Find sharding that splash attention ignores: it runs on each device as if that had everything along them."""
     if s.hardware.is_cpu or (s.attention_backend or "").lower() in OTHER_BACKENDS:
         return
-    required = {s.axes.position, *(axis for a in s.step.attention_axes for axis in (*a.heads[1:], a.head_size))}
+    required = {axis for a in s.step.attention_axes for axis in (*a.heads[1:], a.head_size)}
+    if not splash_takes_sharded_positions(s.schema):
+        required.add(s.axes.position)
     sharded = [axis for axis in s.compute if axis in required and s.devices(s.compute[axis]) > 1]
     if sharded and s.step.attention_axes:
         yield Finding(
@@ -301,6 +313,21 @@ def check_attention(s: Subject) -> Findings:
             f"computations shard {names_text(sharded)}: Levanter's splash attention, its default on TPUs, runs on each "
             "device alone and is silently wrong",
             "leave them unsharded in computations, or set model.attn_backend to jax_flash",
+            axes=frozenset({*sharded, *MESH_AXES}),
+        )
+
+
+def check_loss(s: Subject) -> Findings:
+    """Find sharding that the loss of marin-levanter ignores."""
+    sharded = [axis for axis in (s.axes.vocab, s.axes.residual) if s.devices(s.compute.get(axis, ())) > 1]
+    if sharded and not loss_takes_sharded_vocab(s.schema):
+        yield Finding(
+            Severity.ERROR,
+            FindingKind.LOSS,
+            s.keys(sharded),
+            f"computations shard {names_text(sharded)}: Levanter computes the loss on each device as if that had all "
+            "of it, and is silently wrong",
+            f"leave {names_text(sharded)} unsharded in computations, or call shardplan.patch_levanter() first",
             axes=frozenset({*sharded, *MESH_AXES}),
         )
 
@@ -331,6 +358,8 @@ OTHERS: tuple[Callable[[Subject], Findings], ...] = (
     check_unused_mesh_axes,
     check_overridden,
     check_vocabulary,
+    check_replicated_batch,
     check_attention,
+    check_loss,
     check_loading,
 )

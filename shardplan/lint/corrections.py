@@ -7,13 +7,13 @@ from typing import Any
 
 from shardplan.errors import ConfigError, closest, nearest
 from shardplan.hardware import Slice
-from shardplan.levanter_config.flat_schema import FLAT_KEYS
 from shardplan.levanter_config.mesh_schema import MESH_KEYS
 from shardplan.levanter_config.model_section import ATTENTION_BACKENDS
-from shardplan.levanter_config.section import CorrectableError, SectionReader, UnknownMeshAxisError
-from shardplan.levanter_config.trainer_section import OTHER_KEYS, TrainerSection, parse_trainer_section
+from shardplan.levanter_config.section import CorrectableError, MappingError, SectionReader
+from shardplan.levanter_config.trainer_section import COMMON_KEYS, OWN_KEYS, TrainerSection, parse_trainer_section
 from shardplan.lint.edits import Edit
 from shardplan.lint.findings import Finding, FindingKind, Severity
+from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.mesh_axes import MESH_AXES
 
 RENAME_CUTOFF = 0.75
@@ -109,8 +109,10 @@ class _Section:
 
 def _sections(trainer: dict[Any, Any]) -> Iterator[_Section]:
     """Yield the sections with a fixed set of keys; each is looked up after the keys of the one before are corrected."""
-    keys = (*FLAT_KEYS, *OTHER_KEYS)
-    yield _Section((), trainer, keys, OTHER_KEYS if "mesh" in trainer else keys)
+    keys = (*COMMON_KEYS, *OWN_KEYS[TrainerSchema.FLAT], *OWN_KEYS[TrainerSchema.MESH])
+    schemas = [schema for schema in TrainerSchema if any(key in trainer for key in OWN_KEYS[schema])]
+    own = [key for schema in schemas or TrainerSchema for key in OWN_KEYS[schema]]
+    yield _Section((), trainer, keys, (*COMMON_KEYS, *own))
     mesh = trainer.get("mesh")
     if isinstance(mesh, dict):
         yield _Section(("mesh",), mesh, MESH_KEYS, MESH_KEYS)
@@ -149,10 +151,9 @@ def _key_finding(section: _Section, key: Any, meant: str | None) -> Finding:
 
 
 def _value_finding(error: CorrectableError) -> Finding:
-    if isinstance(error, UnknownMeshAxisError):
+    kind, axes, assumed = FindingKind.MESH_SIZE, frozenset(MESH_AXES), str(error.nearest)
+    if isinstance(error, MappingError):
         names = [error.nearest] if isinstance(error.nearest, str) else error.nearest or []
-        kind, axes = FindingKind.UNKNOWN_MESH_AXIS, frozenset({error.axis})
+        kind, axes = FindingKind.UNKNOWN_MESH_AXIS if error.unknown else FindingKind.LIST, frozenset({error.axis})
         assumed = " and ".join(names) or f"that {error.axis} is replicated"
-    else:
-        kind, axes, assumed = FindingKind.MESH_SIZE, frozenset(MESH_AXES), str(error.nearest)
     return Finding(Severity.ERROR, kind, (error.key,), str(error), f"the other findings assume {assumed}", axes=axes)

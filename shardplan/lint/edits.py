@@ -9,8 +9,8 @@ from typing import Any
 from shardplan.errors import closest
 from shardplan.hardware import divisors
 from shardplan.levanter_config.flat_schema import DEFAULT_FSDP_AXIS
-from shardplan.levanter_config.schema import TrainerSchema
 from shardplan.lint.subject import Subject
+from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.serialization import flatten
 

@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from shardplan.hardware import Slice
-from shardplan.levanter_config.schema import TrainerSchema
-from shardplan.levanter_config.trainer_section import TrainerSection
+from shardplan.levanter_config.trainer_section import TrainerSection, schema_of
 from shardplan.lint.findings import short
 from shardplan.model.axes import ModelAxes, Parameter
+from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.workload import BATCH_AXIS, Workload
@@ -37,8 +37,8 @@ class Subject:
 
     @property
     def schema(self) -> TrainerSchema:
-        """The schema of the section: the mesh schema if it has the key `mesh`, else the flat schema."""
-        return TrainerSchema.MESH if "mesh" in self.trainer else TrainerSchema.FLAT
+        """The schema of the section."""
+        return schema_of(self.trainer)
 
     @cached_property
     def compute(self) -> dict[str, tuple[str, ...]]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from levanter.layers.attention import AttentionMask
-from levanter.models.loss import maybe_fused_next_token_loss
+from levanter.models.loss import next_token_loss
 from levanter.utils.tree_utils import inference_mode
 
 from shardplan.model.registry import Model
@@ -41,18 +41,10 @@ def compute_losses(model: Model, module: Any, tokens: NamedArray, predicted: Nam
         tokens: int32[batch, position].
         predicted: bool[batch, position]; where it is False the loss is 0.
     """
-    return maybe_fused_next_token_loss(
-        module.Pos,
-        module.Embed,
-        module.Vocab,
-        compute_activations(model, module, tokens),
-        module.get_lm_head(),
-        tokens,
-        loss_mask=predicted.astype(jnp.float32),
-        reduction=None,
-        dtype=jnp.float32,
-        logit_soft_cap=model.logit_soft_cap,
-    )
+    activations = compute_activations(model, module, tokens)
+    weights = predicted.astype(jnp.float32)
+    logits = compute_logits(model, module, activations)
+    return next_token_loss(module.Pos, module.Vocab, logits, tokens, weights, reduction=None)
 
 
 def compute_next_logits(model: Model, module: Any, tokens: NamedArray) -> NamedArray:

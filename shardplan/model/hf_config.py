@@ -7,6 +7,7 @@ from shardplan.errors import ConfigError, one_line
 from shardplan.model.axes import MAX_SIZE
 from shardplan.model.bundled_configs import read_config_file
 from shardplan.model.levanter_compat import FIXED_VALUES
+from shardplan.model.own_model import CLASS_KEY
 from shardplan.storage import Folder, read_bytes
 
 POSITIVE_INTEGER_KEYS = (
@@ -21,8 +22,11 @@ POSITIVE_NUMBER_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "que
 """Keys whose value, if present and not null, must be a positive number."""
 
 
-def read_config(path: str | None, folder: Folder | None) -> dict[str, Any]:
+def read_config(path: str | None, folder: Folder | None, own_class: str | None = None) -> dict[str, Any]:
     """Read the config.json at `path`, which may be the name of a bundled model, or else the one in `folder`.
+
+    Args:
+        own_class: name of the Levanter configuration class of a model that shardplan does not know, which is added.
 
     Raises:
         ConfigError: there is none, or it is not the configuration of a model.
@@ -37,6 +41,9 @@ def read_config(path: str | None, folder: Folder | None) -> dict[str, Any]:
         raise ConfigError(f"{where} is not JSON: {one_line(error)}") from error
     if not isinstance(loaded, dict) or not isinstance(loaded.get("model_type"), str):
         raise ConfigError(f"{where} has no 'model_type'; it is not the config.json of a Hugging Face model")
+    loaded.pop(CLASS_KEY, None)  # which code is imported is not for a checkpoint to say
+    if own_class is not None:
+        return {**loaded, CLASS_KEY: own_class}  # its keys mean what the class says
     _check(loaded, where)
     return _with_rope_keys(loaded, where)
 

@@ -34,7 +34,10 @@ def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def axes_of(leaf: Any) -> tuple[hax.Axis, ...]:
     """The named axes of an array; empty if they no longer match its shape, as in an optimizer state of lower rank."""
-    axes = leaf.axes if isinstance(leaf, hax.NamedArray) else ()
+    try:
+        axes = leaf.axes if isinstance(leaf, hax.NamedArray) else ()
+    except ValueError:  # of marin-haliax: as many names as another array has dimensions
+        return ()
     return axes if axes and tuple(axis.size for axis in axes) == leaf.array.shape else ()
 
 

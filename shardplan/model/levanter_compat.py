@@ -1,15 +1,63 @@
-"""Corrects what Levanter 1.2.dev1644 misreads in a Hugging Face configuration, and rejects what it cannot express.
+"""What differs between versions of Levanter, and between Levanter's models and the Hugging Face models of their name.
 
-This is the only module of `shardplan.model` that knows how Levanter versions differ. After an upgrade of Levanter,
-revise every entry here; tests/unit/test_hf_config.py and tests/golden/test_logits.py check each of them. (The
-differences between versions of Levanter's own configuration files are in `shardplan.levanter_config`.)
+shardplan runs on two versions: levanter 1.2.dev1644 with transformers 4, and marin-levanter with transformers 5. No
+other module asks which is installed. After an upgrade of either, revise every entry here; tests/unit/test_hf_config.py
+and tests/golden/test_logits.py check each of them. (How the versions write configuration files is in
+`shardplan.levanter_config`.) Imports no JAX, as the modules that read configurations must not.
 """
 
 import dataclasses
 from collections.abc import Callable
+from enum import StrEnum
+from importlib import import_module, metadata
 from typing import Any
 
 from shardplan.errors import ConfigError
+
+
+def _is_marin() -> bool:
+    """Whether the installed Levanter is marin-levanter."""
+    try:
+        metadata.version("marin-levanter")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+class TrainerSchema(StrEnum):
+    """How a version of Levanter spells the mesh and the mappings of a trainer section."""
+
+    FLAT = "flat"
+    """levanter 1.2.dev1644: `model_axis_size`, `axis_resources`, `parameter_axis_resources`, ..."""
+    MESH = "mesh"
+    """marin-levanter: a section `mesh`."""
+
+
+IS_MARIN = _is_marin()
+"""Whether the installed Levanter is marin-levanter."""
+LEVANTER_PACKAGES = ("marin-haliax", "marin-levanter") if IS_MARIN else ("haliax", "levanter")
+"""The packages that have the modules `haliax` and `levanter`."""
+INSTALLED_SCHEMA = TrainerSchema.MESH if IS_MARIN else TrainerSchema.FLAT
+"""The schema of the installed Levanter."""
+LENGTH_FIELD = "max_seq_len" if IS_MARIN else "seq_len"
+"""Field of Levanter's model configurations for the number of positions."""
+RESIZES_VOCAB = not IS_MARIN
+"""Whether `load_pretrained` of Levanter's converter resizes the vocabulary to that of the tokenizer by default."""
+LOSS_WEIGHT_FIELD = "loss_weight" if IS_MARIN else "loss_mask"
+"""Field of Levanter's `LmExample` for the weight of each token's loss."""
+LOSS_WEIGHT_ARGUMENT = "weight" if IS_MARIN else "where"
+"""Argument of Levanter's `cross_entropy_and_logsumexp_penalty` for the weight of each loss."""
+
+CHECKPOINT_MODEL = "model"
+"""Name of the model in Levanter's checkpoints."""
+CHECKPOINT_FILES = ("d/", "manifest.json", "manifest.ocdbt") if IS_MARIN else (f"{CHECKPOINT_MODEL}/",)
+"""Files and folders (with `/` at the end) in which Levanter's checkpoints of a model hold its arrays."""
+
+LIBTPU_RELEASE = "0.0.48" if IS_MARIN else "0.0.42"
+"""The release of libtpu that belongs to the JAX that this Levanter runs on, as pyproject.toml names it."""
+LIBTPU_FUSES_ALL_GATHERS = not IS_MARIN
+"""Whether libtpu fuses asynchronous all-gathers with matmuls; later than 0.0.42 it does on v5e alone, and refuses to
+compile with that option elsewhere ("Continuation fusion for AllGather ... is not supported")."""
 
 FIXED_VALUES: dict[str, dict[str, Any]] = {
     "": {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0},
@@ -22,12 +70,31 @@ UNIFORM_WINDOW_TYPES = ("mistral", "mixtral")
 """Model types with `sliding_window` in every layer; Levanter's models have no window in some layers only."""
 
 
+def splash_takes_sharded_positions(schema: TrainerSchema) -> bool:
+    """Whether the splash attention of the Levanter with this schema is right if queries are sharded along positions.
+
+    That of levanter 1.2 applies the mask of the first shard on every device. That of marin-levanter does not, and
+    gathers the keys on every device.
+    """
+    return schema == TrainerSchema.MESH
+
+
+def loss_takes_sharded_vocab(schema: TrainerSchema) -> bool:
+    """Whether the losses of the Levanter with this schema are right if computations shard `vocab`.
+
+    Those of marin-levanter are computed in a `shard_map` without a sum over the shards of `vocab`: every device has the
+    loss among its own tokens of the vocabulary. `shardplan.levanter_patch` replaces them.
+    """
+    return schema == TrainerSchema.FLAT
+
+
 def prepare_hf_config(hf: Any) -> Any:
     """Give the transformers configuration `hf` the attributes that Levanter reads.
 
     Raises:
         ConfigError: Levanter's model has another MLP size.
     """
+    hf.rope_theta, _ = rope_of(hf)  # GemmaConfig reads this attribute, which transformers 5 does not set
     if hf.model_type == "qwen2":
         # QwenConfig.from_hf_config reads `no_bias`, which Qwen2Config never had. Qwen 2 has biases on q, k and v
         # (QwenConfig.attention_config adds those by itself) and none elsewhere.
@@ -67,14 +134,37 @@ def sliding_window(hf: Any, position: int) -> int | None:
     )
 
 
+def rope_of(hf: Any) -> tuple[float | None, dict[str, Any] | None]:
+    """Return the base of a model's rotary frequencies, and how they are scaled; None for what it does not have."""
+    parameters = getattr(hf, "rope_parameters", None)  # transformers 5
+    if not parameters:
+        return getattr(hf, "rope_theta", None), getattr(hf, "rope_scaling", None)
+    scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    return parameters["rope_theta"], None if scaling.get("rope_type", "default") == "default" else scaling
+
+
+def max_positions(config: Any) -> int:
+    """Return the number of positions that a Levanter model configuration allows."""
+    return int((config.max_Pos if IS_MARIN else config.Pos).size)
+
+
+def attention_window(config: Any) -> int | None:
+    """Return the window in tokens that an `AttentionConfig` adds to every mask; levanter 1.2 has no such field."""
+    return getattr(config, "sliding_window", None)
+
+
+def bidirectional_window(mask: Any) -> int | None:
+    """Return the window in tokens to both sides that an `AttentionMask` has; levanter 1.2 has no such field."""
+    return getattr(mask, "bidirectional_window", None)
+
+
 def _apply_rope_scaling(config: Any, hf: Any) -> Any:
-    """Set `rope`: Mistral and Mixtral configurations drop `rope_scaling`."""
-    scaling = getattr(hf, "rope_scaling", None)
+    """Set `rope`: Mistral and Mixtral configurations drop the scaling."""
+    theta, scaling = rope_of(hf)
     if scaling is None or not hasattr(config, "rope"):
         return config
-    from levanter.layers.rotary import RotaryEmbeddingsConfig
-
-    return dataclasses.replace(config, rope=RotaryEmbeddingsConfig.from_hf_config(hf.rope_theta, scaling))
+    rotary = import_module("levanter.layers.rotary")
+    return dataclasses.replace(config, rope=rotary.RotaryEmbeddingsConfig.from_hf_config(theta, scaling))
 
 
 def _apply_head_dim(config: Any, hf: Any) -> Any:

@@ -10,7 +10,8 @@ import jax
 from levanter.layers.attention import Attention
 
 from shardplan.errors import ConfigError, nearest, one_line
-from shardplan.model.levanter_compat import correct_levanter_config, prepare_hf_config, sliding_window
+from shardplan.model.levanter_compat import correct_levanter_config, max_positions, prepare_hf_config, sliding_window
+from shardplan.model.own_model import CLASS_KEY, load_own_class
 from shardplan.positions.pattern import Pattern
 
 SUPPORTED_MODELS = {
@@ -65,10 +66,24 @@ def levanter_config_class(model_type: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def own_class_name(config_class: type) -> str | None:
+    """Return the name of a Levanter configuration class, as `package.module:Class`; None for the registry's own."""
+    name = config_class.__module__, config_class.__qualname__
+    return None if name in SUPPORTED_MODELS.values() else ":".join(name)
+
+
 def abstract_module(config: Any, vocab: hax.Axis) -> Any:
     """Make the module of a Levanter configuration with a `jax.ShapeDtypeStruct` for every array, computing nothing."""
     key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     return eqx.filter_eval_shape(config.model_type.init, vocab, config, key=key)
+
+
+def transformers_config(hf_config: dict[str, Any]) -> Any:
+    """Make the transformers configuration of a config.json; of a model type that transformers does not know as well."""
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+    is_known = hf_config["model_type"] in CONFIG_MAPPING
+    return AutoConfig.for_model(**hf_config) if is_known else PretrainedConfig(**hf_config)
 
 
 def build_model(hf_config: dict[str, Any], position: int) -> Model:
@@ -78,21 +93,24 @@ def build_model(hf_config: dict[str, Any], position: int) -> Model:
         ConfigError: an unsupported model type, a configuration that Levanter's model cannot express, or more
             positions than the model has.
     """
-    from transformers import AutoConfig
-
-    model_type = hf_config["model_type"]
-    if model_type not in SUPPORTED_MODELS:
+    model_type, own_class = hf_config["model_type"], hf_config.get(CLASS_KEY)
+    if model_type not in SUPPORTED_MODELS and own_class is None:
         raise ConfigError(
             f"config.json: model_type {model_type!r} is not supported; {nearest(str(model_type), SUPPORTED_MODELS)} "
-            f"(supported: {', '.join(sorted(SUPPORTED_MODELS))})"
+            f"(supported: {', '.join(sorted(SUPPORTED_MODELS))}; for your own model, set model.levanter_class)"
         )
     try:
-        hf = prepare_hf_config(AutoConfig.for_model(**hf_config))
-        config = correct_levanter_config(levanter_config_class(model_type).from_hf_config(hf), hf)
-        window = sliding_window(hf, position)
-        positions = int(config.Pos.size)
-        vocab = hax.Axis("vocab", hf.vocab_size)
-        template = abstract_module(config, vocab)
+        hf = transformers_config(hf_config)
+        if own_class is None:
+            config = correct_levanter_config(
+                levanter_config_class(model_type).from_hf_config(prepare_hf_config(hf)), hf
+            )
+            window, soft_cap = sliding_window(hf, position), getattr(hf, "final_logit_softcapping", None)
+        else:
+            config = load_own_class(own_class).from_hf_config(hf)
+            window, soft_cap = getattr(config, "mask_window", None), getattr(config, "logit_soft_cap", None)
+        positions = max_positions(config)
+        template = abstract_module(config, hax.Axis("vocab", hf.vocab_size))
     except ConfigError:
         raise
     except Exception as error:  # Levanter and transformers raise anything for an odd configuration
@@ -101,4 +119,4 @@ def build_model(hf_config: dict[str, Any], position: int) -> Model:
         ) from error
     if position > positions:
         raise ConfigError(f"workload.position is {position}; the model has {positions} positions, use at most that")
-    return Model(model_type, config, template, window, getattr(hf, "final_logit_softcapping", None))
+    return Model(model_type, config, template, window, soft_cap)

@@ -48,6 +48,8 @@ class ModelInfo:
     """The config.json that was planned from, if it was not the checkpoint's."""
     position: str = "position"
     """Logical axis of the tokens of a sequence; version 0.1 wrote none, and planned Levanter's models alone."""
+    levanter_class: str | None = None
+    """The Levanter configuration class of your own model, as package.module:Class."""
 
     @property
     def name(self) -> str:

@@ -120,7 +120,7 @@ def _order_by_document(positions: np.ndarray, layout: SequenceLayout) -> np.ndar
         remainders.append(positions[start + 2 * layout.ring * size : start + n])
         start += n
     for position in np.concatenate([*remainders, positions[layout.length :]]):
-        r = int(counts.argmin())
+        r = int(np.argmin(counts))
         parts[r].append(position[None])
         counts[r] += 1
     shards = [np.concatenate(part) for part in parts]

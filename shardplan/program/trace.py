@@ -19,6 +19,7 @@ from jax.lax import GatherScatterMode
 from shardplan.program.named_arrays import Dim, TracedArray, adopt_names, dims_of_spec, shape_of, size_of
 from shardplan.program.operations import Operation, OperationKind
 from shardplan.program.primitives import RULES, AxisNaming, is_one, itemsize_of
+from shardplan.runtime.private_jax import scan_counts
 
 APPROXIMATIONS = {
     "while": "loops whose length depends on data, of which one trip is counted",
@@ -179,7 +180,8 @@ class _Tracer:
     def trace_scan(self, equation: Any, operands: list[int], out: list[Operation], label: str) -> list[int]:
         """Append a loop; its body is traced again until the names of its carry no longer change."""
         p = equation.params
-        body, n_constants, n_carry = p["jaxpr"], p["num_consts"], p["num_carry"]
+        body = p["jaxpr"]
+        n_constants, n_carry = scan_counts(p)
         constants, carry, stacks = np.split(np.array(operands, int), [n_constants, n_constants + n_carry])
         axis = next(
             (self.arrays[s].dims[0] for s in stacks if self.arrays[s].dims[0][0][0] is not None), ((None, p["length"]),)

@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.text import Text
 
 from shardplan.hardware import GIB
-from shardplan.levanter_config.schema import TrainerSchema
-from shardplan.levanter_config.writer import flat_trainer_section, mesh_trainer_section, trainer_python, trainer_yaml
+from shardplan.levanter_config.writer import trainer_python, trainer_section, trainer_yaml
 from shardplan.lint.findings import Finding, Severity
 from shardplan.lint.repair import NEAR_BEST, Repair, Review
+from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.report.summary import print_estimate, speed_text
@@ -85,11 +85,8 @@ def review_json(review: Review) -> dict[str, Any]:
 
 
 def _trainer_json(plan: Plan, schema: TrainerSchema) -> dict[str, Any]:
-    """Return the trainer section and the Python that it needs; in the flat schema if that of the mesh cannot do it."""
-    mesh_section = mesh_trainer_section(plan) if schema == TrainerSchema.MESH else None
-    if mesh_section is not None:
-        return {"trainer": mesh_section, "python": None}
-    return {"trainer": flat_trainer_section(plan), "python": trainer_python(plan)}
+    """Return the trainer section, and the Python that it needs in the flat schema."""
+    return {"trainer": trainer_section(plan, schema), "python": trainer_python(plan, schema)}
 
 
 def _print_finding(finding: Finding, out: Console) -> None:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from shardplan.hardware import GIB
 from shardplan.levanter_config.writer import trainer_yaml
+from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
 from shardplan.plan.mapping import mapping_text, mesh_text
 from shardplan.plan.plan import ParameterPlan, Plan, Spec
 from shardplan.plan.workload import Workload
@@ -50,7 +51,7 @@ def workload_text(workload: Workload) -> str:
     )
 
 
-def print_plan(plan: Plan, out: Console) -> None:
+def print_plan(plan: Plan, out: Console, schema: TrainerSchema = INSTALLED_SCHEMA) -> None:
     """Print the verdict, mesh, both mappings, every parameter, memory by part, the reasons, and Levanter's YAML."""
     print_estimate(plan, out)
     model, devices = plan.model, f"{plan.hardware.devices} devices of {plan.hardware.slice}"
@@ -69,7 +70,7 @@ def print_plan(plan: Plan, out: Console) -> None:
     if rejected:
         print_bullets([f"excluded: {rejected}"], out)
     out.print("\n[bold]For Levanter:[/bold]")
-    out.print(trainer_yaml(plan), markup=False, highlight=False, soft_wrap=True)
+    out.print(trainer_yaml(plan, schema), markup=False, highlight=False, soft_wrap=True)
 
 
 def _parameter_tables(plan: Plan, width: int) -> Iterator[Table]:

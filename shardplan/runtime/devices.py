@@ -13,12 +13,12 @@ from itertools import islice
 import jax
 import numpy as np
 from jax import Device
-from jax._src import distributed
 from jax.sharding import AxisType, Mesh
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, Slice, parse_slice, place_mesh
 from shardplan.runtime.environment import PROCESS_COUNT, ProcessVariables, read_process_variables
+from shardplan.runtime.private_jax import process_count
 
 GENERATION_OF_DEVICE_KIND = {
     "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
@@ -38,7 +38,7 @@ def start_devices(slice_name: str, count: int, is_cpu: bool) -> None:
     """
     # a program that started JAX's processes by itself may have done so without these variables
     variables = None if jax.distributed.is_initialized() else read_process_variables()
-    processes = variables.count if variables else distributed.global_state.num_processes
+    processes = variables.count if variables else process_count()
     if is_cpu:
         if count % processes:
             raise ConfigError(f"hardware.slice {slice_name} does not divide into {PROCESS_COUNT} = {processes}")

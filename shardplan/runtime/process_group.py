@@ -22,9 +22,9 @@ from enum import StrEnum
 from typing import Any, TypeVar, assert_never
 
 import jax
-from jax._src import distributed
 
 from shardplan.errors import CheckpointError, PeerError, ShardplanError, one_line
+from shardplan.runtime.private_jax import coordinator_address, key_value_store
 
 HEARTBEAT_INTERVAL_S = 2.0
 """Seconds between heartbeats."""
@@ -244,7 +244,7 @@ class ProcessGroup:
     @contextlib.contextmanager
     def _store(self) -> Iterator[Any]:
         try:
-            yield distributed.global_state.client
+            yield key_value_store()
         except Exception as error:  # the store is in process 0: any error means that it is gone
             _exit(f"process 0 of {self.process_count} was lost: {one_line(error)}")
 
@@ -300,9 +300,7 @@ _handlers: list[Any] = []
 
 def _handle_abort(count: int) -> None:
     """Install a handler that reports the loss of process 0, for which JAX's runtime aborts; see `_exit`."""
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS") or getattr(
-        distributed.global_state, "coordinator_address", None
-    )
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS") or coordinator_address()
     if jax.process_index() == 0 or not address or _handlers:
         return
     host, _, port = address.rpartition(":")

@@ -15,6 +15,7 @@ from shardplan.cost.roofline import model_flops, step_tasks, transfer_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import GIB, CollectiveKind, Slice, parse_slice, place_mesh
 from shardplan.model.inspect import inspect_model
+from shardplan.model.levanter_compat import LEVANTER_PACKAGES
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import AxisMapping, MeshAxes
 from shardplan.plan.plan import (
@@ -80,7 +81,15 @@ def build_plan(
     options = PLANNED_FOR_EXPERTS if workload.is_training and step.expert_axes else PLANNED
     params = assignment.params
     return Plan(
-        model=ModelInfo(config.model.ref, axes.type, dict(axes.axes), axes.size, config.model.config, axes.position),
+        model=ModelInfo(
+            config.model.ref,
+            axes.type,
+            dict(axes.axes),
+            axes.size,
+            config.model.config,
+            axes.position,
+            config.model.levanter_class,
+        ),
         workload=workload,
         hardware=HardwareInfo(hardware.name, hardware.devices, hardware.generation.hbm_gib),
         mesh=dict(assignment.mesh),
@@ -125,7 +134,7 @@ def _as_lists(mapping: AxisMapping) -> dict[str, list[str]]:
 def _versions() -> dict[str, str]:
     """Installed versions of the packages that a plan depends on; empty for a package that is not installed."""
     versions = {}
-    for package in ("shardplan", "jax", "haliax", "levanter", "libtpu"):
+    for package in ("shardplan", "jax", *LEVANTER_PACKAGES, "libtpu"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

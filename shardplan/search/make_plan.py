@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shardplan.config import PlanConfig
 from shardplan.cost.calibration import usable_bytes
@@ -18,10 +19,10 @@ from shardplan.search.assignment_to_plan import StepCost, build_plan, estimate_c
 from shardplan.search.ranking import Candidate
 from shardplan.search.reasons import (
     CAVEATS,
-    LEVANTER_YAML,
     caveats_of,
     describe_attention,
     describe_choice,
+    describe_expressible,
     describe_indivisible,
     describe_runner_up,
     describe_time,
@@ -68,14 +69,18 @@ def rank_plans(
     result = search_configuration(config, model, count + 1, own_attention)
     if not result.fits and not nearest_miss:
         raise _infeasible_error(result.ranked[0])
+    unrestricted = None
+    if config.expressible and result.fits:
+        free = search_configuration(replace(config, expressible=False), model, 1, own_attention)
+        unrestricted = free.ranked[0].candidate.seconds
     pairs = list(zip(result.ranked, [*result.ranked[1:], None], strict=True))
-    return [_plan(model, result, ranked, runner_up) for ranked, runner_up in pairs[:count]]
+    return [_plan(model, result, ranked, runner_up, unrestricted) for ranked, runner_up in pairs[:count]]
 
 
 def model_from_config(config: PlanConfig) -> Model:
     """Build the model that the configuration names, without weights."""
     folder = open_folder(config.model.ref) if config.model.config is None else None
-    return build_model(read_config(config.model.config, folder), config.workload.position)
+    return build_model(read_config(config.model.config, folder, config.model.levanter_class), config.workload.position)
 
 
 def _infeasible_error(smallest: RankedCandidate) -> InfeasibleError:
@@ -84,7 +89,7 @@ def _infeasible_error(smallest: RankedCandidate) -> InfeasibleError:
     usable, available = usable_bytes(hardware) / GIB, hardware.generation.hbm_gib
     needed = candidate.peak_bytes / GIB
     more = ", more workload.microbatches" if smallest.config.workload.is_training else ""
-    less = ", or leave out levanter_yaml" if smallest.config.levanter_yaml else ""
+    less = ", or leave out expressible" if smallest.config.expressible else ""
     return InfeasibleError(
         f"no plan fits {hardware.name}: the nearest miss, mesh {mesh_text(candidate.mesh)}, needs {needed:.2f} GiB per "
         f"device, and {usable:.2f} GiB are usable ({available:.2f} less {available - usable:.2f} for the error of the "
@@ -93,8 +98,20 @@ def _infeasible_error(smallest: RankedCandidate) -> InfeasibleError:
     )
 
 
-def _plan(model: Model, result: SearchResult, ranked: RankedCandidate, runner_up: RankedCandidate | None) -> Plan:
-    """Return the plan of a ranked candidate, with the reasons for it; `runner_up` is the next one, if there is one."""
+def _plan(
+    model: Model,
+    result: SearchResult,
+    ranked: RankedCandidate,
+    runner_up: RankedCandidate | None,
+    unrestricted: float | None,
+) -> Plan:
+    """Return the plan of a ranked candidate, with the reasons for it.
+
+    Args:
+        runner_up: the next candidate, if there is one.
+        unrestricted: seconds of a step of the fastest plan, if only those that the flat schema can express were
+            searched.
+    """
     candidate, config = ranked.candidate, ranked.config
     space, assignment = candidate.space, candidate.assignment
     cost = estimate_cost(space.step, assignment, space.hardware)
@@ -106,7 +123,7 @@ def _plan(model: Model, result: SearchResult, ranked: RankedCandidate, runner_up
         runner_up=RunnerUp(runner_up.candidate.mesh, runner_up.candidate.seconds) if runner_up else None,
         rejected={rejection.value: count for rejection, count in result.statistics.rejected.items()},
         reasons=[
-            *_choice_reasons(result, ranked, runner_up, cost),
+            *_choice_reasons(result, ranked, runner_up, cost, unrestricted),
             *(CAVEATS[caveat] for caveat in caveats),
             *_attention_reasons(candidate),
             *describe_trace(space.step),
@@ -126,9 +143,13 @@ def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:
 
 
 def _choice_reasons(
-    result: SearchResult, ranked: RankedCandidate, runner_up: RankedCandidate | None, cost: StepCost
+    result: SearchResult,
+    ranked: RankedCandidate,
+    runner_up: RankedCandidate | None,
+    cost: StepCost,
+    unrestricted: float | None,
 ) -> list[str]:
-    """Why the plan was chosen, and which shardings were impossible."""
+    """Why the plan was chosen, and which shardings were impossible; the arguments are those of `_plan`."""
     plan, statistics = cost.plan, result.statistics
     has_kernel = ranked.candidate.space.requires_kernel
     reasons = [
@@ -137,8 +158,8 @@ def _choice_reasons(
             plan.step_seconds, plan.compute_seconds, cost.weight_gather_seconds, cost.other_collective_seconds
         ),
     ]
-    if ranked.config.levanter_yaml:
-        reasons.append(LEVANTER_YAML)
+    if unrestricted is not None:
+        reasons.append(describe_expressible(plan.step_seconds, unrestricted))
     if runner_up is not None:
         training, other_training = (each.config.workload.training_text() for each in (ranked, runner_up))
         other_training = other_training if other_training != training else ""

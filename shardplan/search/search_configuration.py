@@ -14,7 +14,7 @@ from shardplan.hardware import divisors, parse_slice
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
 from shardplan.plan.mesh_axes import POSITION_CHOICES
-from shardplan.plan.pins import Rules, parse_rules, restrict_to_levanter_yaml
+from shardplan.plan.pins import Rules, parse_rules, restrict_to_expressible
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
@@ -67,8 +67,8 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
     """
     hardware = parse_slice(config.hardware.slice)
     rules = parse_rules(config.pin, config.forbid, inspect_model(model))
-    if config.levanter_yaml:
-        rules = restrict_to_levanter_yaml(rules, inspect_model(model))
+    if config.expressible:
+        rules = restrict_to_expressible(rules, inspect_model(model))
     meshes = [mesh for mesh in mesh_shapes(hardware, _pinned_sizes(config, rules)) if rules.allows(mesh)]
     variants = list(_variants(config))
     ranking, statistics = Ranking(keep), SearchStatistics()
@@ -125,10 +125,10 @@ def _unsatisfiable_error(
 ) -> InfeasibleError:
     """Return the error that no mapping satisfies the requirements, which names those that were given."""
     given = [f"{key} {' '.join(texts)}" for key, texts in (("pin", config.pin), ("forbid", config.forbid)) if texts]
-    required = " and ".join([*(["levanter_yaml"] if config.levanter_yaml else []), *given])
+    required = " and ".join([*(["expressible"] if config.expressible else []), *given])
     obstacles = _unsatisfiable(rules, meshes)
     indivisible = sorted(map(describe_indivisible, statistics.indivisible.values()))
-    if not obstacles and not (config.levanter_yaml and indivisible):  # where it shards the batch, that is the reason
+    if not obstacles and not (config.expressible and indivisible):  # where it shards the batch, that is the reason
         obstacles = ["every mapping has a mesh axis on two dimensions of one array"]
     return InfeasibleError(
         f"no mapping on {config.hardware.slice} {f'satisfies {required}' if required else 'is possible'}: "

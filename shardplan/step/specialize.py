@@ -11,19 +11,22 @@ from shardplan.cost.calibration import compiler_quirks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
+from shardplan.model.levanter_compat import LIBTPU_FUSES_ALL_GATHERS, LIBTPU_RELEASE
 from shardplan.model.registry import Model, abstract_module
 from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import KERNEL_BLOCK
 from shardplan.program.step_trace import plan_step
+from shardplan.search.compiler_options import FUSED_ALL_GATHERS
 
 
 def specialize(model: Model, plan: Plan) -> Model:
     """Return `model` with the attention and the gradient checkpointing of `plan`.
 
     Raises:
-        ConfigError: the plan was edited, and its kernel cannot compute attention with its mappings.
+        ConfigError: the plan was edited, and its kernel cannot compute attention with its mappings; the plan has an
+            option of another compiler; or the model has no setting for gradient checkpointing.
     """
     checkpointing: Any = plan.workload.gradient_checkpointing
     uses_splash = plan.attention.kernel == KernelName.SPLASH
@@ -32,12 +35,24 @@ def specialize(model: Model, plan: Plan) -> Model:
             "plan: attention.kernel is splash, which cannot compute attention as compute_mapping and attention shard "
             "it; make it blockwise, or plan again"
         )
-    config = dataclasses.replace(
-        model.config,
-        attn_backend=AttentionBackend.SPLASH if uses_splash else AttentionBackend.JAX_FLASH,
-        flash_attention_block_size=KERNEL_BLOCK if uses_splash else None,
-        gradient_checkpointing=True if checkpointing == "default" else checkpointing,
-    )
+    settings = {
+        "attn_backend": AttentionBackend.SPLASH if uses_splash else AttentionBackend.JAX_FLASH,
+        "flash_attention_block_size": KERNEL_BLOCK if uses_splash else None,
+        "gradient_checkpointing": True if checkpointing == "default" else checkpointing,
+    }
+    if FUSED_ALL_GATHERS in plan.compiler_options and not LIBTPU_FUSES_ALL_GATHERS:
+        raise ConfigError(
+            f"plan: the compiler option {FUSED_ALL_GATHERS}, of plans that were made with libtpu 0.0.42, is not one of "
+            f"libtpu {LIBTPU_RELEASE}; plan again"
+        )
+    names = {item.name for item in dataclasses.fields(model.config)}
+    if checkpointing != "default" and "gradient_checkpointing" not in names:
+        raise ConfigError(
+            f"workload.gradient_checkpointing is {checkpointing}, and {type(model.config).__name__} has no field "
+            "gradient_checkpointing; add it, or leave it at default"
+        )
+    # a configuration class of the user's own need not have them
+    config = dataclasses.replace(model.config, **{name: value for name, value in settings.items() if name in names})
     template = abstract_module(config, model.vocab)
     if plan.attention.strategy != Strategy.NONE:
         template = with_sequence_parallel(template, plan)

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import huggingface_hub
+from httpx import TransportError
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import build_hf_headers
 
@@ -29,7 +30,7 @@ def _is_reachable() -> bool:
         huggingface_hub.utils.get_session().head(
             huggingface_hub.constants.ENDPOINT, timeout=huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT
         )
-    except OSError:  # of requests as well
+    except (OSError, TransportError):  # of requests, in huggingface_hub 0, and of httpx, in huggingface_hub 1
         return False
     return True
 

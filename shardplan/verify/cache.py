@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import shardplan
+from shardplan.model.own_model import own_code
 from shardplan.plan.attention_plan import Strategy
 from shardplan.verify.case import Case
 from shardplan.verify.compiler.compiled import Compiled, package_versions
@@ -19,7 +20,7 @@ CODE = (
     "model/registry", "step/*", "checkpoint/levanter_loader", "verify/compiler/topology", "verify/compiler/worker",
 )  # fmt: skip
 """Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
-SEQUENCE_CODE = ("attention/**/*", "positions/*")
+SEQUENCE_CODE = ("attention/**/*", "positions/*", "runtime/private_jax")
 """Further such modules, used if the plan shards positions."""
 FACTS_CODE = ("cost/*", "model/*", "positions/*", "program/*", "verify/model_facts")
 """Modules that make the facts about a model, see `shardplan.verify.model_facts`."""
@@ -29,7 +30,7 @@ def digest(case: Case) -> str:
     """SHA-256 of what decides which program is compiled; the search for the plan and its estimates are no part."""
     plan = case.plan
     decisive = {
-        "hf_config": case.hf_config,
+        **_model(case),
         "workload": vars(plan.workload),
         "slice": plan.hardware.slice,
         "mesh": list(plan.mesh.items()),
@@ -47,7 +48,7 @@ def facts_digest(case: Case) -> str:
     """SHA-256 of what decides the facts about the model of `case`, and that the plan is for this model."""
     plan = case.plan
     decisive = {
-        "hf_config": case.hf_config,
+        **_model(case),
         "axes": plan.model.axes,
         "workload": vars(plan.workload),
         "attention": vars(plan.attention),
@@ -56,6 +57,12 @@ def facts_digest(case: Case) -> str:
         "code": code_digest(FACTS_CODE),
     }
     return _sha256(decisive)
+
+
+def _model(case: Case) -> dict[str, Any]:
+    """What decides the model: its config.json, and the code of a model that shardplan does not know."""
+    code = own_code(case.hf_config)
+    return {"hf_config": case.hf_config, **({} if code is None else {"own_code": code})}
 
 
 def _sha256(values: dict[str, Any]) -> str:

@@ -90,7 +90,8 @@ def _levanter_case(path: str, config: CompilingConfig) -> Case:
 
 def _hf_config(config: CompilingConfig) -> dict[str, Any]:
     """The contents of the model's config.json."""
-    return read_config(config.model.config, open_folder(config.model.ref) if config.model.config is None else None)
+    folder = open_folder(config.model.ref) if config.model.config is None else None
+    return read_config(config.model.config, folder, config.model.levanter_class)
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -12,8 +12,10 @@ import pytest
 from conftest import ROOT, fails, run, start, transformers_losses, word_tokenizer
 
 import shardplan
+from shardplan.model.levanter_compat import IS_MARIN, LEVANTER_PACKAGES
 from shardplan.plan.plan import Plan
 
+LEVANTER_EXAMPLE = f"levanter_example{'' if IS_MARIN else '_flat'}.yaml"
 PLANNING = ("--workload.batch=4", "--workload.position=64", "--workload.param_dtype=float32",
             "--workload.compute_dtype=float32")  # fmt: skip
 
@@ -49,7 +51,7 @@ def test_evaluation_equals_transformers(checkpoint, tmp_path, slice_name, batch)
     assert total["loss_per_token"] == pytest.approx(nats.mean(), abs=2e-6)
     text_bytes = sum(len(json.loads(line)["text"]) for line in (checkpoint / "text.jsonl").read_text().splitlines())
     assert total["bits_per_byte"] == pytest.approx(nats.sum() / math.log(2) / text_bytes, rel=1e-6)
-    assert {"shardplan", "jax", "haliax", "levanter", "libtpu"} == results["versions"].keys()
+    assert {"shardplan", "jax", *LEVANTER_PACKAGES, "libtpu"} == results["versions"].keys()
     assert Plan.from_json(results["plan"]) == Plan.load(str(tmp_path / "plan.json"))
     assert "row 0" in done.stdout and "loss per token" in done.stdout and "PartitionSpec" in done.stdout
 
@@ -83,7 +85,7 @@ def test_one_changed_import_in_a_levanter_script(checkpoint, tmp_path):
         (tmp_path / name).write_text(text)
         done = subprocess.run(
             [
-                sys.executable, tmp_path / name, "--config_path", ROOT / "scripts" / "levanter_example.yaml",
+                sys.executable, tmp_path / name, "--config_path", ROOT / "scripts" / LEVANTER_EXAMPLE,
                 "--hf_checkpoint", checkpoint, "--text", checkpoint / "text.jsonl",
                 "--trainer.per_device_eval_parallelism", "1",
             ],

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from itertools import islice
@@ -13,7 +14,7 @@ import pytest
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, parse_slice, place_mesh
-from shardplan.verify.compiler.libtpu import libtpu_environment
+from shardplan.verify.compiler.libtpu import INSTALL_LIBTPU, libtpu_environment
 from shardplan.verify.compiler.topology import make_topology_mesh
 
 pytest.importorskip("libtpu")
@@ -194,5 +195,5 @@ def test_bad_meshes(name, sizes, message):
 
 def test_without_libtpu(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs libtpu: pip install 'libtpu==0\.0\.42\.\*'$"):
+    with pytest.raises(ConfigError, match=f"needs libtpu: {re.escape(INSTALL_LIBTPU)}$"):
         make_topology_mesh(parse_slice("v4-8"), {"replica": 1, "data": 1, "model": 4})

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from shardplan.search.make_plan import make_plan
 from shardplan.verify import run as runs
 from shardplan.verify.case import Case
 from shardplan.verify.compiler import run_worker
+from shardplan.verify.compiler.libtpu import INSTALL_LIBTPU
 from shardplan.verify.run import verify
 from shardplan.verify.select_cases import build_cases
 from shardplan.verify.verdict import MemoryLimit, Outcome, OutOfMemory, ProgramKind, TimeLimit, Verdict
@@ -272,7 +274,7 @@ def test_limits_are_not_cached(tmp_path, mib_for_gib):
 
 def test_without_libtpu(monkeypatch):
     monkeypatch.setattr(runs, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"libtpu; install it with: pip install 'libtpu==0\.0\.42\.\*'$"):
+    with pytest.raises(ConfigError, match=f"libtpu; install it with: {re.escape(INSTALL_LIBTPU)}$"):
         verify([small_case()], NO_CACHE)
 
 

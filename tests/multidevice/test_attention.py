@@ -19,8 +19,11 @@ from levanter.layers.attention import dot_product_attention as levanter_attentio
 from shardplan.attention import dot_product_attention
 from shardplan.attention.kernels import splash, splash_blocks
 from shardplan.errors import ConfigError
+from shardplan.levanter_config.writer import SPLASH_UNSHARDED_AXES
+from shardplan.model.levanter_compat import INSTALLED_SCHEMA, splash_takes_sharded_positions
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
+from shardplan.runtime import private_jax
 
 Q = ("batch", "kv_head", "q_heads_per_group", "position", "head_size")
 K = ("batch", "kv_head", "key_position", "head_size")
@@ -541,16 +544,16 @@ def test_splash_without_log_sum_exp(monkeypatch, max_blocks):
     np.testing.assert_allclose(k_gradient.array, expected.gradients[1] + expected.gradients[2], atol=1e-4)
 
 
-def test_levanters_splash_with_sharded_positions_is_wrong(monkeypatch):
-    """Each device attends only to its own keys, with a mask that starts at its first query: only device 0 is right."""
+def test_levanters_splash_with_sharded_positions(monkeypatch):
+    """That of levanter 1.2 masks as if the queries of every device were the first: only device 0 is right."""
     monkeypatch.setattr(splash, "INTERPRET", True)
-    kernels = splash.kernels
+    kernels = private_jax.splash
     monkeypatch.setattr(kernels, "make_splash_mha", partial(kernels.make_splash_mha, interpret=True))
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=size) for size in ((1, 2, 2, 512, 128), (1, 2, 512, 128), (1, 2, 512, 128)))
     expected = dense_attention(q, k, v, np.tri(512, dtype=bool), np.zeros(q.shape)).out
     arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, K))]
-    names, mapping = ("position", "key_position", "head_size"), {"position": "model", "key_position": "model"}
+    names, mapping = ("position", "key_position", "head_size"), {"position": "model"}
 
     def levanter_splash(q, k, v):
         return levanter_attention(*names, q, k, v, AttentionMask.causal(), attn_backend=AttentionBackend.SPLASH)
@@ -560,9 +563,28 @@ def test_levanters_splash_with_sharded_positions_is_wrong(monkeypatch):
 
     with jax.set_mesh(mesh_of(4)), hax.axis_mapping(mapping):
         functions = levanter_splash, shardplan_splash
-        wrong, right = (hax.named_jit(each)(*arrays).rearrange(Q).array for each in functions)
-    np.testing.assert_allclose(wrong[..., :128, :], expected[..., :128, :], atol=1e-5)
-    for device in range(1, 4):
+        theirs, ours = (hax.named_jit(each)(*arrays).rearrange(Q).array for each in functions)
+    for device in range(4):
         part = slice(128 * device, 128 * (device + 1))
-        assert np.abs(wrong[..., part, :] - expected[..., part, :]).max() > 0.5
-    np.testing.assert_allclose(right, expected, atol=1e-5)
+        is_right = np.abs(theirs[..., part, :] - expected[..., part, :]).max() < 1e-5
+        assert is_right == (device == 0 or splash_takes_sharded_positions(INSTALLED_SCHEMA))
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", SPLASH_UNSHARDED_AXES)
+def test_levanters_splash_with_sharded_heads_of_a_group_is_wrong(monkeypatch, axis):
+    """It computes on each device as if that had all heads of a group, or everything along head_size."""
+    kernels = private_jax.splash
+    monkeypatch.setattr(kernels, "make_splash_mha", partial(kernels.make_splash_mha, interpret=True))
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=size) for size in ((1, 2, 4, 256, 256), (1, 2, 256, 256), (1, 2, 256, 256)))
+    expected = dense_attention(q, k, v, np.tri(256, dtype=bool), np.zeros(q.shape)).out
+    arrays = [hax.named(jnp.asarray(x, jnp.float32), axes) for x, axes in ((q, Q), (k, K), (v, K))]
+
+    def levanter_splash(q, k, v):
+        names = "position", "key_position", "head_size"
+        return levanter_attention(*names, q, k, v, AttentionMask.causal(), attn_backend=AttentionBackend.SPLASH)
+
+    with jax.set_mesh(mesh_of(2)), hax.axis_mapping({axis: "model"}):
+        result = hax.named_jit(levanter_splash)(*arrays).rearrange(Q).array
+    assert np.abs(result - expected).max() > 0.5

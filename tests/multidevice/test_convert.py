@@ -16,12 +16,14 @@ from safetensors.numpy import load_file
 
 from shardplan import load_pretrained
 from shardplan.checkpoint import convert, save, target
+from shardplan.checkpoint.format.index import read_index
+from shardplan.checkpoint.load import match_tensors
 from shardplan.checkpoint.save import save_levanter, save_pretrained
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
-from shardplan.storage import writing
+from shardplan.storage import open_folder, writing
 
 MAPPING = {"embed": "data", "mlp": "model", "vocab": "model", "experts": "replica"}
 
@@ -81,7 +83,9 @@ def test_types_and_several_files(golden, tmp_path, monkeypatch):
     monkeypatch.setattr(save, "FILE_BYTES", 200_000)
     with jax.set_mesh(mesh_of(2, 2, 2)):
         module = load_pretrained(str(golden / "mixtral"), axis_mapping=MAPPING, dtype="bfloat16")
-    save_pretrained(module, str(tmp_path), {"model_type": "mixtral"})
+    folder = open_folder(str(golden / "mixtral"))
+    program = match_tensors(eqx.filter_eval_shape(lambda: module), read_index(folder), folder.ref)
+    save_pretrained(module, str(tmp_path), {"model_type": "mixtral"}, program)
     files = sorted(tmp_path.glob("*.safetensors"))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     expected = tensors(golden / "mixtral")
@@ -201,10 +205,11 @@ def test_an_interrupted_levanter_checkpoint_is_replaced(golden, tmp_path, monkey
             patch.setattr(save, "write_file", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 save_levanter(first, str(tmp_path), {})
-        assert {path.name for path in tmp_path.iterdir()} == {"metadata.json", "model", "shardplan.incomplete"}
+        written = {path.name for path in tmp_path.iterdir()}
+        assert {"metadata.json", "shardplan.incomplete"} < written
         save_levanter(second, str(tmp_path), {})
         loaded = load_checkpoint(second, str(tmp_path), subpath="model")
-    assert {path.name for path in tmp_path.iterdir()} == {"metadata.json", "model", "config.json"}
+    assert {path.name for path in tmp_path.iterdir()} == written - {"shardplan.incomplete"} | {"config.json"}
     expected = dict(named_leaves(second))
     for path, leaf in named_leaves(loaded):
         np.testing.assert_array_equal(np.asarray(leaf.array), np.asarray(expected[path].array), err_msg=path)

@@ -1,7 +1,8 @@
-"""With the printed YAML and the Python after it, Levanter has the plan's mesh, batch and shardings."""
+"""With the printed YAML, and the Python that the flat schema needs, Levanter has a plan's mesh, batch and shardings."""
 
 import json
 import logging
+import math
 from dataclasses import dataclass, replace
 
 import draccus
@@ -14,16 +15,20 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from conftest import levanter_losses, loss_weights
 from haliax.partitioning import pspec_for_axis
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.data.dataset import ListAsyncDataset
-from levanter.models.lm_model import LmExample, compute_next_token_loss
+from levanter.models.lm_model import LmExample
 from levanter.trainer import Trainer, TrainerConfig
 
+from shardplan.levanter_config.mesh_schema import DCN_AXES
 from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.model.bundled_configs import BUNDLED
+from shardplan.model.levanter_compat import IS_MARIN, TrainerSchema
 from shardplan.plan.attention_plan import AttentionPlan
+from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 
@@ -72,8 +77,15 @@ def decode_trainer(plan):
 def sharded_axes(mapping, mesh):
     """Remove mesh axes of size 1 and unsharded logical axes from a mapping of Levanter or shardplan."""
     as_tuples = {axis: (v,) if isinstance(v, str) else tuple(v or ()) for axis, v in mapping.items()}
-    kept = {axis: tuple(a for a in axes if mesh[a] > 1) for axis, axes in as_tuples.items()}
+    kept = {axis: tuple(a for a in axes if mesh.get(a, 1) > 1) for axis, axes in as_tuples.items()}
     return {axis: axes for axis, axes in kept.items() if axes}
+
+
+def mesh_of(trainer):
+    """The mesh of a Levanter program on one slice: that of a plan, and axes across slices, of one device."""
+    shape = dict(trainer.device_mesh.shape)
+    assert all(shape.pop(axis, 1) == 1 for axis in DCN_AXES.values())
+    return {axis: shape[axis] for axis in sorted(shape, key=MESH_AXES.index)}
 
 
 def spec_of(parameter):
@@ -145,8 +157,8 @@ def test_levanter_parses_the_plan(shrunken_config, name, caplog):
     with caplog.at_level(logging.ERROR):
         trainer = decode_trainer(plan)
     if CASES[name].needs_python is not None:
-        assert (type(trainer) is not TrainerConfig) == CASES[name].needs_python
-    assert dict(trainer.device_mesh.shape) == plan.mesh
+        assert (type(trainer) is not TrainerConfig) == (CASES[name].needs_python and not IS_MARIN)
+    assert mesh_of(trainer) == plan.mesh
     for parameter in plan.parameters:
         assert pspec_for_axis(parameter.axes, trainer.parameter_axis_mapping) == spec_of(parameter), parameter.path
     assert sharded_axes(trainer.compute_axis_mapping, plan.mesh) == sharded_axes(plan.compute_mapping, plan.mesh)
@@ -170,6 +182,7 @@ def test_shardplan_parses_the_plan(shrunken_config, name):
     assert stored == plan.param_mapping
 
 
+@pytest.mark.skipif(IS_MARIN, reason="the flat schema is that of levanter 1.2")
 @pytest.mark.parametrize(("mesh", "replica"), [((2, 4, 2), (2, 1)), ((1, 8, 2), (1, 1)), ((8, 1, 2), (4, 2))])
 def test_slices_split_replica_first(shrunken_config, monkeypatch, mesh, replica):
     """As in the plan's own mesh; Levanter gives data the remaining slices."""
@@ -185,11 +198,46 @@ def test_slices_split_replica_first(shrunken_config, monkeypatch, mesh, replica)
     assert sizes == mesh
 
 
-def test_warning_about_attention_that_would_be_wrong(shrunken_config):
-    sharded_positions = ((1, 4, 2), {"batch": ["data"], "position": ["model"]}, {})
-    for hardware, is_warned in (("v4-16", True), ("cpu-8", False)):
-        text = trainer_yaml(given_plan(shrunken_config("llama-3.1-8b", hardware_slice=hardware), *sharded_positions))
-        assert ("# model.attn_backend must be jax_flash: with position sharded, " in text) == is_warned
+@pytest.mark.skipif(not IS_MARIN, reason="the mesh schema is that of marin-levanter")
+@pytest.mark.parametrize("batch", [["replica", "data"], []])
+@pytest.mark.parametrize("mesh", [(2, 4, 2), (1, 8, 2), (8, 1, 2)])
+def test_every_mesh_over_slices_is_expressed(shrunken_config, mesh, batch):
+    """Levanter's mesh has the sizes of the plan's, whichever axes cross slices, and the same devices share a shard."""
+    config = shrunken_config("llama-3.1-8b", hardware_slice="4xv5e-4", workload_batch=16)
+    plan = given_plan(config, mesh, {"batch": batch, "mlp": ["data", "model"]}, {"mlp": ["replica", "model"]})
+    section, _ = parse_printed(plan)
+    parsed = parse_trainer_section(section, plan.hardware.devices, 4)
+    assert parsed.mesh == plan.mesh and parsed.param_mapping == plan.param_mapping
+    assert parsed.compute_mapping == {axis: axes for axis, axes in plan.compute_mapping.items() if axes}
+    trainer = draccus.decode(TrainerConfig, section)
+    within, across = trainer.mesh.axis_shapes(16, 4)
+    assert {axis: within[axis] * across.get(DCN_AXES.get(axis), 1) for axis in plan.mesh} == plan.mesh
+    sizes = within | across
+    assert section["mesh"]["compute_mapping"]["batch"] is not None  # Levanter's data loader needs a mesh axis
+    for ours, theirs in (
+        (plan.compute_mapping, trainer.compute_axis_mapping), (plan.param_mapping, trainer.parameter_axis_mapping)
+    ):  # fmt: skip
+        shards = {axis: math.prod(sizes[a] for a in axes) for axis, axes in sharded_axes(theirs, sizes).items()}
+        assert shards == {axis: math.prod(plan.mesh[a] for a in axes) for axis, axes in ours.items() if axes}
+
+
+@pytest.mark.parametrize("schema", TrainerSchema)
+@pytest.mark.parametrize("axis", ["position", "head_size"])
+def test_warning_about_attention_that_would_be_wrong(shrunken_config, axis, schema):
+    mesh_and_mappings = ((1, 4, 2), {"batch": ["data"], axis: ["model"]}, {})
+    is_wrong = axis == "head_size" or schema == TrainerSchema.FLAT
+    for hardware, is_warned in (("v4-16", is_wrong), ("cpu-8", False)):
+        config = shrunken_config("llama-3.1-8b", hardware_slice=hardware)
+        text = trainer_yaml(given_plan(config, *mesh_and_mappings), schema)
+        assert (f"# model.attn_backend must be jax_flash: with {axis} sharded, " in text) == is_warned
+
+
+@pytest.mark.parametrize("schema", TrainerSchema)
+@pytest.mark.parametrize("compute", [{"vocab": ["model"]}, {}])
+def test_warning_about_losses_that_would_be_wrong(shrunken_config, compute, schema):
+    plan = given_plan(shrunken_config("llama-3.1-8b"), (1, 4, 2), {"batch": ["data"], **compute}, {"vocab": ["model"]})
+    is_wrong = bool(compute) and schema == TrainerSchema.MESH
+    assert ("# Call shardplan.patch_levanter() first, " in trainer_yaml(plan, schema)) == is_wrong
 
 
 @pytest.mark.parametrize(
@@ -232,12 +280,22 @@ GIVEN_PLANS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["yaml", *(pytest.param(name, marks=pytest.mark.whole) for name in GIVEN_PLANS if name != "yaml")]
-)
-def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name):
+    ("name", "family"),
+    [
+        ("yaml", "llama"),
+        *(
+            pytest.param(name, family, marks=pytest.mark.whole)
+            for name, family in (
+                ("batch on data alone", "llama"), ("batch on nothing", "llama"), ("yaml", "gemma"), ("yaml", "olmo2")
+            )
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("patched_levanter")
+def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name, family):
     """Levanter's Trainer loads, shards and steps as planned, and has the same loss as without a plan."""
     config = make_config(
-        model_ref=golden / "llama",
+        model_ref=golden / family,
         workload_kind="train",
         workload_batch={"batch on data alone": 2, "yaml": 8}.get(name, 4),
         workload_microbatches=2 if name == "yaml" else 1,
@@ -255,18 +313,19 @@ def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name):
         return model.config.model_type.init(model.vocab, model.config, key=key)
 
     untrained = init()
-    unplanned = np.mean([float(jax.jit(mean_loss)(untrained, example)) for example in examples])
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)):
+        unplanned = np.mean([float(eqx.filter_jit(mean_loss)(untrained, example)) for example in examples])
     trainer = decode_trainer(plan)
     assert trainer.microbatch_size == plan.workload.batch // plan.workload.microbatches
     trainer.tracker, trainer.id = levanter.tracker.NoopConfig(), name
     trainer.checkpointer.base_path = str(tmp_path)
     trainer.log_jaxprs = trainer.log_xla_hlo = False
     with levanter.tracker.current_tracker(trainer.tracker.init(name)), Trainer(trainer, OPTIMIZER, mean_loss) as run:
-        example = next(iter(run.data_loader(ListAsyncDataset(examples, is_complete=True))))
+        example = next(iter(run.data_loader(list_dataset(examples))))
         info = run.train_step(run.initial_state(key, model_init=init), example)
     tokens = example.tokens
     mesh = tokens.array.sharding.mesh
-    assert dict(mesh.shape) == plan.mesh
+    assert mesh_of(trainer) == plan.mesh
     on_plan = NamedSharding(mesh, pspec_for_axis(tokens.axes, {a: tuple(m) for a, m in plan.compute_mapping.items()}))
     assert tokens.array.sharding.is_equivalent_to(on_plan, 2)
     arrays = [a for a in jax.tree.leaves(info.state.model, is_leaf=eqx.is_array) if eqx.is_array(a)]
@@ -277,12 +336,17 @@ def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name):
     assert float(info.loss) == pytest.approx(unplanned, rel=1e-5)
 
 
+def list_dataset(examples):
+    """Levanter's data set of a list."""
+    return ListAsyncDataset(examples) if IS_MARIN else ListAsyncDataset(examples, is_complete=True)
+
+
 def mean_loss(model, example, key=None):
-    """Mean loss as Levanter computes it, whose own function fails on JAX 0.10."""
-    losses = compute_next_token_loss(model, example, reduction=None)
-    return (hax.sum(losses) / hax.sum(example.loss_mask)).scalar()
+    """Mean loss as Levanter computes it; its own mean fails with levanter 1.2 on JAX 0.10."""
+    return (hax.sum(levanter_losses(model, example)) / hax.sum(loss_weights(example))).scalar()
 
 
+@pytest.mark.skipif(IS_MARIN, reason="the mesh schema has lists")
 def test_a_list_without_the_class_raises(make_config, golden):
     """Without the class, JAX raises an error instead of computing with replicated parameters."""
     config = make_config(model_ref=golden / "llama", workload_position=16)

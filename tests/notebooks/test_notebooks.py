@@ -6,6 +6,8 @@ import nbformat
 import pytest
 from execute_notebooks import NOTEBOOKS, ROOT, code_cells, execute
 
+from shardplan.model.levanter_compat import IS_MARIN
+
 ABSOLUTE_PATH = re.compile(r"/(work|root|home|Users|tmp)/")
 
 
@@ -26,8 +28,13 @@ def test_there_are_notebooks():
 def test_stored_outputs(path):
     stored = nbformat.read(path, as_version=4)
     assert [cell.execution_count for cell in code_cells(stored)] == [*range(1, len(code_cells(stored)) + 1)]
-    assert texts(execute(path)) == texts(stored), (
-        f"{path.name} is out of date: run python tests/notebooks/execute_notebooks.py"
+    executed, expected = texts(execute(path)), texts(stored)
+    if not IS_MARIN:  # the stored outputs have the trainer sections of marin-levanter
+        executed, expected = (
+            [cell for cell in cells if "trainer:" not in "".join(cell)] for cells in (executed, expected)
+        )
+    assert executed == expected, (
+        f"{path.name} is out of date: with marin-levanter, run python tests/notebooks/execute_notebooks.py"
     )
 
 

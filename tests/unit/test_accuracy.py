@@ -10,6 +10,7 @@ import pytest
 from planner_record import PLANNER, PUBLISHED, errors_by_family, read_records
 
 from shardplan.cost.calibration import MEMORY_ERROR
+from shardplan.model.levanter_compat import LIBTPU_FUSES_ALL_GATHERS
 
 MIN_LAYOUTS = 40
 """Layouts written by hand, at least: a search compares layouts far from the best, too, and may prefer a wrong one."""
@@ -38,6 +39,8 @@ def families():
 @pytest.mark.parametrize("quantity", ["peak", "received", "step"])
 @pytest.mark.parametrize("family", BOUNDS)
 def test_estimates_are_as_good_as_recorded(families, family, quantity):
+    if quantity == "step" and not LIBTPU_FUSES_ALL_GATHERS:
+        pytest.skip("the layouts were compiled by libtpu 0.0.42, with options that plans for later ones do not have")
     errors = [abs(error) for each in families[family] if (error := getattr(each, quantity)) is not None]
     median, worst = BOUNDS[family][quantity]
     assert statistics.median(errors) <= median

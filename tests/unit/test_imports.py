@@ -1,12 +1,17 @@
 """What is imported when: the package is instant, and so is every complaint about a configuration."""
 
+import re
 import subprocess
 import sys
 from importlib import import_module
 
+import jax
 import pytest
 from conftest import ROOT, run
 
+from shardplan.errors import ConfigError
+from shardplan.model.levanter_compat import IS_MARIN
+from shardplan.runtime import private_jax
 from shardplan.runtime.deferred_packages import defer_package
 
 
@@ -81,7 +86,9 @@ def test_a_command_imports_no_trainers():
     """`__init__` of Levanter and of datasets would take a fifth of the time of a command."""
     modules = modules_after_command("checkpoint", CONFIG, "--schedule", code=0)
     assert "levanter.models.llama" in modules
-    assert not {"levanter.trainer", "levanter.eval_harness", "datasets.arrow_dataset", "pandas"} & modules
+    assert not {"levanter.trainer", "levanter.eval_harness", "datasets.arrow_dataset"} & modules
+    if not IS_MARIN:  # of marin-levanter even the losses import it, with pyarrow.dataset
+        assert "pandas" not in modules
 
 
 def test_deferred_packages(tmp_path, monkeypatch):
@@ -126,6 +133,26 @@ def test_a_deferred_package_may_put_another_module_in_its_place(tmp_path, monkey
 def test_reports_of_plans_need_no_jax():
     modules = modules_after("import shardplan.report.diff, shardplan.report.tables")
     assert not {"jax", "haliax", "levanter", "transformers"} & modules
+
+
+def test_private_jax_is_used_in_one_module():
+    pattern = re.compile(r"jax\._src|jax\.experimental\.pallas\.ops|\bsplash_attention_kernel\b")
+    users = [
+        path.stem for path in (ROOT / "shardplan").rglob("*.py") if pattern.search(path.read_text(encoding="utf-8"))
+    ]
+    assert users == ["private_jax"]
+
+
+def test_another_jax_is_refused_in_one_line(monkeypatch):
+    monkeypatch.delattr(private_jax.splash, "_splash_attention_forward")
+    monkeypatch.setattr(private_jax.splash, "_splash_attention_bwd_dq", lambda q, k, bk: None)
+    with pytest.raises(ConfigError) as raised:
+        private_jax._check()
+    assert str(raised.value).startswith(
+        f"jax {jax.__version__} does not fit shardplan: splash attention has no _splash_"
+    )
+    assert "_splash_attention_bwd_dq has other parameters (attn_logits_soft_cap, bk, bkv, " in str(raised.value)
+    assert str(raised.value).endswith(f"; install one of those it is tested with ({private_jax.TESTED})")
 
 
 def test_public_names():

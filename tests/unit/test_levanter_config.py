@@ -12,7 +12,8 @@ import yaml
 from shardplan.errors import ConfigError
 from shardplan.levanter_config.levanter_file import is_levanter_config
 from shardplan.levanter_config.model_section import ModelSection, parse_model_section
-from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, read_trainer_section
+from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, read_trainer_section, schema_of
+from shardplan.model.levanter_compat import INSTALLED_SCHEMA, IS_MARIN, TrainerSchema
 
 BATCH = ["replica", "data"]
 
@@ -69,12 +70,23 @@ def test_flat(read):
     assert (section.batch, section.param_dtype, section.compute_dtype) == (64, "float32", "bfloat16")
 
 
-def test_an_empty_trainer_has_the_defaults_of_the_flat_schema(read):
-    section = read({})
-    assert section.mesh == mesh(1, 8, 1)
-    assert section.compute_mapping == {"batch": BATCH}
-    assert section.param_mapping == {"batch": BATCH, "embed": ["data"]}
-    assert (section.batch, section.param_dtype, section.compute_dtype) == (None, "float32", "float32")
+def test_an_empty_trainer_has_the_defaults_of_the_installed_schema(read):
+    section, flat, of_mesh = read({}), read({"model_axis_size": 1}), read({"mesh": {}})
+    assert flat.mesh == mesh(1, 8, 1)
+    assert flat.compute_mapping == {"batch": BATCH}
+    assert flat.param_mapping == {"batch": BATCH, "embed": ["data"]}
+    assert (flat.batch, flat.param_dtype, flat.compute_dtype) == (None, "float32", "float32")
+    assert section == (of_mesh if INSTALLED_SCHEMA == TrainerSchema.MESH else flat)
+
+
+def test_the_keys_of_one_schema_decide_which_it_is():
+    assert schema_of({"seed": 1, "ray": {}}) == TrainerSchema.FLAT
+    assert schema_of({"seed": 1, "progress_watchdog": {}}) == TrainerSchema.MESH
+    assert schema_of({"seed": 1}) == INSTALLED_SCHEMA
+    with pytest.raises(
+        ConfigError, match=r"^trainer.use_explicit_mesh_axes and trainer.ray belong to different versions"
+    ):
+        schema_of({"ray": {}, "use_explicit_mesh_axes": True})
 
 
 @pytest.mark.parametrize(
@@ -173,6 +185,7 @@ def as_lists(mapping):
     return {axis: mesh_axes for axis, mesh_axes in lists.items() if mesh_axes}
 
 
+@pytest.mark.skipif(IS_MARIN, reason="the flat schema is that of levanter 1.2")
 @pytest.mark.parametrize(
     "trainer",
     [
@@ -214,6 +227,7 @@ def test_levanter_agrees(read, trainer):
         assert levanter.train_batch_size // levanter.microbatch_size == section.microbatches
 
 
+@pytest.mark.skipif(IS_MARIN, reason="the flat schema is that of levanter 1.2")
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (4, 2, -1), (1, 4, 4)])
 def test_levanter_agrees_over_slices(read, monkeypatch, sizes):
     from levanter.trainer import TrainerConfig
@@ -228,6 +242,79 @@ def test_levanter_agrees_over_slices(read, monkeypatch, sizes):
     assert shape["replica"] == levanter.replica_axis_size
     assert shape["replica"] * shape["data"] == levanter.data_axis_size
     assert shape["model"] == levanter.model_axis_size
+
+
+BATCH_OVER_SLICES = {"batch": ["replica_dcn", "replica", "data_dcn", "data"]}
+MESH_SECTIONS = [
+    {},
+    {"axes": {"model": 2}},
+    {"axes": {"model": -1}},
+    {"axes": {"replica": 2, "data": 2, "model": 2}},
+    {"shared_mapping": {"mlp": None, "vocab": "model"}},
+    {"shared_mapping": {"batch": "data"}, "param_mapping": {}},
+    {
+        "compute_mapping": {"heads": ["data", "model"], "token": "replica"},
+        "param_mapping": {"embed": ["data", "model"]},
+    },
+    {"compute_mapping": {"batch": ["data"]}, "batch_axis_name": "row"},
+    {"batch_axis_name": "mlp"},
+    {"compute_mapping": {"batch": "replica_dcn"}},
+]
+
+
+@pytest.mark.skipif(not IS_MARIN, reason="the mesh schema is that of marin-levanter")
+@pytest.mark.parametrize("section", MESH_SECTIONS, ids=str)
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {},
+        {"mp": "p=f32,c=bf16", "train_batch_size": 64, "per_device_parallelism": 2},
+        {"mp": "bf16", "train_batch_size": -1, "per_device_parallelism": 3},
+    ],
+    ids=["default", "microbatches", "per device"],
+)
+def test_marin_levanter_agrees(read, section, trainer):
+    from levanter.trainer import TrainerConfig
+
+    parsed = read({**trainer, "mesh": section})
+    levanter = draccus.decode(TrainerConfig, {**trainer, "mesh": section})
+    levanter._validate_and_set_defaults()
+    sizes = dict(levanter.device_mesh.shape)
+    assert sizes.pop("replica_dcn") == 1 and sizes == parsed.mesh
+
+    def on_the_plans_mesh(mapping):
+        lists = as_lists(mapping)
+        return as_lists({axis: [m for m in names if m != "replica_dcn"] for axis, names in lists.items()})
+
+    assert on_the_plans_mesh(levanter.compute_axis_mapping) == parsed.compute_mapping
+    assert on_the_plans_mesh(levanter.parameter_axis_mapping) == parsed.param_mapping
+    assert levanter.mp.param_dtype == getattr(jnp, parsed.param_dtype)
+    assert levanter.mp.compute_dtype == getattr(jnp, parsed.compute_dtype)
+    if "train_batch_size" in trainer and "batch" in parsed.compute_mapping:
+        assert levanter.train_batch_size == parsed.batch
+        assert levanter.train_batch_size // levanter.microbatch_size == parsed.microbatches
+
+
+@pytest.mark.skipif(not IS_MARIN, reason="the mesh schema is that of marin-levanter")
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"axes": {"model": 2, "replica": 2}},
+        {"dcn_axes": {"data_dcn": -1}, "compute_mapping": BATCH_OVER_SLICES, "param_mapping": {}},
+        {"dcn_axes": {"data_dcn": 2}, "compute_mapping": BATCH_OVER_SLICES, "param_mapping": {}},
+        {"dcn_axes": {"data_dcn": 4}, "axes": {"model": 16}, "compute_mapping": BATCH_OVER_SLICES, "param_mapping": {}},
+    ],
+    ids=str,
+)
+def test_marin_levanter_agrees_over_slices(read, section):
+    from levanter.utils.mesh import MeshConfig
+
+    within, across = draccus.decode(MeshConfig, section).axis_shapes(128, 4)
+    parsed = read({"mesh": section}, devices=128, slices=4).mesh
+    assert parsed["replica"] == within["replica"] * across["replica_dcn"]
+    assert parsed["data"] == within["data"] * across.get("data_dcn", 1)
+    assert parsed["model"] == within["model"]
 
 
 def test_batch(read):
@@ -307,6 +394,10 @@ def test_half_is_bfloat16(read):
         ({"mp": "p=f64"}, "trainer.mp is 'p=f64': unknown type 'f64'; did you mean 'f16'?"),
         ({"mp": "q=f32"}, "trainer.mp is 'q=f32': unknown key 'q'; valid: c, compute, o, output, p, params"),
         ({"mp": 16}, "trainer.mp is 16; it must be text such as 'p=f32,c=bf16'"),
+        (
+            {"axis_resources": {"mlp": []}},
+            "trainer.axis_resources maps 'mlp' to an empty list, with which Levanter fails; null replicates it",
+        ),
         ({"mesh": None}, "trainer.mesh is None; it must be a section with keys"),
         (
             {"mesh": {}, "fsdp_axis": "embed"},
@@ -318,13 +409,21 @@ def test_half_is_bfloat16(read):
             "trainer.mesh.axes: a plan's mesh is replica x data x model; not 'context'; valid: data, model, replica",
         ),
         (
-            {"mesh": {"dcn_axes": {"data_dcn": 1}}},
-            "trainer.mesh.dcn_axes: a plan's mesh is replica x data x model, its only axis across slices replica_dcn; "
-            "not 'data_dcn'; did you mean 'replica_dcn'?",
+            {"mesh": {"dcn_axes": {"slice": 1}}},
+            "trainer.mesh.dcn_axes: a plan's mesh is replica x data x model, across slices replica_dcn x data_dcn; "
+            "not 'slice'; valid: data_dcn, replica_dcn",
         ),
         (
             {"mesh": {"dcn_axes": {"replica_dcn": 2}}},
             "trainer.mesh.dcn_axes.replica_dcn is 2, but there is 1 slice; set it to 1 or -1",
+        ),
+        (
+            {"mesh": {"shared_mapping": {"mlp": "data_dcn"}}},
+            "trainer.mesh.shared_mapping maps 'mlp' to the unknown mesh axis 'data_dcn'; did you mean 'data'?",
+        ),
+        (
+            {"mesh": {"dcn_axes": {"data_dcn": -1, "replica_dcn": -1}}},
+            "trainer.mesh.dcn_axes: replica_dcn and data_dcn are -1; only one can take the remaining slices",
         ),
         (
             {"mesh": {"axes": {"data": -1, "model": -1}}},

@@ -224,12 +224,13 @@ def test_a_given_plan_is_not_changed(plan, golden, make_config, tmp_path):
 
 
 def test_a_plan_of_version_0_1_loads():
-    """Written before `caveats`, `model_flops` and `position` were added: keys may be added, never renamed."""
+    """Written before `caveats`, `model_flops`, `position` and `levanter_class` were added, and none was renamed."""
     values = json.loads((DATA / "plan-0.1.json").read_text(encoding="utf-8"))
     plan = Plan.load(str(DATA / "plan-0.1.json"))
     written = json.loads(json.dumps(plan.to_json()))
     assert written["search"].pop("caveats") == [] and plan.mfu is None
     assert written["cost"].pop("model_flops") is None and written["model"].pop("position") == "position"
+    assert written["model"].pop("levanter_class") is None
     assert written.pop("checksum")
     assert written == values
 

@@ -8,6 +8,8 @@ import pytest
 from haliax.state_dict import from_torch_compatible_state_dict
 from test_views import materialise
 
+from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.load import match_tensors
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors, trace_program
 from shardplan.errors import CheckpointError
 from shardplan.model.hf_config import read_config
@@ -39,8 +41,9 @@ def test_program_equals_running_the_converter(golden, name):
 
 def test_prefix_goes_before_every_name(golden):
     template = build_model(read_config(str(golden / "gpt2" / "config.json"), None), 64).template
-    program = trace_program(template, "transformer")
-    assert all(name.startswith("transformer.") for name in program.tensors)
+    prefixed = {f"transformer.{name}": shape for name, shape in expected_tensors(template).items()}
+    program = trace_program(template, prefixed, "transformer")
+    assert {piece.tensor for view in program.views.values() for piece in view.pieces} == prefixed.keys()
 
 
 def test_scaled_weights_keep_their_factor():
@@ -70,3 +73,36 @@ def test_a_converter_that_computes_is_refused():
     template = Squared(hax.NamedArray(jax.ShapeDtypeStruct((4,), np.float32), (hax.Axis("embed", 4),)))
     with pytest.raises(CheckpointError, match="not data movement; this model cannot be streamed"):
         trace_program(template)
+
+
+def test_a_converter_may_read_other_names_than_it_writes():
+    """Those of an older checkpoint, in which one tensor may be several; a name that neither has is reported."""
+    import haliax as hax
+    from haliax.state_dict import ModuleWithStateDictSerialization
+
+    class Renamed(ModuleWithStateDictSerialization):
+        weight: hax.NamedArray
+
+        def from_state_dict(self, state_dict, prefix=None):
+            if "weight" not in state_dict:
+                state_dict = {"weight": jax.numpy.concatenate([state_dict["old.0"], state_dict["old.1"]])}
+            return Renamed(hax.named(state_dict["weight"], ("embed", "mlp")))
+
+    template = Renamed(
+        hax.NamedArray(jax.ShapeDtypeStruct((4, 2), np.float32), (hax.Axis("embed", 4), hax.Axis("mlp", 2)))
+    )
+
+    def tensors(**shapes):
+        return {name.replace("_", "."): Tensor(None, 0, shape, np.dtype("float32")) for name, shape in shapes.items()}
+
+    assert match_tensors(template, tensors(weight=(4, 2)), "ck").tensors == {"weight": (4, 2)}
+    program = match_tensors(template, tensors(old_0=(2, 2), old_1=(2, 2)), "ck")
+    assert program.tensors == {"old.0": (2, 2), "old.1": (2, 2)}
+    numbers = {"old.0": np.arange(4).reshape(2, 2), "old.1": np.arange(4, 8).reshape(2, 2)}
+    np.testing.assert_array_equal(materialise(program.views["weight"], numbers), np.arange(8).reshape(4, 2))
+    with pytest.raises(
+        CheckpointError, match=r"1 tensor missing \(weight\); 1 tensor that the model does not have \(old.0\)"
+    ):
+        match_tensors(template, tensors(old_0=(2, 2)), "ck")
+    with pytest.raises(CheckpointError, match=r"1 tensor missing \(weight\); 2 tensors that the model does not have"):
+        match_tensors(template, tensors(old_0=(2, 2), old_1=(3, 2)), "ck")

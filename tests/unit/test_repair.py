@@ -234,7 +234,9 @@ def test_best_plan_is_never_slower_than_the_smallest_edit(tmp_path):
     assert review_json(reviewed)["best"]["batch"] == 24
 
 
-@pytest.mark.parametrize(("trainer", "is_flat"), [("{mesh: {axes: {model: 16}}}", False), ("{mp: f32}", True)])
+@pytest.mark.parametrize(
+    ("trainer", "is_flat"), [("{mesh: {axes: {model: 16}}}", False), ("{model_axis_size: 1}", True)]
+)
 def test_best_plan_has_the_schema_of_the_file(tmp_path, trainer, is_flat):
     path = tmp_path / "levanter.yaml"
     path.write_text(f"trainer: {trainer}")

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from shardplan.hardware import parse_slice
-from shardplan.levanter_config.schema import TrainerSchema
 from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.levanter_config.writer import trainer_yaml
+from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.plan import Plan
@@ -46,7 +46,7 @@ def test_the_time_of_the_search_is_not_that_of_the_plan(plan):
 
 
 def test_printed_comments_fit_80_columns(make_config):
-    """With what YAML alone cannot express: the class, and the calls of sequence-parallel attention."""
+    """With what the flat schema cannot express: the class, and the calls of sequence-parallel attention."""
     config = make_config(model_config=LLAMA, hardware_slice="v4-16", workload_batch=1)
     axes = {
         "mlp": ["model", "replica"],
@@ -62,8 +62,9 @@ def test_printed_comments_fit_80_columns(make_config):
         axes,
         AttentionPlan("hybrid", 2, 2, "zigzag", "splash"),
     )
-    text = trainer_yaml(plan)
-    assert max(map(len, text.splitlines())) <= 80
+    mesh_text, text = trainer_yaml(plan, TrainerSchema.MESH), trainer_yaml(plan, TrainerSchema.FLAT)
+    assert max(map(len, [*mesh_text.splitlines(), *text.splitlines()])) <= 80
+    assert yaml.safe_load(mesh_text)["trainer"]["mesh"]["param_mapping"]["q_heads_per_group"] == ["data", "replica"]
     assert yaml.safe_load(text)["trainer"]["parameter_axis_resources"]["q_heads_per_group"] == ["data", "replica"]
     assert '#     layout = SequenceLayout(2048, 2, 2, "zigzag")\n' in text
     assert '#     method = Method("hybrid", ulysses=2, kernel="splash", layout=layout)\n' in text
@@ -104,12 +105,14 @@ def test_the_later_schema_reads_back_as_the_plan(make_config, slice_name, mesh, 
     assert (layout.param_dtype, layout.compute_dtype) == (plan.workload.param_dtype, plan.workload.compute_dtype)
 
 
-def test_a_plan_that_the_later_schema_cannot_express_is_printed_in_the_flat_one(make_config):
+def test_the_mesh_schema_expresses_data_across_slices(make_config):
     config = make_config(model_config=LLAMA, hardware_slice="2xv4-16", workload_batch=64)
     plan = plan_given_mappings(
         config, model_from_config(config), {"replica": 1, "data": 16, "model": 1}, {"batch": ["replica", "data"]}, {}
     )
-    assert trainer_yaml(plan, TrainerSchema.MESH) == trainer_yaml(plan)
+    text = trainer_yaml(plan, TrainerSchema.MESH)
+    assert yaml.safe_load(text)["trainer"]["mesh"]["dcn_axes"] == {"data_dcn": 2}
+    assert parse_trainer_section(yaml.safe_load(text)["trainer"], 16, 2).mesh == plan.mesh
 
 
 def test_partition_spec_text():

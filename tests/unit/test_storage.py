@@ -308,7 +308,8 @@ def hub_folder(tmp_path, monkeypatch):
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     template = f"http://127.0.0.1:{servers[0].server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr("huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    for module in ("constants", "file_download"):  # the second one has the name in huggingface_hub 0 alone
+        monkeypatch.setattr(f"huggingface_hub.{module}.HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setattr(objects, "FIRST_RETRY_DELAY_S", 0.002)

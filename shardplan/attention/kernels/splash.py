@@ -1,8 +1,8 @@
 """Attention of one device by JAX's splash attention, a Pallas kernel for TPUs, for any static pattern of positions.
 
 https://github.com/jax-ml/jax, jax/experimental/pallas/ops/tpu/splash_attention. The kernels of the forward and the
-backward pass are called separately, by names that are private in jax 0.10.2: only these accept the log-sum-exp over the
-keys of all hops, which a ring knows at its end, and blocks of a mask that depend on the device
+backward pass are called separately, by names that are private (`shardplan.runtime.private_jax`): only these accept the
+log-sum-exp over the keys of all hops, which a ring knows at its end, and blocks of a mask that depend on the device
 (`shardplan.attention.kernels.splash_blocks`).
 
 JAX's kernel rather than tokamax's, which was derived from it: tokamax's (0.0.12, experimental, private names too)
@@ -20,20 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from shardplan.attention.kernels.interface import NEG_INF, Hop, KernelConfig, MaskInputs
 from shardplan.attention.kernels.splash_blocks import EMPTY, BlockGrids, block_size, make_block_grids
 from shardplan.hardware import divisors
 from shardplan.positions.pattern import PADDING
+from shardplan.runtime import private_jax
+from shardplan.runtime.private_jax import MASKED_SCORE
 
 INTERPRET = False
 """Whether JAX's interpreter runs the kernels, as tests on CPUs need."""
 MAX_BLOCKS = 2**17
 """Limit of blocks in one kernel call: a few bytes of each are in scalar memory, which has 1 MiB."""
-MASKED_SCORE = kernels.DEFAULT_MASK_VALUE
-"""Score that the kernels give to pairs that the mask excludes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +102,8 @@ class SplashKernel:
 
             def backward(q: Array, k: Array, v: Array, lse: Array, gradient: Array, delta: Array, ids: Any) -> Any:
                 arrays = (q, k, v, ids, None, lse, gradient, delta)
-                q_gradient = kernels._splash_attention_bwd_dq(*arrays, mask_info=info, **settings)
-                _, k_gradient, v_gradient = kernels._splash_attention_bwd_dkv(
+                q_gradient = private_jax.splash_query_gradient(*arrays, mask_info=info, **settings)
+                _, k_gradient, v_gradient = private_jax.splash_key_value_gradients(
                     *arrays, bkv_compute=block.block_kv, mask_info=info_by_keys, use_fused_bwd_kernel=False, **settings
                 )
                 return q_gradient, k_gradient, v_gradient
@@ -123,10 +121,9 @@ class SplashKernel:
 
     def _forward(self, info: Any, hop: Hop, q: Array, k: Array, v: Array, save_residuals: bool) -> Any:
         """Run the forward kernel over the batch; with `save_residuals` it returns the log-sum-exp too."""
-        forward: Any = kernels._splash_attention_forward
 
         def attend(q: Array, k: Array, v: Array, ids: Any) -> Any:
-            return forward(
+            return private_jax.splash_forward(
                 info, q, k, v, ids, None, MASKED_SCORE, False, self._block_sizes, None, save_residuals, None,
                 attn_logits_soft_cap=self.config.soft_cap, interpret=INTERPRET,
             )  # fmt: skip
@@ -147,7 +144,7 @@ class SplashKernel:
     @cached_property
     def _block_sizes(self) -> Any:
         q, k = (block_size(x.shape[1]) for x in (self.queries, self.keys))
-        return kernels.BlockSizes(block_q=q, block_kv=k, block_kv_compute=k)
+        return private_jax.SplashBlockSizes(block_q=q, block_kv=k, block_kv_compute=k)
 
     @cached_property
     def _chunks(self) -> list["SplashKernel"]:
@@ -189,7 +186,7 @@ class SplashKernel:
         next_blocks = grids.queries_next if by_keys else grids.keys_next
         partial_masks = grids.partial_masks.swapaxes(1, 2) if by_keys else grids.partial_masks
         data_next, mask_next = (jnp.asarray(x)[grid][None] for x in (next_blocks, grids.mask_next))
-        return MaskInfo(data_next, mask_next, kinds[None], jnp.asarray(partial_masks), None)
+        return private_jax.SplashMaskInfo(data_next, mask_next, kinds[None], jnp.asarray(partial_masks), None)
 
     def _run_if_any_block(self, hop: Hop, info: Any, run: Callable[[], Any], skip: Callable[[], Any]) -> Any:
         """Return `run()`, or `skip()` if every block of the hop is empty on this device."""
@@ -217,5 +214,5 @@ class SplashKernel:
         if queries is None or keys is None:
             return jax.vmap(lambda *each: function(*each, None))(*arrays)
         b = arrays[0].shape[0]
-        ids = kernels.SegmentIds(*(jnp.broadcast_to(x, (b, x.shape[1])) for x in (queries, keys)))
+        ids = private_jax.SplashSegmentIds(*(jnp.broadcast_to(x, (b, x.shape[1])) for x in (queries, keys)))
         return jax.vmap(function)(*arrays, ids)

@@ -85,7 +85,7 @@ def make_block_grids(
         grid[shard, hop] = grid_of[content]
     kinds, mask_ids = (np.stack(each) for each in zip(*grids, strict=True))
     shape = q_block, k_block
-    bits = np.array([np.frombuffer(mask, np.uint8) for mask in masks] or [np.zeros(np.prod(shape) // 8, np.uint8)])
+    bits = np.array([np.frombuffer(mask, np.uint8) for mask in masks] or [np.zeros(q_block * k_block // 8, np.uint8)])
     rows, columns = np.indices(kinds.shape)[1:]
     return BlockGrids(
         grid,
@@ -132,7 +132,7 @@ def _bound_kinds(pattern: Pattern, queries: np.ndarray, keys: np.ndarray) -> np.
 def _bounds(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The first and the last position of every block, and whether it is free of padding."""
     is_padding = blocks == PADDING
-    high = np.iinfo(np.int64).max // 4
+    high = np.int64(np.iinfo(np.int64).max // 4)  # numpy 2.5 gives a Python integer the type of `blocks`, int32
     return np.where(is_padding, high, blocks).min(1), np.where(is_padding, -high, blocks).max(1), ~is_padding.any(1)
 
 

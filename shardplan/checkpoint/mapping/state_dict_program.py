@@ -5,7 +5,8 @@
 tensors that it is made of. So every model Levanter can convert can be streamed, stacked layers included.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,29 +34,27 @@ class StateDictProgram:
 
 
 def expected_tensors(template: Any) -> dict[str, Shape]:
-    """Return name -> shape of the checkpoint tensors that Levanter's converter reads for `template`, without prefix."""
+    """Return name -> shape of the tensors that Levanter's converter writes for `template`, without prefix."""
     arrays = eqx.filter(template, is_jax_array_like)
     state = eqx.filter_eval_shape(lambda tree: to_state_dict(flatten_modules_for_export(tree)), arrays)
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def trace_program(
-    template: Any, prefix: str | None = None, expected: Mapping[str, Shape] | None = None
+    template: Any, tensors: Mapping[str, Shape] | None = None, prefix: str | None = None
 ) -> StateDictProgram:
-    """Trace the conversion of a checkpoint whose tensors are called `prefix.<expected name>`.
+    """Trace the conversion of a checkpoint that holds `tensors`.
 
     Args:
         template: the Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
+        tensors: name in the checkpoint -> shape; `expected_tensors` by default.
         prefix: what the checkpoint puts before every name, such as GPT-2's "transformer".
-        expected: `expected_tensors` of the template, if already known.
 
     Raises:
-        CheckpointError: the converter computes something other than data movement, or leaves an array of the model
-            unfilled by the checkpoint.
+        CheckpointError: the converter computes something other than data movement, does not read these names, or
+            leaves an array of the model unfilled by the checkpoint.
     """
-    if expected is None:
-        expected = expected_tensors(template)
-    shapes = {f"{prefix}.{name}" if prefix else name: shape for name, shape in expected.items()}
+    shapes = expected_tensors(template) if tensors is None else tensors
     state = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     paths: list[str] = []
 
@@ -65,15 +64,19 @@ def trace_program(
         paths.extend(path for path, _ in leaves)
         return [leaf.array if isinstance(leaf, hax.NamedArray) else leaf for _, leaf in leaves]
 
-    traced = jax.make_jaxpr(convert)(state)
+    try:
+        traced = jax.make_jaxpr(convert)(state)
+    except KeyError as error:
+        raise CheckpointError(f"Levanter's converter needs a tensor {error}") from error
     # make_jaxpr flattens the dictionary in sorted order of its keys
     inputs: list[Value] = [tensor_view(name, shapes[name]) for name in sorted(shapes)]
     results = _interpret(traced.jaxpr, traced.consts, inputs)
-    views = dict(zip(paths, results, strict=True))
-    for path, view in views.items():
+    views: dict[str, View] = {}
+    for path, view in zip(paths, results, strict=True):
         if not isinstance(view, View) or not view.is_complete:
             raise CheckpointError(f"{path}: Levanter's converter does not fill it from the checkpoint")
-    return StateDictProgram(shapes, views)  # type: ignore[arg-type]
+        views[path] = view
+    return StateDictProgram(shapes, views)
 
 
 Value = View | np.ndarray
@@ -114,6 +117,8 @@ def _apply(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         if name == "broadcast_in_dim" and isinstance(constant, np.ndarray) and np.any(constant != 0):
             return [np.broadcast_to(constant, equation.params["shape"])]
         return [View(tuple(out.aval.shape)) for out in equation.outvars]
+    if name == "split":
+        return _split(operands[0], equation.params["sizes"], equation.params["axis"])
     if name not in _DATA_MOVEMENT:
         raise CheckpointError(
             f"Levanter's converter uses {name!r}, which is not data movement; this model cannot be streamed"
@@ -135,6 +140,19 @@ def _slice(view: View, params: Mapping[str, Any]) -> View:
     return view.slice(tuple(params["start_indices"]), tuple(params["limit_indices"]))
 
 
+def _split(view: Any, sizes: Sequence[int], axis: int) -> list[Value]:
+    """The parts of `view` along dimension `axis`, which have `sizes`."""
+    ends = itertools.accumulate(sizes)
+    bounds = ((end - size, end) for size, end in zip(sizes, ends, strict=True))
+    return [
+        view.slice(
+            tuple(start if d == axis else 0 for d in range(len(view.shape))),
+            tuple(end if d == axis else n for d, n in enumerate(view.shape)),
+        )
+        for start, end in bounds
+    ]
+
+
 _DATA_MOVEMENT: dict[str, Callable[[list[Any], Mapping[str, Any]], View]] = {
     "broadcast_in_dim": lambda args, p: args[0].broadcast(tuple(p["shape"]), p["broadcast_dimensions"]),
     "concatenate": lambda args, p: concatenate(args, p["dimension"]),
@@ -143,6 +161,7 @@ _DATA_MOVEMENT: dict[str, Callable[[list[Any], Mapping[str, Any]], View]] = {
     "div": lambda args, p: _scale(args, invert=True),
     "mul": lambda args, p: _scale(args, invert=False),
     "reshape": lambda args, p: args[0].reshape(tuple(p["new_sizes"])),
+    "reshard": lambda args, p: args[0],
     "sharding_constraint": lambda args, p: args[0],
     "slice": lambda args, p: _slice(args[0], p),
     "squeeze": lambda args, p: args[0].reshape(

@@ -270,7 +270,7 @@ class MeshSubproblem:
         ]
         smallest = [np.min([choice.bytes for choice in each], axis=0) for each in choices]
         together = base_bytes + sum(smallest)
-        if together.max() > available_bytes:
+        if np.max(together) > available_bytes:
             return Rejection.MEMORY
         left = available_bytes - together
         kept = [

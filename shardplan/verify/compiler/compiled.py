@@ -8,7 +8,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("jax", "jaxlib", "libtpu", "haliax", "levanter", "equinox", "optax")
+from shardplan.model.levanter_compat import LEVANTER_PACKAGES
+
+PACKAGES = ("jax", "jaxlib", "libtpu", *LEVANTER_PACKAGES, "equinox", "optax")
 """Packages on which the result of a compile depends."""
 
 

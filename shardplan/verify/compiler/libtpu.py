@@ -4,8 +4,9 @@ import math
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice
+from shardplan.model.levanter_compat import LIBTPU_RELEASE
 
-INSTALL_LIBTPU = "pip install 'libtpu==0.0.42.*'"
+INSTALL_LIBTPU = f"pip install 'libtpu=={LIBTPU_RELEASE}.*'"
 """Command that installs the version that pyproject.toml names; shardplan itself is on no package index."""
 
 

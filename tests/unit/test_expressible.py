@@ -1,4 +1,4 @@
-"""`levanter_yaml`: plans that Levanter's trainer section alone can express, and what rules them out."""
+"""`expressible`: plans that the flat schema of Levanter's trainer section can express, and what rules them out."""
 
 import pytest
 from conftest import run
@@ -10,7 +10,7 @@ from shardplan.hardware import parse_slice
 from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.levanter_config.writer import flat_trainer_section, yaml_limitations
 from shardplan.search.make_plan import make_plan
-from shardplan.search.reasons import LEVANTER_YAML
+from shardplan.search.reasons import EXPRESSIBLE
 
 
 def config_of(model, *arguments):
@@ -31,13 +31,16 @@ def config_of(model, *arguments):
 def test_yaml_expresses_every_plan(model, arguments, is_limited):
     """Where it expresses the plan without the switch, too, the two are the same."""
     free = make_plan(config_of(model, *arguments))
-    plan = make_plan(config_of(model, *arguments, "--levanter_yaml"))
+    plan = make_plan(config_of(model, *arguments, "--expressible"))
     assert bool(yaml_limitations(free)) == is_limited
-    assert not yaml_limitations(plan) and LEVANTER_YAML in plan.search.reasons
-    assert LEVANTER_YAML not in free.search.reasons
+    assert not yaml_limitations(plan)
+    (reason,) = (reason for reason in plan.search.reasons if EXPRESSIBLE in reason)
+    assert not any(EXPRESSIBLE in reason for reason in free.search.reasons)
     if is_limited:
-        assert plan.cost.step_seconds > free.cost.step_seconds
+        slower = plan.cost.step_seconds / free.cost.step_seconds - 1
+        assert slower > 0 and reason == f"{EXPRESSIBLE}; {slower:.1%} slower than the fastest without this"
     else:
+        assert reason == f"{EXPRESSIBLE}; which costs no time"
         assert (plan.mesh, plan.compute_mapping) == (free.mesh, free.compute_mapping)
         assert (plan.param_mapping, plan.cost, plan.memory) == (free.param_mapping, free.cost, free.memory)
     slices = parse_slice(plan.hardware.slice).slices
@@ -52,7 +55,7 @@ def test_yaml_expresses_every_plan(model, arguments, is_limited):
     [
         (
             ["mlp=model+replica"],
-            "levanter_yaml and pin mlp=model+replica: Levanter's YAML cannot express mlp=model+rep",
+            "expressible and pin mlp=model+replica: Levanter's YAML cannot express mlp=model+rep",
         ),
         (["params.mlp=replica+data"], "Levanter's YAML cannot express params.mlp=replica+data"),
         (["position=data"], "Levanter's YAML cannot express position=data"),
@@ -60,28 +63,28 @@ def test_yaml_expresses_every_plan(model, arguments, is_limited):
     ],
 )
 def test_pins_that_yaml_cannot_express(llama_model, pins, message):
-    config = config_of("llama-3.1-8b", "--hardware.slice=v4-64", "--levanter_yaml", "--pin", *pins)
+    config = config_of("llama-3.1-8b", "--hardware.slice=v4-64", "--expressible", "--pin", *pins)
     with pytest.raises(InfeasibleError) as raised:
         make_plan(config, llama_model)
-    assert str(raised.value).startswith("no mapping on v4-64 satisfies levanter_yaml and pin ")
+    assert str(raised.value).startswith("no mapping on v4-64 satisfies expressible and pin ")
     assert message in str(raised.value)
-    free = config_of("llama-3.1-8b", "--hardware.slice=v4-64", "--levanter_yaml")
+    free = config_of("llama-3.1-8b", "--hardware.slice=v4-64", "--expressible")
     answer = why_not(pins[0], make_plan(free, llama_model), free, llama_model)
     assert answer.plan is None or pins[0].startswith("batch")
 
 
 def test_a_batch_that_yaml_cannot_shard(llama_model):
-    arguments = ["--hardware.slice=v4-64", "--levanter_yaml", "--mesh.data=8", "--workload.batch=3"]
-    with pytest.raises(InfeasibleError, match=r"satisfies levanter_yaml: batch \(3\) is not divisible by .*data = "):
+    arguments = ["--hardware.slice=v4-64", "--expressible", "--mesh.data=8", "--workload.batch=3"]
+    with pytest.raises(InfeasibleError, match=r"satisfies expressible: batch \(3\) is not divisible by .*data = "):
         make_plan(config_of("llama-3.1-8b", *arguments), llama_model)
 
 
 def test_commands_take_the_switch(tmp_path):
     argv = ["--model.config=llama-3.1-8b", "--hardware.slice=v4-64"]
     path = tmp_path / "plan.json"
-    done = run("eval", *argv, "--levanter_yaml", "--dry_run", "--json", path)
+    done = run("eval", *argv, "--expressible", "--dry_run", "--json", path)
     assert done.returncode == 0, done.stderr
-    assert "only plans that Levanter's YAML can express" in " ".join(done.stdout.split())
-    done = run("verify", *argv, "--levanter_yaml", "--plan", path)
+    assert "only plans that Levanter's flat schema can express" in " ".join(done.stdout.split())
+    done = run("verify", *argv, "--expressible", "--plan", path)
     assert done.returncode == 2
-    assert f"levanter_yaml is for planning, and plan {path} is given; leave one of the two out" in done.stderr
+    assert f"expressible is for planning, and plan {path} is given; leave one of the two out" in done.stderr

@@ -1,0 +1,102 @@
+"""The private parts of JAX that shardplan needs: no other module uses any.
+
+Their names and parameters are checked when this module is imported, so that another version of JAX fails at once, with
+one line that says what differs, and not in the middle of a run.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax._src import distributed
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+from shardplan.errors import ConfigError
+
+TESTED = "0.10.2 and 0.11.2"
+"""Versions of JAX with which all of shardplan's tests pass."""
+ATTENTION_INPUTS = ("q", "k", "v", "segment_ids", "sinks")
+ATTENTION_GRADIENTS = ("logsumexp", "do", "di")
+SETTINGS = ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
+LAYOUTS = ("q_layout", "k_layout", "v_layout")
+EXPECTED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "_splash_attention_forward": (
+        "fwd_mask_info", *ATTENTION_INPUTS, "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name",
+        "save_residuals", "mask_function", "attn_logits_soft_cap", "interpret",
+    ),
+    "_splash_attention_bwd_dq": (
+        *ATTENTION_INPUTS, *ATTENTION_GRADIENTS, "bq", "bkv", "mask_info", *SETTINGS, *LAYOUTS,
+    ),
+    "_splash_attention_bwd_dkv": (
+        *ATTENTION_INPUTS, *ATTENTION_GRADIENTS, "bq", "bkv", "bkv_compute", "mask_info", "use_fused_bwd_kernel",
+        *SETTINGS, *LAYOUTS,
+    ),
+}  # fmt: skip
+"""Function of splash attention -> its parameters: those of the forward pass in order, and of the others the arrays."""
+
+
+def _check() -> None:
+    """Compare what JAX has with what shardplan calls.
+
+    Raises:
+        ConfigError: something is missing, or has other parameters.
+    """
+    names = (*EXPECTED_PARAMETERS, "BlockSizes", "SegmentIds", "DEFAULT_MASK_VALUE")
+    problems = [f"splash attention has no {name}" for name in names if not hasattr(splash, name)]
+    for name, expected in EXPECTED_PARAMETERS.items():
+        actual = tuple(inspect.signature(getattr(splash, name)).parameters) if hasattr(splash, name) else expected
+        ordered = len(expected) if name == "_splash_attention_forward" else len(ATTENTION_INPUTS + ATTENTION_GRADIENTS)
+        if actual[:ordered] != expected[:ordered] or {*actual} != {*expected}:
+            differing = sorted({*actual} ^ {*expected}) or ["their order"]
+            problems.append(f"{name} has other parameters ({', '.join(differing)})")
+    if MaskInfo._fields[:5] != ("data_next", "mask_next", "block_mask", "partial_mask_blocks", "q_sequence"):
+        problems.append(f"MaskInfo has the fields {', '.join(MaskInfo._fields)}")
+    state = distributed.global_state
+    problems += [
+        f"the state of jax.distributed has no {name}"
+        for name in ("client", "coordinator_address", "num_processes")
+        if not hasattr(state, name)
+    ]
+    if problems:
+        raise ConfigError(
+            f"jax {jax.__version__} does not fit shardplan: {'; '.join(problems)}; install one of those it is tested "
+            f"with ({TESTED})"
+        )
+
+
+_check()
+
+SplashBlockSizes = splash.BlockSizes
+SplashMaskInfo = MaskInfo
+SplashSegmentIds = splash.SegmentIds
+MASKED_SCORE: float = splash.DEFAULT_MASK_VALUE
+"""Score that the kernels of splash attention give to pairs that the mask excludes."""
+splash_forward: Callable[..., Any] = splash._splash_attention_forward
+splash_query_gradient: Callable[..., Any] = splash._splash_attention_bwd_dq
+splash_key_value_gradients: Callable[..., Any] = splash._splash_attention_bwd_dkv
+
+
+def process_count() -> int:
+    """Number of processes that `jax.distributed` has connected; 1 if it was not started."""
+    return int(distributed.global_state.num_processes or 1)
+
+
+def coordinator_address() -> str | None:
+    """Address (host:port) of process 0; None if `jax.distributed` was not started."""
+    address: str | None = distributed.global_state.coordinator_address
+    return address
+
+
+def key_value_store() -> Any:
+    """Client of the key-value store in process 0; None if `jax.distributed` was not started."""
+    return distributed.global_state.client
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Number of constants and of carried values among the operands of a scan in a jaxpr; what is left is its stacks."""
+    if "ft_in" in params:  # JAX 0.11
+        constants, carry, _ = params["ft_in"].unpack()
+        return len(constants), len(carry)
+    return params["num_consts"], params["num_carry"]

@@ -1,0 +1,123 @@
+"""`levanter.main.eval_lm` and `train_lm`, as they are, with a planned trainer section and with checkpoints streamed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from conftest import ROOT, run, word_tokenizer
+
+from shardplan.model.levanter_compat import IS_MARIN
+
+pytestmark = pytest.mark.skipif(not IS_MARIN, reason="the data loader of levanter 1.2 fails with JAX 0.10")
+
+LENGTH, BATCH = 64, 8
+PLANNING = (
+    "--hardware.slice=cpu-8", f"--workload.batch={BATCH}", f"--workload.position={LENGTH}", "--mesh.model=2",
+    "--workload.param_dtype=float32", "--workload.compute_dtype=float32",
+)  # fmt: skip
+SIZES = {
+    "type": "llama", "max_seq_len": LENGTH, "hidden_dim": 96, "intermediate_dim": 128, "num_layers": 2, "num_heads": 12,
+    "num_kv_heads": 4, "layer_norm_epsilon": 1e-6,
+}  # fmt: skip
+ENVIRONMENT = {
+    **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def write_config(golden, tmp_path_factory):
+    """Write a configuration of Levanter with the trainer section that is printed for a kind of step."""
+    folder = tmp_path_factory.mktemp("levanter")
+    word_tokenizer(0).save(str(folder / "tokenizer.json"))
+    tokens = '"bos_token": "t1", "eos_token": "t2"'
+    (folder / "tokenizer_config.json").write_text(f'{{"tokenizer_class": "PreTrainedTokenizerFast", {tokens}}}')
+    for path in (golden / "llama").glob("*.*"):
+        (folder / path.name).symlink_to(path)
+    rng = np.random.default_rng(0)
+    for name, documents in (("train", 100), ("validation", 24)):
+        texts = (
+            " ".join(f"t{token}" for token in rng.integers(3, 256, rng.integers(20, 200))) for _ in range(documents)
+        )
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def write(kind, name, *settings, **trainer):
+        argv = (f"--model.config={golden / 'llama' / 'config.json'}", *PLANNING, f"--workload.kind={kind}", *settings)
+        done = run("plan", *argv)
+        assert done.returncode == 0, done.stderr
+        section = yaml.safe_load(done.stdout[done.stdout.index("\ntrainer:") :].split("\n\n")[0])["trainer"]
+        section |= {"require_accelerator": False, "tracker": {"type": "json_logger"}, "log_dir": str(folder / "logs")}
+        urls = {f"{name}_urls": [str(folder / f"{name}.jsonl")] for name in ("train", "validation")}
+        data = {"components": {"text": {"source": {"type": "url", **urls}}}}
+        content = {
+            "model": {**SIZES, "reference_checkpoint": str(folder), "tokenizer": str(folder)},
+            "data": {"tokenizer": str(folder), "cache_dir": str(folder / "cache"), **data},
+            "trainer": {**section, **trainer},
+        }
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(content, sort_keys=False))
+        return path
+
+    return write
+
+
+def start(script, path, *argv, streamed=True):
+    """Start a script of Levanter, with checkpoints streamed by shardplan or read by Levanter."""
+    command = [ROOT / "scripts" / "levanter_main.py", script] if streamed else ["-m", f"levanter.main.{script}"]
+    return subprocess.Popen(
+        [sys.executable, *command, "--config_path", path, *argv],
+        cwd=path.parent,
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def logged(line):
+    """The metrics, with their step, that a line of the log has; None if it has none."""
+    start = line.find('{"')
+    content = json.loads(line[start:]) if start >= 0 and line.rstrip().endswith("}") else {}
+    return {**content.get("metrics", {}), "step": content.get("step")} if "metrics" in content else None
+
+
+def test_evaluation_has_the_same_loss_with_either_loader(write_config):
+    path = write_config("eval", "eval", "--pin=vocab=")  # or Levanter's own loss would be wrong
+    losses = []
+    for streamed in (True, False):
+        argv = ("--hf_checkpoint", str(path.parent), "--max_eval_length", str(LENGTH))
+        process = start("eval_lm", path, *argv, streamed=streamed)
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+        assert ("loaded 0.66 MiB" in output) == streamed
+        losses += [line for line in output.splitlines() if line.startswith("Loss:")]
+    assert len(losses) == 2 and losses[0] == losses[1]
+    assert 4 < float(losses[0].removeprefix("Loss:")) < 7
+
+
+@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.whole)])
+def test_training_resumes_with_the_same_losses(write_config, steps):
+    """A run that is killed shortly before its end goes on from its checkpoint, and has the same losses again."""
+    checkpoints = {"base_path": "checkpoints", "keep": [{"every": steps // 3}]}
+    path = write_config("train", "train", id=f"{steps}-steps", num_train_steps=steps, checkpointer=checkpoints)
+
+    def train(stop_at=None):
+        process = start("train_lm", path, "--initialize_from_hf", str(path.parent))
+        losses, lines = {}, []
+        for line in process.stdout:
+            lines.append(line)
+            metrics = logged(line)
+            if metrics and "train/loss" in metrics:
+                losses[metrics["step"]] = metrics["train/loss"]
+                if metrics["step"] == stop_at:
+                    process.kill()
+        assert process.wait() == (0 if stop_at is None else -9), "".join(lines)
+        return losses
+
+    before, after = train(stop_at=steps - 2), train()
+    assert 0 < min(after) < steps - 2 and {*before, *after} == {*range(steps)}
+    again = before.keys() & after.keys()
+    assert {step: after[step] for step in again} == {step: before[step] for step in again}
