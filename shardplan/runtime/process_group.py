@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from enum import StrEnum
-from typing import Any, TypeVar, assert_never
+from typing import Any, NoReturn, TypeVar, assert_never
 
 import jax
 
@@ -36,6 +36,8 @@ BARRIER_TIMEOUT_S = 3600.0
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _groups_opened = 0
+_shared_problem: ShardplanError | None = None
+"""The problem that every process knows and ends with."""
 
 
 class ProcessState(StrEnum):
@@ -64,8 +66,6 @@ class ProcessGroup:
         """Process -> its last heartbeat, and when it arrived."""
         self._finished: set[int] = set()
         """Processes that have finished; their heartbeats have stopped."""
-        self._problem_is_shared = False
-        """Whether the others know the problem of this process, and fail with it themselves."""
         self._stop = threading.Event()
         self._heartbeats = 0
 
@@ -95,12 +95,7 @@ class ProcessGroup:
         problem = problem or self._find_disagreement(message, messages)
         if problem is None:
             return value
-        self._problem_is_shared = True
-        self._set(f"{name} seen/{self.process_index}", "")
-        if self.process_index == 0:  # the store is in this process, and must live until the others have read it
-            with contextlib.suppress(PeerError):
-                self._wait_for_all(f"{name} seen", HEARTBEAT_TIMEOUT_S)
-        raise problem
+        self._fail_together(name, problem)
 
     def gather(self, name: str, value: Any) -> dict[int, Any]:
         """Send a short JSON value to all processes, and return process -> value once all have sent theirs."""
@@ -125,12 +120,12 @@ class ProcessGroup:
                 value = compute()
             except ShardplanError as error:
                 self._set(f"{name}/0", json.dumps({"error": str(error), "kind": type(error).__name__}))
-                raise
+                self._fail_together(name, error)
             self._set(f"{name}/0", json.dumps({"value": value}))
             return value
         message = self._wait_for(name, {0})[0]
         if "error" in message:
-            raise _error_of(0, message)
+            self._fail_together(name, _error_of(0, message))
         return message["value"]
 
     def exchange(self, name: str, messages: Mapping[int, Any]) -> dict[int, Any]:
@@ -177,12 +172,24 @@ class ProcessGroup:
     def finish(self, problem: str = "") -> None:
         """Send the last heartbeat: the process has finished, or failed with a problem that the others do not know."""
         self._stop.set()
-        if problem and not self._problem_is_shared:
+        if _shared_problem is not None:
+            return  # the others end by themselves, and with process 0 the store
+        if problem:
             self._problem = problem  # before the state: the monitor sends heartbeats at the same time
             self._state = ProcessState.FAILED
         else:
             self._state = ProcessState.FINISHED
         self.send_heartbeat()
+
+    def _fail_together(self, name: str, problem: ShardplanError) -> NoReturn:
+        """Raise the problem, which every process knows and raises, once process 0 knows that all have received it."""
+        global _shared_problem
+        _shared_problem = problem
+        self._set(f"{name} received/{self.process_index}", "")
+        if self.process_index == 0:  # the store is in this process
+            with contextlib.suppress(PeerError):
+                self._wait_for_all(f"{name} received", HEARTBEAT_TIMEOUT_S)
+        raise problem
 
     def _handle_heartbeat(self, process: int, heartbeat: Mapping[str, Any]) -> None:
         """Note the progress of another process, and whether it has finished; exit if it has failed."""
@@ -246,7 +253,7 @@ class ProcessGroup:
         try:
             yield key_value_store()
         except Exception as error:  # the store is in process 0: any error means that it is gone
-            _exit(f"process 0 of {self.process_count} was lost: {one_line(error)}")
+            _exit_without_process_0(self.process_count, error)
 
 
 def _error_of(process: int, message: Mapping[str, Any]) -> ShardplanError:
@@ -261,8 +268,9 @@ def open_process_group() -> Iterator[ProcessGroup]:
 
     Every process must enter the block, and equally often.
     """
-    global _groups_opened
+    global _groups_opened, _shared_problem
     _groups_opened += 1
+    _shared_problem = None
     processes = ProcessGroup(str(_groups_opened))
     if processes.process_count == 1:
         yield processes
@@ -295,6 +303,15 @@ def _exit(problem: str) -> None:
     os._exit(PeerError.exit_code)
 
 
+def _exit_without_process_0(count: int, error: Exception) -> None:
+    """Exit because process 0 is gone: it was lost, unless all processes end with a problem that they share."""
+    if _shared_problem is None:
+        _exit(f"process 0 of {count} was lost: {one_line(error)}")
+    else:  # the main thread is about to print it and exit
+        time.sleep(HEARTBEAT_TIMEOUT_S)
+        os._exit(_shared_problem.exit_code)
+
+
 _handlers: list[Any] = []
 
 
@@ -310,7 +327,7 @@ def _handle_abort(count: int) -> None:
         try:
             socket.create_connection((host, int(port)), timeout=HEARTBEAT_INTERVAL_S).close()
         except OSError as error:
-            _exit(f"process 0 of {count} was lost: {one_line(error)}")
+            _exit_without_process_0(count, error)
 
     _handlers.append(handle)  # keeps the callback alive as long as the process
     ctypes.CDLL(None).signal(signal.SIGABRT, handle)

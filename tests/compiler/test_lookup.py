@@ -70,12 +70,12 @@ def compiled(mapping, table, batch) -> Counter:
     ("table", "batch"),
     [
         # the tokens' only sharded dimension has the mesh axes of the columns, and others
-        (((), DATA), SOME),
+        pytest.param(((), DATA), SOME, marks=pytest.mark.whole),
         (((), DATA), MANY),
         # it has the mesh axes of the rows: the table is gathered unless the result is smaller
-        ((BOTH, ()), SOME),
+        pytest.param((BOTH, ()), SOME, marks=pytest.mark.whole),
         ((BOTH, ()), MANY),
-        ((REPLICA, ()), MANY),
+        pytest.param((REPLICA, ()), MANY, marks=pytest.mark.whole),
         ((DATA, ()), MANY),
     ],
 )
@@ -89,16 +89,16 @@ def test_lookups_of_sequences_on_all_devices(table, batch, monkeypatch):
     ("tokens", "table", "batch"),
     [
         ((REPLICA, DATA), (MODEL, ()), FEW),
-        ((REPLICA, DATA), ((), MODEL), FEW),
+        pytest.param((REPLICA, DATA), ((), MODEL), FEW, marks=pytest.mark.whole),
         ((REPLICA, DATA), (DATA, ()), FEW),  # tokens are divided among all other devices, also along model
-        ((REPLICA, DATA), (("data", "model"), ()), FEW),
+        pytest.param((REPLICA, DATA), (("data", "model"), ()), FEW, marks=pytest.mark.whole),
         ((DATA, ()), ((), DATA), FEW),  # an all-to-all from columns to tokens
         ((REPLICA, DATA), ((), ("replica", "data")), FEW),  # the table keeps its sharding, the smaller result does not
-        ((REPLICA, DATA), (MODEL, DATA), FEW),
-        ((REPLICA, DATA), (("model", "replica", "data"), ()), FEW),
+        pytest.param((REPLICA, DATA), (MODEL, DATA), FEW, marks=pytest.mark.whole),
+        pytest.param((REPLICA, DATA), (("model", "replica", "data"), ()), FEW, marks=pytest.mark.whole),
         ((REPLICA, DATA), (("model", "data"), REPLICA), FEW),  # of the table only the columns lose their sharding
         ((REPLICA, DATA), (MODEL, DATA), MANY),  # the result keeps its sharding, the smaller table does not
-        ((REPLICA, DATA), (("model", "replica"), DATA), MANY),
+        pytest.param((REPLICA, DATA), (("model", "replica"), DATA), MANY, marks=pytest.mark.whole),
     ],
 )
 def test_lookups(tokens, table, batch):

@@ -44,7 +44,9 @@ def assert_same(actual, expected) -> None:
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("name", MODEL_TYPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.whole] if i % 2 else []) for i, name in enumerate(MODEL_TYPES)]
+)
 def test_hugging_face_and_back(golden, tmp_path, name):
     """The written checkpoint has the names, shapes, types and bits of the original's tensors, and its config.json."""
     arguments = [f"--model={golden / name}", "--hardware.slice=cpu-8", "--workload.param_dtype=float32"]

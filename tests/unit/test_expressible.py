@@ -22,8 +22,8 @@ def config_of(model, *arguments):
     [
         ("llama-3.1-8b", ["--hardware.slice=v4-64", "--workload.position=4096"], True),
         ("llama-3.1-8b", ["--hardware.slice=v4-64", "--workload.kind=prefill", "--workload.batch=1"], True),
-        ("gemma-7b", ["--hardware.slice=v5e-16", "--workload.batch=4"], True),
-        ("mixtral-8x7b", ["--hardware.slice=v4-16"], False),
+        pytest.param("gemma-7b", ["--hardware.slice=v5e-16", "--workload.batch=4"], True, marks=pytest.mark.whole),
+        pytest.param("mixtral-8x7b", ["--hardware.slice=v4-16"], False, marks=pytest.mark.whole),
         ("mistral-7b-v0.3", ["--hardware.slice=2xv5e-16", "--workload.batch=64"], False),
         ("llama-3.1-8b", ["--hardware.slice=v5p-16", "--workload.kind=train", "--workload.batch=16"], False),
     ],
