@@ -66,6 +66,8 @@ class ProcessGroup:
         """Process -> its last heartbeat, and when it arrived."""
         self._finished: set[int] = set()
         """Processes that have finished; their heartbeats have stopped."""
+        self._problem_is_shared = False
+        """Whether the others know the problem of this process, and fail with it themselves."""
         self._stop = threading.Event()
         self._heartbeats = 0
 
@@ -172,7 +174,7 @@ class ProcessGroup:
     def finish(self, problem: str = "") -> None:
         """Send the last heartbeat: the process has finished, or failed with a problem that the others do not know."""
         self._stop.set()
-        if _shared_problem is not None:
+        if self._problem_is_shared:
             return  # the others end by themselves, and with process 0 the store
         if problem:
             self._problem = problem  # before the state: the monitor sends heartbeats at the same time
@@ -184,7 +186,7 @@ class ProcessGroup:
     def _fail_together(self, name: str, problem: ShardplanError) -> NoReturn:
         """Raise the problem, which every process knows and raises, once process 0 knows that all have received it."""
         global _shared_problem
-        _shared_problem = problem
+        _shared_problem, self._problem_is_shared = problem, True
         self._set(f"{name} received/{self.process_index}", "")
         if self.process_index == 0:  # the store is in this process
             with contextlib.suppress(PeerError):
