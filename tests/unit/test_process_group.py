@@ -58,7 +58,9 @@ def test_a_value_of_process_0_is_sent_to_all(group):
 
 
 def test_an_error_of_process_0_is_sent_to_all(group):
-    processes, _ = group
+    processes, store = group
+    for process in (1, 2, 3):
+        store[f"value received/{process}"] = ""
 
     def fail():
         raise CheckpointError("no such file")
@@ -135,7 +137,7 @@ def test_different_values_are_an_error_that_names_the_part(group):
     processes, store = group
     for process in (1, 2, 3):
         store[f"checkpoint/{process}"] = json.dumps({"parts": {"a.bin": "v2" if process == 2 else "v1"}})
-        store[f"checkpoint seen/{process}"] = ""
+        store[f"checkpoint received/{process}"] = ""
     with pytest.raises(CheckpointError, match=r"^process 2 reads a different a\.bin than process 0; make all"):
         processes.agree("checkpoint", lambda: None, lambda _: {"a.bin": "v1"})
 
@@ -144,7 +146,7 @@ def test_error_of_another_process_keeps_its_class(group):
     processes, store = group
     for process in (1, 2, 3):
         store[f"checkpoint/{process}"] = json.dumps({"error": "no such folder", "kind": "ConfigError"})
-        store[f"checkpoint seen/{process}"] = ""
+        store[f"checkpoint received/{process}"] = ""
     with pytest.raises(ConfigError, match=r"^process 1: no such folder$"):
         processes.agree("checkpoint", lambda: None, lambda _: {})
 
