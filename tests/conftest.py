@@ -14,6 +14,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -85,6 +86,39 @@ def pytest_collection_finish() -> None:
 def no_columns(monkeypatch):
     """The width of piped tables does not depend on the environment that runs the tests."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """Start an S3 server on loopback; yields its client, its environment, and the sizes of tensor data it has sent."""
+    import botocore.session
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    sent = []
+    moto = DomainDispatcherApplication(create_backend_app)
+
+    def record_sizes(environ, start_response):
+        def record_start(status, headers, *rest):
+            first = int(environ.get("HTTP_RANGE", "bytes=0-").removeprefix("bytes=").split("-")[0])
+            if environ["REQUEST_METHOD"] == "GET" and environ["PATH_INFO"].endswith(".safetensors"):
+                sent.append((first, int(dict(headers)["Content-Length"])))
+            return start_response(status, headers, *rest)
+
+        return moto(environ, record_start)
+
+    server = make_server("127.0.0.1", 0, record_sizes, threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_ACCESS_KEY_ID": "id",
+        "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1",
+    }  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    client = botocore.session.Session().create_client("s3")
+    client.create_bucket(Bucket="models")
+    yield client, environment, sent
+    server.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -3,38 +3,51 @@
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from shardplan.commands.inputs import check_model_config, input_paths
 from shardplan.commands.output import check_outputs, output_plan, side_stream
 from shardplan.commands.plan import dry_run
 from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand
+from shardplan.config.sections import TaskKind
 from shardplan.errors import ConfigError
 from shardplan.plan.plan import Plan
+from shardplan.plan.workload import raise_first
 from shardplan.runtime.writable import write_text
+
+EXTRACTION_OUTPUT = "results/extraction"
+"""Where extraction writes its results, unless the configuration says."""
 
 
 def main(argv: Sequence[str]) -> None:
     """Run `shardplan eval` with the arguments `argv`."""
     config = parse_config(argv, EvalCommand)
+    if config.task.kind is TaskKind.EXTRACTION:
+        config = with_windows(config)
     if config.dry_run:
         dry_run(config)
         return
     if config.data.path is None:
-        raise ConfigError("data.path is not set; name a .jsonl or .txt file to evaluate, or use --dry_run")
+        raise ConfigError("data.path is not set; name a file or folder of texts to evaluate, or use --dry_run")
     if not config.model.ref and config.plan is None:
         raise ConfigError("model.ref is not set; an evaluation needs the weights of a checkpoint, or use --dry_run")
     if config.output == "-":
         raise ConfigError("output is '-'; it must be a file, because tables and the Plan's JSON go to stdout")
-    from shardplan.eval.documents import read_documents
+    from shardplan.eval.documents import Document
+    from shardplan.eval.texts import open_texts
 
-    check_outputs(input_paths(config), json=config.json, output=config.output)
-    documents = read_documents(config.data.path, config.data.max_documents)
+    is_extraction = config.task.kind is TaskKind.EXTRACTION
+    files = {} if is_extraction else {"output": config.output}
+    check_outputs(input_paths(config), json=config.json, **files)
+    store = open_texts(config.data.path, config.data.max_documents)
     if config.plan is None:
         check_model_config(config)
     # JAX and Levanter take seconds to import: everything that can be checked without them comes first
     from shardplan.commands.verify import verify_plan
     from shardplan.eval.run import run_evaluation
+    from shardplan.eval.run_extraction import run_extraction
     from shardplan.report.tables import console, print_results
     from shardplan.runtime.devices import is_first_process
 
@@ -46,6 +59,12 @@ def main(argv: Sequence[str]) -> None:
                 out = side_stream(config.json)
                 verify_plan(config, plan, out if is_first_process() else nowhere)
 
+    if is_extraction:
+        summary = run_extraction(config, config.task, store, config.output, on_plan)
+        if is_first_process():
+            report_extraction(summary, config)
+        return
+    documents = [Document(text.id, store.text(i)) for i, text in enumerate(store.texts)]
     results = run_evaluation(config, documents, on_plan)
     if not is_first_process():
         return
@@ -54,4 +73,30 @@ def main(argv: Sequence[str]) -> None:
     # printed first: a disk that is full by now must not cost the results
     print_results(results, console(side_stream(config.json)))
     write_text("output", config.output, json.dumps(results, indent=1) + "\n")
+    print_note(f"results written to {config.output}")
+
+
+def with_windows(config: EvalCommand) -> EvalCommand:
+    """Return the configuration with the workload that extraction needs: windows of its length, and their scores."""
+    output = config.output if "output" in config.given else EXTRACTION_OUTPUT
+    if config.plan is not None:
+        return replace(config, output=output)
+    length, work = config.task.prefix + config.task.suffix, config.workload
+    position = work.position if "workload.position" in config.given else length
+    window = length if position != length else None
+    changed = replace(work, kind="score", top_k=config.task.top_k, position=position, window=window)
+    raise_first(changed.problems())
+    return replace(config, workload=changed, output=output, given=config.given - {"workload.kind"})
+
+
+def report_extraction(summary: dict[str, Any] | None, config: EvalCommand) -> None:
+    """Print what an extraction run found, or that it stopped before its end."""
+    from shardplan.report.extraction import print_extraction
+    from shardplan.report.tables import console
+    from shardplan.runtime.progress import print_note
+
+    if summary is None:
+        print_note(f"stopped after a whole shard; the same command goes on from there (results in {config.output})")
+        return
+    print_extraction(summary, console(side_stream(config.json)))
     print_note(f"results written to {config.output}")

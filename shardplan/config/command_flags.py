@@ -11,6 +11,7 @@ from shardplan.config.sections import (
     LoadConfig,
     MeshConfig,
     ModelConfig,
+    TaskConfig,
     check_minimum,
 )
 from shardplan.errors import ConfigError
@@ -130,10 +131,12 @@ class EvalCommand(LoadingConfig, CompilingConfig):
     """Plan, stream the checkpoint into the plan, evaluate text, and write the results."""
 
     data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
     verify: bool = False
     """Have the TPU compiler check the plan before anything is loaded."""
     output: str = "results/eval.json"
-    """Where the results are written."""
+    """Where the results are written: a file; for extraction a folder (default then: results/extraction), in which a run
+    that was interrupted goes on."""
     dry_run: bool = False
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
     json: str | None = None

@@ -65,12 +65,55 @@ class DataConfig:
     """What text is evaluated."""
 
     path: str | None = None
-    """A .jsonl file with a `text` and optionally an `id` per line, or a .txt file (one document)."""
+    """Texts, local, gs://, s3://, az:// or https://: a .txt file (one text); a .jsonl, .jsonl.gz, .jsonl.zst or
+    .parquet file (a `text` and optionally an `id` per row); or a folder of such files."""
     max_documents: int | None = None
-    """Evaluate only the first this many documents."""
+    """Evaluate only the first this many texts."""
 
     def __post_init__(self) -> None:
         check_minimum("data.max_documents", self.max_documents, 1)
+
+
+class TaskKind(StrEnum):
+    """What is measured."""
+
+    LOSS = "loss"
+    """The loss of every text."""
+    EXTRACTION = "extraction"
+    """The probability of the second part of every window of the texts, given the first."""
+
+
+class StrideUnit(StrEnum):
+    """What the stride of windows counts."""
+
+    TOKENS = "tokens"
+    """The text is encoded once, and a window starts every `stride` tokens."""
+    CHARACTERS = "characters"
+    """A window starts every `stride` characters, and is encoded by itself."""
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What is measured."""
+
+    kind: TaskKind = TaskKind.LOSS
+    """loss (of every text), or extraction (how probable the model finds the texts, window by window)."""
+    prefix: int = 50
+    """Of extraction: tokens of a window that are given."""
+    suffix: int = 50
+    """Of extraction: tokens of a window whose probability is measured."""
+    stride: int = 5
+    """Of extraction: distance between the starts of windows."""
+    stride_unit: StrideUnit = StrideUnit.TOKENS
+    """Of extraction: tokens or characters."""
+    top_k: int = 40
+    """Of extraction: also the probability if only this many most probable tokens are sampled; 0 for not."""
+    shard: int = 4096
+    """Of extraction: windows whose results are written together, about; what a run that is killed loses, at most."""
+
+    def __post_init__(self) -> None:
+        for key, minimum in (("prefix", 1), ("suffix", 1), ("stride", 1), ("top_k", 0), ("shard", 1)):
+            check_minimum(f"task.{key}", getattr(self, key), minimum)
 
 
 @dataclass(frozen=True)

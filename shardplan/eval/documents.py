@@ -1,16 +1,11 @@
-"""Text to evaluate: documents, and the windows of tokens that they are split into."""
+"""Documents whose loss is evaluated, and the windows of tokens that they are split into."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from shardplan.errors import ConfigError, one_line
-
-JSON_LINES, PLAIN_TEXT = ".jsonl", ".txt"
-"""Endings of the files that can be read; case does not matter."""
+from shardplan.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -45,58 +40,6 @@ class Windows:
     def count(self) -> int:
         """The number of windows with text: all but the padding."""
         return int((self.document >= 0).sum())
-
-
-def read_documents(path: str, limit: int | None = None) -> list[Document]:
-    """Read the documents of a .jsonl file (`text`, and optionally `id`, per line) or of a .txt file (one document).
-
-    Args:
-        limit: most documents to read of a .jsonl file; None for all.
-
-    Raises:
-        ConfigError: no such file, a file of another kind, a line without a text, or two documents with one id.
-    """
-    ending = Path(path).suffix.lower()
-    if ending not in (JSON_LINES, PLAIN_TEXT):
-        raise ConfigError(
-            f"data.path {path} ends in neither {JSON_LINES} (a 'text' per line) nor {PLAIN_TEXT} (one document); "
-            "write the text to a file of one of these"
-        )
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.path {path} cannot be read: {one_line(error)}") from error
-    return [Document(Path(path).name, text)] if ending == PLAIN_TEXT else _parse_lines(text, path, limit)
-
-
-def _parse_lines(text: str, path: str, limit: int | None) -> list[Document]:
-    """Parse the first `limit` documents of a .jsonl file; a document without an id has the number of its line."""
-    lines: dict[str, int] = {}
-    documents: list[Document] = []
-    # not splitlines, which also breaks at characters that JSON allows inside a string
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        if len(documents) == limit:
-            break
-        try:
-            row = json.loads(line)
-            row["text"].encode("utf-8")  # a string, without halves of surrogate pairs
-            document = Document(str(row.get("id", number)), row["text"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(
-                f"data.path {path}, line {number}: needs an object whose 'text' is a string ({one_line(error)})"
-            ) from error
-        if document.id in lines:
-            raise ConfigError(
-                f"data.path {path}, line {number}: id {document.id!r} is that of line {lines[document.id]} already; "
-                "the results need a different id for each document"
-            )
-        lines[document.id] = number
-        documents.append(document)
-    if not documents:
-        raise ConfigError(f"data.path {path} holds no documents")
-    return documents
 
 
 def make_windows(

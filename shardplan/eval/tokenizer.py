@@ -2,13 +2,24 @@
 
 from collections.abc import Callable
 
-from tokenizers import Tokenizer
-
 from shardplan.checkpoint.format.index import read_index
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.errors import CheckpointError, one_line
+from shardplan.eval.encoding import make_tokenizer
 from shardplan.model.registry import Model
 from shardplan.storage import Folder, read_bytes
+
+
+def read_tokenizer(folder: Folder) -> bytes:
+    """Return the tokenizer.json of a checkpoint folder.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    data = read_bytes(folder, "tokenizer.json")
+    if data is None:
+        raise CheckpointError(f"{folder.ref} has no tokenizer.json; save a fast tokenizer there with transformers")
+    return data
 
 
 def load_encoder(folder: Folder) -> Callable[[str], list[int]]:
@@ -17,16 +28,7 @@ def load_encoder(folder: Folder) -> Callable[[str], list[int]]:
     Raises:
         CheckpointError: no tokenizer.json, or not one.
     """
-    data = read_bytes(folder, "tokenizer.json")
-    if data is None:
-        raise CheckpointError(f"{folder.ref} has no tokenizer.json; save a fast tokenizer there with transformers")
-    try:
-        tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"{folder.ref}/tokenizer.json is damaged: {one_line(error)}") from error
-    # tokenizer.json keeps the settings of its last use; here every token of a text counts, and padding does not
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    tokenizer = make_tokenizer(read_tokenizer(folder), f"{folder.ref}/tokenizer.json")
 
     def encode(text: str) -> list[int]:
         try:

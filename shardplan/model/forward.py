@@ -13,12 +13,22 @@ from levanter.models.loss import next_token_loss
 from levanter.utils.tree_utils import inference_mode
 
 from shardplan.model.registry import Model
+from shardplan.model.token_scores import ScoreSettings, TokenScores, score_next_tokens
 
 
-def compute_activations(model: Model, module: Any, tokens: NamedArray) -> NamedArray:
-    """Compute the residual stream [batch, position, embed] after the last layer, for int32[batch, position] tokens."""
-    mask = AttentionMask.causal(sliding_window=model.sliding_window)
-    result = module.activations(tokens, mask, key=None)
+def compute_activations(model: Model, module: Any, tokens: NamedArray, window: int | None = None) -> NamedArray:
+    """Compute the residual stream [batch, position, embed] after the last layer, for int32[batch, position] tokens.
+
+    Args:
+        window: number of tokens of each of the windows that are packed into a sequence: every window starts at position
+            0, and its tokens attend to those of the same window alone; None for one window.
+    """
+    mask, settings = AttentionMask.causal(sliding_window=model.sliding_window), {}
+    if window is not None:
+        position = tokens.axes[-1]
+        indices = hax.arange(position)
+        mask, settings = mask.with_segment_ids(indices // window), {"pos_ids": indices % window}
+    result = module.activations(tokens, mask, key=None, **settings)
     # mixture-of-experts models return the router's auxiliary loss as well, which is not part of the likelihood
     return result[0] if isinstance(result, tuple) else result
 
@@ -45,6 +55,18 @@ def compute_losses(model: Model, module: Any, tokens: NamedArray, predicted: Nam
     weights = predicted.astype(jnp.float32)
     logits = compute_logits(model, module, activations)
     return next_token_loss(module.Pos, module.Vocab, logits, tokens, weights, reduction=None)
+
+
+def compute_scores(
+    model: Model, module: Any, tokens: NamedArray, window: int | None, settings: ScoreSettings
+) -> TokenScores:
+    """Score the token after each position of int32[batch, position] tokens.
+
+    Args:
+        window: as for `compute_activations`.
+    """
+    activations = compute_activations(model, module, tokens, window)
+    return score_next_tokens(module, activations, tokens, model.logit_soft_cap, settings)
 
 
 def compute_next_logits(model: Model, module: Any, tokens: NamedArray) -> NamedArray:

@@ -11,7 +11,9 @@ BATCH_AXIS = "batch"
 """Logical axis of the sequences of a step, as Levanter's trainer calls it."""
 CHECKPOINTING_ALIASES = {"true": "default", "false": "save_all", "full": "recompute", "none": "save_all"}
 """What else users write for gradient checkpointing, as in Levanter's configuration -> its name here."""
-KINDS = ("eval", "prefill", "train")
+LOGIT_BYTES = 256 * 2**20
+"""Bytes of logits, float32, that a device holds at a time at most, if all devices share them."""
+KINDS = ("eval", "prefill", "score", "train")
 CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
 MIN_POSITION = 2
 """Fewest tokens of a sequence: a single one predicts nothing."""
@@ -22,7 +24,8 @@ class Workload:
     """What one step computes."""
 
     kind: str = "eval"
-    """What the plan is for: eval, train or prefill."""
+    """What the plan is for: eval (the loss of every token), score (also the rank of every token and the probability of
+    the top k), prefill, or train."""
     batch: int = 8
     """Sequences per step, over all devices."""
     position: int = 2048
@@ -39,11 +42,28 @@ class Workload:
     number that is fastest and fits."""
     optimizer: str = "adamw"
     """The optimizer of training, as optax names it: adamw, lion, adafactor, sgd, ..."""
+    top_k: int = 40
+    """Of score: the number of most probable tokens whose probability is computed at every position; 0 for none."""
+    window: int | None = None
+    """Of score: tokens of each of the windows that are packed into a sequence; null for one window per sequence."""
+    logit_blocks: int | None = None
+    """Of score: parts of the positions whose logits are in memory one after the other; null for as few as keep them
+    within 256 MiB per device."""
 
     @property
     def is_training(self) -> bool:
         """Whether the step computes gradients and updates the parameters."""
         return self.kind == "train"
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the step computes the scores of tokens, not their losses alone."""
+        return self.kind == "score"
+
+    @property
+    def windows(self) -> int:
+        """Windows per step, over all devices; what is left of a sequence is padding."""
+        return self.batch * (self.position // (self.window or self.position))
 
     @property
     def tokens(self) -> int:
@@ -59,6 +79,14 @@ class Workload:
         """This workload with Levanter's defaults in place of what it leaves open."""
         checkpointing = self.gradient_checkpointing if self.gradient_checkpointing != "auto" else "default"
         return replace(self, gradient_checkpointing=checkpointing, microbatches=self.num_microbatches)
+
+    def with_logit_blocks(self, vocab: int, devices: int) -> "Workload":
+        """This workload with the number of its logit blocks, for `vocab` tokens and a number of devices."""
+        if not self.is_scoring or self.logit_blocks is not None:
+            return self
+        total = self.tokens * vocab * 4
+        fitting = (n for n in range(1, self.position) if self.position % n == 0 and total / n <= devices * LOGIT_BYTES)
+        return replace(self, logit_blocks=next(fitting, self.position))
 
     def training_text(self) -> str:
         """The settings of a training step in words; empty for other kinds."""
@@ -84,6 +112,22 @@ class Workload:
             if name not in valid:
                 hint = CHECKPOINTING_ALIASES.get(name.lower()) if key == "gradient_checkpointing" else None
                 yield f"workload.{key} is {name!r}; {f'did you mean {hint!r}?' if hint else nearest(name, valid)}"
+        yield from self.score_problems()
+
+    def score_problems(self) -> Iterator[str]:
+        """Every value that no scoring step can have, and what is set for other kinds."""
+        for key, value in (("window", self.window), ("logit_blocks", self.logit_blocks)):
+            if value is not None and not self.is_scoring:
+                yield f"workload.{key} is for workload.kind score, and the kind is {self.kind}; leave it out"
+        if not 0 <= self.top_k <= MAX_SIZE:
+            yield f"workload.top_k is {self.top_k}; it must be 0 to {MAX_SIZE}"
+        if self.window is not None and not MIN_POSITION <= self.window <= self.position:
+            yield (f"workload.window is {self.window}; it must be {MIN_POSITION} to workload.position, {self.position}")
+        if self.logit_blocks is not None and (self.logit_blocks < 1 or self.position % self.logit_blocks):
+            yield (
+                f"workload.logit_blocks {self.logit_blocks} does not divide workload.position {self.position}; use a "
+                "divisor of it"
+            )
 
     def microbatch_problems(self) -> Iterator[str]:
         """Every conflict between the kind, the batch and the number of microbatches."""

@@ -24,7 +24,7 @@ from shardplan.program.named_arrays import (
 )
 from shardplan.program.operations import OperationKind
 
-RESIZING_PRIMITIVES = {"slice", "dynamic_slice", "concatenate", "pad", "split", "top_k"}
+RESIZING_PRIMITIVES = {"slice", "dynamic_slice", "concatenate", "pad", "split"}
 """Primitives that change the size of some dimensions and keep the names of all others."""
 SOURCE_PRIMITIVES = {
     "iota", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
@@ -151,6 +151,15 @@ class AxisNaming:
             TracedArray(tuple(dim for i, dim in enumerate(a.dims) if i not in reduced), itemsize_of(v))
             for a, v in zip(arrays, equation.outvars, strict=False)
         ]
+        return OperationKind.ELEMENTWISE, results, {}
+
+    def top_k(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
+        """The largest elements along a dimension: every device can find those of its own part, of which few are left.
+
+        The few that devices exchange afterwards are not counted.
+        """
+        dims = arrays[0].dims[:-1]
+        results = [TracedArray((*dims, ((None, v.aval.shape[-1]),)), itemsize_of(v)) for v in equation.outvars]
         return OperationKind.ELEMENTWISE, results, {}
 
     def dot(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
@@ -292,6 +301,7 @@ RULES: dict[str, Callable[[AxisNaming, Any, list[TracedArray]], RuleResult]] = {
     "reshape": AxisNaming.reshape,
     "squeeze": AxisNaming.reshape,
     "expand_dims": AxisNaming.reshape,
+    "top_k": AxisNaming.top_k,
     "dot_general": AxisNaming.dot,
     "ragged_dot_general": AxisNaming.ragged_dot,
     "gather": AxisNaming.gather,

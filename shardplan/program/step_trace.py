@@ -15,9 +15,16 @@ from jax.sharding import AbstractMesh, AxisType
 from levanter.layers.attention import AttentionBackend
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
 
-from shardplan.model.forward import cast_for_compute, compute_losses, compute_next_logits, loss_and_gradients
+from shardplan.model.forward import (
+    cast_for_compute,
+    compute_losses,
+    compute_next_logits,
+    compute_scores,
+    loss_and_gradients,
+)
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.registry import Model, abstract_module
+from shardplan.model.token_scores import ScoreSettings
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.workload import BATCH_AXIS, Workload
 from shardplan.program.named_arrays import TracedArray, is_parameter_like, traced_mesh_axis
@@ -60,7 +67,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     mapping = {name: traced_mesh_axis(name) for name in sorted(names)}
 
     def step(arrays: Any) -> Any:
-        """Compute gradients to train, logits of the next token for a prefill, or else the losses."""
+        """Compute gradients to train, logits of the next token for a prefill, scores, or else the losses."""
         module, tokens, predicted = eqx.combine(arrays, static)
 
         with hax.axis_mapping(mapping):
@@ -72,6 +79,9 @@ def trace_step(model: Model, workload: Workload) -> Trace:
             module = cast_for_compute(module, workload.compute_dtype)
             if workload.kind == "prefill":
                 return compute_next_logits(model, module, tokens)
+            if workload.is_scoring:
+                settings = ScoreSettings(workload.top_k, workload.logit_blocks or 1)
+                return compute_scores(model, module, tokens, workload.window, settings)
             return compute_losses(model, module, tokens, predicted)
 
     mesh_axes = (*mapping.values(), *MESH_AXES)

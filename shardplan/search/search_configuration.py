@@ -13,6 +13,7 @@ from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import divisors, parse_slice
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
+from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.mesh_axes import POSITION_CHOICES
 from shardplan.plan.pins import Rules, parse_rules, restrict_to_expressible
 from shardplan.plan.workload import BATCH_AXIS
@@ -25,6 +26,8 @@ from shardplan.search.space import METHODS, Space, mesh_shapes
 AUTO_CHECKPOINTING = ("save_all", "default", "nested", "recompute")
 """Kinds of gradient checkpointing tried for `auto`; `offload` is left out, as copies to the host have no price yet."""
 
+UNSHARDED_POSITIONS: tuple[MeshAxes, ...] = ((),)
+"""The choice of mesh axes for positions where they stay on one device: in training, and of packed windows."""
 RELAXATIONS: tuple[dict[str, Any], ...] = (
     {"allows_idle": True},
     {"allows_idle": True, "requires_kernel": False, "position_choices": POSITION_CHOICES},
@@ -70,7 +73,7 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
     if config.expressible:
         rules = restrict_to_expressible(rules, inspect_model(model))
     meshes = [mesh for mesh in mesh_shapes(hardware, _pinned_sizes(config, rules)) if rules.allows(mesh)]
-    variants = list(_variants(config))
+    variants = list(_variants(config, model.vocab.size))
     ranking, statistics = Ranking(keep), SearchStatistics()
     searched: dict[int, PlanConfig] = {}
     seconds, is_exhaustive = 0.0, True
@@ -92,6 +95,8 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
     for relaxation in RELAXATIONS:
         for variant in itertools.chain(*variants) if not ranking.candidates else ():
             space = replace(_build_space(variant, model, rules, own_attention), **relaxation)
+            if variant.workload.window is not None:
+                space = replace(space, position_choices=UNSHARDED_POSITIONS)
             started = time.perf_counter()
             limit_bytes = math.inf if smallest is None else smallest.candidate.peak_bytes
             candidate = find_smallest(space, meshes, limit_bytes, statistics)
@@ -154,9 +159,10 @@ def _unsatisfiable(rules: Rules, meshes: list[dict[str, int]]) -> list[str]:
     ]
 
 
-def _variants(config: PlanConfig) -> Iterator[list[PlanConfig]]:
+def _variants(config: PlanConfig, vocab: int) -> Iterator[list[PlanConfig]]:
     """Yield, for every kind of gradient checkpointing, configurations with increasing numbers of microbatches."""
-    work = config.workload
+    hardware = parse_slice(config.hardware.slice)
+    work = config.workload.with_logit_blocks(vocab, hardware.devices)
     kinds: tuple[str, ...] = (work.gradient_checkpointing,)
     if work.gradient_checkpointing == "auto":
         kinds = AUTO_CHECKPOINTING if work.is_training else ("default",)
@@ -178,7 +184,7 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
         ConfigError: a pin shards a logical axis that plans never shard.
     """
     hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
-    is_training = config.workload.is_training
+    is_training, is_packed = config.workload.is_training, config.workload.window is not None
     space = Space(
         step=plan_step(model, config.workload.resolve()),
         batch=BATCH_AXIS,
@@ -189,7 +195,9 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
         quirks=compiler_quirks(hardware),
         available_bytes=usable_bytes(hardware),
         rules=rules,
-        position_choices=((),) if is_training and not hardware.is_cpu else POSITION_CHOICES,
+        position_choices=(
+            UNSHARDED_POSITIONS if is_packed or (is_training and not hardware.is_cpu) else POSITION_CHOICES
+        ),
         requires_kernel=not hardware.is_cpu,
         methods=() if own_attention or not model.uses_levanter_attention else METHODS[:1] if is_training else METHODS,
     )

@@ -2,7 +2,14 @@
 
 from shardplan.step.aot_program import Program, abstract_model, abstract_tokens
 from shardplan.step.specialize import specialize
-from shardplan.step.step_programs import logits_program, loss_program, prefill_program, step_program, train_program
+from shardplan.step.step_programs import (
+    logits_program,
+    loss_program,
+    prefill_program,
+    score_program,
+    step_program,
+    train_program,
+)
 
 __all__ = [
     "Program",
@@ -11,6 +18,7 @@ __all__ = [
     "logits_program",
     "loss_program",
     "prefill_program",
+    "score_program",
     "specialize",
     "step_program",
     "train_program",

@@ -17,6 +17,7 @@ from shardplan.attention.sequence import (
 )
 from shardplan.model import forward
 from shardplan.model.registry import Model
+from shardplan.model.token_scores import ScoreSettings, TokenScores, score_next_tokens
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
@@ -52,6 +53,26 @@ def compute_logits_in_layout(
         sequence = _shard_tokens(model, tokens, None, layout)
         stream = restore_order(sequence_activations(module, sequence), sequence)
     return forward.compute_logits(model, module, stream)
+
+
+def compute_scores_in_layout(
+    model: Model,
+    module: Any,
+    tokens: NamedArray,
+    window: int | None,
+    settings: ScoreSettings,
+    layout: SequenceLayout | None,
+) -> TokenScores:
+    """Score the token after each position, as `shardplan.model.forward.compute_scores`, in the order of the sequence.
+
+    Args:
+        layout: the order during compute, for sequences of one window; None for the order of the sequence.
+    """
+    if layout is None:
+        return forward.compute_scores(model, module, tokens, window, settings)
+    sequence = _shard_tokens(model, tokens, None, layout)
+    stream = restore_order(sequence_activations(module, sequence), sequence)
+    return score_next_tokens(module, stream, tokens, model.logit_soft_cap, settings)
 
 
 def compute_next_logits_in_layout(

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from shardplan.model.forward import cast_for_compute, loss_and_gradients
 from shardplan.model.inspect import axes_of
 from shardplan.model.registry import Model
-from shardplan.plan.mapping import as_tuples
+from shardplan.model.token_scores import ScoreSettings, TokenScores
+from shardplan.plan.mapping import as_tuples, mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.program.optimizer import abstract_optimizer_state, make_optimizer
 from shardplan.program.step_trace import token_axes
@@ -21,15 +22,15 @@ from shardplan.step.layout_forward import (
     compute_logits_in_layout,
     compute_losses_in_layout,
     compute_next_logits_in_layout,
+    compute_scores_in_layout,
     planned_layout,
 )
 
 
 def step_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
-    """Return the program of the plan's workload: `eval`, `train` or `prefill`."""
-    return {"eval": loss_program, "train": train_program, "prefill": prefill_program}[plan.workload.kind](
-        model, plan, mesh
-    )
+    """Return the program of the plan's workload."""
+    programs = {"eval": loss_program, "score": score_program, "train": train_program, "prefill": prefill_program}
+    return programs[plan.workload.kind](model, plan, mesh)
 
 
 def loss_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
@@ -47,6 +48,26 @@ def loss_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
     return Program(
         "evaluate", evaluate, (_abstract_module(model, plan, mesh), *_abstract_batch(model, plan, mesh)), mesh
     )
+
+
+def score_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
+    """Return the scoring step: (module, tokens int32[batch, position]) -> `TokenScores`.
+
+    Its arrays have the axes and the sharding of the tokens. The score at the end of a window or sequence is that of
+    another one's token.
+    """
+    workload = plan.workload
+    vocab_shards = mesh_size(plan.mesh, plan.compute_mapping.get(model.vocab.name, ()))
+    settings = ScoreSettings(workload.top_k, workload.logit_blocks or 1, vocab_shards)
+
+    def score(module: Any, tokens: NamedArray) -> TokenScores:
+        with hax.axis_mapping(as_tuples(plan.compute_mapping)):
+            module = cast_for_compute(module, workload.compute_dtype)
+            scores = compute_scores_in_layout(model, module, tokens, workload.window, settings, planned_layout(plan))
+            return TokenScores(*map(hax.auto_sharded, scores))
+
+    tokens, _ = _abstract_batch(model, plan, mesh)
+    return Program("score", score, (_abstract_module(model, plan, mesh), tokens), mesh)
 
 
 def logits_program(model: Model, plan: Plan, mesh: Mesh) -> Program:

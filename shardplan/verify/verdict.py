@@ -23,6 +23,7 @@ class ProgramKind(StrEnum):
     EVAL = "eval"
     TRAIN = "train"
     PREFILL = "prefill"
+    SCORE = "score"
     LOAD = "load"
 
 

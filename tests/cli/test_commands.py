@@ -221,7 +221,7 @@ def test_a_full_disk_costs_no_results(checkpoint, tmp_path, caplog):
 
 def test_data_of_an_unknown_kind(checkpoint, tmp_path):
     done = run("eval", *arguments(checkpoint, tmp_path), f"--data.path={checkpoint / 'config.json'}")
-    fails(done, 2, f"data.path {checkpoint / 'config.json'} ends in neither .jsonl (a 'text' per line) nor .txt")
+    fails(done, 2, f"data.path {checkpoint / 'config.json'} ends in none of .txt, .jsonl")
 
 
 def test_tokenizer_of_another_model(checkpoint, tmp_path):
@@ -260,7 +260,7 @@ def test_nothing_fits():
 
 def test_no_data(checkpoint):
     done = run("eval", f"--model.ref={checkpoint}")
-    fails(done, 2, "data.path is not set; name a .jsonl or .txt file to evaluate, or use --dry_run")
+    fails(done, 2, "data.path is not set; name a file or folder of texts to evaluate, or use --dry_run")
 
 
 def test_no_tokenizer(golden, checkpoint, tmp_path):

@@ -28,11 +28,12 @@ TOLERANCE = 2e-5
 MESHES = [(1, 4, 2), (2, 2, 2), (1, 1, 8), (1, 8, 1)]
 
 
-def run(golden, make_config, name, mesh, compute, change_model=None, change_plan=None, attention=None):
+def run(golden, make_config, name, mesh, compute, change_model=None, change_plan=None, attention=None, **workload):
     """Stream a model as planned on `mesh` (replica, data, model), and call `compute` with it.
 
     Args:
         compute: takes the module, its model, the plan, the device mesh and the tokens.
+        workload: further keys of the configuration.
 
     Returns:
         The result of `compute`, and the logits of transformers.
@@ -48,6 +49,7 @@ def run(golden, make_config, name, mesh, compute, change_model=None, change_plan
         mesh_replica=mesh[0],
         mesh_data=mesh[1],
         mesh_model=mesh[2],
+        **workload,
     )
     folder = open_folder(config.model.ref)
     model = build_model(read_config(None, folder), config.workload.position)

@@ -6,20 +6,16 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-import botocore.session
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 from levanter.checkpoint import load_checkpoint
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from safetensors.numpy import load_file
 from test_eval import free_port
-from werkzeug.serving import make_server
 
 from shardplan import load_pretrained
 from shardplan.checkpoint.save import save_pretrained
@@ -86,35 +82,6 @@ def test_processes_read_every_byte_once_and_write_one_checkpoint(golden, tmp_pat
         original = load_pretrained(str(folder), axis_mapping={})
     for actual, expected in zip(jax.tree.leaves(module), jax.tree.leaves(original), strict=True):
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
-
-
-@pytest.fixture
-def store(monkeypatch):
-    """Start an S3 server on loopback; yields its client, its environment, and the sizes of tensor data it has sent."""
-    sent = []
-    moto = DomainDispatcherApplication(create_backend_app)
-
-    def record_sizes(environ, start_response):
-        def record_start(status, headers, *rest):
-            first = int(environ.get("HTTP_RANGE", "bytes=0-").removeprefix("bytes=").split("-")[0])
-            if environ["REQUEST_METHOD"] == "GET" and environ["PATH_INFO"].endswith(".safetensors"):
-                sent.append((first, int(dict(headers)["Content-Length"])))
-            return start_response(status, headers, *rest)
-
-        return moto(environ, record_start)
-
-    server = make_server("127.0.0.1", 0, record_sizes, threaded=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_ACCESS_KEY_ID": "id",
-        "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    client = botocore.session.Session().create_client("s3")
-    client.create_bucket(Bucket="models")
-    yield client, environment, sent
-    server.shutdown()
 
 
 def test_from_an_object_store(golden, store):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.errors import ConfigError
-from shardplan.eval.documents import Document, make_windows, read_documents
+from shardplan.eval.documents import Document, make_windows
 from shardplan.eval.results import summarize
 
 
@@ -61,52 +60,6 @@ def test_a_loss_that_is_not_finite_is_valid_json():
     summary = summarize(documents, windows, losses)
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     assert summary["total"]["loss_per_token"] is None and summary["documents"][1]["loss_per_token"] == 0.0
-
-
-def test_reading_documents(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"id": "x", "text": "one"}\n\n{"text": "two"}\n')
-    assert read_documents(str(path)) == [Document("x", "one"), Document("3", "two")]
-    path.write_text('{"id": "x", "text": "one\u2028"}\n\n{"text": "two"}\n', encoding="utf-8-sig")
-    assert read_documents(str(path)) == [Document("x", "one\u2028"), Document("3", "two")]
-    path.write_text('{"id": "x", "text": "one"}\n\n{"text": "two"}\n')
-    assert read_documents(str(path), 1) == [Document("x", "one")]
-    text = tmp_path / "b.txt"
-    text.write_text("three")
-    assert read_documents(str(text)) == [Document("b.txt", "three")]
-    for content, message in (
-        ('{"id": 3}\n', "line 1: needs an object whose 'text' is a string"),
-        ('{"text": 3}\n', "line 1: needs an object whose 'text' is a string"),
-        ('{"text": "\\ud800"}\n', "line 1: needs an object whose 'text' is a string"),
-        ("[" * 100000, "line 1: needs an object whose 'text' is a string"),
-        ("", "holds no documents"),
-        (
-            '{"id": "x", "text": "a"}\n{"text": "b"}\n{"id": "x", "text": "c"}\n',
-            "line 3: id 'x' is that of line 1 already",
-        ),
-        (
-            '{"id": 2, "text": "a"}\n{"text": "b"}\n',
-            "line 2: id '2' is that of line 1 already; the results need a diff",
-        ),
-    ):
-        path.write_text(content)
-        with pytest.raises(ConfigError, match=message):
-            read_documents(str(path))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_documents(str(tmp_path / "none.jsonl"))
-
-
-def test_files_of_an_unknown_kind_are_refused(tmp_path):
-    """Read as one plain text, the brackets and keys of JSON would count as text."""
-    for name in ("a.json", "a.csv", "a.jsonl.gz", "a"):
-        path = tmp_path / name
-        path.write_text('{"text": "one"}')
-        message = f"data.path {path} ends in neither .jsonl (a 'text' per line) nor .txt (one document)"
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            read_documents(str(path))
-    upper = tmp_path / "A.TXT"
-    upper.write_text("one")
-    assert read_documents(str(upper)) == [Document("A.TXT", "one")]
 
 
 def test_windows_with_text_are_counted():

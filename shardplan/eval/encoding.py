@@ -1,0 +1,89 @@
+"""Tokens of texts, piece by piece: what a worker process needs to encode its part of a text. Imports no JAX.
+
+A text is encoded in pieces, each with some of the text around it. Where two pieces meet, the first token at which the
+encodings of both sides agree begins the second one, so that the tokens are those of the text encoded at once. If they
+agree nowhere, as in thousands of equal characters, the text is split at the piece.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from shardplan.errors import CheckpointError, one_line
+from shardplan.eval.texts import PIECE, read_characters
+
+CONTEXT = 512
+"""Characters around a boundary between two pieces in which the encodings of both sides must agree."""
+AGREEMENT = 4
+"""Tokens that must be equal where two encodings agree."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of a part of a text."""
+
+    ids: np.ndarray
+    """int32[token]."""
+    starts: np.ndarray
+    """int64[token]: the character of the text at which the token begins."""
+    ends: np.ndarray
+    """int64[token]: the character after its last."""
+
+
+def make_tokenizer(data: bytes, name: str) -> Tokenizer:
+    """Make the tokenizer of a tokenizer.json; it encodes every token of a text, without padding.
+
+    Raises:
+        CheckpointError: it is not a tokenizer.json.
+    """
+    try:
+        tokenizer = Tokenizer.from_buffer(data)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"{name} is damaged: {one_line(error)}") from error
+    # tokenizer.json keeps the settings of its last use
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class PieceEncoder:
+    """Encodes the pieces of one text in a `TextStore`, without special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, path: str, places: np.ndarray, characters: int):
+        """Encode a text of `characters` characters.
+
+        Args:
+            path, places: of the `TextStore` and `Text.pieces`.
+        """
+        self._tokenizer, self._path, self._places, self._characters = tokenizer, path, places, characters
+
+    def encode(self, piece: int) -> Tokens:
+        """Return the tokens that begin in a piece, or before the first token at which it meets the next one."""
+        start, end = self._boundary(piece), self._boundary(piece + 1)
+        first = start if start == piece * PIECE else piece * PIECE - 2 * CONTEXT
+        is_split = end == (piece + 1) * PIECE or end == self._characters
+        tokens = self._encode(max(0, first), end if is_split else (piece + 1) * PIECE + 2 * CONTEXT)
+        inside = slice(*np.searchsorted(tokens.starts, [start, end]))
+        return Tokens(tokens.ids[inside], tokens.starts[inside], tokens.ends[inside])
+
+    def _boundary(self, piece: int) -> int:
+        """Return the character at which the tokens of a piece begin."""
+        at = piece * PIECE
+        if at == 0 or at >= self._characters:
+            return min(at, self._characters)
+        before, after = self._encode(at - 2 * CONTEXT, at + CONTEXT), self._encode(at - CONTEXT, at + 2 * CONTEXT)
+        positions = {int(start): i for i, start in enumerate(after.starts)}
+        for i in range(int(np.searchsorted(before.starts, at)), len(before.ids) - AGREEMENT):
+            j = positions.get(int(before.starts[i]))
+            if j is not None and np.array_equal(before.ids[i : i + AGREEMENT], after.ids[j : j + AGREEMENT]):
+                return int(before.starts[i])
+        return at
+
+    def _encode(self, start: int, end: int) -> Tokens:
+        """Encode the characters from `start` to `end`, without special tokens."""
+        end = min(end, self._characters)
+        text = read_characters(self._path, self._places, start, end)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + start
+        return Tokens(np.array(encoding.ids, np.int32), offsets[:, 0], offsets[:, 1])

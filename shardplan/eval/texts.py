@@ -1,0 +1,282 @@
+"""Texts to evaluate: read from files of several kinds, and kept in one temporary file.
+
+| ending | texts |
+|---|---|
+| .txt | the file, as UTF-8 |
+| .jsonl, .jsonl.gz, .jsonl.zst | one per line: an object with `text`, and optionally `id` |
+| .parquet | one per row: the column `text`, or the only column of strings; optionally `id` |
+
+A path may name such a file or a folder of them, on disk or in an object store (`shardplan.storage`). However large the
+texts are, only a part of one is in memory at a time: all are copied to a temporary file, in pieces of `PIECE`
+characters whose places are known.
+"""
+
+import codecs
+import gzip
+import hashlib
+import io
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardplan.errors import CheckpointError, ConfigError, one_line
+from shardplan.storage import File, open_folder
+from shardplan.storage.listing import list_files
+
+PLAIN_TEXT, JSON_LINES, PARQUET = (".txt",), (".jsonl", ".jsonl.gz", ".jsonl.zst"), (".parquet",)
+ENDINGS = (*PLAIN_TEXT, *JSON_LINES, *PARQUET)
+"""Endings of the files that can be read; case does not matter."""
+PIECE = 2**16
+"""Characters of a piece of a text."""
+READ_BYTES = 2**24
+"""Bytes that are read from a file at a time."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text in a `TextStore`."""
+
+    id: str
+    characters: int
+    digest: str
+    """SHA-256 of its bytes in UTF-8, in hexadecimal."""
+    pieces: np.ndarray
+    """int64[piece + 1]: the byte of the store at which each piece of `PIECE` characters begins, and the last ends."""
+
+
+@dataclass(frozen=True)
+class TextStore:
+    """The texts of a run, in a temporary file that is removed with this object."""
+
+    texts: tuple[Text, ...]
+    file: Any
+
+    @property
+    def path(self) -> str:
+        """Path of the temporary file, which other processes of this machine can read."""
+        return str(self.file.name)
+
+    def text(self, index: int) -> str:
+        """Return a whole text."""
+        return read_characters(self.path, self.texts[index].pieces, 0, self.texts[index].characters)
+
+
+def read_characters(path: str, pieces: np.ndarray, start: int, end: int) -> str:
+    """Return the characters from `start` to `end` of a text in a store.
+
+    Args:
+        path, pieces: of the `TextStore` and the `Text`.
+    """
+    if start >= end:
+        return ""
+    first, last = start // PIECE, -(-end // PIECE)
+    with open(path, "rb") as file:
+        file.seek(pieces[first])
+        data = file.read(int(pieces[last] - pieces[first]))
+    return data.decode()[start - first * PIECE : end - first * PIECE]
+
+
+def open_texts(path: str, limit: int | None = None) -> TextStore:
+    """Read all texts of a file or folder into a store.
+
+    Args:
+        path: a file with one of `ENDINGS`, or a folder of them, whose files are taken in the order of their names; on a
+            local disk, in an object store or on a web server.
+        limit: most texts to read; None for all.
+
+    Raises:
+        ConfigError: no such file or folder, a file that is not of its kind, or two texts with one id.
+    """
+    store = tempfile.NamedTemporaryFile(prefix="shardplan-texts-")  # noqa: SIM115 - it lives as long as the TextStore
+    texts: dict[str, Text] = {}
+    places: dict[str, str] = {}
+    try:
+        for id_, place, parts in _texts(path):
+            if len(texts) == limit:
+                break
+            if id_ in texts:
+                raise ConfigError(
+                    f"data.path {place}: id {id_!r} is that of {places[id_]} already; the results need a different id "
+                    "for each text"
+                )
+            places[id_] = place
+            texts[id_] = _append(store, id_, parts)
+    except CheckpointError as error:  # of the storage, which mostly reads checkpoints
+        raise ConfigError(f"data.path {path} cannot be read: {error}") from error
+    if not texts:
+        raise ConfigError(f"data.path {path} holds no texts")
+    store.flush()
+    return TextStore(tuple(texts.values()), store)
+
+
+def _append(store: Any, id_: str, parts: Iterator[str]) -> Text:
+    """Append a text to the store's file, piece by piece."""
+    places, digest, characters, rest = [store.tell()], hashlib.sha256(), 0, ""
+
+    def write(piece: str) -> None:
+        nonlocal characters
+        data = piece.encode()
+        store.write(data)
+        digest.update(data)
+        places.append(store.tell())
+        characters += len(piece)
+
+    for part in parts:
+        rest += part
+        count = len(rest) // PIECE
+        for i in range(count):
+            write(rest[i * PIECE : (i + 1) * PIECE])
+        rest = rest[count * PIECE :]
+    if rest:
+        write(rest)
+    return Text(id_, characters, digest.hexdigest(), np.array(places))
+
+
+def _texts(path: str) -> Iterator[tuple[str, str, Iterator[str]]]:
+    """Yield id, place and parts of every text of a file or folder."""
+    files = _open_files(path)
+    for name, file in files:
+        stream = io.BufferedReader(_FileStream(file), READ_BYTES)
+        prefix = f"{name}:" if len(files) > 1 else ""
+        lower = name.lower()
+        if lower.endswith(PLAIN_TEXT):
+            _refuse_json_lines(file.name, stream)
+            yield name, file.name, _decode(file.name, stream)
+        elif lower.endswith(PARQUET):
+            yield from _read_parquet(file.name, stream, prefix)
+        else:
+            yield from _read_lines(file.name, _decompress(lower, stream), prefix)
+
+
+def _open_files(path: str) -> list[tuple[str, File]]:
+    """Return name and file of the file that `path` names, or of those with known endings in the folder."""
+    folder_ref, _, name = path.rpartition("/")
+    if path.lower().endswith(ENDINGS):
+        if "://" not in path and not Path(path).is_file():
+            raise ConfigError(f"data.path {path} does not exist")
+        file = open_folder(folder_ref or (str(Path(path).parent))).open(name)
+        if file is None:
+            raise ConfigError(f"data.path {path} does not exist")
+        return [(name, file)]
+    if "://" not in path and not Path(path).is_dir():
+        problem = f"ends in none of {', '.join(ENDINGS)}" if Path(path).exists() else "does not exist"
+        raise ConfigError(f"data.path {path} {problem}; name a file with one of these endings, or a folder of them")
+    folder = open_folder(path)
+    names = [name for name in list_files(path) if name.lower().endswith(ENDINGS)]
+    files = [(name, file) for name in names if (file := folder.open(name)) is not None]
+    if not files:
+        raise ConfigError(f"data.path {path} holds no file that ends in one of {', '.join(ENDINGS)}")
+    return files
+
+
+class _FileStream(io.RawIOBase):
+    """A file of `shardplan.storage` as a stream that can seek."""
+
+    def __init__(self, file: File):
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = max(0, min(len(buffer), self._file.size - self._position))
+        self._file.read_into(self._position, memoryview(buffer).cast("B")[:count])
+        self._position += count
+        return count
+
+
+def _decode(name: str, stream: Any) -> Iterator[str]:
+    """Yield the parts of a file of UTF-8, without the byte order mark."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    try:
+        while data := stream.read(READ_BYTES):
+            yield decoder.decode(data)
+        yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data.path {name} is not UTF-8: {one_line(error)}") from error
+
+
+def _refuse_json_lines(name: str, stream: Any) -> None:
+    """Refuse a .txt file that holds JSON lines, which would be evaluated as they are written."""
+    line = stream.readline(READ_BYTES)
+    stream.seek(0)
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(row, dict) and isinstance(row.get("text"), str):
+        raise ConfigError(f"data.path {name} holds JSON lines; rename it to .jsonl")
+
+
+def _decompress(name: str, stream: Any) -> Any:
+    """Return the stream of what is in a .gz or .zst file; that of any other file as it is."""
+    if name.endswith(".gz"):
+        return gzip.GzipFile(fileobj=stream)
+    if name.endswith(".zst"):
+        return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stream, "r"), "zstd"), READ_BYTES)
+    return stream
+
+
+def _read_lines(name: str, stream: Any, prefix: str) -> Iterator[tuple[str, str, Iterator[str]]]:
+    """Yield the texts of JSON lines; a text without an id has the number of its line."""
+    lines = enumerate(stream, start=1)
+    while True:
+        try:
+            number, line = next(lines)
+        except StopIteration:
+            return
+        except (OSError, EOFError, pa.ArrowInvalid) as error:
+            raise ConfigError(f"data.path {name} is damaged: {one_line(error)}") from error
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+            row["text"].encode()  # a string, without halves of surrogate pairs
+            id_ = str(row["id"]) if row.get("id") is not None else f"{prefix}{number}"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"data.path {name}, line {number}: needs an object whose 'text' is a string ({one_line(error)})"
+            ) from error
+        yield id_, f"{name}, line {number}", iter([row["text"]])
+
+
+def _read_parquet(name: str, stream: Any, prefix: str) -> Iterator[tuple[str, str, Iterator[str]]]:
+    """Yield the texts of a Parquet file; a text without an id has the number of its row."""
+    try:
+        file = pq.ParquetFile(stream)
+        schema = file.schema_arrow
+        strings = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+        column = "text" if "text" in strings else next(iter({*strings} - {"id"}), None)
+        if column is None or (column != "text" and len({*strings} - {"id"}) > 1):
+            raise ConfigError(
+                f"data.path {name} has the columns {', '.join(schema.names)}; the texts must be in a column of strings "
+                "called text"
+            )
+        columns = [column, *(["id"] if "id" in schema.names else [])]
+        number = 0
+        for batch in file.iter_batches(batch_size=16, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                if row[column] is None:
+                    raise ConfigError(f"data.path {name}, row {number}: the text is missing")
+                id_ = str(row["id"]) if row.get("id") is not None else f"{prefix}{number}"
+                yield id_, f"{name}, row {number}", iter([row[column]])
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"data.path {name} is damaged: {one_line(error)}") from error

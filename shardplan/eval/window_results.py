@@ -1,0 +1,196 @@
+"""The results folder of an extraction run: a Parquet file for every range of windows, which is whole or not there.
+
+| file | content |
+|---|---|
+| run.json | what determines the results; a run with other texts, tokenizer, protocol, weights or types is refused |
+| parts/FIRST-LAST.parquet | the windows FIRST to LAST |
+| windows.parquet | all windows, once all parts are there |
+| summary.json | totals |
+
+A file appears under its name when it is complete.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardplan.errors import ConfigError, one_line
+from shardplan.eval.windows import Shards, WindowRows
+
+RUN, PARTS, WINDOWS, SUMMARY = "run.json", "parts", "windows.parquet", "summary.json"
+PART = re.compile(r"(\d{12})-(\d{12})\.parquet")
+PARTIAL_SUFFIX = ".partial"
+"""End of the name of a file that is being written."""
+
+
+def schema(suffix: int) -> pa.Schema:
+    """Return the columns of the results for suffixes of `suffix` tokens."""
+    return pa.schema(
+        [
+            ("window", pa.int64()),
+            ("text", pa.string()),
+            ("start", pa.int64()),
+            ("suffix_start", pa.int64()),
+            ("end", pa.int64()),
+            ("log_prob", pa.list_(pa.float32(), suffix)),
+            ("rank", pa.list_(pa.int32(), suffix)),
+            ("top_log_prob", pa.list_(pa.float32(), suffix)),
+        ]
+    )
+
+
+class ResultsFolder:
+    """The results folder of one run."""
+
+    def __init__(self, path: str, suffix: int):
+        """Open the folder at `path` for results with suffixes of `suffix` tokens."""
+        self.path = Path(path)
+        self._schema = schema(suffix)
+
+    def claim(self, determinants: Mapping[str, Any]) -> None:
+        """Make the folder that of a run, or check that it is, and remove what was being written when a run ended.
+
+        Args:
+            determinants: what determines the results, by name.
+
+        Raises:
+            ConfigError: the folder holds something else, or cannot be written to.
+        """
+        file = self.path / RUN
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not file.exists():
+                others = sorted(path.name for path in self.path.iterdir() if path.name != file.name + PARTIAL_SUFFIX)
+                if others:
+                    raise ConfigError(f"output {self.path} holds {others[0]}, which is no run; name another folder")
+                self._write(file, json.dumps(determinants, indent=1).encode() + b"\n")
+            (self.path / PARTS).mkdir(exist_ok=True)
+            known = json.loads(file.read_text())
+            for partial in self.path.rglob(f"*{PARTIAL_SUFFIX}"):
+                partial.unlink()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"output {self.path} cannot be used: {one_line(error)}") from error
+        wanted = json.loads(json.dumps(determinants))
+        for name in wanted:
+            if known.get(name) != wanted[name]:
+                raise ConfigError(
+                    f"output {self.path} holds the results of another run: its {name} is {_short(known.get(name))}, "
+                    f"this run's is {_short(wanted[name])}; name another folder, or remove it"
+                )
+
+    def finished(self, shards: Shards) -> list[int]:
+        """Return the shards whose windows are all in files, and remove the files of the others.
+
+        A run with other devices may have divided the windows differently.
+        """
+        ranges = sorted((int(m[1]), int(m[2])) for p in self._parts() if (m := PART.fullmatch(p.name)))
+        done, used = [], set[tuple[int, int]]()
+        for shard in range(shards.count):
+            first, end = shard * shards.size, min((shard + 1) * shards.size, shards.total)
+            own, at = [each for each in ranges if first <= each[0] and each[1] <= end], first
+            for each in own:
+                at = each[1] if each[0] == at else at
+            if at == end:
+                done.append(shard)
+                used.update(own)
+        for each in {*ranges} - used:
+            self._part(*each).unlink(missing_ok=True)
+        return done
+
+    def write_part(
+        self, first: int, rows: WindowRows, ids: Sequence[str], scores: Mapping[str, np.ndarray], total: int
+    ) -> None:
+        """Write the results of the windows from `first` on.
+
+        Args:
+            ids: id of every text.
+            scores: column -> array [window, suffix token].
+            total: number of windows of the run; those past it are padding.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        last = min(first + len(rows.valid), total)
+        if first >= last:
+            return
+        kept = np.flatnonzero(rows.valid)
+        columns = {
+            "window": pa.array(first + kept),
+            "text": pa.array([ids[i] for i in rows.text[kept]], pa.string()),
+            "start": pa.array(rows.start[kept]),
+            "suffix_start": pa.array(rows.suffix[kept]),
+            "end": pa.array(rows.end[kept]),
+        }
+        for name, values in scores.items():
+            kind = self._schema.field(name).type
+            flat = pa.array(np.ascontiguousarray(values[kept]).reshape(-1), kind.value_type)
+            columns[name] = pa.FixedSizeListArray.from_arrays(flat, type=kind)
+        self._write_table(self._part(first, last), [pa.table(columns, self._schema)])
+
+    def merge(self) -> None:
+        """Write all parts into one file, in the order of the windows."""
+        tables = (pq.read_table(part) for part in sorted(self._parts()))
+        self._write_table(self.path / WINDOWS, tables)
+
+    def read_windows(self) -> Iterator[pa.Table]:
+        """Yield the merged results, in the order of the windows."""
+        file = pq.ParquetFile(self.path / WINDOWS)
+        for group in range(file.num_row_groups):
+            yield file.read_row_group(group)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary."""
+        self._write(self.path / SUMMARY, json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n")
+
+    def _parts(self) -> list[Path]:
+        return [path for path in (self.path / PARTS).iterdir() if PART.fullmatch(path.name)]
+
+    def _part(self, first: int, last: int) -> Path:
+        return self.path / PARTS / f"{first:012d}-{last:012d}.parquet"
+
+    def _write_table(self, path: Path, tables: Iterable[pa.Table]) -> None:
+        """Write tables as the row groups of a file."""
+
+        def write(partial: Path) -> None:
+            with pq.ParquetWriter(partial, self._schema, compression="zstd") as writer:
+                for table in tables:
+                    writer.write_table(table)
+
+        self._replace(path, write)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        self._replace(path, lambda partial: partial.write_bytes(data))
+
+    def _replace(self, path: Path, write: Any) -> None:
+        """Write a file under another name, and give it its own once it is complete.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        try:
+            write(partial)
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise ConfigError(
+                f"{path} cannot be written: {one_line(error)}; what is complete is kept, and the same command goes on "
+                "from there"
+            ) from error
+
+
+def digest_of(data: bytes) -> str:
+    """Return the SHA-256 of some bytes, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,88 @@
+"""Scores of every next token on the devices: its log-probability, its rank, and the probability of the top k tokens."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from haliax.partitioning import auto_sharded
+
+BLOCK = "block"
+"""Logical axis that numbers the blocks of positions whose logits are in memory one after the other."""
+
+
+@dataclass(frozen=True)
+class ScoreSettings:
+    """What is computed for every token, and how."""
+
+    top_k: int
+    """Number of tokens in `TokenScores.top_log_prob`; 0 leaves it out."""
+    blocks: int = 1
+    """A divisor of the number of positions; the logits of this fraction of them are in memory at a time."""
+    vocab_shards: int = 1
+    """Number of devices that share the vocabulary; each finds the most probable among its own tokens."""
+
+
+class TokenScores(NamedTuple):
+    """Scores of the token after each position; the last position's token is the first of the sequence."""
+
+    log_prob: NamedArray
+    """float32[batch, position]: its log-probability in nats, of the softmax over the whole vocabulary."""
+    rank: NamedArray
+    """int32[batch, position]: the number of tokens that are more probable, or as probable with a smaller id."""
+    top_log_prob: NamedArray
+    """float32[batch, position]: logarithm of the probability of the k most probable tokens together; 0 without k."""
+
+
+def score_next_tokens(
+    module: Any, activations: NamedArray, tokens: NamedArray, soft_cap: float | None, settings: ScoreSettings
+) -> TokenScores:
+    """Score the token after each position, in float32.
+
+    Args:
+        module: a Levanter model with its weights.
+        activations: [batch, position, embed] after the last layer.
+        tokens: int32[batch, position].
+        soft_cap: logits are `soft_cap * tanh(logits / soft_cap)`; None for no cap.
+    """
+    position = tokens.axes[-1]
+    targets = hax.roll(tokens, -1, position.name)
+    head = auto_sharded(module.get_lm_head())  # before the loop, so that stored shards are gathered once
+
+    def score(activations: NamedArray, targets: NamedArray) -> TokenScores:
+        logits = hax.dot(activations, head, axis=module.Embed, preferred_element_type=jnp.float32)
+        logits = logits.rearrange((*targets.axes, module.Vocab))
+        if soft_cap is not None:
+            logits = soft_cap * hax.tanh(logits / soft_cap)
+        return _score_logits(logits, module.Vocab, targets, settings)
+
+    if settings.blocks == 1:
+        return score(activations, targets)
+    # blocks take turns in the positions, so that devices that share the positions share those of every block
+    block = Axis(BLOCK, settings.blocks)
+    parts = (position.resize(position.size // settings.blocks), block)
+    scores: TokenScores = hax.map(lambda pair: score(*pair), block)(
+        (activations.unflatten_axis(position, parts), targets.unflatten_axis(position, parts))
+    )
+    batch = [axis for axis in tokens.axes if axis.name != position.name]
+    return TokenScores(*(each.rearrange((*batch, *parts)).flatten_axes(parts, position) for each in scores))
+
+
+def _score_logits(logits: NamedArray, vocab: Axis, targets: NamedArray, settings: ScoreSettings) -> TokenScores:
+    """Score `targets` by float32[..., vocab] logits."""
+    ids, wanted = hax.arange(vocab), targets.broadcast_axis(vocab)
+    target = hax.sum(hax.where(ids == wanted, logits, 0.0), vocab)
+    total = hax.nn.logsumexp(logits, vocab)
+    precedes = (logits > target) | ((logits == target) & (ids < wanted))
+    rank = hax.sum(precedes.astype(jnp.int32), vocab)
+    if settings.top_k == 0:
+        return TokenScores(target - total, rank, hax.zeros_like(total))
+    shape = targets.array.shape
+    shards = logits.array.reshape(*shape, settings.vocab_shards, vocab.size // settings.vocab_shards)
+    candidates = jax.lax.top_k(shards, min(settings.top_k, shards.shape[-1]))[0].reshape(*shape, -1)
+    if settings.vocab_shards > 1:
+        candidates = jax.lax.top_k(candidates, min(settings.top_k, candidates.shape[-1]))[0]
+    top = jax.nn.logsumexp(candidates, axis=-1)
+    return TokenScores(target - total, rank, NamedArray(top, targets.axes) - total)

@@ -1,0 +1,104 @@
+"""Scores of tokens that devices compute, against the logits of transformers in float64."""
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from conftest import MODEL_TYPES
+from test_logits import MESHES, SHARDED_POSITIONS, TOLERANCE, run
+
+from shardplan.plan.attention_plan import AttentionPlan
+from shardplan.step import score_program
+
+
+def score(module, model, plan, mesh, tokens):
+    """(tokens, log_prob, rank, top_log_prob) of int32[batch, position] `tokens`."""
+    program = score_program(model, plan, mesh)
+    like = program.arguments[1]
+    array = jax.make_array_from_callback(tokens.shape, like.array.sharding, lambda index: tokens[index])
+    scores = program.compile(plan.compiler_options)(module, hax.named(array, like.axes))
+    return tokens, *(np.asarray(each.rearrange(like.axes).array) for each in scores)
+
+
+def reference_scores(logits, tokens, k):
+    """(log_prob, top_log_prob) float64, and logits of every next token, by sorting."""
+    logits = logits[:, :-1].astype(np.float64)
+    targets = tokens[:, 1:, None]
+    total = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    ordered = np.sort(logits, -1)[..., ::-1]
+    top = np.log(np.exp(ordered[..., :k] - ordered[..., :1]).sum(-1)) + ordered[..., 0]
+    return np.take_along_axis(logits, targets, -1)[..., 0] - total, top - total, ordered
+
+
+def check(result, logits, k):
+    """Compare scores with the reference; a rank is that of a token whose logit is as large to within the tolerance."""
+    tokens, log_prob, rank, top_log_prob = result
+    expected, expected_top, ordered = reference_scores(logits, tokens, k)
+    np.testing.assert_allclose(log_prob[:, :-1], expected, atol=TOLERANCE)
+    np.testing.assert_allclose(top_log_prob[:, :-1], expected_top, atol=TOLERANCE)
+    at_rank = np.take_along_axis(ordered, rank[:, :-1, None], -1)[..., 0]
+    of_token = np.take_along_axis(logits[:, :-1].astype(np.float64), tokens[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(at_rank, of_token, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "k", "blocks"),
+    [
+        (name, MESHES[i % len(MESHES)], (40, 1, 5)[i % 3], (1, 4)[i % 2])
+        for i, name in enumerate(MODEL_TYPES)
+    ],
+)  # fmt: skip
+def test_scores_equal_those_of_transformers(golden, make_config, name, mesh, k, blocks):
+    workload = {"workload_kind": "score", "workload_top_k": k, "workload_logit_blocks": blocks}
+    check(*run(golden, make_config, name, mesh, score, **workload), k)
+
+
+@pytest.mark.parametrize("mesh_axes", [["model"], ["data", "model"], []])
+def test_scores_with_sharded_vocab(golden, make_config, mesh_axes):
+    """Each device has fewer tokens of the vocabulary than k, or all."""
+    workload = {"workload_kind": "score", "workload_logit_blocks": 2}
+    change = {"vocab": mesh_axes, "batch": ["replica"]}
+    check(*run(golden, make_config, "gemma2", (1, 4, 2), score, change_plan=change, **workload), 40)
+
+
+def test_scores_with_sharded_positions(golden, make_config):
+    workload = {"workload_kind": "score", "workload_logit_blocks": 4}
+    method = AttentionPlan("ring", 1, 4, "zigzag")
+    result = run(
+        golden, make_config, "llama", (1, 2, 4), score, change_plan=SHARDED_POSITIONS, attention=method, **workload
+    )
+    check(*result, 40)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("gpt2", "gemma2", "mixtral") else [pytest.mark.whole])
+        for name in MODEL_TYPES
+    ],
+)
+def test_packed_windows_have_the_scores_of_windows_by_themselves(golden, make_config, name):
+    """Windows of 5 tokens, of which sequences hold several and a rest."""
+
+    def packed(module, model, plan, mesh, tokens):
+        return score(module, model, plan, mesh, tokens), model
+
+    settings = {"workload_kind": "score", "workload_window": 5}
+    (result, _), _ = run(golden, make_config, name, (1, 4, 2), packed, **settings)
+    tokens, log_prob, rank, top = result
+    count = tokens.shape[1] // 5
+    alone = np.load(golden / name / "golden.npz")["logits"]
+    # causal: the first window of every sequence has the logits that transformers computes for the whole sequence
+    expected, expected_top, _ = reference_scores(np.tile(alone, (4, 1, 1)), tokens, 40)
+    np.testing.assert_allclose(log_prob[:, :4], expected[:, :4], atol=TOLERANCE)
+    np.testing.assert_allclose(top[:, :4], expected_top[:, :4], atol=TOLERANCE)
+    # another window has the scores that it has as the first of a sequence
+    rolled = np.roll(tokens, -5 * (count - 1), 1)
+
+    def moved(module, model, plan, mesh, _):
+        return score(module, model, plan, mesh, np.ascontiguousarray(rolled))
+
+    (_, other_log_prob, other_rank, _), _ = run(golden, make_config, name, (1, 4, 2), moved, **settings)
+    last = slice(5 * (count - 1), 5 * (count - 1) + 4)
+    np.testing.assert_allclose(log_prob[:, last], other_log_prob[:, :4], atol=TOLERANCE)
+    np.testing.assert_array_equal(rank[:, last], other_rank[:, :4])

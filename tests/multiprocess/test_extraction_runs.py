@@ -1,0 +1,153 @@
+"""Extraction runs that are killed, stopped, or started again for something else."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, word_tokenizer
+from test_eval import TIMEOUT, free_port
+
+SHARD = 48
+"""Windows of a shard."""
+
+
+@pytest.fixture(scope="module")
+def books(golden, tmp_path_factory):
+    """A checkpoint with a tokenizer, and a folder of two texts."""
+    folder = tmp_path_factory.mktemp("books")
+    shutil.copytree(golden / "llama", folder / "model")
+    word_tokenizer(0).save(str(folder / "model" / "tokenizer.json"))
+    (folder / "texts").mkdir()
+    for i, size in enumerate((900, 500)):
+        words = np.random.default_rng(i).integers(0, 256, size)
+        (folder / "texts" / f"{i}.txt").write_text(" ".join(f"t{word}" for word in words))
+    return folder
+
+
+def start(books, output, count, *arguments):
+    """Start a run of `count` processes that share eight devices."""
+    address = f"127.0.0.1:{free_port()}"
+    argv = [
+        "--model.ref", books / "model", "--data.path", books / "texts", "--output", output, "--task.kind", "extraction",
+        "--task.prefix", 6, "--task.suffix", 6, "--task.stride", 1, "--task.shard", SHARD, "--workload.batch", 16,
+        "--hardware.slice", "cpu-8", "--workload.param_dtype", "float32", "--workload.compute_dtype", "float32",
+        "--mesh.model", 2, *arguments,
+    ]  # fmt: skip
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    several = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)} if count > 1 else {}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "shardplan.eval", *map(str, argv)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**environment, **several, **({"JAX_PROCESS_ID": str(i)} if several else {})},
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def finish(processes):
+    """Wait for processes, and return exit codes and errors."""
+    errors = [process.communicate(timeout=TIMEOUT)[1] for process in processes]
+    return [process.returncode for process in processes], errors
+
+
+def wait_until(processes, is_true):
+    """Wait until a condition is true, or a process has ended."""
+    while not is_true() and all(process.poll() is None for process in processes):
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(books, tmp_path_factory):
+    """The results of two processes without interruption."""
+    output = tmp_path_factory.mktemp("uninterrupted") / "results"
+    codes, errors = finish(start(books, output, 2))
+    assert codes == [0, 0], errors
+    return output
+
+
+def parts(output):
+    return sorted(path.name for path in (output / "parts").glob("*.parquet")) if output.exists() else []
+
+
+def written(output):
+    """Name -> time at which it was written, of every part."""
+    return {name: (output / "parts" / name).stat().st_mtime_ns for name in parts(output)}
+
+
+def windows_of(names):
+    return sum(int(last) - int(first) for first, last in (name.split(".")[0].split("-") for name in names))
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.whole)])
+def test_a_run_goes_on_after_sigkill(books, uninterrupted, tmp_path, kills):
+    """Results are equal to the bit, no part that was complete is written again, and no worker is left."""
+    draw, output = random.Random(0), tmp_path / "results"
+    for _ in range(kills):
+        before = written(output)
+        processes = start(books, output, 2)
+        wanted = len(before) + draw.randrange(1, 6)
+        wait_until(processes, lambda wanted=wanted: len(parts(output)) >= wanted)
+        time.sleep(draw.random() * 0.05)
+        for process in draw.sample(processes, 2):
+            process.kill()
+        finish(processes)
+        after = written(output)
+        assert windows_of(name for name in before if after.get(name) != before[name]) <= SHARD
+    before = written(output)
+    codes, errors = finish(start(books, output, 2))
+    assert codes == [0, 0], errors
+    assert windows_of(name for name in before if written(output)[name] != before[name]) <= SHARD
+    assert parts(output) == parts(uninterrupted)
+    assert (output / "windows.parquet").read_bytes() == (uninterrupted / "windows.parquet").read_bytes()
+    left = subprocess.run(["pgrep", "-f", str(books)], capture_output=True, text=True).stdout.split()
+    assert not left
+
+
+def test_a_run_goes_on_in_one_process_after_sigterm(books, uninterrupted, tmp_path):
+    """Stopped in two processes it exits with 0 and one line; one process with other lanes finishes it, as close."""
+    output = tmp_path / "results"
+    processes = start(books, output, 2)
+    wait_until(processes, lambda: len(parts(output)) >= 2)
+    processes[1].send_signal(signal.SIGTERM)
+    codes, errors = finish(processes)
+    assert codes == [0, 0], errors
+    assert "stopped after a whole shard; the same command goes on from there" in errors[0]
+    assert not (output / "windows.parquet").exists()
+    done = windows_of(parts(output))
+    assert 0 < done < windows_of(parts(uninterrupted))
+    codes, errors = finish(start(books, output, 1, "--mesh.model", "4"))
+    assert codes == [0], errors
+    import pyarrow.parquet as pq
+
+    tables = [pq.read_table(folder / "windows.parquet") for folder in (output, uninterrupted)]
+    assert tables[0].drop_columns(["log_prob", "top_log_prob"]) == tables[1].drop_columns(["log_prob", "top_log_prob"])
+    for name in ("log_prob", "top_log_prob"):
+        actual, expected = (np.array(table[name].to_pylist()) for table in tables)
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (output, uninterrupted)]
+    assert summaries[0]["total"]["windows"] == summaries[1]["total"]["windows"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--task.stride", "2"), r"its protocol is .*\"stride\": 1.*, this run's is .*\"stride\": 2"),
+        pytest.param(("--workload.param_dtype", "bfloat16"), "its types is", marks=pytest.mark.whole),
+        pytest.param(("--task.top_k", "5"), "its top_k is 40, this run's is 5", marks=pytest.mark.whole),
+    ],
+)
+def test_another_run_is_refused(books, uninterrupted, arguments, message):
+    before = (uninterrupted / "run.json").read_bytes()
+    codes, errors = finish(start(books, uninterrupted, 1, *arguments))
+    assert codes == [2], errors
+    assert re.search(rf"holds the results of another run: {message}", errors[0]), errors
+    assert (uninterrupted / "run.json").read_bytes() == before

@@ -1,0 +1,161 @@
+"""Windows are numbered once each, and what their probabilities say equals hand counts and brute force."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardplan.config.sections import StrideUnit
+from shardplan.errors import ConfigError
+from shardplan.eval import extraction
+from shardplan.eval.extraction import THRESHOLDS, Coverage, TextSummary, suffix_log_probs, top_k_log_probs, total_of
+from shardplan.eval.window_results import ResultsFolder, schema
+from shardplan.eval.windows import Protocol, Shards, empty_rows, make_index
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import build_model
+from shardplan.plan.workload import Workload
+from shardplan.program.step_trace import plan_step
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=4), st.integers(1, 7), st.integers(1, 4), st.integers(1, 5),
+    st.integers(1, 3),
+)  # fmt: skip
+def test_every_window_is_in_one_lane_of_one_shard(sizes, stride, lanes, lane_windows, steps):
+    protocol = Protocol(3, 2, stride, StrideUnit.TOKENS)
+    expected = [(t, i) for t, size in enumerate(sizes) for i in range(size) if i * stride + 5 <= size]
+    if not expected:
+        with pytest.raises(ConfigError, match="no text of 5 tokens"):
+            make_index(protocol, sizes)
+        return
+    index = make_index(protocol, sizes)
+    shards = Shards(index.total, lanes, lane_windows, steps)
+    ranges = [shards.lane_range(shard, lane) for shard in range(shards.count) for lane in range(lanes)]
+    assert all(end - first == shards.steps_of(i // lanes) * lane_windows for i, (first, end) in enumerate(ranges))
+    windows = [w for first, end in ranges for w in range(first, end) if w < index.total]
+    assert windows == list(range(index.total))
+    # only the last step has padding
+    assert sum(end - first for first, end in ranges) - index.total < lanes * lane_windows
+    located = [(t, i) for each in ranges for t, first, end in index.locate(*each) for i in range(first, end)]
+    assert located == expected
+
+
+def test_top_k_probability():
+    log_prob, top = np.log([[0.5, 0.25], [0.5, 0.01]]), np.log([[0.8, 0.5], [0.8, 0.5]])
+    rank = np.array([[0, 1], [0, 7]])
+    np.testing.assert_allclose(suffix_log_probs(log_prob), np.log([0.125, 0.005]))
+    np.testing.assert_allclose(top_k_log_probs(log_prob, rank, top, 5), [np.log(0.5 / 0.8 * 0.25 / 0.5), -np.inf])
+
+
+def test_probabilities_below_those_of_float32():
+    log_prob = np.full((1, 50), -40.0, np.float32)
+    assert suffix_log_probs(log_prob) == [-2000.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60), st.floats(-9, 0)), max_size=40), st.integers(1, 50)
+)  # fmt: skip
+def test_coverage_equals_brute_force(windows, flushed):
+    characters = 400
+    windows = sorted(windows)
+    largest = np.full(characters, -np.inf)
+    for start, length, log_p in windows:
+        largest[start : start + length] = np.maximum(largest[start : start + length], log_p)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extraction, "FLUSHED_CHARACTERS", flushed)
+        coverage = Coverage(characters)
+        for start, length, log_p in windows:
+            coverage.add(np.array([start]), np.array([start + length]), np.array([log_p]))
+        assert coverage.finish() == {f"{t:g}": (largest >= np.log(t)).sum() / characters for t in THRESHOLDS}
+    np.testing.assert_array_equal(coverage.strip, largest)  # as many parts as characters
+
+
+def test_summary():
+    """Two windows of three tokens: one is certain, one hopeless."""
+    rows = {
+        "window": [0, 1], "text": ["a", "a"], "start": [0, 10], "suffix_start": [5, 15], "end": [10, 20],
+        "log_prob": [[np.log(0.9)] * 3, [-50.0] * 3], "rank": [[0, 0, 0], [0, 90, 0]],
+        "top_log_prob": [[np.log(0.99)] * 3, [-0.1] * 3],
+    }  # fmt: skip
+    summary = TextSummary(40, 40)
+    summary.add(pa.table(rows, schema(3)))
+    result = summary.finish()
+    assert (result["windows"], result["greedy"]) == (2, 1)
+    assert result["windows_at"] == {"0.001": 1, "0.01": 1, "0.1": 1, "0.5": 1, "0.75": 0}
+    assert result["windows_at_top_k"]["0.75"] == 1  # 0.751
+    assert result["coverage"]["0.5"] == 0.25 and result["suffix_coverage"]["0.5"] == 0.125
+    assert result["max_log_p"] == pytest.approx(3 * np.log(0.9), rel=1e-6)
+    assert np.flatnonzero(summary.histogram).tolist() == [0, 150]
+    total = total_of([result, {**TextSummary(40, 40).finish()}])
+    assert (total["characters"], total["windows"], total["coverage"]["0.5"]) == (80, 2, 0.125)
+
+
+@pytest.mark.parametrize(("window", "blocks"), [(None, 1), (16, 1), (16, 4)])
+def test_nothing_of_a_scoring_step_is_unnamed_or_unpriced(golden, window, blocks):
+    model = build_model(read_config(str(golden / "mixtral" / "config.json"), None), 64)
+    work = Workload(kind="score", batch=8, position=64, window=window, logit_blocks=blocks)
+    step = plan_step(model, work)
+    assert not step.unnamed and not step.unpriced
+    assert "vocab" not in step.resized_axes  # each device finds the top k of its own tokens
+
+
+def test_logit_blocks_keep_logits_within_their_limit():
+    work = Workload(kind="score", batch=128, position=512)
+    blocks = work.with_logit_blocks(128256, 16).logit_blocks
+    assert 128 * 512 * 128256 * 4 / 16 / blocks <= 256 * 2**20 < 128 * 512 * 128256 * 4 / 16 / (blocks // 2)
+    assert Workload().with_logit_blocks(128256, 1).logit_blocks is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"window": 5}, "workload.window is for workload.kind score, and the kind is eval"),
+        (
+            {"kind": "score", "window": 99, "position": 64},
+            "workload.window is 99; it must be 2 to workload.position, 64",
+        ),
+        ({"kind": "score", "logit_blocks": 3, "position": 64}, "workload.logit_blocks 3 does not divide"),
+        ({"kind": "score", "top_k": -1}, "workload.top_k is -1"),
+    ],
+)
+def test_settings_of_scores_that_no_step_can_have(values, message):
+    assert any(message in problem for problem in Workload(**values).problems())
+
+
+def test_results_folders(tmp_path):
+    """A folder with anything else, of another run, or that cannot be written is refused, and nothing in it changes."""
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds notes.txt, which is no run; name another folder"):
+        ResultsFolder(str(tmp_path), 2).claim({"stride": 5})
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    folder = tmp_path / "results"
+    ResultsFolder(str(folder), 2).claim({"stride": 5})
+    (folder / "parts" / "000000000000-000000000004.parquet.partial").write_text("half")
+    ResultsFolder(str(folder), 2).claim({"stride": 5})
+    assert sorted(path.name for path in folder.rglob("*")) == ["parts", "run.json"]
+    with pytest.raises(ConfigError, match="results of another run: its stride is 5, this run's is 10; name another"):
+        ResultsFolder(str(folder), 2).claim({"stride": 10})
+    with pytest.raises(ConfigError, match=r"cannot be used: .*Not a directory"):
+        ResultsFolder(str(tmp_path / "notes.txt" / "x"), 2).claim({"stride": 5})
+
+
+def test_incomplete_shards_are_computed_again(tmp_path):
+    """Whatever lanes a run had: a shard is finished if files have all of its windows, and other files are removed."""
+    folder = ResultsFolder(str(tmp_path / "results"), 2)
+    folder.claim({})
+    shards = Shards(total=22, lanes=2, lane_windows=2, steps=2)
+    for first, last in ((0, 4), (4, 8), (8, 12), (16, 18), (18, 22)):
+        rows = empty_rows(last - first, 5)
+        rows.valid[:] = True
+        values = np.zeros((last - first, 2), np.float32)
+        scores = {"log_prob": values, "rank": values.astype(np.int32), "top_log_prob": values}
+        folder.write_part(first, rows, ["a"], scores, shards.total)
+    assert folder.finished(shards) == [0, 2]
+    names = sorted(path.name for path in (tmp_path / "results" / "parts").iterdir())
+    assert [int(name[:12]) for name in names] == [0, 4, 16, 18]
+    folder.merge()
+    windows = [w for table in folder.read_windows() for w in table["window"].to_pylist()]
+    assert windows == [*range(8), *range(16, 22)]
