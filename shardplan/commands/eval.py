@@ -13,8 +13,9 @@ from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand
 from shardplan.config.sections import TaskKind
 from shardplan.errors import ConfigError
+from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import raise_first
+from shardplan.plan.workload import AUTO_BATCH, raise_first
 from shardplan.runtime.writable import write_text
 
 EXTRACTION_OUTPUT = "results/extraction"
@@ -77,14 +78,22 @@ def main(argv: Sequence[str]) -> None:
 
 
 def with_windows(config: EvalCommand) -> EvalCommand:
-    """Return the configuration with the workload that extraction needs: windows of its length, and their scores."""
+    """Return the configuration with the workload that extraction needs: windows of its length, and their scores.
+
+    Where they are not set, the batch is the fastest one, and the sequences those that windows fill best.
+    """
     output = config.output if "output" in config.given else EXTRACTION_OUTPUT
     if config.plan is not None:
         return replace(config, output=output)
+    from shardplan.plan.packing import packed_length  # imports numpy
+
     length, work = config.task.prefix + config.task.suffix, config.workload
-    position = work.position if "workload.position" in config.given else length
+    is_cpu = parse_slice(config.hardware.slice).is_cpu  # whose attention needs no kernel
+    position = length if is_cpu else packed_length(length)
+    position = work.position if "workload.position" in config.given else position
     window = length if position != length else None
-    changed = replace(work, kind="score", top_k=config.task.top_k, position=position, window=window)
+    batch = work.batch if "workload.batch" in config.given else AUTO_BATCH
+    changed = replace(work, kind="score", top_k=config.task.top_k, batch=batch, position=position, window=window)
     raise_first(changed.problems())
     return replace(config, workload=changed, output=output, given=config.given - {"workload.kind"})
 

@@ -69,6 +69,7 @@ def plan_and_print(config: PlanCommand) -> None:
     others = dataclasses.replace(config, mesh=requested.mesh)
     try:
         plan = given or _search(config, model)
+        others = dataclasses.replace(others, workload=dataclasses.replace(others.workload, batch=plan.workload.batch))
         output_plan(plan, config.json, config.levanter_schema)
         explain(others, plan, model)
     finally:  # also without a plan: then other settings are of most interest

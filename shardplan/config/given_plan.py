@@ -8,6 +8,7 @@ from shardplan.config.keys import keys_of
 from shardplan.config.sections import HardwareConfig, MeshConfig
 from shardplan.errors import ConfigError
 from shardplan.plan.plan import Plan
+from shardplan.plan.workload import AUTO_BATCH
 
 OPEN_VALUES = (None, "auto")
 """Values of configuration keys that leave the choice to the planner."""
@@ -37,7 +38,8 @@ def load_given_plan(config: C) -> tuple[C, Plan | None]:
     for name, value in planned.items():
         section, _, key = name.partition(".")
         configured = getattr(getattr(config, section), key)
-        is_set = configured not in OPEN_VALUES and (name in config.given or configured != keys[name].default)
+        is_open = configured in OPEN_VALUES or (name == "workload.batch" and configured == AUTO_BATCH)
+        is_set = not is_open and (name in config.given or configured != keys[name].default)
         if is_set and configured != value:
             raise ConfigError(f"{name} is {configured}, plan {config.plan} has {value}; leave it out, or plan again")
     return (

@@ -9,6 +9,8 @@ from typing import Any
 
 from draccus.wrappers.docstring import get_attribute_docstring
 
+from shardplan.plan.workload import AUTO
+
 NO_KEY = "no key"
 """Marks a field of a configuration that is no key of it."""
 TYPE_NAMES = {
@@ -27,6 +29,8 @@ class Key:
     """Types that its value may have."""
     section: type
     """The dataclass that declares it."""
+    auto: Any = None
+    """The value that `auto` stands for; None if it may not be auto."""
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with the type of `value`; None where it is right.
@@ -59,7 +63,7 @@ def _keys(cls: type, prefix: str) -> Iterator[tuple[str, Key]]:
         else:
             owner = next(base for base in reversed(cls.__mro__) if item.name in getattr(base, "__annotations__", {}))
             documentation = get_attribute_docstring(owner, item.name).docstring_below
-            yield f"{prefix}{item.name}", Key(item.default, documentation, _types(hint), owner)
+            yield f"{prefix}{item.name}", Key(item.default, documentation, _types(hint), owner, item.metadata.get(AUTO))
 
 
 def _types(hint: Any) -> tuple[type, ...]:

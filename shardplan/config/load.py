@@ -132,10 +132,12 @@ def _value(key: Key, text: Any) -> Any:
 
 
 def _interpret(key: Key | None, value: Any) -> Any:
-    """Return `~/x` as the path in the home folder, and 1e3, which YAML 1.1 reads as text, as a number."""
+    """Return `~/x` as the path in the home folder, auto as what it stands for, and 1e3, which is text in YAML 1.1."""
     match value:
         case str() if value.startswith("~/"):
             return os.path.expanduser(value)
+        case "auto" if key is not None and key.auto is not None:
+            return key.auto
         case str() if key is not None and float in key.types and EXPONENT.fullmatch(value):
             return float(value)
         case list():

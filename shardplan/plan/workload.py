@@ -1,7 +1,7 @@
 """The workload: what one step computes, as a configuration asks for it and as a Plan records it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.model.axes import MAX_SIZE
@@ -13,6 +13,10 @@ CHECKPOINTING_ALIASES = {"true": "default", "false": "save_all", "full": "recomp
 """What else users write for gradient checkpointing, as in Levanter's configuration -> its name here."""
 LOGIT_BYTES = 256 * 2**20
 """Bytes of logits, float32, that a device holds at a time at most, if all devices share them."""
+AUTO = "auto"
+"""Key of the metadata of a field that users may set to auto: the value that this stands for."""
+AUTO_BATCH = -1
+"""The batch in a configuration that leaves it to the planner, as Levanter writes it."""
 KINDS = ("eval", "prefill", "score", "train")
 CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
 MIN_POSITION = 2
@@ -26,8 +30,8 @@ class Workload:
     kind: str = "eval"
     """What the plan is for: eval (the loss of every token), score (also the rank of every token and the probability of
     the top k), prefill, or train."""
-    batch: int = 8
-    """Sequences per step, over all devices."""
+    batch: int = field(default=8, metadata={AUTO: AUTO_BATCH})
+    """Sequences per step, over all devices; auto for the number with most tokens per second that fits."""
     position: int = 2048
     """Tokens per sequence."""
     param_dtype: str = "bfloat16"
@@ -101,7 +105,8 @@ class Workload:
         for key, value, minimum in (
             ("batch", self.batch, 1), ("position", self.position, MIN_POSITION), ("microbatches", self.microbatches, 1),
         ):  # fmt: skip
-            if value is not None and not minimum <= value <= MAX_SIZE:
+            is_open = key == "batch" and value == AUTO_BATCH
+            if value is not None and not is_open and not minimum <= value <= MAX_SIZE:
                 bound = f"at most {MAX_SIZE}" if value > MAX_SIZE else f"at least {minimum}"
                 yield f"workload.{key} is {value}; it must be {bound}"
         for key, valid in (

@@ -16,6 +16,7 @@ from shardplan.plan.attention_plan import Strategy
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Caveat, Plan, RunnerUp, SearchInfo
 from shardplan.search.assignment_to_plan import StepCost, build_plan, estimate_cost
+from shardplan.search.fastest_batch import choose_batch
 from shardplan.search.ranking import Candidate
 from shardplan.search.reasons import (
     CAVEATS,
@@ -66,6 +67,7 @@ def rank_plans(
     open; nor in the method of attention, where several components have attention.
     """
     model = model or model_from_config(config)
+    config = choose_batch(config, model, own_attention)
     result = search_configuration(config, model, count + 1, own_attention)
     if not result.fits and not nearest_miss:
         raise _infeasible_error(result.ranked[0])

@@ -2,7 +2,9 @@
 
 import pytest
 
-from shardplan.errors import InfeasibleError
+from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.plan.packing import packed_length
+from shardplan.search.fastest_batch import TIE, batches
 from shardplan.search.make_plan import make_plan
 
 
@@ -46,3 +48,36 @@ def test_checkpointing_can_be_chosen(llama_model, llama_config):
     )
     assert roomy.workload.gradient_checkpointing == "save_all"
     assert tight.workload.gradient_checkpointing != "save_all"
+
+
+@pytest.mark.parametrize("kind", ["eval", "score"])
+def test_the_fastest_batch_that_fits(make_config, kind):
+    """Of the batches that are considered none is faster by more than the tie, and no smaller one as fast."""
+    arguments = {"model_config": "llama-3.1-8b", "hardware_slice": "v5e-16", "workload_position": 512}
+    arguments["workload_kind"] = kind
+    plan = make_plan(make_config(**arguments, workload_batch="auto"))
+    rates = {}
+    for batch in batches(16, 512):
+        try:
+            other = make_plan(make_config(**arguments, workload_batch=batch))
+        except InfeasibleError:
+            break
+        rates[batch] = batch / other.cost.step_seconds
+    chosen = plan.workload.batch
+    assert rates[chosen] >= (1 - TIE) * max(rates.values())
+    assert all(rate < (1 - TIE) * max(rates.values()) for batch, rate in rates.items() if batch < chosen)
+    assert rates[chosen] > 1.5 * rates[1]
+
+
+def test_an_open_batch_of_training_is_refused(make_config):
+    with pytest.raises(ConfigError, match=r"workload\.batch auto is not for training"):
+        make_plan(make_config(model_config="llama-3.1-8b", workload_kind="train", workload_batch="auto"))
+
+
+def test_batches_of_slices_that_are_no_power_of_two():
+    assert [b for b in batches(12, 2**17) if b < 99] == [1, 2, 3, 4, 6, 8]
+
+
+@pytest.mark.parametrize(("window", "length"), [(100, 512), (128, 512), (600, 2048), (512, 512), (5000, 5120)])
+def test_windows_fill_packed_sequences(window, length):
+    assert packed_length(window) == length

@@ -1,0 +1,16 @@
+"""How many windows of text a sequence packs. Pure."""
+
+from shardplan.positions.sequence_layout import KERNEL_BLOCK
+
+MAX_BLOCKS = 4
+"""Most blocks of the attention kernel in a packed sequence of short windows: it computes scores across windows, too."""
+
+
+def packed_length(window: int) -> int:
+    """Return the length of sequences that windows of `window` tokens fill best: a multiple of the kernel's block.
+
+    Of lengths that are filled equally well it is the shortest.
+    """
+    shortest = -(-window // KERNEL_BLOCK)
+    lengths = [KERNEL_BLOCK * n for n in range(shortest, max(shortest, MAX_BLOCKS) + 1)]
+    return min(lengths, key=lambda length: (length % window / length, length))
