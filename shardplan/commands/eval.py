@@ -94,12 +94,16 @@ def with_windows(config: EvalCommand) -> EvalCommand:
     window = length if position != length else None
     batch = work.batch if "workload.batch" in config.given else AUTO_BATCH
     changed = replace(work, kind="score", top_k=config.task.top_k, batch=batch, position=position, window=window)
+    for key in ("kind", "top_k", "window"):
+        given, needed = getattr(work, key), getattr(changed, key)
+        if f"workload.{key}" in config.given and given != needed:
+            raise ConfigError(f"workload.{key} is {given}, task.kind extraction needs {needed}; leave it out")
     raise_first(changed.problems())
-    return replace(config, workload=changed, output=output, given=config.given - {"workload.kind"})
+    return replace(config, workload=changed, output=output)
 
 
 def report_extraction(summary: dict[str, Any] | None, config: EvalCommand) -> None:
-    """Print what an extraction run found, or that it stopped before its end."""
+    """Print the results of an extraction run, or that it stopped before its end."""
     from shardplan.report.extraction import print_extraction
     from shardplan.report.tables import console
     from shardplan.runtime.progress import print_note

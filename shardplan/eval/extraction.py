@@ -99,7 +99,7 @@ class TextSummary:
         return self._whole.strip
 
     def add(self, table: pa.Table) -> None:
-        """Add windows."""
+        """Add the results of further windows."""
         log_prob, rank, top = (_matrix(table, name) for name in ("log_prob", "rank", "top_log_prob"))
         start, suffix_start, end = (table[name].to_numpy() for name in ("start", "suffix_start", "end"))
         log_p = suffix_log_probs(log_prob)

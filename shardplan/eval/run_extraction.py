@@ -61,7 +61,7 @@ def run_extraction(
     config, given = load_given_plan(config)
     session = prepare(config, given)
     plan = session.plan
-    _check_plan(plan, protocol)
+    _check_plan(plan, protocol, task.top_k)
     on_plan(plan)
     data = read_tokenizer(session.folder)
     source = make_source(store, data, f"{session.folder.ref}/tokenizer.json")
@@ -102,11 +102,15 @@ def run_extraction(
         return processes.broadcast("summary", lambda: _finish(results, store, task, session, loop.statistics, index))
 
 
-def _check_plan(plan: Plan, protocol: Protocol) -> None:
-    """Check that a plan is for windows of the protocol's length."""
+def _check_plan(plan: Plan, protocol: Protocol, top_k: int) -> None:
+    """Check that a plan is for windows of the protocol's length, and for the top k that are asked for."""
     workload = plan.workload
     if not workload.is_scoring:
         raise ConfigError(f"workload.kind is {workload.kind}; extraction needs the kind score")
+    if workload.top_k != top_k:
+        raise ConfigError(
+            f"task.top_k is {top_k}, the plan has {workload.top_k}; set task.top_k to that, or plan again"
+        )
     length = workload.window or workload.position
     if length != protocol.length:
         raise ConfigError(
@@ -208,4 +212,4 @@ def _finite(values: np.ndarray) -> list[float | None]:
 
 
 def _rate(statistics: LoopStatistics) -> float | None:
-    return statistics.windows / statistics.seconds if statistics.seconds else None
+    return statistics.timed_windows / statistics.seconds if statistics.seconds else None

@@ -52,12 +52,15 @@ def find_lanes(sharding: NamedSharding, shape: tuple[int, ...]) -> Lanes:
 
 @dataclass
 class LoopStatistics:
-    """What the loop measured."""
+    """Counts and durations of a scoring run."""
 
     steps: int = 0
     windows: int = 0
+    """Windows that were scored, without padding."""
+    timed_windows: int = 0
+    """Those of them whose results came after those of the first step."""
     seconds: float = 0.0
-    """Duration without the first step and the compilation."""
+    """Time from the results of the first step to those of the last."""
     compile_seconds: float = 0.0
     programs: int = 0
     """Programs that were compiled."""
@@ -132,13 +135,20 @@ class ScoreLoop:
                 made.append((shard, jobs))
 
         def fetch() -> None:
+            nonlocal started
             shard, step, scores = waiting.popleft()
             for name, array in zip(scores._fields, scores, strict=True):
                 for lane, values in self._to_host(array.array, index.protocol.prefix).items():
                     results.setdefault(lane, {}).setdefault(name, []).append(values)
-            count = self.lane_windows * self.lanes.count
+            step_windows = self.lane_windows * self.lanes.count
+            count = min(step_windows, shards.total - shard * shards.size - step * step_windows)
             self.statistics.windows += count
-            on_windows(min(count, shards.total - shard * shards.size - step * count))
+            if started is None:
+                started = time.perf_counter()
+            else:
+                self.statistics.timed_windows += count
+                self.statistics.seconds = time.perf_counter() - started
+            on_windows(count)
             if step == shards.steps_of(shard) - 1:
                 for lane in self.lanes.written:
                     columns = {name: np.concatenate(parts) for name, parts in results[lane].items()}
@@ -165,11 +175,8 @@ class ScoreLoop:
                 self.statistics.steps += 1
                 if len(waiting) > STEPS_AHEAD:
                     fetch()
-                    started = started or time.perf_counter()
         while waiting:
             fetch()
-        if started is not None:
-            self.statistics.seconds += time.perf_counter() - started
         return completed
 
     def _collect(

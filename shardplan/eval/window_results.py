@@ -23,11 +23,10 @@ import pyarrow.parquet as pq
 
 from shardplan.errors import ConfigError, one_line
 from shardplan.eval.windows import Shards, WindowRows
+from shardplan.storage.writing import PARTIAL_SUFFIX, OutputFolder
 
 RUN, PARTS, WINDOWS, SUMMARY = "run.json", "parts", "windows.parquet", "summary.json"
 PART = re.compile(r"(\d{12})-(\d{12})\.parquet")
-PARTIAL_SUFFIX = ".partial"
-"""End of the name of a file that is being written."""
 
 
 def schema(suffix: int) -> pa.Schema:
@@ -51,7 +50,8 @@ class ResultsFolder:
 
     def __init__(self, path: str, suffix: int):
         """Open the folder at `path` for results with suffixes of `suffix` tokens."""
-        self.path = Path(path)
+        self._folder = OutputFolder(path)
+        self.path = Path(self._folder.ref)
         self._schema = schema(suffix)
 
     def claim(self, determinants: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ class ResultsFolder:
                 others = sorted(path.name for path in self.path.iterdir() if path.name != file.name + PARTIAL_SUFFIX)
                 if others:
                     raise ConfigError(f"output {self.path} holds {others[0]}, which is no run; name another folder")
-                self._write(file, json.dumps(determinants, indent=1).encode() + b"\n")
+                self._write(RUN, json.dumps(determinants, indent=1).encode() + b"\n")
             (self.path / PARTS).mkdir(exist_ok=True)
             known = json.loads(file.read_text())
             for partial in self.path.rglob(f"*{PARTIAL_SUFFIX}"):
@@ -132,12 +132,12 @@ class ResultsFolder:
             kind = self._schema.field(name).type
             flat = pa.array(np.ascontiguousarray(values[kept]).reshape(-1), kind.value_type)
             columns[name] = pa.FixedSizeListArray.from_arrays(flat, type=kind)
-        self._write_table(self._part(first, last), [pa.table(columns, self._schema)])
+        self._write_table(f"{PARTS}/{self._part(first, last).name}", [pa.table(columns, self._schema)])
 
     def merge(self) -> None:
         """Write all parts into one file, in the order of the windows."""
         tables = (pq.read_table(part) for part in sorted(self._parts()))
-        self._write_table(self.path / WINDOWS, tables)
+        self._write_table(WINDOWS, tables)
 
     def read_windows(self) -> Iterator[pa.Table]:
         """Yield the merged results, in the order of the windows."""
@@ -147,7 +147,7 @@ class ResultsFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary."""
-        self._write(self.path / SUMMARY, json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n")
+        self._write(SUMMARY, json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n")
 
     def _parts(self) -> list[Path]:
         return [path for path in (self.path / PARTS).iterdir() if PART.fullmatch(path.name)]
@@ -155,35 +155,15 @@ class ResultsFolder:
     def _part(self, first: int, last: int) -> Path:
         return self.path / PARTS / f"{first:012d}-{last:012d}.parquet"
 
-    def _write_table(self, path: Path, tables: Iterable[pa.Table]) -> None:
+    def _write_table(self, name: str, tables: Iterable[pa.Table]) -> None:
         """Write tables as the row groups of a file."""
+        with self._folder.create(name) as file, pq.ParquetWriter(file, self._schema, compression="zstd") as writer:
+            for table in tables:
+                writer.write_table(table)
 
-        def write(partial: Path) -> None:
-            with pq.ParquetWriter(partial, self._schema, compression="zstd") as writer:
-                for table in tables:
-                    writer.write_table(table)
-
-        self._replace(path, write)
-
-    def _write(self, path: Path, data: bytes) -> None:
-        self._replace(path, lambda partial: partial.write_bytes(data))
-
-    def _replace(self, path: Path, write: Any) -> None:
-        """Write a file under another name, and give it its own once it is complete.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
-        partial = path.with_name(path.name + PARTIAL_SUFFIX)
-        try:
-            write(partial)
-            partial.replace(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise ConfigError(
-                f"{path} cannot be written: {one_line(error)}; what is complete is kept, and the same command goes on "
-                "from there"
-            ) from error
+    def _write(self, name: str, data: bytes) -> None:
+        with self._folder.create(name) as file:
+            file.write(data)
 
 
 def digest_of(data: bytes) -> str:

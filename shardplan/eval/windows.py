@@ -56,13 +56,13 @@ class WindowIndex:
 
     def locate(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Return the windows from `first` to `last` as (text, its first window, and the one after its last)."""
-        found, offset = [], 0
+        ranges, offset = [], 0
         for text, count in enumerate(self.counts):
             start, end = max(first - offset, 0), min(last - offset, count)
             if start < end:
-                found.append((text, start, end))
+                ranges.append((text, start, end))
             offset += count
-        return found
+        return ranges
 
 
 def make_index(protocol: Protocol, sizes: Sequence[int]) -> WindowIndex:
