@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError("model.ref is not set; an evaluation needs the weights of a checkpoint, or use --dry_run")
     if config.output == "-":
         raise ConfigError("output is '-'; it must be a file, because tables and the Plan's JSON go to stdout")
-    from shardplan.eval.documents import Document
-    from shardplan.eval.texts import open_texts
+    from shardplan.eval.loss.documents import Document
+    from shardplan.eval.texts.store import open_texts
 
     is_extraction = config.task.kind is TaskKind.EXTRACTION
     files = {} if is_extraction else {"output": config.output}
@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> None:
         check_model_config(config)
     # JAX and Levanter take seconds to import: everything that can be checked without them comes first
     from shardplan.commands.verify import verify_plan
-    from shardplan.eval.run import run_evaluation
-    from shardplan.eval.run_extraction import run_extraction
+    from shardplan.eval.extraction.run import run_extraction
+    from shardplan.eval.loss.run import run_evaluation
     from shardplan.report.tables import console, print_results
     from shardplan.runtime.devices import is_first_process
 

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from shardplan.eval.extraction.windows import Shards, WindowIndex, WindowRows
 from shardplan.eval.window_maker import make_rows
-from shardplan.eval.windows import Shards, WindowIndex, WindowRows
 from shardplan.model.registry import Model
 from shardplan.model.token_scores import TokenScores
 from shardplan.plan.plan import Plan

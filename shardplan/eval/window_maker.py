@@ -18,9 +18,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from shardplan.config.sections import StrideUnit
-from shardplan.eval.encoding import PieceEncoder, Tokens, make_tokenizer
-from shardplan.eval.texts import TextStore, read_characters
-from shardplan.eval.windows import Protocol, WindowIndex, WindowRows, empty_rows
+from shardplan.eval.extraction.windows import Protocol, WindowIndex, WindowRows, empty_rows
+from shardplan.eval.texts.encoding import PieceEncoder, Tokens, make_tokenizer
+from shardplan.eval.texts.store import TextStore, read_characters
 
 CACHED_PIECES = 64
 """Encoded pieces that a worker keeps: neighbouring windows need the same ones."""
@@ -91,7 +91,7 @@ class WindowMaker:
         """Fill `rows` from `at` on with windows of one text that start every `stride` tokens."""
         before = np.concatenate([[0], np.cumsum(sizes)])
         begin, end = windows[0] * protocol.stride, (windows[1] - 1) * protocol.stride + protocol.length
-        first, last = np.searchsorted(before, begin, "right") - 1, np.searchsorted(before, end, "left")
+        first, last = int(np.searchsorted(before, begin, "right")) - 1, int(np.searchsorted(before, end, "left"))
         encoded = [self._encoded(text, piece) for piece in range(first, last)]
         ids, starts, ends = (
             np.concatenate([getattr(tokens, name) for tokens in encoded]) for name in ("ids", "starts", "ends")

@@ -153,7 +153,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def print_results(results: dict[str, Any], out: Console) -> None:
-    """Print the totals of an evaluation, then a row per document (see `shardplan.eval.results`)."""
+    """Print the totals of an evaluation, then a row per document (see `shardplan.eval.loss.results`)."""
     total, load = results["total"], results["load"]
     speed = total["tokens_per_second"]
     text = (

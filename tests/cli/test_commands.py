@@ -210,7 +210,7 @@ def test_a_full_disk_costs_no_results(checkpoint, tmp_path, caplog):
     assert done.returncode == 2 and "loss per token" in done.stdout
     message = "shardplan eval: output '/dev/full' cannot be written: No space left on device"
     assert done.stderr.splitlines()[-1] == message and "Traceback" not in done.stderr
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "shardplan.eval.run"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "shardplan.eval.loss.run"]
     expected = "the text fills 2 of 16 rows of 64 tokens of a batch: the others are padding; workload.batch "
     assert warning.startswith(expected) and warning.endswith(" is enough")
     assert 2 <= int(warning.removeprefix(expected).split()[0]) < 16

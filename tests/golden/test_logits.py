@@ -13,8 +13,8 @@ from levanter.layers.attention import AttentionConfig, AttentionWithSink
 from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.errors import ConfigError
-from shardplan.eval.batch_loop import evaluate_windows
-from shardplan.eval.documents import Windows
+from shardplan.eval.loss.batch_loop import evaluate_windows
+from shardplan.eval.loss.documents import Windows
 from shardplan.hardware import parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import build_model

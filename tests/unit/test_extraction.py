@@ -8,10 +8,17 @@ from hypothesis import strategies as st
 
 from shardplan.config.sections import StrideUnit
 from shardplan.errors import ConfigError
-from shardplan.eval import extraction
-from shardplan.eval.extraction import THRESHOLDS, Coverage, TextSummary, suffix_log_probs, top_k_log_probs, total_of
-from shardplan.eval.window_results import ResultsFolder, schema
-from shardplan.eval.windows import Protocol, Shards, empty_rows, make_index
+from shardplan.eval.extraction import probabilities as extraction
+from shardplan.eval.extraction.probabilities import (
+    THRESHOLDS,
+    Coverage,
+    TextSummary,
+    suffix_log_probs,
+    top_k_log_probs,
+    total_of,
+)
+from shardplan.eval.extraction.windows import Protocol, Shards, empty_rows, make_index
+from shardplan.eval.results_folder import ResultsFolder, schema
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.workload import Workload

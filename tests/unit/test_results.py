@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.errors import ConfigError
-from shardplan.eval.documents import Document, make_windows
-from shardplan.eval.results import summarize
+from shardplan.eval.loss.documents import Document, make_windows
+from shardplan.eval.loss.results import summarize
 
 
 @settings(max_examples=100, deadline=None)

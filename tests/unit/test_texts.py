@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from shardplan.errors import ConfigError
-from shardplan.eval import texts
-from shardplan.eval.encoding import PieceEncoder
-from shardplan.eval.texts import open_texts
+from shardplan.eval.texts import store as texts
+from shardplan.eval.texts.encoding import PieceEncoder
+from shardplan.eval.texts.store import open_texts
 
 LINES = '{"id": "x", "text": "one"}\n\n{"text": "zwö\u2028lf\\n"}\n'
 
@@ -143,8 +143,8 @@ def test_pieces_are_encoded_as_the_text_at_once(tokenizer, tmp_path_factory, wor
     (folder / "a.txt").write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(texts, "PIECE", piece)
-        patch.setattr("shardplan.eval.encoding.PIECE", piece)
-        patch.setattr("shardplan.eval.encoding.CONTEXT", piece // 3)
+        patch.setattr("shardplan.eval.texts.encoding.PIECE", piece)
+        patch.setattr("shardplan.eval.texts.encoding.CONTEXT", piece // 3)
         store = open_texts(str(folder))
         stored = store.texts[0]
         assert (stored.characters, store.text(0)) == (len(text), text)
@@ -160,8 +160,8 @@ def test_a_text_without_boundaries_is_split_at_its_pieces(tmp_path, monkeypatch)
     tokenizer = Tokenizer(models.BPE({"a": 0, "aa": 1, "aaa": 2}, [("a", "a"), ("aa", "a")]))
     (tmp_path / "a.txt").write_text("a" * 1000)
     monkeypatch.setattr(texts, "PIECE", 100)
-    monkeypatch.setattr("shardplan.eval.encoding.PIECE", 100)
-    monkeypatch.setattr("shardplan.eval.encoding.CONTEXT", 25)
+    monkeypatch.setattr("shardplan.eval.texts.encoding.PIECE", 100)
+    monkeypatch.setattr("shardplan.eval.texts.encoding.CONTEXT", 25)
     store = open_texts(str(tmp_path))
     encoder = PieceEncoder(tokenizer, store.path, store.texts[0].pieces, 1000)
     parts = [encoder.encode(i) for i in range(10)]

@@ -23,13 +23,13 @@ from shardplan.config.command_flags import LoadingConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.config.sections import StrideUnit, TaskConfig
 from shardplan.errors import ConfigError
-from shardplan.eval.extraction import TextSummary, total_of
+from shardplan.eval.extraction.probabilities import TextSummary, total_of
+from shardplan.eval.extraction.windows import Protocol, Shards, WindowIndex, make_index
+from shardplan.eval.results_folder import ResultsFolder, digest_of
 from shardplan.eval.score_loop import LoopStatistics, ScoreLoop
-from shardplan.eval.texts import TextStore
-from shardplan.eval.tokenizer import check_tokens, read_tokenizer
+from shardplan.eval.texts.store import TextStore
+from shardplan.eval.texts.tokenizer import check_tokens, read_tokenizer
 from shardplan.eval.window_maker import Source, count_tokens, make_source, open_workers, split
-from shardplan.eval.window_results import ResultsFolder, digest_of
-from shardplan.eval.windows import Protocol, Shards, WindowIndex, make_index
 from shardplan.plan.plan import Plan
 from shardplan.runtime.process_group import ProcessGroup, open_process_group
 from shardplan.runtime.process_progress import shared_progress

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardplan.errors import ConfigError, one_line
-from shardplan.eval.windows import Shards, WindowRows
+from shardplan.eval.extraction.windows import Shards, WindowRows
 from shardplan.storage.writing import PARTIAL_SUFFIX, OutputFolder
 
 RUN, PARTS, WINDOWS, SUMMARY = "run.json", "parts", "windows.parquet", "summary.json"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.eval.documents import Document, Windows
+from shardplan.eval.loss.documents import Document, Windows
 
 
 def summarize(documents: Sequence[Document], windows: Windows, losses: np.ndarray) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from shardplan.errors import CheckpointError, one_line
-from shardplan.eval.texts import PIECE, read_characters
+from shardplan.eval.texts.store import PIECE, read_characters
 
 CONTEXT = 512
 """Characters around a boundary between two pieces in which the encodings of both sides must agree."""

@@ -13,10 +13,10 @@ from shardplan.checkpoint.session import prepare
 from shardplan.config.command_flags import LoadingConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError
-from shardplan.eval.batch_loop import evaluate_windows
-from shardplan.eval.documents import Document, Windows, make_windows
-from shardplan.eval.results import summarize
-from shardplan.eval.tokenizer import check_tokens, load_encoder
+from shardplan.eval.loss.batch_loop import evaluate_windows
+from shardplan.eval.loss.documents import Document, Windows, make_windows
+from shardplan.eval.loss.results import summarize
+from shardplan.eval.texts.tokenizer import check_tokens, load_encoder
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import BATCH_AXIS

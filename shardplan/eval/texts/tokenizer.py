@@ -5,7 +5,7 @@ from collections.abc import Callable
 from shardplan.checkpoint.format.index import read_index
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.errors import CheckpointError, one_line
-from shardplan.eval.encoding import make_tokenizer
+from shardplan.eval.texts.encoding import make_tokenizer
 from shardplan.model.registry import Model
 from shardplan.storage import Folder, read_bytes
 

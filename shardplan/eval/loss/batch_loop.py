@@ -11,7 +11,7 @@ from haliax import NamedArray
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from shardplan.eval.documents import Windows
+from shardplan.eval.loss.documents import Windows
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.runtime.process_progress import shared_progress

@@ -1,0 +1,1 @@
+"""Extraction: how probable a model finds the words of texts, window by window."""

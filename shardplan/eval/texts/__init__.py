@@ -1,0 +1,1 @@
+"""Texts of an evaluation: their files, and their tokens."""
