@@ -7,7 +7,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 from levanter.layers.attention import AttentionMask
 from levanter.models.loss import next_token_loss
 from levanter.utils.tree_utils import inference_mode
@@ -16,18 +16,25 @@ from shardplan.model.registry import Model
 from shardplan.model.token_scores import ScoreSettings, TokenScores, score_next_tokens
 
 
-def compute_activations(model: Model, module: Any, tokens: NamedArray, window: int | None = None) -> NamedArray:
+def equal_windows(position: Axis, window: int | None) -> NamedArray | None:
+    """Return the `window_starts` of sequences that are divided into windows of `window` tokens; None for one window."""
+    return None if window is None else hax.arange(position) // window * window
+
+
+def compute_activations(
+    model: Model, module: Any, tokens: NamedArray, window_starts: NamedArray | None = None
+) -> NamedArray:
     """Compute the residual stream [batch, position, embed] after the last layer, for int32[batch, position] tokens.
 
     Args:
-        window: number of tokens of each of the windows that are packed into a sequence: every window starts at position
-            0, and its tokens attend to those of the same window alone; None for one window.
+        window_starts: int32[batch, position] or int32[position], the index at which each token's window begins, where
+            several windows are packed into a sequence: every window has positions from 0 on, and its tokens attend to
+            those of the same window alone; None for one window.
     """
     mask, settings = AttentionMask.causal(sliding_window=model.sliding_window), {}
-    if window is not None:
-        position = tokens.axes[-1]
-        indices = hax.arange(position)
-        mask, settings = mask.with_segment_ids(indices // window), {"pos_ids": indices % window}
+    if window_starts is not None:
+        mask = mask.with_segment_ids(window_starts)
+        settings = {"pos_ids": hax.arange(tokens.axes[-1]) - window_starts}
     result = module.activations(tokens, mask, key=None, **settings)
     # mixture-of-experts models return the router's auxiliary loss as well, which is not part of the likelihood
     return result[0] if isinstance(result, tuple) else result
@@ -44,28 +51,31 @@ def project_to_vocab(module: Any, activations: NamedArray, soft_cap: float | Non
     return logits if soft_cap is None else soft_cap * hax.tanh(logits / soft_cap)
 
 
-def compute_losses(model: Model, module: Any, tokens: NamedArray, predicted: NamedArray) -> NamedArray:
+def compute_losses(
+    model: Model, module: Any, tokens: NamedArray, predicted: NamedArray, window_starts: NamedArray | None = None
+) -> NamedArray:
     """Compute the loss, float32[batch, position] in nats, of the token after each position.
 
     Args:
         tokens: int32[batch, position].
         predicted: bool[batch, position]; where it is False the loss is 0.
+        window_starts: as for `compute_activations`.
     """
-    activations = compute_activations(model, module, tokens)
+    activations = compute_activations(model, module, tokens, window_starts)
     weights = predicted.astype(jnp.float32)
     logits = compute_logits(model, module, activations)
     return next_token_loss(module.Pos, module.Vocab, logits, tokens, weights, reduction=None)
 
 
 def compute_scores(
-    model: Model, module: Any, tokens: NamedArray, window: int | None, settings: ScoreSettings
+    model: Model, module: Any, tokens: NamedArray, window_starts: NamedArray | None, settings: ScoreSettings
 ) -> TokenScores:
     """Score the token after each position of int32[batch, position] tokens.
 
     Args:
-        window: as for `compute_activations`.
+        window_starts: as for `compute_activations`.
     """
-    activations = compute_activations(model, module, tokens, window)
+    activations = compute_activations(model, module, tokens, window_starts)
     return score_next_tokens(module, activations, tokens, model.logit_soft_cap, settings)
 
 

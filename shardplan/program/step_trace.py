@@ -20,6 +20,7 @@ from shardplan.model.forward import (
     compute_losses,
     compute_next_logits,
     compute_scores,
+    equal_windows,
     loss_and_gradients,
 )
 from shardplan.model.inspect import axes_of, named_leaves
@@ -81,7 +82,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
                 return compute_next_logits(model, module, tokens)
             if workload.is_scoring:
                 settings = ScoreSettings(workload.top_k, workload.logit_blocks or 1)
-                return compute_scores(model, module, tokens, workload.window, settings)
+                return compute_scores(model, module, tokens, equal_windows(tokens.axes[-1], workload.window), settings)
             return compute_losses(model, module, tokens, predicted)
 
     mesh_axes = (*mapping.values(), *MESH_AXES)

@@ -31,11 +31,20 @@ def planned_layout(plan: Plan) -> SequenceLayout | None:
 
 
 def compute_losses_in_layout(
-    model: Model, module: Any, tokens: NamedArray, predicted: NamedArray, layout: SequenceLayout | None
+    model: Model,
+    module: Any,
+    tokens: NamedArray,
+    predicted: NamedArray,
+    window_starts: NamedArray | None,
+    layout: SequenceLayout | None,
 ) -> NamedArray:
-    """Compute the loss of every next token, as `shardplan.model.forward.compute_losses`."""
+    """Compute the loss of every next token, as `shardplan.model.forward.compute_losses`.
+
+    Args:
+        layout: the order during compute, for sequences of one window; None for the order of the sequence.
+    """
     if layout is None:
-        return forward.compute_losses(model, module, tokens, predicted)
+        return forward.compute_losses(model, module, tokens, predicted, window_starts)
     sequence = _shard_tokens(model, tokens, predicted, layout)
     return restore_order(next_token_losses(module, sequence, model.logit_soft_cap), sequence)
 
@@ -59,7 +68,7 @@ def compute_scores_in_layout(
     model: Model,
     module: Any,
     tokens: NamedArray,
-    window: int | None,
+    window_starts: NamedArray | None,
     settings: ScoreSettings,
     layout: SequenceLayout | None,
 ) -> TokenScores:
@@ -69,7 +78,7 @@ def compute_scores_in_layout(
         layout: the order during compute, for sequences of one window; None for the order of the sequence.
     """
     if layout is None:
-        return forward.compute_scores(model, module, tokens, window, settings)
+        return forward.compute_scores(model, module, tokens, window_starts, settings)
     sequence = _shard_tokens(model, tokens, None, layout)
     stream = restore_order(sequence_activations(module, sequence), sequence)
     return score_next_tokens(module, stream, tokens, model.logit_soft_cap, settings)

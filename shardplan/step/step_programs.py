@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from jax.sharding import Mesh
 
-from shardplan.model.forward import cast_for_compute, loss_and_gradients
+from shardplan.model.forward import cast_for_compute, equal_windows, loss_and_gradients
 from shardplan.model.inspect import axes_of
 from shardplan.model.registry import Model
 from shardplan.model.token_scores import ScoreSettings, TokenScores
@@ -33,41 +33,55 @@ def step_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
     return programs[plan.workload.kind](model, plan, mesh)
 
 
-def loss_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
+def loss_program(model: Model, plan: Plan, mesh: Mesh, is_packed: bool = False) -> Program:
     """Return the evaluation step: (module, tokens, predicted) -> losses in nats of every next token.
 
     `tokens` is int32[batch, position], `predicted` bool[batch, position]; the losses are float32[batch, position], 0
     where not `predicted`.
+
+    Args:
+        is_packed: whether several windows are packed into a sequence: the step has the further argument
+            `window_starts`, int32[batch, position], as `shardplan.model.forward.compute_activations`. The plan must not
+            shard positions then.
     """
 
-    def evaluate(module: Any, tokens: NamedArray, predicted: NamedArray) -> NamedArray:
+    def evaluate(
+        module: Any, tokens: NamedArray, predicted: NamedArray, window_starts: NamedArray | None = None
+    ) -> NamedArray:
         with hax.axis_mapping(as_tuples(plan.compute_mapping)):
             module = cast_for_compute(module, plan.workload.compute_dtype)
-            return compute_losses_in_layout(model, module, tokens, predicted, planned_layout(plan))
+            return compute_losses_in_layout(model, module, tokens, predicted, window_starts, planned_layout(plan))
 
-    return Program(
-        "evaluate", evaluate, (_abstract_module(model, plan, mesh), *_abstract_batch(model, plan, mesh)), mesh
-    )
+    tokens, predicted = _abstract_batch(model, plan, mesh)
+    arguments = (_abstract_module(model, plan, mesh), tokens, predicted, *([tokens] if is_packed else []))
+    return Program("evaluate", evaluate, arguments, mesh)
 
 
-def score_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
+def score_program(model: Model, plan: Plan, mesh: Mesh, is_packed: bool = False) -> Program:
     """Return the scoring step: (module, tokens int32[batch, position]) -> `TokenScores`.
 
     Its arrays have the axes and the sharding of the tokens. The score at the end of a window or sequence is that of
     another one's token.
+
+    Args:
+        is_packed: as for `loss_program`, for windows of several lengths; those of the workload's `window` need no
+            further argument.
     """
     workload = plan.workload
     vocab_shards = mesh_size(plan.mesh, plan.compute_mapping.get(model.vocab.name, ()))
     settings = ScoreSettings(workload.top_k, workload.logit_blocks or 1, vocab_shards)
 
-    def score(module: Any, tokens: NamedArray) -> TokenScores:
+    def score(module: Any, tokens: NamedArray, window_starts: NamedArray | None = None) -> TokenScores:
         with hax.axis_mapping(as_tuples(plan.compute_mapping)):
             module = cast_for_compute(module, workload.compute_dtype)
-            scores = compute_scores_in_layout(model, module, tokens, workload.window, settings, planned_layout(plan))
+            if window_starts is None:
+                window_starts = equal_windows(tokens.axes[-1], workload.window)
+            scores = compute_scores_in_layout(model, module, tokens, window_starts, settings, planned_layout(plan))
             return TokenScores(*map(hax.auto_sharded, scores))
 
     tokens, _ = _abstract_batch(model, plan, mesh)
-    return Program("score", score, (_abstract_module(model, plan, mesh), tokens), mesh)
+    arguments = (_abstract_module(model, plan, mesh), tokens, *([tokens] if is_packed else []))
+    return Program("score", score, arguments, mesh)
 
 
 def logits_program(model: Model, plan: Plan, mesh: Mesh) -> Program:

@@ -8,7 +8,7 @@ from conftest import MODEL_TYPES
 from test_logits import MESHES, SHARDED_POSITIONS, TOLERANCE, run
 
 from shardplan.plan.attention_plan import AttentionPlan
-from shardplan.step import score_program
+from shardplan.step import loss_program, score_program
 
 
 def score(module, model, plan, mesh, tokens):
@@ -102,3 +102,45 @@ def test_packed_windows_have_the_scores_of_windows_by_themselves(golden, make_co
     last = slice(5 * (count - 1), 5 * (count - 1) + 4)
     np.testing.assert_allclose(log_prob[:, last], other_log_prob[:, :4], atol=TOLERANCE)
     np.testing.assert_array_equal(rank[:, last], other_rank[:, :4])
+
+
+@pytest.mark.parametrize("kind", ["score", "eval"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("gpt2", "gemma2") else [pytest.mark.whole])
+        for name in MODEL_TYPES
+    ],
+)  # fmt: skip
+def test_packed_windows_of_several_lengths_have_the_scores_of_windows_by_themselves(golden, make_config, name, kind):
+    """Every window is the beginning of a sequence that transformers has the logits of."""
+
+    def packed(module, model, plan, mesh, tokens):
+        length, draw = tokens.shape[1], np.random.default_rng(0)
+        rows, starts, sources = np.zeros_like(tokens), np.zeros_like(tokens), []
+        for row in range(len(tokens)):
+            at = 0
+            while at < length:
+                size = min(int(draw.integers(2, 9)), length - at)
+                source = int(draw.integers(len(tokens)))
+                rows[row, at : at + size], starts[row, at : at + size] = tokens[source, :size], at
+                sources.append((row, at, size, source))
+                at += size
+        program = (score_program if kind == "score" else loss_program)(model, plan, mesh, is_packed=True)
+        inputs = (rows, starts) if kind == "score" else (rows, np.ones(rows.shape, bool), starts)
+        arrays = [
+            hax.named(jax.make_array_from_callback(rows.shape, like.array.sharding, each.__getitem__), like.axes)
+            for each, like in zip(inputs, program.arguments[1:], strict=True)
+        ]
+        result = program.compile(plan.compiler_options)(module, *arrays)
+        log_prob = result.log_prob if kind == "score" else -result
+        values = np.asarray(log_prob.rearrange(arrays[0].axes).array)
+        return (tokens, sources, values), model
+
+    (tokens, sources, values), _ = run(golden, make_config, name, (1, 4, 2), packed, workload_kind=kind)[0]
+    alone = np.load(golden / name / "golden.npz")["logits"]
+    expected = reference_scores(np.tile(alone, (len(tokens) // len(alone), 1, 1)), tokens, 40)[0]
+    for row, at, size, source in sources:
+        np.testing.assert_allclose(
+            values[row, at : at + size - 1], expected[source, : size - 1], atol=TOLERANCE, err_msg=f"{row}, {at}"
+        )
