@@ -1,10 +1,8 @@
 """`shardplan eval --config C`: plan, stream the checkpoint into the plan, evaluate text, and write the results."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from shardplan.commands.inputs import check_model_config, input_paths
 from shardplan.commands.output import check_outputs, output_plan, side_stream
@@ -16,10 +14,6 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import AUTO_BATCH, raise_first
-from shardplan.runtime.writable import write_text
-
-EXTRACTION_OUTPUT = "results/extraction"
-"""Where extraction writes its results, unless the configuration says."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -34,23 +28,25 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError("data.path is not set; name a file or folder of texts to evaluate, or use --dry_run")
     if not config.model.ref and config.plan is None:
         raise ConfigError("model.ref is not set; an evaluation needs the weights of a checkpoint, or use --dry_run")
-    if config.output == "-":
-        raise ConfigError("output is '-'; it must be a file, because tables and the Plan's JSON go to stdout")
-    from shardplan.eval.loss.documents import Document
+    if config.output == "-" or config.output.endswith(".json"):
+        raise ConfigError(
+            f"output is {config.output!r}; it must be a folder, such as results/eval: its summary.json has the results"
+        )
     from shardplan.eval.texts.store import open_texts
 
-    is_extraction = config.task.kind is TaskKind.EXTRACTION
-    files = {} if is_extraction else {"output": config.output}
-    check_outputs(input_paths(config), json=config.json, **files)
+    check_outputs(input_paths(config), json=config.json)
     store = open_texts(config.data.path, config.data.max_documents)
     if config.plan is None:
         check_model_config(config)
     # JAX and Levanter take seconds to import: everything that can be checked without them comes first
     from shardplan.commands.verify import verify_plan
-    from shardplan.eval.extraction.run import run_extraction
-    from shardplan.eval.loss.run import run_evaluation
-    from shardplan.report.tables import console, print_results
+    from shardplan.eval.extraction.task import ExtractionTask
+    from shardplan.eval.loss.task import LossTask
+    from shardplan.eval.run import run_evaluation
+    from shardplan.report.evaluation import print_evaluation
+    from shardplan.report.tables import console
     from shardplan.runtime.devices import is_first_process
+    from shardplan.runtime.progress import print_note
 
     def on_plan(plan: Plan) -> None:
         if is_first_process():
@@ -60,20 +56,14 @@ def main(argv: Sequence[str]) -> None:
                 out = side_stream(config.json)
                 verify_plan(config, plan, out if is_first_process() else nowhere)
 
-    if is_extraction:
-        summary = run_extraction(config, config.task, store, config.output, on_plan)
-        if is_first_process():
-            report_extraction(summary, config)
-        return
-    documents = [Document(text.id, store.text(i)) for i, text in enumerate(store.texts)]
-    results = run_evaluation(config, documents, on_plan)
+    task = ExtractionTask(config.task) if config.task.kind is TaskKind.EXTRACTION else LossTask(config.task)
+    summary = run_evaluation(config, task, store, config.output, on_plan)
     if not is_first_process():
         return
-    from shardplan.runtime.progress import print_note
-
-    # printed first: a disk that is full by now must not cost the results
-    print_results(results, console(side_stream(config.json)))
-    write_text("output", config.output, json.dumps(results, indent=1) + "\n")
+    if summary is None:
+        print_note(f"stopped after a whole shard; the same command goes on from there (results in {config.output})")
+        return
+    print_evaluation(summary, console(side_stream(config.json)))
     print_note(f"results written to {config.output}")
 
 
@@ -82,34 +72,21 @@ def with_windows(config: EvalCommand) -> EvalCommand:
 
     Where they are not set, the batch is the fastest one, and the sequences those that windows fill best.
     """
-    output = config.output if "output" in config.given else EXTRACTION_OUTPUT
     if config.plan is not None:
-        return replace(config, output=output)
+        return config
     from shardplan.plan.packing import packed_length  # imports numpy
 
-    length, work = config.task.prefix + config.task.suffix, config.workload
+    task, work = config.task, config.workload
+    length = task.prefix + task.suffix + bool(task.special_tokens)
     is_cpu = parse_slice(config.hardware.slice).is_cpu  # whose attention needs no kernel
     position = length if is_cpu else packed_length(length)
     position = work.position if "workload.position" in config.given else position
     window = length if position != length else None
     batch = work.batch if "workload.batch" in config.given else AUTO_BATCH
-    changed = replace(work, kind="score", top_k=config.task.top_k, batch=batch, position=position, window=window)
+    changed = replace(work, kind="score", top_k=task.top_k, batch=batch, position=position, window=window)
     for key in ("kind", "top_k", "window"):
         given, needed = getattr(work, key), getattr(changed, key)
         if f"workload.{key}" in config.given and given != needed:
             raise ConfigError(f"workload.{key} is {given}, task.kind extraction needs {needed}; leave it out")
     raise_first(changed.problems())
-    return replace(config, workload=changed, output=output)
-
-
-def report_extraction(summary: dict[str, Any] | None, config: EvalCommand) -> None:
-    """Print the results of an extraction run, or that it stopped before its end."""
-    from shardplan.report.extraction import print_extraction
-    from shardplan.report.tables import console
-    from shardplan.runtime.progress import print_note
-
-    if summary is None:
-        print_note(f"stopped after a whole shard; the same command goes on from there (results in {config.output})")
-        return
-    print_extraction(summary, console(side_stream(config.json)))
-    print_note(f"results written to {config.output}")
+    return replace(config, workload=changed)

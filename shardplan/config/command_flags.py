@@ -134,9 +134,8 @@ class EvalCommand(LoadingConfig, CompilingConfig):
     task: TaskConfig = field(default_factory=TaskConfig)
     verify: bool = False
     """Have the TPU compiler check the plan before anything is loaded."""
-    output: str = "results/eval.json"
-    """Where the results are written: a file; for extraction a folder (default then: results/extraction), in which a run
-    that was interrupted goes on."""
+    output: str = "results/eval"
+    """Folder of the results, in which a run that was interrupted goes on."""
     dry_run: bool = False
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
     json: str | None = None

@@ -102,14 +102,19 @@ class TaskConfig:
     """Of extraction: tokens of a window that are given."""
     suffix: int = 50
     """Of extraction: tokens of a window whose probability is measured."""
-    stride: int = 5
-    """Of extraction: distance between the starts of windows."""
+    stride: int | None = None
+    """Distance between the starts of two windows; default: 5 for extraction; for loss one less than workload.position,
+    so that every token is predicted once and nothing is computed twice. Smaller ones give tokens more context."""
     stride_unit: StrideUnit = StrideUnit.TOKENS
     """Of extraction: tokens or characters."""
     top_k: int = 40
     """Of extraction: also the probability if only this many most probable tokens are sampled; 0 for not."""
-    shard: int = 4096
-    """Of extraction: windows whose results are written together, about; what a run that is killed loses, at most."""
+    special_tokens: bool | None = None
+    """Whether the tokenizer's special tokens are added, such as that of the beginning: of loss to every text (default:
+    true), of extraction to every window (default: false)."""
+    shard: int | None = None
+    """Windows whose results are written together, about: what a run that is killed loses, at most; default: 4096 for
+    extraction, 256 for loss."""
 
     def __post_init__(self) -> None:
         for key, minimum in (("prefix", 1), ("suffix", 1), ("stride", 1), ("top_k", 0), ("shard", 1)):

@@ -1,8 +1,8 @@
-"""The results folder of an extraction run: a Parquet file for every range of windows, which is whole or not there.
+"""The results folder of a run: a Parquet file for every range of windows, which is whole or not there.
 
 | file | content |
 |---|---|
-| run.json | what determines the results; a run with other texts, tokenizer, protocol, weights or types is refused |
+| run.json | what determines the results; a run with other texts, tokenizer, task, weights or types is refused |
 | parts/FIRST-LAST.parquet | the windows FIRST to LAST |
 | windows.parquet | all windows, once all parts are there |
 | summary.json | totals |
@@ -13,46 +13,29 @@ A file appears under its name when it is complete.
 import hashlib
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardplan.errors import ConfigError, one_line
-from shardplan.eval.extraction.windows import Shards, WindowRows
 from shardplan.storage.writing import PARTIAL_SUFFIX, OutputFolder
 
 RUN, PARTS, WINDOWS, SUMMARY = "run.json", "parts", "windows.parquet", "summary.json"
 PART = re.compile(r"(\d{12})-(\d{12})\.parquet")
 
 
-def schema(suffix: int) -> pa.Schema:
-    """Return the columns of the results for suffixes of `suffix` tokens."""
-    return pa.schema(
-        [
-            ("window", pa.int64()),
-            ("text", pa.string()),
-            ("start", pa.int64()),
-            ("suffix_start", pa.int64()),
-            ("end", pa.int64()),
-            ("log_prob", pa.list_(pa.float32(), suffix)),
-            ("rank", pa.list_(pa.int32(), suffix)),
-            ("top_log_prob", pa.list_(pa.float32(), suffix)),
-        ]
-    )
-
-
 class ResultsFolder:
     """The results folder of one run."""
 
-    def __init__(self, path: str, suffix: int):
-        """Open the folder at `path` for results with suffixes of `suffix` tokens."""
+    def __init__(self, path: str, schema: pa.Schema):
+        """Open the folder at `path` for results with the columns of `schema`."""
         self._folder = OutputFolder(path)
         self.path = Path(self._folder.ref)
-        self._schema = schema(suffix)
+        self._schema = schema
 
     def claim(self, determinants: Mapping[str, Any]) -> None:
         """Make the folder that of a run, or check that it is, and remove what was being written when a run ended.
@@ -85,16 +68,19 @@ class ResultsFolder:
                     f"this run's is {_short(wanted[name])}; name another folder, or remove it"
                 )
 
-    def finished(self, shards: Shards) -> list[int]:
+    def finished(self, shards: Sequence[tuple[int, int]]) -> list[int]:
         """Return the shards whose windows are all in files, and remove the files of the others.
 
         A run with other devices may have divided the windows differently.
+
+        Args:
+            shards: of each shard its first window, and the one after its last.
         """
         ranges = sorted((int(m[1]), int(m[2])) for p in self._parts() if (m := PART.fullmatch(p.name)))
         done, used = [], set[tuple[int, int]]()
-        for shard in range(shards.count):
-            first, end = shard * shards.size, min((shard + 1) * shards.size, shards.total)
-            own, at = [each for each in ranges if first <= each[0] and each[1] <= end], first
+        for shard, (first, end) in enumerate(shards):
+            begin = bisect_left(ranges, (first, 0))
+            own, at = [each for each in ranges[begin : bisect_left(ranges, (end, 0))] if each[1] <= end], first
             for each in own:
                 at = each[1] if each[0] == at else at
             if at == end:
@@ -104,35 +90,14 @@ class ResultsFolder:
             self._part(*each).unlink(missing_ok=True)
         return done
 
-    def write_part(
-        self, first: int, rows: WindowRows, ids: Sequence[str], scores: Mapping[str, np.ndarray], total: int
-    ) -> None:
-        """Write the results of the windows from `first` on.
-
-        Args:
-            ids: id of every text.
-            scores: column -> array [window, suffix token].
-            total: number of windows of the run; those past it are padding.
+    def write_part(self, first: int, last: int, table: pa.Table) -> None:
+        """Write the results of the windows from `first` to `last`.
 
         Raises:
             ConfigError: the file cannot be written.
         """
-        last = min(first + len(rows.valid), total)
-        if first >= last:
-            return
-        kept = np.flatnonzero(rows.valid)
-        columns = {
-            "window": pa.array(first + kept),
-            "text": pa.array([ids[i] for i in rows.text[kept]], pa.string()),
-            "start": pa.array(rows.start[kept]),
-            "suffix_start": pa.array(rows.suffix[kept]),
-            "end": pa.array(rows.end[kept]),
-        }
-        for name, values in scores.items():
-            kind = self._schema.field(name).type
-            flat = pa.array(np.ascontiguousarray(values[kept]).reshape(-1), kind.value_type)
-            columns[name] = pa.FixedSizeListArray.from_arrays(flat, type=kind)
-        self._write_table(f"{PARTS}/{self._part(first, last).name}", [pa.table(columns, self._schema)])
+        if first < last:
+            self._write_table(f"{PARTS}/{self._part(first, last).name}", [table])
 
     def merge(self) -> None:
         """Write all parts into one file, in the order of the windows."""

@@ -9,7 +9,7 @@ from shardplan.report.text import make_table
 
 
 def print_extraction(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the covered part of each text for every threshold, and the speed of the run."""
+    """Print the covered part of each text for every threshold."""
     thresholds = list(summary["total"]["coverage"])
     columns = ("characters", "windows", "greedy", *(f"p >= {float(t):.1%}" for t in thresholds))
     table = make_table("Characters covered by windows of at least this probability", ["text"], columns)
@@ -17,9 +17,3 @@ def print_extraction(summary: Mapping[str, Any], console: Console) -> None:
         values = (each["characters"], each["windows"], each["greedy"])
         table.add_row(name, *(f"{value:,}" for value in values), *(f"{each['coverage'][t]:.1%}" for t in thresholds))
     console.print(table)
-    run = summary["run"]
-    rate = f"{run['windows_per_second']:,.1f} windows/s, " if run["windows_per_second"] else ""
-    console.print(
-        f"{rate}{run['steps']:,} steps, {run['programs']} program compiled in {run['compile_seconds']:.1f} s, "
-        f"devices waited {run['waiting_seconds']:.2f} s for windows"
-    )

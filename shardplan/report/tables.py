@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +16,6 @@ from shardplan.plan.plan import ParameterPlan, Plan, Spec
 from shardplan.plan.workload import Workload
 from shardplan.report.summary import print_estimate
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
-from shardplan.runtime.progress import size_text
 
 PIPED_WIDTH = 240
 """Columns where the output is no terminal and COLUMNS is not set, so that a search finds whole rows."""
@@ -150,37 +149,3 @@ def _memory_table(plan: Plan) -> Table:
         if amount:
             table.add_row(label, f"{amount / GIB:.3f}", f"{amount / memory.available:.1%}")
     return table
-
-
-def print_results(results: dict[str, Any], out: Console) -> None:
-    """Print the totals of an evaluation, then a row per document (see `shardplan.eval.loss.results`)."""
-    total, load = results["total"], results["load"]
-    speed = total["tokens_per_second"]
-    text = (
-        f" nats, unigram {total['unigram_loss_per_token']:.4f}; perplexity {_number(total['perplexity'], 2)}, bits per "
-        f"byte {_number(total['bits_per_byte'], 4)}, {total['tokens']:,} tokens, "
-        + (f"{speed:,.0f} tokens/s" if speed else "speed not measured (a single step, which compiled)")
-    )
-    print_wrapped(text, out, Text(f"loss per token {_number(total['loss_per_token'], 4)}", "bold"), indent="  ")
-    print_wrapped(f"loaded {size_text(load['bytes'])} in {load['seconds']:.2f} s", out)
-    print_first_fitting((_document_table(results["documents"], columns) for columns in (5, 3)), out)
-
-
-def _document_table(rows: list[dict[str, Any]], columns: int) -> Table:
-    """Return a table of the first `columns` measures of every document."""
-    titles = ("tokens", "loss/token", "bits/byte", "perplexity", "bytes")[:columns]
-    table = make_table("Documents", ("document",), titles)
-    for row in rows:
-        measures = (
-            f"{row['tokens']:,}",
-            _number(row["loss_per_token"], 4),
-            _number(row["bits_per_byte"], 4),
-            _number(row["perplexity"], 2),
-            f"{row['bytes']:,}",
-        )
-        table.add_row(Text(row["id"]), *measures[:columns])
-    return table
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

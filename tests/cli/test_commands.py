@@ -22,8 +22,13 @@ PLANNING = ("--workload.batch=4", "--workload.position=64", "--workload.param_dt
 
 def arguments(checkpoint: Path, tmp_path: Path) -> list[str]:
     """Those of an evaluation of the checkpoint's own text."""
-    own = (f"--data.path={checkpoint / 'text.jsonl'}", f"--output={tmp_path / 'results.json'}")
+    own = (f"--data.path={checkpoint / 'text.jsonl'}", f"--output={tmp_path / 'results'}")
     return [f"--model.ref={checkpoint}", *PLANNING, *own]
+
+
+def summary(tmp_path: Path) -> dict:
+    """The results of that evaluation."""
+    return json.loads((tmp_path / "results" / "summary.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -41,15 +46,17 @@ def test_evaluation_equals_transformers(checkpoint, tmp_path, slice_name, batch)
     done = start("eval", *arguments(checkpoint, tmp_path), *settings, "--quiet")
     assert done.returncode == 0, done.stderr
     assert "loading" not in done.stderr and "evaluating" not in done.stderr
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = summary(tmp_path)
     nats = transformers_losses(checkpoint)
-    for row, expected in zip(results["documents"], nats, strict=True):
+    for row, expected in zip(results["texts"].values(), nats, strict=True):
         assert row["tokens"] == 63
         assert row["loss_per_token"] == pytest.approx(expected.mean(), abs=2e-6)
         assert row["perplexity"] == pytest.approx(math.exp(expected.mean()), rel=1e-5)
     total = results["total"]
     assert total["loss_per_token"] == pytest.approx(nats.mean(), abs=2e-6)
-    text_bytes = sum(len(json.loads(line)["text"]) for line in (checkpoint / "text.jsonl").read_text().splitlines())
+    texts = [json.loads(line)["text"] for line in (checkpoint / "text.jsonl").read_text().splitlines()]
+    # nothing predicts the first word of a text
+    text_bytes = sum(len(text.partition(" ")[2]) for text in texts)
     assert total["bits_per_byte"] == pytest.approx(nats.sum() / math.log(2) / text_bytes, rel=1e-6)
     assert {"shardplan", "jax", *LEVANTER_PACKAGES, "libtpu"} == results["versions"].keys()
     assert Plan.from_json(results["plan"]) == Plan.load(str(tmp_path / "plan.json"))
@@ -61,7 +68,7 @@ def test_evaluation_with_positions_sharded(checkpoint, tmp_path):
     pins = ["--pin", "position=model", "batch=data", "kv_head=", "heads=", "mlp=", "vocab="]
     done = run("eval", *arguments(checkpoint, tmp_path), "--mesh.model=4", *pins)
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = summary(tmp_path)
     assert results["plan"]["attention"]["strategy"] == "all_gather"
     nats = transformers_losses(checkpoint)
     assert results["total"]["loss_per_token"] == pytest.approx(nats.mean(), abs=2e-6)
@@ -70,8 +77,8 @@ def test_evaluation_with_positions_sharded(checkpoint, tmp_path):
 def test_several_batches_have_a_speed(checkpoint, tmp_path):
     done = run("eval", *arguments(checkpoint, tmp_path), "--workload.position=8")
     assert done.returncode == 0, done.stderr
-    total = json.loads((tmp_path / "results.json").read_text())["total"]
-    assert total["tokens"] == 126 and total["tokens_per_second"] > 0
+    measured = summary(tmp_path)["run"]
+    assert (measured["tokens"], measured["programs"]) == (126, 1) and measured["tokens_per_second"] > 0
 
 
 def test_one_changed_import_in_a_levanter_script(checkpoint, tmp_path):
@@ -198,25 +205,37 @@ def test_more_devices_than_exist(checkpoint, tmp_path):
     fails(done, 2, "hardware.slice v4-256 has 128 devices, JAX sees 1 (cpu); run on that slice, plan with --dry_run")
 
 
-@pytest.mark.parametrize("key", ["output", "json"])
-def test_unwritable_targets(checkpoint, tmp_path, key):
-    done = run("eval", *arguments(checkpoint, tmp_path), f"--{key}={tmp_path}")
-    fails(done, 2, f"{key} '{tmp_path}' cannot be written: Is a directory")
-
-
-def test_a_full_disk_costs_no_results(checkpoint, tmp_path, caplog):
-    """They are printed first. The text has two windows, of which a line speaks before the evaluation."""
-    done = run("eval", *arguments(checkpoint, tmp_path), "--output=/dev/full", "--workload.batch=16")
-    assert done.returncode == 2 and "loss per token" in done.stdout
-    message = "shardplan eval: output '/dev/full' cannot be written: No space left on device"
-    assert done.stderr.splitlines()[-1] == message and "Traceback" not in done.stderr
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "shardplan.eval.loss.run"]
-    expected = "the text fills 2 of 16 rows of 64 tokens of a batch: the others are padding; workload.batch "
-    assert warning.startswith(expected) and warning.endswith(" is enough")
-    assert 2 <= int(warning.removeprefix(expected).split()[0]) < 16
+def test_unwritable_targets(checkpoint, tmp_path):
+    done = run("eval", *arguments(checkpoint, tmp_path), f"--json={tmp_path}")
+    fails(done, 2, f"json '{tmp_path}' cannot be written: Is a directory")
+    done = run("eval", *arguments(checkpoint, tmp_path), "--output=/dev/full")
+    message = "/dev/full cannot be written to: /dev/full is a file, not a folder"
+    assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
+    done = run("eval", *arguments(checkpoint, tmp_path), "--output=x.json")
+    fails(done, 2, "output is 'x.json'; it must be a folder, such as results/eval: its summary.json has the results")
     done = run("plan", f"--model.ref={checkpoint}", *PLANNING, "--json=/dev/full")
     assert done.returncode == 2 and "cpu-8" in done.stdout
     assert "json '/dev/full' cannot be written: No space left on device" in done.stderr.splitlines()[-1]
+
+
+def test_results_that_are_there_are_not_computed_again(checkpoint, tmp_path, caplog):
+    """The text has two windows, of which a line speaks; a second run with the folder loads nothing."""
+    done = run("eval", *arguments(checkpoint, tmp_path), "--workload.batch=16")
+    assert done.returncode == 0, done.stderr
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "shardplan.eval.run"]
+    expected = "the texts fill 2 of 16 rows of 64 tokens of a batch: the others are padding; workload.batch "
+    assert warning.startswith(expected) and warning.endswith(" is enough")
+    assert 2 <= int(warning.removeprefix(expected).split()[0]) < 16
+    first = summary(tmp_path)
+    done = run("eval", *arguments(checkpoint, tmp_path), "--workload.batch=16")
+    assert done.returncode == 0 and "all results were there already: nothing was loaded" in done.stdout
+    again = summary(tmp_path)
+    assert (again["total"], again["texts"], again["load"]) == (first["total"], first["texts"], None)
+    done = run("eval", *arguments(checkpoint, tmp_path), "--task.stride=9")
+    message = "holds the results of another run: its task.stride is 63, this run's is 9; name another folder"
+    assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
+    done = run("eval", *arguments(checkpoint, tmp_path), "--task.stride=64")
+    fails(done, 2, "task.stride is 64, and windows have 64 tokens (workload.position); it must be at most 63")
 
 
 def test_data_of_an_unknown_kind(checkpoint, tmp_path):

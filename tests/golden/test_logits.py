@@ -13,15 +13,13 @@ from levanter.layers.attention import AttentionConfig, AttentionWithSink
 from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.errors import ConfigError
-from shardplan.eval.loss.batch_loop import evaluate_windows
-from shardplan.eval.loss.documents import Windows
 from shardplan.hardware import parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.runtime.devices import make_mesh
 from shardplan.search.make_plan import make_plan
-from shardplan.step import logits_program, prefill_program, specialize
+from shardplan.step import logits_program, loss_program, prefill_program, specialize
 from shardplan.storage import open_folder
 
 TOLERANCE = 2e-5
@@ -128,11 +126,17 @@ def test_losses_and_prefill_with_sharded_positions(golden, make_config, kind):
     def compute(module, model, plan, mesh, tokens):
         predicted = np.ones(tokens.shape, bool)
         predicted[:, :3] = False
-        result = evaluate_windows(module, model, plan, mesh, Windows(tokens, predicted, np.arange(len(tokens))))
-        program = prefill_program(model, plan, mesh)
-        prompt = jax.device_put(tokens, program.arguments[1].array.sharding)
-        next_logits = program.compile({})(module, hax.named(prompt, program.arguments[1].axes))
-        return tokens, result.losses, next_logits.rearrange(("batch", "vocab")).array
+
+        def compute_step(program, *inputs):
+            placed = [
+                hax.named(jax.device_put(values, like.array.sharding), like.axes)
+                for values, like in zip(inputs, program.arguments[1:], strict=True)
+            ]
+            return program.compile({})(module, *placed)
+
+        losses = compute_step(loss_program(model, plan, mesh), tokens, predicted)
+        next_logits = compute_step(prefill_program(model, plan, mesh), tokens)
+        return tokens, losses.rearrange(("batch", "position")).array, next_logits.rearrange(("batch", "vocab")).array
 
     method = AttentionPlan("ring", 1, 4, kind)
     (tokens, losses, next_logits), logits = run(

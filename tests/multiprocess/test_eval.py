@@ -28,7 +28,7 @@ WHOLE = [pytest.param(mesh, marks=pytest.mark.whole) for mesh in ((1, 1, 8), (2,
 def test_two_processes(checkpoint, tmp_path, mesh):
     address = f"127.0.0.1:{free_port()}"
     argv = [
-        *("--model.ref", checkpoint, "--data.path", checkpoint / "text.jsonl", "--output", tmp_path / "r.json"),
+        *("--model.ref", checkpoint, "--data.path", checkpoint / "text.jsonl", "--output", tmp_path / "r"),
         *("--workload.batch", 4, "--workload.position", 64, "--hardware.slice", "cpu-8"),
         *("--workload.param_dtype", "float32", "--workload.compute_dtype", "float32"),
         *("--mesh.replica", mesh[0], "--mesh.data", mesh[1], "--mesh.model", mesh[2]),
@@ -56,13 +56,13 @@ def test_two_processes(checkpoint, tmp_path, mesh):
     # only the first process prints
     assert "loss per token" in outputs[0][0]
     assert not any(word in outputs[1][0] for word in ("loss per token", "PartitionSpec"))
-    results = json.loads((tmp_path / "r.json").read_text())
+    results = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert results["total"]["loss_per_token"] == pytest.approx(transformers_losses(checkpoint).mean(), abs=2e-6)
     assert results["plan"]["mesh"] == dict(zip(("replica", "data", "model"), mesh, strict=True))
 
 
 def test_a_process_without_an_id(checkpoint, tmp_path):
-    argv = ["--model.ref", checkpoint, "--data.path", checkpoint / "text.jsonl", "--output", tmp_path / "r.json"]
+    argv = ["--model.ref", checkpoint, "--data.path", checkpoint / "text.jsonl", "--output", tmp_path / "r"]
     done = subprocess.run(
         [sys.executable, "-m", "shardplan.eval", *map(str, argv)],
         cwd=ROOT,

@@ -69,7 +69,7 @@ def test_a_number_of_cpu_devices_that_jax_would_refuse(monkeypatch, number):
 def test_an_evaluation_names_the_variable(variables, checkpoint, tmp_path):
     """Before it looks for devices: with the number of processes alone it would speak of missing devices."""
     variables(count="2")
-    argv = [f"--model.ref={checkpoint}", f"--data.path={checkpoint / 'text.jsonl'}", f"--output={tmp_path / 'r.json'}"]
+    argv = [f"--model.ref={checkpoint}", f"--data.path={checkpoint / 'text.jsonl'}", f"--output={tmp_path / 'r'}"]
     fails(run("eval", *argv), 2, "JAX_NUM_PROCESSES is 2, and JAX_COORDINATOR_ADDRESS is not set")
 
 

@@ -17,35 +17,45 @@ from shardplan.eval.extraction.probabilities import (
     top_k_log_probs,
     total_of,
 )
-from shardplan.eval.extraction.windows import Protocol, Shards, empty_rows, make_index
-from shardplan.eval.results_folder import ResultsFolder, schema
+from shardplan.eval.extraction.windows import Protocol, divide_texts, result_schema
+from shardplan.eval.results_folder import ResultsFolder
+from shardplan.eval.shards import Shards
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.workload import Workload
 from shardplan.program.step_trace import plan_step
 
+SCHEMA = pa.schema([("window", pa.int64())])
+
 
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=4), st.integers(1, 7), st.integers(1, 4), st.integers(1, 5),
-    st.integers(1, 3),
+    st.integers(1, 3), st.integers(5, 17),
 )  # fmt: skip
-def test_every_window_is_in_one_lane_of_one_shard(sizes, stride, lanes, lane_windows, steps):
+def test_every_window_is_in_one_lane_of_one_shard(sizes, stride, lanes, lane_sequences, steps, position):
     protocol = Protocol(3, 2, stride, StrideUnit.TOKENS)
     expected = [(t, i) for t, size in enumerate(sizes) for i in range(size) if i * stride + 5 <= size]
+    arguments = (protocol, (), [*map(str, sizes)], [np.array([size]) for size in sizes], sizes, position)
     if not expected:
         with pytest.raises(ConfigError, match="no text of 5 tokens"):
-            make_index(protocol, sizes)
+            divide_texts(*arguments)
         return
-    index = make_index(protocol, sizes)
-    shards = Shards(index.total, lanes, lane_windows, steps)
+    windows = divide_texts(*arguments)
+    assert windows.sequences == -(-len(expected) // (position // 5)) and windows.total == len(expected)
+    shards = Shards(windows.sequences, lanes, lane_sequences, steps)
     ranges = [shards.lane_range(shard, lane) for shard in range(shards.count) for lane in range(lanes)]
-    assert all(end - first == shards.steps_of(i // lanes) * lane_windows for i, (first, end) in enumerate(ranges))
-    windows = [w for first, end in ranges for w in range(first, end) if w < index.total]
-    assert windows == list(range(index.total))
+    assert all(end - first == shards.steps_of(i // lanes) * lane_sequences for i, (first, end) in enumerate(ranges))
+    sequences = [s for first, end in ranges for s in range(first, end) if s < windows.sequences]
+    assert sequences == list(range(windows.sequences))
+    in_steps = [
+        s for shard in range(shards.count) for step in range(shards.steps_of(shard))
+        for first, end in shards.step_ranges(shard, step) for s in range(first, end)
+    ]  # fmt: skip
+    assert sorted(in_steps) == sequences
     # only the last step has padding
-    assert sum(end - first for first, end in ranges) - index.total < lanes * lane_windows
-    located = [(t, i) for each in ranges for t, first, end in index.locate(*each) for i in range(first, end)]
+    assert sum(end - first for first, end in ranges) - windows.sequences < lanes * lane_sequences
+    located = [(t, i) for each in ranges for t, first, end in windows.job(*each).parts for i in range(first, end)]
     assert located == expected
 
 
@@ -88,7 +98,7 @@ def test_summary():
         "top_log_prob": [[np.log(0.99)] * 3, [-0.1] * 3],
     }  # fmt: skip
     summary = TextSummary(40, 40)
-    summary.add(pa.table(rows, schema(3)))
+    summary.add(pa.table(rows, result_schema(3)))
     result = summary.finish()
     assert (result["windows"], result["greedy"]) == (2, 1)
     assert result["windows_at"] == {"0.001": 1, "0.01": 1, "0.1": 1, "0.5": 1, "0.75": 0}
@@ -136,31 +146,26 @@ def test_results_folders(tmp_path):
     """A folder with anything else, of another run, or that cannot be written is refused, and nothing in it changes."""
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"holds notes.txt, which is no run; name another folder"):
-        ResultsFolder(str(tmp_path), 2).claim({"stride": 5})
+        ResultsFolder(str(tmp_path), SCHEMA).claim({"stride": 5})
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     folder = tmp_path / "results"
-    ResultsFolder(str(folder), 2).claim({"stride": 5})
+    ResultsFolder(str(folder), SCHEMA).claim({"stride": 5})
     (folder / "parts" / "000000000000-000000000004.parquet.partial").write_text("half")
-    ResultsFolder(str(folder), 2).claim({"stride": 5})
+    ResultsFolder(str(folder), SCHEMA).claim({"stride": 5})
     assert sorted(path.name for path in folder.rglob("*")) == ["parts", "run.json"]
     with pytest.raises(ConfigError, match="results of another run: its stride is 5, this run's is 10; name another"):
-        ResultsFolder(str(folder), 2).claim({"stride": 10})
+        ResultsFolder(str(folder), SCHEMA).claim({"stride": 10})
     with pytest.raises(ConfigError, match="is a file, not a folder"):
-        ResultsFolder(str(tmp_path / "notes.txt" / "x"), 2).claim({"stride": 5})
+        ResultsFolder(str(tmp_path / "notes.txt" / "x"), SCHEMA).claim({"stride": 5})
 
 
 def test_incomplete_shards_are_computed_again(tmp_path):
     """Whatever lanes a run had: a shard is finished if files have all of its windows, and other files are removed."""
-    folder = ResultsFolder(str(tmp_path / "results"), 2)
+    folder = ResultsFolder(str(tmp_path / "results"), SCHEMA)
     folder.claim({})
-    shards = Shards(total=22, lanes=2, lane_windows=2, steps=2)
     for first, last in ((0, 4), (4, 8), (8, 12), (16, 18), (18, 22)):
-        rows = empty_rows(last - first, 5)
-        rows.valid[:] = True
-        values = np.zeros((last - first, 2), np.float32)
-        scores = {"log_prob": values, "rank": values.astype(np.int32), "top_log_prob": values}
-        folder.write_part(first, rows, ["a"], scores, shards.total)
-    assert folder.finished(shards) == [0, 2]
+        folder.write_part(first, last, pa.table({"window": range(first, last)}, SCHEMA))
+    assert folder.finished([(0, 8), (8, 16), (16, 22)]) == [0, 2]
     names = sorted(path.name for path in (tmp_path / "results" / "parts").iterdir())
     assert [int(name[:12]) for name in names] == [0, 4, 16, 18]
     folder.merge()

@@ -20,10 +20,11 @@ from shardplan.lint.repair import Repair, Review
 from shardplan.plan.diff import diff_plans
 from shardplan.plan.plan import Plan
 from shardplan.report.diff import print_difference
+from shardplan.report.evaluation import print_evaluation
 from shardplan.report.explain import print_what_if, print_why
 from shardplan.report.lint import print_review, review_json
 from shardplan.report.schedule import print_forecast
-from shardplan.report.tables import console, print_plan, print_results, spec_text
+from shardplan.report.tables import console, print_plan, spec_text
 from shardplan.report.text import make_table, print_first_fitting, print_wrapped, with_path_ends
 from shardplan.report.verdicts import print_ranking, print_verdict
 from shardplan.search.given_plan import plan_given_mappings
@@ -211,17 +212,19 @@ def test_schedule(plan):
 
 
 def test_results():
-    document = {"tokens": 131072, "bytes": 524288, "loss_per_token": 4.6444, "perplexity": 104.0, "bits_per_byte": 1.67}
+    row = {"tokens": 131072, "bytes": 524288, "loss_per_token": 4.6444, "perplexity": 104.0, "bits_per_byte": 1.67}
     ids = ("the-first-document", "shard 3 of the validation set, paragraph 123456", "row 0")
-    total = {**document, "unigram_loss_per_token": 5.5, "tokens_per_second": 1234.5}
-    results = {
-        "documents": [{**document, "id": each} for each in ids],
-        "total": total,
+    run = {
+        "tokens_per_second": 1234.5, "windows_per_second": 12.3, "steps": 99, "programs": 1, "compile_seconds": 2.0,
+        "waiting_seconds": 0.1,
+    }  # fmt: skip
+    summary = {
+        "task": {"kind": "loss"}, "texts": dict.fromkeys(ids, row), "total": row, "run": run,
         "load": {"bytes": GIB, "seconds": 2.0},
-    }
-    for text in assert_readable(print_results, results).values():
-        assert text.startswith("loss per token 4.6444 nats, unigram 5.5000; perplexity 104.00, bits per byte")
-        assert text.index("1,234 tokens/s") < text.index("Documents")
+    }  # fmt: skip
+    for text in assert_readable(print_evaluation, summary).values():
+        assert text.startswith("loss per token 4.6444 nats, perplexity 104.00, bits per byte")
+        assert text.index("Texts") < text.index("1,234 tokens/s") < text.index("loaded 1.00 GiB in 2.00 s")
 
 
 def test_a_pipe_has_the_width_that_columns_says(monkeypatch):

@@ -1,12 +1,16 @@
-"""Windows of an extraction run: which part of which text each is, in an order that every run agrees on. Pure."""
+"""Windows of an extraction run: which part of which text each is, and how it is made. Imports no JAX."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import pyarrow as pa
 
 from shardplan.config.sections import StrideUnit
 from shardplan.errors import ConfigError
+from shardplan.eval.texts.reader import TextReader
+from shardplan.eval.windows import Count, Rows
 
 CHARACTERS_PER_WINDOW = 20
 """With a stride in characters: characters of text that are encoded for each token of a window."""
@@ -23,7 +27,7 @@ class Protocol:
 
     @property
     def length(self) -> int:
-        """Tokens of a window."""
+        """Tokens of a window that are tokens of the text."""
         return self.prefix + self.suffix
 
     @property
@@ -41,103 +45,198 @@ class Protocol:
         return max(0, (size - self.length) // self.stride + 1)
 
 
+def result_schema(suffix: int) -> pa.Schema:
+    """Return the columns of the results for suffixes of `suffix` tokens."""
+    return pa.schema(
+        [
+            ("window", pa.int64()),
+            ("text", pa.string()),
+            ("start", pa.int64()),
+            ("suffix_start", pa.int64()),
+            ("end", pa.int64()),
+            ("log_prob", pa.list_(pa.float32(), suffix)),
+            ("rank", pa.list_(pa.int32(), suffix)),
+            ("top_log_prob", pa.list_(pa.float32(), suffix)),
+        ]
+    )
+
+
 @dataclass(frozen=True)
-class WindowIndex:
+class ExtractionWindows:
     """The windows of all texts, numbered from 0 on: those of the first text first."""
 
     protocol: Protocol
+    special: tuple[int, ...]
+    """Tokens that each window begins with."""
+    ids: tuple[str, ...]
+    """Id of each text."""
+    pieces: tuple[np.ndarray, ...]
+    """Of each text int64[piece], the tokens of its pieces; none with a stride in characters."""
     counts: tuple[int, ...]
     """Number of windows of each text."""
+    characters: tuple[int, ...]
+    """Number of characters of each text."""
+    position: int
+    """Tokens of a sequence; what its windows leave is padding."""
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens of a window, special ones included."""
+        return len(self.special) + self.protocol.length
+
+    @property
+    def per_sequence(self) -> int:
+        """Windows of a sequence."""
+        return self.position // self.window_tokens
 
     @property
     def total(self) -> int:
         """Number of windows."""
-        return sum(self.counts)
+        return int(self._firsts[-1])
+
+    @cached_property
+    def _firsts(self) -> np.ndarray:
+        """int64[text + 1]: number of the first window of each text, and of all windows."""
+        return np.concatenate([[0], np.cumsum(self.counts)])
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences."""
+        return -(-self.total // self.per_sequence)
+
+    def count(self, sequences: int) -> Count:
+        """Return how much the first `sequences` sequences hold."""
+        windows = min(sequences * self.per_sequence, self.total)
+        return Count(windows, windows * self.protocol.suffix)
+
+    def job(self, first: int, last: int) -> "ExtractionJob":
+        """Return the job that makes the sequences from `first` to `last`."""
+        parts = self.locate(first * self.per_sequence, last * self.per_sequence)
+        texts = {text for text, _, _ in parts}
+        return ExtractionJob(
+            self.protocol, self.special, self.position, last - first, parts,
+            {text: np.concatenate([[0], np.cumsum(self.pieces[text])]) for text in texts} if self.pieces else {},
+            {text: self.characters[text] for text in texts},
+        )  # fmt: skip
 
     def locate(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Return the windows from `first` to `last` as (text, its first window, and the one after its last)."""
-        ranges, offset = [], 0
-        for text, count in enumerate(self.counts):
-            start, end = max(first - offset, 0), min(last - offset, count)
+        ranges = []
+        begin = int(np.searchsorted(self._firsts, first, "right")) - 1
+        for text in range(begin, min(int(np.searchsorted(self._firsts, last, "left")), len(self.counts))):
+            offset = int(self._firsts[text])
+            start, end = max(first - offset, 0), min(last - offset, self.counts[text])
             if start < end:
                 ranges.append((text, start, end))
-            offset += count
         return ranges
 
+    def table(self, first: int, rows: Rows, scores: Mapping[str, np.ndarray]) -> pa.Table:
+        """Return the results of some sequences, a row per window; see `shardplan.eval.windows.Windows`."""
+        windows, schema = rows.windows, result_schema(self.protocol.suffix)
+        kept = np.flatnonzero(windows["is_valid"])
+        columns = {
+            "window": pa.array(first + kept),
+            "text": pa.array([self.ids[i] for i in windows["text"][kept]], pa.string()),
+            **{name: pa.array(windows[name][kept]) for name in ("start", "suffix_start", "end")},
+        }
+        # the score of a token is that of the position before it
+        suffix = slice(self.window_tokens - self.protocol.suffix - 1, self.window_tokens - 1)
+        for name, values in scores.items():
+            each = values[:, : self.per_sequence * self.window_tokens].reshape(-1, self.window_tokens)[kept, suffix]
+            kind = schema.field(name).type
+            flat = pa.array(np.ascontiguousarray(each).reshape(-1), kind.value_type)
+            columns[name] = pa.FixedSizeListArray.from_arrays(flat, type=kind)
+        return pa.table(columns, schema)
 
-def make_index(protocol: Protocol, sizes: Sequence[int]) -> WindowIndex:
+
+@dataclass(frozen=True)
+class ExtractionJob:
+    """How the windows of some sequences are made."""
+
+    protocol: Protocol
+    special: tuple[int, ...]
+    position: int
+    sequences: int
+    parts: Sequence[tuple[int, int, int]]
+    """Text, its first window, and the one after its last."""
+    before: Mapping[int, np.ndarray]
+    """Text -> int64[piece + 1], the number of tokens before each piece, and of all."""
+    characters: Mapping[int, int]
+    """Text -> number of its characters."""
+
+    def make(self, texts: TextReader) -> Rows:
+        """Make the sequences; windows past the end, or with too few tokens, are padding and not valid."""
+        width = len(self.special) + self.protocol.length
+        per_sequence = self.position // width
+        count = self.sequences * per_sequence
+        tokens = np.zeros((count, self.protocol.length), np.int32)
+        windows = {name: np.zeros(count, np.int64) for name in ("text", "start", "suffix_start", "end")}
+        windows["is_valid"] = np.zeros(count, bool)
+        at = 0
+        fill = self._fill_by_tokens if self.protocol.unit is StrideUnit.TOKENS else self._fill_by_characters
+        for text, first, last in self.parts:
+            part = slice(at, at + last - first)
+            windows["text"][part] = text
+            own = {name: values[part] for name, values in windows.items()}
+            fill(texts, text, np.arange(first, last) * self.protocol.stride, tokens[part], own)
+            at += last - first
+        packed = np.zeros((count, width), np.int32)
+        packed[:, : len(self.special)] = np.where(windows["is_valid"][:, None], self.special, 0)
+        packed[:, len(self.special) :] = tokens
+        sequences = np.zeros((self.sequences, self.position), np.int32)
+        sequences[:, : per_sequence * width] = packed.reshape(self.sequences, -1)
+        return Rows((sequences,), windows)
+
+    def _fill_by_tokens(
+        self, texts: TextReader, text: int, starts: np.ndarray, tokens: np.ndarray, windows: Mapping[str, np.ndarray]
+    ) -> None:
+        """Fill arrays with the windows of a text that start at some of its tokens."""
+        protocol = self.protocol
+        read = texts.tokens(text, self.before[text], int(starts[0]), int(starts[-1]) + protocol.length)
+        starts = starts - starts[0]
+        tokens[:] = read.ids[starts[:, None] + np.arange(protocol.length)]
+        windows["start"][:], windows["suffix_start"][:] = read.starts[starts], read.starts[starts + protocol.prefix]
+        windows["end"][:] = read.ends[starts + protocol.length - 1]
+        windows["is_valid"][:] = True
+
+    def _fill_by_characters(
+        self, texts: TextReader, text: int, starts: np.ndarray, tokens: np.ndarray, windows: Mapping[str, np.ndarray]
+    ) -> None:
+        """Fill arrays with the windows of a text that start at some of its characters, and have enough tokens."""
+        protocol, tokenizer, first = self.protocol, texts.tokenizer, int(starts[0])
+        end = min(self.characters[text], int(starts[-1]) + protocol.encoded_characters)
+        part = texts.characters(text, first, end)
+        encoded = [part[start - first :][: protocol.encoded_characters] for start in starts]
+        for i, encoding in enumerate(tokenizer.encode_batch_fast(encoded, add_special_tokens=False)):
+            if len(encoding.ids) < protocol.length:
+                continue
+            ids, start = encoding.ids[: protocol.length], starts[i]
+            tokens[i] = ids
+            windows["start"][i], windows["is_valid"][i] = start, True
+            windows["end"][i] = start + len(tokenizer.decode(ids, skip_special_tokens=False))
+            windows["suffix_start"][i] = start + len(
+                tokenizer.decode(ids[: protocol.prefix], skip_special_tokens=False)
+            )
+
+
+def divide_texts(
+    protocol: Protocol,
+    special: tuple[int, ...],
+    ids: Sequence[str],
+    pieces: Sequence[np.ndarray],
+    characters: Sequence[int],
+    position: int,
+) -> ExtractionWindows:
     """Number the windows of texts.
-
-    Args:
-        sizes: of each text, the number of its tokens or characters, as the stride counts.
 
     Raises:
         ConfigError: no text has a window.
     """
-    index = WindowIndex(protocol, tuple(map(protocol.count, sizes)))
-    if index.total == 0:
+    by_tokens = protocol.unit is StrideUnit.TOKENS
+    sizes = [int(each.sum()) for each in pieces] if by_tokens else characters
+    counts = tuple(map(protocol.count, sizes))
+    if sum(counts) == 0:
         raise ConfigError(f"data.path holds no text of {protocol.length} tokens, the length of a window")
-    return index
-
-
-@dataclass(frozen=True)
-class Shards:
-    """The shards of a run: ranges of windows whose results are written together.
-
-    A step has `lanes` parts, which different devices compute; each has windows of its own part of the shard, so that
-    the process of these devices needs the text around them alone.
-    """
-
-    total: int
-    """Number of windows."""
-    lanes: int
-    lane_windows: int
-    """Windows of a lane in one step."""
-    steps: int
-    """Steps of a shard, except for the last one, which may have fewer."""
-
-    @property
-    def size(self) -> int:
-        """Windows of a shard."""
-        return self.steps * self.lanes * self.lane_windows
-
-    @property
-    def count(self) -> int:
-        """Number of shards."""
-        return -(-self.total // self.size)
-
-    def steps_of(self, shard: int) -> int:
-        """Number of steps of a shard."""
-        left = self.total - shard * self.size
-        return min(self.steps, -(-left // (self.lanes * self.lane_windows)))
-
-    def lane_range(self, shard: int, lane: int) -> tuple[int, int]:
-        """Return the first window of a lane in a shard, and the one after its last; some may be past the total."""
-        size = self.steps_of(shard) * self.lane_windows
-        first = shard * self.size + lane * size
-        return first, first + size
-
-
-@dataclass(frozen=True)
-class WindowRows:
-    """Some windows with their tokens."""
-
-    tokens: np.ndarray
-    """int32[window, token]; 0 where the window is not valid."""
-    text: np.ndarray
-    """int32[window]: index of the text."""
-    start: np.ndarray
-    """int64[window]: the first character of the window in its text."""
-    suffix: np.ndarray
-    """int64[window]: the first character of the suffix."""
-    end: np.ndarray
-    """int64[window]: the character after the last one."""
-    valid: np.ndarray
-    """bool[window]: False for padding, and for windows with too few tokens."""
-
-
-def empty_rows(count: int, length: int) -> WindowRows:
-    """Return `count` windows that are not valid."""
-    zeros = np.zeros(count, np.int64)
-    tokens = np.zeros((count, length), np.int32)
-    return WindowRows(tokens, zeros.astype(np.int32), zeros, zeros.copy(), zeros.copy(), zeros.astype(bool))
+    return ExtractionWindows(
+        protocol, special, tuple(ids), tuple(pieces) if by_tokens else (), counts, tuple(characters), position
+    )

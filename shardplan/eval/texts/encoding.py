@@ -5,7 +5,7 @@ encodings of both sides agree begins the second one, so that the tokens are thos
 agree nowhere, as in thousands of equal characters, the text is split at the piece.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -19,8 +19,7 @@ AGREEMENT = 4
 """Tokens that must be equal where two encodings agree."""
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Tokens of a part of a text."""
 
     ids: np.ndarray

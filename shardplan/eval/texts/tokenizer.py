@@ -1,11 +1,8 @@
 """The tokenizer of a checkpoint folder."""
 
-from collections.abc import Callable
-
 from shardplan.checkpoint.format.index import read_index
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
-from shardplan.errors import CheckpointError, one_line
-from shardplan.eval.texts.encoding import make_tokenizer
+from shardplan.errors import CheckpointError
 from shardplan.model.registry import Model
 from shardplan.storage import Folder, read_bytes
 
@@ -20,23 +17,6 @@ def read_tokenizer(folder: Folder) -> bytes:
     if data is None:
         raise CheckpointError(f"{folder.ref} has no tokenizer.json; save a fast tokenizer there with transformers")
     return data
-
-
-def load_encoder(folder: Folder) -> Callable[[str], list[int]]:
-    """Load the function from a text to its token ids, special tokens included.
-
-    Raises:
-        CheckpointError: no tokenizer.json, or not one.
-    """
-    tokenizer = make_tokenizer(read_tokenizer(folder), f"{folder.ref}/tokenizer.json")
-
-    def encode(text: str) -> list[int]:
-        try:
-            return tokenizer.encode(text).ids
-        except Exception as error:
-            raise CheckpointError(f"{folder.ref}/tokenizer.json cannot encode the text: {one_line(error)}") from error
-
-    return encode
 
 
 def check_tokens(largest: int, model: Model, folder: Folder) -> None:

@@ -1,0 +1,126 @@
+"""The task that measures how probable a model finds the words of texts, window by window."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from jax.sharding import Mesh
+
+from shardplan.config.sections import StrideUnit, TaskConfig
+from shardplan.errors import ConfigError
+from shardplan.eval.extraction.probabilities import TextSummary, total_of
+from shardplan.eval.extraction.windows import ExtractionWindows, Protocol, divide_texts, result_schema
+from shardplan.eval.texts.reader import SpecialTokens
+from shardplan.eval.texts.store import TextStore
+from shardplan.model.registry import Model
+from shardplan.model.token_scores import TokenScores
+from shardplan.plan.plan import Plan
+from shardplan.step import score_program
+from shardplan.step.aot_program import Program
+
+SHARD_WINDOWS = 4096
+"""Windows whose results are written together, about, unless the configuration says."""
+DEFAULT_STRIDE = 5
+"""Distance between the starts of two windows, unless the configuration says."""
+
+
+@dataclass(frozen=True)
+class ExtractionTask:
+    """Measures the probability of the suffix of every window, given its prefix."""
+
+    config: TaskConfig
+    outputs = TokenScores._fields
+
+    @property
+    def protocol(self) -> Protocol:
+        """How texts are divided into windows."""
+        task = self.config
+        return Protocol(task.prefix, task.suffix, task.stride or DEFAULT_STRIDE, task.stride_unit)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns of the results."""
+        return result_schema(self.config.suffix)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the windows depend on the number of tokens of each text."""
+        return self.config.stride_unit is StrideUnit.TOKENS
+
+    @property
+    def shard_windows(self) -> int:
+        """Windows whose results are written together, about."""
+        return self.config.shard or SHARD_WINDOWS
+
+    def determinants(self, plan: Plan) -> dict[str, Any]:
+        """Return what determines the results beside texts, tokenizer, weights and types."""
+        protocol = {"special_tokens": bool(self.config.special_tokens), **asdict(self.protocol)}
+        return {"task": "extraction", "protocol": protocol, "top_k": plan.workload.top_k}
+
+    def check_plan(self, plan: Plan) -> None:
+        """Check that a plan is for windows of the protocol's length, and for the top k that are asked for.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        workload, task = plan.workload, self.config
+        if not workload.is_scoring:
+            raise ConfigError(f"workload.kind is {workload.kind}; extraction needs the kind score")
+        if workload.top_k != task.top_k:
+            raise ConfigError(
+                f"task.top_k is {task.top_k}, the plan has {workload.top_k}; set task.top_k to that, or plan again"
+            )
+        length, needed = workload.window or workload.position, self.protocol.length + bool(task.special_tokens)
+        if length != needed:
+            raise ConfigError(
+                f"the plan is for windows of {length} tokens; task.prefix {task.prefix} and task.suffix {task.suffix} "
+                f"need {needed}"
+            )
+
+    def divide(self, store: TextStore, pieces: Sequence[Any], special: SpecialTokens, plan: Plan) -> ExtractionWindows:
+        """Number the windows of all texts."""
+        if self.config.special_tokens and len(special.before) != 1:
+            raise ConfigError(
+                f"task.special_tokens is true, and the tokenizer adds {len(special.before)} tokens before a text; it "
+                "must add one, or else leave task.special_tokens out"
+            )
+        first = special.before if self.config.special_tokens else ()
+        texts = store.texts
+        ids, characters = [text.id for text in texts], [text.characters for text in texts]
+        return divide_texts(self.protocol, first, ids, pieces, characters, plan.workload.position)
+
+    def program(self, model: Model, plan: Plan, mesh: Mesh, windows: ExtractionWindows) -> Program:
+        """Return the scoring step."""
+        return score_program(model, plan, mesh)
+
+    def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
+        """Return what the probabilities say of each text and of all, and what plots of them show."""
+        texts = {text.id: TextSummary(text.characters, plan.workload.top_k) for text in store.texts}
+        for table in results:
+            for id_, part in _split_by_text(table):
+                texts[id_].add(part)
+        summaries = {id_: each.finish() for id_, each in texts.items()}
+        return {
+            "total": total_of(list(summaries.values())),
+            "texts": summaries,
+            "plots": {
+                id_: {"histogram": each.histogram.tolist(), "strip": _finite(each.strip)} for id_, each in texts.items()
+            },
+        }
+
+
+def _split_by_text(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
+    """Yield the consecutive rows of each text."""
+    names = np.array(table["text"].to_pylist())
+    if len(names) == 0:
+        return
+    starts = [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1).tolist(), len(names)]
+    for start, end in itertools.pairwise(starts):
+        yield str(names[start]), table.slice(start, end - start)
+
+
+def _finite(values: np.ndarray) -> list[float | None]:
+    return [float(value) if np.isfinite(value) else None for value in values]

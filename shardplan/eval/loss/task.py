@@ -1,0 +1,105 @@
+"""The task that measures the loss of texts."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import haliax as hax
+import pyarrow as pa
+from haliax import NamedArray
+from jax.sharding import Mesh
+
+from shardplan.config.sections import TaskConfig
+from shardplan.errors import ConfigError
+from shardplan.eval.loss.measures import summarize
+from shardplan.eval.loss.windows import SCHEMA, LossWindows, divide_texts
+from shardplan.eval.texts.reader import SpecialTokens
+from shardplan.eval.texts.store import TextStore
+from shardplan.model.registry import Model
+from shardplan.plan.mapping import as_tuples
+from shardplan.plan.plan import Plan
+from shardplan.step import loss_program
+from shardplan.step.aot_program import Program
+
+logger = logging.getLogger(__name__)
+
+SHARD_WINDOWS = 256
+"""Windows whose results are written together, about, unless the configuration says."""
+
+
+@dataclass(frozen=True)
+class LossTask:
+    """Measures the loss of every token of the texts."""
+
+    config: TaskConfig
+    schema = SCHEMA
+    outputs = ("loss",)
+    counts_tokens = True
+
+    @property
+    def shard_windows(self) -> int:
+        """Windows whose results are written together, about."""
+        return self.config.shard or SHARD_WINDOWS
+
+    def stride(self, plan: Plan) -> int:
+        """Return the distance between the starts of two windows, in tokens."""
+        return self.config.stride or plan.workload.position - 1
+
+    def determinants(self, plan: Plan) -> dict[str, Any]:
+        """Return what determines the results beside texts, tokenizer, weights and types."""
+        return {
+            "task": "loss",
+            "workload.position": plan.workload.position,
+            "task.stride": self.stride(plan),
+            "task.special_tokens": self.config.special_tokens is not False,
+            "packing": _may_pack(plan),
+        }
+
+    def check_plan(self, plan: Plan) -> None:
+        """Check that a plan is for an evaluation, of windows that are longer than the stride.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        kind, position = plan.workload.kind, plan.workload.position
+        if kind != "eval":
+            raise ConfigError(f"workload.kind is {kind}; eval runs plans for evaluation, set it to eval")
+        if self.stride(plan) >= position:
+            raise ConfigError(
+                f"task.stride is {self.config.stride}, and windows have {position} tokens (workload.position); it must "
+                f"be at most {position - 1}, so that every token has one before it"
+            )
+
+    def divide(self, store: TextStore, pieces: Sequence[Any], special: SpecialTokens, plan: Plan) -> LossWindows:
+        """Divide texts into windows, packed into sequences where that makes fewer of them."""
+        special = SpecialTokens((), ()) if self.config.special_tokens is False else special
+        position = plan.workload.position
+        texts = store.texts
+        return divide_texts(
+            [text.id for text in texts], pieces, [text.characters for text in texts], special, position,
+            self.stride(plan), _may_pack(plan),
+        )  # fmt: skip
+
+    def program(self, model: Model, plan: Plan, mesh: Mesh, windows: LossWindows) -> Program:
+        """Return the evaluation step with losses sharded like the tokens: each process has those of its own."""
+        program = loss_program(model, plan, mesh, windows.is_packed)
+        axes = program.arguments[1].axes
+
+        def losses_as_tokens(*arguments: Any) -> NamedArray:
+            with hax.axis_mapping(as_tuples(plan.compute_mapping)):
+                return hax.auto_sharded(program.function(*arguments).rearrange(axes))
+
+        return replace(program, function=losses_as_tokens)
+
+    def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
+        """Return the measures of all texts together, and of each."""
+        summary = summarize([text.id for text in store.texts], results)
+        if summary["total"]["loss_per_token"] is None:
+            logger.warning("the loss is not finite: the weights, or activations in compute_dtype, hold NaN or infinity")
+        return summary
+
+
+def _may_pack(plan: Plan) -> bool:
+    """Return whether several windows may share a sequence: not if devices share the positions of one."""
+    return not plan.compute_mapping.get(plan.model.position)

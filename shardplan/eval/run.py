@@ -1,0 +1,218 @@
+"""An evaluation from start to end: texts, plan, weights, every step, and the results.
+
+A run goes on where an earlier one with the same results folder ended. Results are equal to the bit if mesh and batch
+are those of the earlier run; on other devices they differ as floating-point sums in another order do.
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from shardplan.checkpoint.format.index import read_index
+from shardplan.checkpoint.session import Session, prepare
+from shardplan.config.command_flags import LoadingConfig
+from shardplan.config.given_plan import load_given_plan
+from shardplan.eval.loop import Lanes, Loop, LoopStatistics, find_lanes
+from shardplan.eval.results_folder import ResultsFolder, digest_of
+from shardplan.eval.shards import Shards
+from shardplan.eval.task import Task
+from shardplan.eval.texts.encoding import make_tokenizer
+from shardplan.eval.texts.reader import Source, make_source, special_tokens
+from shardplan.eval.texts.store import TextStore
+from shardplan.eval.texts.tokenizer import check_tokens, read_tokenizer
+from shardplan.eval.windows import Rows, Windows
+from shardplan.eval.workers import count_tokens, open_workers
+from shardplan.plan.mapping import mesh_size
+from shardplan.plan.plan import Plan
+from shardplan.plan.workload import BATCH_AXIS
+from shardplan.runtime.devices import is_first_process
+from shardplan.runtime.process_group import ProcessGroup, open_process_group
+from shardplan.runtime.process_progress import shared_progress
+from shardplan.step import specialize
+
+logger = logging.getLogger(__name__)
+
+
+def run_evaluation(
+    config: LoadingConfig, task: Task[Any], store: TextStore, output: str, on_plan: Callable[[Plan], None]
+) -> dict[str, Any] | None:
+    """Plan (or take the Plan file of `config.plan`), load the checkpoint, evaluate, and write the results folder.
+
+    Args:
+        output: the results folder; all processes must see the same one.
+        on_plan: called with the Plan before anything is loaded.
+
+    Returns:
+        The summary: the parts of the task (`total`, `texts` by id, ...), `run`, `load`, `plan`, `versions`; None if the
+        run was asked to stop before its end.
+
+    Raises:
+        ConfigError: the plan is not for this task, no text has a window, or the folder is of another run.
+        CheckpointError: tokenizer and weights have different vocabularies, or the checkpoint is damaged.
+    """
+    config, given = load_given_plan(config)
+    session = prepare(config, given)
+    plan = session.plan
+    task.check_plan(plan)
+    on_plan(plan)
+    data, name = read_tokenizer(session.folder), f"{session.folder.ref}/tokenizer.json"
+    special = special_tokens(make_tokenizer(data, name))
+    source = make_source(store, data, name)
+    results = ResultsFolder(output, task.schema)
+
+    def check(largest_token: int) -> None:
+        check_tokens(largest_token, session.model, session.folder)
+
+    count = max(1, (os.cpu_count() or 2) - 1)
+    with _stop_on_sigterm() as stops, open_process_group() as processes, open_workers(source, count) as workers:
+        determinants = _determinants(session, store, data) | task.determinants(plan)
+        processes.broadcast("claim", lambda: results.claim(determinants))
+        pieces = _count_all(source, workers, processes, check) if task.counts_tokens else []
+        windows = task.divide(store, pieces, special, plan)
+        if is_first_process():
+            _warn_of_padding(windows, plan)
+        model = specialize(session.model, plan)
+        program = task.program(model, plan, session.mesh, windows)
+        lanes = find_lanes(program)
+        shards = _make_shards(windows, task, lanes)
+        ranges = [_windows_of(windows, *shards.range(shard)) for shard in range(shards.count)]
+        finished = {*processes.broadcast("finished", lambda: results.finished(ranges))}
+        remaining = [shard for shard in range(shards.count) if shard not in finished]
+        if not remaining:  # then nothing needs the weights
+            return processes.broadcast("summary", lambda: _finish(results, store, task, plan, LoopStatistics(), None))
+        started = time.perf_counter()
+        module, _ = session.load(model.template)
+        size = sum(array.nbytes for array in jax.tree.leaves(eqx.filter(module, eqx.is_array)))
+        load = {"ref": session.folder.ref, "seconds": time.perf_counter() - started, "bytes": size}
+        loop = Loop(module, program, plan.compiler_options, task.outputs, lanes)
+        with shared_progress(windows.count(windows.sequences).windows, "evaluating", "windows") as progress:
+            progress.update(sum(ranges[shard][1] - ranges[shard][0] for shard in finished))
+
+            def write(shard: int, lane: int, rows: Rows, scores: Mapping[str, np.ndarray]) -> None:
+                first, last = _windows_of(windows, *shards.lane_range(shard, lane))
+                results.write_part(first, last, windows.table(first, rows, scores))
+
+            completed = loop.run(
+                shards,
+                remaining,
+                windows,
+                workers,
+                write,
+                lambda shard: not any(processes.gather(f"stop before {shard}", stops.is_set()).values()),
+                lambda count: progress.update(count.windows),
+                check,
+            )
+        processes.gather("written", None)
+        if not completed:
+            return None
+        return processes.broadcast("summary", lambda: _finish(results, store, task, plan, loop.statistics, load))
+
+
+def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[str, Any]:
+    """Return what determines the results of every task."""
+    workload = session.plan.workload
+    files = {tensor.file.name.rpartition("/")[2]: tensor.file.version for tensor in read_index(session.folder).values()}
+    return {
+        "texts": {text.id: text.digest for text in store.texts},
+        "tokenizer": digest_of(tokenizer),
+        "checkpoint": dict(sorted(files.items())),
+        "types": {"parameters": workload.param_dtype, "compute": workload.compute_dtype},
+    }
+
+
+def _count_all(
+    source: Source, workers: Executor, processes: ProcessGroup, check: Callable[[int], None]
+) -> list[np.ndarray]:
+    """Return the number of tokens of every piece of every text, int64[piece]; each process counts its part of them.
+
+    Args:
+        check: called with the largest of all tokens.
+    """
+    pieces = source.all_pieces
+    bounds = [len(pieces) * i // processes.process_count for i in range(processes.process_count + 1)]
+    own = pieces[bounds[processes.process_index] : bounds[processes.process_index + 1]]
+    parts = processes.gather("counts", count_tokens(workers, own))
+    check(max(largest for _, largest in parts.values()))
+    counts = np.array([count for i in range(processes.process_count) for count in parts[i][0]], np.int64)
+    return np.split(counts, np.cumsum([len(each) - 1 for each in source.pieces])[:-1])
+
+
+def _make_shards(windows: Windows, task: Task[Any], lanes: Lanes) -> Shards:
+    """Return the shards of a run, each of about as many windows as the task has in one."""
+    total = windows.count(windows.sequences).windows
+    step_windows = total / windows.sequences * lanes.count * lanes.sequences
+    return Shards(windows.sequences, lanes.count, lanes.sequences, max(1, round(task.shard_windows / step_windows)))
+
+
+def _windows_of(windows: Windows, first: int, last: int) -> tuple[int, int]:
+    """Return the first window of some sequences, and the one after their last; `last` may be past the end."""
+    begin, end = (windows.count(min(each, windows.sequences)).windows for each in (first, last))
+    return begin, end
+
+
+def _warn_of_padding(windows: Windows, plan: Plan) -> None:
+    """Log that the texts do not fill one batch, and the smallest batch that they fit in."""
+    batch, shards = plan.workload.batch, mesh_size(plan.mesh, plan.compute_mapping.get(BATCH_AXIS, ()))
+    # in the plan's own sharding if that is smaller, else in a new plan
+    needed = -(-windows.sequences // shards) * shards
+    if windows.sequences < batch:
+        logger.warning(
+            "the texts fill %d of %d rows of %d tokens of a batch: the others are padding; workload.batch %d is enough",
+            windows.sequences, batch, plan.workload.position,
+            needed if needed < batch else windows.sequences,
+        )  # fmt: skip
+
+
+@contextmanager
+def _stop_on_sigterm() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM sets: the shard under way is finished then."""
+    stops = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stops
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: stops.set())
+    try:
+        yield stops
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _finish(
+    results: ResultsFolder,
+    store: TextStore,
+    task: Task[Any],
+    plan: Plan,
+    statistics: LoopStatistics,
+    load: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Merge the results of all windows, and write and return the summary.
+
+    Args:
+        load: what was loaded; None if all results were there.
+    """
+    results.merge()
+    summary = {
+        **task.summarize(store, plan, results.read_windows()),
+        "run": {
+            **asdict(statistics),
+            "windows_per_second": statistics.windows_per_second,
+            "tokens_per_second": statistics.tokens_per_second,
+        },
+        "load": load,
+        "task": asdict(task.config),
+        "plan": plan.to_json(),
+        "versions": plan.versions,
+    }
+    results.write_summary(summary)
+    return summary

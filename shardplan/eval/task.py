@@ -1,0 +1,68 @@
+"""What a task of an evaluation defines. The run, its loop and its results folder are the same for all tasks."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from jax.sharding import Mesh
+
+from shardplan.config.sections import TaskConfig
+from shardplan.eval.texts.reader import SpecialTokens
+from shardplan.eval.texts.store import TextStore
+from shardplan.eval.windows import Windows
+from shardplan.model.registry import Model
+from shardplan.plan.plan import Plan
+from shardplan.step.aot_program import Program
+
+W = TypeVar("W", bound=Windows)
+
+
+class Task(Protocol[W]):
+    """What is measured of the texts."""
+
+    @property
+    def config(self) -> TaskConfig:
+        """What the user asked for."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns of the results; the first ones are `window` and `text`."""
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        """Names of the arrays [batch, position] that the program returns."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the windows depend on the number of tokens of each text."""
+
+    @property
+    def shard_windows(self) -> int:
+        """Windows whose results are written together, about."""
+
+    def determinants(self, plan: Plan) -> dict[str, Any]:
+        """Return what determines the results beside texts, tokenizer, weights and types."""
+
+    def check_plan(self, plan: Plan) -> None:
+        """Check that a plan is for this task.
+
+        Raises:
+            ConfigError: it is not.
+        """
+
+    def divide(self, store: TextStore, pieces: Sequence[np.ndarray], special: SpecialTokens, plan: Plan) -> W:
+        """Divide texts into windows.
+
+        Args:
+            pieces: of each text int64[piece], the tokens of its pieces; empty unless `counts_tokens`.
+
+        Raises:
+            ConfigError: no text has a window.
+        """
+
+    def program(self, model: Model, plan: Plan, mesh: Mesh, windows: W) -> Program:
+        """Return the program of a step."""
+
+    def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
+        """Return the parts of the summary that this task has: at least `total` and `texts`, by id."""

@@ -1,0 +1,57 @@
+"""Windows of texts, and the sequences that they are packed into. Imports no JAX, because worker processes use it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from shardplan.eval.texts.reader import TextReader
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some sequences of a run, and what is known without the model of the windows in them."""
+
+    inputs: tuple[np.ndarray, ...]
+    """The arguments of the program after the model, each [sequence, position]; int32 tokens first."""
+    windows: Mapping[str, np.ndarray]
+    """Column -> [window, ...], in the order of the windows; a task chooses the columns."""
+
+
+class Job(Protocol):
+    """How some sequences are made; a worker process does it."""
+
+    def make(self, texts: TextReader) -> Rows:
+        """Make the sequences."""
+
+
+class Count(NamedTuple):
+    """How much some sequences hold."""
+
+    windows: int
+    tokens: int
+    """Tokens that are scored."""
+
+
+class Windows(Protocol):
+    """The windows of all texts, numbered and packed into sequences in an order that every run agrees on."""
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences."""
+
+    def count(self, sequences: int) -> Count:
+        """Return how much the first `sequences` sequences hold; windows of a sequence have consecutive numbers."""
+
+    def job(self, first: int, last: int) -> Job:
+        """Return the job that makes the sequences from `first` to `last`; those past the end are padding."""
+
+    def table(self, first: int, rows: Rows, scores: Mapping[str, np.ndarray]) -> pa.Table:
+        """Return the results of some sequences, a row per window.
+
+        Args:
+            first: number of their first window.
+            scores: output of the program -> [sequence, position].
+        """

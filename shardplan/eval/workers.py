@@ -1,0 +1,62 @@
+"""Worker processes that make the sequences of a run from its texts.
+
+Imports no JAX, so that a worker starts within a second and shares no device with the process that feeds them.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context, parent_process
+
+from shardplan.eval.texts.reader import Source, TextReader
+from shardplan.eval.windows import Job, Rows
+
+PIECES_PER_JOB = 16
+"""Pieces of texts whose tokens a worker counts at a time."""
+
+_reader: TextReader
+
+
+def _start_worker(source: Source) -> None:
+    """Prepare this worker; it ends with the process that started it, whatever signal ends that one."""
+    global _reader
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _reader = TextReader(source)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(0)
+
+
+def _count_tokens(pieces: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+    return _reader.count_tokens(pieces)
+
+
+def make_rows(job: Job) -> Rows:
+    """Do a job in a worker."""
+    return job.make(_reader)
+
+
+@contextmanager
+def open_workers(source: Source, count: int) -> Iterator[Executor]:
+    """Start `count` worker processes, which end with the block; yields their executor."""
+    with ProcessPoolExecutor(count, get_context("spawn"), _start_worker, (source,)) as workers:
+        try:
+            yield workers
+        finally:
+            workers.shutdown(wait=False, cancel_futures=True)
+
+
+def count_tokens(workers: Executor, pieces: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+    """Have workers do `TextReader.count_tokens`."""
+    jobs = [pieces[i : i + PIECES_PER_JOB] for i in range(0, len(pieces), PIECES_PER_JOB)]
+    parts = list(workers.map(_count_tokens, jobs))
+    return [count for counts, _ in parts for count in counts], max((largest for _, largest in parts), default=0)

@@ -1,0 +1,36 @@
+"""What an evaluation prints: the tables of its task, and how fast it was."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+
+from shardplan.config.sections import TaskKind
+from shardplan.report.extraction import print_extraction
+from shardplan.report.losses import print_losses
+from shardplan.report.text import print_wrapped
+from shardplan.runtime.progress import size_text
+
+
+def print_evaluation(summary: Mapping[str, Any], out: Console) -> None:
+    """Print the summary of an evaluation; see `shardplan.eval.run.run_evaluation`."""
+    print_task = {TaskKind.LOSS: print_losses, TaskKind.EXTRACTION: print_extraction}
+    print_task[TaskKind(summary["task"]["kind"])](summary, out)
+    for line in _speed_lines(summary):
+        print_wrapped(line, out)
+
+
+def _speed_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how long weights and steps took."""
+    run, load = summary["run"], summary["load"]
+    if load is None:
+        yield "all results were there already: nothing was loaded or computed"
+        return
+    rate = "speed not measured (a single step)"
+    if run["windows_per_second"]:
+        rate = f"{run['tokens_per_second']:,.0f} tokens/s, {run['windows_per_second']:,.1f} windows/s"
+    yield (
+        f"{rate}; {run['steps']:,} steps, {run['programs']} program compiled in {run['compile_seconds']:.1f} s, "
+        f"devices waited {run['waiting_seconds']:.2f} s for windows"
+    )
+    yield f"loaded {size_text(load['bytes'])} in {load['seconds']:.2f} s"
