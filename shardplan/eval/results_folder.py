@@ -139,11 +139,11 @@ class ResultsFolder:
         tables = (pq.read_table(part) for part in sorted(self._parts()))
         self._write_table(WINDOWS, tables)
 
-    def read_windows(self) -> Iterator[pa.Table]:
-        """Yield the merged results, in the order of the windows."""
+    def read_windows(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """Yield the merged results, in the order of the windows; only some columns of them, if these are named."""
         file = pq.ParquetFile(self.path / WINDOWS)
         for group in range(file.num_row_groups):
-            yield file.read_row_group(group)
+            yield file.read_row_group(group, columns)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary."""

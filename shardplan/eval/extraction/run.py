@@ -4,7 +4,6 @@ The run goes on where an earlier one with the same results folder ended. Results
 are those of the earlier run; on other devices they differ as floating-point sums in another order do.
 """
 
-import itertools
 import os
 import signal
 import threading
@@ -15,7 +14,6 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from shardplan.checkpoint.format.index import read_index
 from shardplan.checkpoint.session import Session, prepare
@@ -23,7 +21,7 @@ from shardplan.config.command_flags import LoadingConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.config.sections import StrideUnit, TaskConfig
 from shardplan.errors import ConfigError
-from shardplan.eval.extraction.probabilities import TextSummary, total_of
+from shardplan.eval.extraction.summary import summarize
 from shardplan.eval.extraction.windows import Protocol, Shards, WindowIndex, make_index
 from shardplan.eval.results_folder import ResultsFolder, digest_of
 from shardplan.eval.score_loop import LoopStatistics, ScoreLoop
@@ -177,17 +175,10 @@ def _finish(
 ) -> dict[str, Any]:
     """Merge the results of all windows, and write and return the summary."""
     results.merge()
-    texts = {text.id: TextSummary(text.characters, session.plan.workload.top_k) for text in store.texts}
-    for table in results.read_windows():
-        for id_, part in _split_by_text(table):
-            texts[id_].add(part)
-    summaries = {id_: each.finish() for id_, each in texts.items()}
+    measured = summarize(results.read_windows(), store.texts, session.plan.workload.top_k)
     summary = {
-        "total": {**total_of(list(summaries.values())), "planned_windows": index.total},
-        "texts": summaries,
-        "plots": {
-            id_: {"histogram": each.histogram.tolist(), "strip": _finite(each.strip)} for id_, each in texts.items()
-        },
+        **measured,
+        "total": {**measured["total"], "planned_windows": index.total},
         "run": {**asdict(statistics), "windows_per_second": _rate(statistics)},
         "task": asdict(task),
         "plan": session.plan.to_json(),
@@ -195,20 +186,6 @@ def _finish(
     }
     results.write_summary(summary)
     return summary
-
-
-def _split_by_text(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the consecutive rows of each text."""
-    names = np.array(table["text"].to_pylist())
-    if len(names) == 0:
-        return
-    starts = [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1).tolist(), len(names)]
-    for start, end in itertools.pairwise(starts):
-        yield str(names[start]), table.slice(start, end - start)
-
-
-def _finite(values: np.ndarray) -> list[float | None]:
-    return [float(value) if np.isfinite(value) else None for value in values]
 
 
 def _rate(statistics: LoopStatistics) -> float | None:
