@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardplan.commands.inputs import check_model_config, input_paths
 from shardplan.commands.output import check_outputs, output_plan, side_stream
@@ -17,6 +17,9 @@ from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import AUTO_BATCH, raise_first
 from shardplan.runtime.writable import write_text
+
+if TYPE_CHECKING:
+    from shardplan.eval.texts.store import TextStore
 
 EXTRACTION_OUTPUT = "results/extraction"
 """Where extraction writes its results, unless the configuration says."""
@@ -63,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
     if is_extraction:
         summary = run_extraction(config, config.task, store, config.output, on_plan)
         if is_first_process():
-            report_extraction(summary, config)
+            report_extraction(summary, config, store)
         return
     documents = [Document(text.id, store.text(i)) for i, text in enumerate(store.texts)]
     results = run_evaluation(config, documents, on_plan)
@@ -102,14 +105,22 @@ def with_windows(config: EvalCommand) -> EvalCommand:
     return replace(config, workload=changed, output=output)
 
 
-def report_extraction(summary: dict[str, Any] | None, config: EvalCommand) -> None:
-    """Print the results of an extraction run, or that it stopped before its end."""
+def report_extraction(summary: dict[str, Any] | None, config: EvalCommand, store: "TextStore") -> None:
+    """Print the results of an extraction run and draw them, or print that it stopped before its end."""
+    from shardplan.eval.extraction.pictures import COLUMNS, INDEX, write_pictures
+    from shardplan.eval.results_folder import ResultsFolder
     from shardplan.report.extraction import print_extraction
     from shardplan.report.tables import console
-    from shardplan.runtime.progress import print_note
+    from shardplan.runtime.progress import print_note, show_steps
 
     if summary is None:
         print_note(f"stopped after a whole shard; the same command goes on from there (results in {config.output})")
         return
     print_extraction(summary, console(side_stream(config.json)))
-    print_note(f"results written to {config.output}")
+    results = ResultsFolder(config.output, config.task.suffix)
+    # drawn last, and by one process: the others have nothing to wait for
+    with show_steps("drawing") as report:
+        left_out = write_pictures(config.output, lambda: results.read_windows(COLUMNS), store, summary, report)
+    if left_out:
+        print_note(left_out)
+    print_note(f"results written to {config.output}; {INDEX} there shows them")
