@@ -18,6 +18,8 @@ from shardplan.report.probability_scale import LABELLED, SHADES, probability_tex
 
 READ_CHARACTERS = 2**16
 """Characters of a text that are in memory at a time."""
+ANCHOR_CHARACTERS = 400
+"""Characters from one place in a text to which its strip leads to the next, at least."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,11 @@ def page_parts(
         task, summary, strip: as in summary.json, of this text.
     """
     is_whole = list(text.kept) == [(0, text.characters)]
-    anchors = [-(-i * text.characters // len(strip)) for i in range(len(strip))] if is_whole else []
+    # the parts of the strip lead to places in the text that are not so close that they split words
+    step = max(1, -(-len(strip) * ANCHOR_CHARACTERS // max(text.characters, 1)))
+    anchors = {i: -(-i * text.characters // len(strip)) for i in range(0, len(strip), step)} if is_whole else {}
     stream = _environment().get_template("extraction_page.html").generate(
-        label=short_label(id_, 200), model=model, task=task, summary=summary, strip=strip, is_whole=is_whole,
+        label=short_label(id_, 200), model=model, task=task, summary=summary, strip=strip, is_whole=is_whole, step=step,
         passages=len(text.kept), shades=SHADES, labelled=LABELLED, style=_style(),
         body=_body(text, anchors, is_whole),
     )  # fmt: skip
@@ -93,9 +97,9 @@ def _style() -> Markup:
     return Markup((resources.files("shardplan.report") / "templates" / "style.css").read_text(encoding="utf-8"))
 
 
-def _body(text: ShadedText, anchors: Sequence[int], is_whole: bool) -> Iterator[Markup]:
+def _body(text: ShadedText, anchors: Mapping[int, int], is_whole: bool) -> Iterator[Markup]:
     """Yield the text with its shades; each kept part in a block of its own."""
-    reader, places = _Reader(text.read), iter([*enumerate(anchors), (-1, text.characters + 1)])
+    reader, places = _Reader(text.read), iter([*anchors.items(), (-1, text.characters + 1)])
     number, place = next(places)
     opened = -1
     for kept, start, end, label in _spans(text):

@@ -95,11 +95,6 @@ def save_figure(figure: Figure, file: Any, format_: str) -> None:
         figure.savefig(file, format=format_, metadata=metadata)
 
 
-def formats() -> list[str]:
-    """Return the endings of files in which a figure can be written."""
-    return [name for name in Figure().canvas.get_supported_filetypes() if name in ("pdf", "png", "svg")]
-
-
 def _draw_histogram(axes: Axes, histogram: np.ndarray) -> None:
     """Draw the numbers of windows by log p_z; element i of the histogram has those from -(i + 1) to -i nats."""
     used = np.flatnonzero(histogram)
