@@ -53,7 +53,7 @@ def page_parts(
     anchors = {i: -(-i * text.characters // len(strip)) for i in range(0, len(strip), step)} if is_whole else {}
     stream = _environment().get_template("extraction_page.html").generate(
         label=short_label(id_, 200), model=model, task=task, summary=summary, strip=strip, is_whole=is_whole, step=step,
-        passages=len(text.kept), shades=SHADES, labelled=LABELLED, style=_style(),
+        shown=sum(end - start for start, end in text.kept), shades=SHADES, labelled=LABELLED, style=_style(),
         body=_body(text, anchors, is_whole),
     )  # fmt: skip
     return (part.encode() for part in stream)

@@ -103,7 +103,8 @@ def _draw_histogram(axes: Axes, histogram: np.ndarray) -> None:
     bins = -(-most // width)
     counts = np.pad(histogram[:most], (0, bins * width - most)).reshape(bins, width).sum(axis=1)
     axes.stairs(counts[::-1], -width * np.arange(bins, -1, -1), fill=True, color=BLUE)
-    axes.set(title="Windows by log-probability", xlabel="log p_z (nats)", ylabel="windows", yscale="log")
+    axes.set(title="Windows by log-probability", xlabel="log p_z (nats)", ylabel="windows")
+    axes.set_yscale("log" if counts.any() else "linear")
     axes.set_ylim(0.7, max(10, 6 * counts.max(initial=1)))  # with room for the legend
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set_xlim(-width * bins - 0.5, 0.5)

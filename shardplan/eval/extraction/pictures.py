@@ -130,9 +130,11 @@ def _passages(windows: Windows, texts: Iterable[Text]) -> dict[str, list[tuple[i
             start, end = int(first[0]), int(last[-1]) + 1
             part = range_maximum(first - start, last + 1 - start, runs.values[covered], end - start)
             np.maximum(largest[start:end], part, out=largest[start:end])
-        best = np.sort(np.argsort(-largest, kind="stable")[:PASSAGES])
-        ends = np.minimum((best + 1) * PASSAGE_CHARACTERS, sizes[id_])
-        found[id_] = list(zip((best * PASSAGE_CHARACTERS).tolist(), ends.tolist(), strict=True))
+        best = np.zeros(len(largest) + 2, bool)
+        best[1 + np.argsort(-largest, kind="stable")[:PASSAGES]] = True
+        starts = np.flatnonzero(best[1:] & ~best[:-1]) * PASSAGE_CHARACTERS  # neighbours are one passage
+        ends = np.minimum(np.flatnonzero(best[:-1] & ~best[1:]) * PASSAGE_CHARACTERS, sizes[id_])
+        found[id_] = list(zip(starts.tolist(), ends.tolist(), strict=True))
     return found
 
 
