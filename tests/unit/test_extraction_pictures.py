@@ -292,6 +292,7 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
     for folders, message in (
         ((a,), f"compare needs two results folders or more, and 1 is named: {a}"),
         ((a, a), f"{a} is named twice; name each results folder once"),
+        ((a, f"{a}/../a"), f"{a}/../a is named twice; name each results folder once"),
         ((a, tmp_path / "stoped"), f"{tmp_path}/stoped does not exist; did you mean '"),
         ((a, tmp_path / "empty"), f"{tmp_path}/empty holds no results of an extraction, whose run.json is missing; "),
         ((a, a / "run.json"), f"{a}/run.json is a file; name the results folder, {a}"),

@@ -1,6 +1,7 @@
 """Reads the results of several extraction runs, and takes from them what can be compared."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,8 @@ def compare(refs: Sequence[str]) -> Comparison:
     """
     if len(refs) < 2:
         raise ConfigError(f"compare needs two results folders or more, and {len(refs)} is named: {', '.join(refs)}")
-    doubled = [ref for i, ref in enumerate(refs) if ref.rstrip("/") in [other.rstrip("/") for other in refs[:i]]]
+    paths = [ref.rstrip("/") if "://" in ref else os.path.realpath(ref) for ref in refs]
+    doubled = [ref for i, ref in enumerate(refs) if paths[i] in paths[:i]]
     if doubled:
         raise ConfigError(f"{doubled[0]} is named twice; name each results folder once")
     runs = [_read(ref) for ref in refs]
@@ -117,6 +119,8 @@ def _read(ref: str) -> Results:
         try:
             values[name] = json.loads(data or b"")
             missing = [part for part in needed if part not in values[name]]
+            if name == SUMMARY and not missing and "thresholds" not in values[name]["plots"]:
+                missing = ["thresholds"]
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{ref}/{name} cannot be read: {one_line(error)}; run the evaluation again") from error
         if missing:
