@@ -8,12 +8,15 @@ This takes a bit more than a minute on two CPU cores, and no network. The folder
     model-0000i-of-0000N.safetensors    bfloat16 weights under Hugging Face names, in several shards
     model.safetensors.index.json        which tensor is in which shard
     heldout.jsonl                       {"id", "text"} per line: the documents that are not trained on
+    memorised.jsonl                     the same of documents that are trained on far more often than the others
 
-Every tenth topic (in sorted order) is held out. An interrupted run leaves no output folder: everything is written to a
-sibling folder that is renamed at the end.
+Every tenth topic (in sorted order) is held out. One window in five is of the topics `REPEATED`, so that the model knows
+them by heart, which `configs/tiny-extraction.yaml` shows. An interrupted run leaves no output folder: everything is
+written to a sibling folder that is renamed at the end.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -47,6 +50,10 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 VOCAB = hax.Axis("vocab", 2048)
 HELDOUT_EVERY = 10
 MIN_DOCUMENT_CHARS = 200
+REPEATED = ("with",)
+"""Topics that are trained on more often than the others."""
+REPEATED_EVERY = 5
+"""One window in this many is of the topics that are repeated."""
 POSITIONS = 256
 SHARDS = 4
 PROGRESS_SECONDS = 4.0
@@ -83,7 +90,7 @@ def main() -> None:
     """Make the checkpoint of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("build/demo"))
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace an existing output folder")
     arguments = parser.parse_args()
@@ -95,9 +102,14 @@ def main() -> None:
     tokenizer = train_tokenizer(list(train_texts.values()))
     stream = np.concatenate([encode(tokenizer, text) for text in train_texts.values()])
     log(f"{len(train_texts)} documents to train on ({len(stream):,} tokens), {len(heldout)} held out")
-    windows = random_windows(stream, Recipe.batch, POSITIONS, np.random.default_rng(arguments.seed))
-    model = train(initial_model(arguments.seed), Recipe(arguments.steps), windows)
-    save(arguments.output, model, tokenizer, heldout)
+    memorised = {topic: train_texts[topic] for topic in REPEATED}
+    repeated = np.concatenate([encode(tokenizer, text) for text in memorised.values()])
+    generators = np.random.default_rng(arguments.seed).spawn(2)
+    windows = mix(
+        *(random_windows(each, POSITIONS, rng) for each, rng in zip((stream, repeated), generators, strict=True))
+    )
+    model = train(initial_model(arguments.seed), Recipe(arguments.steps), batches(windows, Recipe.batch))
+    save(arguments.output, model, tokenizer, {"heldout": heldout, "memorised": memorised})
     log(f"{arguments.output} made in {time.monotonic() - started:.0f} s")
 
 
@@ -139,19 +151,26 @@ def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return np.array([*tokenizer.encode(text).ids, tokenizer.token_to_id(EOS)], np.int32)
 
 
-def random_windows(stream: np.ndarray, batch: int, length: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield int32[batch, length] windows of `stream` (int32[tokens]) without end.
+def random_windows(stream: np.ndarray, length: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Yield int32[length] windows of `stream` (int32[tokens]) without end.
 
     Each pass splits the stream from a fresh random offset and shuffles the windows: every token is seen equally often.
     """
-    pending = np.empty((0, length), np.int32)
     while True:
-        while len(pending) < batch:
-            shifted = np.roll(stream, -int(rng.integers(len(stream))))
-            windows = shifted[: len(stream) // length * length].reshape(-1, length)
-            pending = np.concatenate([pending, rng.permutation(windows)])
-        yield pending[:batch]
-        pending = pending[batch:]
+        shifted = np.roll(stream, -int(rng.integers(len(stream))))
+        yield from rng.permutation(shifted[: len(stream) // length * length].reshape(-1, length))
+
+
+def mix(windows: Iterator[np.ndarray], repeated: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield windows of the first kind, and one in `REPEATED_EVERY` of the second, without end."""
+    for number in itertools.count(1):
+        yield next(repeated if number % REPEATED_EVERY == 0 else windows)
+
+
+def batches(windows: Iterator[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """Yield int32[size, length] batches of windows without end."""
+    while True:
+        yield np.stack([next(windows) for _ in range(size)])
 
 
 def initial_model(seed: int) -> LlamaLMHeadModel:
@@ -202,8 +221,12 @@ def train(model: LlamaLMHeadModel, recipe: Recipe, windows: Iterator[np.ndarray]
     return model
 
 
-def save(output: Path, model: LlamaLMHeadModel, tokenizer: Tokenizer, heldout: dict[str, str]) -> None:
-    """Write the folder, completely or not at all."""
+def save(output: Path, model: LlamaLMHeadModel, tokenizer: Tokenizer, documents: dict[str, dict[str, str]]) -> None:
+    """Write the folder, completely or not at all.
+
+    Args:
+        documents: name of a .jsonl file -> its documents, as topic -> text.
+    """
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -218,8 +241,9 @@ def save(output: Path, model: LlamaLMHeadModel, tokenizer: Tokenizer, heldout: d
     tokenizer.save(str(partial / "tokenizer.json"))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
     (partial / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=1) + "\n")
-    rows = (json.dumps({"id": topic, "text": text}) for topic, text in heldout.items())
-    (partial / "heldout.jsonl").write_text("\n".join(rows) + "\n")
+    for name, texts in documents.items():
+        rows = (json.dumps({"id": topic, "text": text}) for topic, text in texts.items())
+        (partial / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
     save_shards(partial, to_state_dict(flatten_modules_for_export(model)))
     shutil.rmtree(output, ignore_errors=True)
     partial.rename(output)

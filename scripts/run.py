@@ -3,7 +3,8 @@
 Needs nothing but Python 3.11+ and a package registry. Makes an environment for the Python that runs it, such as
 .venv-3.12, with the versions of scripts/constraints*.txt: levanter on Python 3.11, marin-levanter on later ones. Then
 
-  demo   trains a small Llama on the text CPython ships, and evaluates it with shardplan on 8 virtual CPU devices
+  demo   trains a small Llama on the text CPython ships, evaluates it with shardplan on 8 virtual CPU devices, and finds
+         the text that it knows by heart
   test   runs the linters, the type checker, the import contracts and the tests
 """
 
@@ -24,6 +25,7 @@ PACKAGES = ("levanter", "marin-levanter", "haliax", "marin-haliax", "jax", "libt
 DEMO = (
     ("python", "scripts/make_demo_checkpoint.py", "--output", "build/demo"),
     ("python", "-m", "shardplan.eval", "--config", "configs/tiny.yaml"),
+    ("python", "-m", "shardplan.eval", "--config", "configs/tiny-extraction.yaml"),
 )
 TEST = (
     ("ruff", "check", "."),

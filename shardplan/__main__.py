@@ -14,6 +14,7 @@ COMMANDS = {
     "plan diff": "diff",
     "verify": "verify",
     "eval": "eval",
+    "eval compare": "compare",
     "checkpoint": "checkpoint",
     "checkpoint convert": "convert",
 }

@@ -1,8 +1,9 @@
 """`shardplan eval --config C`: plan, stream the checkpoint into the plan, evaluate text, and write the results."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from shardplan.commands.inputs import check_model_config, input_paths
 from shardplan.commands.output import check_outputs, output_plan, side_stream
@@ -14,6 +15,9 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import AUTO_BATCH, raise_first
+
+if TYPE_CHECKING:
+    from shardplan.eval.texts.store import TextStore
 
 
 def main(argv: Sequence[str]) -> None:
@@ -64,6 +68,8 @@ def main(argv: Sequence[str]) -> None:
         print_note(f"stopped after a whole shard; the same command goes on from there (results in {config.output})")
         return
     print_evaluation(summary, console(side_stream(config.json)))
+    if config.task.kind is TaskKind.EXTRACTION:
+        draw_extraction(config.output, summary, store)
     print_note(f"results written to {config.output}")
 
 
@@ -90,3 +96,16 @@ def with_windows(config: EvalCommand) -> EvalCommand:
             raise ConfigError(f"workload.{key} is {given}, task.kind extraction needs {needed}; leave it out")
     raise_first(changed.problems())
     return replace(config, workload=changed)
+
+
+def draw_extraction(output: str, summary: Mapping[str, Any], store: "TextStore") -> None:
+    """Draw the results of an extraction run; done by one process, because the others have nothing to wait for."""
+    from shardplan.eval.extraction.pictures import COLUMNS, INDEX, write_pictures
+    from shardplan.eval.results_folder import read_windows
+    from shardplan.runtime.progress import print_note, show_steps
+
+    with show_steps("drawing") as report:
+        left_out = write_pictures(output, lambda: read_windows(output, COLUMNS), store, summary, report)
+    if left_out:
+        print_note(left_out)
+    print_note(f"{INDEX} in the results folder shows them")

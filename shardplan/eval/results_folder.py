@@ -104,12 +104,6 @@ class ResultsFolder:
         tables = (pq.read_table(part) for part in sorted(self._parts()))
         self._write_table(WINDOWS, tables)
 
-    def read_windows(self) -> Iterator[pa.Table]:
-        """Yield the merged results, in the order of the windows."""
-        file = pq.ParquetFile(self.path / WINDOWS)
-        for group in range(file.num_row_groups):
-            yield file.read_row_group(group)
-
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary."""
         self._write(SUMMARY, json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n")
@@ -129,6 +123,18 @@ class ResultsFolder:
     def _write(self, name: str, data: bytes) -> None:
         with self._folder.create(name) as file:
             file.write(data)
+
+
+def read_windows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """Yield the merged results of a finished run, in the order of the windows.
+
+    Args:
+        path: the results folder.
+        columns: those to read; None for all.
+    """
+    file = pq.ParquetFile(Path(path) / WINDOWS)
+    for group in range(file.num_row_groups):
+        yield file.read_row_group(group, columns)
 
 
 def digest_of(data: bytes) -> str:

@@ -4,6 +4,7 @@ A run goes on where an earlier one with the same results folder ended. Results a
 are those of the earlier run; on other devices they differ as floating-point sums in another order do.
 """
 
+import itertools
 import logging
 import os
 import signal
@@ -24,7 +25,7 @@ from shardplan.checkpoint.session import Session, prepare
 from shardplan.config.command_flags import LoadingConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.eval.loop import Lanes, Loop, LoopStatistics, find_lanes
-from shardplan.eval.results_folder import ResultsFolder, digest_of
+from shardplan.eval.results_folder import ResultsFolder, digest_of, read_windows
 from shardplan.eval.shards import Shards
 from shardplan.eval.task import Task
 from shardplan.eval.texts.encoding import make_tokenizer
@@ -43,6 +44,9 @@ from shardplan.step import specialize
 
 logger = logging.getLogger(__name__)
 
+MESSAGE_COUNTS = 2**17
+"""Numbers of tokens that a process sends to the others at a time: messages of more than 4 MiB are refused."""
+
 
 def run_evaluation(
     config: LoadingConfig, task: Task[Any], store: TextStore, output: str, on_plan: Callable[[Plan], None]
@@ -54,8 +58,8 @@ def run_evaluation(
         on_plan: called with the Plan before anything is loaded.
 
     Returns:
-        The summary: the parts of the task (`total`, `texts` by id, ...), `run`, `load`, `plan`, `versions`; None if the
-        run was asked to stop before its end.
+        In process 0 the summary: the parts of the task (`total`, `texts` by id, ...), `run`, `load`, `plan`,
+        `versions`; empty in the others. None if the run was asked to stop before its end.
 
     Raises:
         ConfigError: the plan is not for this task, no text has a window, or the folder is of another run.
@@ -90,7 +94,7 @@ def run_evaluation(
         finished = {*processes.broadcast("finished", lambda: results.finished(ranges))}
         remaining = [shard for shard in range(shards.count) if shard not in finished]
         if not remaining:  # then nothing needs the weights
-            return processes.broadcast("summary", lambda: _finish(results, store, task, plan, LoopStatistics(), None))
+            return _finish(results, store, task, plan, LoopStatistics(), None, processes)
         started = time.perf_counter()
         module, _ = session.load(model.template)
         size = sum(array.nbytes for array in jax.tree.leaves(eqx.filter(module, eqx.is_array)))
@@ -116,7 +120,7 @@ def run_evaluation(
         processes.gather("written", None)
         if not completed:
             return None
-        return processes.broadcast("summary", lambda: _finish(results, store, task, plan, loop.statistics, load))
+        return _finish(results, store, task, plan, loop.statistics, load, processes)
 
 
 def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[str, Any]:
@@ -142,9 +146,14 @@ def _count_all(
     pieces = source.all_pieces
     bounds = [len(pieces) * i // processes.process_count for i in range(processes.process_count + 1)]
     own = pieces[bounds[processes.process_index] : bounds[processes.process_index + 1]]
-    parts = processes.gather("counts", count_tokens(workers, own))
-    check(max(largest for _, largest in parts.values()))
-    counts = np.array([count for i in range(processes.process_count) for count in parts[i][0]], np.int64)
+    own_counts, own_largest = count_tokens(workers, own)
+    check(max(processes.gather("largest token", own_largest).values()))
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    parts = [
+        processes.gather(f"counts from {start}", own_counts[start : start + MESSAGE_COUNTS])
+        for start in range(0, longest, MESSAGE_COUNTS)
+    ]
+    counts = np.array([n for i in range(processes.process_count) for part in parts for n in part[i]], np.int64)
     return np.split(counts, np.cumsum([len(each) - 1 for each in source.pieces])[:-1])
 
 
@@ -195,24 +204,25 @@ def _finish(
     plan: Plan,
     statistics: LoopStatistics,
     load: dict[str, Any] | None,
+    processes: ProcessGroup,
 ) -> dict[str, Any]:
-    """Merge the results of all windows, and write and return the summary.
+    """In process 0, merge the results of all windows, and write and return the summary.
 
     Args:
         load: what was loaded; None if all results were there.
     """
-    results.merge()
-    summary = {
-        **task.summarize(store, plan, results.read_windows()),
-        "run": {
+    summary: dict[str, Any] = {}
+
+    def finish() -> None:
+        results.merge()
+        summary.update(task.summarize(store, plan, read_windows(results.path)))
+        summary["run"] = {
             **asdict(statistics),
             "windows_per_second": statistics.windows_per_second,
             "tokens_per_second": statistics.tokens_per_second,
-        },
-        "load": load,
-        "task": asdict(task.config),
-        "plan": plan.to_json(),
-        "versions": plan.versions,
-    }
-    results.write_summary(summary)
+        }
+        summary.update(load=load, task=asdict(task.config), plan=plan.to_json(), versions=plan.versions)
+        results.write_summary(summary)
+
+    processes.broadcast("summary", finish)
     return summary

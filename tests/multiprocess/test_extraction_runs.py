@@ -87,6 +87,18 @@ def windows_of(names):
     return sum(int(last) - int(first) for first, last in (name.split(".")[0].split("-") for name in names))
 
 
+def test_results_have_pictures(uninterrupted):
+    """They are drawn once, by the first process."""
+    assert parts(uninterrupted)
+    found = {str(path.relative_to(uninterrupted)) for path in uninterrupted.rglob("*") if path.is_file()}
+    expected = {"index.html", "plots/total.png", *(f"{kind}{i}.txt{end}" for i in (0, 1) for kind, end in
+                (("plots/", ".png"), ("pages/", ".html")))}  # fmt: skip
+    assert {name for name in found if not name.startswith("parts/")} - expected == {
+        "run.json", "summary.json", "windows.parquet",
+    }  # fmt: skip
+    assert expected <= found
+
+
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.whole)])
 def test_a_run_goes_on_after_sigkill(books, uninterrupted, tmp_path, kills):
     """Results are equal to the bit, no part that was complete is written again, and no worker is left."""

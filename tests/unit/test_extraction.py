@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from shardplan.config.sections import StrideUnit
 from shardplan.errors import ConfigError
-from shardplan.eval.extraction import probabilities as extraction
+from shardplan.eval.extraction.character_runs import RunStream
 from shardplan.eval.extraction.probabilities import (
+    CURVE_LOG_THRESHOLDS,
     THRESHOLDS,
     Coverage,
     TextSummary,
@@ -18,7 +19,7 @@ from shardplan.eval.extraction.probabilities import (
     total_of,
 )
 from shardplan.eval.extraction.windows import Protocol, divide_texts, result_schema
-from shardplan.eval.results_folder import ResultsFolder
+from shardplan.eval.results_folder import ResultsFolder, read_windows
 from shardplan.eval.shards import Shards
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import build_model
@@ -71,23 +72,63 @@ def test_probabilities_below_those_of_float32():
     assert suffix_log_probs(log_prob) == [-2000.0]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60), st.floats(-9, 0)), max_size=40), st.integers(1, 50)
-)  # fmt: skip
-def test_coverage_equals_brute_force(windows, flushed):
-    characters = 400
-    windows = sorted(windows)
+def brute_force(characters, windows):
+    """The largest log p of each character."""
     largest = np.full(characters, -np.inf)
     for start, length, log_p in windows:
         largest[start : start + length] = np.maximum(largest[start : start + length], log_p)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extraction, "FLUSHED_CHARACTERS", flushed)
-        coverage = Coverage(characters)
-        for start, length, log_p in windows:
-            coverage.add(np.array([start]), np.array([start + length]), np.array([log_p]))
-        assert coverage.finish() == {f"{t:g}": (largest >= np.log(t)).sum() / characters for t in THRESHOLDS}
+    return largest
+
+
+WINDOWS = st.lists(
+    st.tuples(st.integers(0, 300), st.integers(0, 90), st.floats(-9, 0) | st.sampled_from([-2000.0, -1.0, 0.0])),
+    max_size=40,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(WINDOWS, st.integers(1, 50))
+def test_coverage_equals_brute_force(windows, together):
+    characters = 400
+    windows = sorted(windows)
+    largest = brute_force(characters, windows)
+    coverage = Coverage(characters)
+    for i in range(0, len(windows), together):
+        start, length, log_p = (np.array(each) for each in zip(*windows[i : i + together], strict=True))
+        coverage.add(start, start + length, log_p)
+    assert coverage.finish() == {f"{t:g}": (largest >= np.log(t)).sum() / characters for t in THRESHOLDS}
+    expected = (largest[:, None] >= CURVE_LOG_THRESHOLDS).sum(axis=0)
+    np.testing.assert_array_equal(coverage.curve_counts(), expected)
     np.testing.assert_array_equal(coverage.strip, largest)  # as many parts as characters
+
+
+@settings(max_examples=100, deadline=None)
+@given(WINDOWS, st.integers(1, 50))
+def test_runs_follow_each_other_and_have_no_equal_neighbours(windows, together):
+    windows = sorted(windows)
+    stream, runs = RunStream(), []
+    for i in range(0, len(windows), together):
+        start, length, log_p = (np.array(each) for each in zip(*windows[i : i + together], strict=True))
+        runs.append(stream.add(start, start + length, log_p, int(start[-1])))
+        assert (np.diff(runs[-1].values) != 0).all()  # also where both are minus infinity, whose difference is nan
+    runs.append(stream.finish(400))
+    bounds = np.concatenate([[0], *(each.bounds[1:] for each in runs)])
+    values = np.concatenate([each.values for each in runs])
+    np.testing.assert_array_equal(np.repeat(values, np.diff(bounds)), brute_force(400, windows))
+
+
+def test_windows_far_apart_need_no_memory_between_them():
+    starts = np.arange(1000, dtype=np.int64) * 10**9
+    runs = RunStream().add(starts, starts + 100, np.zeros(1000), int(starts[-1]))
+    assert len(runs.values) == 2 * 999 and runs.bounds[-1] == starts[-1]
+
+
+def test_suffixes_that_start_earlier_than_that_of_the_window_before():
+    """With a stride in characters, each window is encoded by itself."""
+    coverage = Coverage(40)
+    coverage.add(np.array([20]), np.array([30]), np.array([-1.0]), final=0)
+    coverage.add(np.array([15]), np.array([22]), np.array([-0.1]), final=5)
+    assert coverage.finish()["0.1"] == 15 / 40
 
 
 def test_summary():
@@ -169,5 +210,5 @@ def test_incomplete_shards_are_computed_again(tmp_path):
     names = sorted(path.name for path in (tmp_path / "results" / "parts").iterdir())
     assert [int(name[:12]) for name in names] == [0, 4, 16, 18]
     folder.merge()
-    windows = [w for table in folder.read_windows() for w in table["window"].to_pylist()]
+    windows = [w for table in read_windows(folder.path) for w in table["window"].to_pylist()]
     assert windows == [*range(8), *range(16, 22)]

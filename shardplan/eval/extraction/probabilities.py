@@ -5,20 +5,21 @@ prefix.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from shardplan.eval.extraction.character_runs import Runs, RunStream, range_maximum
+
 THRESHOLDS = (0.001, 0.01, 0.1, 0.5, 0.75)
 """Probabilities for which the covered part of a text is reported."""
 LOG_BINS = 500
 """Bins of one nat in the histogram of log p_z."""
-BINS = 400
-"""Parts of a text in its strip."""
-FLUSHED_CHARACTERS = 2**20
-"""Characters whose largest p_z is final that are kept before they are counted."""
+STRIP_PARTS = 400
+"""Most parts of a text in its strip."""
+CURVE_LOG_THRESHOLDS = np.linspace(np.log(1e-4), 0, 161)
+"""Logarithms of the probabilities at which the curve of coverage is known: 40 in each factor of ten."""
 
 
 def suffix_log_probs(log_prob: np.ndarray) -> np.ndarray:
@@ -39,42 +40,62 @@ def top_k_log_probs(log_prob: np.ndarray, rank: np.ndarray, top_log_prob: np.nda
     return total
 
 
-@dataclass
 class Coverage:
     """The largest p_z of the windows that cover each character of a text, counted while windows are read in order."""
 
-    characters: int
+    def __init__(self, characters: int):
+        """Count the characters of a text of `characters` characters."""
+        self._characters, self._runs = characters, RunStream()
+        self._counts, self._curve_counts = _Counts(np.log(THRESHOLDS)), _Counts(CURVE_LOG_THRESHOLDS)
+        self.strip = np.full(min(STRIP_PARTS, max(characters, 1)), -np.inf)
+        """float64[part]: the largest log p_z in each of equal parts of the text; minus infinity where no window is."""
 
-    def __post_init__(self) -> None:
-        self._base, self._values = 0, np.full(0, -np.inf)
-        self._counts = np.zeros(len(THRESHOLDS), np.int64)
-        self.strip = np.full(BINS, -np.inf)
-        """The largest log p_z in each of equal parts of the text."""
+    def add(self, starts: np.ndarray, ends: np.ndarray, log_p: np.ndarray, final: int | None = None) -> None:
+        """Add windows.
 
-    def add(self, starts: np.ndarray, ends: np.ndarray, log_p: np.ndarray) -> None:
-        """Add windows, whose starts never decrease, from one call to the next either."""
-        for start, end, value in zip(starts.tolist(), ends.tolist(), log_p.tolist(), strict=True):
-            if start - self._base > FLUSHED_CHARACTERS:
-                self._flush(start - self._base)
-            missing = end - self._base - len(self._values)
-            if missing > 0:
-                self._values = np.concatenate([self._values, np.full(missing + FLUSHED_CHARACTERS // 16, -np.inf)])
-            part = self._values[start - self._base : end - self._base]
-            np.maximum(part, value, out=part)
+        Args:
+            starts, ends: int64[window], characters.
+            final: a character before which no later window starts; default: the last start, as starts never decrease.
+        """
+        if len(starts):
+            self._count(self._runs.add(starts, ends, log_p, int(starts[-1]) if final is None else final))
 
     def finish(self) -> dict[str, float]:
         """Return threshold -> the part of the text's characters whose largest p_z is at least the threshold."""
-        self._flush(len(self._values))
-        return {f"{t:g}": int(n) / max(self.characters, 1) for t, n in zip(THRESHOLDS, self._counts, strict=True)}
+        self._count(self._runs.finish(self._characters))
+        covered = self._counts.at_least() / max(self._characters, 1)
+        return {f"{t:g}": float(part) for t, part in zip(THRESHOLDS, covered, strict=True)}
 
-    def _flush(self, count: int) -> None:
-        """Count the first characters, whose largest p_z no later window changes."""
-        values = self._values[:count]
-        limits = np.log(THRESHOLDS)
-        self._counts += (values[:, None] >= limits).sum(axis=0)
-        bins = np.minimum((self._base + np.arange(len(values))) * BINS // max(self.characters, 1), BINS - 1)
-        np.maximum.at(self.strip, bins, values)
-        self._base, self._values = self._base + count, self._values[count:]
+    def curve_counts(self) -> np.ndarray:
+        """Return the characters whose largest log p_z is at least each of `CURVE_LOG_THRESHOLDS`, int64[threshold]."""
+        return self._curve_counts.at_least()
+
+    def _count(self, runs: Runs) -> None:
+        """Count characters, whose largest p_z no later window changes."""
+        lengths = np.diff(runs.bounds)
+        self._counts.add(runs.values, lengths)
+        self._curve_counts.add(runs.values, lengths)
+        parts = len(self.strip)
+        first, last = (each * parts // max(self._characters, 1) for each in (runs.bounds[:-1], runs.bounds[1:] - 1))
+        np.maximum(self.strip, range_maximum(first, last + 1, runs.values, parts), out=self.strip)
+
+
+class _Counts:
+    """Numbers of characters whose value is at least each of some limits."""
+
+    def __init__(self, limits: np.ndarray):
+        """Count at `limits`, float64[limit], which increase."""
+        self._limits = limits
+        self._counts = np.zeros(len(limits) + 1, np.int64)
+
+    def add(self, values: np.ndarray, lengths: np.ndarray) -> None:
+        """Add `lengths`, int64[run], characters with the values float64[run]."""
+        np.add.at(self._counts, np.searchsorted(self._limits, values, side="right"), lengths)
+
+    def at_least(self) -> np.ndarray:
+        """Return the number of characters at each limit, int64[limit]."""
+        total: np.ndarray = self._counts[::-1].cumsum()[-2::-1]
+        return total
 
 
 class TextSummary:
@@ -98,9 +119,14 @@ class TextSummary:
         """float64[part]: the largest log p_z in each of equal parts of the text; minus infinity where no window is."""
         return self._whole.strip
 
+    @property
+    def curve_counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Characters at least as probable as `CURVE_LOG_THRESHOLDS`, by windows and by suffixes, int64[threshold]."""
+        return self._whole.curve_counts(), self._suffix.curve_counts()
+
     def add(self, table: pa.Table) -> None:
         """Add the results of further windows."""
-        log_prob, rank, top = (_matrix(table, name) for name in ("log_prob", "rank", "top_log_prob"))
+        log_prob, rank, top = (read_matrix(table, name) for name in ("log_prob", "rank", "top_log_prob"))
         start, suffix_start, end = (table[name].to_numpy() for name in ("start", "suffix_start", "end"))
         log_p = suffix_log_probs(log_prob)
         limits = np.log(THRESHOLDS)
@@ -113,7 +139,8 @@ class TextSummary:
         bins = np.clip(-log_p, 0, LOG_BINS - 1).astype(int)
         self.histogram += np.bincount(bins, minlength=LOG_BINS)
         self._whole.add(start, end, log_p)
-        self._suffix.add(suffix_start, end, log_p)
+        # windows that are encoded by themselves may have suffixes that start before that of the window before
+        self._suffix.add(suffix_start, end, log_p, final=int(start[-1]))
 
     def finish(self) -> dict[str, Any]:
         """Return the summary, once all windows are added."""
@@ -153,7 +180,7 @@ def total_of(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _matrix(table: pa.Table, name: str) -> np.ndarray:
+def read_matrix(table: pa.Table, name: str) -> np.ndarray:
     """Return a column of lists of equal length as an array [row, element]."""
     column = table[name].combine_chunks()
     values: np.ndarray = column.flatten().to_numpy().reshape(len(column), column.type.list_size)

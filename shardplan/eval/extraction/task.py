@@ -1,17 +1,15 @@
 """The task that measures how probable a model finds the words of texts, window by window."""
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from jax.sharding import Mesh
 
 from shardplan.config.sections import StrideUnit, TaskConfig
 from shardplan.errors import ConfigError
-from shardplan.eval.extraction.probabilities import TextSummary, total_of
+from shardplan.eval.extraction.summary import summarize
 from shardplan.eval.extraction.windows import ExtractionWindows, Protocol, divide_texts, result_schema
 from shardplan.eval.texts.reader import SpecialTokens
 from shardplan.eval.texts.store import TextStore
@@ -98,29 +96,4 @@ class ExtractionTask:
 
     def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
         """Return what the probabilities say of each text and of all, and what plots of them show."""
-        texts = {text.id: TextSummary(text.characters, plan.workload.top_k) for text in store.texts}
-        for table in results:
-            for id_, part in _split_by_text(table):
-                texts[id_].add(part)
-        summaries = {id_: each.finish() for id_, each in texts.items()}
-        return {
-            "total": total_of(list(summaries.values())),
-            "texts": summaries,
-            "plots": {
-                id_: {"histogram": each.histogram.tolist(), "strip": _finite(each.strip)} for id_, each in texts.items()
-            },
-        }
-
-
-def _split_by_text(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the consecutive rows of each text."""
-    names = np.array(table["text"].to_pylist())
-    if len(names) == 0:
-        return
-    starts = [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1).tolist(), len(names)]
-    for start, end in itertools.pairwise(starts):
-        yield str(names[start]), table.slice(start, end - start)
-
-
-def _finite(values: np.ndarray) -> list[float | None]:
-    return [float(value) if np.isfinite(value) else None for value in values]
+        return summarize(results, store.texts, plan.workload.top_k)

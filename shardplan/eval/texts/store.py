@@ -63,10 +63,6 @@ class TextStore:
         """Path of the temporary file, which other processes of this machine can read."""
         return str(self.file.name)
 
-    def text(self, index: int) -> str:
-        """Return a whole text."""
-        return read_characters(self.path, self.texts[index].pieces, 0, self.texts[index].characters)
-
 
 def read_characters(path: str, pieces: np.ndarray, start: int, end: int) -> str:
     """Return the characters from `start` to `end` of a text in a store.

@@ -1,0 +1,57 @@
+"""`shardplan eval compare A B ...`: print and draw the extraction results of several models side by side."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardplan.commands.output import check_outputs, side_stream, write_json
+from shardplan.config.help import make_parser
+from shardplan.errors import ConfigError, nearest
+
+FORMATS = ("pdf", "png", "svg")
+"""Endings of plots."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run `shardplan eval compare` with the arguments `argv`.
+
+    Raises:
+        ConfigError: other arguments, a folder without finished results, or results that cannot be compared.
+    """
+    parser = make_parser("eval compare", description="Print the extraction results of several models side by side.")
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="the output of `eval --task.kind extraction`")
+    parser.add_argument("--output", metavar="FILE", help="also draw them: a .png, .pdf or .svg file")
+    parser.add_argument("--json", metavar="TEXT", help="write the comparison to this path, or to stdout with `-`")
+    arguments = parser.parse_args(argv)
+    format_ = _format_of(arguments.output)
+    check_outputs(arguments.folders, output=arguments.output, json=arguments.json)
+    from shardplan.eval.extraction.compare import compare
+    from shardplan.report.extraction_comparison import print_comparison
+    from shardplan.report.tables import console
+    from shardplan.runtime.progress import print_note
+
+    found = compare(arguments.folders)
+    if arguments.json is not None:
+        write_json(found.to_json(), arguments.json)
+    out = console(side_stream(arguments.json))
+    if arguments.json != "-":
+        print_comparison(found.labels, found.texts, found.total, found.left_out, found.has_one_tokenizer, out)
+    if format_ is not None:
+        from shardplan.report.extraction_plots import COMPARED_THRESHOLD, draw_comparison, save_figure
+        from shardplan.storage.writing import OutputFolder
+
+        texts = {id_: [each["coverage"][COMPARED_THRESHOLD] for each in models] for id_, models in found.texts.items()}
+        figure = draw_comparison(found.labels, found.curves, found.thresholds, texts)
+        path = Path(arguments.output)
+        with OutputFolder(str(path.parent)).create(path.name) as file:
+            save_figure(figure, file, format_)
+        print_note(f"plot written to {arguments.output}")
+
+
+def _format_of(output: str | None) -> str | None:
+    """Return the format of a plot, by the ending of its file."""
+    if output is None:
+        return None
+    ending = Path(output).suffix.removeprefix(".").lower()
+    if ending not in FORMATS:
+        raise ConfigError(f"output {output!r} does not end in a known format; {nearest(ending, FORMATS)}")
+    return ending

@@ -1,0 +1,143 @@
+"""Draws the results of an extraction run: a plot and an HTML page for each text, and an index of them.
+
+| file in the results folder | content |
+|---|---|
+| index.html | a row for each text |
+| plots/total.png, plots/NAME.png | log p_z, coverage over thresholds, the largest p_z along the text |
+| pages/NAME.html | the text, shaded by the largest p_z of the windows that cover each character |
+
+`NAME` is the id of the text where that is a safe file name.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from shardplan.eval.extraction.character_runs import Runs, RunStream, range_maximum
+from shardplan.eval.extraction.probabilities import read_matrix, suffix_log_probs
+from shardplan.eval.extraction.summary import MAX_PICTURES, split_by_text
+from shardplan.eval.texts.store import Text, TextStore, read_characters
+from shardplan.report.file_names import file_names
+from shardplan.storage.writing import OutputFolder
+
+INDEX, PAGES, PLOTS, TOTAL = "index.html", "pages", "plots", "total"
+COLUMNS = ("text", "start", "end", "log_prob")
+"""Columns of the windows that pages are made from."""
+PAGE_CHARACTERS = 4_000_000
+"""Characters of a text that is shown as a whole, at most; a browser needs seconds for that many."""
+PASSAGE_CHARACTERS, PASSAGES = 2_000, 500
+"""Size and number of the passages that are shown of a longer text."""
+
+Windows = Callable[[], Iterable[pa.Table]]
+"""Returns the windows of a run, in order, with at least `COLUMNS`."""
+
+
+def write_pictures(
+    output: str, windows: Windows, store: TextStore, summary: Mapping[str, Any], report: Callable[[str], None]
+) -> str | None:
+    """Write plots and pages into a results folder.
+
+    Args:
+        output: the folder.
+        windows: called once, or twice if a text is too long for a page.
+        store: the texts of the run.
+        summary: that of the run, as in summary.json.
+        report: called with what is drawn next.
+
+    Returns:
+        A line that says which texts have no pictures because there are too many; None if all with windows have.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    from shardplan.report.extraction_page import ShadedText, index_page, page_parts
+    from shardplan.report.extraction_plots import draw_text, save_figure
+
+    folder = OutputFolder(output)
+    plots, texts = summary["plots"], {text.id: text for text in store.texts}
+    names = file_names(plots["texts"], taken=(TOTAL,))
+    model = model_name(summary)
+    titles = {TOTAL: ("All texts", plots["total"], summary["total"])}
+    titles |= {name: (id_, plots["texts"][id_], summary["texts"][id_]) for id_, name in names.items()}
+    for name, (title, data, each) in titles.items():
+        report(f"plot of {title}")
+        with folder.create(f"{PLOTS}/{name}.png") as file:
+            figure = draw_text(f"{title} ({model})", data, plots["thresholds"], each["characters"])
+            save_figure(figure, file, "png")
+    passages = _passages(windows, [texts[id_] for id_ in names if texts[id_].characters > PAGE_CHARACTERS])
+    for id_, tables in _by_text(windows):
+        if id_ not in names:
+            continue
+        report(f"page of {id_}")
+        text = texts[id_]
+        shaded = ShadedText(
+            ((runs.bounds, runs.values) for runs in _runs(tables, text.characters)),
+            _reader(store, text),
+            passages.get(id_, [(0, text.characters)]),
+            text.characters,
+        )
+        with folder.create(f"{PAGES}/{names[id_]}.html") as file:
+            for part in page_parts(
+                id_, model, summary["task"], summary["texts"][id_], plots["texts"][id_]["strip"], shaded
+            ):
+                file.write(part)
+    with folder.create(INDEX) as file:
+        file.write(index_page(model, summary, names))
+    count = sum(each["windows"] > 0 for each in summary["texts"].values())
+    if count <= len(names):
+        return None
+    return f"only the first {MAX_PICTURES} of {count:,} texts have a plot and a page"
+
+
+def model_name(summary: Mapping[str, Any]) -> str:
+    """Return the name of the model of a run: the last part of its reference."""
+    model = summary["plan"]["model"]
+    return str(model["ref"] or model["config"]).rstrip("/").rpartition("/")[2]
+
+
+def _by_text(windows: Windows) -> Iterator[tuple[str, Iterator[pa.Table]]]:
+    """Yield the id of each text and the parts of its windows."""
+    for id_, items in itertools.groupby(split_by_text(windows()), key=lambda item: item[0]):
+        yield id_, (table for _, table in items)
+
+
+def _runs(tables: Iterable[pa.Table], characters: int) -> Iterator[Runs]:
+    """Yield the runs of a text by the largest log p_z of its whole windows."""
+    stream = RunStream()
+    for table in tables:
+        starts, ends = (table[name].to_numpy() for name in ("start", "end"))
+        yield stream.add(starts, ends, suffix_log_probs(read_matrix(table, "log_prob")), int(starts[-1]))
+    yield stream.finish(characters)
+
+
+def _passages(windows: Windows, texts: Iterable[Text]) -> dict[str, list[tuple[int, int]]]:
+    """Return of each text the passages with the largest p_z, in the order of the text."""
+    sizes = {text.id: text.characters for text in texts}
+    found = {}
+    for id_, tables in _by_text(windows) if sizes else ():
+        if id_ not in sizes:
+            continue
+        largest = np.full(-(-sizes[id_] // PASSAGE_CHARACTERS), -np.inf, np.float32)
+        for runs in _runs(tables, sizes[id_]):
+            covered = runs.values > -np.inf
+            if not covered.any():
+                continue
+            first = runs.bounds[:-1][covered] // PASSAGE_CHARACTERS
+            last = (runs.bounds[1:][covered] - 1) // PASSAGE_CHARACTERS
+            start, end = int(first[0]), int(last[-1]) + 1
+            part = range_maximum(first - start, last + 1 - start, runs.values[covered], end - start)
+            np.maximum(largest[start:end], part, out=largest[start:end])
+        best = np.zeros(len(largest) + 2, bool)
+        best[1 + np.argsort(-largest, kind="stable")[:PASSAGES]] = True
+        starts = np.flatnonzero(best[1:] & ~best[:-1]) * PASSAGE_CHARACTERS  # neighbours are one passage
+        ends = np.minimum(np.flatnonzero(best[:-1] & ~best[1:]) * PASSAGE_CHARACTERS, sizes[id_])
+        found[id_] = list(zip(starts.tolist(), ends.tolist(), strict=True))
+    return found
+
+
+def _reader(store: TextStore, text: Text) -> Callable[[int, int], str]:
+    """Return a function that returns the characters of a text from one to another, or to its end."""
+    return lambda start, end: read_characters(store.path, text.pieces, start, min(end, text.characters))

@@ -1,0 +1,75 @@
+"""The summary of an extraction run: what its windows say of each text, and the data of the pictures."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from shardplan.eval.extraction.probabilities import CURVE_LOG_THRESHOLDS, LOG_BINS, TextSummary, total_of
+from shardplan.eval.texts.store import Text
+
+MAX_PICTURES = 100
+"""Most texts that have pictures: the first ones that have windows."""
+
+
+def summarize(tables: Iterable[pa.Table], texts: Sequence[Text], top_k: int) -> dict[str, Any]:
+    """Summarize the results of all windows; one text is in memory at a time.
+
+    Args:
+        tables: the windows, in their order, which is that of the texts.
+        top_k: tokens of the top k that the scores are for; 0 for none.
+
+    Returns:
+        `total`, `texts` (by id), and `plots`, in which the text of `MAX_PICTURES` texts and the total have a
+        `histogram` (windows from -(i + 1) to -i nats), a `curve` and a `suffix_curve` (the covered part of the
+        characters at each of `thresholds`), and each text a `strip` (the largest log p_z of its equal parts).
+    """
+    by_text = itertools.groupby(split_by_text(tables), key=lambda item: item[0])
+    id_, parts = next(by_text, (None, iter(())))
+    summaries: dict[str, Any] = {}
+    plots: dict[str, Any] = {}
+    histogram, curves = np.zeros(LOG_BINS, np.int64), np.zeros((2, len(CURVE_LOG_THRESHOLDS)), np.int64)
+    for text in texts:
+        each = TextSummary(text.characters, top_k)
+        if text.id == id_:
+            for _, part in parts:
+                each.add(part)
+            id_, parts = next(by_text, (None, iter(())))
+        summaries[text.id] = each.finish()
+        counts = np.stack(each.curve_counts)
+        if summaries[text.id]["windows"] and len(plots) < MAX_PICTURES:
+            plots[text.id] = {**_plots(each.histogram, counts, text.characters), "strip": _finite(each.strip)}
+        histogram, curves = histogram + each.histogram, curves + counts
+    total = total_of(list(summaries.values()))
+    return {
+        "total": total,
+        "texts": summaries,
+        "plots": {
+            "thresholds": np.exp(CURVE_LOG_THRESHOLDS).tolist(),
+            "total": _plots(histogram, curves, total["characters"]),
+            "texts": plots,
+        },
+    }
+
+
+def split_by_text(tables: Iterable[pa.Table]) -> Iterator[tuple[str, pa.Table]]:
+    """Yield the id of a text and consecutive windows of it."""
+    for table in tables:
+        if table.num_rows == 0:
+            continue
+        names = table["text"].combine_chunks()
+        is_first = np.flatnonzero(np.asarray(names[1:].to_numpy(False) != names[:-1].to_numpy(False))) + 1
+        for start, end in itertools.pairwise([0, *is_first.tolist(), table.num_rows]):
+            yield names[start].as_py(), table.slice(start, end - start)
+
+
+def _plots(histogram: np.ndarray, curves: np.ndarray, characters: int) -> dict[str, list[float]]:
+    """Return a histogram, and curves of covered characters as parts of all."""
+    whole, suffix = (curves / max(characters, 1)).tolist()
+    return {"histogram": histogram.tolist(), "curve": whole, "suffix_curve": suffix}
+
+
+def _finite(values: np.ndarray) -> list[float | None]:
+    return [float(value) if np.isfinite(value) else None for value in values]

@@ -1,0 +1,46 @@
+"""The table of several models on the same texts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from shardplan.report.file_names import short_label
+from shardplan.report.probability_scale import threshold_text
+from shardplan.report.text import make_table, print_first_fitting, print_wrapped
+
+MAX_NAMES = 5
+"""Texts that are left out are named up to this number."""
+
+
+def print_comparison(
+    labels: Sequence[str], texts: Mapping[str, Sequence[Mapping[str, Any]]], total: Sequence[Mapping[str, Any]],
+    left_out: Sequence[str], has_one_tokenizer: bool, out: Console,
+) -> None:  # fmt: skip
+    """Print the coverage of every text at each threshold, a row for each model; then all texts together.
+
+    Args:
+        labels: names of the models.
+        texts: text -> its summary for each model.
+        total: the summary of all texts for each model.
+        left_out: ids of texts that are not compared.
+        has_one_tokenizer: whether the windows of all models are the same.
+    """
+    thresholds = list(total[0]["coverage"])
+    columns = ("windows", "greedy", *(f">={threshold_text(float(t))}" for t in thresholds))
+    table = make_table("Characters covered by windows with p_z of at least", ["text, model"], columns, is_narrow=True)
+    table.padding = (0, 1, 0, 0)
+    for id_, models in {**texts, f"all {len(texts):,} texts": total}.items():
+        table.add_section()
+        table.add_row(Text(short_label(id_), "bold"))
+        for label, each in zip(labels, models, strict=True):
+            coverage = (f"{each['coverage'][t]:.1%}" for t in thresholds)
+            table.add_row(Text(f"  {label}"), f"{each['windows']:,}", f"{each['greedy']:,}", *coverage)
+    print_first_fitting([table], out)
+    if left_out:
+        more = f" and {len(left_out) - MAX_NAMES:,} more" if len(left_out) > MAX_NAMES else ""
+        names = ", ".join(map(short_label, left_out[:MAX_NAMES]))
+        print_wrapped(f"left out, because not all runs have these texts: {names}{more}", out)
+    if not has_one_tokenizer:
+        print_wrapped("the tokenizers differ, so that windows of as many tokens have other numbers of characters", out)

@@ -1,0 +1,178 @@
+"""HTML pages of extraction results: a text shaded by probability, and an index of the texts.
+
+A page is one file that needs nothing else. It is produced piece by piece, so that a text is never in memory as a whole.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from shardplan.report.file_names import short_label
+from shardplan.report.probability_scale import LABELLED, SHADES, probability_text, shade, threshold_text
+
+READ_CHARACTERS = 2**16
+"""Characters of a text that are in memory at a time."""
+ANCHOR_CHARACTERS = 400
+"""Characters from one place in a text to which its strip leads to the next, at least."""
+
+
+@dataclass(frozen=True)
+class ShadedText:
+    """A text with the largest log p_z of its characters."""
+
+    runs: Iterable[tuple[np.ndarray, np.ndarray]]
+    """Parts of the text in order: int64[run + 1] bounds of the runs, and their float64[run] values; minus infinity for
+    characters in no window."""
+    read: Callable[[int, int], str]
+    """Returns the characters from one to another."""
+    kept: Sequence[tuple[int, int]]
+    """The parts of the text that are on the page, in order: all of it, or passages."""
+    characters: int
+
+
+def page_parts(
+    id_: str, model: str, task: Mapping[str, Any], summary: Mapping[str, Any], strip: Sequence[float | None],
+    text: ShadedText,
+) -> Iterator[bytes]:  # fmt: skip
+    """Yield the parts of the page of a text, in UTF-8.
+
+    Args:
+        id_: of the text.
+        model: name of the model.
+        task, summary, strip: as in summary.json, of this text.
+    """
+    is_whole = list(text.kept) == [(0, text.characters)]
+    # the parts of the strip lead to places in the text that are not so close that they split words
+    step = max(1, -(-len(strip) * ANCHOR_CHARACTERS // max(text.characters, 1)))
+    anchors = {i: -(-i * text.characters // len(strip)) for i in range(0, len(strip), step)} if is_whole else {}
+    stream = _environment().get_template("extraction_page.html").generate(
+        label=short_label(id_, 200), model=model, task=task, summary=summary, strip=strip, is_whole=is_whole, step=step,
+        shown=sum(end - start for start, end in text.kept), shades=SHADES, labelled=LABELLED, style=_style(),
+        body=_body(text, anchors, is_whole),
+    )  # fmt: skip
+    return (part.encode() for part in stream)
+
+
+def index_page(model: str, summary: Mapping[str, Any], names: Mapping[str, str]) -> bytes:
+    """Return a page with a row for each text, in UTF-8.
+
+    Args:
+        names: of the texts that have pictures, the names of their files without endings.
+    """
+    rows = [(short_label(id_, 80), each, names.get(id_)) for id_, each in summary["texts"].items()]
+    return (
+        _environment()
+        .get_template("extraction_index.html")
+        .render(
+            model=model,
+            task=summary["task"],
+            total=summary["total"],
+            rows=[*rows, ("total", summary["total"], None)],
+            style=_style(),
+        )
+        .encode()
+    )
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("shardplan.report"), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    environment.filters |= {
+        "shade": shade,
+        "probability": probability_text,
+        "threshold": lambda value: threshold_text(float(value)),
+    }
+    return environment
+
+
+def _style() -> Markup:
+    return Markup((resources.files("shardplan.report") / "templates" / "style.css").read_text(encoding="utf-8"))
+
+
+def _body(text: ShadedText, anchors: Mapping[int, int], is_whole: bool) -> Iterator[Markup]:
+    """Yield the text with its shades; each kept part in a block of its own."""
+    reader, places = _Reader(text.read), iter([*anchors.items(), (-1, text.characters + 1)])
+    number, place = next(places)
+    opened = -1
+    for kept, start, end, label in _spans(text):
+        if kept != opened:
+            if opened >= 0:
+                yield Markup("</div>")
+            if not is_whole:
+                first, last = text.kept[kept]
+                yield Markup("<h2>Characters {:,} to {:,}</h2>").format(first, last)
+            yield Markup('<div class="text">')
+            opened = kept
+        if label:
+            level, title = label
+            yield Markup('<span class=s{} title="{}">' if level else '<span{} title="{}">').format(level or "", title)
+        while start < end:
+            while place <= start:
+                yield Markup("<a id=c{}></a>").format(number)
+                number, place = next(places)
+            stop = min(end, place)
+            yield from map(_escaped, reader.read(start, stop))
+            start = stop
+        if label:
+            yield Markup("</span>")
+    if opened >= 0:
+        yield Markup("</div>")
+
+
+def _spans(text: ShadedText) -> Iterator[tuple[int, int, int, tuple[int, str] | None]]:
+    """Yield kept part, start, end, and shade and text of the value of consecutive characters that share these.
+
+    Values that look the same are one.
+    """
+    starts, ends = np.array(text.kept, np.int64).reshape(-1, 2).T
+    last: tuple[int, int, int, tuple[int, str] | None] | None = None
+    for bounds, values in text.runs:
+        first = np.searchsorted(ends, bounds[:-1], side="right")  # the first kept part that ends after the run's start
+        is_shown = first < len(starts)
+        is_shown &= starts[np.minimum(first, len(starts) - 1)] < bounds[1:]
+        for i in np.flatnonzero(is_shown):
+            value = float(values[i])
+            label = None if value == -np.inf else (shade(value), probability_text(value))
+            kept = int(first[i])
+            while kept < len(starts) and starts[kept] < bounds[i + 1]:
+                start, end = max(int(starts[kept]), int(bounds[i])), min(int(ends[kept]), int(bounds[i + 1]))
+                if last and last[0] == kept and last[3] == label:
+                    last = (kept, last[1], end, label)
+                else:
+                    if last:
+                        yield last
+                    last = (kept, start, end, label)
+                kept += 1
+    if last:
+        yield last
+
+
+class _Reader:
+    """Reads a text from its start to its end."""
+
+    def __init__(self, read: Callable[[int, int], str]):
+        self._read, self._start, self._text = read, 0, ""
+
+    def read(self, start: int, end: int) -> Iterator[str]:
+        """Yield the characters from `start` to `end` in parts; a text that ends before is an error of the caller."""
+        while start < end:
+            if not self._start <= start < self._start + len(self._text):
+                self._start, self._text = start, self._read(start, start + READ_CHARACTERS)
+                if not self._text:
+                    raise ValueError(f"the text has no character {start}")
+            part = self._text[start - self._start : end - self._start]
+            yield part
+            start += len(part)
+
+
+def _escaped(text: str) -> Markup:
+    """Escape text for HTML, in which a carriage return must be a reference, and a null cannot be."""
+    return Markup(str(escape(text)).replace("\r", "&#13;").replace("\0", "\u2400"))

@@ -1,0 +1,37 @@
+"""File names for things with names of their own."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+LONGEST = 80
+"""Characters of a file name, at most, without its ending."""
+
+
+def file_names(ids: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
+    """Return for each id a file name without an ending, which is safe on every system and differs from the others.
+
+    An id that is not safe as it is, such as one with slashes or one that another differs from in case only, has a part
+    of its SHA-256 at the end of its file name.
+
+    Args:
+        ids: different from each other.
+        taken: file names that are not given to any id.
+    """
+    used = {name.lower() for name in taken}
+    names = {}
+    for id_ in ids:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", id_).lstrip(".-")[:LONGEST].rstrip(".") or "text"
+        digest, length = hashlib.sha256(id_.encode()).hexdigest(), 8
+        unique = name if name == id_ else f"{name[: LONGEST - length - 1]}-{digest[:length]}"
+        while unique.lower() in used:
+            unique, length = f"{name[: LONGEST - length - 1]}-{digest[:length]}", length + 8
+        used.add(unique.lower())
+        names[id_] = unique
+    return names
+
+
+def short_label(text: str, limit: int = 60) -> str:
+    """Return a text on one line of at most `limit` characters, without those that cannot be printed."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
