@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
                 verify_plan(config, plan, out if is_first_process() else nowhere)
 
     task = ExtractionTask(config.task) if config.task.kind is TaskKind.EXTRACTION else LossTask(config.task)
-    summary = run_evaluation(config, task, store, config.output, on_plan)
+    summary = run_evaluation(config, task, store, config.output, on_plan, config.tracker)
     if not is_first_process():
         return
     if summary is None:

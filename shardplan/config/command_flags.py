@@ -12,6 +12,7 @@ from shardplan.config.sections import (
     MeshConfig,
     ModelConfig,
     TaskConfig,
+    TrackerSection,
     check_minimum,
 )
 from shardplan.errors import ConfigError
@@ -132,6 +133,7 @@ class EvalCommand(LoadingConfig, CompilingConfig):
 
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    tracker: TrackerSection = field(default_factory=TrackerSection)
     verify: bool = False
     """Have the TPU compiler check the plan before anything is loaded."""
     output: str = "results/eval"

@@ -121,6 +121,29 @@ class TaskConfig:
             check_minimum(f"task.{key}", getattr(self, key), minimum)
 
 
+class TrackerKind(StrEnum):
+    """A tracker of Levanter."""
+
+    JSON = "json"
+    """Lines of JSON in metrics.jsonl, in the results folder."""
+    WANDB = "wandb"
+    """Weights & Biases."""
+    TENSORBOARD = "tensorboard"
+    """Files of TensorBoard in the results folder."""
+
+
+@dataclass(frozen=True)
+class TrackerSection:
+    """Where rate, MFU and progress of a run are tracked."""
+
+    kind: TrackerKind | None = None
+    """json, wandb or tensorboard; default: none."""
+    project: str | None = "shardplan"
+    """Of wandb: the project."""
+    name: str | None = None
+    """Of wandb and tensorboard: the name of the run."""
+
+
 @dataclass(frozen=True)
 class CompilerConfig:
     """How the TPU compiler is run."""

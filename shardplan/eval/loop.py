@@ -65,6 +65,8 @@ class LoopStatistics:
     """Windows whose results came after those of the first step."""
     timed_tokens: int = 0
     """Tokens of these windows."""
+    timed_steps: int = 0
+    """Steps of these windows."""
     seconds: float = 0.0
     """Time from the results of the first step to those of the last."""
     compile_seconds: float = 0.0
@@ -188,6 +190,7 @@ class Loop:
         if started is not None:
             statistics.timed_windows += count.windows
             statistics.timed_tokens += count.tokens
+            statistics.timed_steps += 1
             statistics.seconds = time.perf_counter() - started
 
     def _collect(self, jobs: Mapping[int, Future[Rows]], waiting: Sequence[tuple[NamedArray, ...]]) -> dict[int, Rows]:

@@ -24,6 +24,7 @@ from shardplan.checkpoint.format.index import read_index
 from shardplan.checkpoint.session import Session, prepare
 from shardplan.config.command_flags import LoadingConfig
 from shardplan.config.given_plan import load_given_plan
+from shardplan.config.sections import TrackerSection
 from shardplan.eval.loop import Lanes, Loop, LoopStatistics, find_lanes
 from shardplan.eval.results_folder import ResultsFolder, digest_of, read_windows
 from shardplan.eval.shards import Shards
@@ -32,7 +33,8 @@ from shardplan.eval.texts.encoding import make_tokenizer
 from shardplan.eval.texts.reader import Source, make_source, special_tokens
 from shardplan.eval.texts.store import TextStore
 from shardplan.eval.texts.tokenizer import check_tokens, read_tokenizer
-from shardplan.eval.windows import Rows, Windows
+from shardplan.eval.tracking import open_tracker, step_metrics
+from shardplan.eval.windows import Count, Rows, Windows
 from shardplan.eval.workers import count_tokens, open_workers
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
@@ -44,18 +46,25 @@ from shardplan.step import specialize
 
 logger = logging.getLogger(__name__)
 
+NO_TRACKER = TrackerSection()
 MESSAGE_COUNTS = 2**17
 """Numbers of tokens that a process sends to the others at a time: messages of more than 4 MiB are refused."""
 
 
 def run_evaluation(
-    config: LoadingConfig, task: Task[Any], store: TextStore, output: str, on_plan: Callable[[Plan], None]
+    config: LoadingConfig,
+    task: Task[Any],
+    store: TextStore,
+    output: str,
+    on_plan: Callable[[Plan], None],
+    tracker_config: TrackerSection = NO_TRACKER,
 ) -> dict[str, Any] | None:
     """Plan (or take the Plan file of `config.plan`), load the checkpoint, evaluate, and write the results folder.
 
     Args:
         output: the results folder; all processes must see the same one.
         on_plan: called with the Plan before anything is loaded.
+        tracker_config: what tracks rate and progress.
 
     Returns:
         In process 0 the summary: the parts of the task (`total`, `texts` by id, ...), `run`, `load`, `plan`,
@@ -100,8 +109,16 @@ def run_evaluation(
         size = sum(array.nbytes for array in jax.tree.leaves(eqx.filter(module, eqx.is_array)))
         load = {"ref": session.folder.ref, "seconds": time.perf_counter() - started, "bytes": size}
         loop = Loop(module, program, plan.compiler_options, task.outputs, lanes)
-        with shared_progress(windows.count(windows.sequences).windows, "evaluating", "windows") as progress:
+        total = windows.count(windows.sequences).windows
+        with (
+            shared_progress(total, "evaluating", "windows") as progress,
+            open_tracker(tracker_config, output, plan) as tracker,
+        ):
             progress.update(sum(ranges[shard][1] - ranges[shard][0] for shard in finished))
+
+            def on_step(count: Count) -> None:
+                progress.update(count.windows)
+                tracker.log(step_metrics(loop.statistics, plan, progress.done, total), step=loop.statistics.timed_steps)
 
             def write(shard: int, lane: int, rows: Rows, scores: Mapping[str, np.ndarray]) -> None:
                 first, last = _windows_of(windows, *shards.lane_range(shard, lane))
@@ -114,7 +131,7 @@ def run_evaluation(
                 workers,
                 write,
                 lambda shard: not any(processes.gather(f"stop before {shard}", stops.is_set()).values()),
-                lambda count: progress.update(count.windows),
+                on_step,
                 check,
             )
         processes.gather("written", None)

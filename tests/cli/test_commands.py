@@ -75,10 +75,26 @@ def test_evaluation_with_positions_sharded(checkpoint, tmp_path):
 
 
 def test_several_batches_have_a_speed(checkpoint, tmp_path):
-    done = run("eval", *arguments(checkpoint, tmp_path), "--workload.position=8")
+    done = run("eval", *arguments(checkpoint, tmp_path), "--workload.position=8", "--tracker.kind=json")
     assert done.returncode == 0, done.stderr
     measured = summary(tmp_path)["run"]
     assert (measured["tokens"], measured["programs"]) == (126, 1) and measured["tokens_per_second"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "results" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["hparams", *["log"] * measured["steps"], "finish"]
+    assert lines[1]["metrics"].keys() == {"eval/progress", "eval/windows", "eval/waiting_seconds"}
+    last = lines[-2]["metrics"]
+    assert (last["eval/progress"], last["eval/windows"]) == (1.0, measured["windows"])
+    assert last["eval/tokens_per_second"] == pytest.approx(measured["tokens_per_second"])
+    step_seconds = summary(tmp_path)["plan"]["cost"]["step_seconds"]
+    assert last["eval/speed_of_plan"] == pytest.approx(step_seconds / last["eval/step_seconds"])
+
+
+def test_a_tracker_that_is_not_installed(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    done = run("eval", *arguments(checkpoint, tmp_path), "--tracker.kind=tensorboard")
+    message = "shardplan eval: tracker.kind tensorboard cannot be started: import of tensorboardX halted"
+    assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
+    assert "pip install tensorboardX" in done.stderr
 
 
 def test_one_changed_import_in_a_levanter_script(checkpoint, tmp_path):

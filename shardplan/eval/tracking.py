@@ -1,0 +1,87 @@
+"""What trackers of Levanter receive of a run: its rate, how that compares with the plan, and its progress."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from levanter.tracker import Tracker
+from levanter.tracker.json_logger import JsonLoggerTracker
+from levanter.tracker.tensorboard import TensorboardConfig
+from levanter.tracker.tracker import NoopTracker
+from levanter.tracker.wandb import WandbConfig
+
+from shardplan.config.sections import TrackerKind, TrackerSection
+from shardplan.errors import ConfigError, one_line
+from shardplan.eval.loop import LoopStatistics
+from shardplan.plan.plan import Plan
+
+METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
+"""File of the json tracker and folder of the tensorboard tracker, in the results folder."""
+
+
+@contextmanager
+def open_tracker(config: TrackerSection, output: str, plan: Plan) -> Iterator[Tracker]:
+    """Start the tracker of a configuration, which ends with the block; every process must call this.
+
+    Args:
+        output: the results folder.
+
+    Raises:
+        ConfigError: the tracker cannot be started.
+    """
+    try:
+        tracker = _start(config, Path(output))
+    except Exception as error:  # of packages that are not installed, accounts, networks
+        remedy = "pip install tensorboardX, or leave it out" if _lacks_tensorboard(error) else "leave it out"
+        raise ConfigError(f"tracker.kind {config.kind} cannot be started: {one_line(error)}; {remedy}") from error
+    tracker.log_hyperparameters({"plan": plan.to_json()})
+    try:
+        yield tracker
+    finally:
+        tracker.finish()
+
+
+def _start(config: TrackerSection, output: Path) -> Tracker:
+    if config.kind is TrackerKind.WANDB:  # its start is a collective of all processes
+        return WandbConfig(project=config.project, name=config.name, save_code=False).init(None)
+    if config.kind is None or jax.process_index() != 0:
+        return NoopTracker()
+    if config.kind is TrackerKind.TENSORBOARD:
+        return TensorboardConfig(logdir=str(output / TENSORBOARD)).init(config.name)
+    lines = logging.getLogger("shardplan.metrics")
+    lines.propagate = False
+    lines.setLevel(logging.INFO)
+    lines.handlers = [logging.FileHandler(output / METRICS)]
+    return JsonLoggerTracker(lines)
+
+
+def _lacks_tensorboard(error: Exception) -> bool:
+    return isinstance(error, ModuleNotFoundError) and error.name == "tensorboardX"
+
+
+def step_metrics(statistics: LoopStatistics, plan: Plan, done: int, total: int) -> dict[str, Any]:
+    """Return the metrics of a run after a step.
+
+    Args:
+        done: windows that have results, those of earlier runs included.
+        total: windows of the run.
+    """
+    metrics: dict[str, Any] = {
+        "eval/progress": done / total,
+        "eval/windows": done,
+        "eval/waiting_seconds": statistics.waiting_seconds,
+    }
+    if statistics.timed_steps:
+        step_seconds = statistics.seconds / statistics.timed_steps
+        of_plan = plan.cost.step_seconds / step_seconds
+        metrics |= {
+            "eval/step_seconds": step_seconds,
+            "eval/tokens_per_second": statistics.tokens_per_second,
+            "eval/windows_per_second": statistics.windows_per_second,
+            "eval/speed_of_plan": of_plan,
+            **({} if plan.mfu is None else {"eval/mfu": plan.mfu * of_plan, "eval/planned_mfu": plan.mfu}),
+        }
+    return metrics
