@@ -1,8 +1,9 @@
 """`shardplan eval --config C`: plan, stream the checkpoint into the plan, evaluate text, and write the results."""
 
+import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from shardplan.commands.inputs import check_model_config, input_paths
@@ -10,13 +11,15 @@ from shardplan.commands.output import check_outputs, output_plan, side_stream
 from shardplan.commands.plan import dry_run
 from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand
-from shardplan.config.sections import TaskKind
+from shardplan.config.sections import TaskConfig, TaskKind
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import AUTO_BATCH, raise_first
+from shardplan.runtime.writable import write_text
 
 if TYPE_CHECKING:
+    from shardplan.eval.task import Task
     from shardplan.eval.texts.store import TextStore
 
 
@@ -26,7 +29,9 @@ def main(argv: Sequence[str]) -> None:
     if config.task.kind is TaskKind.EXTRACTION:
         config = with_windows(config)
     if config.dry_run:
-        dry_run(config)
+        plan = dry_run(config)
+        if plan is not None and config.data.path is not None:
+            print_forecast(config, plan)
         return
     if config.data.path is None:
         raise ConfigError("data.path is not set; name a file or folder of texts to evaluate, or use --dry_run")
@@ -44,8 +49,6 @@ def main(argv: Sequence[str]) -> None:
         check_model_config(config)
     # JAX and Levanter take seconds to import: everything that can be checked without them comes first
     from shardplan.commands.verify import verify_plan
-    from shardplan.eval.extraction.task import ExtractionTask
-    from shardplan.eval.loss.task import LossTask
     from shardplan.eval.run import run_evaluation
     from shardplan.report.evaluation import print_evaluation
     from shardplan.report.tables import console
@@ -60,8 +63,10 @@ def main(argv: Sequence[str]) -> None:
                 out = side_stream(config.json)
                 verify_plan(config, plan, out if is_first_process() else nowhere)
 
-    task = ExtractionTask(config.task) if config.task.kind is TaskKind.EXTRACTION else LossTask(config.task)
-    summary = run_evaluation(config, task, store, config.output, on_plan, config.tracker)
+    if config.precision_study is not None:
+        study_precision(config, config.precision_study, store, on_plan)
+        return
+    summary = run_evaluation(config, make_task(config.task), store, config.output, on_plan, config.tracker)
     if not is_first_process():
         return
     if summary is None:
@@ -71,6 +76,32 @@ def main(argv: Sequence[str]) -> None:
     if config.task.kind is TaskKind.EXTRACTION:
         draw_extraction(config.output, summary, store)
     print_note(f"results written to {config.output}")
+
+
+def make_task(config: TaskConfig) -> "Task[Any]":
+    """Return the task that a configuration asks for."""
+    from shardplan.eval.extraction.task import ExtractionTask
+    from shardplan.eval.loss.task import LossTask
+
+    return ExtractionTask(config) if config.kind is TaskKind.EXTRACTION else LossTask(config)
+
+
+def print_forecast(config: EvalCommand, plan: Plan) -> None:
+    """Print how long the texts take with a plan; to stderr with `--json -`."""
+    from shardplan.eval.forecast import forecast_run
+    from shardplan.eval.texts.store import open_texts
+    from shardplan.report.evaluation import print_run_forecast
+    from shardplan.report.tables import console
+    from shardplan.runtime.progress import print_note
+
+    assert config.data.path is not None
+    try:
+        store = open_texts(config.data.path, config.data.max_documents)
+    except ConfigError as error:  # they may be on the hosts of the slice alone
+        print_note(f"no duration of the texts: {error}")
+        return
+    forecast = forecast_run(make_task(config.task), store, config.model.ref or plan.model.ref, plan)
+    print_run_forecast(asdict(forecast), console(side_stream(config.json)))
 
 
 def with_windows(config: EvalCommand) -> EvalCommand:
@@ -96,6 +127,29 @@ def with_windows(config: EvalCommand) -> EvalCommand:
             raise ConfigError(f"workload.{key} is {given}, task.kind extraction needs {needed}; leave it out")
     raise_first(changed.problems())
     return replace(config, workload=changed)
+
+
+def study_precision(config: EvalCommand, windows: int, store: "TextStore", on_plan: Callable[[Plan], None]) -> None:
+    """Score the same windows in two types, and print and write what that changes."""
+    from shardplan.eval.extraction.precision import TYPES, compare_precision
+    from shardplan.eval.extraction.task import ExtractionTask
+    from shardplan.eval.results_folder import read_windows
+    from shardplan.eval.run import run_evaluation
+    from shardplan.report.precision import print_precision
+    from shardplan.report.tables import console
+    from shardplan.runtime.devices import is_first_process
+    from shardplan.runtime.progress import print_note
+
+    folders = [f"{config.output}/{dtype}" for dtype in TYPES]
+    for dtype, folder in zip(TYPES, folders, strict=True):
+        own = replace(config, workload=replace(config.workload, param_dtype=dtype, compute_dtype=dtype))
+        if run_evaluation(own, ExtractionTask(config.task, windows), store, folder, on_plan, config.tracker) is None:
+            return
+    if is_first_process():
+        study = compare_precision(*(read_windows(folder, ("log_prob", "rank")) for folder in folders))
+        print_precision(study, console(side_stream(config.json)))
+        write_text("output", f"{config.output}/precision.json", json.dumps(study, indent=1) + "\n")
+        print_note(f"results written to {config.output}")
 
 
 def draw_extraction(output: str, summary: Mapping[str, Any], store: "TextStore") -> None:

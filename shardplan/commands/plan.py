@@ -44,23 +44,27 @@ def list_slices(json_target: str | None) -> None:
         print_slices(console(sys.stdout))
 
 
-def dry_run(config: PlanConfig) -> None:
+def dry_run(config: PlanConfig) -> Plan | None:
     """Run `shardplan plan` with the keys that it shares with the configuration of another command."""
     names = [item.name for item in dataclasses.fields(PlanCommand) if hasattr(config, item.name)]
-    plan_and_print(PlanCommand(**{name: getattr(config, name) for name in names}))
+    return plan_and_print(PlanCommand(**{name: getattr(config, name) for name in names}))
 
 
-def plan_and_print(config: PlanCommand) -> None:
-    """Plan, print the plan, and answer the questions that the configuration asks about it."""
+def plan_and_print(config: PlanCommand) -> Plan | None:
+    """Plan, print the plan, and answer the questions that the configuration asks about it.
+
+    Returns:
+        The plan; None where the configuration asks for something else.
+    """
     started = time.perf_counter()
     check_outputs(input_paths(config), json=config.json)
     compute_on_cpu()
     if config.lint is not None:
         lint(config, config.lint)
-        return
+        return None
     if config.rank_slices:
         plan_slices(config)
-        return
+        return None
     requested = config
     config, given = load_given_plan(config)
     needs_model = not given or config.why or config.what_if or {"model.ref", "model.config"} & requested.given
@@ -83,6 +87,7 @@ def plan_and_print(config: PlanCommand) -> None:
         from shardplan.commands.verify import verify_plan
 
         verify_plan(config, plan, side_stream(config.json))
+    return plan
 
 
 def _build_model(config: PlanCommand, given: Plan | None) -> "Model":

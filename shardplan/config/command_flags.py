@@ -12,6 +12,7 @@ from shardplan.config.sections import (
     MeshConfig,
     ModelConfig,
     TaskConfig,
+    TaskKind,
     TrackerSection,
     check_minimum,
 )
@@ -138,10 +139,20 @@ class EvalCommand(LoadingConfig, CompilingConfig):
     """Have the TPU compiler check the plan before anything is loaded."""
     output: str = "results/eval"
     """Folder of the results, in which a run that was interrupted goes on."""
+    precision_study: int | None = None
+    """Of extraction: score this many windows in bfloat16 and in float32, and print what that changes."""
     dry_run: bool = False
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
     json: str | None = None
     """Write the Plan as JSON to this path, or to stdout with `-`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_minimum("precision_study", self.precision_study, 1)
+        if self.precision_study is not None and self.task.kind is not TaskKind.EXTRACTION:
+            raise ConfigError("precision_study compares windows of extraction; set task.kind to that")
+        if self.precision_study is not None and self.plan is not None:
+            raise ConfigError("precision_study plans for both types; leave plan out")
 
 
 @dataclass(frozen=True)

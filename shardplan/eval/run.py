@@ -170,8 +170,7 @@ def _count_all(
         processes.gather(f"counts from {start}", own_counts[start : start + MESSAGE_COUNTS])
         for start in range(0, longest, MESSAGE_COUNTS)
     ]
-    counts = np.array([n for i in range(processes.process_count) for part in parts for n in part[i]], np.int64)
-    return np.split(counts, np.cumsum([len(each) - 1 for each in source.pieces])[:-1])
+    return source.by_text([n for i in range(processes.process_count) for part in parts for n in part[i]])
 
 
 def _make_shards(windows: Windows, task: Task[Any], lanes: Lanes) -> Shards:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from shardplan.config.sections import TaskKind
 from shardplan.report.extraction import print_extraction
@@ -18,6 +19,29 @@ def print_evaluation(summary: Mapping[str, Any], out: Console) -> None:
     print_task[TaskKind(summary["task"]["kind"])](summary, out)
     for line in _speed_lines(summary):
         print_wrapped(line, out)
+
+
+def print_run_forecast(forecast: Mapping[str, Any], out: Console) -> None:
+    """Print how many windows the texts of a run have, and how long they take; see `shardplan.eval.forecast`."""
+    characters = forecast["characters_per_token"]
+    text = (
+        f"{'about ' if characters else ''}{forecast['windows']:,} windows in {forecast['sequences']:,} sequences: "
+        f"{forecast['steps']:,} steps, {duration_text(forecast['seconds'])} by the estimate, without start-up"
+    )
+    print_wrapped(text, out, Text("texts            ", "bold"))
+    if characters:
+        print_wrapped(f"the tokenizer is not at hand: {characters} characters count as a token", out)
+
+
+def duration_text(seconds: float) -> str:
+    """A duration in its two largest units, such as 2 h 5 min; seconds below a minute."""
+    if seconds < 60:
+        return f"{seconds:.2g} s"
+    minutes = round(seconds / 60)
+    days, hours = divmod(minutes // 60, 24)
+    if minutes < 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    return f"{days} d {hours} h" if days else f"{hours} h {minutes % 60} min"
 
 
 def _speed_lines(summary: Mapping[str, Any]) -> Iterator[str]:

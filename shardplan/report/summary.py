@@ -45,7 +45,7 @@ def speed_text(plan: Plan) -> str:
 
 
 def step_text(plan: Plan, seconds: float, compute_seconds: float, mfu: float | None) -> str:
-    """Seconds of a step, tokens per second, model FLOP/s utilisation if it is known, and what takes most of the step.
+    """Seconds of a step, tokens and scored windows per second, MFU if it is known, and what takes most of the step.
 
     Args:
         compute_seconds: the part of `seconds` in which a device computes; for the rest it waits for collectives.
@@ -54,6 +54,8 @@ def step_text(plan: Plan, seconds: float, compute_seconds: float, mfu: float | N
     if seconds:
         part = compute_seconds / seconds
         parts.append(f"{plan.workload.tokens / seconds:,.0f} tokens/s")
+        if plan.workload.is_scoring:
+            parts.append(f"{plan.workload.windows / seconds:,.0f} windows/s")
         if mfu is not None:
             parts.append(f"MFU {mfu:.1%}")
         parts.append(f"limited by compute ({part:.0%})" if part >= 0.5 else f"limited by collectives ({1 - part:.0%})")

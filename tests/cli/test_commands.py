@@ -122,6 +122,33 @@ def test_one_changed_import_in_a_levanter_script(checkpoint, tmp_path):
     assert printed[0] == printed[1] and len(printed[0]) == 1
 
 
+EXTRACTION = ("--task.kind=extraction", "--task.prefix=10", "--task.suffix=6", "--task.stride=4")
+
+
+def test_a_dry_run_says_how_long_the_texts_take(checkpoint, tmp_path):
+    """Each of two texts has 64 tokens; without the tokenizer their characters count."""
+    every = (f"--data.path={checkpoint / 'text.jsonl'}", *EXTRACTION, "--dry_run", "--workload.batch=8")
+    done = run("eval", f"--model.ref={checkpoint}", *every)
+    assert done.returncode == 0 and "windows/s" in done.stdout
+    assert "texts            26 windows in 26 sequences: 4 steps, " in done.stdout, done.stdout
+    done = run("eval", f"--model.config={checkpoint / 'config.json'}", *every)
+    assert "about" in done.stdout and "the tokenizer is not at hand: 4 characters count as a token" in done.stdout
+    done = run("eval", f"--model.ref={checkpoint}", *PLANNING, "--dry_run", "--data.path=nowhere.txt")
+    assert done.returncode == 0 and "no duration of the texts: data.path nowhere.txt does not exist" in done.stderr
+
+
+def test_a_precision_study(checkpoint, tmp_path):
+    """The windows are those of a larger stride, and float32 gives the scores of a run in float32."""
+    settings = [argument for argument in arguments(checkpoint, tmp_path) if "workload" not in argument]
+    done = run("eval", *settings, *EXTRACTION, "--precision_study=10", "--workload.batch=8")
+    assert done.returncode == 0, done.stderr
+    study = json.loads((tmp_path / "results" / "precision.json").read_text())
+    assert 5 <= study["windows"] <= 10 and 0 < study["token"]["q50"] < 0.1
+    assert "log p_z of a window" in done.stdout and "greedy" in done.stdout
+    done = run("eval", *settings, "--precision_study=10")
+    fails(done, 2, "precision_study compares windows of extraction; set task.kind to that")
+
+
 def test_dry_run_of_405b(tmp_path):
     done = run("eval", "--config", "configs/405b.yaml", "--dry_run", "--json", tmp_path / "plan.json")
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shardplan.config.sections import StrideUnit
 from shardplan.errors import ConfigError
 from shardplan.eval.extraction.character_runs import RunStream
+from shardplan.eval.extraction.precision import compare_precision
 from shardplan.eval.extraction.probabilities import (
     CURVE_LOG_THRESHOLDS,
     THRESHOLDS,
@@ -212,3 +213,22 @@ def test_incomplete_shards_are_computed_again(tmp_path):
     folder.merge()
     windows = [w for table in read_windows(folder.path) for w in table["window"].to_pylist()]
     assert windows == [*range(8), *range(16, 22)]
+
+
+def test_precision_study():
+    """Of two windows one is extracted in float32 alone."""
+    low = {"log_prob": [[-0.6, -0.2], [-1.0, -9.0]], "rank": [[0, 0], [1, 5]]}
+    high = {"log_prob": [[-0.5, -0.1], [-1.0, -8.5]], "rank": [[0, 0], [1, 6]]}
+    tables = [
+        pa.table({
+            name: pa.FixedSizeListArray.from_arrays(pa.array(np.ravel(values).astype("f4" if "p" in name else "i4")), 2)
+            for name, values in rows.items()
+        })
+        for rows in (low, high)
+    ]  # fmt: skip
+    study = compare_precision([tables[0]], [tables[1]])
+    assert (study["windows"], study["ranks_differ"]) == (2, 0.25)
+    assert study["log_p"]["mean"] == pytest.approx(-0.35) and study["log_p"]["q100"] == pytest.approx(0.5)
+    assert study["token"]["mean_absolute"] == pytest.approx(0.175)
+    assert study["thresholds"]["0.5"] == {"bfloat16": 0, "float32": 1, "just_one": 1}
+    assert study["greedy"] == {"bfloat16": 1, "float32": 1, "just_one": 0}

@@ -1,7 +1,7 @@
 """The task that measures how probable a model finds the words of texts, window by window."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +30,8 @@ class ExtractionTask:
     """Measures the probability of the suffix of every window, given its prefix."""
 
     config: TaskConfig
+    max_windows: int | None = None
+    """Most windows to score, evenly spread over the texts; None for all."""
     outputs = TokenScores._fields
 
     @property
@@ -56,7 +58,8 @@ class ExtractionTask:
     def determinants(self, plan: Plan) -> dict[str, Any]:
         """Return what determines the results beside texts, tokenizer, weights and types."""
         protocol = {"special_tokens": bool(self.config.special_tokens), **asdict(self.protocol)}
-        return {"task": "extraction", "protocol": protocol, "top_k": plan.workload.top_k}
+        sample = {} if self.max_windows is None else {"max_windows": self.max_windows}
+        return {"task": "extraction", "protocol": protocol, "top_k": plan.workload.top_k, **sample}
 
     def check_plan(self, plan: Plan) -> None:
         """Check that a plan is for windows of the protocol's length, and for the top k that are asked for.
@@ -88,7 +91,12 @@ class ExtractionTask:
         first = special.before if self.config.special_tokens else ()
         texts = store.texts
         ids, characters = [text.id for text in texts], [text.characters for text in texts]
-        return divide_texts(self.protocol, first, ids, pieces, characters, plan.workload.position)
+        arguments = (first, ids, pieces, characters, plan.workload.position)
+        windows = divide_texts(self.protocol, *arguments)
+        if self.max_windows is None or windows.total <= self.max_windows:
+            return windows
+        stride = self.protocol.stride * -(-windows.total // self.max_windows)
+        return divide_texts(replace(self.protocol, stride=stride), *arguments)
 
     def program(self, model: Model, plan: Plan, mesh: Mesh, windows: ExtractionWindows) -> Program:
         """Return the scoring step."""

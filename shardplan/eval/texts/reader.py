@@ -50,6 +50,10 @@ class Source:
         """Text and piece of every piece of all texts, in order."""
         return [(text, i) for text, places in enumerate(self.pieces) for i in range(len(places) - 1)]
 
+    def by_text(self, values: Sequence[int]) -> list[np.ndarray]:
+        """Return values of all pieces, in the order of `all_pieces`, as an array int64[piece] for each text."""
+        return np.split(np.array(values, np.int64), np.cumsum([len(each) - 1 for each in self.pieces])[:-1])
+
 
 def make_source(store: TextStore, tokenizer: bytes, name: str) -> Source:
     """Return what workers need to encode the texts of `store`."""

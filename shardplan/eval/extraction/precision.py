@@ -1,0 +1,49 @@
+"""What the type of weights and activations changes: the same windows scored in bfloat16 and in float32. Pure."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from shardplan.eval.extraction.probabilities import THRESHOLDS, read_matrix, suffix_log_probs
+
+TYPES = ("bfloat16", "float32")
+"""Types that are compared; the differences are those of the first from the second."""
+QUANTILES = (0.5, 0.95, 1.0)
+
+
+def compare_precision(low: Iterable[pa.Table], high: Iterable[pa.Table]) -> dict[str, Any]:
+    """Compare the results of the same windows in two types.
+
+    Returns:
+        `windows`; `log_p` and `token` (differences of log p_z, and of the log-probability of a token, in nats: `mean`,
+        and of their size `mean_absolute` and the quantiles `q50`, `q95` and `q100`); `ranks_differ` (part of the
+        tokens); `greedy` and `thresholds` (windows that are extracted in the first type, in the second, and in just one
+        of them).
+    """
+    tables = [pa.concat_tables(each) for each in (low, high)]
+    log_low, log_high = (read_matrix(table, "log_prob") for table in tables)
+    rank_low, rank_high = (read_matrix(table, "rank") for table in tables)
+    p_low, p_high = suffix_log_probs(log_low), suffix_log_probs(log_high)
+    return {
+        "windows": len(p_low),
+        "log_p": _differences(p_low - p_high),
+        "token": _differences((log_low.astype(np.float64) - log_high).reshape(-1)),
+        "ranks_differ": float((rank_low != rank_high).mean()),
+        "greedy": _agreement((rank_low == 0).all(axis=1), (rank_high == 0).all(axis=1)),
+        "thresholds": {f"{t:g}": _agreement(p_low >= np.log(t), p_high >= np.log(t)) for t in THRESHOLDS},
+    }
+
+
+def _differences(values: np.ndarray) -> dict[str, float]:
+    quantiles = np.quantile(np.abs(values), QUANTILES)
+    return {
+        "mean": float(values.mean()),
+        "mean_absolute": float(np.abs(values).mean()),
+        **{f"q{q * 100:g}": float(value) for q, value in zip(QUANTILES, quantiles, strict=True)},
+    }
+
+
+def _agreement(low: np.ndarray, high: np.ndarray) -> dict[str, int]:
+    return {TYPES[0]: int(low.sum()), TYPES[1]: int(high.sum()), "just_one": int((low != high).sum())}

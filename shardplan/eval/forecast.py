@@ -1,0 +1,66 @@
+"""How long the texts of a run take with a plan."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardplan.errors import CheckpointError, ConfigError
+from shardplan.eval.task import Task
+from shardplan.eval.texts.encoding import make_tokenizer
+from shardplan.eval.texts.reader import SpecialTokens, make_source, special_tokens
+from shardplan.eval.texts.store import TextStore
+from shardplan.eval.texts.tokenizer import read_tokenizer
+from shardplan.eval.workers import count_tokens, open_workers
+from shardplan.plan.plan import Plan
+from shardplan.storage import open_folder
+
+CHARACTERS_PER_TOKEN = 4
+"""Of texts in English, about; used where the tokenizer is not at hand."""
+
+
+@dataclass(frozen=True)
+class RunForecast:
+    """What a run will compute."""
+
+    windows: int
+    sequences: int
+    steps: int
+    seconds: float
+    """Duration of the steps by the estimate of the plan."""
+    characters_per_token: int | None
+    """By which the number of tokens was estimated; None if they were counted."""
+
+
+def forecast_run(task: Task[Any], store: TextStore, ref: str, plan: Plan) -> RunForecast:
+    """Return how many windows texts have, and how long they take with a plan.
+
+    Args:
+        ref: the checkpoint; where it has no tokenizer, the number of tokens is estimated.
+
+    Raises:
+        ConfigError: the plan is not for this task, or no text has a window.
+    """
+    task.check_plan(plan)
+    try:
+        data = read_tokenizer(open_folder(ref))
+    except (CheckpointError, ConfigError):  # of a plan from a config.json alone
+        data = None
+    special = SpecialTokens((), ())
+    pieces = [np.array([-(-text.characters // CHARACTERS_PER_TOKEN)]) for text in store.texts]
+    if data is not None:
+        special = special_tokens(make_tokenizer(data, ref))
+        pieces = _count_tokens(store, data, ref) if task.counts_tokens else []
+    windows = task.divide(store, pieces, special, plan)
+    steps = -(-windows.sequences // plan.workload.batch)
+    per_token = CHARACTERS_PER_TOKEN if data is None else None
+    total = windows.count(windows.sequences).windows
+    return RunForecast(total, windows.sequences, steps, steps * plan.cost.step_seconds, per_token)
+
+
+def _count_tokens(store: TextStore, tokenizer: bytes, name: str) -> list[np.ndarray]:
+    """Return the tokens of every piece of every text, int64[piece]."""
+    source = make_source(store, tokenizer, name)
+    with open_workers(source, os.cpu_count() or 1) as workers:
+        return source.by_text(count_tokens(workers, source.all_pieces)[0])
