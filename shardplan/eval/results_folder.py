@@ -11,6 +11,7 @@ A file appears under its name when it is complete.
 """
 
 import hashlib
+import io
 import json
 import re
 from bisect import bisect_left
@@ -21,10 +22,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardplan.errors import ConfigError, one_line
+from shardplan.errors import ConfigError, ShardplanError, one_line
+from shardplan.storage import Folder, read_bytes
+from shardplan.storage.listing import list_files
+from shardplan.storage.stream import FileStream, Sink
 from shardplan.storage.writing import PARTIAL_SUFFIX, OutputFolder
 
 RUN, PARTS, WINDOWS, SUMMARY = "run.json", "parts", "windows.parquet", "summary.json"
+READ_BYTES = 2**20
+"""Bytes that are read from a file of results at a time."""
 PART = re.compile(r"(\d{12})-(\d{12})\.parquet")
 
 
@@ -34,7 +40,8 @@ class ResultsFolder:
     def __init__(self, path: str, schema: pa.Schema):
         """Open the folder at `path` for results with the columns of `schema`."""
         self._folder = OutputFolder(path)
-        self.path = Path(self._folder.ref)
+        self.ref = self._folder.ref
+        """Absolute path, or URL."""
         self._schema = schema
 
     def claim(self, determinants: Mapping[str, Any]) -> None:
@@ -46,25 +53,21 @@ class ResultsFolder:
         Raises:
             ConfigError: the folder holds something else, or cannot be written to.
         """
-        file = self.path / RUN
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if not file.exists():
-                others = sorted(path.name for path in self.path.iterdir() if path.name != file.name + PARTIAL_SUFFIX)
+            if not self._folder.has_file(RUN):
+                others = [name for name in self._names() if name != RUN + PARTIAL_SUFFIX]
                 if others:
-                    raise ConfigError(f"output {self.path} holds {others[0]}, which is no run; name another folder")
+                    raise ConfigError(f"output {self.ref} holds {others[0]}, which is no run; name another folder")
                 self._write(RUN, json.dumps(determinants, indent=1).encode() + b"\n")
-            (self.path / PARTS).mkdir(exist_ok=True)
-            known = json.loads(file.read_text())
-            for partial in self.path.rglob(f"*{PARTIAL_SUFFIX}"):
-                partial.unlink()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"output {self.path} cannot be used: {one_line(error)}") from error
+            known = json.loads(read_bytes(self._folder.open_for_reading(), RUN) or b"")
+        except (ShardplanError, ValueError) as error:
+            raise ConfigError(f"output {self.ref} cannot be used: {one_line(error)}") from error
+        self._folder.remove_partial_files()
         wanted = json.loads(json.dumps(determinants))
         for name in wanted:
             if known.get(name) != wanted[name]:
                 raise ConfigError(
-                    f"output {self.path} holds the results of another run: its {name} is {_short(known.get(name))}, "
+                    f"output {self.ref} holds the results of another run: its {name} is {_short(known.get(name))}, "
                     f"this run's is {_short(wanted[name])}; name another folder, or remove it"
                 )
 
@@ -76,7 +79,7 @@ class ResultsFolder:
         Args:
             shards: of each shard its first window, and the one after its last.
         """
-        ranges = sorted((int(m[1]), int(m[2])) for p in self._parts() if (m := PART.fullmatch(p.name)))
+        ranges = self._ranges()
         done, used = [], set[tuple[int, int]]()
         for shard, (first, end) in enumerate(shards):
             begin = bisect_left(ranges, (first, 0))
@@ -87,7 +90,7 @@ class ResultsFolder:
                 done.append(shard)
                 used.update(own)
         for each in {*ranges} - used:
-            self._part(*each).unlink(missing_ok=True)
+            self._folder.remove(_part(*each))
         return done
 
     def write_part(self, first: int, last: int, table: pa.Table) -> None:
@@ -97,26 +100,32 @@ class ResultsFolder:
             ConfigError: the file cannot be written.
         """
         if first < last:
-            self._write_table(f"{PARTS}/{self._part(first, last).name}", [table])
+            self._write_table(_part(first, last), [table])
 
     def merge(self) -> None:
         """Write all parts into one file, in the order of the windows."""
-        tables = (pq.read_table(part) for part in sorted(self._parts()))
-        self._write_table(WINDOWS, tables)
+        folder = self._folder.open_for_reading()
+        self._write_table(WINDOWS, (read_parquet(folder, _part(*each)).read() for each in self._ranges()))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary."""
         self._write(SUMMARY, json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n")
 
-    def _parts(self) -> list[Path]:
-        return [path for path in (self.path / PARTS).iterdir() if PART.fullmatch(path.name)]
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Return the first window of each part, and the one after its last, in order."""
+        return sorted((int(m[1]), int(m[2])) for name in self._names(PARTS) if (m := PART.fullmatch(name)))
 
-    def _part(self, first: int, last: int) -> Path:
-        return self.path / PARTS / f"{first:012d}-{last:012d}.parquet"
+    def _names(self, subfolder: str = "") -> list[str]:
+        """Return the names of the files in the folder or a subfolder; none if it does not exist."""
+        ref = f"{self.ref}/{subfolder}".rstrip("/")
+        return list_files(ref) if "://" in ref or Path(ref).is_dir() else []
 
     def _write_table(self, name: str, tables: Iterable[pa.Table]) -> None:
         """Write tables as the row groups of a file."""
-        with self._folder.create(name) as file, pq.ParquetWriter(file, self._schema, compression="zstd") as writer:
+        with (
+            self._folder.create(name) as file,
+            pq.ParquetWriter(Sink(file), self._schema, compression="zstd") as writer,
+        ):
             for table in tables:
                 writer.write_table(table)
 
@@ -125,16 +134,29 @@ class ResultsFolder:
             file.write(data)
 
 
-def read_windows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+def read_windows(ref: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yield the merged results of a finished run, in the order of the windows.
 
     Args:
-        path: the results folder.
+        ref: the results folder.
         columns: those to read; None for all.
     """
-    file = pq.ParquetFile(Path(path) / WINDOWS)
+    file = read_parquet(OutputFolder(ref).open_for_reading(), WINDOWS)
     for group in range(file.num_row_groups):
         yield file.read_row_group(group, columns)
+
+
+def read_parquet(folder: Folder, name: str) -> pq.ParquetFile:
+    """Open a Parquet file of a folder on any storage."""
+    file = folder.open(name)
+    if file is None:
+        raise ConfigError(f"{folder.ref} has no {name}")
+    return pq.ParquetFile(io.BufferedReader(FileStream(file), READ_BYTES))
+
+
+def _part(first: int, last: int) -> str:
+    """Return the name of the file of some windows."""
+    return f"{PARTS}/{first:012d}-{last:012d}.parquet"
 
 
 def digest_of(data: bytes) -> str:

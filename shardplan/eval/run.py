@@ -231,7 +231,7 @@ def _finish(
 
     def finish() -> None:
         results.merge()
-        summary.update(task.summarize(store, plan, read_windows(results.path)))
+        summary.update(task.summarize(store, plan, read_windows(results.ref)))
         summary["run"] = {
             **asdict(statistics),
             "windows_per_second": statistics.windows_per_second,

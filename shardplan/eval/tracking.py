@@ -33,7 +33,7 @@ def open_tracker(config: TrackerSection, output: str, plan: Plan) -> Iterator[Tr
         ConfigError: the tracker cannot be started.
     """
     try:
-        tracker = _start(config, Path(output))
+        tracker = _start(config, output)
     except Exception as error:  # of packages that are not installed, accounts, networks
         remedy = "pip install tensorboardX, or leave it out" if _lacks_tensorboard(error) else "leave it out"
         raise ConfigError(f"tracker.kind {config.kind} cannot be started: {one_line(error)}; {remedy}") from error
@@ -44,17 +44,19 @@ def open_tracker(config: TrackerSection, output: str, plan: Plan) -> Iterator[Tr
         tracker.finish()
 
 
-def _start(config: TrackerSection, output: Path) -> Tracker:
+def _start(config: TrackerSection, output: str) -> Tracker:
     if config.kind is TrackerKind.WANDB:  # its start is a collective of all processes
         return WandbConfig(project=config.project, name=config.name, save_code=False).init(None)
     if config.kind is None or jax.process_index() != 0:
         return NoopTracker()
     if config.kind is TrackerKind.TENSORBOARD:
-        return TensorboardConfig(logdir=str(output / TENSORBOARD)).init(config.name)
+        return TensorboardConfig(logdir=f"{output}/{TENSORBOARD}").init(config.name)
+    if "://" in output:
+        raise ConfigError(f"it writes into the results folder, which must be a local one, and is {output}")
     lines = logging.getLogger("shardplan.metrics")
     lines.propagate = False
     lines.setLevel(logging.INFO)
-    lines.handlers = [logging.FileHandler(output / METRICS)]
+    lines.handlers = [logging.FileHandler(Path(output) / METRICS)]
     return JsonLoggerTracker(lines)
 
 

@@ -122,6 +122,11 @@ class OutputFolder:
         except (OSError, exceptions.BaseError) as error:
             raise self._unusable_error(error) from error
 
+    def remove_partial_files(self) -> None:
+        """Remove what writers of local files left when they were killed; other storage shows no such files."""
+        for partial in Path(self.ref).rglob(f"*{PARTIAL_SUFFIX}") if self._is_local else ():
+            partial.unlink(missing_ok=True)
+
     def _check_local(self) -> None:
         """Check that files can be created in a local folder, or the folder itself; OSError if not."""
         existing = next(path for path in (Path(self.ref), *Path(self.ref).parents) if path.exists())

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, fails, run, start, transformers_losses, word_tokenizer
 
@@ -135,6 +137,27 @@ def test_a_dry_run_says_how_long_the_texts_take(checkpoint, tmp_path):
     assert "about" in done.stdout and "the tokenizer is not at hand: 4 characters count as a token" in done.stdout
     done = run("eval", f"--model.ref={checkpoint}", *PLANNING, "--dry_run", "--data.path=nowhere.txt")
     assert done.returncode == 0 and "no duration of the texts: data.path nowhere.txt does not exist" in done.stderr
+
+
+def test_results_in_an_object_store(checkpoint, tmp_path, store):
+    """They are written, merged, drawn and found again there; what two runs say is compared there."""
+    client, _, _ = store
+    settings = [argument for argument in arguments(checkpoint, tmp_path) if "output" not in argument]
+    settings += [*EXTRACTION, "--workload.batch=8", "--task.shard=8", "--workload.position=16"]
+    done = run("eval", *settings, "--output=s3://models/run")
+    assert done.returncode == 0, done.stderr
+    names = [entry["Key"] for entry in client.list_objects_v2(Bucket="models")["Contents"]]
+    assert {"run/run.json", "run/windows.parquet", "run/summary.json", "run/index.html"} < {*names}
+    assert sum(name.startswith("run/parts/") for name in names) >= 4
+    client.delete_object(Bucket="models", Key=next(name for name in names if name.startswith("run/parts/")))
+    done = run("eval", *settings, "--output=s3://models/run")
+    assert done.returncode == 0 and "1 program compiled" in done.stdout, done.stderr
+    done = run("eval", *settings, "--output=s3://models/run")
+    assert done.returncode == 0 and "all results were there already" in done.stdout
+    table = pq.read_table(pa.BufferReader(client.get_object(Bucket="models", Key="run/windows.parquet")["Body"].read()))
+    assert table["window"].to_pylist() == [*range(26)]
+    done = run("eval", *settings, "--output=s3://models/run", "--task.stride=5")
+    assert done.returncode == 2 and "holds the results of another run" in done.stderr
 
 
 def test_a_precision_study(checkpoint, tmp_path):

@@ -192,6 +192,7 @@ def test_results_folders(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     folder = tmp_path / "results"
     ResultsFolder(str(folder), SCHEMA).claim({"stride": 5})
+    (folder / "parts").mkdir()
     (folder / "parts" / "000000000000-000000000004.parquet.partial").write_text("half")
     ResultsFolder(str(folder), SCHEMA).claim({"stride": 5})
     assert sorted(path.name for path in folder.rglob("*")) == ["parts", "run.json"]
@@ -211,7 +212,7 @@ def test_incomplete_shards_are_computed_again(tmp_path):
     names = sorted(path.name for path in (tmp_path / "results" / "parts").iterdir())
     assert [int(name[:12]) for name in names] == [0, 4, 16, 18]
     folder.merge()
-    windows = [w for table in read_windows(folder.path) for w in table["window"].to_pylist()]
+    windows = [w for table in read_windows(folder.ref) for w in table["window"].to_pylist()]
     assert windows == [*range(8), *range(16, 22)]
 
 

@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 from shardplan.errors import CheckpointError, ConfigError, one_line
 from shardplan.storage import File, open_folder
 from shardplan.storage.listing import list_files
+from shardplan.storage.stream import FileStream
 
 PLAIN_TEXT, JSON_LINES, PARQUET = (".txt",), (".jsonl", ".jsonl.gz", ".jsonl.zst"), (".parquet",)
 ENDINGS = (*PLAIN_TEXT, *JSON_LINES, *PARQUET)
@@ -139,7 +140,7 @@ def _texts(path: str) -> Iterator[tuple[str, str, Iterator[str]]]:
     """Yield id, place and parts of every text of a file or folder."""
     files = _open_files(path)
     for name, file in files:
-        stream = io.BufferedReader(_FileStream(file), READ_BYTES)
+        stream = io.BufferedReader(FileStream(file), READ_BYTES)
         prefix = f"{name}:" if len(files) > 1 else ""
         lower = name.lower()
         if lower.endswith(PLAIN_TEXT):
@@ -170,32 +171,6 @@ def _open_files(path: str) -> list[tuple[str, File]]:
     if not files:
         raise ConfigError(f"data.path {path} holds no file that ends in one of {', '.join(ENDINGS)}")
     return files
-
-
-class _FileStream(io.RawIOBase):
-    """A file of `shardplan.storage` as a stream that can seek."""
-
-    def __init__(self, file: File):
-        self._file, self._position = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        count = max(0, min(len(buffer), self._file.size - self._position))
-        self._file.read_into(self._position, memoryview(buffer).cast("B")[:count])
-        self._position += count
-        return count
 
 
 def _decode(name: str, stream: Any) -> Iterator[str]:

@@ -1,0 +1,56 @@
+"""Files of any storage as Python's streams, for libraries that read these."""
+
+import io
+from typing import Any
+
+from shardplan.storage.folder import File
+from shardplan.storage.writing import Writer
+
+
+class FileStream(io.RawIOBase):
+    """A file of `shardplan.storage` as a stream that can seek."""
+
+    def __init__(self, file: File):
+        """Start at the beginning of `file`."""
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return that it can seek."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to an offset, and return it from the start of the file."""
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        """Return the offset."""
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill the buffer as far as the file goes, and return the number of bytes."""
+        count = max(0, min(len(buffer), self._file.size - self._position))
+        self._file.read_into(self._position, memoryview(buffer).cast("B")[:count])
+        self._position += count
+        return count
+
+
+class Sink(io.RawIOBase):
+    """A file of an `OutputFolder` as a stream; closing it leaves the file to the folder."""
+
+    def __init__(self, writer: Writer):
+        """Write to `writer`."""
+        self._writer = writer
+
+    def writable(self) -> bool:
+        """Return that it can be written to."""
+        return True
+
+    def write(self, data: Any, /) -> int:
+        """Append data."""
+        self._writer.write(memoryview(data).cast("B"))
+        return len(data)
