@@ -14,6 +14,7 @@ COMMANDS = {
     "plan diff": "diff",
     "verify": "verify",
     "eval": "eval",
+    "lm_eval": "lm_eval",
     "checkpoint": "checkpoint",
     "checkpoint convert": "convert",
 }
