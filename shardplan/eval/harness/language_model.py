@@ -180,8 +180,8 @@ class ShardplanLM(TemplateLM):
             ConfigError: always.
         """
         raise ConfigError(
-            "shardplan scores texts and does not generate any; leave out the tasks whose output_type is generate_until, "
-            "or run them with another model"
+            "shardplan scores texts and does not generate any; leave out tasks whose output_type is generate_until, or "
+            "run them with another model"
         )
 
     def get_model_info(self) -> dict[str, Any]:

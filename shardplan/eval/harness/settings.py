@@ -16,6 +16,9 @@ from shardplan.plan.serialization import flatten
 from shardplan.plan.workload import AUTO_BATCH, Workload, raise_first
 from shardplan.positions.sequence_layout import KERNEL_BLOCK
 
+OWN_ARGUMENTS = ("config", "max_length", "add_bos_token", "prefix_token_id")
+"""Arguments of the model that are no keys of a configuration."""
+
 
 def read_settings(
     config: str | None, max_length: int | None, overrides: Mapping[str, Any]
@@ -38,9 +41,10 @@ def read_settings(
         if name not in keys:
             raise ConfigError(f"model_args: unknown key {name!r}; {nearest(name, [*keys, *OWN_ARGUMENTS])}")
     argv = [f"--config={config}"] if config is not None else []
+    for name, value in given.items():
+        argv += [f"--{name}={_text(each)}" for each in (value if isinstance(value, (list, tuple)) else [value])]
     try:
-        parsed = parse_config([*argv, *(f"--{name}={_text(value)}" for name, value in given.items())], LoadingConfig)
-        parsed, plan = load_given_plan(parsed)
+        parsed, plan = load_given_plan(parse_config(argv, LoadingConfig))
     except ConfigError as error:
         raise ConfigError(str(error).replace("command line:", "model_args:", 1)) from error
     if plan is None:
@@ -57,10 +61,6 @@ def read_settings(
             "the token that is predicted last is in the row, too"
         )
     return parsed, plan
-
-
-OWN_ARGUMENTS = ("config", "max_length", "add_bos_token", "prefix_token_id")
-"""Arguments of the model that are no keys of a configuration."""
 
 
 def _workload(config: LoadingConfig, max_length: int | None) -> Workload:
