@@ -53,12 +53,15 @@ def model_args(family: str, checkpoint: Path) -> dict[str, Any]:
     return {"model.ref": str(checkpoint), "max_length": MAX_LENGTH, "hardware.slice": "cpu-8", **sizes, **types}
 
 
-def evaluate(model: Any, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Run both tasks, and return their metrics and the result of every request; the working folder must be `ROOT`.
+def evaluate(model: Any, arguments: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    """Run both tasks, and return their metrics and the result of every request; nothing in processes other than 0.
+
+    The working folder must be `ROOT`.
 
     Args:
         model: the name of a model of lm_eval, or one.
         arguments: of the model.
+        settings: further arguments of `lm_eval.simple_evaluate`.
     """
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -70,8 +73,10 @@ def evaluate(model: Any, arguments: dict[str, Any] | None = None) -> dict[str, A
         task_manager=TaskManager(include_path=str(FOLDER), include_defaults=False),
         bootstrap_iters=0,
         log_samples=True,
+        **settings,
     )
-    assert result is not None
+    if result is None:
+        return {}
     metrics = {
         f"{task} {name.partition(',')[0]}": value
         for task in TASKS

@@ -6,6 +6,8 @@ INSTALL_LM_EVAL = "pip install 'lm_eval>=0.4.13'"
 """Command that installs the harness; shardplan itself is on no package index."""
 
 try:
+    import lm_eval  # noqa: F401 - before what takes seconds to import
+
     from shardplan.eval.harness.language_model import ShardplanLM
 except ModuleNotFoundError as error:
     if error.name != "lm_eval":

@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from shardplan.checkpoint.session import Session, prepare
 from shardplan.errors import ConfigError
 from shardplan.eval.harness.requests import PackedRequests, Request, pack_requests
-from shardplan.eval.harness.scorer import RequestScorer
+from shardplan.eval.harness.scorer import RequestScorer, check_equal
 from shardplan.eval.harness.settings import read_settings
 from shardplan.eval.harness.tokenizer import load_tokenizer
 from shardplan.hardware import parse_slice
@@ -201,6 +201,7 @@ class ShardplanLM(TemplateLM):
         if not requests:
             return np.empty(0), np.empty(0, bool)
         packed = pack_requests(requests, self.max_length, self._settings.workload.position)
+        check_equal(packed)
         if self._scorer is None:
             self._session = self._prepare(packed)
             self._scorer = RequestScorer(self._session)

@@ -19,7 +19,7 @@ from shardplan.eval.texts.tokenizer import check_tokens
 from shardplan.model.inspect import inspect_model
 from shardplan.model.token_scores import TokenScores
 from shardplan.plan.mapping import mesh_size
-from shardplan.runtime.process_group import ProcessGroup, open_process_group
+from shardplan.runtime.process_group import open_process_group
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.step import score_program, specialize
 
@@ -72,11 +72,10 @@ class RequestScorer:
         A continuation is greedy if each of its tokens is the most probable one.
 
         Args:
-            packed: the same in all processes, in rows as long as those of the plan.
+            packed: the same in all processes (see `check_equal`), in rows as long as those of the plan.
             on_scored: takes the numbers of the requests whose scores a step completed, and both of these.
 
         Raises:
-            ConfigError: the processes have different requests.
             CheckpointError: the model has no embedding for a token.
         """
         batch, position = self._shape
@@ -103,8 +102,7 @@ class RequestScorer:
                 on_scored(requests, log_probs[requests], is_greedy[requests])
             progress.update(len(requests))
 
-        with open_process_group() as processes, shared_progress(total, "scoring", "requests") as progress:
-            _check_equal(packed, processes)
+        with open_process_group(), shared_progress(total, "scoring", "requests") as progress:
             for step in range(steps):
                 tokens, starts = packed.fill(step * batch, batch)
                 scores = self._step(self._module, self._place(tokens), self._place(starts))
@@ -152,15 +150,24 @@ def sum_scores(
     return np.add.reduceat(log_prob, edges)[::2], np.add.reduceat(misses, edges)[::2] == 0
 
 
-def _check_equal(packed: PackedRequests, processes: ProcessGroup) -> None:
-    """Check that all processes have the same requests: a step with others would hang, or mix them."""
+def check_equal(packed: PackedRequests) -> None:
+    """Check that all processes have the same requests: plans would differ, and steps would hang or mix them.
+
+    Raises:
+        ConfigError: they have not, in all processes.
+    """
     digest = hashlib.sha256()
     for array in (packed.start, packed.end, *packed.tokens):
         digest.update(np.ascontiguousarray(array).data)
-    digests = processes.gather("requests", digest.hexdigest())
-    different = next((process for process, each in digests.items() if each != digests[0]), None)
-    if different is not None:
-        raise ConfigError(
-            f"process {different} has other requests than process 0; give all the same arguments, and remove the files "
-            "of --use_cache if an earlier run was interrupted"
-        )
+    with open_process_group() as processes:
+        digests = processes.gather("requests", digest.hexdigest())
+
+        def compare() -> None:
+            different = next((process for process, each in digests.items() if each != digests[0]), None)
+            if different is not None:
+                raise ConfigError(
+                    f"process {different} has other requests than process 0; give all the same arguments, and remove "
+                    "the files of --use_cache if an earlier run was interrupted"
+                )
+
+        processes.broadcast("requests are equal", compare)  # so that all processes end with this message
