@@ -1,8 +1,9 @@
 """python scripts/bench_eval.py [--output docs/benchmarks/eval.md] [--batches 40]
 
 Measures evaluation on 8 virtual CPU devices: the throughput of `loss` beside levanter.main.eval_lm (of marin-levanter,
-where that is installed) and beside transformers with torch (where that is installed); how long devices wait for windows;
-and the host memory of a run over a small and a large text. All runs are separate processes, one after the other.
+where that is installed) and beside transformers with torch (where that is installed); how long devices wait for
+windows; and the host memory of a run over a small and a large text. All runs are separate processes, one after the
+other.
 """
 
 import argparse
@@ -93,7 +94,8 @@ def levanter_rate(model: Path, text: Path, folder: Path, batches: int) -> float:
             "components": {"text": {"source": {"type": "url", "validation_urls": [str(folder / "validation.jsonl")]}}},
         },
         "trainer": {
-            **section, "require_accelerator": False, "tracker": {"type": "json_logger"}, "log_dir": str(folder / "logs"),
+            **section, "require_accelerator": False, "tracker": {"type": "json_logger"},
+            "log_dir": str(folder / "logs"),
         },
     }  # fmt: skip
     (folder / "levanter.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
@@ -166,8 +168,8 @@ def main() -> None:
         "",
         "```\npython scripts/bench_eval.py --output docs/benchmarks/eval.md\n```",
         "",
-        f"A Llama of {SHAPE['layers']} layers and {SHAPE['hidden']} dimensions in float32, {batches} batches of {BATCH} x "
-        f"{POSITION} tokens after the first one, on 8 virtual CPU devices of {os.cpu_count()} cores.",
+        f"A Llama of {SHAPE['layers']} layers and {SHAPE['hidden']} dimensions in float32, {batches} batches of "
+        f"{BATCH} x {POSITION} tokens after the first one, on 8 virtual CPU devices of {os.cpu_count()} cores.",
         "",
         "| loss of one text | tokens/s | |",
         "|---|---:|---:|",
@@ -175,8 +177,13 @@ def main() -> None:
         "",
         "| devices waited for windows | part of the time of all steps but the first |",
         "|---|---:|",
-        f"| loss, windows of {POSITION} tokens | {own['waiting_seconds'] / own['seconds']:.2%} |",
-        f"| extraction, windows of 100 tokens, two to a sequence | {windows['waiting_seconds'] / windows['seconds']:.2%} |",
+        *(
+            f"| {name} | {each['waiting_seconds'] / each['seconds']:.2%} |"
+            for name, each in {
+                f"loss, windows of {POSITION} tokens": own,
+                "extraction, windows of 100 tokens, two to a sequence": windows,
+            }.items()
+        ),
     ]
     if memory:
         lines += ["", "| text | peak memory of the largest process |", "|---|---:|"]

@@ -15,6 +15,7 @@ COMMANDS = {
     "verify": "verify",
     "eval": "eval",
     "eval compare": "compare",
+    "lm_eval": "lm_eval",
     "checkpoint": "checkpoint",
     "checkpoint convert": "convert",
 }

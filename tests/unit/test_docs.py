@@ -109,6 +109,12 @@ def test_commands_parse(page, arguments, monkeypatch):
             parse_config(rest, command_flags.COMMANDS[command])
         except ShardplanError as error:
             pytest.fail(f"{page}: shardplan {' '.join(arguments)}: {error}")
+    elif command == "lm_eval":  # lm_eval's own arguments
+        arguments = dict(zip(rest[::2], rest[1::2], strict=True))
+        assert arguments["--model"] == "shardplan" and all(name.startswith("--") for name in arguments)
+        config, *overrides = [item.split("=") for item in arguments["--model_args"].split(",")]
+        keys = {*keys_of(command_flags.LoadingConfig), "max_length"}
+        assert config[0] == "config" and Path(config[1]).is_file() and {name for name, _ in overrides} <= keys
     else:
         assert (command == "plan diff" and len(rest) == 2) or (command == "eval compare" and len(rest) >= 2)
 

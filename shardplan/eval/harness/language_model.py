@@ -1,0 +1,234 @@
+"""The class that lm_eval knows as the model `shardplan`."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from shardplan.checkpoint.session import Session, prepare
+from shardplan.errors import ConfigError
+from shardplan.eval.harness.requests import PackedRequests, Request, pack_requests
+from shardplan.eval.harness.scorer import RequestScorer, check_equal
+from shardplan.eval.harness.settings import read_settings
+from shardplan.eval.harness.tokenizer import load_tokenizer
+from shardplan.hardware import parse_slice
+from shardplan.plan.workload import AUTO_BATCH
+from shardplan.report.summary import speed_text
+from shardplan.runtime.devices import is_first_process, start_devices
+from shardplan.runtime.progress import print_note
+from shardplan.search.fastest_batch import batches
+from shardplan.storage import open_folder
+
+DEFAULT_BATCH_SIZES = (None, 1, "1", "auto")
+"""What lm_eval passes as `batch_size` if the user does not set it, and what agrees with the planner's choice."""
+logger = logging.getLogger(__name__)
+
+
+@register_model("shardplan")
+class ShardplanLM(TemplateLM):
+    """A checkpoint that is planned, streamed and scored on all devices of a slice; see docs/lm-eval.md.
+
+    Requests have the results of lm_eval's `hf` model with the same `max_length` and the same types. The weights are
+    loaded, and the one program is compiled, when the first requests arrive.
+    """
+
+    def __init__(
+        self,
+        config: str | None = None,
+        max_length: int | None = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **overrides: Any,
+    ):
+        """Read the configuration and the tokenizer, and start the devices.
+
+        Args:
+            config: YAML file of a configuration, as for `shardplan eval`.
+            max_length: most tokens that the model is given to predict the next one; default: one less than
+                `workload.position`. Without a `workload.position` it decides that, too.
+            add_bos_token: as in the `hf` model: whether texts begin with the BOS token; default: as the tokenizer does.
+            prefix_token_id: as in the `hf` model: token before a text without context; default: BOS, or else EOS.
+            batch_size, max_batch_size, device: not used; `workload.batch` and `hardware.slice` decide.
+            overrides: keys of the configuration, such as `model.ref` or `mesh.model`.
+
+        Raises:
+            ConfigError: the configuration cannot be used.
+            CheckpointError: the checkpoint has no tokenizer.
+        """
+        super().__init__()
+        self._settings, self._given = read_settings(config, max_length, overrides)
+        self._max_length = max_length or self._settings.workload.position - 1
+        if not self._settings.model.ref:
+            raise ConfigError("model.ref is not set; name a checkpoint, because its tokens and weights are needed")
+        if batch_size not in DEFAULT_BATCH_SIZES:
+            logger.warning("batch_size %s is not used; set workload.batch among the model_args", batch_size)
+        hardware = parse_slice(self._settings.hardware.slice)
+        start_devices(hardware.name, hardware.devices, hardware.is_cpu)
+        if jax.process_count() > 1:
+            # lm_eval has a cache per LOCAL_RANK, and reports where it is 0; its own ranks would share out the requests
+            os.environ["LOCAL_RANK"] = str(jax.process_index())
+        self._add_bos_token, self._prefix_token_id = add_bos_token, prefix_token_id
+        settings = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+        self.tokenizer = load_tokenizer(open_folder(self._settings.model.ref), **settings)
+        prefix = self.tokenizer.bos_token_id if prefix_token_id is None else prefix_token_id
+        self._prefix = self.tokenizer.eos_token_id if prefix is None else prefix
+        self._prefix_text = None if self._prefix is None else self.tokenizer.decode(self._prefix)
+        self._scorer: RequestScorer | None = None
+        self._session: Session | None = None
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that the model is given to predict the next one."""
+        return self._max_length
+
+    @property
+    def eot_token_id(self) -> int:
+        """The EOS token."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that precedes a text without context.
+
+        Raises:
+            ConfigError: the tokenizer has neither BOS nor EOS, and none was given.
+        """
+        if self._prefix is None:
+            raise ConfigError(
+                "the tokenizer has neither a BOS nor an EOS token, which a text without context needs; set "
+                "prefix_token_id among the model_args"
+            )
+        return int(self._prefix)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer, for lm_eval's cache of requests."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the prompt of a chat, as the template of the tokenizer writes it."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the tokens of a text, with the special tokens that the `hf` model adds."""
+        settings = {}
+        if add_special_tokens is not None:
+            settings = {"add_special_tokens": add_special_tokens}
+        elif self._prefix_text is not None and string.startswith(self._prefix_text):
+            settings = {"add_special_tokens": False}
+        elif self._add_bos_token is not None:
+            settings = {"add_special_tokens": self._add_bos_token}
+        return list(self.tokenizer.encode(string, **settings))
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return the log-probability in nats of each continuation, and whether greedy decoding produces it."""
+        results: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm or not is_first_process())
+        return results
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Score tokenized requests: (texts, context, continuation)."""
+
+        def keep(numbers: np.ndarray, log_probs: np.ndarray, is_greedy: np.ndarray) -> None:
+            for number, *result in zip(numbers.tolist(), log_probs.tolist(), is_greedy.tolist(), strict=True):
+                self.cache_hook.add_partial("loglikelihood", requests[number][0], tuple(result))
+
+        # several processes that are killed would keep different results, and have different requests from then on
+        log_probs, is_greedy = self._score(
+            [Request(*each[1:]) for each in requests], keep if jax.process_count() == 1 else None
+        )
+        return list(zip(log_probs.tolist(), is_greedy.tolist(), strict=True))
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability in nats of each whole text, in windows that predict every token once."""
+        windows, owners = [], []
+        for number, (text,) in enumerate(request.args for request in requests):
+            for pair in get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                windows.append(Request(*make_disjoint_window(pair)))
+                owners.append(number)
+        log_probs, _ = self._score(windows)
+        totals: list[float] = np.bincount(owners, log_probs, len(requests)).tolist()
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Refuse to generate text.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "shardplan scores texts and does not generate any; leave out tasks whose output_type is generate_until, or "
+            "run them with another model"
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what lm_eval writes beside the results: the plan, and the programs that were compiled."""
+        if self._scorer is None or self._session is None:
+            return {}
+        plan = self._session.plan
+        return {
+            "model_ref": self._session.folder.ref,
+            "max_length": self.max_length,
+            "plan": plan.to_json(),
+            "programs_compiled": self._scorer.statistics.programs,
+        }
+
+    def _score(self, requests: Sequence[Request], on_scored: Any = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return log-probability and greediness of every request."""
+        if not requests:
+            return np.empty(0), np.empty(0, bool)
+        packed = pack_requests(requests, self.max_length, self._settings.workload.position)
+        check_equal(packed)
+        if self._scorer is None:
+            self._session = self._prepare(packed)
+            self._scorer = RequestScorer(self._session)
+        scorer = self._scorer
+        before = scorer.statistics.steps
+        results = scorer.score(packed, on_scored)
+        if is_first_process():
+            statistics = scorer.statistics
+            print_note(
+                f"{len(requests)} requests in {len(packed.tokens)} windows, {packed.rows} rows of {packed.position} "
+                f"tokens ({packed.filled:.0%} filled), {statistics.steps - before} steps; forward programs compiled so "
+                f"far: {statistics.programs} (in {statistics.compile_seconds:.1f} s)"
+            )
+        return results
+
+    def _prepare(self, packed: PackedRequests) -> Session:
+        """Plan for the requests: with the fastest batch, or one that holds them all if that is smaller."""
+        settings = self._settings
+        session = prepare(settings, self._given)
+        if settings.workload.batch == AUTO_BATCH:
+            devices = parse_slice(settings.hardware.slice).devices
+            enough = max(packed.rows, devices)
+            batch = next((b for b in batches(devices, packed.position) if b >= enough), enough)
+            if batch < session.plan.workload.batch:
+                session = prepare(replace(settings, workload=replace(settings.workload, batch=batch)), None)
+        if is_first_process():
+            plan = session.plan
+            mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
+            print_note(f"plan: {mesh}; batch {plan.workload.batch} x {plan.workload.position}; {speed_text(plan)}")
+        return session

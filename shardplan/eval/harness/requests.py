@@ -1,0 +1,111 @@
+"""Tokenized requests, and the windows of tokens that have to be computed for them. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.errors import ConfigError
+from shardplan.eval.packing import pack
+
+
+@dataclass(frozen=True)
+class Request:
+    """A continuation whose probability is requested, and the context that it follows; lists of token ids."""
+
+    context: list[int]
+    continuation: list[int]
+
+
+@dataclass(frozen=True)
+class PackedRequests:
+    """The windows of requests, in rows of tokens.
+
+    A window is the context with the whole continuation. The score at a position of it is that of the token after, so
+    that the scores of the continuation begin at the context's last token, and end one before the window's end.
+    """
+
+    position: int
+    """Tokens of a row."""
+    tokens: list[np.ndarray]
+    """int32[token] of every window; the windows of a row follow each other, and rows are in order."""
+    row: np.ndarray
+    """int64[window]."""
+    offset: np.ndarray
+    """int64[window]: index of the window's first token in its row."""
+    start: np.ndarray
+    """int64[request]: index of the first score of the request's continuation, counted through all rows."""
+    end: np.ndarray
+    """int64[request]: the index after its last."""
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return int(self.row[-1]) + 1
+
+    @property
+    def filled(self) -> float:
+        """The part of the rows that windows fill."""
+        return sum(map(len, self.tokens)) / (self.rows * self.position)
+
+    def fill(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens and `window_starts`, int32[row, position], of `count` rows from `first` on.
+
+        What no window fills is a window of zeros by itself.
+        """
+        tokens, starts = np.zeros((2, count, self.position), np.int32)
+        used = np.zeros(count, np.int64)
+        for window in range(*np.searchsorted(self.row, [first, first + count])):
+            row, begin, ids = self.row[window] - first, self.offset[window], self.tokens[window]
+            tokens[row, begin : begin + len(ids)] = ids
+            starts[row, begin : begin + len(ids)] = begin
+            used[row] = max(used[row], begin + len(ids))
+        for row, end in enumerate(used):
+            starts[row, end:] = end
+        return tokens, starts
+
+
+def pack_requests(requests: Sequence[Request], max_length: int, position: int) -> PackedRequests:
+    """Pack the windows of one or more requests into rows of `position` tokens.
+
+    A window has at most `max_length` tokens and the one that is predicted last; what is too long loses its beginning,
+    as in the `hf` model of lm_eval. A window that another one begins with is computed once, with that one.
+
+    Args:
+        max_length: less than `position`.
+
+    Raises:
+        ConfigError: a context or a continuation without tokens, or a continuation of more than `max_length`.
+    """
+    for request in requests:
+        if not request.context:
+            raise ConfigError(
+                "a context has no tokens, though it is not empty: it is all spaces; set add_bos_token=True among the "
+                "model_args, or change the task"
+            )
+        if not request.continuation:
+            raise ConfigError(
+                "a continuation has no tokens: its text is empty, or the token that would be given for want of a "
+                "context; change the task"
+            )
+        if len(request.continuation) > max_length:
+            raise ConfigError(
+                f"a continuation has {len(request.continuation)} tokens, and max_length is {max_length}; raise "
+                "workload.position"
+            )
+    # bytes are compared by whole tokens, and much faster than lists
+    ids = [np.array((each.context + each.continuation)[-(max_length + 1) :], ">i4").tobytes() for each in requests]
+    window = np.empty(len(ids), np.int64)
+    kept: list[bytes] = []
+    for index in sorted(range(len(ids)), key=ids.__getitem__, reverse=True):
+        # of all windows that begin with this one, the next in order is one
+        if not kept or not kept[-1].startswith(ids[index]):
+            kept.append(ids[index])
+        window[index] = len(kept) - 1
+    tokens = [np.frombuffer(each, ">i4").astype(np.int32) for each in kept]
+    row, offset = pack(np.array([len(each) for each in tokens]), position)
+    lengths = np.array([len(each) // 4 for each in ids])
+    scored = np.array([len(each.continuation) for each in requests])
+    end = row[window] * position + offset[window] + lengths - 1
+    order = np.argsort(row, kind="stable")
+    return PackedRequests(position, [tokens[i] for i in order], row[order], offset[order], end - scored, end)

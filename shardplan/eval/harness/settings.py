@@ -1,0 +1,87 @@
+"""The configuration that the arguments of an lm_eval model describe (`--model_args`)."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardplan.config import parse_config
+from shardplan.config.command_flags import LoadingConfig
+from shardplan.config.given_plan import load_given_plan
+from shardplan.config.keys import keys_of
+from shardplan.errors import ConfigError, nearest
+from shardplan.hardware import parse_slice
+from shardplan.plan.plan import Plan
+from shardplan.plan.serialization import flatten
+from shardplan.plan.workload import AUTO_BATCH, Workload, raise_first
+from shardplan.positions.sequence_layout import KERNEL_BLOCK
+
+OWN_ARGUMENTS = ("config", "max_length", "add_bos_token", "prefix_token_id")
+"""Arguments of the model that are no keys of a configuration."""
+
+
+def read_settings(
+    config: str | None, max_length: int | None, overrides: Mapping[str, Any]
+) -> tuple[LoadingConfig, Plan | None]:
+    """Return the configuration of a run, with the workload that requests need; and its Plan, if it names one.
+
+    Unless they are set, the batch is the fastest one, and a row holds `max_length` tokens and one more, in whole blocks
+    of the attention kernel.
+
+    Args:
+        config: path of a YAML file.
+        max_length: most tokens that the model is given; None for what the rows hold.
+        overrides: keys of the configuration, by dotted name or as nested mappings.
+
+    Raises:
+        ConfigError: the file or a key cannot be used, or contradicts what requests need.
+    """
+    keys, given = keys_of(LoadingConfig), flatten(dict(overrides))
+    for name in given:
+        if name not in keys:
+            raise ConfigError(f"model_args: unknown key {name!r}; {nearest(name, [*keys, *OWN_ARGUMENTS])}")
+    argv = [f"--config={config}"] if config is not None else []
+    for name, value in given.items():
+        argv += [f"--{name}={_text(each)}" for each in (value if isinstance(value, (list, tuple)) else [value])]
+    try:
+        parsed, plan = load_given_plan(parse_config(argv, LoadingConfig))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("command line:", "model_args:", 1)) from error
+    if plan is None:
+        parsed = replace(parsed, workload=_workload(parsed, max_length))
+    elif not plan.workload.is_scoring or plan.workload.window is None:
+        raise ConfigError(
+            f"plan {parsed.plan} is not for packed requests; plan with --workload.kind score, and --workload.window as "
+            "large as --workload.position"
+        )
+    position = parsed.workload.position
+    if max_length is not None and not 1 <= max_length < position:
+        raise ConfigError(
+            f"max_length is {max_length}, and workload.position {position}; it must be 1 to {position - 1}, because "
+            "the token that is predicted last is in the row, too"
+        )
+    return parsed, plan
+
+
+def _workload(config: LoadingConfig, max_length: int | None) -> Workload:
+    """Return the workload for packed requests: scores without top k, of windows of any length."""
+    work, given = config.workload, config.given
+    position = work.position
+    if "workload.position" not in given and max_length is not None:
+        # attention on TPUs needs the kernel
+        block = 1 if parse_slice(config.hardware.slice).is_cpu else KERNEL_BLOCK
+        position = -(-(max_length + 1) // block) * block
+    batch = work.batch if "workload.batch" in given else AUTO_BATCH
+    # a window as long as the row: planned like packed windows, whose positions are not sharded
+    changed = replace(work, kind="score", top_k=0, batch=batch, position=position, window=position)
+    for key in ("kind", "window"):
+        configured, needed = getattr(work, key), getattr(changed, key)
+        if f"workload.{key}" in given and configured not in (None, needed):
+            raise ConfigError(f"workload.{key} is {configured}, lm_eval needs {needed}; leave it out")
+    raise_first(changed.problems())
+    return changed
+
+
+def _text(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
