@@ -3,8 +3,21 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# nearly all programs of tests run once, and compile for longer than they run
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# nearly all programs of tests run once, and compile for longer than they run; the emitters of fusions by MLIR take two
+# thirds of that
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
+)
+
+import tempfile
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # what one process has compiled, the others of this run load: pytest's workers, and the processes that tests start
+    COMPILED = tempfile.TemporaryDirectory(prefix="shardplan-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import contextlib
 import dataclasses

@@ -5,6 +5,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 from draccus.wrappers.docstring import get_attribute_docstring
@@ -46,9 +47,14 @@ class Key:
         return f"it must be {' or '.join(TYPE_NAMES[kind] for kind in self.types)}"
 
 
-def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
+def keys_of(cls: type) -> dict[str, Key]:
     """Every key of the configuration `cls`, by dotted name."""
-    return dict(_keys(cls, prefix))
+    return dict(_cached_keys(cls))
+
+
+@cache
+def _cached_keys(cls: type) -> tuple[tuple[str, Key], ...]:
+    return tuple(_keys(cls, ""))
 
 
 def _keys(cls: type, prefix: str) -> Iterator[tuple[str, Key]]:

@@ -186,7 +186,7 @@ def _matmul_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traf
     if task.groups > 1:
         return
     for operand in task.operands:
-        if operand.weight is None:
+        if operand.weight is None and _contracts_flattened(task, assignment):
             yield from _flattened_operand_traffic(task, operand, assignment)
     partial, result = _partial_sum_axes(task, assignment), task.results[0]
     if partial and not assignment.is_stored_like_a_parameter(result):
@@ -230,7 +230,7 @@ def _partial_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
         return ()
     kept = {
         axis
-        for operand in task.operands
+        for operand in (task.operands if _contracts_flattened(task, assignment) else ())
         for dim in operand.dims
         if (flat := _flattened_axis(dim, task, assignment)) and _keeps_sharding(dim, flat, assignment)
         for axis in assignment.mesh_axes(dim)
@@ -248,6 +248,11 @@ def _flattened_operand_traffic(task: Task, operand: TracedArray, assignment: Sha
             unsharded = {name: axes for name, axes in assignment.compute.items() if name not in dict(dim)}
             size, subject = assignment.bytes(operand, unsharded), f"{flat} of {task.label}"
             yield all_gather_traffic(size, assignment, axes, task.executions, Purpose.FLATTENED_AXES, subject)
+
+
+def _contracts_flattened(task: Task, assignment: ShardingAssignment) -> bool:
+    """Whether `task` contracts an axis that others are flattened to, so that `_flattened_axis` may return one."""
+    return any(name in assignment.merged_axes for name, _ in task.contracted)
 
 
 def _flattened_axis(dim: Dim, task: Task, assignment: ShardingAssignment) -> str | None:

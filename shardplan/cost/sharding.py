@@ -71,6 +71,8 @@ class ShardingAssignment:
     """Lengths of the documents of every sequence, if they are known; tokens attend only to their own document."""
     shard_counts: dict[TracedArray, int] = field(default_factory=dict, compare=False, repr=False)
     """Cache of `num_shards` under `compute`; assignments with equal `mesh` and `compute` may share it."""
+    gathers: dict[TracedArray, WeightGather | None] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Cache of `weight_gather`."""
 
     @property
     def sliced_mesh_axes(self) -> MeshAxes:
@@ -115,7 +117,7 @@ class ShardingAssignment:
         used: set[str] = set()
         result = []
         for name in array.majors:
-            axes = mapped(name, mapping)
+            axes = mapping.get(name, ()) if isinstance(name, str) else ()  # `mapped`, inlined: this runs most often
             if axes:
                 if not used.isdisjoint(axes):
                     axes = tuple(axis for axis in axes if axis not in used)
@@ -143,11 +145,17 @@ class ShardingAssignment:
         source = self.compute if mapping is None else mapping
         used: set[str] = set()
         for name, _ in factors:
-            used.update(mapped(name, source))
+            if isinstance(name, str) and name in source:  # `mapped`, inlined
+                used.update(source[name])
         return tuple(axis for axis in self.mesh if axis in used) if used else ()
 
     def weight_gather(self, weight: TracedArray) -> WeightGather | None:
         """The all-gather of a parameter for computation; None where its stored sharding is used as it is."""
+        if weight not in self.gathers:
+            self.gathers[weight] = self._weight_gather(weight)
+        return self.gathers[weight]
+
+    def _weight_gather(self, weight: TracedArray) -> WeightGather | None:
         stored = self.mesh_axes(weight.factors, self.params)
         if not stored:
             return None

@@ -101,18 +101,29 @@ def trace_step(model: Model, workload: Workload) -> Trace:
 def plan_step(model: Model, workload: Workload) -> Step:
     """The traced step of `workload`, with its stored parameters and optimizer state."""
     step, activation_axes = build_step(trace_step(model, workload)), (BATCH_AXIS, model.template.Pos.name)
-    parameters = jax.tree.map(lambda leaf: _with_float_dtype(leaf, workload.param_dtype), model.template)
-    arrays = eqx.filter(parameters, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    optimizer = make_optimizer(workload.optimizer) if workload.is_training else None
+    parameters, optimizer_state = _stored_arrays(
+        model, workload.param_dtype, workload.optimizer if workload.is_training else None
+    )
     return replace(
         step,
-        parameters=tuple(_traced_arrays(arrays)),
-        optimizer_state=tuple(_traced_arrays(abstract_optimizer_state(optimizer, arrays))) if optimizer else (),
+        parameters=parameters,
+        optimizer_state=optimizer_state,
         tasks=tuple(_mark_work_on_parameters(task, activation_axes) for task in step.tasks),
         activation_axes=activation_axes,
         vocab=model.template.Vocab.name,
         pattern=model.pattern,
     )
+
+
+@lru_cache(maxsize=32)
+def _stored_arrays(
+    model: Model, param_dtype: str, optimizer: str | None
+) -> tuple[tuple[TracedArray, ...], tuple[TracedArray, ...]]:
+    """The parameters in `param_dtype`, and the state of the optimizer of that name; none without a name."""
+    parameters = jax.tree.map(lambda leaf: _with_float_dtype(leaf, param_dtype), model.template)
+    arrays = eqx.filter(parameters, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    state = abstract_optimizer_state(make_optimizer(optimizer), arrays) if optimizer is not None else ()
+    return tuple(_traced_arrays(arrays)), tuple(_traced_arrays(state))
 
 
 def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Task:
@@ -131,6 +142,7 @@ def _traced_arrays(tree: Any) -> Iterator[TracedArray]:
         yield TracedArray(dims, array.dtype.itemsize, path)
 
 
+@lru_cache(maxsize=32)
 def _with_plain_attention(model: Model, checkpointing: str) -> Any:
     """The module tree of `model` with attention in plain operations."""
     plain: dict[str, Any] = {

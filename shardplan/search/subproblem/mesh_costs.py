@@ -1,9 +1,7 @@
 """Time and memory of components on one mesh, each computed once for the mesh axes that it depends on."""
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -15,7 +13,7 @@ from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import place_mesh
 from shardplan.plan.mapping import MeshAxes
 from shardplan.program.tasks import Task, TaskKind
-from shardplan.search.space import AttentionMethod, CacheKey, ComponentCost, ComputeSharding, Space
+from shardplan.search.space import AttentionMethod, ComponentCost, ComputeSharding, Space
 from shardplan.search.subproblem.component_choices import ComponentChoice, pareto_optimal
 
 
@@ -44,20 +42,24 @@ class MeshCosts:
         """Time of a component's tasks."""
         assignment, choices = self._assignment(compute, params), component.compute_choices(compute)
         all_choices = component.all_choices(compute, params)
-
-        def cost(task: Task, compute_key: CacheKey) -> DeviceCost:
-            return device_cost(task, assignment, self._lower_bound(task, compute_key(choices), assignment))
-
-        return sum(
-            count * self._seconds(task, full_key(all_choices), partial(cost, task, compute_key))
-            for task, count, compute_key, full_key in component.tasks
-        )
+        seconds = []
+        for task, count, compute_key, full_key in component.tasks:
+            known, key = self._task_seconds[id(task)], full_key(all_choices)
+            if key not in known:
+                cost = device_cost(task, assignment, self._lower_bound(task, compute_key(choices), assignment))
+                known[key] = self._seconds(task, cost)
+            seconds.append(count * known[key])
+        return sum(seconds)
 
     def min_seconds(self, component: ComponentCost, compute: ComputeSharding) -> float:
         """Lower bound of the time of a component's tasks for any mapping of the stored parameters."""
         assignment, choices = self._assignment(compute, {}), component.compute_choices(compute)
-        keys = ((task, count, compute_key(choices)) for task, count, compute_key, _ in component.tasks)
-        return sum(count * self._min_seconds(task, key, assignment) for task, count, key in keys)
+        return sum(
+            [
+                count * self._min_seconds(task, compute_key(choices), assignment)
+                for task, count, compute_key, _ in component.tasks
+            ]
+        )
 
     def bytes(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> np.ndarray:
         """Bytes per device of a component's buffers at every point of the program."""
@@ -114,16 +116,17 @@ class MeshCosts:
         if key not in self._assignments:
             mapping, method = {**self.base.mapping, **compute.mapping}, compute.method or self.base.method
             self._assignments[key] = self.space.assignment(self.mesh, mapping, {}, method)
-        return replace(self._assignments[key], params=params)
+        unstored = self._assignments[key]
+        return replace(unstored, params=params) if params else unstored
 
     def _min_seconds(self, task: Task, key: object, assignment: ShardingAssignment) -> float:
-        return self._seconds(task, key, partial(self._lower_bound, task, key, assignment))
-
-    def _seconds(self, task: Task, key: object, cost: Callable[[], DeviceCost]) -> float:
-        known, space = self._task_seconds[id(task)], self.space
+        known = self._task_seconds[id(task)]
         if key not in known:
-            known[key] = task_seconds(task, cost(), self.placement, space.calibration).total
+            known[key] = self._seconds(task, self._lower_bound(task, key, assignment))
         return known[key]
+
+    def _seconds(self, task: Task, cost: DeviceCost) -> float:
+        return task_seconds(task, cost, self.placement, self.space.calibration).total
 
     def _lower_bound(self, task: Task, key: object, assignment: ShardingAssignment) -> DeviceCost:
         known = self._lower_bounds[id(task)]

@@ -291,7 +291,7 @@ class MeshSubproblem:
 def _is_distinct(mapping: AxisMapping, axis_sets: Iterable[frozenset[str]]) -> bool:
     """Whether no two logical axes of a set have a mesh axis in common."""
     for axes in axis_sets:
-        used = [mesh_axis for axis in axes for mesh_axis in mapping.get(axis, ())]
-        if len(set(used)) < len(used):
+        used = [mesh_axis for axis in axes if axis in mapping for mesh_axis in mapping[axis]]
+        if len(used) > 1 and len(set(used)) < len(used):
             return False
     return True
