@@ -15,7 +15,7 @@ from shardplan.config.sections import TaskConfig, TaskKind
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import AUTO_BATCH, raise_first
+from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, raise_first
 from shardplan.runtime.writable import write_text
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def with_windows(config: EvalCommand) -> EvalCommand:
     length = task.prefix + task.suffix + bool(task.special_tokens)
     is_cpu = parse_slice(config.hardware.slice).is_cpu  # whose attention needs no kernel
     position = length if is_cpu else packed_length(length)
-    position = work.position if "workload.position" in config.given else position
+    if "workload.position" in config.given:
+        position = packed_length(length) if work.position == AUTO_POSITION else work.position
     window = length if position != length else None
     batch = work.batch if "workload.batch" in config.given else AUTO_BATCH
     changed = replace(work, kind="score", top_k=task.top_k, batch=batch, position=position, window=window)

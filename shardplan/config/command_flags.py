@@ -1,6 +1,6 @@
 """The keys and flags of each command: those of planning, which all commands share, and its own."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from shardplan.config.keys import NO_KEY
@@ -18,7 +18,7 @@ from shardplan.config.sections import (
 )
 from shardplan.errors import ConfigError
 from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
-from shardplan.plan.workload import Workload, raise_first
+from shardplan.plan.workload import AUTO_POSITION, Workload, raise_first
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,23 @@ class PlanConfig:
     """The YAML files that were read; not a key itself."""
 
     def __post_init__(self) -> None:
+        work = self.workload
+        if work.position == AUTO_POSITION and work.window is not None:
+            from shardplan.plan.packing import packed_length  # imports numpy
+
+            object.__setattr__(self, "workload", replace(work, position=packed_length(work.window)))
+        elif work.position == AUTO_POSITION and not self.makes_windows:
+            raise ConfigError("workload.position auto is the length that packed windows fill best; set workload.window")
         raise_first(self.workload.problems())
         if self.plan is None:  # a given plan decides these values
             raise_first(self.workload.microbatch_problems())
             if not self.model.ref and not self.model.config:
                 raise ConfigError("no model: set model.ref to a Hugging Face folder, or model.config to a config.json")
+
+    @property
+    def makes_windows(self) -> bool:
+        """Whether windows are made later, whose length is known then."""
+        return self.plan is not None
 
 
 class OptionSets(StrEnum):
@@ -153,6 +165,11 @@ class EvalCommand(LoadingConfig, CompilingConfig):
             raise ConfigError("precision_study compares windows of extraction; set task.kind to that")
         if self.precision_study is not None and self.plan is not None:
             raise ConfigError("precision_study plans for both types; leave plan out")
+
+    @property
+    def makes_windows(self) -> bool:
+        """Whether windows are made later, whose length is known then."""
+        return self.task.kind is TaskKind.EXTRACTION or self.plan is not None
 
 
 @dataclass(frozen=True)

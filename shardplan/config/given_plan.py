@@ -8,10 +8,12 @@ from shardplan.config.keys import keys_of
 from shardplan.config.sections import HardwareConfig, MeshConfig
 from shardplan.errors import ConfigError
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import AUTO_BATCH
+from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION
 
 OPEN_VALUES = (None, "auto")
 """Values of configuration keys that leave the choice to the planner."""
+AUTO_VALUES = {("workload.batch", AUTO_BATCH), ("workload.position", AUTO_POSITION)}
+"""Keys, and values of these that do the same."""
 C = TypeVar("C", bound=PlanConfig)
 
 
@@ -38,7 +40,7 @@ def load_given_plan(config: C) -> tuple[C, Plan | None]:
     for name, value in planned.items():
         section, _, key = name.partition(".")
         configured = getattr(getattr(config, section), key)
-        is_open = configured in OPEN_VALUES or (name == "workload.batch" and configured == AUTO_BATCH)
+        is_open = configured in OPEN_VALUES or (name, configured) in AUTO_VALUES
         is_set = not is_open and (name in config.given or configured != keys[name].default)
         if is_set and configured != value:
             raise ConfigError(f"{name} is {configured}, plan {config.plan} has {value}; leave it out, or plan again")

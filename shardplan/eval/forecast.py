@@ -42,7 +42,7 @@ def forecast_run(task: Task[Any], store: TextStore, ref: str, plan: Plan) -> Run
     Raises:
         ConfigError: the plan is not for this task, or no text has a window.
     """
-    task.check_plan(plan)
+    task.check_workload(plan.workload)
     try:
         data = read_tokenizer(open_folder(ref))
     except (CheckpointError, ConfigError):  # of a plan from a config.json alone

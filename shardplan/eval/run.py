@@ -75,9 +75,9 @@ def run_evaluation(
         CheckpointError: tokenizer and weights have different vocabularies, or the checkpoint is damaged.
     """
     config, given = load_given_plan(config)
+    task.check_workload(config.workload)
     session = prepare(config, given)
     plan = session.plan
-    task.check_plan(plan)
     on_plan(plan)
     data, name = read_tokenizer(session.folder), f"{session.folder.ref}/tokenizer.json"
     special = special_tokens(make_tokenizer(data, name))

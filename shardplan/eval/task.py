@@ -13,6 +13,7 @@ from shardplan.eval.texts.store import TextStore
 from shardplan.eval.windows import Windows
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
+from shardplan.plan.workload import Workload
 from shardplan.step.aot_program import Program
 
 W = TypeVar("W", bound=Windows)
@@ -44,8 +45,8 @@ class Task(Protocol[W]):
     def determinants(self, plan: Plan) -> dict[str, Any]:
         """Return what determines the results beside texts, tokenizer, weights and types."""
 
-    def check_plan(self, plan: Plan) -> None:
-        """Check that a plan is for this task.
+    def check_workload(self, workload: Workload) -> None:
+        """Check that a workload is for this task.
 
         Raises:
             ConfigError: it is not.

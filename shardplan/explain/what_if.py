@@ -10,8 +10,12 @@ from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
+from shardplan.search.fastest_batch import MAX_TOKENS
 from shardplan.search.make_plan import make_plan
 from shardplan.search.search_configuration import AUTO_CHECKPOINTING
+
+CURVE_DOUBLINGS = 3
+"""How often the batch of an evaluation is doubled, and halved."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,10 @@ def _changes(config: PlanConfig, fits: bool) -> Iterator[list[tuple[str, PlanCon
         return replace(config, workload=replace(work, **values))  # type: ignore[arg-type]
 
     halves = [work.batch >> n for n in range(1, work.batch.bit_length())]
-    batches = [*halves[:1], work.batch * 2] if fits else halves
+    # the batch of training decides what is learned; that of other work is free, so that a curve is of interest
+    doublings = 1 if work.is_training else CURVE_DOUBLINGS
+    larger = [work.batch << n for n in range(1, doublings + 1) if n == 1 or work.tokens << n <= MAX_TOKENS]
+    batches = [*reversed(halves[:doublings]), *larger] if fits else halves
     parts = work.microbatches
     yield [
         (f"workload.batch {batch}", with_work(batch=batch, microbatches=parts and math.gcd(batch, parts)))

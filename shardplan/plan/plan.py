@@ -16,7 +16,7 @@ from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import mesh_size, mesh_text
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.serialization import checksum, decode
-from shardplan.plan.workload import AUTO_BATCH, BATCH_AXIS, Workload
+from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, BATCH_AXIS, Workload
 from shardplan.positions.sequence_order import SequenceOrder
 
 SCHEMA_VERSION = 1
@@ -261,8 +261,11 @@ class Plan:
                 if amount is None or (isinstance(amount, int | float) and not 0 <= amount < math.inf):
                     yield f"{section}.{name} is {amount}"
         yield from self.workload.problems()
-        if self.workload.batch == AUTO_BATCH:
-            yield f"workload.batch is {AUTO_BATCH}; it must be at least 1"
+        for key, value, open_value in (
+            ("batch", self.workload.batch, AUTO_BATCH), ("position", self.workload.position, AUTO_POSITION),
+        ):  # fmt: skip
+            if value == open_value:
+                yield f"workload.{key} is {value}; it must be at least 1"
         yield from self.workload.microbatch_problems()
         if not self.parameters:
             yield "it has no parameters"

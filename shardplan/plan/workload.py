@@ -17,6 +17,8 @@ AUTO = "auto"
 """Key of the metadata of a field that users may set to auto: the value that this stands for."""
 AUTO_BATCH = -1
 """The batch in a configuration that leaves it to the planner, as Levanter writes it."""
+AUTO_POSITION = -1
+"""The position in a configuration that leaves it to the windows."""
 KINDS = ("eval", "prefill", "score", "train")
 CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
 MIN_POSITION = 2
@@ -32,8 +34,8 @@ class Workload:
     the top k), prefill, or train."""
     batch: int = field(default=8, metadata={AUTO: AUTO_BATCH})
     """Sequences per step, over all devices; auto for the number with most tokens per second that fits."""
-    position: int = 2048
-    """Tokens per sequence."""
+    position: int = field(default=2048, metadata={AUTO: AUTO_POSITION})
+    """Tokens per sequence; auto for the length that windows fill best, where windows are packed."""
     param_dtype: str = "bfloat16"
     """Type of stored parameters: bfloat16, float16 or float32."""
     compute_dtype: str = "bfloat16"
@@ -105,7 +107,7 @@ class Workload:
         for key, value, minimum in (
             ("batch", self.batch, 1), ("position", self.position, MIN_POSITION), ("microbatches", self.microbatches, 1),
         ):  # fmt: skip
-            is_open = key == "batch" and value == AUTO_BATCH
+            is_open = (key, value) in (("batch", AUTO_BATCH), ("position", AUTO_POSITION))
             if value is not None and not is_open and not minimum <= value <= MAX_SIZE:
                 bound = f"at most {MAX_SIZE}" if value > MAX_SIZE else f"at least {minimum}"
                 yield f"workload.{key} is {value}; it must be {bound}"
@@ -126,7 +128,8 @@ class Workload:
                 yield f"workload.{key} is for workload.kind score, and the kind is {self.kind}; leave it out"
         if not 0 <= self.top_k <= MAX_SIZE:
             yield f"workload.top_k is {self.top_k}; it must be 0 to {MAX_SIZE}"
-        if self.window is not None and not MIN_POSITION <= self.window <= self.position:
+        is_open = self.position == AUTO_POSITION
+        if self.window is not None and not is_open and not MIN_POSITION <= self.window <= self.position:
             yield (f"workload.window is {self.window}; it must be {MIN_POSITION} to workload.position, {self.position}")
         if self.logit_blocks is not None and (self.logit_blocks < 1 or self.position % self.logit_blocks):
             yield (

@@ -31,7 +31,7 @@ def evaluation(checkpoint, tmp_path_factory):
         "model": {"ref": str(folder / "model")},
         "workload": {"batch": 4, "position": 64, "compute_dtype": "float32"},
         "data": {"path": str(folder / "model" / "text.jsonl")},
-        "output": str(folder / "results.json"),
+        "output": str(folder / "results"),
     }
     (folder / "eval.yaml").write_text(json.dumps(values))
     return folder
@@ -46,8 +46,6 @@ def evaluation(checkpoint, tmp_path_factory):
         (["plan", "--config", "{}/eval.yaml", "--lint", "{}/lint.yaml"], "--json={}/lint.yaml"),
         (["plan", "diff", "{}/a.json", "{}/b.json"], "--json={}/b.json"),
         (["verify", "--config", "{}/eval.yaml", "--against", "{}/lint.yaml"], "--json={}/lint.yaml"),
-        (["eval", "--config", "{}/eval.yaml"], "--output={}/model/text.jsonl"),
-        (["eval", "--config", "{}/eval.yaml", "--json", "{}/x.json"], "--output={}/x.json"),
         (["checkpoint", "--config", "{}/eval.yaml", "--schedule"], "--json={}/eval.yaml"),
     ],
 )
@@ -69,10 +67,10 @@ def test_a_new_file_beside_the_inputs(evaluation):
 
 def test_the_work_goes_on_when_the_reader_of_the_tables_has_gone(evaluation):
     """As with `| head -1`: the results are written, and the exit code is that of the whole work."""
-    config, results = evaluation / "eval.yaml", evaluation / "piped.json"
+    config, results = evaluation / "eval.yaml", evaluation / "piped"
     done = shell(f"SHARDPLAN eval --config {config} --output {results} | head -1; exit ${{PIPESTATUS[0]}}")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert json.loads(results.read_text())["total"]["tokens"] > 0
+    assert json.loads((results / "summary.json").read_text())["total"]["tokens"] > 0
     lint = "--config configs/405b.yaml --lint configs/levanter/405b-heads-mlp.yaml"
     done = shell(f"SHARDPLAN plan {lint} | head -1; exit ${{PIPESTATUS[0]}}")
     assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
@@ -96,7 +94,9 @@ def test_links_stay_links(evaluation):
 
 def test_outputs_that_are_no_files(evaluation, tmp_path):
     config = evaluation / "eval.yaml"
-    fails(run("eval", "--config", config, "--output=-"), 2, "output is '-'; it must be a file")
+    fails(run("eval", "--config", config, "--output=-"), 2, "output is '-'; it must be a folder")
+    done = run("eval", "--config", config, f"--output={evaluation / 'model'}")
+    assert done.returncode == 2 and "config.json, which is no run; name another folder" in done.stderr
     fails(run("plan", "--config", config, "--json="), 2, "json is ''; it must not be empty; leave it out")
     fails(run("plan", "--config", config, "--lint="), 2, "lint is ''; it must not be empty")
     done = run("checkpoint convert", "--config", config, f"--to={tmp_path / 'to'}", f"--json={tmp_path / 'x.json'}")

@@ -95,12 +95,12 @@ def test_the_plan_is_exact_and_loaded(own):
 
 def test_evaluation(own, tmp_path):
     folder, model, tokens = own
-    output = tmp_path / "results.json"
+    output = tmp_path / "results"
     argv = (*arguments(folder), f"--data.path={folder / 'text.jsonl'}", f"--output={output}", "--mesh.model=2")
     done = start("eval", *argv, "--quiet")
     assert done.returncode == 0, done.stderr
-    rows = json.loads(output.read_text())["documents"]
-    losses = [row["loss_per_token"] for row in rows]
+    texts = json.loads((output / "summary.json").read_text())["texts"]
+    losses = [text["loss_per_token"] for text in texts.values()]
     np.testing.assert_allclose(losses, expected_losses(model, tokens).mean(1), rtol=1e-5)
 
 

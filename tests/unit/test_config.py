@@ -213,7 +213,7 @@ def test_help_lists_the_keys_of_the_command(capsys, name, cls):
     text = capsys.readouterr().out
     assert ended.value.code == 0
     flags = {line.split()[0].rstrip(",") for line in text.splitlines() if line.lstrip().startswith("--")}
-    assert f"usage: shardplan {name} --config FILE" in text and "Tokens per sequence. (default: 2048)" in text
+    assert f"usage: shardplan {name} --config FILE" in text and "Tokens per sequence; auto for" in text
     assert flags == {f"--{key}" for key in keys_of(cls)} | {"--config", "--model", "--quiet", "--verbose"}
     assert len(text.splitlines()) <= 120, "help takes more than three screens"
 

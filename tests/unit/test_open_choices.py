@@ -81,3 +81,12 @@ def test_batches_of_slices_that_are_no_power_of_two():
 @pytest.mark.parametrize(("window", "length"), [(100, 512), (128, 512), (600, 2048), (512, 512), (5000, 5120)])
 def test_windows_fill_packed_sequences(window, length):
     assert packed_length(window) == length
+
+
+def test_the_position_that_windows_fill_best(make_config):
+    """Windows of 100 tokens leave 12 of 512; the length of those of extraction is known later."""
+    scoring = {"model_config": "llama-3.1-8b", "workload_kind": "score", "workload_position": "auto"}
+    config = make_config(**scoring, workload_window=100)
+    assert config.workload.position == packed_length(100) == 512
+    with pytest.raises(ConfigError, match="position auto is the length that packed windows fill best"):
+        make_config(**scoring)

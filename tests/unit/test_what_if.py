@@ -11,11 +11,11 @@ def test_what_if_something_fits(llama_model, llama_config):
     reported: list[str] = []
     variants = {variant.change: variant.plan for variant in what_if(llama_config(), llama_model, reported.append)}
     assert list(variants) == [
-        "as it is", "workload.batch 4", "workload.batch 16", "hardware.slice v4-32", "hardware.slice v4-128",
-        "workload.param_dtype float32",
+        "as it is", *(f"workload.batch {batch}" for batch in (1, 2, 4, 16, 32, 64)), "hardware.slice v4-32",
+        "hardware.slice v4-128", "workload.param_dtype float32",
     ]  # fmt: skip
     assert all(variants.values())
-    assert reported[:2] == ["as it is", "1 of at most 6 planned, now workload.batch 4"] and len(reported) == 6
+    assert reported[:2] == ["as it is", "1 of at most 10 planned, now workload.batch 1"] and len(reported) == 10
     assert variants["hardware.slice v4-128"].cost.step_seconds < variants["as it is"].cost.step_seconds
 
 

@@ -16,6 +16,7 @@ from shardplan.eval.texts.store import TextStore
 from shardplan.model.registry import Model
 from shardplan.model.token_scores import TokenScores
 from shardplan.plan.plan import Plan
+from shardplan.plan.workload import Workload
 from shardplan.step import score_program
 from shardplan.step.aot_program import Program
 
@@ -61,13 +62,13 @@ class ExtractionTask:
         sample = {} if self.max_windows is None else {"max_windows": self.max_windows}
         return {"task": "extraction", "protocol": protocol, "top_k": plan.workload.top_k, **sample}
 
-    def check_plan(self, plan: Plan) -> None:
-        """Check that a plan is for windows of the protocol's length, and for the top k that are asked for.
+    def check_workload(self, workload: Workload) -> None:
+        """Check that a workload has windows of the protocol's length, and the top k that are asked for.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it has not.
         """
-        workload, task = plan.workload, self.config
+        task = self.config
         if not workload.is_scoring:
             raise ConfigError(f"workload.kind is {workload.kind}; extraction needs the kind score")
         if workload.top_k != task.top_k:

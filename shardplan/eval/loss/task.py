@@ -19,6 +19,7 @@ from shardplan.eval.texts.store import TextStore
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
+from shardplan.plan.workload import Workload
 from shardplan.step import loss_program
 from shardplan.step.aot_program import Program
 
@@ -42,30 +43,30 @@ class LossTask:
         """Windows whose results are written together, about."""
         return self.config.shard or SHARD_WINDOWS
 
-    def stride(self, plan: Plan) -> int:
-        """Return the distance between the starts of two windows, in tokens."""
-        return self.config.stride or plan.workload.position - 1
+    def stride(self, position: int) -> int:
+        """Return the distance between the starts of two windows of `position` tokens."""
+        return self.config.stride or position - 1
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
         """Return what determines the results beside texts, tokenizer, weights and types."""
         return {
             "task": "loss",
             "workload.position": plan.workload.position,
-            "task.stride": self.stride(plan),
+            "task.stride": self.stride(plan.workload.position),
             "task.special_tokens": self.config.special_tokens is not False,
             "packing": _may_pack(plan),
         }
 
-    def check_plan(self, plan: Plan) -> None:
-        """Check that a plan is for an evaluation, of windows that are longer than the stride.
+    def check_workload(self, workload: Workload) -> None:
+        """Check that a workload is an evaluation, of windows that are longer than the stride.
 
         Raises:
             ConfigError: it is not.
         """
-        kind, position = plan.workload.kind, plan.workload.position
+        kind, position = workload.kind, workload.position
         if kind != "eval":
             raise ConfigError(f"workload.kind is {kind}; eval runs plans for evaluation, set it to eval")
-        if self.stride(plan) >= position:
+        if self.stride(position) >= position:
             raise ConfigError(
                 f"task.stride is {self.config.stride}, and windows have {position} tokens (workload.position); it must "
                 f"be at most {position - 1}, so that every token has one before it"
@@ -78,7 +79,7 @@ class LossTask:
         texts = store.texts
         return divide_texts(
             [text.id for text in texts], pieces, [text.characters for text in texts], special, position,
-            self.stride(plan), _may_pack(plan),
+            self.stride(position), _may_pack(plan),
         )  # fmt: skip
 
     def program(self, model: Model, plan: Plan, mesh: Mesh, windows: LossWindows) -> Program:
