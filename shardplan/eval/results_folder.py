@@ -102,8 +102,19 @@ class ResultsFolder:
         if first < last:
             self._write_table(_part(first, last), [table])
 
-    def merge(self) -> None:
-        """Write all parts into one file, in the order of the windows."""
+    def merge(self, total: int) -> None:
+        """Write all parts into one file, in the order of the windows.
+
+        Raises:
+            ConfigError: some of the `total` windows are in no part.
+        """
+        end = 0
+        for first, last in [*self._ranges(), (total, total)]:
+            if first != end:
+                raise ConfigError(
+                    f"output {self.ref} lacks the windows {end} to {first}; all processes must see the same folder"
+                )
+            end = last
         folder = self._folder.open_for_reading()
         self._write_table(WINDOWS, (read_parquet(folder, _part(*each)).read() for each in self._ranges()))
 

@@ -103,7 +103,7 @@ def run_evaluation(
         finished = {*processes.broadcast("finished", lambda: results.finished(ranges))}
         remaining = [shard for shard in range(shards.count) if shard not in finished]
         if not remaining:  # then nothing needs the weights
-            return _finish(results, store, task, plan, LoopStatistics(), None, processes)
+            return _finish(results, store, task, plan, LoopStatistics(), None, windows, processes)
         started = time.perf_counter()
         module, _ = session.load(model.template)
         size = sum(array.nbytes for array in jax.tree.leaves(eqx.filter(module, eqx.is_array)))
@@ -137,7 +137,7 @@ def run_evaluation(
         processes.gather("written", None)
         if not completed:
             return None
-        return _finish(results, store, task, plan, loop.statistics, load, processes)
+        return _finish(results, store, task, plan, loop.statistics, load, windows, processes)
 
 
 def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[str, Any]:
@@ -220,6 +220,7 @@ def _finish(
     plan: Plan,
     statistics: LoopStatistics,
     load: dict[str, Any] | None,
+    windows: Windows,
     processes: ProcessGroup,
 ) -> dict[str, Any]:
     """In process 0, merge the results of all windows, and write and return the summary.
@@ -230,7 +231,7 @@ def _finish(
     summary: dict[str, Any] = {}
 
     def finish() -> None:
-        results.merge()
+        results.merge(windows.count(windows.sequences).windows)
         summary.update(task.summarize(store, plan, read_windows(results.ref)))
         summary["run"] = {
             **asdict(statistics),
