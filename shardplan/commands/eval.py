@@ -1,7 +1,8 @@
 """`shardplan eval --config C`: plan, stream the checkpoint into the plan, evaluate text, and write the results."""
 
-import json
 import os
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -11,16 +12,18 @@ from shardplan.commands.output import check_outputs, output_plan, side_stream
 from shardplan.commands.plan import dry_run
 from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand
-from shardplan.config.sections import TaskConfig, TaskKind
+from shardplan.config.sections import TaskKind
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, raise_first
-from shardplan.runtime.writable import write_text
+from shardplan.runtime.stop_signal import stop_on_sigterm
 
 if TYPE_CHECKING:
     from shardplan.eval.task import Task
     from shardplan.eval.texts.store import TextStore
+
+STOPPED = "stopped after a whole shard; the same command goes on from there (results in {})"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -63,14 +66,15 @@ def main(argv: Sequence[str]) -> None:
                 out = side_stream(config.json)
                 verify_plan(config, plan, out if is_first_process() else nowhere)
 
-    if config.precision_study is not None:
-        study_precision(config, config.precision_study, store, on_plan)
-        return
-    summary = run_evaluation(config, make_task(config.task), store, config.output, on_plan, config.tracker)
+    with stop_on_sigterm() as stops:
+        if config.precision_study is not None:
+            study_precision(config, store, on_plan, stops)
+            return
+        summary = run_evaluation(config, make_task(config), store, config.output, on_plan, config.tracker, stops)
     if not is_first_process():
         return
     if summary is None:
-        print_note(f"stopped after a whole shard; the same command goes on from there (results in {config.output})")
+        print_note(STOPPED.format(config.output))
         return
     print_evaluation(summary, console(side_stream(config.json)))
     if config.task.kind is TaskKind.EXTRACTION:
@@ -78,12 +82,14 @@ def main(argv: Sequence[str]) -> None:
     print_note(f"results written to {config.output}")
 
 
-def make_task(config: TaskConfig) -> "Task[Any]":
+def make_task(config: EvalCommand) -> "Task[Any]":
     """Return the task that a configuration asks for."""
     from shardplan.eval.extraction.task import ExtractionTask
     from shardplan.eval.loss.task import LossTask
 
-    return ExtractionTask(config) if config.kind is TaskKind.EXTRACTION else LossTask(config)
+    if config.task.kind is TaskKind.EXTRACTION:
+        return ExtractionTask(config.task, config.precision_study)
+    return LossTask(config.task)
 
 
 def print_forecast(config: EvalCommand, plan: Plan) -> None:
@@ -100,7 +106,7 @@ def print_forecast(config: EvalCommand, plan: Plan) -> None:
     except ConfigError as error:  # they may be on the hosts of the slice alone
         print_note(f"no duration of the texts: {error}")
         return
-    forecast = forecast_run(make_task(config.task), store, config.model.ref or plan.model.ref, plan)
+    forecast = forecast_run(make_task(config), store, config.model.ref or plan.model.ref, plan)
     print_run_forecast(asdict(forecast), console(side_stream(config.json)))
 
 
@@ -130,26 +136,31 @@ def with_windows(config: EvalCommand) -> EvalCommand:
     return replace(config, workload=changed)
 
 
-def study_precision(config: EvalCommand, windows: int, store: "TextStore", on_plan: Callable[[Plan], None]) -> None:
+def study_precision(
+    config: EvalCommand, store: "TextStore", on_plan: Callable[[Plan], None], stops: threading.Event
+) -> None:
     """Score the same windows in two types, and print and write what that changes."""
     from shardplan.eval.extraction.precision import TYPES, compare_precision
-    from shardplan.eval.extraction.task import ExtractionTask
-    from shardplan.eval.results_folder import read_windows
+    from shardplan.eval.results_folder import json_bytes, read_windows
     from shardplan.eval.run import run_evaluation
     from shardplan.report.precision import print_precision
     from shardplan.report.tables import console
     from shardplan.runtime.devices import is_first_process
     from shardplan.runtime.progress import print_note
+    from shardplan.storage.writing import OutputFolder
 
     folders = [f"{config.output}/{dtype}" for dtype in TYPES]
     for dtype, folder in zip(TYPES, folders, strict=True):
         own = replace(config, workload=replace(config.workload, param_dtype=dtype, compute_dtype=dtype))
-        if run_evaluation(own, ExtractionTask(config.task, windows), store, folder, on_plan, config.tracker) is None:
+        if run_evaluation(own, make_task(config), store, folder, on_plan, config.tracker, stops) is None:
+            if is_first_process():
+                print_note(STOPPED.format(config.output))
             return
     if is_first_process():
         study = compare_precision(*(read_windows(folder, ("log_prob", "rank")) for folder in folders))
-        print_precision(study, console(side_stream(config.json)))
-        write_text("output", f"{config.output}/precision.json", json.dumps(study, indent=1) + "\n")
+        print_precision(study, console(sys.stdout))
+        with OutputFolder(config.output).create("precision.json") as file:
+            file.write(json_bytes(study))
         print_note(f"results written to {config.output}")
 
 

@@ -152,7 +152,7 @@ class EvalCommand(LoadingConfig, CompilingConfig):
     output: str = "results/eval"
     """Folder of the results, in which a run that was interrupted goes on."""
     precision_study: int | None = None
-    """Of extraction: score this many windows in bfloat16 and in float32, and print what that changes."""
+    """Of extraction: score at most this many windows in bfloat16 and in float32, and print what that changes."""
     dry_run: bool = False
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
     json: str | None = None
@@ -165,6 +165,8 @@ class EvalCommand(LoadingConfig, CompilingConfig):
             raise ConfigError("precision_study compares windows of extraction; set task.kind to that")
         if self.precision_study is not None and self.plan is not None:
             raise ConfigError("precision_study plans for both types; leave plan out")
+        if self.precision_study is not None and self.json is not None:
+            raise ConfigError("precision_study has two plans; leave json out: each summary.json has its own")
 
     @property
     def makes_windows(self) -> bool:

@@ -22,15 +22,15 @@ CHARACTERS_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class RunForecast:
-    """What a run will compute."""
+    """How much a run computes, and how long that takes by the estimate of its plan."""
 
     windows: int
     sequences: int
     steps: int
     seconds: float
-    """Duration of the steps by the estimate of the plan."""
+    """Duration of the steps."""
     characters_per_token: int | None
-    """By which the number of tokens was estimated; None if they were counted."""
+    """What was assumed where the tokenizer is not at hand; None if tokens were counted."""
 
 
 def forecast_run(task: Task[Any], store: TextStore, ref: str, plan: Plan) -> RunForecast:
@@ -47,7 +47,7 @@ def forecast_run(task: Task[Any], store: TextStore, ref: str, plan: Plan) -> Run
         data = read_tokenizer(open_folder(ref))
     except (CheckpointError, ConfigError):  # of a plan from a config.json alone
         data = None
-    special = SpecialTokens((), ())
+    special = SpecialTokens((0,), ())  # as many as most tokenizers add
     pieces = [np.array([-(-text.characters // CHARACTERS_PER_TOKEN)]) for text in store.texts]
     if data is not None:
         special = special_tokens(make_tokenizer(data, ref))

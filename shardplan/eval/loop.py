@@ -3,9 +3,9 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import haliax as hax
 import jax
@@ -13,8 +13,7 @@ import numpy as np
 from haliax import NamedArray
 
 from shardplan.eval.shards import Shards
-from shardplan.eval.windows import Count, Rows, Windows
-from shardplan.eval.workers import make_rows
+from shardplan.eval.windows import Count, Rows
 from shardplan.step.aot_program import Program
 
 STEPS_AHEAD = 2
@@ -25,7 +24,7 @@ SHARDS_AHEAD = 2
 
 @dataclass(frozen=True)
 class Lanes:
-    """The parts of a batch that different devices compute, and which of them are this process's."""
+    """The lanes of a batch, which are equal numbers of its rows, and those that concern this process."""
 
     count: int
     sequences: int
@@ -33,7 +32,7 @@ class Lanes:
     own: tuple[int, ...]
     """Lanes of which this process has a device, in order."""
     written: tuple[int, ...]
-    """Lanes whose results this process writes: it is the first of those that have them."""
+    """Lanes whose results this process takes: it is the first of those that have them."""
 
 
 def find_lanes(program: Program) -> Lanes:
@@ -50,6 +49,14 @@ def find_lanes(program: Program) -> Lanes:
     written = sorted(lanes[row] for row in own if first[row] == jax.process_index())
     own_lanes = tuple(sorted(lanes[row] for row in own))
     return Lanes(len(lanes), array.shape[0] // len(lanes), own_lanes, tuple(written))
+
+
+class Scored(NamedTuple):
+    """The sequences of a lane in a shard, and their scores."""
+
+    rows: Rows
+    scores: Mapping[str, np.ndarray]
+    """Output of the program -> [sequence, position]."""
 
 
 @dataclass
@@ -103,16 +110,16 @@ class Loop:
         self._shape, self._lanes = self._inputs[0].array.shape, lanes
         self.statistics = LoopStatistics()
         started = time.perf_counter()
-        self._step = program.compile(options)
+        self._step = _with_whole_rows(program).compile(options)
         self.statistics.compile_seconds, self.statistics.programs = time.perf_counter() - started, 1
 
     def run(
         self,
         shards: Shards,
         remaining: Iterable[int],
-        windows: Windows,
-        workers: Executor,
-        on_lane: Callable[[int, int, Rows, Mapping[str, np.ndarray]], None],
+        make: Callable[[int, int], Future[Rows]],
+        count: Callable[[int], Count],
+        on_shard: Callable[[int, Mapping[int, Scored]], None],
         goes_on: Callable[[int], bool],
         on_step: Callable[[Count], None],
         check_token: Callable[[int], None],
@@ -120,8 +127,9 @@ class Loop:
         """Run the program over the sequences of the `remaining` shards.
 
         Args:
-            on_lane: takes a shard, a lane, its sequences, and output -> [sequence, position]; called for every lane
-                that this process writes.
+            make: starts to make the sequences from a first to a last one, in another thread or process.
+            count: `Windows.count`.
+            on_shard: takes a shard, and the results of the lanes that are written by this process.
             goes_on: whether to begin a shard; it must be the same in all processes.
             on_step: takes how much was scored in each step.
             check_token: raises if the model has no embedding for a token; called with the largest of each shard.
@@ -139,8 +147,7 @@ class Loop:
         def submit() -> None:
             shard = next(ahead, None)
             if shard is not None:
-                ranges = {lane: shards.lane_range(shard, lane) for lane in self._lanes.own}
-                made.append((shard, {lane: workers.submit(make_rows, windows.job(*r)) for lane, r in ranges.items()}))
+                made.append((shard, {lane: make(*shards.lane_range(shard, lane)) for lane in self._lanes.own}))
 
         def fetch() -> None:
             nonlocal started
@@ -148,16 +155,17 @@ class Loop:
             for name, array in zip(self._outputs, scores, strict=True):
                 for lane, values in self._to_host(array.array).items():
                     results.setdefault(lane, {}).setdefault(name, []).append(values)
-            count = _count(windows, shards.step_ranges(shard, step))
-            self._add(count, started)
+            scored = _count(count, shards.step_ranges(shard, step))
+            self._add(scored, started)
             started = started or time.perf_counter()
-            on_step(count)
+            on_step(scored)
             if step == shards.steps_of(shard) - 1:
-                for lane in self._lanes.written:
-                    columns = {name: np.concatenate(parts) for name, parts in results[lane].items()}
-                    on_lane(shard, lane, rows[shard][lane], columns)
-                results.clear()
-                del rows[shard]
+                own, parts = rows.pop(shard), {lane: results.pop(lane) for lane in self._lanes.written}
+                joined = {
+                    lane: {name: np.concatenate(each) for name, each in columns.items()}
+                    for lane, columns in parts.items()
+                }
+                on_shard(shard, {lane: Scored(own[lane], scores) for lane, scores in joined.items()})
 
         for _ in range(SHARDS_AHEAD):
             submit()
@@ -172,7 +180,6 @@ class Loop:
             submit()
             for step in range(shards.steps_of(shard)):
                 scores = self._step(self._module, *self._place(rows[shard], step))
-                scores = scores if isinstance(scores, tuple) else (scores,)
                 for array in scores:
                     array.array.copy_to_host_async()
                 waiting.append((shard, step, scores))
@@ -183,13 +190,17 @@ class Loop:
             fetch()
         return completed
 
-    def _add(self, count: Count, started: float | None) -> None:
-        """Add what a step scored, `started` being the time at which the results of the first one came."""
+    def _add(self, scored: Count, started: float | None) -> None:
+        """Add a step to the statistics.
+
+        Args:
+            started: when the results of the first step came, from which on the run is timed; None if this is that step.
+        """
         statistics = self.statistics
-        statistics.windows, statistics.tokens = statistics.windows + count.windows, statistics.tokens + count.tokens
+        statistics.windows, statistics.tokens = statistics.windows + scored.windows, statistics.tokens + scored.tokens
         if started is not None:
-            statistics.timed_windows += count.windows
-            statistics.timed_tokens += count.tokens
+            statistics.timed_windows += scored.windows
+            statistics.timed_tokens += scored.tokens
             statistics.timed_steps += 1
             statistics.seconds = time.perf_counter() - started
 
@@ -220,17 +231,28 @@ class Loop:
 
     def _to_host(self, array: jax.Array) -> dict[int, np.ndarray]:
         """Return lane -> [sequence, position] of the results [batch, position] of a step, for written lanes."""
-        height = self._lanes.sequences
-        lanes: dict[int, np.ndarray] = {}
-        for shard in array.addressable_shards:
-            lane = (shard.index[0].start or 0) // height
-            if lane in self._lanes.written:
-                values = lanes.setdefault(lane, np.empty((height, self._shape[1]), array.dtype))
-                values[:, shard.index[1]] = np.asarray(shard.data)
-        return lanes
+        shards = {(each.index[0].start or 0) // self._lanes.sequences: each for each in array.addressable_shards}
+        return {lane: np.asarray(shards[lane].data) for lane in self._lanes.written}
 
 
-def _count(windows: Windows, ranges: Iterable[tuple[int, int]]) -> Count:
-    """Return how much ranges of sequences hold."""
-    ends = [(windows.count(first), windows.count(last)) for first, last in ranges]
+def _with_whole_rows(program: Program) -> Program:
+    """Return the program with a tuple of results whose rows are sharded like those of the tokens.
+
+    Each lane has all of its positions on every device, so that one process can write it, and nothing else is
+    replicated.
+    """
+    tokens = program.arguments[1]
+    by_row = {tokens.axes[0].name: tokens.array.sharding.spec[0]}
+
+    def function(*arguments: Any) -> tuple[NamedArray, ...]:
+        results = program.function(*arguments)
+        several = results if isinstance(results, tuple) else (results,)
+        return tuple(hax.shard(each.rearrange(tokens.axes), by_row) for each in several)
+
+    return replace(program, function=function)
+
+
+def _count(count: Callable[[int], Count], ranges: Iterable[tuple[int, int]]) -> Count:
+    """Count windows and tokens in ranges of sequences."""
+    ends = [(count(first), count(last)) for first, last in ranges]
     return Count(*(sum(end[i] - first[i] for first, end in ends) for i in range(2)))

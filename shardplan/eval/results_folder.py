@@ -7,19 +7,21 @@
 | windows.parquet | all windows, once all parts are there |
 | summary.json | totals |
 
-A file appears under its name when it is complete.
+A file appears under its name when it is complete. Runs on other devices may divide the windows into other parts: parts
+may overlap then, and each window is taken from the first one that has it.
 """
 
 import hashlib
 import io
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardplan.errors import ConfigError, ShardplanError, one_line
@@ -45,7 +47,9 @@ class ResultsFolder:
         self._schema = schema
 
     def claim(self, determinants: Mapping[str, Any]) -> None:
-        """Make the folder that of a run, or check that it is, and remove what was being written when a run ended.
+        """Take the folder for a run: an empty one, or that of an earlier run with the same determinants.
+
+        Incomplete files, which a run that was killed left behind, are removed.
 
         Args:
             determinants: what determines the results, by name.
@@ -58,7 +62,7 @@ class ResultsFolder:
                 others = [name for name in self._names() if name != RUN + PARTIAL_SUFFIX]
                 if others:
                     raise ConfigError(f"output {self.ref} holds {others[0]}, which is no run; name another folder")
-                self._write(RUN, json.dumps(determinants, indent=1).encode() + b"\n")
+                self._write(RUN, json_bytes(determinants))
             known = json.loads(read_bytes(self._folder.open_for_reading(), RUN) or b"")
         except (ShardplanError, ValueError) as error:
             raise ConfigError(f"output {self.ref} cannot be used: {one_line(error)}") from error
@@ -72,35 +76,33 @@ class ResultsFolder:
                 )
 
     def finished(self, shards: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the shards whose windows are all in files, and remove the files of the others.
-
-        A run with other devices may have divided the windows differently.
+        """Return the shards whose windows are all in parts, whatever run wrote them.
 
         Args:
             shards: of each shard its first window, and the one after its last.
         """
-        ranges = self._ranges()
-        done, used = [], set[tuple[int, int]]()
-        for shard, (first, end) in enumerate(shards):
-            begin = bisect_left(ranges, (first, 0))
-            own, at = [each for each in ranges[begin : bisect_left(ranges, (end, 0))] if each[1] <= end], first
-            for each in own:
-                at = each[1] if each[0] == at else at
-            if at == end:
-                done.append(shard)
-                used.update(own)
-        for each in {*ranges} - used:
-            self._folder.remove(_part(*each))
-        return done
+        spans: list[tuple[int, int]] = []
+        """Parts that follow each other or overlap, as one range."""
+        for first, end in self._ranges():
+            if spans and first <= spans[-1][1]:
+                first, end = spans[-1][0], max(spans.pop()[1], end)
+            spans.append((first, end))
+        starts = [first for first, _ in spans]
 
-    def write_part(self, first: int, last: int, table: pa.Table) -> None:
+        def has(first: int, end: int) -> bool:
+            at = bisect_right(starts, first) - 1
+            return at >= 0 and end <= spans[at][1]
+
+        return [shard for shard, windows in enumerate(shards) if has(*windows)]
+
+    def write_part(self, first: int, last: int, tables: Iterable[pa.Table]) -> None:
         """Write the results of the windows from `first` to `last`.
 
         Raises:
             ConfigError: the file cannot be written.
         """
         if first < last:
-            self._write_table(_part(first, last), [table])
+            self._write_table(_part(first, last), tables)
 
     def merge(self, total: int) -> None:
         """Write all parts into one file, in the order of the windows.
@@ -108,19 +110,33 @@ class ResultsFolder:
         Raises:
             ConfigError: some of the `total` windows are in no part.
         """
+        needed = []
+        """Of each part that has windows which no part before it has: its range, and the first of these windows."""
         end = 0
         for first, last in [*self._ranges(), (total, total)]:
-            if first != end:
+            if first > end:
                 raise ConfigError(
                     f"output {self.ref} lacks the windows {end} to {first}; all processes must see the same folder"
                 )
-            end = last
+            if last > end:
+                needed.append((first, last, end))
+                end = last
         folder = self._folder.open_for_reading()
-        self._write_table(WINDOWS, (read_parquet(folder, _part(*each)).read() for each in self._ranges()))
+
+        def read(first: int, last: int, begin: int) -> pa.Table:
+            table = read_parquet(folder, _part(first, last)).read()
+            return table if begin == first else table.filter(pc.field("window") >= begin)
+
+        self._write_table(WINDOWS, (read(*each) for each in needed))
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """Return the summary; None if it is not written yet."""
+        data = read_bytes(self._folder.open_for_reading(), SUMMARY)
+        return None if data is None else json.loads(data)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary."""
-        self._write(SUMMARY, json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n")
+        self._write(SUMMARY, json_bytes(summary))
 
     def _ranges(self) -> list[tuple[int, int]]:
         """Return the first window of each part, and the one after its last, in order."""
@@ -132,7 +148,7 @@ class ResultsFolder:
         return list_files(ref) if "://" in ref or Path(ref).is_dir() else []
 
     def _write_table(self, name: str, tables: Iterable[pa.Table]) -> None:
-        """Write tables as the row groups of a file."""
+        """Write each table as a row group of a file."""
         with (
             self._folder.create(name) as file,
             pq.ParquetWriter(Sink(file), self._schema, compression="zstd") as writer,
@@ -163,6 +179,15 @@ def read_parquet(folder: Folder, name: str) -> pq.ParquetFile:
     if file is None:
         raise ConfigError(f"{folder.ref} has no {name}")
     return pq.ParquetFile(io.BufferedReader(FileStream(file), READ_BYTES))
+
+
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """Return the content of a JSON file.
+
+    Raises:
+        ValueError: a number is not finite, which JSON has no text for.
+    """
+    return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def _part(first: int, last: int) -> str:

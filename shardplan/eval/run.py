@@ -7,12 +7,10 @@ are those of the earlier run; on other devices they differ as floating-point sum
 import itertools
 import logging
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -25,8 +23,9 @@ from shardplan.checkpoint.session import Session, prepare
 from shardplan.config.command_flags import LoadingConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.config.sections import TrackerSection
-from shardplan.eval.loop import Lanes, Loop, LoopStatistics, find_lanes
-from shardplan.eval.results_folder import ResultsFolder, digest_of, read_windows
+from shardplan.errors import ConfigError
+from shardplan.eval.loop import Lanes, Loop, LoopStatistics, Scored, find_lanes
+from shardplan.eval.results_folder import ResultsFolder, digest_of, json_bytes, read_windows
 from shardplan.eval.shards import Shards
 from shardplan.eval.task import Task
 from shardplan.eval.texts.encoding import make_tokenizer
@@ -34,14 +33,15 @@ from shardplan.eval.texts.reader import Source, make_source, special_tokens
 from shardplan.eval.texts.store import TextStore
 from shardplan.eval.texts.tokenizer import check_tokens, read_tokenizer
 from shardplan.eval.tracking import open_tracker, step_metrics
-from shardplan.eval.windows import Count, Rows, Windows
-from shardplan.eval.workers import count_tokens, open_workers
+from shardplan.eval.windows import Count, Windows
+from shardplan.eval.workers import count_tokens, make_rows, open_workers
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_group import ProcessGroup, open_process_group
 from shardplan.runtime.process_progress import shared_progress
+from shardplan.runtime.progress import print_note
 from shardplan.step import specialize
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ def run_evaluation(
     output: str,
     on_plan: Callable[[Plan], None],
     tracker_config: TrackerSection = NO_TRACKER,
+    stops: threading.Event | None = None,
 ) -> dict[str, Any] | None:
     """Plan (or take the Plan file of `config.plan`), load the checkpoint, evaluate, and write the results folder.
 
@@ -65,15 +66,18 @@ def run_evaluation(
         output: the results folder; all processes must see the same one.
         on_plan: called with the Plan before anything is loaded.
         tracker_config: what tracks rate and progress.
+        stops: once this is set in any process, the run stops after the shard under way.
 
     Returns:
         In process 0 the summary: the parts of the task (`total`, `texts` by id, ...), `run`, `load`, `plan`,
-        `versions`; empty in the others. None if the run was asked to stop before its end.
+        `versions`; empty in the others. None if the run was stopped before its end.
 
     Raises:
-        ConfigError: the plan is not for this task, no text has a window, or the folder is of another run.
+        ConfigError: the plan is not for this task, no text has a window, the folder is of another run, or processes
+            have different texts or configurations.
         CheckpointError: tokenizer and weights have different vocabularies, or the checkpoint is damaged.
     """
+    stops = stops or threading.Event()
     config, given = load_given_plan(config)
     task.check_workload(config.workload)
     session = prepare(config, given)
@@ -88,8 +92,9 @@ def run_evaluation(
         check_tokens(largest_token, session.model, session.folder)
 
     count = max(1, (os.cpu_count() or 2) - 1)
-    with _stop_on_sigterm() as stops, open_process_group() as processes, open_workers(source, count) as workers:
+    with open_process_group() as processes, open_workers(source, count) as workers:
         determinants = _determinants(session, store, data) | task.determinants(plan)
+        processes.agree("determinants", lambda: determinants, _digests, _other_determinants)
         processes.broadcast("claim", lambda: results.claim(determinants))
         pieces = _count_all(source, workers, processes, check) if task.counts_tokens else []
         windows = task.divide(store, pieces, special, plan)
@@ -102,38 +107,35 @@ def run_evaluation(
         ranges = [_windows_of(windows, *shards.range(shard)) for shard in range(shards.count)]
         finished = {*processes.broadcast("finished", lambda: results.finished(ranges))}
         remaining = [shard for shard in range(shards.count) if shard not in finished]
-        if not remaining:  # then nothing needs the weights
+        if not remaining:
+            if is_first_process():
+                print_note("all windows have results already: nothing is loaded or computed")
             return _finish(results, store, task, plan, LoopStatistics(), None, windows, processes)
-        started = time.perf_counter()
-        module, _ = session.load(model.template)
-        size = sum(array.nbytes for array in jax.tree.leaves(eqx.filter(module, eqx.is_array)))
-        load = {"ref": session.folder.ref, "seconds": time.perf_counter() - started, "bytes": size}
-        loop = Loop(module, program, plan.compiler_options, task.outputs, lanes)
         total = windows.count(windows.sequences).windows
-        with (
-            shared_progress(total, "evaluating", "windows") as progress,
-            open_tracker(tracker_config, output, plan) as tracker,
-        ):
-            progress.update(sum(ranges[shard][1] - ranges[shard][0] for shard in finished))
+        with open_tracker(tracker_config, output, plan) as tracker:
+            started = time.perf_counter()
+            module, _ = session.load(model.template)
+            size = sum(array.nbytes for array in jax.tree.leaves(eqx.filter(module, eqx.is_array)))
+            load = {"ref": session.folder.ref, "seconds": time.perf_counter() - started, "bytes": size}
+            loop = Loop(module, program, plan.compiler_options, task.outputs, lanes)
+            with shared_progress(total, "evaluating", "windows") as progress:
+                progress.update(sum(ranges[shard][1] - ranges[shard][0] for shard in finished))
 
-            def on_step(count: Count) -> None:
-                progress.update(count.windows)
-                tracker.log(step_metrics(loop.statistics, plan, progress.done, total), step=loop.statistics.timed_steps)
+                def on_step(count: Count) -> None:
+                    progress.update(count.windows)
+                    metrics = step_metrics(loop.statistics, plan, progress.done, total)
+                    tracker.log(metrics, step=loop.statistics.timed_steps)
 
-            def write(shard: int, lane: int, rows: Rows, scores: Mapping[str, np.ndarray]) -> None:
-                first, last = _windows_of(windows, *shards.lane_range(shard, lane))
-                results.write_part(first, last, windows.table(first, rows, scores))
-
-            completed = loop.run(
-                shards,
-                remaining,
-                windows,
-                workers,
-                write,
-                lambda shard: not any(processes.gather(f"stop before {shard}", stops.is_set()).values()),
-                on_step,
-                check,
-            )
+                completed = loop.run(
+                    shards,
+                    remaining,
+                    lambda first, last: workers.submit(make_rows, windows.job(first, last)),
+                    windows.count,
+                    lambda shard, scored: _write(results, windows, shards, shard, scored),
+                    lambda shard: not any(processes.gather(f"stop before {shard}", stops.is_set()).values()),
+                    on_step,
+                    check,
+                )
         processes.gather("written", None)
         if not completed:
             return None
@@ -150,6 +152,18 @@ def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[
         "checkpoint": dict(sorted(files.items())),
         "types": {"parameters": workload.param_dtype, "compute": workload.compute_dtype},
     }
+
+
+def _digests(determinants: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digest of each determinant."""
+    return {name: digest_of(json_bytes({name: value})) for name, value in determinants.items()}
+
+
+def _other_determinants(part: str, process: int, other: int) -> ConfigError:
+    return ConfigError(
+        f"{part} of process {process} and of process {other} differ; give all processes the same configuration, "
+        "checkpoint and texts"
+    )
 
 
 def _count_all(
@@ -199,18 +213,19 @@ def _warn_of_padding(windows: Windows, plan: Plan) -> None:
         )  # fmt: skip
 
 
-@contextmanager
-def _stop_on_sigterm() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM sets: the shard under way is finished then."""
-    stops = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stops
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: stops.set())
-    try:
-        yield stops
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _write(results: ResultsFolder, windows: Windows, shards: Shards, shard: int, scored: Mapping[int, Scored]) -> None:
+    """Write the results of some lanes of a shard; a part for each run of neighbours, whose windows follow each other.
+
+    Args:
+        scored: lane -> its results.
+    """
+    lanes = sorted(scored)
+    ranges = {lane: _windows_of(windows, *shards.lane_range(shard, lane)) for lane in lanes}
+    starts = [i for i, lane in enumerate(lanes) if i == 0 or lanes[i - 1] != lane - 1]
+    for begin, end in itertools.pairwise([*starts, len(lanes)]):
+        run = lanes[begin:end]
+        tables = [windows.table(ranges[lane][0], *scored[lane]) for lane in run]
+        results.write_part(ranges[run[0]][0], ranges[run[-1]][1], tables)
 
 
 def _finish(
@@ -226,11 +241,15 @@ def _finish(
     """In process 0, merge the results of all windows, and write and return the summary.
 
     Args:
-        load: what was loaded; None if all results were there.
+        statistics, load: of this run; without `load`, all results were there, and those of the run before are kept.
     """
     summary: dict[str, Any] = {}
 
     def finish() -> None:
+        before = results.read_summary() if load is None else None
+        if before is not None:
+            summary.update(before)
+            return
         results.merge(windows.count(windows.sequences).windows)
         summary.update(task.summarize(store, plan, read_windows(results.ref)))
         summary["run"] = {

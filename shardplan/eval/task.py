@@ -40,7 +40,7 @@ class Task(Protocol[W]):
 
     @property
     def shard_windows(self) -> int:
-        """Windows whose results are written together, about."""
+        """Windows of a shard: as many steps as have this number at most, and at least one step."""
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
         """Return what determines the results beside texts, tokenizer, weights and types."""
@@ -66,4 +66,8 @@ class Task(Protocol[W]):
         """Return the program of a step."""
 
     def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
-        """Return the parts of the summary that this task has: at least `total` and `texts`, by id."""
+        """Return the parts of the summary that this task has: at least `total` and `texts`, by id.
+
+        Raises:
+            ConfigError: no text has a window.
+        """

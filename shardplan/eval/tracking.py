@@ -18,6 +18,7 @@ from shardplan.errors import ConfigError, one_line
 from shardplan.eval.loop import LoopStatistics
 from shardplan.plan.plan import Plan
 
+METRICS_LOGGER = logging.getLogger("shardplan.metrics")
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 """File of the json tracker and folder of the tensorboard tracker, in the results folder."""
 
@@ -42,6 +43,9 @@ def open_tracker(config: TrackerSection, output: str, plan: Plan) -> Iterator[Tr
         yield tracker
     finally:
         tracker.finish()
+        for handler in METRICS_LOGGER.handlers:
+            handler.close()
+        METRICS_LOGGER.handlers = []
 
 
 def _start(config: TrackerSection, output: str) -> Tracker:
@@ -53,11 +57,10 @@ def _start(config: TrackerSection, output: str) -> Tracker:
         return TensorboardConfig(logdir=f"{output}/{TENSORBOARD}").init(config.name)
     if "://" in output:
         raise ConfigError(f"it writes into the results folder, which must be a local one, and is {output}")
-    lines = logging.getLogger("shardplan.metrics")
-    lines.propagate = False
-    lines.setLevel(logging.INFO)
-    lines.handlers = [logging.FileHandler(Path(output) / METRICS)]
-    return JsonLoggerTracker(lines)
+    METRICS_LOGGER.propagate = False
+    METRICS_LOGGER.setLevel(logging.INFO)
+    METRICS_LOGGER.handlers = [logging.FileHandler(Path(output) / METRICS)]
+    return JsonLoggerTracker(METRICS_LOGGER)
 
 
 def _lacks_tensorboard(error: Exception) -> bool:

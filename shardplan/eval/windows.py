@@ -1,4 +1,14 @@
-"""Windows of texts, and the sequences that they are packed into. Imports no JAX, because worker processes use it."""
+"""Windows of texts, and the sequences that they are packed into. Imports no JAX, because worker processes use it.
+
+| word | meaning |
+|---|---|
+| window | tokens of one text that are scored together; a row of the results |
+| sequence | a row of the batch: one window, or several that are packed into it |
+| step | one run of the program, on `batch` sequences |
+| lane | the sequences of a step that the same devices compute |
+| shard | the sequences of some steps, whose results are written together (`shardplan.eval.shards`) |
+| part | the file with the results of a shard that one process writes (`shardplan.eval.results_folder`) |
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,14 +31,14 @@ class Rows:
 
 
 class Job(Protocol):
-    """How some sequences are made; a worker process does it."""
+    """Makes some sequences. It is sent to a worker process, and holds what that needs to know."""
 
     def make(self, texts: TextReader) -> Rows:
         """Make the sequences."""
 
 
 class Count(NamedTuple):
-    """How much some sequences hold."""
+    """Number of windows and of scored tokens in some sequences."""
 
     windows: int
     tokens: int
@@ -43,7 +53,10 @@ class Windows(Protocol):
         """Number of sequences."""
 
     def count(self, sequences: int) -> Count:
-        """Return how much the first `sequences` sequences hold; windows of a sequence have consecutive numbers."""
+        """Count the windows and tokens in the first `sequences` sequences.
+
+        The windows of a sequence have consecutive numbers, which follow those of the sequence before.
+        """
 
     def job(self, first: int, last: int) -> Job:
         """Return the job that makes the sequences from `first` to `last`; those past the end are padding."""

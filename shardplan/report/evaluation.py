@@ -47,8 +47,7 @@ def duration_text(seconds: float) -> str:
 def _speed_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield how long weights and steps took."""
     run, load = summary["run"], summary["load"]
-    if load is None:
-        yield "all results were there already: nothing was loaded or computed"
+    if load is None:  # the run only made the summary of results that were there
         return
     rate = "speed not measured (a single step)"
     if run["windows_per_second"]:

@@ -135,10 +135,11 @@ def _spans(text: ShadedText) -> Iterator[tuple[int, int, int, tuple[int, str] | 
     starts, ends = np.array(text.kept, np.int64).reshape(-1, 2).T
     last: tuple[int, int, int, tuple[int, str] | None] | None = None
     for bounds, values in text.runs:
-        first = np.searchsorted(ends, bounds[:-1], side="right")  # the first kept part that ends after the run's start
-        is_shown = first < len(starts)
+        # the first kept part that ends after the run's start
+        first: np.ndarray = np.searchsorted(ends, bounds[:-1], side="right")
+        is_shown: np.ndarray = first < len(starts)
         is_shown &= starts[np.minimum(first, len(starts) - 1)] < bounds[1:]
-        for i in np.flatnonzero(is_shown):
+        for i in np.flatnonzero(is_shown).tolist():
             value = float(values[i])
             label = None if value == -np.inf else (shade(value), probability_text(value))
             kept = int(first[i])

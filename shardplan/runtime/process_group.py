@@ -40,6 +40,12 @@ _shared_problem: ShardplanError | None = None
 """The problem that every process knows and ends with."""
 
 
+def _other_checkpoint(part: str, process: int, other: int) -> ShardplanError:
+    return CheckpointError(
+        f"process {process} reads a different {part} than process {other}; make all processes read the same checkpoint"
+    )
+
+
 class ProcessState(StrEnum):
     """The state that a process reports in its heartbeats."""
 
@@ -66,21 +72,26 @@ class ProcessGroup:
         """Process -> its last heartbeat, and when it arrived."""
         self._finished: set[int] = set()
         """Processes that have finished; their heartbeats have stopped."""
-        self._problem_is_shared = False
-        """Whether the others know the problem of this process, and fail with it themselves."""
         self._stop = threading.Event()
         self._heartbeats = 0
 
-    def agree(self, name: str, compute: Callable[[], T], describe: Callable[[T], Mapping[str, str]]) -> T:
+    def agree(
+        self,
+        name: str,
+        compute: Callable[[], T],
+        describe: Callable[[T], Mapping[str, str]],
+        disagreement: Callable[[str, int, int], ShardplanError] = _other_checkpoint,
+    ) -> T:
         """Compute a value in every process, and return it once the values of all processes are known to be equal.
 
         Args:
             name: key of the exchange; it must be new in this group.
             compute: makes the value of this process.
             describe: value -> name of each part and a digest of it; the digests must be equal in all processes.
+            disagreement: takes the part that differs, and two processes; makes the error.
 
         Raises:
-            CheckpointError: the values of two processes differ.
+            ShardplanError: that of `disagreement`; the values of two processes differ.
             ShardplanError: whatever `compute` raised, in this process or in another.
         """
         if self.process_count == 1:
@@ -94,7 +105,7 @@ class ProcessGroup:
             message |= {"error": str(error), "kind": type(error).__name__}
             problem = error
         messages = self.gather(name, message)
-        problem = problem or self._find_disagreement(message, messages)
+        problem = problem or _find_problem(messages, disagreement)
         if problem is None:
             return value
         self._fail_together(name, problem)
@@ -171,10 +182,14 @@ class ProcessGroup:
         heartbeat = {"beat": self._heartbeats, "done": self.done, "state": self._state, "problem": self._problem}
         self._set(f"alive/{self.process_index}", json.dumps(heartbeat))
 
-    def finish(self, problem: str = "") -> None:
-        """Send the last heartbeat: the process has finished, or failed with a problem that the others do not know."""
+    def finish(self, problem: str = "", is_shared: bool = False) -> None:
+        """Send the last heartbeat: the process has finished, or failed with a problem.
+
+        Args:
+            is_shared: whether the others know the problem, and fail with it themselves.
+        """
         self._stop.set()
-        if self._problem_is_shared:
+        if is_shared:
             return  # the others end by themselves, and with process 0 the store
         if problem:
             self._problem = problem  # before the state: the monitor sends heartbeats at the same time
@@ -186,7 +201,7 @@ class ProcessGroup:
     def _fail_together(self, name: str, problem: ShardplanError) -> NoReturn:
         """Raise the problem, which every process knows and raises, once process 0 knows that all have received it."""
         global _shared_problem
-        _shared_problem, self._problem_is_shared = problem, True
+        _shared_problem = problem
         self._set(f"{name} received/{self.process_index}", "")
         if self.process_index == 0:  # the store is in this process
             with contextlib.suppress(PeerError):
@@ -205,21 +220,6 @@ class ProcessGroup:
                 _exit(f"process {process} of {self.process_count} failed: {heartbeat['problem']}")
             case _:
                 assert_never(state)
-
-    def _find_disagreement(
-        self, own: Mapping[str, Any], messages: Mapping[int, Mapping[str, Any]]
-    ) -> ShardplanError | None:
-        """Return the error for the first process that failed, or whose parts are not those of this one; else None."""
-        for process, other in sorted(messages.items()):
-            if "error" in other:
-                return _error_of(process, other)
-            for part in sorted({*own["parts"], *other["parts"]}):
-                if own["parts"].get(part) != other["parts"].get(part):
-                    return CheckpointError(
-                        f"process {process} reads a different {part} than process {self.process_index}; make all "
-                        "processes read the same checkpoint"
-                    )
-        return None
 
     def _wait_for_all(self, name: str, timeout: float = BARRIER_TIMEOUT_S) -> dict[int, Any]:
         """Return process -> value once all processes have set a value under `name`."""
@@ -258,6 +258,22 @@ class ProcessGroup:
             _exit_without_process_0(self.process_count, error)
 
 
+def _find_problem(
+    messages: Mapping[int, Mapping[str, Any]], disagreement: Callable[[str, int, int], ShardplanError]
+) -> ShardplanError | None:
+    """Return the error of the first process that failed, or whose parts are not those of process 0; else None."""
+    for process, message in sorted(messages.items()):
+        if "error" in message:
+            return _error_of(process, message)
+    expected = messages[0]["parts"]
+    for process, message in sorted(messages.items()):
+        parts = message["parts"]
+        for part in sorted({*expected, *parts}):
+            if parts.get(part) != expected.get(part):
+                return disagreement(part, process, 0)
+    return None
+
+
 def _error_of(process: int, message: Mapping[str, Any]) -> ShardplanError:
     """Return the error that another process reports."""
     kind = next(kind for kind in ShardplanError.__subclasses__() if kind.__name__ == message["kind"])
@@ -284,7 +300,7 @@ def open_process_group() -> Iterator[ProcessGroup]:
     try:
         yield processes
     except ShardplanError as error:
-        processes.finish(str(error))
+        processes.finish(str(error), is_shared=error is _shared_problem)
         raise
     except BaseException as error:
         # most likely a collective failed because a process was lost: wait until the monitor knows which

@@ -21,18 +21,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-WHOLE = [pytest.param(mesh, marks=pytest.mark.whole) for mesh in ((1, 1, 8), (2, 2, 2))]
-
-
-@pytest.mark.parametrize("mesh", [(1, 4, 2), *WHOLE])
-def test_two_processes(checkpoint, tmp_path, mesh):
+def start(*arguments):
+    """Exit code, stdout and stderr of two evaluations that are connected, each with its arguments."""
     address = f"127.0.0.1:{free_port()}"
-    argv = [
-        *("--model.ref", checkpoint, "--data.path", checkpoint / "text.jsonl", "--output", tmp_path / "r"),
-        *("--workload.batch", 4, "--workload.position", 64, "--hardware.slice", "cpu-8"),
-        *("--workload.param_dtype", "float32", "--workload.compute_dtype", "float32"),
-        *("--mesh.replica", mesh[0], "--mesh.data", mesh[1], "--mesh.model", mesh[2]),
-    ]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "shardplan.eval", *map(str, argv)],
@@ -48,17 +39,54 @@ def test_two_processes(checkpoint, tmp_path, mesh):
                 "JAX_PROCESS_ID": str(number),
             },
         )
-        for number in range(2)
+        for number, argv in enumerate(arguments)
     ]
     outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def arguments(checkpoint, texts, output, *more):
+    return [
+        *("--model.ref", checkpoint, "--data.path", texts, "--output", output, "--hardware.slice", "cpu-8"),
+        *("--workload.batch", 4, "--workload.position", 64),
+        *("--workload.param_dtype", "float32", "--workload.compute_dtype", "float32", *more),
+    ]
+
+
+WHOLE = [
+    pytest.param({"replica": 1, "data": 1, "model": 8}, (), marks=pytest.mark.whole),
+    pytest.param({"replica": 2, "data": 2, "model": 2}, (), marks=pytest.mark.whole),
+]
+POSITIONS = ("--pin", "position=data", "batch=")
+"""The positions of every row are on devices of both processes."""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pins"),
+    [({"replica": 1, "data": 4, "model": 2}, ()), ({"replica": 1, "data": 8, "model": 1}, POSITIONS), *WHOLE],
+)
+def test_two_processes(checkpoint, tmp_path, mesh, pins):
+    sizes = [text for axis, size in mesh.items() for text in (f"--mesh.{axis}", size)]
+    argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r", *sizes, *pins)
+    first, second = start(argv, argv)
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     # only the first process prints
-    assert "loss per token" in outputs[0][0]
-    assert not any(word in outputs[1][0] for word in ("loss per token", "PartitionSpec"))
+    assert "loss per token" in first[1]
+    assert not any(word in second[1] for word in ("loss per token", "PartitionSpec"))
     results = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert results["total"]["loss_per_token"] == pytest.approx(transformers_losses(checkpoint).mean(), abs=2e-6)
-    assert results["plan"]["mesh"] == dict(zip(("replica", "data", "model"), mesh, strict=True))
+    assert results["plan"]["mesh"] == mesh
+    assert results["plan"]["compute_mapping"].get("position", []) == (["data"] if pins else [])
+
+
+def test_processes_with_other_texts(checkpoint, tmp_path):
+    """Both name what differs, and nothing is written."""
+    (tmp_path / "other.txt").write_text("t1 t2 t3 t4")
+    texts = (checkpoint / "text.jsonl", tmp_path / "other.txt")
+    for code, _, errors in start(*(arguments(checkpoint, each, tmp_path / "r") for each in texts)):
+        assert code == 2, errors
+        assert "texts of process 1 and of process 0 differ; give all processes the same" in errors
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_process_without_an_id(checkpoint, tmp_path):

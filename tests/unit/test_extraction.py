@@ -33,9 +33,9 @@ SCHEMA = pa.schema([("window", pa.int64())])
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=4), st.integers(1, 7), st.integers(1, 4), st.integers(1, 5),
-    st.integers(1, 3), st.integers(5, 17),
+    st.integers(1, 3), st.integers(5, 17), st.integers(1, 40),
 )  # fmt: skip
-def test_every_window_is_in_one_lane_of_one_shard(sizes, stride, lanes, lane_sequences, steps, position):
+def test_every_window_is_in_one_lane_of_one_shard(sizes, stride, lanes, lane_sequences, steps, position, limit):
     protocol = Protocol(3, 2, stride, StrideUnit.TOKENS)
     expected = [(t, i) for t, size in enumerate(sizes) for i in range(size) if i * stride + 5 <= size]
     arguments = (protocol, (), [*map(str, sizes)], [np.array([size]) for size in sizes], sizes, position)
@@ -57,8 +57,14 @@ def test_every_window_is_in_one_lane_of_one_shard(sizes, stride, lanes, lane_seq
     assert sorted(in_steps) == sequences
     # only the last step has padding
     assert sum(end - first for first, end in ranges) - windows.sequences < lanes * lane_sequences
-    located = [(t, i) for each in ranges for t, first, end in windows.job(*each).parts for i in range(first, end)]
+    located = [(text, i) for each in ranges for text, numbers in windows.job(*each).parts for i in numbers]
     assert located == expected
+    sample = divide_texts(*arguments, limit)
+    assert sample.total <= limit
+    located = [
+        (text, i) for first in range(sample.total) for text, numbers in sample.locate(first, first + 1) for i in numbers
+    ]
+    assert located == expected[:: -(-len(expected) // limit)]
 
 
 def test_top_k_probability():
@@ -202,21 +208,25 @@ def test_results_folders(tmp_path):
         ResultsFolder(str(tmp_path / "notes.txt" / "x"), SCHEMA).claim({"stride": 5})
 
 
-def test_incomplete_shards_are_computed_again(tmp_path):
-    """Whatever lanes a run had: a shard is finished if files have all of its windows, and other files are removed."""
+def test_parts_of_runs_with_other_lanes(tmp_path):
+    """A shard is finished if parts have all of its windows, whatever lanes wrote them; no part is removed."""
     folder = ResultsFolder(str(tmp_path / "results"), SCHEMA)
     folder.claim({})
-    for first, last in ((0, 4), (4, 8), (8, 12), (16, 18), (18, 22)):
-        folder.write_part(first, last, pa.table({"window": range(first, last)}, SCHEMA))
+
+    def write(first, last):
+        folder.write_part(first, last, [pa.table({"window": range(first, last)}, SCHEMA)])
+
+    for first, last in ((0, 4), (4, 10), (8, 12), (16, 18), (18, 22)):
+        write(first, last)
     assert folder.finished([(0, 8), (8, 16), (16, 22)]) == [0, 2]
-    names = sorted(path.name for path in (tmp_path / "results" / "parts").iterdir())
-    assert [int(name[:12]) for name in names] == [0, 4, 16, 18]
-    with pytest.raises(ConfigError, match="lacks the windows 8 to 16; all processes must see the same folder"):
+    assert folder.finished([(0, 5), (5, 12), (12, 15), (15, 17), (17, 22)]) == [0, 1, 4]
+    with pytest.raises(ConfigError, match="lacks the windows 12 to 16; all processes must see the same folder"):
         folder.merge(22)
-    folder.write_part(8, 16, pa.table({"window": range(8, 16)}, SCHEMA))
+    assert not (tmp_path / "results" / "windows.parquet").exists()
+    write(11, 17)
     folder.merge(22)
     windows = [w for table in read_windows(folder.ref) for w in table["window"].to_pylist()]
-    assert windows == [*range(22)]
+    assert windows == [*range(22)] and len([*(tmp_path / "results" / "parts").iterdir()]) == 6
 
 
 def test_precision_study():

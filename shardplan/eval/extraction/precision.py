@@ -22,7 +22,7 @@ def compare_precision(low: Iterable[pa.Table], high: Iterable[pa.Table]) -> dict
         tokens); `greedy` and `thresholds` (windows that are extracted in the first type, in the second, and in just one
         of them).
     """
-    tables = [pa.concat_tables(each) for each in (low, high)]
+    tables = [pa.concat_tables(each) for each in (low, high)]  # a study has as few windows as fit in memory
     log_low, log_high = (read_matrix(table, "log_prob") for table in tables)
     rank_low, rank_high = (read_matrix(table, "rank") for table in tables)
     p_low, p_high = suffix_log_probs(log_low), suffix_log_probs(log_high)

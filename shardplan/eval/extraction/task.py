@@ -1,7 +1,7 @@
 """The task that measures how probable a model finds the words of texts, window by window."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from shardplan.config.sections import StrideUnit, TaskConfig
 from shardplan.errors import ConfigError
 from shardplan.eval.extraction.summary import summarize
-from shardplan.eval.extraction.windows import ExtractionWindows, Protocol, divide_texts, result_schema
+from shardplan.eval.extraction.windows import ExtractionWindows, Protocol, divide_texts, no_window_error, result_schema
 from shardplan.eval.texts.reader import SpecialTokens
 from shardplan.eval.texts.store import TextStore
 from shardplan.model.registry import Model
@@ -21,7 +21,7 @@ from shardplan.step import score_program
 from shardplan.step.aot_program import Program
 
 SHARD_WINDOWS = 4096
-"""Windows whose results are written together, about, unless the configuration says."""
+"""Windows of a shard, unless the configuration says."""
 DEFAULT_STRIDE = 5
 """Distance between the starts of two windows, unless the configuration says."""
 
@@ -53,7 +53,7 @@ class ExtractionTask:
 
     @property
     def shard_windows(self) -> int:
-        """Windows whose results are written together, about."""
+        """Windows of a shard, if that is more than a step has."""
         return self.config.shard or SHARD_WINDOWS
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
@@ -92,17 +92,19 @@ class ExtractionTask:
         first = special.before if self.config.special_tokens else ()
         texts = store.texts
         ids, characters = [text.id for text in texts], [text.characters for text in texts]
-        arguments = (first, ids, pieces, characters, plan.workload.position)
-        windows = divide_texts(self.protocol, *arguments)
-        if self.max_windows is None or windows.total <= self.max_windows:
-            return windows
-        stride = self.protocol.stride * -(-windows.total // self.max_windows)
-        return divide_texts(replace(self.protocol, stride=stride), *arguments)
+        return divide_texts(self.protocol, first, ids, pieces, characters, plan.workload.position, self.max_windows)
 
     def program(self, model: Model, plan: Plan, mesh: Mesh, windows: ExtractionWindows) -> Program:
         """Return the scoring step."""
         return score_program(model, plan, mesh)
 
     def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
-        """Return what the probabilities say of each text and of all, and what plots of them show."""
-        return summarize(results, store.texts, plan.workload.top_k)
+        """Return what the probabilities say of each text and of all, and what plots of them show.
+
+        Raises:
+            ConfigError: no text has a window.
+        """
+        summary = summarize(results, store.texts, plan.workload.top_k)
+        if summary["total"]["windows"] == 0:  # with a stride in characters this is known at the end alone
+            raise no_window_error(self.protocol)
+        return summary

@@ -78,6 +78,8 @@ class ExtractionWindows:
     """Number of characters of each text."""
     position: int
     """Tokens of a sequence; what its windows leave is padding."""
+    spacing: int = 1
+    """Of the windows of all texts in order, every how manieth is scored."""
 
     @property
     def window_tokens(self) -> int:
@@ -91,8 +93,8 @@ class ExtractionWindows:
 
     @property
     def total(self) -> int:
-        """Number of windows."""
-        return int(self._firsts[-1])
+        """Number of windows that are scored."""
+        return -(-int(self._firsts[-1]) // self.spacing)
 
     @cached_property
     def _firsts(self) -> np.ndarray:
@@ -112,23 +114,26 @@ class ExtractionWindows:
     def job(self, first: int, last: int) -> "ExtractionJob":
         """Return the job that makes the sequences from `first` to `last`."""
         parts = self.locate(first * self.per_sequence, last * self.per_sequence)
-        texts = {text for text, _, _ in parts}
+        texts = {text for text, _ in parts}
         return ExtractionJob(
             self.protocol, self.special, self.position, last - first, parts,
             {text: np.concatenate([[0], np.cumsum(self.pieces[text])]) for text in texts} if self.pieces else {},
             {text: self.characters[text] for text in texts},
         )  # fmt: skip
 
-    def locate(self, first: int, last: int) -> list[tuple[int, int, int]]:
-        """Return the windows from `first` to `last` as (text, its first window, and the one after its last)."""
-        ranges = []
-        begin = int(np.searchsorted(self._firsts, first, "right")) - 1
-        for text in range(begin, min(int(np.searchsorted(self._firsts, last, "left")), len(self.counts))):
+    def locate(self, first: int, last: int) -> list[tuple[int, range]]:
+        """Return the scored windows from `first` to `last`: texts, and the numbers of the windows within each."""
+        begin, end = first * self.spacing, min(last, self.total) * self.spacing
+        parts = []
+        for text in range(max(int(np.searchsorted(self._firsts, begin, "right")) - 1, 0), len(self.counts)):
             offset = int(self._firsts[text])
-            start, end = max(first - offset, 0), min(last - offset, self.counts[text])
-            if start < end:
-                ranges.append((text, start, end))
-        return ranges
+            if offset >= end:
+                break
+            start = max(begin, -(-offset // self.spacing) * self.spacing) - offset
+            numbers = range(start, min(end - offset, self.counts[text]), self.spacing)
+            if numbers:
+                parts.append((text, numbers))
+        return parts
 
     def table(self, first: int, rows: Rows, scores: Mapping[str, np.ndarray]) -> pa.Table:
         """Return the results of some sequences, a row per window; see `shardplan.eval.windows.Windows`."""
@@ -157,8 +162,8 @@ class ExtractionJob:
     special: tuple[int, ...]
     position: int
     sequences: int
-    parts: Sequence[tuple[int, int, int]]
-    """Text, its first window, and the one after its last."""
+    parts: Sequence[tuple[int, range]]
+    """Texts, and the numbers of the windows within each."""
     before: Mapping[int, np.ndarray]
     """Text -> int64[piece + 1], the number of tokens before each piece, and of all."""
     characters: Mapping[int, int]
@@ -174,12 +179,15 @@ class ExtractionJob:
         windows["is_valid"] = np.zeros(count, bool)
         at = 0
         fill = self._fill_by_tokens if self.protocol.unit is StrideUnit.TOKENS else self._fill_by_characters
-        for text, first, last in self.parts:
-            part = slice(at, at + last - first)
-            windows["text"][part] = text
-            own = {name: values[part] for name, values in windows.items()}
-            fill(texts, text, np.arange(first, last) * self.protocol.stride, tokens[part], own)
-            at += last - first
+        for text, numbers in self.parts:
+            # the text between windows that do not overlap is not read
+            overlaps = numbers.step * self.protocol.stride < self.protocol.length
+            for group in [numbers] if overlaps else [numbers[i : i + 1] for i in range(len(numbers))]:
+                part = slice(at, at + len(group))
+                windows["text"][part] = text
+                own = {name: values[part] for name, values in windows.items()}
+                fill(texts, text, np.array(group) * self.protocol.stride, tokens[part], own)
+                at += len(group)
         packed = np.zeros((count, width), np.int32)
         packed[:, : len(self.special)] = np.where(windows["is_valid"][:, None], self.special, 0)
         packed[:, len(self.special) :] = tokens
@@ -226,8 +234,12 @@ def divide_texts(
     pieces: Sequence[np.ndarray],
     characters: Sequence[int],
     position: int,
+    limit: int | None = None,
 ) -> ExtractionWindows:
     """Number the windows of texts.
+
+    Args:
+        limit: most windows to score, evenly spread over all; None for all.
 
     Raises:
         ConfigError: no text has a window.
@@ -236,7 +248,13 @@ def divide_texts(
     sizes = [int(each.sum()) for each in pieces] if by_tokens else characters
     counts = tuple(map(protocol.count, sizes))
     if sum(counts) == 0:
-        raise ConfigError(f"data.path holds no text of {protocol.length} tokens, the length of a window")
+        raise no_window_error(protocol)
+    spacing = 1 if limit is None else -(-sum(counts) // limit)
     return ExtractionWindows(
-        protocol, special, tuple(ids), tuple(pieces) if by_tokens else (), counts, tuple(characters), position
+        protocol, special, tuple(ids), tuple(pieces) if by_tokens else (), counts, tuple(characters), position, spacing
     )
+
+
+def no_window_error(protocol: Protocol) -> ConfigError:
+    """Return the error that the texts are too short."""
+    return ConfigError(f"data.path holds no text of {protocol.length} tokens, the length of a window")

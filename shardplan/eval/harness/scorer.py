@@ -1,41 +1,26 @@
 """Scores packed requests on the devices of a plan, with one compiled program."""
 
 import hashlib
-import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
-import haliax as hax
 import jax
 import numpy as np
-from haliax import NamedArray
 from jax.experimental import multihost_utils
 
 from shardplan.checkpoint.session import Session
 from shardplan.errors import ConfigError
 from shardplan.eval.harness.requests import PackedRequests
+from shardplan.eval.loop import Loop, LoopStatistics, Scored, find_lanes
+from shardplan.eval.shards import Shards
 from shardplan.eval.texts.tokenizer import check_tokens
+from shardplan.eval.windows import Count, Rows
 from shardplan.model.inspect import inspect_model
 from shardplan.model.token_scores import TokenScores
 from shardplan.plan.mapping import mesh_size
 from shardplan.runtime.process_group import open_process_group
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.step import score_program, specialize
-
-STEPS_AHEAD = 2
-"""Steps that are given to the devices before the results of an earlier one are fetched."""
-
-
-@dataclass
-class ScorerStatistics:
-    """Counts and durations of a scorer."""
-
-    programs: int = 0
-    """Forward programs that were compiled."""
-    compile_seconds: float = 0.0
-    steps: int = 0
-    score_seconds: float = 0.0
 
 
 class RequestScorer:
@@ -54,15 +39,17 @@ class RequestScorer:
                 "the plan shards positions, and packed requests need whole rows on a device; plan again with --pin "
                 f"{axes.position}="
             )
-        self._session, self._shape = session, (plan.workload.batch, plan.workload.position)
-        self.statistics = ScorerStatistics()
+        self._session = session
         model = specialize(session.model, plan)
-        self._module, _ = session.load(model.template)
+        module, _ = session.load(model.template)
         program = score_program(model, plan, session.mesh, is_packed=True)
-        self._like: NamedArray = program.arguments[1]
-        started = time.perf_counter()
-        self._step = program.compile(plan.compiler_options)
-        self.statistics.compile_seconds, self.statistics.programs = time.perf_counter() - started, 1
+        self._lanes = find_lanes(program)
+        self._loop = Loop(module, program, plan.compiler_options, TokenScores._fields, self._lanes)
+
+    @property
+    def statistics(self) -> LoopStatistics:
+        """Counts and durations of all requests that were scored."""
+        return self._loop.statistics
 
     def score(
         self, packed: PackedRequests, on_scored: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None = None
@@ -73,61 +60,54 @@ class RequestScorer:
 
         Args:
             packed: the same in all processes (see `check_equal`), in rows as long as those of the plan.
-            on_scored: takes the numbers of the requests whose scores a step completed, and both of these.
+            on_scored: takes the numbers of the requests whose scores this process has, and both of these.
 
         Raises:
             CheckpointError: the model has no embedding for a token.
         """
-        batch, position = self._shape
         check_tokens(max(int(each.max()) for each in packed.tokens), self._session.model, self._session.folder)
-        started = time.perf_counter()
-        total = len(packed.start)
-        log_probs, is_greedy = np.empty(total), np.empty(total, bool)
+        log_probs, is_greedy = np.zeros(len(packed.start)), np.zeros(len(packed.start), bool)
         order = np.argsort(packed.start, kind="stable")
-        steps = -(-packed.rows // batch)
         # requests do not cross rows
-        bounds = np.searchsorted(packed.start[order], np.arange(steps + 1) * batch * position)
-        waiting: deque[tuple[int, TokenScores]] = deque()
+        bounds = np.searchsorted(packed.start[order], np.arange(packed.rows + 1) * packed.position)
+        shards = Shards(packed.rows, self._lanes.count, self._lanes.sequences, steps=1)
 
-        def fetch() -> None:
-            step, scores = waiting.popleft()
-            requests, first = order[bounds[step] : bounds[step + 1]], step * batch * position
-            log_probs[requests], is_greedy[requests] = sum_scores(
-                self._to_host(scores.log_prob),
-                self._to_host(scores.rank),
-                packed.start[requests] - first,
-                packed.end[requests] - first,
+        def count(rows: int) -> Count:
+            return Count(int(bounds[rows]), 0)
+
+        def on_shard(shard: int, scored: Mapping[int, Scored]) -> None:
+            for lane, (_, scores) in scored.items():
+                first, last = (min(each, packed.rows) for each in shards.lane_range(shard, lane))
+                requests = order[bounds[first] : bounds[last]]
+                start, end = (each[requests] - first * packed.position for each in (packed.start, packed.end))
+                log_probs[requests], is_greedy[requests] = sum_scores(scores["log_prob"], scores["rank"], start, end)
+                if on_scored is not None:
+                    on_scored(requests, log_probs[requests], is_greedy[requests])
+
+        with (
+            open_process_group(),
+            shared_progress(len(packed.start), "scoring", "requests") as progress,
+            ThreadPoolExecutor(1) as threads,
+        ):
+
+            def make(first: int, last: int) -> Future[Rows]:
+                return threads.submit(lambda: Rows(packed.fill(first, last - first), {}))
+
+            self._loop.run(
+                shards,
+                range(shards.count),
+                make,
+                count,
+                on_shard,
+                goes_on=lambda _: True,
+                on_step=lambda scored: progress.update(scored.windows),
+                check_token=lambda _: None,  # checked before, so that all processes end alike
             )
-            if on_scored is not None:
-                on_scored(requests, log_probs[requests], is_greedy[requests])
-            progress.update(len(requests))
-
-        with open_process_group(), shared_progress(total, "scoring", "requests") as progress:
-            for step in range(steps):
-                tokens, starts = packed.fill(step * batch, batch)
-                scores = self._step(self._module, self._place(tokens), self._place(starts))
-                for array in (scores.log_prob.array, scores.rank.array):
-                    array.copy_to_host_async()
-                waiting.append((step, scores))
-                if len(waiting) > STEPS_AHEAD:
-                    fetch()
-            while waiting:
-                fetch()
-        self.statistics.steps += steps
-        self.statistics.score_seconds += time.perf_counter() - started
+            if jax.process_count() > 1:  # each has the requests of its lanes, and zeros
+                bits = multihost_utils.process_allgather(log_probs.view(np.uint32))  # JAX would round float64
+                log_probs = np.ascontiguousarray(bits).view(np.float64).sum(axis=0)
+                is_greedy = multihost_utils.process_allgather(is_greedy).any(axis=0)
         return log_probs, is_greedy
-
-    def _place(self, values: np.ndarray) -> NamedArray:
-        """Put int32[row, position] values on the devices; each process fills its own."""
-        array = jax.make_array_from_callback(self._shape, self._like.array.sharding, lambda index: values[index])
-        return hax.named(array, self._like.axes)
-
-    def _to_host(self, scores: NamedArray) -> np.ndarray:
-        """Return the scores of all rows of a step, [row, position], in every process."""
-        array = scores.array
-        if not array.is_fully_addressable:
-            array = multihost_utils.process_allgather(array, tiled=True)
-        return np.asarray(array)
 
 
 def sum_scores(
@@ -160,14 +140,11 @@ def check_equal(packed: PackedRequests) -> None:
     for array in (packed.start, packed.end, *packed.tokens):
         digest.update(np.ascontiguousarray(array).data)
     with open_process_group() as processes:
-        digests = processes.gather("requests", digest.hexdigest())
+        processes.agree("requests", lambda: None, lambda _: {"requests": digest.hexdigest()}, _other_requests)
 
-        def compare() -> None:
-            different = next((process for process, each in digests.items() if each != digests[0]), None)
-            if different is not None:
-                raise ConfigError(
-                    f"process {different} has other requests than process 0; give all the same arguments, and remove "
-                    "the files of --use_cache if an earlier run was interrupted"
-                )
 
-        processes.broadcast("requests are equal", compare)  # so that all processes end with this message
+def _other_requests(part: str, process: int, other: int) -> ConfigError:
+    return ConfigError(
+        f"process {process} has other {part} than process {other}; give all the same arguments, and remove the files "
+        "of --use_cache if an earlier run was interrupted"
+    )

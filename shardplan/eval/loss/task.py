@@ -2,12 +2,10 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import haliax as hax
 import pyarrow as pa
-from haliax import NamedArray
 from jax.sharding import Mesh
 
 from shardplan.config.sections import TaskConfig
@@ -17,7 +15,6 @@ from shardplan.eval.loss.windows import SCHEMA, LossWindows, divide_texts
 from shardplan.eval.texts.reader import SpecialTokens
 from shardplan.eval.texts.store import TextStore
 from shardplan.model.registry import Model
-from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import Workload
 from shardplan.step import loss_program
@@ -26,7 +23,7 @@ from shardplan.step.aot_program import Program
 logger = logging.getLogger(__name__)
 
 SHARD_WINDOWS = 256
-"""Windows whose results are written together, about, unless the configuration says."""
+"""Windows of a shard, unless the configuration says."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class LossTask:
 
     @property
     def shard_windows(self) -> int:
-        """Windows whose results are written together, about."""
+        """Windows of a shard, if that is more than a step has."""
         return self.config.shard or SHARD_WINDOWS
 
     def stride(self, position: int) -> int:
@@ -83,15 +80,8 @@ class LossTask:
         )  # fmt: skip
 
     def program(self, model: Model, plan: Plan, mesh: Mesh, windows: LossWindows) -> Program:
-        """Return the evaluation step with losses sharded like the tokens: each process has those of its own."""
-        program = loss_program(model, plan, mesh, windows.is_packed)
-        axes = program.arguments[1].axes
-
-        def losses_as_tokens(*arguments: Any) -> NamedArray:
-            with hax.axis_mapping(as_tuples(plan.compute_mapping)):
-                return hax.auto_sharded(program.function(*arguments).rearrange(axes))
-
-        return replace(program, function=losses_as_tokens)
+        """Return the evaluation step."""
+        return loss_program(model, plan, mesh, windows.is_packed)
 
     def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
         """Return the measures of all texts together, and of each."""

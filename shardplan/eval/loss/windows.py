@@ -194,12 +194,11 @@ def divide_texts(
     start = number * stride
     end = np.minimum(start + position, sizes[text])
     predicted = np.where(number == 0, 1, start - stride + position)
-    sequence, offset = np.arange(len(text)), np.zeros(len(text), np.int64)
-    is_packed = False
-    if may_pack:
-        packed = pack(end - start, position)
-        is_packed = int(packed[0].max()) + 1 < len(text)
-        sequence, offset = packed if is_packed else (sequence, offset)
+    alone: tuple[np.ndarray, np.ndarray] = np.arange(len(text)), np.zeros(len(text), np.int64)
+    sequence, offset = pack(end - start, position) if may_pack else alone
+    is_packed = int(sequence.max()) + 1 < len(text)
+    if not is_packed:  # also if that saves none
+        sequence, offset = alone
     order = np.lexsort((offset, sequence))
     windows = WindowArrays(text, start, end, predicted, sequence, offset).select(order)
     first_window = np.searchsorted(windows.sequence, np.arange(int(sequence.max()) + 2))
