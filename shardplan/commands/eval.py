@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, raise_first
-from shardplan.runtime.stop_signal import stop_on_sigterm
+from shardplan.runtime.stop_signal import set_on_sigterm
 
 if TYPE_CHECKING:
     from shardplan.eval.task import Task
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
     from shardplan.runtime.devices import is_first_process
     from shardplan.runtime.progress import print_note
 
-    def on_plan(plan: Plan) -> None:
+    def show_plan(plan: Plan) -> None:
         if is_first_process():
             output_plan(plan, config.json, config.levanter_schema)
         if config.verify:  # in every process, so that all of them stop if the plan does not fit
@@ -66,7 +67,14 @@ def main(argv: Sequence[str]) -> None:
                 out = side_stream(config.json)
                 verify_plan(config, plan, out if is_first_process() else nowhere)
 
-    with stop_on_sigterm() as stops:
+    stops = threading.Event()
+    with ExitStack() as until_the_end:
+
+        def on_plan(plan: Plan) -> None:
+            # now that JAX has started: to connect its processes it installs a handler of its own
+            until_the_end.enter_context(set_on_sigterm(stops))
+            show_plan(plan)
+
         if config.precision_study is not None:
             study_precision(config, store, on_plan, stops)
             return

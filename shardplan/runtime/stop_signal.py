@@ -7,14 +7,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def stop_on_sigterm() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM sets until the block ends; without effect outside the main thread."""
-    stops = threading.Event()
+def set_on_sigterm(stops: threading.Event) -> Iterator[None]:
+    """Have SIGTERM set an event until the block ends; without effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
-        yield stops
+        yield
         return
     before = signal.signal(signal.SIGTERM, lambda *_: stops.set())
     try:
-        yield stops
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)
