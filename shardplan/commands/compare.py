@@ -25,22 +25,24 @@ def main(argv: Sequence[str]) -> None:
     format_ = _format_of(arguments.output)
     check_outputs(arguments.folders, output=arguments.output, json=arguments.json)
     from shardplan.eval.extraction.compare import compare
-    from shardplan.report.extraction_comparison import print_comparison
+    from shardplan.report.extraction.comparison import print_comparison
     from shardplan.report.tables import console
     from shardplan.runtime.progress import print_note
 
-    found = compare(arguments.folders)
+    results = compare(arguments.folders)
     if arguments.json is not None:
-        write_json(found.to_json(), arguments.json)
+        write_json(results.to_json(), arguments.json)
     out = console(side_stream(arguments.json))
     if arguments.json != "-":
-        print_comparison(found.labels, found.texts, found.total, found.left_out, found.has_one_tokenizer, out)
+        print_comparison(results.labels, results.texts, results.total, results.left_out, results.has_one_tokenizer, out)
     if format_ is not None:
-        from shardplan.report.extraction_plots import COMPARED_THRESHOLD, draw_comparison, save_figure
+        from shardplan.report.extraction.plots import COMPARED_THRESHOLD, draw_comparison, save_figure
         from shardplan.storage.writing import OutputFolder
 
-        texts = {id_: [each["coverage"][COMPARED_THRESHOLD] for each in models] for id_, models in found.texts.items()}
-        figure = draw_comparison(found.labels, found.curves, found.thresholds, texts)
+        texts = {
+            id_: [each["coverage"][COMPARED_THRESHOLD] for each in models] for id_, models in results.texts.items()
+        }
+        figure = draw_comparison(results.labels, results.curves, results.thresholds, texts)
         path = Path(arguments.output)
         with OutputFolder(str(path.parent)).create(path.name) as file:
             save_figure(figure, file, format_)

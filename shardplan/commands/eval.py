@@ -151,7 +151,7 @@ def study_precision(
     from shardplan.eval.extraction.precision import TYPES, compare_precision
     from shardplan.eval.results_folder import json_bytes, read_windows
     from shardplan.eval.run import run_evaluation
-    from shardplan.report.precision import print_precision
+    from shardplan.report.extraction.precision import print_precision
     from shardplan.report.tables import console
     from shardplan.runtime.devices import is_first_process
     from shardplan.runtime.progress import print_note

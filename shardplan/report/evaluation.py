@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardplan.config.sections import TaskKind
-from shardplan.report.extraction import print_extraction
+from shardplan.report.extraction.table import print_extraction
 from shardplan.report.losses import print_losses
 from shardplan.report.text import print_wrapped
 from shardplan.runtime.progress import size_text

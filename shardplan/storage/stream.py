@@ -28,7 +28,7 @@ class FileStream(io.RawIOBase):
         return self._position
 
     def tell(self) -> int:
-        """Return the offset."""
+        """Return the offset at which the next read begins."""
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:

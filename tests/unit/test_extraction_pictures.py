@@ -22,10 +22,10 @@ from shardplan.eval.extraction.probabilities import CURVE_LOG_THRESHOLDS
 from shardplan.eval.extraction.summary import summarize
 from shardplan.eval.extraction.windows import result_schema
 from shardplan.eval.texts.store import open_texts
-from shardplan.report.extraction_page import ShadedText, page_parts
-from shardplan.report.extraction_plots import draw_comparison, draw_text, save_figure
-from shardplan.report.file_names import LONGEST, file_names
-from shardplan.report.probability_scale import SHADES, probability_text, shade
+from shardplan.report.extraction.file_names import LONGEST, file_names
+from shardplan.report.extraction.page import ShadedText, page_parts
+from shardplan.report.extraction.plots import draw_comparison, draw_text, save_figure
+from shardplan.report.extraction.probability_scale import SHADES, probability_text, shade
 
 TASK = {"prefix": 30, "suffix": 20, "stride": 5, "stride_unit": "tokens", "kind": "extraction", "top_k": 40}
 SUMMARY = {

@@ -17,7 +17,7 @@ from shardplan.storage import open_folder
 from shardplan.storage.folder import read_bytes
 
 SUMMARY_PARTS = ("texts", "total", "plots", "plan")
-"""What the summary of an extraction has, among others."""
+"""The parts of summary.json that are compared."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ def _read(ref: str) -> Results:
             raise ConfigError(f"{ref} is a file; name the results folder, {path.parent}")
         raise ConfigError(f"{ref} does not exist; {_hint(path)}")
     folder = open_folder(ref)
-    found = {name: read_bytes(folder, name) for name in (RUN, SUMMARY)}
-    if found[RUN] is None:
+    files = {name: read_bytes(folder, name) for name in (RUN, SUMMARY)}
+    if files[RUN] is None:
         hint = f"; {_hint(Path(ref))}" if "://" not in ref else ""
         raise ConfigError(f"{ref} holds no results of an extraction, whose {RUN} is missing{hint}")
-    if found[SUMMARY] is None:
+    if files[SUMMARY] is None:
         raise ConfigError(f"{ref} holds an extraction that has not ended, without {SUMMARY}; run its command again")
     values = {}
-    for name, data in found.items():
+    for name, data in files.items():
         needed = SUMMARY_PARTS if name == SUMMARY else ("texts", "protocol", "tokenizer")
         try:
             values[name] = json.loads(data or b"")

@@ -20,7 +20,7 @@ from shardplan.eval.extraction.character_runs import Runs, RunStream, range_maxi
 from shardplan.eval.extraction.probabilities import read_matrix, suffix_log_probs
 from shardplan.eval.extraction.summary import MAX_PICTURES, split_by_text
 from shardplan.eval.texts.store import Text, TextStore, read_characters
-from shardplan.report.file_names import file_names
+from shardplan.report.extraction.file_names import file_names
 from shardplan.storage.writing import OutputFolder
 
 INDEX, PAGES, PLOTS, TOTAL = "index.html", "pages", "plots", "total"
@@ -53,8 +53,8 @@ def write_pictures(
     Raises:
         ConfigError: the folder cannot be written to.
     """
-    from shardplan.report.extraction_page import ShadedText, index_page, page_parts
-    from shardplan.report.extraction_plots import draw_text, save_figure
+    from shardplan.report.extraction.page import ShadedText, index_page, page_parts
+    from shardplan.report.extraction.plots import draw_text, save_figure
 
     folder = OutputFolder(output)
     plots, texts = summary["plots"], {text.id: text for text in store.texts}
@@ -116,7 +116,7 @@ def _runs(tables: Iterable[pa.Table], characters: int) -> Iterator[Runs]:
 def _passages(windows: Windows, texts: Iterable[Text]) -> dict[str, list[tuple[int, int]]]:
     """Return of each text the passages with the largest p_z, in the order of the text."""
     sizes = {text.id: text.characters for text in texts}
-    found = {}
+    passages = {}
     for id_, tables in _by_text(windows) if sizes else ():
         if id_ not in sizes:
             continue
@@ -134,8 +134,8 @@ def _passages(windows: Windows, texts: Iterable[Text]) -> dict[str, list[tuple[i
         best[1 + np.argsort(-largest, kind="stable")[:PASSAGES]] = True
         starts = np.flatnonzero(best[1:] & ~best[:-1]) * PASSAGE_CHARACTERS  # neighbours are one passage
         ends = np.minimum(np.flatnonzero(best[:-1] & ~best[1:]) * PASSAGE_CHARACTERS, sizes[id_])
-        found[id_] = list(zip(starts.tolist(), ends.tolist(), strict=True))
-    return found
+        passages[id_] = list(zip(starts.tolist(), ends.tolist(), strict=True))
+    return passages
 
 
 def _reader(store: TextStore, text: Text) -> Callable[[int, int], str]:

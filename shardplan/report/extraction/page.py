@@ -13,8 +13,8 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from shardplan.report.file_names import short_label
-from shardplan.report.probability_scale import LABELLED, SHADES, probability_text, shade, threshold_text
+from shardplan.report.extraction.file_names import short_label
+from shardplan.report.extraction.probability_scale import LABELLED, SHADES, probability_text, shade, threshold_text
 
 READ_CHARACTERS = 2**16
 """Characters of a text that are in memory at a time."""

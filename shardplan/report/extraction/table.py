@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from shardplan.report.file_names import short_label
-from shardplan.report.probability_scale import threshold_text
+from shardplan.report.extraction.file_names import short_label
+from shardplan.report.extraction.probability_scale import threshold_text
 from shardplan.report.text import make_table, print_first_fitting
 
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from shardplan.report.file_names import short_label
-from shardplan.report.probability_scale import LABELLED, LOWEST, threshold_text
+from shardplan.report.extraction.file_names import short_label
+from shardplan.report.extraction.probability_scale import LABELLED, LOWEST, threshold_text
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#BBBBBB"
 """Colours that differ for colour-blind people too (Okabe and Ito)."""

@@ -1,0 +1,1 @@
+"""What is shown of an extraction run: tables, plots, pages."""
