@@ -27,6 +27,8 @@ class ShardplanError(Exception):
     """Base class of errors that end a command with a one-line message and an exit code."""
 
     exit_code: int
+    is_shared = False
+    """Whether all processes of the run raise it, so that they need not be told."""
 
 
 class ConfigError(ShardplanError):

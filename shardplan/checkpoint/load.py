@@ -43,7 +43,7 @@ from shardplan.model.registry import (
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh
-from shardplan.runtime.process_group import open_process_group
+from shardplan.runtime.processes.group import open_process_group
 from shardplan.storage import Folder, open_folder
 
 

@@ -17,7 +17,7 @@ from shardplan.storage import read_bytes
 from shardplan.storage.writing import OutputFolder
 
 if TYPE_CHECKING:
-    from shardplan.runtime.process_group import ProcessGroup
+    from shardplan.runtime.processes.group import ProcessGroup
 
 CONFIG = "config.json"
 LEVANTER_METADATA = "metadata.json"

@@ -39,8 +39,8 @@ from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.runtime.devices import is_first_process
-from shardplan.runtime.process_group import ProcessGroup, open_process_group
 from shardplan.runtime.process_progress import shared_progress
+from shardplan.runtime.processes.group import ProcessGroup, open_process_group
 from shardplan.runtime.progress import print_note
 from shardplan.step import specialize
 
@@ -159,10 +159,10 @@ def _digests(determinants: Mapping[str, Any]) -> dict[str, str]:
     return {name: digest_of(json_bytes({name: value})) for name, value in determinants.items()}
 
 
-def _other_determinants(part: str, process: int, other: int) -> ConfigError:
+def _other_determinants(part: str, process: int, value: str | None, expected: str | None) -> ConfigError:
     return ConfigError(
-        f"{part} of process {process} and of process {other} differ; give all processes the same configuration, "
-        "checkpoint and texts"
+        f"{part} of process {process} and of process 0 differ; give all processes the same configuration, checkpoint "
+        "and texts"
     )
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, Slice, parse_slice, place_mesh
 from shardplan.runtime.environment import PROCESS_COUNT, ProcessVariables, read_process_variables
 from shardplan.runtime.private_jax import process_count
+from shardplan.runtime.processes.start import connect_processes
 
 GENERATION_OF_DEVICE_KIND = {
     "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
@@ -27,14 +29,17 @@ GENERATION_OF_DEVICE_KIND = {
 """JAX device kind -> name of the accelerator generation."""
 
 
-def start_devices(slice_name: str, count: int, is_cpu: bool) -> None:
+def start_devices(slice_name: str, count: int, is_cpu: bool, facts: Mapping[str, str] = MappingProxyType({})) -> None:
     """Start JAX on the `count` devices of a slice, and check that it has that many.
 
     Args:
         is_cpu: whether the devices are virtual CPU devices, which all processes provide in equal parts.
+        facts: what must be the same in all processes, such as keys of a configuration: name -> value.
 
     Raises:
-        ConfigError: JAX has another number of devices, or a variable of this process's environment is missing or wrong.
+        ConfigError: JAX has another number of devices, a variable of this process's environment is missing or wrong, or
+            processes have other facts.
+        PeerError: a process is missing.
     """
     # a program that started JAX's processes by itself may have done so without these variables
     variables = None if jax.distributed.is_initialized() else read_process_variables()
@@ -47,7 +52,7 @@ def start_devices(slice_name: str, count: int, is_cpu: bool) -> None:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", count // processes)
     if variables is not None:
-        _join_processes(variables, is_cpu)
+        _join_processes(variables, is_cpu, facts)
     devices = jax.devices()
     if len(devices) != count:
         raise ConfigError(
@@ -57,10 +62,10 @@ def start_devices(slice_name: str, count: int, is_cpu: bool) -> None:
         )
 
 
-def _join_processes(variables: ProcessVariables, is_cpu: bool) -> None:
+def _join_processes(variables: ProcessVariables, is_cpu: bool, facts: Mapping[str, str]) -> None:
     """Connect the processes of a run: those of the environment, else on TPUs those of the cluster, if there is one."""
     if variables.address is not None:
-        jax.distributed.initialize(variables.address, num_processes=variables.count, process_id=variables.index)
+        connect_processes(variables, facts)
     elif not is_cpu:
         with contextlib.suppress(ValueError):  # JAX recognises no cluster: this process is the only one
             jax.distributed.initialize()

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax._src import distributed
+from jax._src.lib import _jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
@@ -92,6 +93,11 @@ def coordinator_address() -> str | None:
 def key_value_store() -> Any:
     """Client of the key-value store in process 0; None if `jax.distributed` was not started."""
     return distributed.global_state.client
+
+
+def start_coordination_service(port: int, count: int) -> Any:
+    """Start the service through which JAX connects `count` processes, at a port of all interfaces; returns it."""
+    return _jax.get_distributed_runtime_service(f"[::]:{port}", count)
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

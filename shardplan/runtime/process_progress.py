@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from shardplan.runtime.devices import is_first_process
-from shardplan.runtime.process_group import ProcessGroup
+from shardplan.runtime.processes.group import ProcessGroup
 from shardplan.runtime.progress import BYTES, Progress, print_note, rate_text, show_progress, size_text
 
 
@@ -28,21 +28,24 @@ def load_progress(total: int, processes: ProcessGroup) -> Iterator[Callable[[int
         A function to call with the number of bytes of each read of this process.
     """
     started = time.perf_counter()
-    with shared_progress(total, "loading", BYTES) as progress:
+    own = 0
+    with processes.phase("loading") as advance, shared_progress(total, "loading", BYTES) as progress:
 
         def report(nbytes: int) -> None:
-            processes.done += nbytes
-            done = {**processes.progress, processes.process_index: processes.done}
-            if processes.process_count > 1:
-                progress.set_note(f"slowest: process {min(done, key=lambda process: done[process])}")
-            progress.done = sum(done.values())
+            nonlocal own
+            own += nbytes
+            advance(own)
+            everywhere = processes.progress()
+            if everywhere is not None:
+                progress.set_note(f"slowest: process {everywhere.slowest}")
+            progress.done = own if everywhere is None else max(own, everywhere.done)
 
         yield report
     if is_first_process():
         seconds = time.perf_counter() - started
-        own = f", {size_text(processes.done)} of it by this process" if processes.process_count > 1 else ""
+        part = f", {size_text(own)} of it by this process" if processes.process_count > 1 else ""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print_note(
-            f"loaded {size_text(total)} in {seconds:.1f} s ({rate_text(total / seconds)}){own}; "
+            f"loaded {size_text(total)} in {seconds:.1f} s ({rate_text(total / seconds)}){part}; "
             f"peak host memory {size_text(peak)}"
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from shardplan.checkpoint.format.header import Tensor, header_end
 from shardplan.errors import CheckpointError
 from shardplan.runtime.devices import is_first_process
-from shardplan.runtime.process_group import ProcessGroup
+from shardplan.runtime.processes.group import ProcessGroup
 from shardplan.runtime.progress import print_note
 from shardplan.storage import File, Folder
 from shardplan.storage.checksums import Checksum, ChecksumAlgorithm, combine_crcs, compute_crc, compute_sha256

@@ -10,7 +10,7 @@ import numpy as np
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import read_index
 from shardplan.errors import CheckpointError
-from shardplan.runtime.process_group import ProcessGroup
+from shardplan.runtime.processes.group import ProcessGroup
 from shardplan.storage import File, Folder
 from shardplan.storage.checksums import Checksum
 from shardplan.storage.folder import ReadTuning, changed_error

@@ -29,8 +29,8 @@ from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_re
 from shardplan.checkpoint.transfer.schedule import make_schedule, read_by_process, to_stored_order
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer, TransferLimits
 from shardplan.plan.mapping import MeshAxes
-from shardplan.runtime.process_group import ProcessGroup
 from shardplan.runtime.process_progress import load_progress
+from shardplan.runtime.processes.group import ProcessGroup
 from shardplan.storage.folder import ReadTuning
 
 DEFAULT_BUDGET = 2 * 2**30

@@ -18,8 +18,8 @@ from shardplan.eval.windows import Count, Rows
 from shardplan.model.inspect import inspect_model
 from shardplan.model.token_scores import TokenScores
 from shardplan.plan.mapping import mesh_size
-from shardplan.runtime.process_group import open_process_group
 from shardplan.runtime.process_progress import shared_progress
+from shardplan.runtime.processes.group import open_process_group
 from shardplan.step import score_program, specialize
 
 
@@ -143,8 +143,8 @@ def check_equal(packed: PackedRequests) -> None:
         processes.agree("requests", lambda: None, lambda _: {"requests": digest.hexdigest()}, _other_requests)
 
 
-def _other_requests(part: str, process: int, other: int) -> ConfigError:
+def _other_requests(part: str, process: int, value: str | None, expected: str | None) -> ConfigError:
     return ConfigError(
-        f"process {process} has other {part} than process {other}; give all the same arguments, and remove the files "
+        f"process {process} has other {part} than process 0; give all the same arguments, and remove the files "
         "of --use_cache if an earlier run was interrupted"
     )

@@ -1,0 +1,10 @@
+"""The processes of a run: who is there, what they agree on, and what each of them is doing.
+
+| module | what it has |
+|---|---|
+| messages.py | the lines of JSON that processes and hub exchange |
+| hub.py | what the hub answers to each of them; without sockets or clocks |
+| hub_process.py | the process of the hub: its sockets, and JAX's coordination service |
+| link.py | a process's connection to the hub |
+| group.py | what the rest of shardplan uses: values that all processes exchange or agree on |
+"""

@@ -1,0 +1,197 @@
+"""Values that all processes of a run exchange, or agree on, in work that needs all of them.
+
+A collective waits for ever for a process that does not enter it. So the processes compare what must be equal before
+they enter one, and each of them learns at once when another is lost or fails, as a `PeerError`.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from shardplan.errors import CheckpointError, ShardplanError
+from shardplan.runtime.processes.activity import DEADLINE_S, Activity
+from shardplan.runtime.processes.link import Link, Progress, error_of
+from shardplan.runtime.processes.messages import Kind, problem_values
+from shardplan.runtime.processes.start import current_link
+
+T = TypeVar("T")
+Disagreement = Callable[[str, int, str | None, str | None], ShardplanError]
+"""Takes the part that differs, the process, and the values of that process and of process 0; makes the error."""
+_groups_opened = 0
+_phases_begun = 0
+
+
+def _other_checkpoint(part: str, process: int, value: str | None, expected: str | None) -> ShardplanError:
+    return CheckpointError(
+        f"process {process} reads a different {part} than process 0; make all processes read the same checkpoint"
+    )
+
+
+class ProcessGroup:
+    """All processes of a run, during work that needs all of them."""
+
+    def __init__(self, name: str, link: Link | None) -> None:
+        """Make the group of all processes.
+
+        Args:
+            name: separates the values of this group from those of others.
+            link: None if this process is the only one.
+        """
+        self.process_index, self.process_count = jax.process_index(), jax.process_count()
+        self._name, self._link = name, link
+
+    @contextlib.contextmanager
+    def phase(self, phase: str, deadline_s: float = DEADLINE_S) -> Iterator[Callable[[float], None]]:
+        """Say what this process does until the block ends, such as `loading`.
+
+        All processes have the same phases, in one order. One without progress for `deadline_s` seconds is stuck.
+
+        Yields:
+            A function to call with how much is done; any unit, it only increases.
+        """
+        global _phases_begun
+        _phases_begun += 1
+        link = self._link
+        if link is None:
+            yield lambda _: None
+            return
+        before = link.activity
+        activity = Activity(phase, _phases_begun, 0.0, deadline_s)
+        link.set_activity(activity)
+        try:
+            yield lambda done: link.set_activity(dataclasses.replace(activity, done=done))
+        finally:
+            _phases_begun += 1
+            link.set_activity(dataclasses.replace(before, number=_phases_begun))
+
+    def progress(self) -> Progress | None:
+        """Return how much all processes have done in this phase; None where that is not known."""
+        return None if self._link is None else self._link.progress
+
+    def agree(
+        self,
+        name: str,
+        compute: Callable[[], T],
+        describe: Callable[[T], Mapping[str, str]],
+        disagreement: Disagreement = _other_checkpoint,
+    ) -> T:
+        """Compute a value in every process, and return it once the values of all processes are known to be equal.
+
+        Args:
+            name: key of the exchange; it must be new in this group.
+            compute: makes the value of this process.
+            describe: value -> name of each part and a digest of it, or its text; these must be equal in all processes.
+            disagreement: makes the error if they are not.
+
+        Raises:
+            ShardplanError: that of `disagreement`, or whatever `compute` raised, in this process or in another.
+        """
+        if self._link is None:
+            return compute()
+        own: ShardplanError | None = None
+        parts: Mapping[str, str] = {}
+        try:
+            value = compute()
+            parts = dict(describe(value))
+        except ShardplanError as error:
+            own = error
+        problem = None if own is None else problem_values(own)
+        answer = self._ask(Kind.AGREE, name, parts=parts, problem=problem)
+        if answer.get("process") is None:
+            return value
+        process = answer["process"]
+        if own is not None and process == self.process_index:
+            raise _shared(own)
+        if "problem" in answer:
+            other = error_of(answer["problem"])
+            raise _shared(type(other)(f"process {process}: {other}"))
+        raise _shared(disagreement(answer["part"], process, *answer["values"]))
+
+    def gather(self, name: str, value: Any) -> dict[int, Any]:
+        """Send a JSON value to all processes, and return process -> value once all have sent theirs."""
+        if self._link is None:
+            return {self.process_index: value}
+        return dict(enumerate(self._ask(Kind.GATHER, name, value=value)["values"]))
+
+    def broadcast(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Compute a JSON value in process 0, and return it in all processes.
+
+        Args:
+            name: key of the exchange; it must be new in this group.
+
+        Raises:
+            ShardplanError: whatever `compute` raised, in all processes.
+        """
+        if self._link is None:
+            return compute()
+        key = f"{self._name}/{name}"
+        if self.process_index == 0:
+            try:
+                value = compute()
+            except ShardplanError as error:
+                self._link.send(Kind.BROADCAST, name=key, problem=problem_values(error))
+                raise _shared(error) from None
+            self._link.send(Kind.BROADCAST, name=key, value=value)
+            return value
+        answer = self._link.wait_for(Kind.BROADCAST, key)
+        if "problem" in answer:
+            other = error_of(answer["problem"])
+            raise _shared(type(other)(f"process 0: {other}"))
+        return answer["value"]
+
+    def exchange(self, name: str, messages: Mapping[int, Any]) -> dict[int, Any]:
+        """Send each process its own message, and return process -> the message that it sent to this one.
+
+        Args:
+            name: key of the exchange; it must be new in this group.
+            messages: process -> JSON value for it.
+        """
+        if self._link is None:
+            return {self.process_index: messages[self.process_index]}
+        values = {str(process): message for process, message in messages.items()}
+        return dict(enumerate(self._ask(Kind.EXCHANGE, name, values=values)["values"]))
+
+    def _ask(self, kind: Kind, name: str, **values: Any) -> dict[str, Any]:
+        """Send a message, and return the answer, which comes when all processes have sent theirs."""
+        assert self._link is not None
+        key = f"{self._name}/{name}"
+        self._link.send(kind, name=key, **values)
+        return self._link.wait_for(kind, key)
+
+
+def _shared(error: ShardplanError) -> ShardplanError:
+    """Return the error, marked as one that all processes raise: the others need not be told."""
+    error.is_shared = True
+    return error
+
+
+@contextlib.contextmanager
+def open_process_group() -> Iterator[ProcessGroup]:
+    """Open the group of all processes; until the block ends, each learns at once if another is lost or fails.
+
+    Every process must enter the block, and equally often.
+
+    Raises:
+        PeerError: another process was lost, failed, or is stuck.
+    """
+    global _groups_opened
+    _groups_opened += 1
+    link = current_link()
+    group = ProcessGroup(str(_groups_opened), link)
+    if link is None:
+        yield group
+        return
+    with link.work():
+        try:
+            yield group
+        except ShardplanError:
+            raise
+        except Exception:
+            # most likely a collective failed because a process was lost, which the hub knows a little later
+            problem = link.await_problem()
+            if problem is None:
+                raise
+            raise problem from None

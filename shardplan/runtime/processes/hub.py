@@ -1,0 +1,337 @@
+"""What the hub of a run answers to its processes. Pure: no sockets, and the time is an argument.
+
+All processes of a run are connected to one hub, which is a process of its own beside process 0, so that it goes on when
+that one is stuck or killed. Before JAX connects the processes, they meet here: JAX would wait five minutes for one that
+was never started, and not say which. From then on the hub passes on the values that they exchange, and watches them. Its
+work is in proportion to the number of processes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+from shardplan.errors import ConfigError, PeerError, ShardplanError
+from shardplan.runtime.environment import ADDRESS, PROCESS_COUNT, PROCESS_ID
+from shardplan.runtime.processes.activity import Activity, describe_stall, names_of
+from shardplan.runtime.processes.messages import Kind, Message, problem_values
+
+LINES_AT_S = (2.0, 5.0, 10.0, 15.0, 20.0, 25.0)
+"""Seconds after which all processes are told who is missing; then every `LINE_INTERVAL_S`."""
+LINE_INTERVAL_S = 30.0
+REMEDY_AFTER_S = 10.0
+"""Seconds from which on they are told what to do, too."""
+LATE_S = 3.0
+"""Seconds for which those who come late are told why the run does not start."""
+SILENCE_S = 20.0
+"""Seconds without a sign of life after which a process counts as lost."""
+SHOWN = 3
+"""Most hosts, and most differences, that a message names."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process, as it introduces itself."""
+
+    index: int
+    count: int
+    """Number of processes that it was started for."""
+    host: str
+    pid: int
+    facts: Mapping[str, str]
+    """What must be the same in all processes: name -> value."""
+
+    def __str__(self) -> str:
+        """Name the process with its host."""
+        return f"process {self.index} on {self.host} (pid {self.pid})"
+
+
+class Reply(NamedTuple):
+    """A message to a connection."""
+
+    to: int
+    kind: Kind
+    values: Mapping[str, Any]
+
+
+class _State(Enum):
+    MEETING = auto()
+    RUNNING = auto()
+    REFUSED = auto()
+    """The run does not start; those who come late are told why."""
+
+
+@dataclass
+class _Peer:
+    """A process that is connected."""
+
+    member: Member
+    activity: Activity
+    heard: float
+    """When its last message came."""
+    depth: int = 0
+    """How many blocks of work that needs all processes it is in."""
+
+
+@dataclass
+class _Exchange:
+    """Values of processes, until all have given theirs."""
+
+    kind: Kind
+    values: dict[int, Any] = field(default_factory=dict)
+
+
+class Hub:
+    """The hub of one run."""
+
+    def __init__(self, count: int, limit_s: float, now: float, start_service: Callable[[], str]):
+        """Wait for `count` processes for `limit_s` seconds.
+
+        Args:
+            start_service: called once all are there; returns the address that JAX connects them at.
+        """
+        self._count, self._limit_s, self._start_service = count, limit_s, start_service
+        self._state, self._started = _State.MEETING, now
+        self._peers: dict[int, _Peer] = {}
+        self._connections: dict[int, int] = {}
+        """Connection -> process."""
+        self._exchanges: dict[str, _Exchange] = {}
+        self._broadcasts: dict[str, Message] = {}
+        self._lines = _line_times(limit_s)
+        self._next_line = next(self._lines)
+        self._problem: ShardplanError | None = None
+        self._ends = float("inf")
+
+    def is_over(self, now: float) -> bool:
+        """Whether nothing is left to do, once all connections are closed."""
+        return now >= self._ends
+
+    def receive(self, connection: int, message: Message, now: float) -> list[Reply]:
+        """Return the answers to a message."""
+        if message["kind"] is Kind.HELLO:
+            member = Member(**{name: message[name] for name in Member.__dataclass_fields__})
+            return self._greet(connection, member, now)
+        index = self._connections.get(connection)
+        if index is None:
+            return []
+        peer = self._peers[index]
+        peer.heard = now
+        match message["kind"]:
+            case Kind.BEAT:
+                peer.activity = peer.activity.updated(message["activity"], now)
+                return [self._progress(connection, peer.activity)] if index == 0 else []
+            case Kind.ENTER:
+                peer.depth += 1
+                return []
+            case Kind.LEAVE:
+                peer.depth -= 1
+                if message["problem"] is None:
+                    return []
+                return self._tell_others(index, f"process {index} of {self._count} failed: {message['problem']}")
+            case Kind.BROADCAST:
+                return self._broadcast(index, message)
+            case _:
+                return self._exchange(index, message)
+
+    def close(self, connection: int, now: float) -> list[Reply]:
+        """Return what the others are told when a process has closed its connection, or ended."""
+        index = self._connections.pop(connection, None)
+        if index is None:
+            return []
+        peer = self._peers.pop(index)
+        if self._state is not _State.RUNNING:  # it is missing again
+            return []
+        if peer.depth > 0:
+            return self._tell_others(
+                index, f"{peer.member} of {self._count} was lost while {peer.activity.phase}: its connection is closed"
+            )
+        waiting = sorted(name for name, each in self._exchanges.items() if index not in each.values)
+        if waiting:
+            return self._tell_others(index, f"{peer.member} of {self._count} has ended; the others wait for it")
+        return []
+
+    def tick(self, now: float) -> list[Reply]:
+        """Return what processes are told because of the time."""
+        if self._state is _State.MEETING:
+            return self._remind(now)
+        if self._state is _State.RUNNING:
+            return self._watch(now)
+        return []
+
+    @property
+    def _missing(self) -> list[int]:
+        return [index for index in range(self._count) if index not in self._peers]
+
+    def _greet(self, connection: int, member: Member, now: float) -> list[Reply]:
+        """Take a process into the run, or say why it does not belong there."""
+        if self._state is _State.REFUSED:
+            assert self._problem is not None
+            return [Reply(connection, Kind.PROBLEM, problem_values(self._problem))]
+        present = self._peers.get(member.index)
+        if self._state is _State.RUNNING:
+            first = present.member if present else f"process {member.index}"
+            error = ConfigError(
+                f"a run of {self._count} processes has started already, with {first}: this one has the {PROCESS_ID} of "
+                f"another, or is of another run; give it a number of its own, or set another port in {ADDRESS}"
+            )
+            return [Reply(connection, Kind.PROBLEM, problem_values(error))]
+        problem = self._find_problem(member, present.member if present else None)
+        if problem is not None:
+            return [Reply(connection, Kind.PROBLEM, problem_values(problem)), *self._refuse(problem, now)]
+        self._connections[connection] = member.index
+        self._peers[member.index] = _Peer(member, Activity(since=now), now)
+        if self._missing:
+            return []
+        self._state = _State.RUNNING
+        for peer in self._peers.values():
+            peer.heard = now
+        return self._to_all(Kind.GO, {"address": self._start_service()})
+
+    def _find_problem(self, member: Member, present: Member | None) -> ShardplanError | None:
+        """Return why a process cannot take part; None if it can."""
+        if member.count != self._count:
+            return ConfigError(
+                f"{member} was started for {member.count} processes, and process 0 for {self._count}; set "
+                f"{PROCESS_COUNT} to the same number everywhere"
+            )
+        if present is not None:
+            return ConfigError(
+                f"{present} and {member} have the same id; set {PROCESS_ID} to another number in each process, 0 to "
+                f"{self._count - 1}"
+            )
+        first = next(iter(self._peers.values())).member if self._peers else member
+        names = [
+            name for name in sorted({*first.facts, *member.facts}) if first.facts.get(name) != member.facts.get(name)
+        ]
+        if names:
+            values = [
+                f"{name} is {first.facts.get(name)} in {first} and {member.facts.get(name)} in {member}"
+                for name in names
+            ]
+            more = f" (and {len(names) - SHOWN} more differences)" if len(names) > SHOWN else ""
+            return ConfigError(
+                f"{'; '.join(values[:SHOWN])}{more}; start the same command in the same environment everywhere"
+            )
+        return None
+
+    def _refuse(self, problem: ShardplanError, now: float) -> list[Reply]:
+        self._state, self._problem, self._ends = _State.REFUSED, problem, now + LATE_S
+        return self._to_all(Kind.PROBLEM, problem_values(problem))
+
+    def _remind(self, now: float) -> list[Reply]:
+        """Tell all who are there, from time to time, who is missing."""
+        seconds = now - self._started
+        if seconds < self._next_line:
+            return []
+        missing = self._missing
+        if seconds >= self._limit_s:
+            problem = PeerError(
+                f"{names_of(missing)} of {self._count} did not start within {self._limit_s:.0f} s; {self._remedy}"
+            )
+            return self._refuse(problem, now)
+        self._next_line = next(self._lines)
+        text = f"waiting for {names_of(missing)} ({len(missing)} of {self._count} missing), {seconds:.0f} s"
+        return self._to_all(Kind.WAITING, {"text": f"{text}; {self._remedy}" if seconds >= REMEDY_AFTER_S else text})
+
+    @property
+    def _remedy(self) -> str:
+        hosts = sorted({peer.member.host for peer in self._peers.values()})
+        shown = ", ".join([*hosts[:SHOWN], "..."] if len(hosts) > SHOWN else hosts)
+        return (
+            f"there: {names_of(sorted(self._peers))} (on {shown}); start the same command with every {PROCESS_ID} from 0 "
+            f"to {self._count - 1}, or set {PROCESS_COUNT} to the number of processes"
+        )
+
+    def _exchange(self, index: int, message: Message) -> list[Reply]:
+        """Keep the value of a process; once all have given theirs, return what each of them gets."""
+        name = message["name"]
+        exchange = self._exchanges.setdefault(name, _Exchange(message["kind"]))
+        exchange.values[index] = message
+        if len(exchange.values) < self._count:
+            gone = self._missing
+            if gone:
+                return self._to_all(
+                    Kind.PROBLEM, problem_values(PeerError(f"{names_of(gone)} of {self._count} ended before {name!r}"))
+                )
+            return []
+        del self._exchanges[name]
+        messages = dict(sorted(exchange.values.items()))
+        match exchange.kind:
+            case Kind.GATHER:
+                return self._to_all(
+                    Kind.GATHER, {"name": name, "values": [each["value"] for each in messages.values()]}
+                )
+            case Kind.AGREE:
+                return self._to_all(Kind.AGREE, {"name": name, **_disagreement(messages)})
+            case _:
+                return [
+                    Reply(
+                        to,
+                        Kind.EXCHANGE,
+                        {"name": name, "values": [m["values"].get(str(i)) for m in messages.values()]},
+                    )
+                    for to, i in self._connections.items()
+                ]
+
+    def _progress(self, connection: int, own: Activity) -> Reply:
+        """Return how much all processes have done in the phase of process 0; those that are ahead have ended it."""
+        done = {index: each.activity.done for index, each in self._peers.items() if each.activity.number == own.number}
+        return Reply(
+            connection, Kind.PROGRESS, {"done": sum(done.values()), "slowest": min(done, key=lambda i: done[i])}
+        )
+
+    def _broadcast(self, index: int, message: Message) -> list[Reply]:
+        """Pass on what process 0 has computed."""
+        return [
+            Reply(to, Kind.BROADCAST, {name: value for name, value in message.items() if name != "kind"})
+            for to, process in self._connections.items()
+            if process != index
+        ]
+
+    def _watch(self, now: float) -> list[Reply]:
+        """Tell all processes of one that is silent, or of a stall."""
+        working = {index: peer for index, peer in self._peers.items() if peer.depth > 0}
+        for index, peer in working.items():
+            if now - peer.heard > SILENCE_S:
+                text = (
+                    f"{peer.member} of {self._count} was lost while {peer.activity.phase}: no sign of life for "
+                    f"{SILENCE_S:.0f} s"
+                )
+                return self._tell_others(index, text)
+        stall = describe_stall({index: peer.activity for index, peer in working.items()}, now)
+        if stall is None:
+            return []
+        return self._to_all(Kind.PROBLEM, problem_values(PeerError(stall)))
+
+    def _tell_others(self, index: int, text: str) -> list[Reply]:
+        """Tell all but one process of a problem."""
+        values = problem_values(PeerError(text))
+        return [Reply(to, Kind.PROBLEM, values) for to, process in self._connections.items() if process != index]
+
+    def _to_all(self, kind: Kind, values: Mapping[str, Any]) -> list[Reply]:
+        return [Reply(connection, kind, values) for connection in self._connections]
+
+
+def _disagreement(messages: Mapping[int, Message]) -> dict[str, Any]:
+    """Return the first problem, or the first part that differs from that of process 0, with both values."""
+    for process, message in messages.items():
+        if message["problem"] is not None:
+            return {"process": process, "problem": message["problem"]}
+    expected = messages[0]["parts"]
+    for process, message in messages.items():
+        parts = message["parts"]
+        for part in sorted({*expected, *parts}):
+            if parts.get(part) != expected.get(part):
+                return {"process": process, "part": part, "values": [parts.get(part), expected.get(part)]}
+    return {}
+
+
+def _line_times(limit_s: float) -> Iterator[float]:
+    """Yield the seconds after which lines are due, and the limit at last."""
+    seconds = 0.0
+    for seconds in LINES_AT_S:
+        if seconds < limit_s:
+            yield seconds
+    while (seconds := seconds + LINE_INTERVAL_S) < limit_s:
+        yield seconds
+    yield limit_s

@@ -1,0 +1,265 @@
+"""A process's connection to the hub of its run."""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from shardplan import errors
+from shardplan.errors import ConfigError, PeerError, ShardplanError, one_line
+from shardplan.runtime.environment import ADDRESS, PROCESS_ID
+from shardplan.runtime.processes.activity import Activity
+from shardplan.runtime.processes.hub import SILENCE_S, Member
+from shardplan.runtime.processes.messages import Kind, Lines, Message, decode, encode, host_and_port, listen
+
+START_LIMIT_S = 300.0
+"""Most seconds to wait for processes that have not started."""
+CONNECT_S, RETRY_S = 2.0, 0.5
+"""Most seconds for an attempt to reach the hub, and seconds between attempts."""
+BEAT_S = 2.0
+"""Seconds between signs of life."""
+PROBLEM_KNOWN_S = SILENCE_S + 2 * BEAT_S
+"""Seconds after which the hub knows that a process was lost."""
+LINE_S = 5.0
+"""Seconds between lines that say that the hub is not there."""
+READ_BYTES = 2**20
+LOST_HUB = "the hub of the run was lost: the host of process 0 has ended, or the network to it is cut"
+
+Report = Callable[[str], None]
+
+
+class Progress(NamedTuple):
+    """How much all processes have done in a phase."""
+
+    done: float
+    slowest: int
+    """The process that has done least."""
+
+
+class Link:
+    """The connection to the hub, once all processes of the run are there."""
+
+    def __init__(self, connection: socket.socket, lines: Lines, jax_address: str):
+        """Receive what the hub sends, and send signs of life, until the process ends."""
+        self.jax_address = jax_address
+        """Where JAX connects the processes."""
+        self.activity = Activity()
+        """What this process is doing; see `work`."""
+        self._connection, self._lines = connection, lines
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._answers: dict[tuple[Kind, str], Message] = {}
+        self.progress: Progress | None = None
+        """How much all processes have done in the phase of this one; known in process 0 only."""
+        self._problem: ShardplanError | None = None
+        self._depth, self._is_waiting = 0, False
+        connection.settimeout(None)
+        threading.Thread(target=self._receive, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    @property
+    def problem(self) -> ShardplanError | None:
+        """Why the run cannot go on: another process was lost, failed, or is stuck."""
+        return self._problem
+
+    def send(self, kind: Kind, **values: Any) -> None:
+        """Send a message."""
+        with contextlib.suppress(OSError), self._sending:  # a hub that is lost is noticed by the receiver
+            self._connection.sendall(encode(kind, **values))
+
+    def wait_for(self, kind: Kind, name: str) -> Message:
+        """Wait for the answer of this kind and name.
+
+        Raises:
+            PeerError: another process was lost, failed, or is stuck.
+        """
+        with self._changed:
+            self._is_waiting = True
+            self._changed.wait_for(lambda: (kind, name) in self._answers or self._problem is not None)
+            self._is_waiting = False
+            answer = self._answers.pop((kind, name), None)
+            if answer is None:
+                assert self._problem is not None
+                raise self._problem
+            return answer
+
+    def await_problem(self) -> ShardplanError | None:
+        """Return the problem of the run once it is known; None if none becomes known soon."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._problem is not None, PROBLEM_KNOWN_S)
+            return self._problem
+
+    @contextlib.contextmanager
+    def work(self) -> Iterator[None]:
+        """Take part in work that needs all processes: until the block ends, the others count on this one."""
+        self._depth += 1
+        self.send(Kind.ENTER)
+        problem: str | None = None
+        try:
+            yield
+        except BaseException as error:
+            is_known = error is self._problem or getattr(error, "is_shared", False)
+            problem = None if is_known else one_line(error) or type(error).__name__
+            raise
+        finally:
+            self.send(Kind.LEAVE, problem=problem)
+            self._depth -= 1
+
+    def set_activity(self, activity: Activity) -> None:
+        """Say what this process does now; the hub learns it with the next sign of life."""
+        self.activity = activity
+
+    def _receive(self) -> None:
+        """Keep what the hub sends for those who wait for it."""
+        while True:
+            try:
+                data = self._connection.recv(READ_BYTES)
+                messages = [decode(line) for line in self._lines.add(data)]
+            except (OSError, ValueError):
+                data, messages = b"", []
+            for message in messages:
+                if message is not None:
+                    self._keep(message)
+            if not data:
+                self._fail(PeerError(LOST_HUB))
+                return
+
+    def _keep(self, message: Message) -> None:
+        if message["kind"] is Kind.PROBLEM:
+            self._fail(error_of(message))
+            return
+        if message["kind"] is Kind.PROGRESS:
+            self.progress = Progress(message["done"], message["slowest"])
+            return
+        with self._changed:
+            self._answers[message["kind"], message["name"]] = message
+            self._changed.notify_all()
+
+    def _fail(self, problem: ShardplanError) -> None:
+        with self._changed:
+            self._problem = self._problem or problem
+            self._changed.notify_all()
+        if self._depth > 0 and _on_problem is not None:
+            _on_problem(self._problem)
+
+    def _beat(self) -> None:
+        while self._problem is None:
+            activity = dataclasses.replace(self.activity, is_waiting=self._is_waiting)
+            self.send(Kind.BEAT, activity=activity.report())
+            time.sleep(BEAT_S)
+
+
+def open_link(address: str, own: Member, report: Report, limit_s: float = START_LIMIT_S) -> Link:
+    """Meet the other processes of a run at its hub.
+
+    Args:
+        address: host:port of the hub.
+        report: called with a line that says who is missing, every few seconds.
+
+    Raises:
+        PeerError: a process is missing after `limit_s` seconds.
+        ConfigError: two processes have one id, were started for other numbers of processes, or have other facts.
+    """
+    host, port = host_and_port(address)
+    started = next_line = time.monotonic()
+    while True:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((host, port), timeout=CONNECT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(encode(Kind.HELLO, **dataclasses.asdict(own)))
+            link = _meet(connection, report)
+            if link is not None:
+                return link
+        seconds = time.monotonic() - started
+        if seconds >= limit_s:
+            raise PeerError(
+                f"process 0 did not answer at {address} within {limit_s:.0f} s; start it, and set {ADDRESS} to its host "
+                "and a free port there"
+            )
+        if time.monotonic() >= next_line + LINE_S:
+            report(f"waiting for process 0 at {address}, {seconds:.0f} s")
+            next_line += LINE_S
+        time.sleep(RETRY_S)
+
+
+def start_hub(host: str, port: int, count: int, limit_s: float = START_LIMIT_S, *, has_service: bool) -> str:
+    """Start the process of the hub, which goes on when this process is stuck or killed; returns its address.
+
+    Args:
+        host: name of this host, by which the others reach it.
+        port: 0 for any free one.
+        has_service: whether it starts JAX's coordination service.
+
+    Raises:
+        ConfigError: another program listens at the port.
+    """
+    try:
+        listener = listen(port)
+    except OSError as error:
+        raise ConfigError(
+            f"process 0 cannot listen at port {port} ({one_line(error)}): an earlier run is still there, or two "
+            f"processes have {PROCESS_ID} 0; end it, or set another port in {ADDRESS}"
+        ) from error
+    with listener:
+        service_host = host if has_service else ""
+        subprocess.Popen(
+            [sys.executable, "-m", "shardplan.runtime.processes.hub_process", str(count), str(limit_s), service_host],
+            stdin=listener.fileno(),
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C ends the processes of the run, and the hub after them
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        return f"{host}:{listener.getsockname()[1]}"
+
+
+def _meet(connection: socket.socket, report: Report) -> Link | None:
+    """Wait until all processes are there; None if the hub has gone.
+
+    Raises:
+        ShardplanError: the run does not start.
+    """
+    lines = Lines()
+    connection.settimeout(None)
+    while True:
+        data = connection.recv(READ_BYTES)
+        if not data:
+            connection.close()
+            return None
+        for line in lines.add(data):
+            message = decode(line)
+            if message is None or message["kind"] is Kind.PROBLEM:
+                connection.close()
+                raise error_of(message)
+            if message["kind"] is Kind.GO:
+                return Link(connection, lines, message["address"])
+            report(message["text"])
+        if lines.unfinished[:1] not in (b"", b"{"):
+            raise error_of(None)
+
+
+def error_of(message: Mapping[str, Any] | None) -> ShardplanError:
+    """Return the error of a message; without one, that another program listens at the port of the run."""
+    if message is None:
+        return ConfigError(f"another program listens at the port of {ADDRESS}; set another port")
+    kind: type[ShardplanError] = getattr(errors, message["error"])
+    return kind(message["text"])
+
+
+_on_problem: Callable[[ShardplanError], None] | None = None
+
+
+@contextlib.contextmanager
+def on_problem(act: Callable[[ShardplanError], None]) -> Iterator[None]:
+    """Have a function called, in another thread, when the run cannot go on while this process takes part in it."""
+    global _on_problem
+    before, _on_problem = _on_problem, act
+    try:
+        yield
+    finally:
+        _on_problem = before

@@ -1,0 +1,100 @@
+"""The lines of JSON that the processes of a run exchange with the hub."""
+
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+Message = dict[str, Any]
+LINE_BYTES = 2**30
+"""Most bytes of a message; a program that sends more without a line break is another one."""
+
+
+class Kind(StrEnum):
+    """What a message is about: its element `kind`."""
+
+    HELLO = "hello"
+    """A process comes: the fields of `Member`."""
+    WAITING = "waiting"
+    """The hub waits for processes: `text`."""
+    GO = "go"
+    """All processes are there: `address` of JAX's coordination service."""
+    PROBLEM = "problem"
+    """The run ends: `error`, a class of `shardplan.errors`, and `text`."""
+    BEAT = "beat"
+    """A process is alive: the fields of `Activity`."""
+    PROGRESS = "progress"
+    """For process 0: `done` of all processes in its phase, and the `slowest` of them."""
+    GATHER = "gather"
+    """A process gives its value: `name`, `value`; the hub answers with `values` by process."""
+    BROADCAST = "broadcast"
+    """Process 0 gives a value, the others ask for it: `name`, `value` or `problem`."""
+    EXCHANGE = "exchange"
+    """A process gives a value to each one: `name`, `values` by process; the hub answers with those for it."""
+    AGREE = "agree"
+    """A process gives digests: `name`, `parts` or `problem`; the hub answers with what differs, or nothing."""
+    ENTER = "enter"
+    """A process begins work that needs all of them."""
+    LEAVE = "leave"
+    """A process has ended that work: `problem` if it failed."""
+
+
+def encode(kind: Kind, **values: Any) -> bytes:
+    """Return a message as it is sent."""
+    return json.dumps({"kind": kind, **values}).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message | None:
+    """Return a message; None for the line of another program."""
+    try:
+        message = json.loads(line)
+        message["kind"] = Kind(message["kind"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return message
+
+
+class Lines:
+    """Puts together the lines of a stream that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def add(self, data: bytes) -> Iterator[bytes]:
+        """Yield the lines that are complete with `data`.
+
+        Raises:
+            ValueError: a line is longer than any message.
+        """
+        begin = len(self._received)
+        self._received += data
+        while (end := self._received.find(b"\n", begin)) >= 0:
+            yield bytes(self._received[:end])
+            del self._received[: end + 1]
+            begin = 0
+        if len(self._received) > LINE_BYTES:
+            raise ValueError("a line without an end")
+
+    @property
+    def unfinished(self) -> bytes:
+        """What has arrived of the next line."""
+        return bytes(self._received)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split an address into its host and its port."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def listen(port: int) -> socket.socket:
+    """Return a socket that listens at a port of all interfaces; at any free one for 0."""
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=has_both)
+
+
+def problem_values(error: Exception) -> Mapping[str, str]:
+    """Return the elements of a message for an error of `shardplan.errors`."""
+    return {"error": type(error).__name__, "text": str(error)}

@@ -1,0 +1,75 @@
+"""How the processes of a run come together: at their hub, and then in JAX."""
+
+import contextlib
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from importlib import metadata
+
+import jax
+
+from shardplan.runtime.environment import ProcessVariables
+from shardplan.runtime.private_jax import coordinator_address, key_value_store
+from shardplan.runtime.processes.hub import Member
+from shardplan.runtime.processes.link import Link, open_link, start_hub
+from shardplan.runtime.processes.messages import host_and_port
+from shardplan.runtime.progress import print_note
+
+PACKAGES = ("shardplan", "jax", "jaxlib", "libtpu", "haliax", "marin-haliax", "levanter", "marin-levanter")
+"""Packages of which all processes must have the same version."""
+STORE_KEY, STORE_LIMIT_S = "shardplan/hub", 300
+"""Where process 0 says how to reach the hub, if JAX has connected the processes already; and how long others wait."""
+_link: Link | None = None
+
+
+def connect_processes(variables: ProcessVariables, facts: Mapping[str, str]) -> None:
+    """Connect the processes of a run that the environment gives the address of.
+
+    Args:
+        facts: what must be the same in all processes besides the versions of packages: name -> value.
+
+    Raises:
+        PeerError: a process is missing.
+        ConfigError: two processes have one id, were started for other numbers of processes, or have other facts.
+    """
+    global _link
+    assert variables.address is not None
+    if variables.count == 1:
+        jax.distributed.initialize(variables.address, num_processes=1, process_id=0)
+        return
+    if variables.index == 0:
+        start_hub(*host_and_port(variables.address), variables.count, has_service=True)
+    _link = open_link(variables.address, _member(variables.index, variables.count, facts), print_note)
+    # JAX would start its coordination service in process 0, whose end would end all: that of the hub is used instead
+    unused = {"coordinator_bind_address": "127.0.0.1:0"} if variables.index == 0 else {}
+    jax.distributed.initialize(_link.jax_address, num_processes=variables.count, process_id=variables.index, **unused)
+
+
+def current_link() -> Link | None:
+    """Return the connection to the hub of this run; None if this process is the only one."""
+    global _link
+    if jax.process_count() > 1 and _link is None:  # connected by the caller, or by the cluster
+        _link = _open_through_store()
+    return _link
+
+
+def _open_through_store() -> Link:
+    """Start a hub for processes that JAX has connected already, which tells them where it is."""
+    index, count = jax.process_index(), jax.process_count()
+    member, store = _member(index, count, {}), key_value_store()
+    if index == 0:
+        host, _ = host_and_port(coordinator_address() or f"{socket.gethostname()}:0")
+        address = start_hub(host, 0, count, has_service=False)
+        store.key_value_set(STORE_KEY, address)
+    else:
+        address = store.blocking_key_value_get(STORE_KEY, STORE_LIMIT_S * 1000)
+    return open_link(address, member, print_note)
+
+
+def _member(index: int, count: int, facts: Mapping[str, str]) -> Member:
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return Member(index, count, socket.gethostname(), os.getpid(), {**versions, **facts})
