@@ -172,7 +172,7 @@ def main() -> None:
         memory = {}
         for megabytes in (arguments.large_mb // 20, arguments.large_mb) if arguments.large_mb else ():
             large = folder / "large.txt"
-            make_text(large, megabytes * 10**6 // 6)
+            make_text(large, megabytes * 10**6 * 10 // 54)  # a word and its space are nearly 5.5 bytes
             memory[large.stat().st_size / 1e6] = peak_memory(model, large, folder / f"memory-{megabytes}")
     lines = [
         "# Evaluation",

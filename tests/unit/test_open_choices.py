@@ -53,11 +53,11 @@ def test_checkpointing_can_be_chosen(llama_model, llama_config):
 @pytest.mark.parametrize("kind", ["eval", "score"])
 def test_the_fastest_batch_that_fits(make_config, kind):
     """Of the batches that are considered none is faster by more than the tie, and no smaller one as fast."""
-    arguments = {"model_config": "llama-3.1-8b", "hardware_slice": "v5e-16", "workload_position": 512}
+    arguments = {"model_config": "llama-3.1-8b", "hardware_slice": "v5e-8", "workload_position": 512}
     arguments["workload_kind"] = kind
     plan = make_plan(make_config(**arguments, workload_batch="auto"))
     rates = {}
-    for batch in batches(16, 512):
+    for batch in batches(8, 512):
         try:
             other = make_plan(make_config(**arguments, workload_batch=batch))
         except InfeasibleError:

@@ -183,7 +183,7 @@ def total_seconds(space, assignment) -> float:
     return sum(s.total for _, _, s in step_tasks(space.step, assignment, space.hardware, space.calibration))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(spaces(), st.floats(0, 1), st.integers(1, 3))
 def test_search_equals_brute_force(space, tightness, keep):
     """The search returns the smallest point that ties with the fastest one that fits, for every amount of memory."""
