@@ -180,7 +180,7 @@ def main() -> None:
         "```\npython scripts/bench_eval.py --output docs/benchmarks/eval.md\n```",
         "",
         f"A Llama of {SHAPE['layers']} layers and {SHAPE['hidden']} dimensions in float32, {batches} batches of "
-        f"{BATCH} x {POSITION} tokens after the first one, on 8 virtual CPU devices of {os.cpu_count()} cores.",
+        f"{BATCH} x {POSITION} tokens after the first one, on 8 virtual CPU\ndevices of {os.cpu_count()} cores.",
         "",
         "| loss of one text | tokens/s | |",
         "|---|---:|---:|",
