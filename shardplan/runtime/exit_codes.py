@@ -6,14 +6,18 @@ import io
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from shardplan.errors import ConfigError, ShardplanError
+from shardplan.errors import ConfigError, PeerError, ShardplanError
 from shardplan.runtime.environment import check_environment
+from shardplan.runtime.processes.link import has_peers, on_problem
 
 STDOUT, STDERR = 1, 2
 """File descriptors."""
+RAISED_S = 2.0
+"""Seconds in which the main thread raises and reports a problem of another process by itself, if it can."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C; see the table in `shardplan.errors`."""
 
@@ -27,22 +31,42 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
     level = logging.ERROR if "--quiet" in flags else logging.INFO if "--verbose" in flags else logging.WARNING
     logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger().setLevel(level)
+    is_reported = threading.Event()
+
+    def end(problem: ShardplanError) -> None:
+        """End this process, whose main thread may be in a collective that never returns."""
+        if not is_reported.wait(RAISED_S):
+            _print_error(name, f"{problem}; start the run again")
+        _exit(problem.exit_code)
+
     try:
-        with _separate_streams():
+        with on_problem(end), _separate_streams():
             check_environment()
             main([argument for argument in argv if argument not in flags])
     except ShardplanError as error:
-        _print_error(name, str(error))
-        return error.exit_code
+        remedy = "; start the run again" if isinstance(error, PeerError) else ""
+        message, code = f"{error}{remedy}", error.exit_code
     except KeyboardInterrupt:
-        _print_error(name, "interrupted")
-        return INTERRUPTED
+        message, code = "interrupted", INTERRUPTED
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _print_error(name, f"{error.strerror}; free some, or write elsewhere")
-        return ConfigError.exit_code
-    return 0
+        message, code = f"{error.strerror}; free some, or write elsewhere", ConfigError.exit_code
+    else:
+        return 0
+    _print_error(name, message)
+    is_reported.set()
+    if has_peers():  # JAX would wait for all processes of the run before this one ends
+        _exit(code)
+    return code
+
+
+def _exit(code: int) -> NoReturn:
+    """End this process without waiting for its threads."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _print_error(name: str, message: str) -> None:

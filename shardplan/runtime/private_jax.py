@@ -60,6 +60,8 @@ def _check() -> None:
         for name in ("client", "coordinator_address", "num_processes")
         if not hasattr(state, name)
     ]
+    if not hasattr(_jax, "get_distributed_runtime_service"):
+        problems.append("there is no coordination service")
     if problems:
         raise ConfigError(
             f"jax {jax.__version__} does not fit shardplan: {'; '.join(problems)}; install one of those it is tested "

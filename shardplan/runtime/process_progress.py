@@ -38,7 +38,7 @@ def load_progress(total: int, processes: ProcessGroup) -> Iterator[Callable[[int
             everywhere = processes.progress()
             if everywhere is not None:
                 progress.set_note(f"slowest: process {everywhere.slowest}")
-            progress.done = own if everywhere is None else max(own, everywhere.done)
+            progress.done = own if everywhere is None else max(own, int(everywhere.done))
 
         yield report
     if is_first_process():

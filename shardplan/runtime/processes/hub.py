@@ -2,8 +2,8 @@
 
 All processes of a run are connected to one hub, which is a process of its own beside process 0, so that it goes on when
 that one is stuck or killed. Before JAX connects the processes, they meet here: JAX would wait five minutes for one that
-was never started, and not say which. From then on the hub passes on the values that they exchange, and watches them. Its
-work is in proportion to the number of processes.
+was never started, and not say which. From then on the hub passes on the values that they exchange, and watches them.
+Its work is in proportion to the number of processes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -200,15 +200,11 @@ class Hub:
                 f"{self._count - 1}"
             )
         first = next(iter(self._peers.values())).member if self._peers else member
-        names = [
-            name for name in sorted({*first.facts, *member.facts}) if first.facts.get(name) != member.facts.get(name)
-        ]
-        if names:
-            values = [
-                f"{name} is {first.facts.get(name)} in {first} and {member.facts.get(name)} in {member}"
-                for name in names
-            ]
-            more = f" (and {len(names) - SHOWN} more differences)" if len(names) > SHOWN else ""
+        names = sorted({*first.facts, *member.facts})
+        pairs = {name: (first.facts.get(name), member.facts.get(name)) for name in names}
+        values = [f"{name} is {a} in {first} and {b} in {member}" for name, (a, b) in pairs.items() if a != b]
+        if values:
+            more = f" (and {len(values) - SHOWN} more differences)" if len(values) > SHOWN else ""
             return ConfigError(
                 f"{'; '.join(values[:SHOWN])}{more}; start the same command in the same environment everywhere"
             )
@@ -238,8 +234,8 @@ class Hub:
         hosts = sorted({peer.member.host for peer in self._peers.values()})
         shown = ", ".join([*hosts[:SHOWN], "..."] if len(hosts) > SHOWN else hosts)
         return (
-            f"there: {names_of(sorted(self._peers))} (on {shown}); start the same command with every {PROCESS_ID} from 0 "
-            f"to {self._count - 1}, or set {PROCESS_COUNT} to the number of processes"
+            f"there: {names_of(sorted(self._peers))} (on {shown}); start the same command with every {PROCESS_ID} from "
+            f"0 to {self._count - 1}, or set {PROCESS_COUNT} to the number of processes"
         )
 
     def _exchange(self, index: int, message: Message) -> list[Reply]:

@@ -1,8 +1,8 @@
 """The process of the hub: `python -m shardplan.runtime.processes.hub_process COUNT LIMIT HOST`, started by process 0.
 
-It inherits a socket that listens at the port of the run as file descriptor 0, and ends when all processes have ended. It
-also is the process of JAX's coordination service: if that were in process 0, as JAX has it, the end of process 0 would
-end all others by SIGABRT before they can say why.
+It inherits a socket that listens at the port of the run as file descriptor 0, and ends when all processes have ended.
+It also is the process of JAX's coordination service: if that were in process 0, as JAX has it, the end of process 0
+would end all others by SIGABRT before they can say why.
 """
 
 import contextlib

@@ -47,6 +47,8 @@ class Link:
 
     def __init__(self, connection: socket.socket, lines: Lines, jax_address: str):
         """Receive what the hub sends, and send signs of life, until the process ends."""
+        global _has_peers
+        _has_peers = True
         self.jax_address = jax_address
         """Where JAX connects the processes."""
         self.activity = Activity()
@@ -179,8 +181,8 @@ def open_link(address: str, own: Member, report: Report, limit_s: float = START_
         seconds = time.monotonic() - started
         if seconds >= limit_s:
             raise PeerError(
-                f"process 0 did not answer at {address} within {limit_s:.0f} s; start it, and set {ADDRESS} to its host "
-                "and a free port there"
+                f"process 0 did not answer at {address} within {limit_s:.0f} s; start it, and set {ADDRESS} to its "
+                "host and a free port there"
             )
         if time.monotonic() >= next_line + LINE_S:
             report(f"waiting for process 0 at {address}, {seconds:.0f} s")
@@ -249,6 +251,14 @@ def error_of(message: Mapping[str, Any] | None) -> ShardplanError:
         return ConfigError(f"another program listens at the port of {ADDRESS}; set another port")
     kind: type[ShardplanError] = getattr(errors, message["error"])
     return kind(message["text"])
+
+
+_has_peers = False
+
+
+def has_peers() -> bool:
+    """Return whether this process has been connected to others."""
+    return _has_peers
 
 
 _on_problem: Callable[[ShardplanError], None] | None = None
