@@ -1,5 +1,7 @@
 """What a run with weights starts from: devices, a checkpoint, its model, and a plan for it."""
 
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from shardplan.model.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh, start_devices
+from shardplan.runtime.processes.group import open_process_group
 from shardplan.search.given_plan import check_model
 from shardplan.search.make_plan import make_plan
 from shardplan.storage import Folder, open_folder
@@ -50,15 +53,46 @@ def prepare(config: LoadingConfig, plan: Plan | None) -> Session:
     """Start JAX on the configured slice, open the checkpoint, and make a plan if `plan` is None.
 
     Raises:
-        ConfigError: JAX has other devices, or the checkpoint is not named or does not exist.
+        ConfigError: JAX has other devices, the checkpoint is not named or does not exist, or processes have different
+            configurations or plans.
         InfeasibleError: no plan fits.
+        PeerError: another process of the run is missing, was lost, or failed.
     """
     if not config.model.ref:
         raise ConfigError("model.ref is not set; name a checkpoint, because this command loads its weights")
     hardware = parse_slice(config.hardware.slice)
-    start_devices(hardware.name, hardware.devices, hardware.is_cpu)
+    start_devices(hardware.name, hardware.devices, hardware.is_cpu, config.facts)
     folder = open_folder(config.model.ref)
     model = build_model(read_config(config.model.config, folder, config.model.levanter_class), config.workload.position)
     plan = plan or make_plan(config, model)
     check_model(plan, model)
+    _agree_on_plan(plan)
     return Session(config, folder, model, plan, make_mesh(hardware, plan.mesh))
+
+
+PLAN_PARTS = ("mesh", "compute_mapping", "param_mapping", "workload", "compiler_options")
+"""Elements of a Plan file that decide which programs run."""
+SHOWN = 200
+"""Characters of an element that are compared, and shown where they differ; of longer ones a digest is."""
+
+
+def _agree_on_plan(plan: Plan) -> None:
+    """Check that all processes have one plan: with another one, a process would wait for ever in a collective.
+
+    Raises:
+        ConfigError: two have different ones.
+    """
+    values = plan.to_json()
+    parts = {name: json.dumps(values[name], sort_keys=True) for name in PLAN_PARTS}
+    short = {
+        name: text if len(text) < SHOWN else hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()
+    }
+    with open_process_group() as processes:
+        processes.agree("plan", lambda: None, lambda _: short, _other_plan)
+
+
+def _other_plan(part: str, process: int, value: str | None, expected: str | None) -> ConfigError:
+    return ConfigError(
+        f"{part} of the plan is {value} in process {process} and {expected} in process 0; give all processes the same "
+        "--plan, or none"
+    )

@@ -1,6 +1,6 @@
 """The keys and flags of each command: those of planning, which all commands share, and its own."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 from shardplan.config.keys import NO_KEY
@@ -18,7 +18,11 @@ from shardplan.config.sections import (
 )
 from shardplan.errors import ConfigError
 from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
+from shardplan.plan.serialization import flatten
 from shardplan.plan.workload import AUTO_POSITION, Workload, raise_first
+
+SHARED_KEYS = ("hardware", "mesh", "workload", "pin", "forbid", "expressible", "load", "checksum", "task")
+"""Sections and keys that all processes of a run must have alike."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,15 @@ class LoadingConfig(PlanConfig):
     load: LoadConfig = field(default_factory=LoadConfig)
     checksum: bool = False
     """Compare the checkpoint's files with what their store has on record, while they are read."""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What decides which programs run and what is loaded: key -> its value, which all processes must have.
+
+        Paths may differ between hosts; what they lead to is compared when it is read.
+        """
+        keys = flatten(asdict(self))
+        return {name: str(value) for name, value in keys.items() if name.partition(".")[0] in SHARED_KEYS}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from shardplan.eval.texts.store import TextStore
 from shardplan.eval.texts.tokenizer import read_tokenizer
 from shardplan.eval.workers import count_tokens, open_workers
 from shardplan.plan.plan import Plan
+from shardplan.runtime.progress import Progress, show_progress
 from shardplan.storage import open_folder
 
 CHARACTERS_PER_TOKEN = 4
@@ -63,4 +64,6 @@ def _count_tokens(store: TextStore, tokenizer: bytes, name: str) -> list[np.ndar
     """Return the tokens of every piece of every text, int64[piece]."""
     source = make_source(store, tokenizer, name)
     with open_workers(source, os.cpu_count() or 1) as workers:
-        return source.by_text(count_tokens(workers, source.all_pieces)[0])
+        pieces = source.all_pieces
+        with show_progress(Progress("counting tokens", "pieces of text", len(pieces))) as progress:
+            return source.by_text(count_tokens(workers, pieces, progress.update)[0])

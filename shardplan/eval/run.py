@@ -47,8 +47,12 @@ from shardplan.step import specialize
 logger = logging.getLogger(__name__)
 
 NO_TRACKER = TrackerSection()
-MESSAGE_COUNTS = 2**17
-"""Numbers of tokens that a process sends to the others at a time: messages of more than 4 MiB are refused."""
+COUNT_DEADLINE_S = 600.0
+"""Most seconds for the tokens of a few pieces of text."""
+COMPILE_DEADLINE_S = 3600.0
+"""Most seconds that the program of a step may compile for."""
+STEP_DEADLINE_S, STEP_FACTOR = 300.0, 30.0
+"""Most seconds without the results of a step: at least these, or so many times what the plan predicts."""
 
 
 def run_evaluation(
@@ -117,14 +121,20 @@ def run_evaluation(
             module, _ = session.load(model.template)
             size = sum(array.nbytes for array in jax.tree.leaves(eqx.filter(module, eqx.is_array)))
             load = {"ref": session.folder.ref, "seconds": time.perf_counter() - started, "bytes": size}
-            loop = Loop(module, program, plan.compiler_options, task.outputs, lanes)
-            with shared_progress(total, "evaluating", "windows") as progress:
+            with processes.phase("compiling", COMPILE_DEADLINE_S):
+                loop = Loop(module, program, plan.compiler_options, task.outputs, lanes)
+            step_deadline = max(STEP_DEADLINE_S, STEP_FACTOR * plan.cost.step_seconds)
+            with (
+                shared_progress(total, "evaluating", "windows") as progress,
+                processes.phase("evaluating", step_deadline) as advance,
+            ):
                 progress.update(sum(ranges[shard][1] - ranges[shard][0] for shard in finished))
 
                 def on_step(count: Count) -> None:
                     progress.update(count.windows)
                     metrics = step_metrics(loop.statistics, plan, progress.done, total)
                     tracker.log(metrics, step=loop.statistics.timed_steps)
+                    advance(progress.done)
 
                 completed = loop.run(
                     shards,
@@ -177,14 +187,19 @@ def _count_all(
     pieces = source.all_pieces
     bounds = [len(pieces) * i // processes.process_count for i in range(processes.process_count + 1)]
     own = pieces[bounds[processes.process_index] : bounds[processes.process_index + 1]]
-    own_counts, own_largest = count_tokens(workers, own)
+    with (
+        shared_progress(len(own), "counting tokens", "pieces of text") as progress,
+        processes.phase("counting tokens", COUNT_DEADLINE_S) as advance,
+    ):
+
+        def on_counted(pieces: int) -> None:
+            progress.update(pieces)
+            advance(progress.done)
+
+        own_counts, own_largest = count_tokens(workers, own, on_counted)
     check(max(processes.gather("largest token", own_largest).values()))
-    longest = max(end - start for start, end in itertools.pairwise(bounds))
-    parts = [
-        processes.gather(f"counts from {start}", own_counts[start : start + MESSAGE_COUNTS])
-        for start in range(0, longest, MESSAGE_COUNTS)
-    ]
-    return source.by_text([n for i in range(processes.process_count) for part in parts for n in part[i]])
+    counts = processes.gather("counts", own_counts)
+    return source.by_text([count for _, each in sorted(counts.items()) for count in each])
 
 
 def _make_shards(windows: Windows, task: Task[Any], lanes: Lanes) -> Shards:

@@ -6,7 +6,7 @@ Imports no JAX, so that a worker starts within a second and shares no device wit
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
@@ -55,8 +55,13 @@ def open_workers(source: Source, count: int) -> Iterator[Executor]:
             workers.shutdown(wait=False, cancel_futures=True)
 
 
-def count_tokens(workers: Executor, pieces: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-    """Have workers do `TextReader.count_tokens`."""
+def count_tokens(
+    workers: Executor, pieces: Sequence[tuple[int, int]], on_counted: Callable[[int], None]
+) -> tuple[list[int], int]:
+    """Have workers do `TextReader.count_tokens`; `on_counted` takes how many more pieces are done."""
     jobs = [pieces[i : i + PIECES_PER_JOB] for i in range(0, len(pieces), PIECES_PER_JOB)]
-    parts = list(workers.map(_count_tokens, jobs))
+    parts = []
+    for counts, largest in workers.map(_count_tokens, jobs):
+        on_counted(len(counts))
+        parts.append((counts, largest))
     return [count for counts, _ in parts for count in counts], max((largest for _, largest in parts), default=0)

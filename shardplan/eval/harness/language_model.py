@@ -73,7 +73,7 @@ class ShardplanLM(TemplateLM):
         if batch_size not in DEFAULT_BATCH_SIZES:
             logger.warning("batch_size %s is not used; set workload.batch among the model_args", batch_size)
         hardware = parse_slice(self._settings.hardware.slice)
-        start_devices(hardware.name, hardware.devices, hardware.is_cpu)
+        start_devices(hardware.name, hardware.devices, hardware.is_cpu, self._settings.facts)
         if jax.process_count() > 1:
             # lm_eval has a cache per LOCAL_RANK, and reports where it is 0; its own ranks would share out the requests
             os.environ["LOCAL_RANK"] = str(jax.process_index())

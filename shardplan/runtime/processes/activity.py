@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-DEADLINE_S = 600.0
+DEADLINE_S = 3600.0
 """Most seconds without progress in a phase that has no deadline of its own."""
 
 
