@@ -102,8 +102,18 @@ class Hub:
         self._problem: ShardplanError | None = None
         self._ends = float("inf")
 
+    @property
+    def is_meeting(self) -> bool:
+        """Whether processes are still missing."""
+        return self._state is _State.MEETING
+
+    @property
+    def is_running(self) -> bool:
+        """Whether all processes have come; some or all may have ended since."""
+        return self._state is _State.RUNNING
+
     def is_over(self, now: float) -> bool:
-        """Whether nothing is left to do, once all connections are closed."""
+        """Whether the run does not start, and those who come late have been told."""
         return now >= self._ends
 
     def receive(self, connection: int, message: Message, now: float) -> list[Reply]:

@@ -6,6 +6,7 @@ would end all others by SIGABRT before they can say why.
 """
 
 import contextlib
+import os
 import selectors
 import signal
 import socket
@@ -37,19 +38,22 @@ class HubServer:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Answer until all have ended."""
-        was_used = False
-        while not self._hub.is_over(time.monotonic()) and (self._sockets or not was_used):
+        """Answer until all have ended, or process 0 has while the others come: the next one starts a new hub."""
+        parent = os.getppid()
+        while not self._hub.is_over(time.monotonic()):
+            if self._hub.is_meeting and os.getppid() != parent:
+                break
+            if self._hub.is_running and not self._sockets:
+                break
             for key, _ in self._selector.select(TICK_S):
                 if key.fileobj is self._listener:
                     with contextlib.suppress(OSError):  # it has ended meanwhile
                         self._accept()
-                    was_used = True
                 else:
                     assert isinstance(key.fileobj, socket.socket)
                     self._read(key.fileobj)
             self._send(self._hub.tick(time.monotonic()))
-        for connection in self._sockets.values():
+        for connection in (self._listener, *self._sockets.values()):
             connection.close()
 
     def _accept(self) -> None:

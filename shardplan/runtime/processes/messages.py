@@ -60,19 +60,21 @@ class Lines:
 
     def __init__(self) -> None:
         self._received = bytearray()
+        self._searched = 0
+        """How much of what has arrived has no end of a line."""
 
     def add(self, data: bytes) -> Iterator[bytes]:
-        """Yield the lines that are complete with `data`.
+        """Yield the lines that are complete with `data`; those that are not taken come first the next time.
 
         Raises:
             ValueError: a line is longer than any message.
         """
-        begin = len(self._received)
         self._received += data
-        while (end := self._received.find(b"\n", begin)) >= 0:
-            yield bytes(self._received[:end])
+        while (end := self._received.find(b"\n", self._searched)) >= 0:
+            line, self._searched = bytes(self._received[:end]), 0
             del self._received[: end + 1]
-            begin = 0
+            yield line
+        self._searched = len(self._received)
         if len(self._received) > LINE_BYTES:
             raise ValueError("a line without an end")
 

@@ -1,0 +1,290 @@
+"""Processes meet at their hub before JAX connects them: all of them learn who is missing, or does not belong there."""
+
+import re
+import socket
+import threading
+import time
+
+import pytest
+
+from shardplan.errors import ConfigError, PeerError
+from shardplan.runtime.processes import hub, link
+from shardplan.runtime.processes.activity import Activity, describe_stall, names_of
+from shardplan.runtime.processes.hub import Hub, Member
+from shardplan.runtime.processes.hub_process import HubServer
+from shardplan.runtime.processes.link import open_link
+from shardplan.runtime.processes.messages import Kind, Lines, encode, listen
+
+SECONDS = 10.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Lines, attempts and signs of life follow each other faster."""
+    monkeypatch.setattr(hub, "LINES_AT_S", (0.2, 0.4))
+    monkeypatch.setattr(hub, "REMEDY_AFTER_S", 0.3)
+    monkeypatch.setattr(hub, "LATE_S", 2.0)
+    monkeypatch.setattr(hub, "SILENCE_S", 1.0)
+    monkeypatch.setattr(link, "RETRY_S", 0.05)
+    monkeypatch.setattr(link, "LINE_S", 0.2)
+    monkeypatch.setattr(link, "BEAT_S", 0.1)
+    monkeypatch.setattr("shardplan.runtime.processes.hub_process.TICK_S", 0.05)
+
+
+def serve(count, limit_s=SECONDS):
+    """Start a hub, and return its address and thread."""
+    listener = listen(0)
+    server = HubServer(listener, Hub(count, limit_s, time.monotonic(), lambda: "jax:1"))
+    thread = threading.Thread(target=server.serve, daemon=True)
+    thread.start()
+    return f"127.0.0.1:{listener.getsockname()[1]}", thread
+
+
+def together(*actions):
+    """Do something in a thread each; returns results, or errors."""
+    results = [None] * len(actions)
+
+    def run(i):
+        try:
+            results[i] = actions[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(actions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def meet(members, limit_s=SECONDS, delays=(), count=None):
+    """The link or the error of each process, and the lines that it reports."""
+    address, _ = serve(count or members[0].count, limit_s)
+    lines = [[] for _ in members]
+
+    def come(i):
+        time.sleep(delays[i] if delays else 0)
+        return open_link(address, members[i], lines[i].append, limit_s)
+
+    return together(*(lambda i=i: come(i) for i in range(len(members)))), lines
+
+
+def member(index, count, facts=None, host="a"):
+    return Member(index, count, host, 100 + index, facts or {"jax": "1"})
+
+
+def links(count):
+    opened, _ = meet([member(index, count) for index in range(count)])
+    assert all(isinstance(each, link.Link) for each in opened), opened
+    return opened
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 64])
+def test_all_are_there(count):
+    assert {each.jax_address for each in links(count)} == {"jax:1"}
+
+
+def test_missing_processes_are_named_by_all():
+    errors, lines = meet([member(index, 8) for index in (0, 1, 2, 4, 5, 6)], limit_s=0.8)
+    assert all(isinstance(error, PeerError) for error in errors)
+    message = (
+        "processes 3, 7 of 8 did not start within 1 s; there: processes 0-2, 4-6 (on a); start the same command with "
+        "every JAX_PROCESS_ID from 0 to 7, or set JAX_NUM_PROCESSES to the number of processes"
+    )
+    assert {str(error) for error in errors} == {message}
+    for each in lines:
+        assert re.match(r"waiting for processes 3, 7 \(2 of 8 missing\), [01] s; there: processes 0-2, 4-6 \(on", each[-1])
+
+
+def test_without_a_hub():
+    lines = []
+    with listen(0) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(PeerError, match=r"process 0 did not answer at 127\.0\.0\.1:\d+ within 0 s; start it"):
+        open_link(f"127.0.0.1:{port}", member(1, 2), lines.append, limit_s=0.4)
+    assert lines[0].startswith(f"waiting for process 0 at 127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (
+            member(1, 3),
+            "process 1 on a (pid 101) was started for 3 processes, and process 0 for 2; set JAX_NUM_PROCESSES",
+        ),
+        (member(1, 2, {"jax": "2"}), "jax is 1 in process 0 on a (pid 100) and 2 in process 1 on a (pid 101); start"),
+        (member(1, 2, {"xla": "2"}), "jax is 1 in process 0 on a (pid 100) and None in process 1 on a (pid 101); xla"),
+    ],
+)
+def test_what_differs_is_named_by_both(second, message):
+    errors, _ = meet([member(0, 2), second], delays=(0, 0.2))
+    assert all(isinstance(error, ConfigError) and str(error).startswith(message) for error in errors), errors
+
+
+def test_one_id_twice():
+    errors, _ = meet([member(0, 3), member(1, 3), member(1, 3, host="b")], delays=(0, 0, 0.3))
+    message = "process 1 on a (pid 101) and process 1 on b (pid 101) have the same id; set JAX_PROCESS_ID to another"
+    assert all(isinstance(error, ConfigError) and str(error).startswith(message) for error in errors), errors
+
+
+def test_late_processes_learn_the_problem():
+    """Process 2 comes when the others know already that process 1 is of another run."""
+    errors, _ = meet([member(0, 4), member(1, 5), member(2, 4)], delays=(0, 0, 0.3))
+    assert {str(error) for error in errors} == {str(errors[0])} and "was started for 5 processes" in str(errors[0])
+
+
+def test_a_run_that_has_started_already():
+    address, _ = serve(2)
+    together(*(lambda i=i: open_link(address, member(i, 2), print) for i in range(2)))
+    with pytest.raises(ConfigError, match=r"a run of 2 processes has started already, with process 1 on a \(pid 101\)"):
+        open_link(address, member(1, 2), print)
+
+
+def test_a_port_that_is_taken():
+    message = r"process 0 cannot listen at port \d+ \(.*\): an earlier run is still there"
+    with listen(0) as taken, pytest.raises(ConfigError, match=message):
+        link.start_hub("localhost", taken.getsockname()[1], 2, has_service=False)
+
+
+def test_a_port_of_another_program():
+    """JAX's coordinator, for example, answers with a frame of HTTP/2."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00")
+                connection.recv(100)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(ConfigError, match="another program listens at the port of JAX_COORDINATOR_ADDRESS"):
+            open_link(f"127.0.0.1:{server.getsockname()[1]}", member(1, 2), print, 5.0)
+
+
+def test_a_process_that_ended_while_it_waited_may_come_again():
+    """Other programs that connect, such as scanners of ports, change nothing."""
+    address, _ = serve(2)
+    port = int(address.rpartition(":")[2])
+    for data in (encode(Kind.HELLO, **vars(member(1, 2))), b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b""):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(data)
+            time.sleep(0.1)
+    opened = together(*(lambda i=i: open_link(address, member(i, 2), print) for i in range(2)))
+    assert all(isinstance(each, link.Link) for each in opened)
+
+
+def work(each, act):
+    """Do something as a part of the work of all processes; returns the problem."""
+    try:
+        with each.work():
+            return act(each)
+    except PeerError as error:
+        return str(error)
+
+
+def wait(each):
+    return each.wait_for(Kind.GATHER, "never")
+
+
+def test_a_process_that_fails():
+    opened = links(3)
+
+    def fail(each):
+        raise ValueError("no memory")
+
+    results = together(*(lambda i=i: work(opened[i], fail if i == 1 else wait) for i in range(3)))
+    assert isinstance(results[1], ValueError)
+    assert results[0] == results[2] == "process 1 of 3 failed: no memory"
+
+
+def test_a_process_that_is_killed():
+    """The end of its connection tells the others, whichever it is."""
+    opened = links(3)
+
+    def die(each):
+        time.sleep(0.2)
+        each._connection.shutdown(socket.SHUT_RDWR)
+        return "dead"
+
+    opened[0].set_activity(Activity("loading", 1))
+    results = together(*(lambda i=i: work(opened[i], die if i == 0 else wait) for i in range(3)))
+    assert results[1] == results[2] == "process 0 on a (pid 100) of 3 was lost while loading: its connection is closed"
+
+
+def test_a_process_that_is_silent(monkeypatch):
+    """As one that was stopped, or whose network is cut: no connection ends."""
+    opened = links(3)
+    monkeypatch.setattr(opened[2], "send", lambda *args, **values: None)
+    opened[2]._depth = 1
+    opened[2]._connection.sendall(encode(Kind.ENTER))
+    results = together(*(lambda i=i: work(opened[i], wait) for i in range(2)))
+    assert set(results) == {"process 2 on a (pid 102) of 3 was lost while starting: no sign of life for 1 s"}
+
+
+def test_a_process_that_is_stuck():
+    """Its signs of life go on, and the others wait for it: those that have given a value, and those in a later step."""
+    opened = links(3)
+    for each, done in zip(opened, (5, 4, 5), strict=True):
+        each.set_activity(Activity("evaluating", 2, done, deadline_s=0.5))
+    results = together(*(lambda i=i: work(opened[i], wait) for i in range(3)))
+    message = r"process 1 is stuck while evaluating, without progress for \d s; processes 0, 2 only wait for it"
+    assert all(re.fullmatch(message, result) for result in results)
+
+
+def test_the_hub_ends_with_the_last_process():
+    address, thread = serve(2)
+    opened = together(*(lambda i=i: open_link(address, member(i, 2), print) for i in range(2)))
+    for each in opened:
+        each._connection.shutdown(socket.SHUT_RDWR)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("states", "stuck"),
+    [
+        # process -> phase number, done, seconds without progress, whether it waits
+        ([(1, 0, 5, False), (1, 0, 5, False)], None),
+        ([(1, 3, 40, False), (1, 2, 41, False)], "process 1 is stuck while x, without progress for 41 s"),
+        ([(2, 0, 40, False), (1, 9, 41, False)], "process 1 is stuck while x, without progress for 41 s"),
+        ([(1, 3, 40, True), (2, 0, 40, False)], "process 1 is stuck while x, without progress for 40 s"),
+        ([(1, 3, 40, False), (1, 3, 41, False)], "processes 0-1 are stuck while x, without progress for 41 s"),
+        ([(1, 3, 40, True), (1, 3, 41, True)], "processes 0-1 are stuck while x, without progress for 41 s"),
+    ],
+)
+def test_who_is_stuck(states, stuck):
+    activities = {
+        i: Activity("x", number, done, 30.0, is_waiting, 100.0 - seconds)
+        for i, (number, done, seconds, is_waiting) in enumerate(states)
+    }
+    waits = "" if stuck is None or "processes" in stuck else "; process 0 only waits for it"
+    assert describe_stall(activities, 100.0) == (None if stuck is None else stuck + waits)
+
+
+def test_names_of_many_processes():
+    assert names_of([0, 1, 2, 5, 7, 8]) == "processes 0-2, 5, 7-8" and names_of([4]) == "process 4"
+
+
+def test_lines_arrive_in_pieces():
+    lines = Lines()
+    assert [*lines.add(b"ab")] == [] and next(lines.add(b"c\nd\ne")) == b"abc"
+    assert [*lines.add(b"f\n")] == [b"d", b"ef"] and lines.unfinished == b""
+
+
+def test_the_work_of_the_hub_grows_with_the_processes():
+    """8,192 processes: each message is answered by as many as there are receivers."""
+    count, now = 8192, 0.0
+    central = Hub(count, 60.0, now, lambda: "jax:1")
+    replies = [central.receive(i, {"kind": Kind.HELLO, **vars(member(i, count))}, now) for i in range(count)]
+    assert sum(map(len, replies)) == len(replies[-1]) == count
+    for i in range(count):
+        central.receive(i, {"kind": Kind.ENTER}, now)
+    agreed = [
+        central.receive(i, {"kind": Kind.AGREE, "name": "a", "parts": {"x": str(i == 77)}, "problem": None}, now)
+        for i in range(count)
+    ]
+    assert sum(map(len, agreed)) == count
+    assert agreed[-1][0].values == {"name": "a", "process": 77, "part": "x", "values": ["True", "False"]}
+    assert central.tick(0.5) == []
