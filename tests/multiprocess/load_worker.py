@@ -31,7 +31,6 @@ from shardplan.errors import ShardplanError
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
-from shardplan.runtime import process_group
 from shardplan.runtime.devices import start_devices
 from shardplan.storage import open_folder
 from shardplan.storage.local import LocalFile
@@ -43,7 +42,6 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: s
     count = 2 * int(os.environ["JAX_NUM_PROCESSES"])
     start_devices(f"cpu-{count}", count, is_cpu=True)
     schedule.MAX_REREAD_BYTES = 0  # because the tensors are small
-    process_group.HEARTBEAT_TIMEOUT_S, process_group.HEARTBEAT_INTERVAL_S = 8.0, 1.0  # shorter, for the tests
     template = build_model(read_config(str(GOLDEN / "config.json"), None), 64).template
     state = {name: value for file in GOLDEN.glob("*.safetensors") for name, value in load_file(file).items()}
     converted = from_torch_compatible_state_dict(template, {name: jnp.asarray(value) for name, value in state.items()})

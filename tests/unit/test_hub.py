@@ -95,7 +95,7 @@ def test_missing_processes_are_named_by_all():
     )
     assert {str(error) for error in errors} == {message}
     for each in lines:
-        assert re.match(r"waiting for processes 3, 7 \(2 of 8 missing\), [01] s; there: processes 0-2, 4-6 \(on", each[-1])
+        assert re.match(r"waiting for processes 3, 7 \(2 of 8 missing\), [01] s; there: processes 0-2, 4-6", each[-1])
 
 
 def test_without_a_hub():

@@ -1,6 +1,4 @@
-"""Messages of a process group whose processes do not answer, fail, or disagree."""
-
-import json
+"""What the processes of a group exchange, agree on, or disagree about."""
 
 import ml_dtypes
 import numpy as np
@@ -9,45 +7,46 @@ from safetensors.numpy import save_file
 
 from shardplan.checkpoint.format.shared_index import read_shared_index
 from shardplan.checkpoint.transfer.stream import agree_on_tuning
-from shardplan.errors import CheckpointError, ConfigError, PeerError
-from shardplan.runtime import process_group
-from shardplan.runtime.process_group import ProcessGroup, ProcessState
+from shardplan.errors import CheckpointError, ConfigError
+from shardplan.runtime.processes.activity import Activity
+from shardplan.runtime.processes.group import ProcessGroup
+from shardplan.runtime.processes.messages import Kind
 from shardplan.storage import open_folder
 from shardplan.storage.folder import ReadTuning
 
 FILE = "model.safetensors"
 
 
+class Answers:
+    """A link whose answers are known; process 0 sends its values to the others."""
+
+    def __init__(self):
+        self.activity, self.answers = Activity(), {}
+
+    def send(self, kind, name, **values):
+        if kind is Kind.BROADCAST:
+            self.answers[kind, name] = values
+
+    def wait_for(self, kind, name):
+        return self.answers[kind, name]
+
+    def set_activity(self, activity):
+        self.activity = activity
+
+
 @pytest.fixture
-def group(monkeypatch):
-    """Process 0 of four, with a key-value store in memory."""
-    store = {}
-    processes = ProcessGroup("test")
+def group():
+    """Process 0 of four, and the answers that it gets."""
+    link = Answers()
+    processes = ProcessGroup("test", link)
     processes.process_index, processes.process_count = 0, 4
-    monkeypatch.setattr(processes, "_set", store.__setitem__)
-    monkeypatch.setattr(
-        processes,
-        "_get_all",
-        lambda key: {int(name.rpartition("/")[2]): text for name, text in store.items() if name.startswith(f"{key}/")},
-    )
-    return processes, store
-
-
-@pytest.mark.parametrize(("present", "missing"), [((1, 3), "process 2"), ((1,), "processes 2, 3")])
-def test_timeout_names_the_missing_processes(group, present, missing):
-    processes, store = group
-    store.update({f"checkpoint/{process}": "null" for process in (0, *present)})
-    with pytest.raises(PeerError, match=f"^timed out after 0 s waiting for 'checkpoint'; no message from {missing}$"):
-        processes._wait_for_all("checkpoint", 0.1)
+    return processes, link.answers
 
 
 def test_exchange_returns_the_messages_for_this_process(group):
-    processes, store = group
-    for process in (1, 2, 3):
-        store[f"parts for 0/{process}"] = json.dumps(process * 10)
-        store[f"parts/{process}"] = "null"
+    processes, answers = group
+    answers[Kind.EXCHANGE, "test/parts"] = {"values": [5, 10, 20, 30]}
     assert processes.exchange("parts", {0: 5, 1: 6, 2: 7, 3: 8}) == {0: 5, 1: 10, 2: 20, 3: 30}
-    assert store["parts for 3/0"] == "8"
 
 
 def test_a_value_of_process_0_is_sent_to_all(group):
@@ -58,18 +57,31 @@ def test_a_value_of_process_0_is_sent_to_all(group):
 
 
 def test_an_error_of_process_0_is_sent_to_all(group):
-    processes, store = group
-    for process in (1, 2, 3):
-        store[f"value received/{process}"] = ""
+    processes, _ = group
 
     def fail():
         raise CheckpointError("no such file")
 
-    with pytest.raises(CheckpointError, match=r"^no such file$"):
+    with pytest.raises(CheckpointError, match=r"^no such file$") as own:
         processes.broadcast("value", fail)
     processes.process_index = 1
-    with pytest.raises(CheckpointError, match=r"^process 0: no such file$"):
+    with pytest.raises(CheckpointError, match=r"^process 0: no such file$") as other:
         processes.broadcast("value", fail)
+    assert own.value.is_shared and other.value.is_shared
+
+
+def test_phases_are_numbered_alike(group):
+    """Whatever was entered before, the number of a phase increases, and is that of the same phase elsewhere."""
+    processes, _ = group
+    link, numbers = processes._link, []
+    for _ in range(2):
+        with processes.phase("loading", 30.0) as advance:
+            advance(7)
+            assert (link.activity.phase, link.activity.done, link.activity.deadline_s) == ("loading", 7, 30.0)
+            numbers.append(link.activity.number)
+        numbers.append(link.activity.number)
+        assert (link.activity.phase, link.activity.done) == ("starting", 0)
+    assert numbers == list(range(numbers[0], numbers[0] + 4))
 
 
 class Shared:
@@ -126,38 +138,31 @@ def test_headers_of_copies_are_read_by_every_process(group, tmp_path):
 
 def test_all_processes_read_alike_where_one_has_the_files_in_its_cache(group):
     """Read schedules depend on the size and number of reads, and must be equal in all processes."""
-    processes, store = group
-    own, others = ReadTuning(2**24, 32), [[[2**22, 4]], [[2**22, 96], [2**24, 32]], [[2**24, 32]]]
-    for process, tunings in enumerate(others, 1):
-        store[f"tuning/{process}"] = json.dumps(tunings)
+    processes, answers = group
+    own = ReadTuning(2**24, 32)
+    others = [[[2**22, 4]], [[2**22, 96], [2**24, 32]], [[2**24, 32]]]
+    answers[Kind.GATHER, "test/tuning"] = {"values": [[[2**24, 32]], *others]}
     assert agree_on_tuning({own}, processes) == ReadTuning(2**22, 96)
 
 
 def test_different_values_are_an_error_that_names_the_part(group):
-    processes, store = group
-    for process in (1, 2, 3):
-        store[f"checkpoint/{process}"] = json.dumps({"parts": {"a.bin": "v2" if process == 2 else "v1"}})
-        store[f"checkpoint received/{process}"] = ""
+    processes, answers = group
+    answers[Kind.AGREE, "test/checkpoint"] = {"process": 2, "part": "a.bin", "values": ["v2", "v1"]}
     with pytest.raises(CheckpointError, match=r"^process 2 reads a different a\.bin than process 0; make all"):
         processes.agree("checkpoint", lambda: None, lambda _: {"a.bin": "v1"})
 
 
-def test_error_of_another_process_keeps_its_class(group):
-    processes, store = group
-    for process in (1, 2, 3):
-        store[f"checkpoint/{process}"] = json.dumps({"error": "no such folder", "kind": "ConfigError"})
-        store[f"checkpoint received/{process}"] = ""
+def test_errors_of_a_process_keep_their_class_in_all(group):
+    processes, answers = group
+    problem = {"error": "ConfigError", "text": "no such folder"}
+    answers[Kind.AGREE, "test/checkpoint"] = {"process": 1, "problem": problem}
     with pytest.raises(ConfigError, match=r"^process 1: no such folder$"):
         processes.agree("checkpoint", lambda: None, lambda _: {})
 
+    def fail():
+        raise ConfigError("no such folder")
 
-@pytest.mark.parametrize("problem", ["", "running", "no memory"])
-def test_last_heartbeat_reports_the_problem(group, monkeypatch, problem):
-    processes, store = group
-    exits = []
-    monkeypatch.setattr(process_group, "_exit", exits.append)
-    processes.finish(problem)
-    heartbeat = json.loads(store["alive/0"])
-    assert heartbeat["state"] == (ProcessState.FAILED if problem else ProcessState.FINISHED)
-    processes._handle_heartbeat(0, heartbeat)
-    assert exits == ([f"process 0 of 4 failed: {problem}"] if problem else [])
+    processes.process_index = 1
+    with pytest.raises(ConfigError, match=r"^no such folder$") as own:
+        processes.agree("checkpoint", fail, lambda _: {})
+    assert own.value.is_shared
