@@ -2,10 +2,12 @@
 
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardplan.commands.inputs import check_model_config, input_paths
@@ -18,6 +20,7 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, raise_first
+from shardplan.runtime.processes.stacks import record_stacks
 from shardplan.runtime.stop_signal import set_on_sigterm
 
 if TYPE_CHECKING:
@@ -56,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
     from shardplan.eval.run import run_evaluation
     from shardplan.report.evaluation import print_evaluation
     from shardplan.report.tables import console
-    from shardplan.runtime.devices import is_first_process
+    from shardplan.runtime.devices import is_first_process, process_index
     from shardplan.runtime.progress import print_note
 
     def show_plan(plan: Plan) -> None:
@@ -73,6 +76,7 @@ def main(argv: Sequence[str]) -> None:
         def on_plan(plan: Plan) -> None:
             # now that JAX has started: to connect its processes it installs a handler of its own
             until_the_end.enter_context(set_on_sigterm(stops))
+            until_the_end.enter_context(record_stacks(stacks_path(config.output, process_index())))
             show_plan(plan)
 
         if config.precision_study is not None:
@@ -88,6 +92,12 @@ def main(argv: Sequence[str]) -> None:
     if config.task.kind is TaskKind.EXTRACTION:
         draw_extraction(config.output, summary, store)
     print_note(f"results written to {config.output}")
+
+
+def stacks_path(output: str, process: int) -> Path:
+    """Return the file to which a process writes its stacks: in the results folder, if that is a local one."""
+    folder = Path(tempfile.gettempdir()) / "shardplan" if "://" in output else Path(output)
+    return folder / "run" / f"stacks-{process}.txt"
 
 
 def make_task(config: EvalCommand) -> "Task[Any]":

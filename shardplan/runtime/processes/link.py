@@ -17,6 +17,7 @@ from shardplan.runtime.environment import ADDRESS, PROCESS_ID
 from shardplan.runtime.processes.activity import Activity
 from shardplan.runtime.processes.hub import SILENCE_S, Member
 from shardplan.runtime.processes.messages import Kind, Lines, Message, decode, encode, host_and_port, listen
+from shardplan.runtime.processes.stacks import current_stacks
 
 START_LIMIT_S = 300.0
 """Most seconds to wait for processes that have not started."""
@@ -144,6 +145,9 @@ class Link:
             self._changed.notify_all()
 
     def _fail(self, problem: ShardplanError) -> None:
+        stacks = current_stacks()
+        if self._depth > 0 and stacks is not None:  # before the main thread goes on
+            stacks.write(str(problem))
         with self._changed:
             self._problem = self._problem or problem
             self._changed.notify_all()
@@ -154,6 +158,9 @@ class Link:
         while self._problem is None:
             activity = dataclasses.replace(self.activity, is_waiting=self._is_waiting)
             self.send(Kind.BEAT, activity=activity.report())
+            stacks = current_stacks()
+            if stacks is not None:
+                stacks.arm()
             time.sleep(BEAT_S)
 
 
