@@ -2,12 +2,10 @@
 
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardplan.commands.inputs import check_model_config, input_paths
@@ -59,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
     from shardplan.eval.run import run_evaluation
     from shardplan.report.evaluation import print_evaluation
     from shardplan.report.tables import console
-    from shardplan.runtime.devices import is_first_process, process_index
+    from shardplan.runtime.devices import is_first_process
     from shardplan.runtime.progress import print_note
 
     def show_plan(plan: Plan) -> None:
@@ -71,12 +69,11 @@ def main(argv: Sequence[str]) -> None:
                 verify_plan(config, plan, out if is_first_process() else nowhere)
 
     stops = threading.Event()
-    with ExitStack() as until_the_end:
+    with record_stacks(), ExitStack() as until_the_end:
 
         def on_plan(plan: Plan) -> None:
             # now that JAX has started: to connect its processes it installs a handler of its own
             until_the_end.enter_context(set_on_sigterm(stops))
-            until_the_end.enter_context(record_stacks(stacks_path(config.output, process_index())))
             show_plan(plan)
 
         if config.precision_study is not None:
@@ -92,12 +89,6 @@ def main(argv: Sequence[str]) -> None:
     if config.task.kind is TaskKind.EXTRACTION:
         draw_extraction(config.output, summary, store)
     print_note(f"results written to {config.output}")
-
-
-def stacks_path(output: str, process: int) -> Path:
-    """Return the file to which a process writes its stacks: in the results folder, if that is a local one."""
-    folder = Path(tempfile.gettempdir()) / "shardplan" if "://" in output else Path(output)
-    return folder / "run" / f"stacks-{process}.txt"
 
 
 def make_task(config: EvalCommand) -> "Task[Any]":

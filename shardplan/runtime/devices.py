@@ -71,11 +71,6 @@ def _join_processes(variables: ProcessVariables, is_cpu: bool, facts: Mapping[st
             jax.distributed.initialize()
 
 
-def process_index() -> int:
-    """Return the number of this process."""
-    return jax.process_index()
-
-
 def is_first_process() -> bool:
     """Return whether this is process 0, which prints tables, writes results and draws progress."""
     return jax.process_index() == 0

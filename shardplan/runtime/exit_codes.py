@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from shardplan.errors import ConfigError, PeerError, ShardplanError
 from shardplan.runtime.environment import check_environment
 from shardplan.runtime.processes.link import has_peers, on_problem
+from shardplan.runtime.processes.stacks import current_stacks
 
 STDOUT, STDERR = 1, 2
 """File descriptors."""
@@ -36,7 +37,7 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
     def end(problem: ShardplanError) -> None:
         """End this process, whose main thread may be in a collective that never returns."""
         if not is_reported.wait(RAISED_S):
-            _print_error(name, f"{problem}; start the run again")
+            _print_error(name, _with_remedy(problem))
         _exit(problem.exit_code)
 
     try:
@@ -44,8 +45,7 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
             check_environment()
             main([argument for argument in argv if argument not in flags])
     except ShardplanError as error:
-        remedy = "; start the run again" if isinstance(error, PeerError) else ""
-        message, code = f"{error}{remedy}", error.exit_code
+        message, code = _with_remedy(error), error.exit_code
     except KeyboardInterrupt:
         message, code = "interrupted", INTERRUPTED
     except OSError as error:
@@ -59,6 +59,15 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
     if has_peers():  # JAX would wait for all processes of the run before this one ends
         _exit(code)
     return code
+
+
+def _with_remedy(error: ShardplanError) -> str:
+    """Return the message of an error; of one of another process with what to do, and where the stacks are."""
+    if not isinstance(error, PeerError):
+        return str(error)
+    stacks = current_stacks()
+    where = f" (stacks of this process: {stacks.path})" if stacks is not None and stacks.is_written else ""
+    return f"{error}; start the run again{where}"
 
 
 def _exit(code: int) -> NoReturn:

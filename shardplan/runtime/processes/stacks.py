@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +26,16 @@ class Stacks:
         """Write to `file`, which stays open."""
         self._file = file
 
+    @property
+    def path(self) -> str:
+        """Path of the file."""
+        return self._file.name
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it holds any."""
+        return os.path.getsize(self._file.name) > 0
+
     def write(self, reason: str) -> None:
         """Write the stacks of all threads, under a line that says why."""
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}", file=self._file, flush=True)
@@ -40,22 +51,25 @@ _stacks: Stacks | None = None
 
 
 @contextlib.contextmanager
-def record_stacks(path: Path) -> Iterator[Stacks]:
-    """Have the stacks of this process written to a file when it is stuck, and on SIGUSR1; without any it is removed."""
+def record_stacks() -> Iterator[Stacks]:
+    """Have the stacks of this process written to a file in the folder for temporary files, which is removed if empty.
+
+    Its name is `shardplan-stacks-PID.txt`.
+    """
     global _stacks
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(tempfile.gettempdir()) / f"shardplan-stacks-{os.getpid()}.txt"
+    is_main = threading.current_thread() is threading.main_thread()
     with open(path, "a", encoding="utf-8") as file:
-        _stacks = Stacks(file)
-        is_main = threading.current_thread() is threading.main_thread()
+        before, _stacks = _stacks, Stacks(file)
         if is_main:
-            faulthandler.register(signal.SIGUSR1, file, all_threads=True, chain=False)
+            faulthandler.register(signal.SIGUSR1, file)
         try:
             yield _stacks
         finally:
             faulthandler.cancel_dump_traceback_later()
             if is_main:
                 faulthandler.unregister(signal.SIGUSR1)
-            _stacks = None
+            _stacks = before
     if os.path.getsize(path) == 0:
         path.unlink()
 
