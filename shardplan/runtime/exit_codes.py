@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from shardplan.errors import ConfigError, PeerError, ShardplanError
 from shardplan.runtime.environment import check_environment
 from shardplan.runtime.processes.link import has_peers, on_problem
-from shardplan.runtime.processes.stacks import current_stacks
 
 STDOUT, STDERR = 1, 2
 """File descriptors."""
@@ -62,12 +61,8 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
 
 
 def _with_remedy(error: ShardplanError) -> str:
-    """Return the message of an error; of one of another process with what to do, and where the stacks are."""
-    if not isinstance(error, PeerError):
-        return str(error)
-    stacks = current_stacks()
-    where = f" (stacks of this process: {stacks.path})" if stacks is not None and stacks.is_written else ""
-    return f"{error}; start the run again{where}"
+    """Return the message of an error; of one of another process with what to do."""
+    return f"{error}; start the run again" if isinstance(error, PeerError) else str(error)
 
 
 def _exit(code: int) -> NoReturn:

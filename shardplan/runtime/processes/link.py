@@ -148,6 +148,7 @@ class Link:
         stacks = current_stacks()
         if self._depth > 0 and stacks is not None:  # before the main thread goes on
             stacks.write(str(problem))
+            problem = type(problem)(f"{problem}; what this process was doing is in {stacks.path}")
         with self._changed:
             self._problem = self._problem or problem
             self._changed.notify_all()

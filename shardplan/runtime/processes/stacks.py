@@ -31,11 +31,6 @@ class Stacks:
         """Path of the file."""
         return self._file.name
 
-    @property
-    def is_written(self) -> bool:
-        """Whether it holds any."""
-        return os.path.getsize(self._file.name) > 0
-
     def write(self, reason: str) -> None:
         """Write the stacks of all threads, under a line that says why."""
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}", file=self._file, flush=True)
