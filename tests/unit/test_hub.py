@@ -213,6 +213,15 @@ def test_a_process_that_is_killed():
     assert results[1] == results[2] == "process 0 on a (pid 100) of 3 was lost while loading: its connection is closed"
 
 
+def test_a_process_that_ended_before():
+    """It has left the block of before, and takes no part in the next one."""
+    opened = links(3)
+    assert together(*(lambda i=i: work(opened[i], lambda each: "done") for i in range(3))) == ["done"] * 3
+    opened[0]._connection.shutdown(socket.SHUT_RDWR)
+    results = together(*(lambda i=i: work(opened[i], wait) for i in (1, 2)))
+    assert set(results) == {"process 0 on a (pid 100) of 3 has ended, and does not take part"}
+
+
 def test_a_process_that_is_silent(monkeypatch):
     """As one that was stopped, or whose network is cut: no connection ends."""
     opened = links(3)

@@ -71,6 +71,8 @@ class _Peer:
     """When its last message came."""
     depth: int = 0
     """How many blocks of work that needs all processes it is in."""
+    entered: int = 0
+    """How many it has entered: all processes enter the same ones."""
 
 
 @dataclass
@@ -95,8 +97,8 @@ class Hub:
         self._peers: dict[int, _Peer] = {}
         self._connections: dict[int, int] = {}
         """Connection -> process."""
+        self._ended: list[_Peer] = []
         self._exchanges: dict[str, _Exchange] = {}
-        self._broadcasts: dict[str, Message] = {}
         self._lines = _line_times(limit_s)
         self._next_line = next(self._lines)
         self._problem: ShardplanError | None = None
@@ -131,8 +133,9 @@ class Hub:
                 peer.activity = peer.activity.updated(message["activity"], now)
                 return [self._progress(connection, peer.activity)] if index == 0 else []
             case Kind.ENTER:
-                peer.depth += 1
-                return []
+                peer.depth, peer.entered = peer.depth + 1, peer.entered + 1
+                ended = [gone for gone in self._ended if gone.entered < peer.entered]
+                return [self._has_ended(connection, ended[0])] if ended else []
             case Kind.LEAVE:
                 peer.depth -= 1
                 if message["problem"] is None:
@@ -155,10 +158,17 @@ class Hub:
             return self._tell_others(
                 index, f"{peer.member} of {self._count} was lost while {peer.activity.phase}: its connection is closed"
             )
-        waiting = sorted(name for name, each in self._exchanges.items() if index not in each.values)
-        if waiting:
-            return self._tell_others(index, f"{peer.member} of {self._count} has ended; the others wait for it")
-        return []
+        self._ended.append(peer)
+        return [
+            self._has_ended(to, peer)
+            for to, other in self._connections.items()
+            if self._peers[other].depth > 0 and self._peers[other].entered > peer.entered
+        ]
+
+    def _has_ended(self, to: int, peer: _Peer) -> Reply:
+        """Tell a process, in work that needs all of them, that another one has ended before it."""
+        error = PeerError(f"{peer.member} of {self._count} has ended, and does not take part")
+        return Reply(to, Kind.PROBLEM, problem_values(error))
 
     def tick(self, now: float) -> list[Reply]:
         """Return what processes are told because of the time."""
@@ -254,11 +264,6 @@ class Hub:
         exchange = self._exchanges.setdefault(name, _Exchange(message["kind"]))
         exchange.values[index] = message
         if len(exchange.values) < self._count:
-            gone = self._missing
-            if gone:
-                return self._to_all(
-                    Kind.PROBLEM, problem_values(PeerError(f"{names_of(gone)} of {self._count} ended before {name!r}"))
-                )
             return []
         del self._exchanges[name]
         messages = dict(sorted(exchange.values.items()))

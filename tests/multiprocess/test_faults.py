@@ -1,0 +1,145 @@
+"""Runs of two and more processes in which something goes wrong: one clear line, an exit code, and no silence."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from test_eval import arguments, free_port
+
+TIMEOUT = 120
+"""Seconds after which a process that has not ended counts as hung."""
+
+
+@pytest.fixture(scope="module")
+def long_text(checkpoint, tmp_path_factory):
+    """A text for which the steps of an evaluation take a minute."""
+    path = tmp_path_factory.mktemp("text") / "long.txt"
+    words = np.random.default_rng(0).integers(0, 256, 2_000_000)
+    path.write_text(" ".join(f"t{word}" for word in words))
+    return path
+
+
+def start(argv, count, ids=None, module="shardplan.eval", **environment):
+    """Start the processes `ids` of `count`."""
+    address = f"127.0.0.1:{free_port()}"
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, argv)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1,
+            env={
+                **os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i), **environment,
+            },
+        )
+        for i in (range(count) if ids is None else ids)
+    ]  # fmt: skip
+
+
+def finish(processes):
+    """Exit codes and errors of processes, which must end."""
+    try:
+        errors = [process.communicate(timeout=TIMEOUT)[1] for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        raise
+    return [process.returncode for process in processes], errors
+
+
+def line_of(error):
+    """The one line that says what was wrong."""
+    lines = [line for line in error.splitlines() if line.startswith("shardplan ")]
+    assert len(lines) == 1 and "Traceback" not in error, error
+    return lines[0]
+
+
+def read_until(process, pattern):
+    """Read what a process writes to stderr until a line has a pattern."""
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if re.search(pattern, line):
+            return lines
+    raise AssertionError("".join(lines))
+
+
+def test_a_process_is_never_started(checkpoint, tmp_path):
+    """Who is missing is said within seconds; here the wait is cut short by Ctrl-C, as it is by users."""
+    argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r")
+    [process] = start(argv, 2, [0])
+    lines = read_until(process, r"waiting for process 1 \(1 of 2 missing\), \d+ s; there: process 0 \(on ")
+    assert "start the same command with every JAX_PROCESS_ID from 0 to 1" in lines[-1]
+    process.send_signal(signal.SIGINT)
+    codes, [error] = finish([process])
+    assert codes == [130] and line_of(error) == "shardplan eval: interrupted"
+
+
+def test_other_batches(checkpoint, tmp_path):
+    argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r")
+    address = f"127.0.0.1:{free_port()}"
+    processes = [
+        start([*argv, "--workload.batch", batch], 2, [i], JAX_COORDINATOR_ADDRESS=address)[0]
+        for i, batch in enumerate((4, 8))
+    ]
+    codes, errors = finish(processes)
+    assert codes == [2, 2], errors
+    for error in errors:
+        assert re.search(r"workload\.batch is (4|8) in process \d on .* and (4|8) in process \d on ", line_of(error)), (
+            error
+        )
+
+
+def test_other_plans(checkpoint, tmp_path):
+    """A stale Plan file on one host."""
+    argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r")
+    paths = [tmp_path / "new.json", tmp_path / "stale.json"]
+    for path, mesh in zip(paths, (2, 4), strict=True):
+        done = subprocess.run(
+            [sys.executable, "-m", "shardplan.plan", *map(str, argv[:2]), *map(str, argv[6:]), "--mesh.model", str(mesh),
+             "--json", str(path)],
+            cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    address = f"127.0.0.1:{free_port()}"
+    argv = [*argv[:6], "--plan"]
+    processes = [start([*argv, path], 2, [i], JAX_COORDINATOR_ADDRESS=address)[0] for i, path in enumerate(paths)]
+    codes, errors = finish(processes)
+    assert codes == [2, 2], errors
+    for error in errors:
+        assert re.search(
+            r"compute_mapping of the plan is .* in process 1 and .* in process 0; give all", line_of(error)
+        )
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGSTOP], ids=lambda n: n.name)
+def test_a_process_ends_while_others_evaluate(checkpoint, long_text, tmp_path, number, lost):
+    """The other one says which it was, and what it was doing, whichever it is."""
+    processes = start(arguments(checkpoint, long_text, tmp_path / "r", "--mesh.model", 2, "--mesh.data", 4), 2)
+    read_until(processes[0], "evaluating: ")
+    started = time.monotonic()
+    processes[lost].send_signal(number)
+    other = processes[1 - lost]
+    codes, [error] = finish([other])
+    assert time.monotonic() - started < 40
+    if number == signal.SIGSTOP:
+        processes[lost].kill()
+    expected = 130 if number == signal.SIGINT else -signal.SIGKILL
+    assert finish([processes[lost]])[0] == [expected]
+    reason = {
+        signal.SIGKILL: rf"process {lost} on \S+ \(pid \d+\) of 2 was lost while evaluating: its connection is closed",
+        signal.SIGSTOP: rf"process {lost} on \S+ \(pid \d+\) of 2 was lost while evaluating: no sign of life for 20 s",
+        signal.SIGINT: rf"process {lost} of 2 failed: KeyboardInterrupt",
+    }[number]
+    assert codes == [5], error
+    assert re.search(reason, line_of(error)) and line_of(error).endswith("start the run again"), error
+    path = re.search(r"what this process was doing is in (\S+?);", line_of(error))[1]
+    assert "shardplan/eval/loop.py" in Path(path).read_text()
+    Path(path).unlink()
