@@ -102,7 +102,7 @@ def test_other_plans(checkpoint, tmp_path):
     paths = [tmp_path / "new.json", tmp_path / "stale.json"]
     for path, mesh in zip(paths, (2, 4), strict=True):
         done = subprocess.run(
-            [sys.executable, "-m", "shardplan.plan", *map(str, argv[:2]), *map(str, argv[6:]), "--mesh.model", str(mesh),
+            [sys.executable, "-m", "shardplan.plan", *map(str, [*argv[:2], *argv[6:]]), "--mesh.model", str(mesh),
              "--json", str(path)],
             cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
         )  # fmt: skip
