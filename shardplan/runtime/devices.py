@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, Slice, parse_slice, place_mesh
 from shardplan.runtime.environment import PROCESS_COUNT, ProcessVariables, read_process_variables
-from shardplan.runtime.private_jax import process_count
+from shardplan.runtime.private_jax import detect_cluster, process_count
 from shardplan.runtime.processes.start import connect_processes
 
 GENERATION_OF_DEVICE_KIND = {
@@ -64,11 +64,10 @@ def start_devices(slice_name: str, count: int, is_cpu: bool, facts: Mapping[str,
 
 def _join_processes(variables: ProcessVariables, is_cpu: bool, facts: Mapping[str, str]) -> None:
     """Connect the processes of a run: those of the environment, else on TPUs those of the cluster, if there is one."""
+    if variables.address is None and not is_cpu and (cluster := detect_cluster()) is not None:
+        variables = ProcessVariables(*cluster)
     if variables.address is not None:
         connect_processes(variables, facts)
-    elif not is_cpu:
-        with contextlib.suppress(ValueError):  # JAX recognises no cluster: this process is the only one
-            jax.distributed.initialize()
 
 
 def is_first_process() -> bool:

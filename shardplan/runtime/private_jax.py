@@ -10,12 +10,15 @@ from typing import Any
 
 import jax
 from jax._src import distributed
+from jax._src.clusters import ClusterEnv
 from jax._src.lib import _jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from shardplan.errors import ConfigError
 
+DETECTION_S = 300
+"""Most seconds until the name of the first host of a cluster is known."""
 TESTED = "0.10.2 and 0.11.2"
 """Versions of JAX with which all of shardplan's tests pass."""
 ATTENTION_INPUTS = ("q", "k", "v", "segment_ids", "sinks")
@@ -60,6 +63,8 @@ def _check() -> None:
         for name in ("client", "coordinator_address", "num_processes")
         if not hasattr(state, name)
     ]
+    if not hasattr(ClusterEnv, "auto_detect_unset_distributed_params"):
+        problems.append("clusters are not detected")
     if not hasattr(_jax, "get_distributed_runtime_service"):
         problems.append("there is no coordination service")
     if problems:
@@ -79,6 +84,16 @@ MASKED_SCORE: float = splash.DEFAULT_MASK_VALUE
 splash_forward: Callable[..., Any] = splash._splash_attention_forward
 splash_query_gradient: Callable[..., Any] = splash._splash_attention_bwd_dq
 splash_key_value_gradients: Callable[..., Any] = splash._splash_attention_bwd_dkv
+
+
+def detect_cluster() -> tuple[str, int, int] | None:
+    """Return the address of process 0, the number of processes, and that of this one, as the cluster gives them.
+
+    Such as Cloud TPU, Slurm or Kubernetes; None if JAX recognises none.
+    """
+    detected = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, DETECTION_S)
+    address, count, index, _ = detected
+    return None if address is None or count is None or index is None else (address, count, index)
 
 
 def process_count() -> int:

@@ -136,7 +136,7 @@ def test_a_process_ends_while_others_evaluate(checkpoint, long_text, tmp_path, n
     reason = {
         signal.SIGKILL: rf"process {lost} on \S+ \(pid \d+\) of 2 was lost while evaluating: its connection is closed",
         signal.SIGSTOP: rf"process {lost} on \S+ \(pid \d+\) of 2 was lost while evaluating: no sign of life for 20 s",
-        signal.SIGINT: rf"process {lost} of 2 failed: KeyboardInterrupt",
+        signal.SIGINT: rf"process {lost} of 2 failed: interrupted with Ctrl-C",
     }[number]
     assert codes == [5], error
     assert re.search(reason, line_of(error)) and line_of(error).endswith("start the run again"), error

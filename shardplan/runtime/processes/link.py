@@ -106,6 +106,9 @@ class Link:
         problem: str | None = None
         try:
             yield
+        except KeyboardInterrupt:
+            problem = "interrupted with Ctrl-C"
+            raise
         except BaseException as error:
             is_known = error is self._problem or getattr(error, "is_shared", False)
             problem = None if is_known else one_line(error) or type(error).__name__
@@ -223,7 +226,7 @@ def start_hub(host: str, port: int, count: int, limit_s: float = START_LIMIT_S, 
             stdin=listener.fileno(),
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C ends the processes of the run, and the hub after them
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         return f"{host}:{listener.getsockname()[1]}"
 
