@@ -11,6 +11,7 @@ import haliax as hax
 import jax
 import numpy as np
 from haliax import NamedArray
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan.eval.shards import Shards
 from shardplan.eval.windows import Count, Rows
@@ -242,12 +243,13 @@ def _with_whole_rows(program: Program) -> Program:
     replicated.
     """
     tokens = program.arguments[1]
-    by_row = {tokens.axes[0].name: tokens.array.sharding.spec[0]}
+    # not by Haliax, which in some versions leaves the sharding of axes without a mapping to the compiler
+    by_row = NamedSharding(program.mesh, PartitionSpec(tokens.array.sharding.spec[0], None))
 
     def function(*arguments: Any) -> tuple[NamedArray, ...]:
         results = program.function(*arguments)
-        several = results if isinstance(results, tuple) else (results,)
-        return tuple(hax.shard(each.rearrange(tokens.axes), by_row) for each in several)
+        several = [each.rearrange(tokens.axes) for each in (results if isinstance(results, tuple) else (results,))]
+        return tuple(hax.named(jax.lax.with_sharding_constraint(each.array, by_row), each.axes) for each in several)
 
     return replace(program, function=function)
 

@@ -30,21 +30,19 @@ def records():
     return [*read_records(PLANNER).values(), *read_records(PUBLISHED).values()]
 
 
-@pytest.fixture(scope="module")
-def families():
+def test_estimates_are_as_good_as_recorded():
+    """One test of all families: estimating every layout takes a while, and a fixture does it in every worker."""
     (published,) = errors_by_family(read_records(PUBLISHED).values()).values()
-    return {**errors_by_family(read_records(PLANNER).values()), "published": published}
-
-
-@pytest.mark.parametrize("quantity", ["peak", "received", "step"])
-@pytest.mark.parametrize("family", BOUNDS)
-def test_estimates_are_as_good_as_recorded(families, family, quantity):
-    if quantity == "step" and not LIBTPU_FUSES_ALL_GATHERS:
-        pytest.skip("the layouts were compiled by libtpu 0.0.42, with options that plans for later ones do not have")
-    errors = [abs(error) for each in families[family] if (error := getattr(each, quantity)) is not None]
-    median, worst = BOUNDS[family][quantity]
-    assert statistics.median(errors) <= median
-    assert max(errors) <= worst
+    families = {**errors_by_family(read_records(PLANNER).values()), "published": published}
+    worse = []
+    for family, bounds in BOUNDS.items():
+        for quantity, (median, worst) in bounds.items():
+            if quantity == "step" and not LIBTPU_FUSES_ALL_GATHERS:
+                continue  # compiled by libtpu 0.0.42, with options that plans for later ones do not have
+            errors = [abs(error) for each in families[family] if (error := getattr(each, quantity)) is not None]
+            if statistics.median(errors) > median or max(errors) > worst:
+                worse.append((family, quantity, statistics.median(errors), max(errors)))
+    assert not worse
 
 
 def test_nothing_that_the_compiler_refuses_is_predicted_to_fit(records):
