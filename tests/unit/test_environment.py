@@ -93,3 +93,15 @@ def test_only_what_runs_on_devices_looks_for_them(monkeypatch, argv, platform):
     done = run(command, *others, *plan)
     assert done.returncode == 2 and "missing" in done.stderr
     assert os.environ["JAX_PLATFORMS"] == platform
+
+
+def test_the_processes_of_a_slurm_job(monkeypatch):
+    """As JAX detects them, without variables of JAX."""
+    from shardplan.runtime.private_jax import detect_cluster
+
+    assert detect_cluster() is None
+    job = {"JOB_ID": "77", "STEP_NODELIST": "tpu-[3-4]", "NTASKS": "4", "PROCID": "2", "LOCALID": "0"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    address, count, index = detect_cluster()
+    assert address.startswith("tpu-3:") and (count, index) == (4, 2)

@@ -97,6 +97,8 @@ class Hub:
         self._peers: dict[int, _Peer] = {}
         self._connections: dict[int, int] = {}
         """Connection -> process."""
+        self.silent = set[int]()
+        """Connections of processes that are lost, though they have not ended."""
         self._ended: list[_Peer] = []
         self._exchanges: dict[str, _Exchange] = {}
         self._lines = _line_times(limit_s)
@@ -308,6 +310,7 @@ class Hub:
                     f"{peer.member} of {self._count} was lost while {peer.activity.phase}: no sign of life for "
                     f"{SILENCE_S:.0f} s"
                 )
+                self.silent.update(to for to, process in self._connections.items() if process == index)
                 return self._tell_others(index, text)
         stall = describe_stall({index: peer.activity for index, peer in working.items()}, now)
         if stall is None:

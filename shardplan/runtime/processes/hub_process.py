@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 
+from shardplan.errors import PeerError, one_line
 from shardplan.runtime.processes.hub import Hub, Reply
-from shardplan.runtime.processes.messages import Lines, decode, encode, listen
+from shardplan.runtime.processes.messages import Kind, Lines, decode, encode, listen, problem_values
 
 TICK_S = 0.5
 """Seconds between two looks at the time."""
@@ -53,8 +54,15 @@ class HubServer:
                     assert isinstance(key.fileobj, socket.socket)
                     self._read(key.fileobj)
             self._send(self._hub.tick(time.monotonic()))
+            while self._hub.silent:
+                self._close(self._hub.silent.pop())
         for connection in (self._listener, *self._sockets.values()):
             connection.close()
+
+    def fail(self, error: Exception) -> None:
+        """Tell all processes that the hub cannot go on."""
+        problem = problem_values(PeerError(f"the hub of the run failed: {type(error).__name__}: {one_line(error)}"))
+        self._send([Reply(to, Kind.PROBLEM, problem) for to in [*self._sockets]])
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -134,8 +142,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the processes of the run, with which the hub ends
         signal.signal(number, signal.SIG_IGN)
     count, limit_s, host = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-    hub = Hub(count, limit_s, time.monotonic(), _Service(host, count).start)
-    HubServer(socket.socket(fileno=0), hub).serve()
+    server = HubServer(socket.socket(fileno=0), Hub(count, limit_s, time.monotonic(), _Service(host, count).start))
+    try:
+        server.serve()
+    except Exception as error:  # whose traceback nobody would see
+        server.fail(error)
 
 
 if __name__ == "__main__":

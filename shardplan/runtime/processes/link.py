@@ -224,7 +224,9 @@ def start_hub(host: str, port: int, count: int, limit_s: float = START_LIMIT_S, 
         subprocess.Popen(
             [sys.executable, "-m", "shardplan.runtime.processes.hub_process", str(count), str(limit_s), service_host],
             stdin=listener.fileno(),
+            # it may outlive this process, whose reader waits for the end of what it writes
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C ends the processes of the run, and the hub after them
             env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
