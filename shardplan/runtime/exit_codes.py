@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from shardplan.errors import ConfigError, PeerError, ShardplanError
+from shardplan.errors import ConfigError, ShardplanError
 from shardplan.runtime.environment import check_environment
 from shardplan.runtime.processes.link import has_peers, on_problem
 
@@ -36,7 +36,7 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
     def end(problem: ShardplanError) -> None:
         """End this process, whose main thread may be in a collective that never returns."""
         if not is_reported.wait(RAISED_S):
-            _print_error(name, _with_remedy(problem))
+            _print_error(name, str(problem))
         _exit(problem.exit_code)
 
     try:
@@ -44,7 +44,7 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
             check_environment()
             main([argument for argument in argv if argument not in flags])
     except ShardplanError as error:
-        message, code = _with_remedy(error), error.exit_code
+        message, code = str(error), error.exit_code
     except KeyboardInterrupt:
         message, code = "interrupted", INTERRUPTED
     except OSError as error:
@@ -58,11 +58,6 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
     if has_peers():  # JAX would wait for all processes of the run before this one ends
         _exit(code)
     return code
-
-
-def _with_remedy(error: ShardplanError) -> str:
-    """Return the message of an error; of one of another process with what to do."""
-    return f"{error}; start the run again" if isinstance(error, PeerError) else str(error)
 
 
 def _exit(code: int) -> NoReturn:

@@ -20,7 +20,8 @@ SECONDS = 10.0
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Lines, attempts and signs of life follow each other faster."""
+    """Lines, attempts and signs of life follow each other faster, and this process has no peers after the test."""
+    monkeypatch.setattr(link, "_has_peers", False)
     monkeypatch.setattr(hub, "LINES_AT_S", (0.2, 0.4))
     monkeypatch.setattr(hub, "REMEDY_AFTER_S", 0.3)
     monkeypatch.setattr(hub, "LATE_S", 2.0)
@@ -196,7 +197,7 @@ def test_a_process_that_fails():
 
     results = together(*(lambda i=i: work(opened[i], fail if i == 1 else wait) for i in range(3)))
     assert isinstance(results[1], ValueError)
-    assert results[0] == results[2] == "process 1 of 3 failed: no memory"
+    assert results[0] == results[2] == "process 1 of 3 failed: no memory; start the run again"
 
 
 def test_a_process_that_is_killed():
@@ -210,7 +211,11 @@ def test_a_process_that_is_killed():
 
     opened[0].set_activity(Activity("loading", 1))
     results = together(*(lambda i=i: work(opened[i], die if i == 0 else wait) for i in range(3)))
-    assert results[1] == results[2] == "process 0 on a (pid 100) of 3 was lost while loading: its connection is closed"
+    assert (
+        results[1]
+        == results[2]
+        == "process 0 on a (pid 100) of 3 was lost while loading: its connection is closed; start the run again"
+    )
 
 
 def test_a_process_that_ended_before():
@@ -219,7 +224,7 @@ def test_a_process_that_ended_before():
     assert together(*(lambda i=i: work(opened[i], lambda each: "done") for i in range(3))) == ["done"] * 3
     opened[0]._connection.shutdown(socket.SHUT_RDWR)
     results = together(*(lambda i=i: work(opened[i], wait) for i in (1, 2)))
-    assert set(results) == {"process 0 on a (pid 100) of 3 has ended, and does not take part"}
+    assert set(results) == {"process 0 on a (pid 100) of 3 has ended, and does not take part; start the run again"}
 
 
 def test_a_process_that_is_silent(monkeypatch):
@@ -229,7 +234,9 @@ def test_a_process_that_is_silent(monkeypatch):
     opened[2]._depth = 1
     opened[2]._connection.sendall(encode(Kind.ENTER))
     results = together(*(lambda i=i: work(opened[i], wait) for i in range(2)))
-    assert set(results) == {"process 2 on a (pid 102) of 3 was lost while starting: no sign of life for 1 s"}
+    assert set(results) == {
+        "process 2 on a (pid 102) of 3 was lost while starting: no sign of life for 1 s; start the run again"
+    }
 
 
 def test_a_process_that_is_stuck():
@@ -238,7 +245,7 @@ def test_a_process_that_is_stuck():
     for each, done in zip(opened, (5, 4, 5), strict=True):
         each.set_activity(Activity("evaluating", 2, done, deadline_s=0.5))
     results = together(*(lambda i=i: work(opened[i], wait) for i in range(3)))
-    message = r"process 1 is stuck while evaluating, without progress for \d s; processes 0, 2 only wait for it"
+    message = r"process 1 is stuck while evaluating, without progress for \d s; processes 0, 2 only wait for it; .*"
     assert all(re.fullmatch(message, result) for result in results)
 
 

@@ -25,6 +25,7 @@ LATE_S = 3.0
 """Seconds for which those who come late are told why the run does not start."""
 SILENCE_S = 20.0
 """Seconds without a sign of life after which a process counts as lost."""
+AGAIN = "start the run again"
 SHOWN = 3
 """Most hosts, and most differences, that a message names."""
 
@@ -169,7 +170,7 @@ class Hub:
 
     def _has_ended(self, to: int, peer: _Peer) -> Reply:
         """Tell a process, in work that needs all of them, that another one has ended before it."""
-        error = PeerError(f"{peer.member} of {self._count} has ended, and does not take part")
+        error = PeerError(f"{peer.member} of {self._count} has ended, and does not take part; {AGAIN}")
         return Reply(to, Kind.PROBLEM, problem_values(error))
 
     def tick(self, now: float) -> list[Reply]:
@@ -315,11 +316,11 @@ class Hub:
         stall = describe_stall({index: peer.activity for index, peer in working.items()}, now)
         if stall is None:
             return []
-        return self._to_all(Kind.PROBLEM, problem_values(PeerError(stall)))
+        return self._to_all(Kind.PROBLEM, problem_values(PeerError(f"{stall}; {AGAIN}")))
 
     def _tell_others(self, index: int, text: str) -> list[Reply]:
         """Tell all but one process of a problem."""
-        values = problem_values(PeerError(text))
+        values = problem_values(PeerError(f"{text}; {AGAIN}"))
         return [Reply(to, Kind.PROBLEM, values) for to, process in self._connections.items() if process != index]
 
     def _to_all(self, kind: Kind, values: Mapping[str, Any]) -> list[Reply]:

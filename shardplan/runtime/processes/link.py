@@ -15,7 +15,7 @@ from shardplan import errors
 from shardplan.errors import ConfigError, PeerError, ShardplanError, one_line
 from shardplan.runtime.environment import ADDRESS, PROCESS_ID
 from shardplan.runtime.processes.activity import Activity
-from shardplan.runtime.processes.hub import SILENCE_S, Member
+from shardplan.runtime.processes.hub import AGAIN, SILENCE_S, Member
 from shardplan.runtime.processes.messages import Kind, Lines, Message, decode, encode, host_and_port, listen
 from shardplan.runtime.processes.stacks import current_stacks
 
@@ -30,7 +30,7 @@ PROBLEM_KNOWN_S = SILENCE_S + 2 * BEAT_S
 LINE_S = 5.0
 """Seconds between lines that say that the hub is not there."""
 READ_BYTES = 2**20
-LOST_HUB = "the hub of the run was lost: the host of process 0 has ended, or the network to it is cut"
+LOST_HUB = f"the hub of the run was lost: the host of process 0 has ended, or the network to it is cut; {AGAIN}"
 
 Report = Callable[[str], None]
 
@@ -118,8 +118,11 @@ class Link:
             self._depth -= 1
 
     def set_activity(self, activity: Activity) -> None:
-        """Say what this process does now; the hub learns it with the next sign of life."""
+        """Say what this process does now; the hub learns a new phase at once, and progress with the next beat."""
+        is_new = activity.number != self.activity.number
         self.activity = activity
+        if is_new:
+            self._send_beat()
 
     def _receive(self) -> None:
         """Keep what the hub sends for those who wait for it."""
@@ -158,10 +161,13 @@ class Link:
         if self._depth > 0 and _on_problem is not None:
             _on_problem(self._problem)
 
+    def _send_beat(self) -> None:
+        activity = dataclasses.replace(self.activity, is_waiting=self._is_waiting)
+        self.send(Kind.BEAT, activity=activity.report())
+
     def _beat(self) -> None:
         while self._problem is None:
-            activity = dataclasses.replace(self.activity, is_waiting=self._is_waiting)
-            self.send(Kind.BEAT, activity=activity.report())
+            self._send_beat()
             stacks = current_stacks()
             if stacks is not None:
                 stacks.arm()
