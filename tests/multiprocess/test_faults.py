@@ -33,6 +33,8 @@ def start(argv, count, ids=None, module="shardplan.eval", **environment):
         subprocess.Popen(
             [sys.executable, "-m", module, *map(str, argv)],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1,
+            # shells have jobs in the background ignore SIGINT, and so these would
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             env={
                 **os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address,
                 "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i), **environment,
@@ -118,8 +120,18 @@ def test_other_plans(checkpoint, tmp_path):
         )
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGSTOP], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    ("number", "lost"),
+    [
+        (signal.SIGKILL, 0),
+        (signal.SIGINT, 1),
+        (signal.SIGSTOP, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.whole)
+            for case in ((signal.SIGKILL, 1), (signal.SIGINT, 0), (signal.SIGSTOP, 0))
+        ),
+    ],
+)
 def test_a_process_ends_while_others_evaluate(checkpoint, long_text, tmp_path, number, lost):
     """The other one says which it was, and what it was doing, whichever it is."""
     processes = start(arguments(checkpoint, long_text, tmp_path / "r", "--mesh.model", 2, "--mesh.data", 4), 2)
