@@ -12,7 +12,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ class Layout:
             return "ring attention"
         return "experts" if "num_experts_per_tok" in self.hf_config else f"dense {self.workload['kind']}"
 
+    @cached_property
     def estimate(self) -> Plan:
         """What the planner estimates of the layout."""
         workload = Workload(**self.workload)
@@ -226,7 +227,7 @@ def errors_by_family(records: Iterable[Record]) -> dict[str, list[Errors]]:
     families: defaultdict[str, list[Errors]] = defaultdict(list)
     for record in records:
         layout = record.layout
-        families[layout.family].append(Errors.of(layout.estimate(), layout.options, record.result))
+        families[layout.family].append(Errors.of(layout.estimate, layout.options, record.result))
     return families
 
 

@@ -339,13 +339,13 @@ def test_exit_code_and_error_line_if_nothing_fits():
 
 def test_interrupted_compiles_leave_no_process(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "shardplan.verify", "--config=configs/405b.yaml", "--compiler.cache=null"],
+        # a test suite in the background ignores interrupts, and its child processes would inherit that
+        ["env", "--default-signal=INT", sys.executable, "-m", "shardplan.verify", "--config=configs/405b.yaml"]
+        + ["--compiler.cache=null"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
-        # a test suite in the background ignores interrupts, and its child processes would inherit that
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("shardplan-verify-*/log")) and time.monotonic() < deadline:

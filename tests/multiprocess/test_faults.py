@@ -31,10 +31,9 @@ def start(argv, count, ids=None, module="shardplan.eval", **environment):
     address = f"127.0.0.1:{free_port()}"
     return [
         subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, argv)],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1,
             # shells have jobs in the background ignore SIGINT, and so these would
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            ["env", "--default-signal=INT", sys.executable, "-m", module, *map(str, argv)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1,
             env={
                 **os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address,
                 "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i), **environment,

@@ -6,7 +6,6 @@ makes them better lowers the bounds.
 
 import statistics
 
-import pytest
 from planner_record import PLANNER, PUBLISHED, errors_by_family, read_records
 
 from shardplan.cost.calibration import MEMORY_ERROR
@@ -25,36 +24,30 @@ BOUNDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def records():
-    return [*read_records(PLANNER).values(), *read_records(PUBLISHED).values()]
-
-
 def test_estimates_are_as_good_as_recorded():
-    """One test of all families: estimating every layout takes a while, and a fixture does it in every worker."""
-    (published,) = errors_by_family(read_records(PUBLISHED).values()).values()
-    families = {**errors_by_family(read_records(PLANNER).values()), "published": published}
-    worse = []
+    """One test of all laws about estimates: to estimate every layout takes a while, and each worker has to do it."""
+    planner, published = ([*read_records(file).values()] for file in (PLANNER, PUBLISHED))
+    assert not list(worse_families(planner, published))
+    records = [*planner, *published]
+    refused = [each for each in records if not each.result.fits]
+    assert refused and not [each.layout.label for each in refused if each.layout.estimate.memory.fits]
+    fitting = [(each.layout.estimate.memory, each.result.peak) for each in records if each.result.fits]
+    assert max((peak - memory.peak) / memory.available for memory, peak in fitting) <= MEMORY_ERROR
+
+
+def worse_families(planner, published):
+    """Family, quantity, median and worst error of those above their bounds."""
+    (errors_of_published,) = errors_by_family(published).values()
+    families = {**errors_by_family(planner), "published": errors_of_published}
     for family, bounds in BOUNDS.items():
         for quantity, (median, worst) in bounds.items():
             if quantity == "step" and not LIBTPU_FUSES_ALL_GATHERS:
                 continue  # compiled by libtpu 0.0.42, with options that plans for later ones do not have
             errors = [abs(error) for each in families[family] if (error := getattr(each, quantity)) is not None]
             if statistics.median(errors) > median or max(errors) > worst:
-                worse.append((family, quantity, statistics.median(errors), max(errors)))
-    assert not worse
+                yield family, quantity, statistics.median(errors), max(errors)
 
 
-def test_nothing_that_the_compiler_refuses_is_predicted_to_fit(records):
-    refused = [record.layout for record in records if not record.result.fits]
-    assert refused and not [layout.label for layout in refused if layout.estimate().memory.fits]
-
-
-def test_the_margin_covers_the_errors_of_programs_that_fit(records):
-    fitting = [(record.layout.estimate().memory, record.result.peak) for record in records if record.result.fits]
-    assert max((peak - memory.peak) / memory.available for memory, peak in fitting) <= MEMORY_ERROR
-
-
-def test_most_layouts_are_not_those_of_plans(records):
-    labels = (record.layout.label for record in records)
+def test_most_layouts_are_not_those_of_plans():
+    labels = (record.layout.label for file in (PLANNER, PUBLISHED) for record in read_records(file).values())
     assert sum(", " in label and "microbatches" not in label for label in labels) >= MIN_LAYOUTS
