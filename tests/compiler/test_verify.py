@@ -338,10 +338,10 @@ def test_exit_code_and_error_line_if_nothing_fits():
 
 
 def test_interrupted_compiles_leave_no_process(tmp_path):
+    arguments = ["--config=configs/405b.yaml", "--compiler.cache=null"]
     process = subprocess.Popen(
         # a test suite in the background ignores interrupts, and its child processes would inherit that
-        ["env", "--default-signal=INT", sys.executable, "-m", "shardplan.verify", "--config=configs/405b.yaml"]
-        + ["--compiler.cache=null"],
+        ["env", "--default-signal=INT", sys.executable, "-m", "shardplan.verify", *arguments],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
