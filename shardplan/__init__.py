@@ -12,22 +12,26 @@ if TYPE_CHECKING:
     from shardplan.config import load_config
     from shardplan.levanter_patch import patch_levanter
     from shardplan.plan import Plan
+    from shardplan.runtime.exit_codes import end_process
+    from shardplan.runtime.processes.group import watch
     from shardplan.search.make_plan import make_plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "HFCheckpointConverter", "Plan", "best_effort_sharding", "load_config", "load_pretrained", "make_plan",
-    "patch_levanter",
+    "HFCheckpointConverter", "Plan", "best_effort_sharding", "end_process", "load_config", "load_pretrained",
+    "make_plan", "patch_levanter", "watch",
 ]  # fmt: skip
 
 _MODULES = {
     "HFCheckpointConverter": "shardplan.checkpoint.load",
     "Plan": "shardplan.plan",
     "best_effort_sharding": "shardplan.checkpoint.best_effort",
+    "end_process": "shardplan.runtime.exit_codes",
     "load_config": "shardplan.config",
     "load_pretrained": "shardplan.checkpoint.load",
     "make_plan": "shardplan.search.make_plan",
     "patch_levanter": "shardplan.levanter_patch",
+    "watch": "shardplan.runtime.processes.group",
 }
 """Public name -> the module that defines it."""
 

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 from shardplan.errors import ConfigError, ShardplanError
 from shardplan.runtime.environment import check_environment
-from shardplan.runtime.processes.link import has_peers, on_problem
+from shardplan.runtime.processes.link import has_peers
+from shardplan.runtime.processes.watch import on_problem
 
 STDOUT, STDERR = 1, 2
 """File descriptors."""
@@ -43,6 +44,10 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
         with on_problem(end), _separate_streams():
             check_environment()
             main([argument for argument in argv if argument not in flags])
+            if has_peers():
+                from shardplan.runtime.processes.start import end_together  # imports JAX, which has started
+
+                end_together()
     except ShardplanError as error:
         message, code = str(error), error.exit_code
     except KeyboardInterrupt:
@@ -58,6 +63,16 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
     if has_peers():  # JAX would wait for all processes of the run before this one ends
         _exit(code)
     return code
+
+
+def end_process(problem: ShardplanError) -> NoReturn:
+    """Print a problem as one line, and end this process with its exit code, without waiting for its threads.
+
+    For programs that hand it to `shardplan.watch`: their main thread may be in a collective that never returns.
+    """
+    with contextlib.suppress(OSError):
+        print(f"shardplan: {problem}", file=sys.stderr)
+    _exit(problem.exit_code)
 
 
 def _exit(code: int) -> NoReturn:

@@ -4,6 +4,7 @@ Their names and parameters are checked when this module is imported, so that ano
 one line that says what differs, and not in the middle of a run.
 """
 
+import ctypes
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -60,7 +61,7 @@ def _check() -> None:
     state = distributed.global_state
     problems += [
         f"the state of jax.distributed has no {name}"
-        for name in ("client", "coordinator_address", "num_processes")
+        for name in ("client", "coordinator_address", "num_processes", "preemption_sync_manager")
         if not hasattr(state, name)
     ]
     if not hasattr(ClusterEnv, "auto_detect_unset_distributed_params"):
@@ -115,6 +116,14 @@ def key_value_store() -> Any:
 def start_coordination_service(port: int, count: int) -> Any:
     """Start the service through which JAX connects `count` processes, at a port of all interfaces; returns it."""
     return _jax.get_distributed_runtime_service(f"[::]:{port}", count)
+
+
+def abandon_coordination() -> None:
+    """Have JAX not wait for other processes when this one ends: one of them never comes to its end."""
+    state = distributed.global_state
+    for each in (state.client, state.preemption_sync_manager):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # for ever: their destructors would wait
+    state.client = state.preemption_sync_manager = None
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -155,3 +155,22 @@ def test_a_process_ends_while_others_evaluate(checkpoint, long_text, tmp_path, n
     path = match[1]
     assert re.search(r"most recent call first.*shardplan/eval/run.py", Path(path).read_text(), re.DOTALL)
     Path(path).unlink()
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("backward", r"at stuck_worker\.py:\d+ in read_pipe; processes 0, 2-3 only wait for it"),
+        ("collective", r"at stuck_worker\.py:\d+ in enter_collective, which waits for the devices; .*"),
+        pytest.param("io", r"at stuck_worker\.py:\d+ in read_pipe; .*", marks=pytest.mark.whole),
+        pytest.param("lock", r"at stuck_worker\.py:\d+ in take_lock; .*", marks=pytest.mark.whole),
+    ],
+)
+def test_a_train_step_in_which_one_process_is_stuck(place, line):
+    """It goes on to send signs of life; the others that have done all steps wait for it at their end."""
+    here = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+    processes = start([place, 4], 4, module="stuck_worker", PYTHONPATH=here)
+    codes, errors = finish(processes)
+    reason = rf"process 1 is stuck while training \(step 3\), without progress for \d s, {line}; start the run again"
+    assert codes == ([0, 5, 0, 0] if place == "collective" else [5] * 4), errors
+    assert all(re.search(reason, error) for error in errors), errors

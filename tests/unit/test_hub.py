@@ -8,8 +8,8 @@ import time
 import pytest
 
 from shardplan.errors import ConfigError, PeerError
-from shardplan.runtime.processes import hub, link
-from shardplan.runtime.processes.activity import Activity, describe_stall, names_of
+from shardplan.runtime.processes import hub, link, watch
+from shardplan.runtime.processes.activity import Activity, Place, describe_stall, is_stalled, names_of
 from shardplan.runtime.processes.hub import Hub, Member
 from shardplan.runtime.processes.hub_process import HubServer
 from shardplan.runtime.processes.link import open_link
@@ -28,7 +28,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(hub, "SILENCE_S", 1.0)
     monkeypatch.setattr(link, "RETRY_S", 0.05)
     monkeypatch.setattr(link, "LINE_S", 0.2)
-    monkeypatch.setattr(link, "BEAT_S", 0.1)
+    monkeypatch.setattr(watch, "BEAT_S", 0.1)
+    monkeypatch.setattr(hub, "LOCATE_S", 1.0)
     monkeypatch.setattr("shardplan.runtime.processes.hub_process.TICK_S", 0.05)
 
 
@@ -245,7 +246,10 @@ def test_a_process_that_is_stuck():
     for each, done in zip(opened, (5, 4, 5), strict=True):
         each.set_activity(Activity("evaluating", 2, done, deadline_s=0.5))
     results = together(*(lambda i=i: work(opened[i], wait) for i in range(3)))
-    message = r"process 1 is stuck while evaluating, without progress for \d s; processes 0, 2 only wait for it; .*"
+    message = (
+        r"process 1 is stuck while evaluating, without progress for \d s, at test_hub\.py:\d+ in \w+; "
+        r"processes 0, 2 only wait for it; start the run again"
+    )
     assert all(re.fullmatch(message, result) for result in results)
 
 
@@ -258,25 +262,40 @@ def test_the_hub_ends_with_the_last_process():
     assert not thread.is_alive()
 
 
+OWN, DEVICES = Place("data.py:31 in read", False), Place("train.py:9 in step", True)
+
+
 @pytest.mark.parametrize(
-    ("states", "stuck"),
+    ("states", "places", "stuck"),
     [
-        # process -> phase number, done, seconds without progress, whether it waits
-        ([(1, 0, 5, False), (1, 0, 5, False)], None),
-        ([(1, 3, 40, False), (1, 2, 41, False)], "process 1 is stuck while x, without progress for 41 s"),
-        ([(2, 0, 40, False), (1, 9, 41, False)], "process 1 is stuck while x, without progress for 41 s"),
-        ([(1, 3, 40, True), (2, 0, 40, False)], "process 1 is stuck while x, without progress for 40 s"),
-        ([(1, 3, 40, False), (1, 3, 41, False)], "processes 0-1 are stuck while x, without progress for 41 s"),
-        ([(1, 3, 40, True), (1, 3, 41, True)], "processes 0-1 are stuck while x, without progress for 41 s"),
+        # process -> phase number, done, seconds without progress, whether it waits for the values of others
+        ([(1, 3, 40, False), (1, 2, 41, False)], {1: OWN}, "process 1 is stuck while x (step 4), without progress for "
+         "41 s, at data.py:31 in read; process 0 only waits for it"),
+        ([(2, 0, 40, False), (1, 9, 41, False)], {}, "process 1 is stuck while x (step 4), without progress for 41 s, "
+         "in code that does not let Python run; process 0 only waits for it"),
+        ([(1, 3, 40, True), (2, 0, 40, False)], {1: DEVICES}, "process 1 is stuck while x (step 4), without progress "
+         "for 40 s, at train.py:9 in step, which waits for the devices; process 0 only waits for it"),
+        ([(1, 3, 40, False)] * 3, {0: DEVICES, 1: OWN, 2: DEVICES}, "process 1 is stuck while x (step 4), without "
+         "progress for 40 s, at data.py:31 in read; processes 0, 2 only wait for it"),
+        ([(1, 3, 40, False), (1, 3, 41, True)], {0: DEVICES, 1: OWN}, "process 0 is stuck while x (step 4), without "
+         "progress for 40 s, at train.py:9 in step, which waits for the devices; process 1 only waits for it"),
+        ([(1, 3, 40, False), (1, 3, 41, False)], {0: OWN, 1: OWN}, "processes 0-1 are stuck while x (step 4), without "
+         "progress for 41 s, process 0 at data.py:31 in read"),
+        ([(1, 3, 40, True), (1, 3, 41, True)], {0: OWN, 1: OWN}, "processes 0-1 are stuck while x (step 4), without "
+         "progress for 41 s, process 0 at data.py:31 in read"),
     ],
-)
-def test_who_is_stuck(states, stuck):
+)  # fmt: skip
+def test_who_is_stuck(states, places, stuck):
     activities = {
-        i: Activity("x", number, done, 30.0, is_waiting, 100.0 - seconds)
+        i: Activity("x", number, done, 30.0, "step 4", is_waiting, 100.0 - seconds)
         for i, (number, done, seconds, is_waiting) in enumerate(states)
     }
-    waits = "" if stuck is None or "processes" in stuck else "; process 0 only waits for it"
-    assert describe_stall(activities, 100.0) == (None if stuck is None else stuck + waits)
+    assert is_stalled(activities, 100.0) and describe_stall(activities, places, 100.0) == stuck
+
+
+def test_a_stall_is_a_deadline_that_has_passed():
+    assert not is_stalled({0: Activity(deadline_s=30.0, since=70.0)}, 100.0)
+    assert is_stalled({0: Activity(deadline_s=30.0, since=99.0), 1: Activity(deadline_s=30.0, since=69.0)}, 100.0)
 
 
 def test_names_of_many_processes():

@@ -10,6 +10,7 @@ from shardplan.checkpoint.transfer.stream import agree_on_tuning
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.runtime.processes.activity import Activity
 from shardplan.runtime.processes.group import ProcessGroup
+from shardplan.runtime.processes.link import Link
 from shardplan.runtime.processes.messages import Kind
 from shardplan.storage import open_folder
 from shardplan.storage.folder import ReadTuning
@@ -17,7 +18,7 @@ from shardplan.storage.folder import ReadTuning
 FILE = "model.safetensors"
 
 
-class Answers:
+class Answers(Link):
     """A link whose answers are known; process 0 sends its values to the others."""
 
     def __init__(self):
@@ -73,7 +74,7 @@ def test_an_error_of_process_0_is_sent_to_all(group):
 def test_phases_are_numbered_alike(group):
     """Whatever was entered before, the number of a phase increases, and is that of the same phase elsewhere."""
     processes, _ = group
-    link, numbers = processes._link, []
+    link, numbers = processes._watch, []
     for _ in range(2):
         with processes.phase("loading", 30.0) as advance:
             advance(7)

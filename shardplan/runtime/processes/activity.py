@@ -1,6 +1,6 @@
 """What a process of a run is doing, and which process is stuck when nothing goes on. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ class Activity:
     """How much it has done in this phase; any unit, it only increases."""
     deadline_s: float = DEADLINE_S
     """Most seconds without progress."""
+    doing: str = ""
+    """What it has begun last in this phase, such as `step 12`."""
     is_waiting: bool = False
     """Whether it has given a value, and waits for those of others."""
     since: float = 0.0
@@ -38,30 +40,56 @@ class Activity:
         return values
 
 
-def describe_stall(activities: Mapping[int, Activity], now: float) -> str | None:
-    """Return who is stuck, in which phase and since when, and who waits for it; None while all is well.
+@dataclass(frozen=True)
+class Place:
+    """Where the threads of a process are."""
 
-    A stall is one process that has made no progress within the deadline of its phase. Of all processes those are stuck
-    that are furthest behind: the others wait in a collective that these have not entered, or for their values.
+    text: str
+    """The innermost line of its own code, such as `data.py:31 in next_batch`."""
+    is_in_jax: bool
+    """Whether no thread runs its own code: the main thread waits in JAX, most likely in a collective."""
+
+
+def is_stalled(activities: Mapping[int, Activity], now: float) -> bool:
+    """Return whether a process has made no progress within the deadline of its phase."""
+    return any(now - each.since > each.deadline_s for each in activities.values())
+
+
+def describe_stall(activities: Mapping[int, Activity], places: Mapping[int, Place], now: float) -> str:
+    """Return who is stuck, in which phase, where and since when, and who only waits for it.
+
+    Of all processes those are stuck that are furthest behind: the others wait in a collective that these have not
+    entered, or for their values. Of those that are equally far, the ones that are not in JAX are stuck.
 
     Args:
         activities: process -> what it does.
+        places: process -> where it is; without those that do not say so, because their Python code does not run.
     """
-    if not any(now - each.since > each.deadline_s for each in activities.values()):
-        return None
     busy = {index: each for index, each in activities.items() if not each.is_waiting} or activities
     behind = min((each.number, each.done) for each in busy.values())
     stuck = sorted(index for index, each in busy.items() if (each.number, each.done) == behind)
+    stuck = [index for index in stuck if index not in places or not places[index].is_in_jax] or stuck
     others = sorted({*activities} - {*stuck})
+    first = activities[stuck[0]]
     seconds = now - min(activities[index].since for index in stuck)
-    is_one = len(stuck) == 1
+    doing = f" ({first.doing})" if first.doing else ""
     text = (
-        f"{names_of(stuck)} {'is' if is_one else 'are'} stuck while {activities[stuck[0]].phase}, without progress for "
-        f"{seconds:.0f} s"
+        f"{names_of(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck while {first.phase}{doing}, without progress "
+        f"for {seconds:.0f} s, {_place_text(stuck, places)}"
     )
     if not others:
         return text
-    return f"{text}; {names_of(others)} only wait{'s' if len(others) == 1 else ''} for {'it' if is_one else 'them'}"
+    them = "it" if len(stuck) == 1 else "them"
+    return f"{text}; {names_of(others)} only wait{'s' if len(others) == 1 else ''} for {them}"
+
+
+def _place_text(stuck: Sequence[int], places: Mapping[int, Place]) -> str:
+    """Return where the first of the processes is that are stuck."""
+    place = places.get(stuck[0])
+    text = "in code that does not let Python run" if place is None else f"at {place.text}"
+    if place is not None and place.is_in_jax:
+        text += ", which waits for the devices"
+    return text if len(stuck) == 1 else f"process {stuck[0]} {text}"
 
 
 def names_of(indices: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ they enter one, and each of them learns at once when another is lost or fails, a
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 
@@ -15,11 +15,21 @@ from shardplan.errors import CheckpointError, ShardplanError
 from shardplan.runtime.processes.activity import DEADLINE_S, Activity
 from shardplan.runtime.processes.link import Link, Progress, error_of
 from shardplan.runtime.processes.messages import Kind, problem_values
-from shardplan.runtime.processes.start import current_link
+from shardplan.runtime.processes.start import current_watch
+from shardplan.runtime.processes.watch import Watch, on_problem
 
 T = TypeVar("T")
 Disagreement = Callable[[str, int, str | None, str | None], ShardplanError]
 """Takes the part that differs, the process, and the values of that process and of process 0; makes the error."""
+
+
+class Advance(Protocol):
+    """Says how far a phase is."""
+
+    def __call__(self, done: float, doing: str = "") -> None:
+        """Say how much is done (any unit, it only increases), and what is begun next."""
+
+
 _groups_opened = 0
 _phases_begun = 0
 
@@ -33,39 +43,40 @@ def _other_checkpoint(part: str, process: int, value: str | None, expected: str 
 class ProcessGroup:
     """All processes of a run, during work that needs all of them."""
 
-    def __init__(self, name: str, link: Link | None) -> None:
+    def __init__(self, name: str, watch: Watch) -> None:
         """Make the group of all processes.
 
         Args:
             name: separates the values of this group from those of others.
-            link: None if this process is the only one.
+            watch: a `Link` to the others if there are any.
         """
         self.process_index, self.process_count = jax.process_index(), jax.process_count()
-        self._name, self._link = name, link
+        self._name, self._watch = name, watch
+        self._link = watch if isinstance(watch, Link) else None
 
     @contextlib.contextmanager
-    def phase(self, phase: str, deadline_s: float = DEADLINE_S) -> Iterator[Callable[[float], None]]:
+    def phase(self, phase: str, deadline_s: float = DEADLINE_S) -> Iterator[Advance]:
         """Say what this process does until the block ends, such as `loading`.
 
         All processes have the same phases, in one order. One without progress for `deadline_s` seconds is stuck.
 
         Yields:
-            A function to call with how much is done; any unit, it only increases.
+            A function to call with how much is done, and with what is begun next.
         """
         global _phases_begun
         _phases_begun += 1
-        link = self._link
-        if link is None:
-            yield lambda _: None
-            return
-        before = link.activity
+        before = self._watch.activity
         activity = Activity(phase, _phases_begun, 0.0, deadline_s)
-        link.set_activity(activity)
+        self._watch.set_activity(activity)
+
+        def advance(done: float, doing: str = "") -> None:
+            self._watch.set_activity(dataclasses.replace(activity, done=done, doing=doing))
+
         try:
-            yield lambda done: link.set_activity(dataclasses.replace(activity, done=done))
+            yield advance
         finally:
             _phases_begun += 1
-            link.set_activity(dataclasses.replace(before, number=_phases_begun))
+            self._watch.set_activity(dataclasses.replace(before, number=_phases_begun))
 
     def progress(self) -> Progress | None:
         """Return how much all processes have done in this phase; None where that is not known."""
@@ -179,19 +190,41 @@ def open_process_group() -> Iterator[ProcessGroup]:
     """
     global _groups_opened
     _groups_opened += 1
-    link = current_link()
-    group = ProcessGroup(str(_groups_opened), link)
-    if link is None:
-        yield group
-        return
-    with link.work():
+    watch = current_watch()
+    group = ProcessGroup(str(_groups_opened), watch)
+    with watch.work():
         try:
             yield group
         except ShardplanError:
             raise
         except Exception:
             # most likely a collective failed because a process was lost, which the hub knows a little later
-            problem = link.await_problem()
+            problem = watch.await_problem() if isinstance(watch, Link) else None
             if problem is None:
                 raise
             raise problem from None
+
+
+@contextlib.contextmanager
+def watch(phase: str, deadline_s: float, act: Callable[[ShardplanError], None] | None = None) -> Iterator[Advance]:
+    """Watch the processes of a run while they do work that needs all of them, such as the steps of a training.
+
+    Every process must enter the block, and equally often. In another thread, because the main one may be in a
+    collective that never returns, each process learns if another one is lost, fails, or is stuck, and which it is.
+
+    Args:
+        phase: what they do, such as `training`.
+        deadline_s: most seconds without progress.
+        act: called with the problem in that thread; default: it is logged as an error.
+
+    Yields:
+        A function to call with the number of steps that are done, and optionally with what is begun next.
+
+    Raises:
+        PeerError: another process was lost or failed, and the main thread noticed.
+    """
+    with contextlib.ExitStack() as stack:
+        if act is not None:
+            stack.enter_context(on_problem(act))
+        processes = stack.enter_context(open_process_group())
+        yield stack.enter_context(processes.phase(phase, deadline_s))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shardplan.errors import ConfigError, PeerError, ShardplanError
 from shardplan.runtime.environment import ADDRESS, PROCESS_COUNT, PROCESS_ID
-from shardplan.runtime.processes.activity import Activity, describe_stall, names_of
+from shardplan.runtime.processes.activity import Activity, Place, describe_stall, is_stalled, names_of
 from shardplan.runtime.processes.messages import Kind, Message, problem_values
 
 LINES_AT_S = (2.0, 5.0, 10.0, 15.0, 20.0, 25.0)
@@ -25,6 +25,8 @@ LATE_S = 3.0
 """Seconds for which those who come late are told why the run does not start."""
 SILENCE_S = 20.0
 """Seconds without a sign of life after which a process counts as lost."""
+LOCATE_S = 3.0
+"""Seconds in which every process whose Python code runs says where it is."""
 AGAIN = "start the run again"
 SHOWN = 3
 """Most hosts, and most differences, that a message names."""
@@ -102,6 +104,9 @@ class Hub:
         """Connections of processes that are lost, though they have not ended."""
         self._ended: list[_Peer] = []
         self._exchanges: dict[str, _Exchange] = {}
+        self._places: dict[int, Place] | None = None
+        """Where processes are, once one is stuck."""
+        self._places_due = 0.0
         self._lines = _line_times(limit_s)
         self._next_line = next(self._lines)
         self._problem: ShardplanError | None = None
@@ -146,6 +151,10 @@ class Hub:
                 return self._tell_others(index, f"process {index} of {self._count} failed: {message['problem']}")
             case Kind.BROADCAST:
                 return self._broadcast(index, message)
+            case Kind.PLACE:
+                if self._places is not None:
+                    self._places[index] = Place(**message["place"])
+                return []
             case _:
                 return self._exchange(index, message)
 
@@ -313,9 +322,16 @@ class Hub:
                 )
                 self.silent.update(to for to, process in self._connections.items() if process == index)
                 return self._tell_others(index, text)
-        stall = describe_stall({index: peer.activity for index, peer in working.items()}, now)
-        if stall is None:
+        activities = {index: peer.activity for index, peer in working.items()}
+        if not is_stalled(activities, now):
+            self._places = None  # it has gone on meanwhile
             return []
+        if self._places is None:
+            self._places, self._places_due = {}, now + LOCATE_S
+            return self._to_all(Kind.LOCATE, {})
+        if not working.keys() <= self._places.keys() and now < self._places_due:
+            return []
+        stall = describe_stall(activities, self._places, now)
         return self._to_all(Kind.PROBLEM, problem_values(PeerError(f"{stall}; {AGAIN}")))
 
     def _tell_others(self, index: int, text: str) -> list[Reply]:

@@ -8,23 +8,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardplan import errors
 from shardplan.errors import ConfigError, PeerError, ShardplanError, one_line
 from shardplan.runtime.environment import ADDRESS, PROCESS_ID
-from shardplan.runtime.processes.activity import Activity
 from shardplan.runtime.processes.hub import AGAIN, SILENCE_S, Member
 from shardplan.runtime.processes.messages import Kind, Lines, Message, decode, encode, host_and_port, listen
-from shardplan.runtime.processes.stacks import current_stacks
+from shardplan.runtime.processes.places import THREAD_PREFIX, find_place
+from shardplan.runtime.processes.watch import BEAT_S, Watch
 
 START_LIMIT_S = 300.0
 """Most seconds to wait for processes that have not started."""
 CONNECT_S, RETRY_S = 2.0, 0.5
 """Most seconds for an attempt to reach the hub, and seconds between attempts."""
-BEAT_S = 2.0
-"""Seconds between signs of life."""
 PROBLEM_KNOWN_S = SILENCE_S + 2 * BEAT_S
 """Seconds after which the hub knows that a process was lost."""
 LINE_S = 5.0
@@ -43,7 +41,7 @@ class Progress(NamedTuple):
     """The process that has done least."""
 
 
-class Link:
+class Link(Watch):
     """The connection to the hub, once all processes of the run are there."""
 
     def __init__(self, connection: socket.socket, lines: Lines, jax_address: str):
@@ -52,24 +50,15 @@ class Link:
         _has_peers = True
         self.jax_address = jax_address
         """Where JAX connects the processes."""
-        self.activity = Activity()
-        """What this process is doing; see `work`."""
         self._connection, self._lines = connection, lines
         self._sending = threading.Lock()
-        self._changed = threading.Condition()
         self._answers: dict[tuple[Kind, str], Message] = {}
         self.progress: Progress | None = None
         """How much all processes have done in the phase of this one; known in process 0 only."""
-        self._problem: ShardplanError | None = None
-        self._depth, self._is_waiting = 0, False
+        self._is_waiting = False
         connection.settimeout(None)
-        threading.Thread(target=self._receive, daemon=True).start()
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    @property
-    def problem(self) -> ShardplanError | None:
-        """Why the run cannot go on: another process was lost, failed, or is stuck."""
-        return self._problem
+        super().__init__()
+        threading.Thread(target=self._receive, name=f"{THREAD_PREFIX}receiver", daemon=True).start()
 
     def send(self, kind: Kind, **values: Any) -> None:
         """Send a message."""
@@ -98,31 +87,16 @@ class Link:
             self._changed.wait_for(lambda: self._problem is not None, PROBLEM_KNOWN_S)
             return self._problem
 
-    @contextlib.contextmanager
-    def work(self) -> Iterator[None]:
-        """Take part in work that needs all processes: until the block ends, the others count on this one."""
-        self._depth += 1
+    def _enter(self) -> None:
         self.send(Kind.ENTER)
-        problem: str | None = None
-        try:
-            yield
-        except KeyboardInterrupt:
-            problem = "interrupted with Ctrl-C"
-            raise
-        except BaseException as error:
-            is_known = error is self._problem or getattr(error, "is_shared", False)
-            problem = None if is_known else one_line(error) or type(error).__name__
-            raise
-        finally:
-            self.send(Kind.LEAVE, problem=problem)
-            self._depth -= 1
 
-    def set_activity(self, activity: Activity) -> None:
-        """Say what this process does now; the hub learns a new phase at once, and progress with the next beat."""
-        is_new = activity.number != self.activity.number
-        self.activity = activity
-        if is_new:
-            self._send_beat()
+    def _leave(self, problem: str | None) -> None:
+        self.send(Kind.LEAVE, problem=problem)
+
+    def _report(self) -> None:
+        """Send a sign of life, by which the hub sees whether this process is stuck."""
+        activity = dataclasses.replace(self.activity, is_waiting=self._is_waiting)
+        self.send(Kind.BEAT, activity=activity.report())
 
     def _receive(self) -> None:
         """Keep what the hub sends for those who wait for it."""
@@ -140,38 +114,17 @@ class Link:
                 return
 
     def _keep(self, message: Message) -> None:
-        if message["kind"] is Kind.PROBLEM:
-            self._fail(error_of(message))
-            return
-        if message["kind"] is Kind.PROGRESS:
-            self.progress = Progress(message["done"], message["slowest"])
-            return
-        with self._changed:
-            self._answers[message["kind"], message["name"]] = message
-            self._changed.notify_all()
-
-    def _fail(self, problem: ShardplanError) -> None:
-        stacks = current_stacks()
-        if self._depth > 0 and stacks is not None:  # before the main thread goes on
-            stacks.write(str(problem))
-            problem = type(problem)(f"{problem}; what this process was doing is in {stacks.path}")
-        with self._changed:
-            self._problem = self._problem or problem
-            self._changed.notify_all()
-        if self._depth > 0 and _on_problem is not None:
-            _on_problem(self._problem)
-
-    def _send_beat(self) -> None:
-        activity = dataclasses.replace(self.activity, is_waiting=self._is_waiting)
-        self.send(Kind.BEAT, activity=activity.report())
-
-    def _beat(self) -> None:
-        while self._problem is None:
-            self._send_beat()
-            stacks = current_stacks()
-            if stacks is not None:
-                stacks.arm()
-            time.sleep(BEAT_S)
+        match message["kind"]:
+            case Kind.PROBLEM:
+                self._fail(error_of(message))
+            case Kind.LOCATE:
+                self.send(Kind.PLACE, place=dataclasses.asdict(find_place()))
+            case Kind.PROGRESS:
+                self.progress = Progress(message["done"], message["slowest"])
+            case _:
+                with self._changed:
+                    self._answers[message["kind"], message["name"]] = message
+                    self._changed.notify_all()
 
 
 def open_link(address: str, own: Member, report: Report, limit_s: float = START_LIMIT_S) -> Link:
@@ -278,17 +231,3 @@ _has_peers = False
 def has_peers() -> bool:
     """Return whether this process has been connected to others."""
     return _has_peers
-
-
-_on_problem: Callable[[ShardplanError], None] | None = None
-
-
-@contextlib.contextmanager
-def on_problem(act: Callable[[ShardplanError], None]) -> Iterator[None]:
-    """Have a function called, in another thread, when the run cannot go on while this process takes part in it."""
-    global _on_problem
-    before, _on_problem = _on_problem, act
-    try:
-        yield
-    finally:
-        _on_problem = before

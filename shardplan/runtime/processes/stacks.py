@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+
+from shardplan.runtime.processes.activity import Activity
+from shardplan.runtime.progress import size_text
 
 GIL_S = 15.0
 """Seconds without Python code, which sends signs of life every two, after which the stacks are written."""
@@ -22,24 +24,60 @@ GIL_S = 15.0
 class Stacks:
     """The file to which the stacks of this process are written."""
 
-    def __init__(self, file: IO[str]):
-        """Write to `file`, which stays open."""
-        self._file = file
+    def __init__(self, path: Path):
+        """Create the file, or append to it."""
+        self._path = path
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._register()
 
     @property
     def path(self) -> str:
         """Path of the file."""
-        return self._file.name
+        return str(self._path)
 
-    def write(self, reason: str) -> None:
-        """Write the stacks of all threads, under a line that says why."""
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}", file=self._file, flush=True)
+    def write(self, reason: str, activity: Activity) -> None:
+        """Write the stacks of all threads, what the process was doing, and the memory of its devices."""
+        doing = f" ({activity.doing})" if activity.doing else ""
+        seconds = time.monotonic() - activity.since
+        self._print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}")
+        self._print(f"this process was {activity.phase}{doing}; its last progress was {seconds:.0f} s ago")
         faulthandler.dump_traceback(self._file, all_threads=True)
-        self._file.flush()
+        from shardplan.runtime.device_memory import device_memory  # imports JAX, which has started
+
+        for device, memory in device_memory().items():
+            self._print(f"{device}: {size_text(memory.in_use, memory.limit)} in use, peak {size_text(memory.peak)}")
 
     def arm(self) -> None:
         """Have them written unless this is called again in time."""
         faulthandler.dump_traceback_later(GIL_S, file=self._file)
+
+    def move(self, path: Path) -> None:
+        """Go on in another file, such as one in the folder of the run."""
+        before = self._file, self._path
+        self._path = path
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._register()
+        before[0].close()
+        self._file.write(before[1].read_text(encoding="utf-8"))
+        self._file.flush()
+        before[1].unlink()
+
+    def close(self) -> None:
+        """Write no more; a file in which nothing is, is removed."""
+        faulthandler.cancel_dump_traceback_later()
+        if _is_main_thread():
+            faulthandler.unregister(signal.SIGUSR1)
+        self._file.close()
+        if self._path.stat().st_size == 0:
+            self._path.unlink()
+
+    def _register(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if _is_main_thread():
+            faulthandler.register(signal.SIGUSR1, self._file)
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._file, flush=True)
 
 
 _stacks: Stacks | None = None
@@ -47,26 +85,22 @@ _stacks: Stacks | None = None
 
 @contextlib.contextmanager
 def record_stacks() -> Iterator[Stacks]:
-    """Have the stacks of this process written to a file in the folder for temporary files, which is removed if empty.
+    """Have the stacks of this process written to a file in the folder for temporary files.
 
     Its name is `shardplan-stacks-PID.txt`.
     """
     global _stacks
-    path = Path(tempfile.gettempdir()) / f"shardplan-stacks-{os.getpid()}.txt"
-    is_main = threading.current_thread() is threading.main_thread()
-    with open(path, "a", encoding="utf-8") as file:
-        before, _stacks = _stacks, Stacks(file)
-        if is_main:
-            faulthandler.register(signal.SIGUSR1, file)
-        try:
-            yield _stacks
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            if is_main:
-                faulthandler.unregister(signal.SIGUSR1)
-            _stacks = before
-    if os.path.getsize(path) == 0:
-        path.unlink()
+    before, _stacks = _stacks, Stacks(Path(tempfile.gettempdir()) / f"shardplan-stacks-{os.getpid()}.txt")
+    try:
+        yield _stacks
+    finally:
+        _stacks.close()
+        _stacks = before
+
+
+def _is_main_thread() -> bool:
+    """Whether this is the thread that may install handlers of signals."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def current_stacks() -> Stacks | None:

@@ -1,26 +1,36 @@
 """How the processes of a run come together: at their hub, and then in JAX."""
 
+import atexit
 import contextlib
+import logging
 import os
 import platform
 import socket
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 
 import jax
 
+from shardplan.errors import ShardplanError
 from shardplan.runtime.environment import ProcessVariables
-from shardplan.runtime.private_jax import coordinator_address, key_value_store
+from shardplan.runtime.private_jax import abandon_coordination, coordinator_address, key_value_store
 from shardplan.runtime.processes.hub import Member
 from shardplan.runtime.processes.link import Link, open_link, start_hub
-from shardplan.runtime.processes.messages import host_and_port
+from shardplan.runtime.processes.messages import Kind, host_and_port
+from shardplan.runtime.processes.watch import Watch
 from shardplan.runtime.progress import print_note
 
 PACKAGES = ("shardplan", "jax", "jaxlib", "libtpu", "haliax", "marin-haliax", "levanter", "marin-levanter")
 """Packages of which all processes must have the same version."""
 STORE_KEY, STORE_LIMIT_S = "shardplan/hub", 300
 """Where process 0 says how to reach the hub, if JAX has connected the processes already; and how long others wait."""
+END = "end"
+"""Name of the exchange in which a process waits for the others at its end."""
+logger = logging.getLogger(__name__)
 _link: Link | None = None
+_watch: Watch | None = None
+_has_ended = False
 
 
 def connect_processes(variables: ProcessVariables, facts: Mapping[str, str]) -> None:
@@ -44,14 +54,50 @@ def connect_processes(variables: ProcessVariables, facts: Mapping[str, str]) -> 
     # JAX would start its coordination service in process 0, whose end would end all: that of the hub is used instead
     unused = {"coordinator_bind_address": "127.0.0.1:0"} if variables.index == 0 else {}
     jax.distributed.initialize(_link.jax_address, num_processes=variables.count, process_id=variables.index, **unused)
+    atexit.register(_end)  # runs before JAX's
 
 
-def current_link() -> Link | None:
-    """Return the connection to the hub of this run; None if this process is the only one."""
-    global _link
-    if jax.process_count() > 1 and _link is None:  # connected by the caller, or by the cluster
+def current_watch() -> Watch:
+    """Return the watch over this process: its connection to the hub if it is one of several."""
+    global _link, _watch
+    if jax.process_count() == 1:
+        _watch = _watch or Watch()
+        return _watch
+    if _link is None:  # connected by the caller, or by the cluster
         _link = _open_through_store()
     return _link
+
+
+def end_together() -> None:
+    """Wait until all processes of the run have come to their end.
+
+    JAX would wait as well, and after 100 s end this process by SIGABRT if another one was lost or is stuck.
+
+    Raises:
+        PeerError: another process will never come to its end; this one need not wait for it when it exits.
+    """
+    global _has_ended
+    if _link is None or _has_ended:
+        return
+    _has_ended = True
+    try:
+        with _link.work():
+            _link.send(Kind.GATHER, name=END, value=None)
+            _link.wait_for(Kind.GATHER, END)
+    except ShardplanError:
+        abandon_coordination()
+        raise
+
+
+def _end() -> None:
+    """End a program, whichever way it ends."""
+    if hasattr(sys, "last_value"):  # it has failed: the others learn of it when the connection ends
+        abandon_coordination()
+        return
+    if _link is not None and _link.problem is not None:  # it came when this process had done its part
+        logger.error("%s", _link.problem)
+    with contextlib.suppress(ShardplanError):
+        end_together()
 
 
 def _open_through_store() -> Link:
@@ -64,7 +110,9 @@ def _open_through_store() -> Link:
         store.key_value_set(STORE_KEY, address)
     else:
         address = store.blocking_key_value_get(STORE_KEY, STORE_LIMIT_S * 1000)
-    return open_link(address, member, print_note)
+    link = open_link(address, member, print_note)
+    atexit.register(_end)
+    return link
 
 
 def _member(index: int, count: int, facts: Mapping[str, str]) -> Member:

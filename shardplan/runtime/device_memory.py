@@ -1,0 +1,26 @@
+"""How much of the memory of this process's devices is in use."""
+
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a device, bytes."""
+
+    in_use: int
+    peak: int
+    """Most that was in use since JAX started."""
+    limit: int
+    """Most that JAX may use; 0 if the device does not say."""
+
+
+def device_memory() -> dict[str, DeviceMemory]:
+    """Return device -> its memory, for the devices of this process that have statistics; CPUs have none."""
+    statistics = {str(device): device.memory_stats() or {} for device in jax.local_devices()}
+    return {
+        device: DeviceMemory(each["bytes_in_use"], each["peak_bytes_in_use"], each.get("bytes_limit", 0))
+        for device, each in statistics.items()
+        if "peak_bytes_in_use" in each
+    }

@@ -1,0 +1,50 @@
+"""Where the threads of this process are, for the line that says who is stuck."""
+
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+from types import FrameType
+
+from shardplan.runtime.processes.activity import Place
+
+PACKAGE = str(Path(__file__).parents[2])
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""Folders of code that is nobody's own."""
+JAX = ("jax", "jaxlib")
+THREAD_PREFIX = "shardplan-"
+"""Begins the names of the threads that watch a run, and are left out."""
+
+
+def find_place() -> Place:
+    """Find where this process is: in the main thread, or in a callback of a program, which runs in a thread of JAX."""
+    frames = sys._current_frames()
+    main = frames.pop(threading.main_thread().ident or 0)
+    if not _is_in_jax(main):
+        return Place(_text_of(main), False)
+    for thread in threading.enumerate():
+        if thread.name.startswith(THREAD_PREFIX):
+            frames.pop(thread.ident or 0, None)
+    # threads of libraries wait for work all the time, but for one that is in own code somebody waits
+    busy = [frame for frame in frames.values() if _is_own(frame)]
+    return Place(_text_of(busy[0] if busy else main), not busy)
+
+
+def _is_in_jax(frame: FrameType) -> bool:
+    """Whether the innermost code is that of JAX."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in JAX
+
+
+def _is_own(frame: FrameType) -> bool:
+    """Whether a frame is of a program or of this package, not of a library."""
+    file = frame.f_code.co_filename
+    return file.startswith(PACKAGE) or not file.startswith((*LIBRARIES, "<frozen"))
+
+
+def _text_of(frame: FrameType) -> str:
+    """Return the innermost line of own code; that of a library if there is none."""
+    own: FrameType | None = frame
+    while own is not None and not _is_own(own):
+        own = own.f_back
+    shown = own or frame
+    return f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} in {shown.f_code.co_name}"

@@ -1,0 +1,129 @@
+"""What this process is doing, and why it cannot go on: watched by another thread, because it may be stuck."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from shardplan.errors import PeerError, ShardplanError, one_line
+from shardplan.runtime.processes.activity import Activity, describe_stall, is_stalled
+from shardplan.runtime.processes.places import THREAD_PREFIX, find_place
+from shardplan.runtime.processes.stacks import current_stacks
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+"""Seconds between two looks at what the process does."""
+
+
+class Watch:
+    """The watch over a process without others; `Link` is that over one of several."""
+
+    def __init__(self) -> None:
+        """Begin to watch."""
+        self._started = time.monotonic()
+        self.activity = Activity(since=self._started)
+        """What this process is doing."""
+        self._problem: ShardplanError | None = None
+        self._changed = threading.Condition()
+        self._depth = 0
+        self._phase_started = self._started
+        self._seconds: dict[str, float] = {}
+        threading.Thread(target=self._beat, name=f"{THREAD_PREFIX}watch", daemon=True).start()
+
+    @property
+    def problem(self) -> ShardplanError | None:
+        """Why the run cannot go on: this process is stuck, or another one was lost, failed, or is stuck."""
+        return self._problem
+
+    def seconds(self) -> dict[str, float]:
+        """Return phase -> its seconds so far."""
+        return self._seconds | {self.activity.phase: self._seconds_of_phase(time.monotonic())}
+
+    def _seconds_of_phase(self, now: float) -> float:
+        """Return the seconds of this phase, and of earlier ones of its name."""
+        return self._seconds.get(self.activity.phase, 0.0) + now - self._phase_started
+
+    @contextlib.contextmanager
+    def work(self) -> Iterator[None]:
+        """Take part in work that needs all processes: until the block ends, the others count on this one."""
+        self._depth += 1
+        self._enter()
+        problem: str | None = None
+        try:
+            yield
+        except KeyboardInterrupt:
+            problem = "interrupted with Ctrl-C"
+            raise
+        except BaseException as error:
+            is_known = error is self._problem or getattr(error, "is_shared", False)
+            problem = None if is_known else one_line(error) or type(error).__name__
+            raise
+        finally:
+            self._leave(problem)
+            self._depth -= 1
+
+    def set_activity(self, activity: Activity) -> None:
+        """Say what this process does now."""
+        now = time.monotonic()
+        before = self.activity
+        has_progress = (activity.number, activity.done) != (before.number, before.done)
+        if activity.number != before.number:
+            self._seconds[before.phase] = self._seconds_of_phase(now)
+            self._phase_started = now
+        self.activity = replace(activity, since=now if has_progress else before.since)
+        if activity.number != before.number:
+            self._report()
+
+    def _enter(self) -> None:
+        """Tell the others that they may count on this process."""
+
+    def _leave(self, problem: str | None) -> None:
+        """Tell the others that they may no longer count on this process, and why it failed if it did."""
+
+    def _report(self) -> None:
+        """See whether this process is stuck."""
+        now, activities = time.monotonic(), {0: self.activity}
+        if self._depth > 0 and is_stalled(activities, now):
+            self._fail(PeerError(f"{describe_stall(activities, {0: find_place()}, now)}; start it again"))
+
+    def _fail(self, problem: ShardplanError) -> None:
+        """Keep why this process cannot go on, and act on it while its main thread may be stuck."""
+        stacks = current_stacks()
+        if self._depth > 0 and stacks is not None:  # before the main thread goes on
+            stacks.write(str(problem), self.activity)
+            problem = type(problem)(f"{problem}; what this process was doing is in {stacks.path}")
+        with self._changed:
+            if self._problem is not None:
+                return
+            self._problem = problem
+            self._changed.notify_all()
+        if self._depth > 0:
+            if _on_problem is None:
+                logger.error("%s", problem)
+            else:
+                _on_problem(problem)
+
+    def _beat(self) -> None:
+        while self._problem is None:
+            self._report()
+            stacks = current_stacks()
+            if stacks is not None:
+                stacks.arm()
+            time.sleep(BEAT_S)
+
+
+_on_problem: Callable[[ShardplanError], None] | None = None
+
+
+@contextlib.contextmanager
+def on_problem(act: Callable[[ShardplanError], None]) -> Iterator[None]:
+    """Have a function called, in another thread, when the run cannot go on while this process takes part in it."""
+    global _on_problem
+    before, _on_problem = _on_problem, act
+    try:
+        yield
+    finally:
+        _on_problem = before
