@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from shardplan.checkpoint.load import HFCheckpointConverter, load_pretrained
     from shardplan.config import load_config
     from shardplan.levanter_patch import patch_levanter
+    from shardplan.monitoring.audit import audit
     from shardplan.plan import Plan
     from shardplan.runtime.exit_codes import end_process
     from shardplan.runtime.processes.group import watch
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "HFCheckpointConverter", "Plan", "best_effort_sharding", "end_process", "load_config", "load_pretrained",
+    "HFCheckpointConverter", "Plan", "audit", "best_effort_sharding", "end_process", "load_config", "load_pretrained",
     "make_plan", "patch_levanter", "watch",
 ]  # fmt: skip
 
 _MODULES = {
     "HFCheckpointConverter": "shardplan.checkpoint.load",
     "Plan": "shardplan.plan",
+    "audit": "shardplan.monitoring.audit",
     "best_effort_sharding": "shardplan.checkpoint.best_effort",
     "end_process": "shardplan.runtime.exit_codes",
     "load_config": "shardplan.config",

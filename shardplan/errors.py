@@ -7,8 +7,9 @@
 | 2 | `ConfigError` | bad configuration or arguments |
 | 3 | `InfeasibleError` | no plan fits |
 | 4 | `CheckpointError` | the checkpoint does not match the model, or is damaged |
-| 5 | `PeerError` | another process of the run was lost, failed, or is stuck |
+| 5 | `PeerError` | a process of the run was lost, failed, or is stuck |
 | 6 | `UndecidedError` | the compiler gave no verdict: a limit of time or memory was reached first, or it crashed |
+| 7 | `SlowError` | the run was stopped, because it is slower than `gate.factor` allows |
 | 130 | `KeyboardInterrupt` | interrupted with Ctrl-C, as shells report it |
 
 Code 6 is neither 2 nor 3: the configuration is right, and with a higher limit the same plan may be found to fit.
@@ -50,7 +51,7 @@ class CheckpointError(ShardplanError):
 
 
 class PeerError(ShardplanError):
-    """Another process of the run was lost, failed, or is stuck."""
+    """A process of the run was lost, failed, or is stuck."""
 
     exit_code = 5
 
@@ -59,6 +60,12 @@ class UndecidedError(ShardplanError):
     """The compiler gave no verdict on a plan, because it reached a limit of this machine first, or crashed."""
 
     exit_code = 6
+
+
+class SlowError(ShardplanError):
+    """The run is slower than its plan predicts, by more than was allowed."""
+
+    exit_code = 7
 
 
 def closest(name: str, valid: Iterable[str], cutoff: float = SIMILAR) -> str | None:

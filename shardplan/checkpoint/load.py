@@ -43,6 +43,7 @@ from shardplan.model.registry import (
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh
+from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import open_process_group
 from shardplan.storage import Folder, open_folder
 
@@ -188,6 +189,7 @@ def stream_checkpoint(
     dtype: Any,
     budget: int = DEFAULT_BUDGET,
     checksum: bool = False,
+    deadline_s: float = DEADLINE_S,
 ) -> tuple[Any, StateDictProgram]:
     """Stream the checkpoint in `folder` into the model `template`.
 
@@ -197,6 +199,7 @@ def stream_checkpoint(
         dtype: type that floating-point parameters are cast to; None for the stored type of each array.
         budget: most host memory to use beyond the arrays, bytes.
         checksum: compare the files with the checksums that their store recorded, if it recorded any.
+        deadline_s: most seconds without progress.
 
     Returns:
         The model with its arrays, and the program that maps the checkpoint's tensors to them.
@@ -216,7 +219,7 @@ def stream_checkpoint(
         tensors, program = processes.agree("checkpoint", inspect, _file_versions)
         specs = _best_effort_specs(mesh, program) if mapping is None else array_specs(template, mapping, program)
         dtypes = _array_dtypes(program, tensors, dtype)
-        arrays = stream_arrays(program.views, tensors, mesh, specs, dtypes, processes, budget)
+        arrays = stream_arrays(program.views, tensors, mesh, specs, dtypes, processes, budget, deadline_s=deadline_s)
         if checksum:
             check_files(tensors.values(), processes)
 

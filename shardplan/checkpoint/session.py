@@ -16,6 +16,7 @@ from shardplan.model.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh, start_devices
+from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import open_process_group
 from shardplan.search.given_plan import check_model
 from shardplan.search.make_plan import make_plan
@@ -32,11 +33,12 @@ class Session:
     plan: Plan
     mesh: Mesh
 
-    def load(self, template: Any) -> tuple[Any, StateDictProgram]:
+    def load(self, template: Any, deadline_s: float = DEADLINE_S) -> tuple[Any, StateDictProgram]:
         """Load the weights of a Levanter module, sharded and cast as planned.
 
         Args:
             template: `model.template`, or that of `specialize(model, plan)`, with shapes in place of arrays.
+            deadline_s: most seconds without progress.
 
         Returns:
             The module, and the program that maps the checkpoint's tensors to its arrays.
@@ -46,7 +48,7 @@ class Session:
         """
         config, dtype = self.config, self.plan.workload.param_dtype
         mapping, budget = self.plan.param_mapping, int(config.load.gib * GIB)
-        return stream_checkpoint(template, self.folder, self.mesh, mapping, dtype, budget, config.checksum)
+        return stream_checkpoint(template, self.folder, self.mesh, mapping, dtype, budget, config.checksum, deadline_s)
 
 
 def prepare(config: LoadingConfig, plan: Plan | None) -> Session:

@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
         if config.precision_study is not None:
             study_precision(config, store, on_plan, stops)
             return
-        summary = run_evaluation(config, make_task(config), store, config.output, on_plan, config.tracker, stops)
+        summary = run_evaluation(config, make_task(config), store, config.output, on_plan, config, stops)
     if not is_first_process():
         return
     if summary is None:
@@ -150,8 +150,9 @@ def study_precision(
 ) -> None:
     """Score the same windows in two types, and print and write what that changes."""
     from shardplan.eval.extraction.precision import TYPES, compare_precision
-    from shardplan.eval.results_folder import json_bytes, read_windows
+    from shardplan.eval.results_folder import read_windows
     from shardplan.eval.run import run_evaluation
+    from shardplan.plan.serialization import json_bytes
     from shardplan.report.extraction.precision import print_precision
     from shardplan.report.tables import console
     from shardplan.runtime.devices import is_first_process
@@ -161,7 +162,7 @@ def study_precision(
     folders = [f"{config.output}/{dtype}" for dtype in TYPES]
     for dtype, folder in zip(TYPES, folders, strict=True):
         own = replace(config, workload=replace(config.workload, param_dtype=dtype, compute_dtype=dtype))
-        if run_evaluation(own, make_task(config), store, folder, on_plan, config.tracker, stops) is None:
+        if run_evaluation(own, make_task(config), store, folder, on_plan, config, stops) is None:
             if is_first_process():
                 print_note(STOPPED.format(config.output))
             return

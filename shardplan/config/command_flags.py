@@ -7,6 +7,8 @@ from shardplan.config.keys import NO_KEY
 from shardplan.config.sections import (
     CompilerConfig,
     DataConfig,
+    DeadlineConfig,
+    GateConfig,
     HardwareConfig,
     LoadConfig,
     MeshConfig,
@@ -42,11 +44,10 @@ class PlanConfig:
     """What the plan must not shard: vocab (in computations), params.vocab (stored), or, over some mesh axes only,
     mlp=replica and params.mlp=data."""
     expressible: bool = False
-    """Only plans that the flat schema of Levanter's trainer section can express: one mesh axis per logical axis, the
-    batch over replica and data, positions unsharded. What this costs is printed."""
+    """Only plans that Levanter's flat keys can express: one mesh axis per logical axis, the batch over replica and data,
+    positions unsharded. What this costs is printed."""
     levanter_schema: TrainerSchema = INSTALLED_SCHEMA
-    """Schema of the trainer section that is printed: flat (levanter 1.2) or mesh (marin-levanter); default: that of the
-    installed Levanter."""
+    """Schema of the printed trainer section: flat (levanter 1.2) or mesh (marin-levanter)."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
     """Keys that a file or the command line set, by dotted name; not a key itself."""
     files: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={NO_KEY: True})
@@ -103,7 +104,7 @@ class LoadingConfig(PlanConfig):
 
     load: LoadConfig = field(default_factory=LoadConfig)
     checksum: bool = False
-    """Compare the checkpoint's files with what their store has on record, while they are read."""
+    """Compare the checkpoint's files with the checksums of their store."""
 
     @property
     def facts(self) -> dict[str, str]:
@@ -154,18 +155,30 @@ class VerifyCommand(CompilingConfig):
 
 
 @dataclass(frozen=True)
-class EvalCommand(LoadingConfig, CompilingConfig):
+class MonitoringConfig:
+    """How a run is watched."""
+
+    tracker: TrackerSection = field(default_factory=TrackerSection)
+    deadline: DeadlineConfig = field(default_factory=DeadlineConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    profile: str | None = None
+    """Write a trace of a few steps, for xprof, to this folder."""
+    profile_all: bool = False
+    """Have every process write such a trace, not only process 0."""
+
+
+@dataclass(frozen=True)
+class EvalCommand(LoadingConfig, CompilingConfig, MonitoringConfig):
     """Plan, stream the checkpoint into the plan, evaluate text, and write the results."""
 
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
-    tracker: TrackerSection = field(default_factory=TrackerSection)
     verify: bool = False
     """Have the TPU compiler check the plan before anything is loaded."""
     output: str = "results/eval"
-    """Folder of the results, in which a run that was interrupted goes on."""
+    """Folder of the results, in which an interrupted run goes on."""
     precision_study: int | None = None
-    """Of extraction: score at most this many windows in bfloat16 and in float32, and print what that changes."""
+    """Of extraction: score so many windows in bfloat16 and in float32, and print the differences."""
     dry_run: bool = False
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
     json: str | None = None

@@ -103,8 +103,8 @@ class TaskConfig:
     suffix: int = 50
     """Of extraction: tokens of a window whose probability is measured."""
     stride: int | None = None
-    """Distance between the starts of two windows; default: 5 for extraction; for loss one less than workload.position,
-    so that every token is predicted once and nothing is computed twice. Smaller ones give tokens more context."""
+    """Distance between the starts of two windows; smaller ones give tokens more context. Default: 5 for extraction, and
+    for loss one less than workload.position, with which nothing is computed twice."""
     stride_unit: StrideUnit = StrideUnit.TOKENS
     """Of extraction: tokens or characters."""
     top_k: int = 40
@@ -142,6 +142,35 @@ class TrackerSection:
     """Of wandb: the project."""
     name: str | None = None
     """Of wandb and tensorboard: the name of the run."""
+
+
+@dataclass(frozen=True)
+class DeadlineConfig:
+    """After how many seconds without progress a run counts as stuck."""
+
+    loading: float = 600.0
+    """While texts are tokenized, or the checkpoint is read."""
+    compiling: float = 3600.0
+    """While the program of a step is compiled."""
+    step: float | None = None
+    """Of a step; default: 30 times what the plan predicts, at least 300."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            check_minimum(f"deadline.{item.name}", getattr(self, item.name), 1)
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """What is done about a run that is slower than its plan."""
+
+    factor: float | None = None
+    """Least ratio of its speed to the plan's, once it is warm; default: 0.3 on TPUs, and 0, for any, on CPUs."""
+    stop: bool = False
+    """Stop a run that is slower, with exit code 7; by default a warning says so."""
+
+    def __post_init__(self) -> None:
+        check_minimum("gate.factor", self.factor, 0)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from shardplan.step.aot_program import Program
 
 STEPS_AHEAD = 2
 """Steps that are given to the devices before the results of an earlier one are fetched."""
+MIN_REGULAR, STALL_FACTOR = 3, 3.0
+"""Steps from which on the usual time is known, and how many times that a step is a stall."""
 SHARDS_AHEAD = 2
 """Shards whose sequences are made before the devices need them."""
 
@@ -82,11 +84,22 @@ class LoopStatistics:
     """Programs that were compiled."""
     waiting_seconds: float = 0.0
     """Time in which the devices had nothing to compute, because sequences were not made yet."""
+    blocked_seconds: float = 0.0
+    """Time in which nothing was left to do but to wait for the results of the devices."""
+    stalled_seconds: float = 0.0
+    """Time of steps that took more than three times the usual, beyond the usual."""
+    usual_step_seconds: float = 0.0
+    """Mean time of the other steps."""
 
     @property
     def windows_per_second(self) -> float | None:
         """Rate without the first step; None if there is no other one."""
         return self.timed_windows / self.seconds if self.seconds else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean time of a step without the first one; None if there is no other one."""
+        return self.seconds / self.timed_steps if self.timed_steps else None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -110,6 +123,7 @@ class Loop:
         self._module, self._outputs, self._inputs = module, outputs, program.arguments[1:]
         self._shape, self._lanes = self._inputs[0].array.shape, lanes
         self.statistics = LoopStatistics()
+        self._stalls = 0
         started = time.perf_counter()
         self._step = _with_whole_rows(program).compile(options)
         self.statistics.compile_seconds, self.statistics.programs = time.perf_counter() - started, 1
@@ -153,6 +167,9 @@ class Loop:
         def fetch() -> None:
             nonlocal started
             shard, step, scores = waiting.popleft()
+            waited = time.perf_counter()
+            jax.block_until_ready([array.array for array in scores])
+            self.statistics.blocked_seconds += time.perf_counter() - waited
             for name, array in zip(self._outputs, scores, strict=True):
                 for lane, values in self._to_host(array.array).items():
                     results.setdefault(lane, {}).setdefault(name, []).append(values)
@@ -202,8 +219,20 @@ class Loop:
         if started is not None:
             statistics.timed_windows += scored.windows
             statistics.timed_tokens += scored.tokens
-            statistics.timed_steps += 1
-            statistics.seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._add_step_time(seconds - statistics.seconds)
+            statistics.seconds = seconds
+
+    def _add_step_time(self, seconds: float) -> None:
+        """Count the time between the results of two steps as usual, or as a stall."""
+        statistics = self.statistics
+        usual, regular = statistics.usual_step_seconds, statistics.timed_steps - self._stalls
+        statistics.timed_steps += 1
+        if regular >= MIN_REGULAR and seconds > STALL_FACTOR * usual:
+            self._stalls += 1
+            statistics.stalled_seconds += seconds - usual
+        else:
+            statistics.usual_step_seconds = (usual * regular + seconds) / (regular + 1)
 
     def _collect(self, jobs: Mapping[int, Future[Rows]], waiting: Sequence[tuple[NamedArray, ...]]) -> dict[int, Rows]:
         """Return the sequences of every lane; count the time that the devices wait for them."""

@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardplan.errors import ConfigError, ShardplanError, one_line
+from shardplan.plan.serialization import json_bytes
 from shardplan.storage import Folder, read_bytes
 from shardplan.storage.listing import list_files
 from shardplan.storage.stream import FileStream, Sink
@@ -179,15 +180,6 @@ def read_parquet(folder: Folder, name: str) -> pq.ParquetFile:
     if file is None:
         raise ConfigError(f"{folder.ref} has no {name}")
     return pq.ParquetFile(io.BufferedReader(FileStream(file), READ_BYTES))
-
-
-def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """Return the content of a JSON file.
-
-    Raises:
-        ValueError: a number is not finite, which JSON has no text for.
-    """
-    return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def _part(first: int, last: int) -> str:

@@ -20,25 +20,27 @@ import numpy as np
 
 from shardplan.checkpoint.format.index import read_index
 from shardplan.checkpoint.session import Session, prepare
-from shardplan.config.command_flags import LoadingConfig
+from shardplan.config.command_flags import LoadingConfig, MonitoringConfig
 from shardplan.config.given_plan import load_given_plan
-from shardplan.config.sections import TrackerSection
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, SlowError
 from shardplan.eval.loop import Lanes, Loop, LoopStatistics, Scored, find_lanes
-from shardplan.eval.results_folder import ResultsFolder, digest_of, json_bytes, read_windows
+from shardplan.eval.results_folder import ResultsFolder, digest_of, read_windows
+from shardplan.eval.run_monitor import open_monitor
 from shardplan.eval.shards import Shards
 from shardplan.eval.task import Task
 from shardplan.eval.texts.encoding import make_tokenizer
 from shardplan.eval.texts.reader import Source, make_source, special_tokens
 from shardplan.eval.texts.store import TextStore
 from shardplan.eval.texts.tokenizer import check_tokens, read_tokenizer
-from shardplan.eval.tracking import open_tracker, step_metrics
 from shardplan.eval.windows import Count, Windows
 from shardplan.eval.workers import count_tokens, make_rows, open_workers
+from shardplan.monitoring.memory import COMPILED, LOADED
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
+from shardplan.plan.serialization import json_bytes
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.runtime.devices import is_first_process
+from shardplan.runtime.preemption import is_preempted
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group
 from shardplan.runtime.progress import print_note
@@ -46,13 +48,10 @@ from shardplan.step import specialize
 
 logger = logging.getLogger(__name__)
 
-NO_TRACKER = TrackerSection()
-COUNT_DEADLINE_S = 600.0
-"""Most seconds for the tokens of a few pieces of text."""
-COMPILE_DEADLINE_S = 3600.0
-"""Most seconds that the program of a step may compile for."""
-STEP_DEADLINE_S, STEP_FACTOR = 300.0, 30.0
-"""Most seconds without the results of a step: at least these, or so many times what the plan predicts."""
+MONITORING = MonitoringConfig()
+MIN_STEP_DEADLINE_S, STEP_FACTOR = 300.0, 30.0
+"""Seconds without the results of a step after which a run counts as stuck: at least these, and so many times what the
+plan predicts."""
 
 
 def run_evaluation(
@@ -61,7 +60,7 @@ def run_evaluation(
     store: TextStore,
     output: str,
     on_plan: Callable[[Plan], None],
-    tracker_config: TrackerSection = NO_TRACKER,
+    monitoring: MonitoringConfig = MONITORING,
     stops: threading.Event | None = None,
 ) -> dict[str, Any] | None:
     """Plan (or take the Plan file of `config.plan`), load the checkpoint, evaluate, and write the results folder.
@@ -69,7 +68,7 @@ def run_evaluation(
     Args:
         output: the results folder; all processes must see the same one.
         on_plan: called with the Plan before anything is loaded.
-        tracker_config: what tracks rate and progress.
+        monitoring: how the run is watched.
         stops: once this is set in any process, the run stops after the shard under way.
 
     Returns:
@@ -80,6 +79,8 @@ def run_evaluation(
         ConfigError: the plan is not for this task, no text has a window, the folder is of another run, or processes
             have different texts or configurations.
         CheckpointError: tokenizer and weights have different vocabularies, or the checkpoint is damaged.
+        PeerError: a process of the run was lost, failed, or is stuck.
+        SlowError: the run is slower than `monitoring.gate` allows; the results so far are kept.
     """
     stops = stops or threading.Event()
     config, given = load_given_plan(config)
@@ -100,7 +101,8 @@ def run_evaluation(
         determinants = _determinants(session, store, data) | task.determinants(plan)
         processes.agree("determinants", lambda: determinants, _digests, _other_determinants)
         processes.broadcast("claim", lambda: results.claim(determinants))
-        pieces = _count_all(source, workers, processes, check) if task.counts_tokens else []
+        deadlines = monitoring.deadline
+        pieces = _count_all(source, workers, processes, check, deadlines.loading) if task.counts_tokens else []
         windows = task.divide(store, pieces, special, plan)
         if is_first_process():
             _warn_of_padding(windows, plan)
@@ -116,14 +118,17 @@ def run_evaluation(
                 print_note("all windows have results already: nothing is loaded or computed")
             return _finish(results, store, task, plan, LoopStatistics(), None, windows, processes)
         total = windows.count(windows.sequences).windows
-        with open_tracker(tracker_config, output, plan) as tracker:
+        with open_monitor(monitoring, output, plan, processes) as monitor:
             started = time.perf_counter()
-            module, _ = session.load(model.template)
+            module, _ = session.load(model.template, deadlines.loading)
             size = sum(array.nbytes for array in jax.tree.leaves(eqx.filter(module, eqx.is_array)))
             load = {"ref": session.folder.ref, "seconds": time.perf_counter() - started, "bytes": size}
-            with processes.phase("compiling", COMPILE_DEADLINE_S):
+            monitor.audit(module)
+            monitor.record_memory(LOADED)
+            with processes.phase("compiling", deadlines.compiling):
                 loop = Loop(module, program, plan.compiler_options, task.outputs, lanes)
-            step_deadline = max(STEP_DEADLINE_S, STEP_FACTOR * plan.cost.step_seconds)
+            monitor.record_memory(COMPILED)
+            step_deadline = deadlines.step or max(MIN_STEP_DEADLINE_S, STEP_FACTOR * plan.cost.step_seconds)
             with (
                 shared_progress(total, "evaluating", "windows") as progress,
                 processes.phase("evaluating", step_deadline) as advance,
@@ -132,9 +137,14 @@ def run_evaluation(
 
                 def on_step(count: Count) -> None:
                     progress.update(count.windows)
-                    metrics = step_metrics(loop.statistics, plan, progress.done, total)
-                    tracker.log(metrics, step=loop.statistics.timed_steps)
-                    advance(progress.done)
+                    advance(progress.done, f"step {loop.statistics.steps}")
+                    monitor.on_step(loop.statistics, progress.done, total)
+
+                def goes_on(shard: int) -> bool:
+                    is_stopped = is_preempted() or stops.is_set()
+                    answers = processes.gather(f"before shard {shard}", [is_stopped, monitor.too_slow]).values()
+                    monitor.too_slow = next((slow for _, slow in answers if slow), None)
+                    return monitor.too_slow is None and not any(stopped for stopped, _ in answers)
 
                 completed = loop.run(
                     shards,
@@ -142,11 +152,17 @@ def run_evaluation(
                     lambda first, last: workers.submit(make_rows, windows.job(first, last)),
                     windows.count,
                     lambda shard, scored: _write(results, windows, shards, shard, scored),
-                    lambda shard: not any(processes.gather(f"stop before {shard}", stops.is_set()).values()),
+                    goes_on,
                     on_step,
                     check,
                 )
-        processes.gather("written", None)
+            processes.gather("written", None)
+            if is_first_process():
+                monitor.record_time(loop.statistics, completed)
+        if monitor.too_slow is not None:
+            error = SlowError(f"stopped: {monitor.too_slow}; the same command goes on from here")
+            error.is_shared = True
+            raise error
         if not completed:
             return None
         return _finish(results, store, task, plan, loop.statistics, load, windows, processes)
@@ -177,19 +193,20 @@ def _other_determinants(part: str, process: int, value: str | None, expected: st
 
 
 def _count_all(
-    source: Source, workers: Executor, processes: ProcessGroup, check: Callable[[int], None]
+    source: Source, workers: Executor, processes: ProcessGroup, check: Callable[[int], None], deadline_s: float
 ) -> list[np.ndarray]:
     """Return the number of tokens of every piece of every text, int64[piece]; each process counts its part of them.
 
     Args:
         check: called with the largest of all tokens.
+        deadline_s: most seconds without progress.
     """
     pieces = source.all_pieces
     bounds = [len(pieces) * i // processes.process_count for i in range(processes.process_count + 1)]
     own = pieces[bounds[processes.process_index] : bounds[processes.process_index + 1]]
     with (
         shared_progress(len(own), "counting tokens", "pieces of text") as progress,
-        processes.phase("counting tokens", COUNT_DEADLINE_S) as advance,
+        processes.phase("counting tokens", deadline_s) as advance,
     ):
 
         def on_counted(pieces: int) -> None:

@@ -79,8 +79,8 @@ def step_metrics(statistics: LoopStatistics, plan: Plan, done: int, total: int) 
         "eval/windows": done,
         "eval/waiting_seconds": statistics.waiting_seconds,
     }
-    if statistics.timed_steps:
-        step_seconds = statistics.seconds / statistics.timed_steps
+    step_seconds = statistics.step_seconds
+    if step_seconds:
         of_plan = plan.cost.step_seconds / step_seconds
         metrics |= {
             "eval/step_seconds": step_seconds,

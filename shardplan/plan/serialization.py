@@ -32,6 +32,15 @@ def decode(cls: type[T], values: dict[str, Any]) -> T:
         raise ConfigError(one_line(error)) from error
 
 
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """Return the content of a JSON file.
+
+    Raises:
+        ValueError: a number is not finite, which JSON has no text for.
+    """
+    return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+
+
 def value_kind(value: Any) -> str:
     """Name the type of a value of JSON or YAML for a message: `a list`, or `nothing` for null and an empty file."""
     kinds: dict[type, str] = {

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import jax
 
+from shardplan.runtime.progress import size_text
+
 
 @dataclass(frozen=True)
 class DeviceMemory:
@@ -24,3 +26,11 @@ def device_memory() -> dict[str, DeviceMemory]:
         for device, each in statistics.items()
         if "peak_bytes_in_use" in each
     }
+
+
+def describe_device_memory() -> list[str]:
+    """Return a line for each device of this process that has statistics."""
+    return [
+        f"{device}: {size_text(each.in_use, each.limit)} in use, {size_text(each.peak)} at most"
+        for device, each in device_memory().items()
+    ]

@@ -3,10 +3,13 @@
 import atexit
 import gc
 import os
+import time
 from dataclasses import dataclass
 
 from shardplan.errors import ConfigError
 
+STARTED = time.monotonic()
+"""When this process began to import this package."""
 PLATFORMS, CPU_DEVICES = "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"
 ADDRESS, PROCESS_COUNT, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 MAX_PORT = 65535

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from shardplan.errors import ConfigError, ShardplanError
 from shardplan.runtime.environment import check_environment
-from shardplan.runtime.processes.link import has_peers
+from shardplan.runtime.processes.link import end_together, has_peers
 from shardplan.runtime.processes.watch import on_problem
 
 STDOUT, STDERR = 1, 2
@@ -44,10 +44,7 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
         with on_problem(end), _separate_streams():
             check_environment()
             main([argument for argument in argv if argument not in flags])
-            if has_peers():
-                from shardplan.runtime.processes.start import end_together  # imports JAX, which has started
-
-                end_together()
+            end_together()
     except ShardplanError as error:
         message, code = str(error), error.exit_code
     except KeyboardInterrupt:

@@ -118,6 +118,12 @@ def start_coordination_service(port: int, count: int) -> Any:
     return _jax.get_distributed_runtime_service(f"[::]:{port}", count)
 
 
+def reached_preemption_sync_point(number: int) -> bool:
+    """Whether all processes are to stop at this point; they number the points alike. False if JAX does not watch."""
+    manager = distributed.global_state.preemption_sync_manager
+    return manager is not None and bool(manager.reached_sync_point(number))
+
+
 def abandon_coordination() -> None:
     """Have JAX not wait for other processes when this one ends: one of them never comes to its end."""
     state = distributed.global_state

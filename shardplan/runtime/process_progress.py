@@ -18,23 +18,24 @@ def shared_progress(total: int, label: str, unit: str) -> Iterator[Progress]:
 
 
 @contextlib.contextmanager
-def load_progress(total: int, processes: ProcessGroup) -> Iterator[Callable[[int], None]]:
+def load_progress(total: int, processes: ProcessGroup, deadline_s: float) -> Iterator[Callable[[int, str], None]]:
     """Show one progress for the bytes that all processes read, and print a summary on stderr at the end.
 
     Args:
         total: bytes that all processes read together.
+        deadline_s: most seconds without progress.
 
     Yields:
-        A function to call with the number of bytes of each read of this process.
+        A function to call with the number of bytes of each read of this process, and the name of its array.
     """
     started = time.perf_counter()
     own = 0
-    with processes.phase("loading") as advance, shared_progress(total, "loading", BYTES) as progress:
+    with processes.phase("loading", deadline_s) as advance, shared_progress(total, "loading", BYTES) as progress:
 
-        def report(nbytes: int) -> None:
+        def report(nbytes: int, array: str) -> None:
             nonlocal own
             own += nbytes
-            advance(own)
+            advance(own, array)
             everywhere = processes.progress()
             if everywhere is not None:
                 progress.set_note(f"slowest: process {everywhere.slowest}")

@@ -4,15 +4,26 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
 def set_on_sigterm(stops: threading.Event) -> Iterator[None]:
-    """Have SIGTERM set an event until the block ends; without effect outside the main thread."""
+    """Have SIGTERM set an event until the block ends, and call the handler of before, if Python had one.
+
+    Without effect outside the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: stops.set())
+    before = signal.getsignal(signal.SIGTERM)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stops.set()
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:

@@ -169,7 +169,7 @@ def test_devices_with_memory_of_their_own(golden, monkeypatch, mapping, dtype):
     """
     template, folder, mesh = template_of(golden / "mixtral"), open_folder(str(golden / "mixtral")), mesh_of(1, 2, 2)
     original = stream.stream_arrays
-    monkeypatch.setattr(load, "stream_arrays", lambda *args: original(*args, zero_copy=False))
+    monkeypatch.setattr(load, "stream_arrays", lambda *args, **more: original(*args, **more, zero_copy=False))
     monkeypatch.setattr(stream, "MAX_READ_BYTES", 20_000)
     module, _ = stream_checkpoint(template, folder, mesh, keep_divisible(template, mapping, mesh), dtype)
     assert_equal(module, reference(golden / "mixtral", dtype and jnp.dtype(dtype)))

@@ -95,6 +95,7 @@ def test_results_have_pictures(uninterrupted):
                 (("plots/", ".png"), ("pages/", ".html")))}  # fmt: skip
     assert {name for name in found if not name.startswith("parts/")} - expected == {
         "run.json", "summary.json", "windows.parquet",
+        "env.json", "audit.txt", "memory.json", "goodput.json", "heartbeat-0.jsonl", "heartbeat-1.jsonl",
     }  # fmt: skip
     assert expected <= found
 

@@ -1,5 +1,6 @@
 """Runs of two and more processes in which something goes wrong: one clear line, an exit code, and no silence."""
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,9 @@ import pytest
 from conftest import ROOT
 from test_eval import arguments, free_port
 
+HERE = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+LANES = ("--mesh.model", 2, "--mesh.data", 4)
+"""A mesh in which both processes have results to write."""
 TIMEOUT = 120
 """Seconds after which a process that has not ended counts as hung."""
 
@@ -133,7 +137,7 @@ def test_other_plans(checkpoint, tmp_path):
 )
 def test_a_process_ends_while_others_evaluate(checkpoint, long_text, tmp_path, number, lost):
     """The other one says which it was, and what it was doing, whichever it is."""
-    processes = start(arguments(checkpoint, long_text, tmp_path / "r", "--mesh.model", 2, "--mesh.data", 4), 2)
+    processes = start(arguments(checkpoint, long_text, tmp_path / "r", *LANES), 2)
     read_until(processes[0], "evaluating: ")
     started = time.monotonic()
     processes[lost].send_signal(number)
@@ -168,9 +172,49 @@ def test_a_process_ends_while_others_evaluate(checkpoint, long_text, tmp_path, n
 )
 def test_a_train_step_in_which_one_process_is_stuck(place, line):
     """It goes on to send signs of life; the others that have done all steps wait for it at their end."""
-    here = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
-    processes = start([place, 4], 4, module="stuck_worker", PYTHONPATH=here)
+    processes = start([place, 4], 4, module="stuck_worker", PYTHONPATH=HERE)
     codes, errors = finish(processes)
     reason = rf"process 1 is stuck while training \(step 3\), without progress for \d s, {line}; start the run again"
     assert codes == ([0, 5, 0, 0] if place == "collective" else [5] * 4), errors
     assert all(re.search(reason, error) for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("count", "stuck", "place", "line"),
+    [
+        (2, 1, "io", r"in read_pipe; process 0 only waits for it; start the run again"),
+        (1, 0, "lock", r"in take_lock; start it again"),
+        pytest.param(2, 0, "lock", r"in take_lock; process 1 only waits for it; .*", marks=pytest.mark.whole),
+    ],
+)
+def test_a_main_thread_that_is_stuck(checkpoint, long_text, tmp_path, count, stuck, place, line):
+    """The stacks are in the folder of the run, and so is what is there already."""
+    results = tmp_path / "r"
+    argv = [*arguments(checkpoint, long_text, results, *LANES), "--task.shard", 16, "--deadline.step", 5]
+    codes, errors = finish(start([stuck, place, *argv], count, module="stuck_eval", PYTHONPATH=HERE))
+    reason = (
+        rf"process {stuck} is stuck while evaluating \(step \d+\), without progress for \d s, at stuck_eval\.py:\d+ "
+    )
+    assert codes == [5] * count, errors
+    for process, error in enumerate(errors):
+        file = results / f"stacks-{process}.txt"
+        assert re.search(rf"{reason}{line}; what this process was doing is in {file}$", line_of(error)), error
+        text = file.read_text()
+        assert "this process was evaluating (step" in text and "most recent call first" in text
+        assert ("stuck_eval.py" in text.replace("<module>", "").split("Thread")[-1]) or process != stuck
+        beats = [json.loads(each) for each in (results / f"heartbeat-{process}.jsonl").read_text().splitlines()]
+        assert beats[0]["phase"] == "starting"
+    assert json.loads((results / "env.json").read_text())["plan"]["slice"] == "cpu-8"
+
+
+def test_preemption_as_jax_announces_it(checkpoint, long_text, tmp_path):
+    """Both processes stop before the same shard, though one of them has received SIGTERM, and JAX handles it."""
+    argv = [*arguments(checkpoint, long_text, tmp_path / "r", *LANES), "--task.shard", 16]
+    processes = start(argv, 2, module="preempted_worker", PYTHONPATH=HERE)
+    read_until(processes[0], "evaluating: ")
+    processes[1].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    lines = [output.splitlines()[-1] for output, _ in outputs]
+    assert lines == ["process 0: stopped", "process 1: stopped"]
+    assert list((tmp_path / "r" / "parts").iterdir()) and not (tmp_path / "r" / "summary.json").exists()

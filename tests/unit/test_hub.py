@@ -21,7 +21,7 @@ SECONDS = 10.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Lines, attempts and signs of life follow each other faster, and this process has no peers after the test."""
-    monkeypatch.setattr(link, "_has_peers", False)
+    monkeypatch.setattr(link, "_current", None)
     monkeypatch.setattr(hub, "LINES_AT_S", (0.2, 0.4))
     monkeypatch.setattr(hub, "REMEDY_AFTER_S", 0.3)
     monkeypatch.setattr(hub, "LATE_S", 2.0)

@@ -74,7 +74,7 @@ def test_an_error_of_process_0_is_sent_to_all(group):
 def test_phases_are_numbered_alike(group):
     """Whatever was entered before, the number of a phase increases, and is that of the same phase elsewhere."""
     processes, _ = group
-    link, numbers = processes._watch, []
+    link, numbers = processes.watch, []
     for _ in range(2):
         with processes.phase("loading", 30.0) as advance:
             advance(7)

@@ -30,6 +30,7 @@ from shardplan.checkpoint.transfer.schedule import make_schedule, read_by_proces
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer, TransferLimits
 from shardplan.plan.mapping import MeshAxes
 from shardplan.runtime.process_progress import load_progress
+from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import ProcessGroup
 from shardplan.storage.folder import ReadTuning
 
@@ -53,6 +54,7 @@ def stream_arrays(
     processes: ProcessGroup,
     budget: int = DEFAULT_BUDGET,
     zero_copy: bool | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> dict[str, jax.Array]:
     """Read the arrays that `views` describe from `tensors`, sharded over `mesh` and cast to `dtypes`.
 
@@ -66,6 +68,7 @@ def stream_arrays(
         processes: the processes of the mesh.
         budget: most host memory to use beyond the arrays, bytes.
         zero_copy: whether devices adopt the host memory that was read into; default: whether they are CPU devices.
+        deadline_s: most seconds without progress.
 
     Raises:
         CheckpointError: a file is truncated or cannot be read.
@@ -73,7 +76,7 @@ def stream_arrays(
     tuning = agree_on_tuning({tensor.file.tuning for tensor in tensors.values()}, processes)
     stream = _ArrayStream(views, tensors, mesh, specs, dtypes, budget, zero_copy, tuning)
     # under a mesh of the caller, jax would run every operation on one device on all devices of that mesh
-    with jax.set_mesh(EMPTY_MESH), load_progress(stream.nbytes, processes) as report:
+    with jax.set_mesh(EMPTY_MESH), load_progress(stream.nbytes, processes, deadline_s) as report:
         return stream.run(report)
 
 
@@ -153,8 +156,8 @@ class _ArrayStream:
         volumes = read_by_process(self.schedule, self.views, self.sources)
         return sum(volume.bytes for volume in volumes.values())
 
-    def run(self, report: Callable[[int], object]) -> dict[str, jax.Array]:
-        """Run all transfers and return every array by its path; `report` is called with the bytes of each read."""
+    def run(self, report: Callable[[int, str], object]) -> dict[str, jax.Array]:
+        """Run all transfers and return every array by its path; `report` takes the bytes and the array of each read."""
         remaining = Counter(transfer.path for transfer in self.schedule.transfers)
         destinations: dict[str, Destination] = {}
         arrays: dict[str, jax.Array] = {}
@@ -163,9 +166,9 @@ class _ArrayStream:
         def complete_oldest() -> None:
             """Wait for the reads of the oldest transfer, write it, and finish its array after the last one."""
             oldest = pending.popleft()
-            for read in oldest.reads:
-                report(read.result())
             path = oldest.transfer.path
+            for read in oldest.reads:
+                report(read.result(), path)
             self._write(oldest, destinations[path])
             remaining[path] -= 1
             if not remaining[path]:

@@ -51,7 +51,7 @@ class ProcessGroup:
             watch: a `Link` to the others if there are any.
         """
         self.process_index, self.process_count = jax.process_index(), jax.process_count()
-        self._name, self._watch = name, watch
+        self._name, self.watch = name, watch
         self._link = watch if isinstance(watch, Link) else None
 
     @contextlib.contextmanager
@@ -65,18 +65,22 @@ class ProcessGroup:
         """
         global _phases_begun
         _phases_begun += 1
-        before = self._watch.activity
+        before = self.watch.activity
         activity = Activity(phase, _phases_begun, 0.0, deadline_s)
-        self._watch.set_activity(activity)
+        self.watch.set_activity(activity)
 
         def advance(done: float, doing: str = "") -> None:
-            self._watch.set_activity(dataclasses.replace(activity, done=done, doing=doing))
+            self.watch.set_activity(dataclasses.replace(activity, done=done, doing=doing))
 
         try:
             yield advance
         finally:
             _phases_begun += 1
-            self._watch.set_activity(dataclasses.replace(before, number=_phases_begun))
+            self.watch.set_activity(dataclasses.replace(before, number=_phases_begun))
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Return phase -> its duration so far in this process, seconds."""
+        return self.watch.seconds()
 
     def progress(self) -> Progress | None:
         """Return how much all processes have done in this phase; None where that is not known."""

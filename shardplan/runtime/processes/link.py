@@ -28,6 +28,8 @@ PROBLEM_KNOWN_S = SILENCE_S + 2 * BEAT_S
 LINE_S = 5.0
 """Seconds between lines that say that the hub is not there."""
 READ_BYTES = 2**20
+END = "end"
+"""Name of the exchange in which a process waits for the others at its end."""
 LOST_HUB = f"the hub of the run was lost: the host of process 0 has ended, or the network to it is cut; {AGAIN}"
 
 Report = Callable[[str], None]
@@ -46,8 +48,8 @@ class Link(Watch):
 
     def __init__(self, connection: socket.socket, lines: Lines, jax_address: str):
         """Receive what the hub sends, and send signs of life, until the process ends."""
-        global _has_peers
-        _has_peers = True
+        global _current
+        _current = self
         self.jax_address = jax_address
         """Where JAX connects the processes."""
         self._connection, self._lines = connection, lines
@@ -225,9 +227,25 @@ def error_of(message: Mapping[str, Any] | None) -> ShardplanError:
     return kind(message["text"])
 
 
-_has_peers = False
+_current: Link | None = None
+_has_ended = False
 
 
 def has_peers() -> bool:
     """Return whether this process has been connected to others."""
-    return _has_peers
+    return _current is not None
+
+
+def end_together() -> None:
+    """Wait until all processes of the run have come to their end; each calls this at its own.
+
+    Raises:
+        PeerError: another process will never come to its end.
+    """
+    global _has_ended
+    if _current is None or _has_ended:
+        return
+    _has_ended = True
+    with _current.work():
+        _current.send(Kind.GATHER, name=END, value=None)
+        _current.wait_for(Kind.GATHER, END)

@@ -11,11 +11,10 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardplan.runtime.processes.activity import Activity
-from shardplan.runtime.progress import size_text
 
 GIL_S = 15.0
 """Seconds without Python code, which sends signs of life every two, after which the stacks are written."""
@@ -26,7 +25,7 @@ class Stacks:
 
     def __init__(self, path: Path):
         """Create the file, or append to it."""
-        self._path = path
+        self._path, self._lock = path, threading.Lock()
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         self._register()
 
@@ -35,49 +34,49 @@ class Stacks:
         """Path of the file."""
         return str(self._path)
 
-    def write(self, reason: str, activity: Activity) -> None:
-        """Write the stacks of all threads, what the process was doing, and the memory of its devices."""
+    def write(self, reason: str, activity: Activity, device_lines: Callable[[], list[str]]) -> None:
+        """Write the stacks of all threads, what the process was doing, and then what is known of its devices."""
         doing = f" ({activity.doing})" if activity.doing else ""
         seconds = time.monotonic() - activity.since
         self._print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}")
         self._print(f"this process was {activity.phase}{doing}; its last progress was {seconds:.0f} s ago")
         faulthandler.dump_traceback(self._file, all_threads=True)
-        from shardplan.runtime.device_memory import device_memory  # imports JAX, which has started
-
-        for device, memory in device_memory().items():
-            self._print(f"{device}: {size_text(memory.in_use, memory.limit)} in use, peak {size_text(memory.peak)}")
+        for line in device_lines():
+            self._print(line)
 
     def arm(self) -> None:
         """Have them written unless this is called again in time."""
-        faulthandler.dump_traceback_later(GIL_S, file=self._file)
+        with self._lock:
+            if not self._file.closed:
+                faulthandler.dump_traceback_later(GIL_S, file=self._file)
 
     def move(self, path: Path) -> None:
         """Go on in another file, such as one in the folder of the run."""
-        before = self._file, self._path
-        self._path = path
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-        self._register()
-        before[0].close()
-        self._file.write(before[1].read_text(encoding="utf-8"))
-        self._file.flush()
-        before[1].unlink()
+        with self._lock:
+            file, before = self._file, self._path
+            self._file, self._path = open(path, "a", encoding="utf-8"), path  # noqa: SIM115
+            self._register()
+            file.close()
+            self._print(before.read_text(encoding="utf-8"), end="")
+            before.unlink()
 
     def close(self) -> None:
         """Write no more; a file in which nothing is, is removed."""
-        faulthandler.cancel_dump_traceback_later()
-        if _is_main_thread():
-            faulthandler.unregister(signal.SIGUSR1)
-        self._file.close()
-        if self._path.stat().st_size == 0:
-            self._path.unlink()
+        with self._lock:
+            faulthandler.cancel_dump_traceback_later()
+            if _is_main_thread():
+                faulthandler.unregister(signal.SIGUSR1)
+            self._file.close()
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
 
     def _register(self) -> None:
         faulthandler.cancel_dump_traceback_later()
         if _is_main_thread():
             faulthandler.register(signal.SIGUSR1, self._file)
 
-    def _print(self, line: str) -> None:
-        print(line, file=self._file, flush=True)
+    def _print(self, line: str, end: str = "\n") -> None:
+        print(line, end=end, file=self._file, flush=True)
 
 
 _stacks: Stacks | None = None

@@ -13,11 +13,12 @@ from importlib import metadata
 import jax
 
 from shardplan.errors import ShardplanError
+from shardplan.runtime.device_memory import describe_device_memory
 from shardplan.runtime.environment import ProcessVariables
 from shardplan.runtime.private_jax import abandon_coordination, coordinator_address, key_value_store
 from shardplan.runtime.processes.hub import Member
-from shardplan.runtime.processes.link import Link, open_link, start_hub
-from shardplan.runtime.processes.messages import Kind, host_and_port
+from shardplan.runtime.processes.link import Link, end_together, open_link, start_hub
+from shardplan.runtime.processes.messages import host_and_port
 from shardplan.runtime.processes.watch import Watch
 from shardplan.runtime.progress import print_note
 
@@ -25,12 +26,9 @@ PACKAGES = ("shardplan", "jax", "jaxlib", "libtpu", "haliax", "marin-haliax", "l
 """Packages of which all processes must have the same version."""
 STORE_KEY, STORE_LIMIT_S = "shardplan/hub", 300
 """Where process 0 says how to reach the hub, if JAX has connected the processes already; and how long others wait."""
-END = "end"
-"""Name of the exchange in which a process waits for the others at its end."""
 logger = logging.getLogger(__name__)
 _link: Link | None = None
 _watch: Watch | None = None
-_has_ended = False
 
 
 def connect_processes(variables: ProcessVariables, facts: Mapping[str, str]) -> None:
@@ -62,42 +60,28 @@ def current_watch() -> Watch:
     global _link, _watch
     if jax.process_count() == 1:
         _watch = _watch or Watch()
+        _watch.device_lines = describe_device_memory
         return _watch
     if _link is None:  # connected by the caller, or by the cluster
         _link = _open_through_store()
+    _link.device_lines = describe_device_memory
     return _link
 
 
-def end_together() -> None:
-    """Wait until all processes of the run have come to their end.
-
-    JAX would wait as well, and after 100 s end this process by SIGABRT if another one was lost or is stuck.
-
-    Raises:
-        PeerError: another process will never come to its end; this one need not wait for it when it exits.
-    """
-    global _has_ended
-    if _link is None or _has_ended:
-        return
-    _has_ended = True
-    try:
-        with _link.work():
-            _link.send(Kind.GATHER, name=END, value=None)
-            _link.wait_for(Kind.GATHER, END)
-    except ShardplanError:
-        abandon_coordination()
-        raise
-
-
 def _end() -> None:
-    """End a program, whichever way it ends."""
+    """End a program, whichever way it ends.
+
+    JAX would wait for the others, and after 100 s end this process by SIGABRT if one of them was lost or is stuck.
+    """
     if hasattr(sys, "last_value"):  # it has failed: the others learn of it when the connection ends
         abandon_coordination()
         return
     if _link is not None and _link.problem is not None:  # it came when this process had done its part
         logger.error("%s", _link.problem)
-    with contextlib.suppress(ShardplanError):
+    try:
         end_together()
+    except ShardplanError:
+        abandon_coordination()
 
 
 def _open_through_store() -> Link:
@@ -115,9 +99,14 @@ def _open_through_store() -> Link:
     return link
 
 
-def _member(index: int, count: int, facts: Mapping[str, str]) -> Member:
+def package_versions() -> dict[str, str]:
+    """Return the version of Python, and of every package of `PACKAGES` that is installed."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    return Member(index, count, socket.gethostname(), os.getpid(), {**versions, **facts})
+    return versions
+
+
+def _member(index: int, count: int, facts: Mapping[str, str]) -> Member:
+    return Member(index, count, socket.gethostname(), os.getpid(), {**package_versions(), **facts})

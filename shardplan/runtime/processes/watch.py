@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from shardplan.errors import PeerError, ShardplanError, one_line
+from shardplan.runtime.environment import STARTED
 from shardplan.runtime.processes.activity import Activity, describe_stall, is_stalled
 from shardplan.runtime.processes.places import THREAD_PREFIX, find_place
 from shardplan.runtime.processes.stacks import current_stacks
@@ -23,13 +24,14 @@ class Watch:
 
     def __init__(self) -> None:
         """Begin to watch."""
-        self._started = time.monotonic()
-        self.activity = Activity(since=self._started)
+        self.activity = Activity(since=time.monotonic())
         """What this process is doing."""
+        self.device_lines: Callable[[], list[str]] = list
+        """Returns what is known of the devices, for the file of stacks."""
         self._problem: ShardplanError | None = None
         self._changed = threading.Condition()
         self._depth = 0
-        self._phase_started = self._started
+        self._phase_started = STARTED
         self._seconds: dict[str, float] = {}
         threading.Thread(target=self._beat, name=f"{THREAD_PREFIX}watch", daemon=True).start()
 
@@ -93,7 +95,7 @@ class Watch:
         """Keep why this process cannot go on, and act on it while its main thread may be stuck."""
         stacks = current_stacks()
         if self._depth > 0 and stacks is not None:  # before the main thread goes on
-            stacks.write(str(problem), self.activity)
+            stacks.write(str(problem), self.activity, self.device_lines)
             problem = type(problem)(f"{problem}; what this process was doing is in {stacks.path}")
         with self._changed:
             if self._problem is not None:

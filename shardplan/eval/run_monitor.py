@@ -1,0 +1,153 @@
+"""What watches an evaluation: its records, its tracker, and whether memory, arrays and speed are those of the plan."""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from shardplan.config.command_flags import MonitoringConfig
+from shardplan.eval.loop import LoopStatistics
+from shardplan.eval.tracking import open_tracker, step_metrics
+from shardplan.hardware import parse_slice
+from shardplan.monitoring.audit import audit
+from shardplan.monitoring.environment_record import describe_process, describe_run
+from shardplan.monitoring.gate import WARM_UP_STEPS, describe_slowness, least_ratio
+from shardplan.monitoring.goodput import ATTEMPTS, Attempt, describe_goodput, now_text
+from shardplan.monitoring.heartbeat import write_heartbeats
+from shardplan.monitoring.memory import (
+    STARTED,
+    STEPPED,
+    MemoryUse,
+    describe_memory,
+    largest,
+    measure_memory,
+    warn_of_excess,
+)
+from shardplan.monitoring.profile import StepProfile
+from shardplan.monitoring.records import AUDIT, ENVIRONMENT, GOODPUT, MEMORY, STACKS, RunRecords
+from shardplan.plan.plan import Plan
+from shardplan.runtime.devices import is_first_process
+from shardplan.runtime.processes.group import ProcessGroup
+from shardplan.runtime.processes.stacks import current_stacks
+
+logger = logging.getLogger(__name__)
+
+GOODPUT_S = 60.0
+"""Seconds between two versions of goodput.json."""
+
+
+class RunMonitor:
+    """Watches one evaluation."""
+
+    def __init__(
+        self, config: MonitoringConfig, plan: Plan, processes: ProcessGroup, records: RunRecords, tracker: Any
+    ):
+        """Begin an attempt; every process makes one."""
+        self._plan, self._processes, self._records, self._tracker = plan, processes, records, tracker
+        self._least_ratio = least_ratio(config.gate, parse_slice(plan.hardware.slice).is_cpu)
+        self._stops, self._started = config.gate.stop, now_text()
+        is_profiled = config.profile_all or is_first_process()
+        self._profile = StepProfile(config.profile if is_profiled else None)
+        self._earlier: list[dict[str, Any]] = []
+        if is_first_process():
+            self._earlier = json.loads(records.read(GOODPUT) or "{}").get(ATTEMPTS, [])
+        self._stages: dict[str, MemoryUse] = {}
+        self._written = time.monotonic()
+        self.too_slow: str | None = None
+        """Why the run is to be stopped, if it is."""
+
+    def start(self) -> None:
+        """Record what all processes run on."""
+        described = self._processes.gather("environment", describe_process())
+        if is_first_process():
+            self._records.write(ENVIRONMENT, describe_run(self._plan, described))
+        self.record_memory(STARTED)
+
+    def audit(self, module: Any) -> None:
+        """Record that the arrays of a model are as planned.
+
+        Raises:
+            ConfigError: one is not.
+        """
+        table = audit(module, self._plan)
+        if is_first_process():
+            self._records.write(AUDIT, table)
+
+    def record_memory(self, stage: str) -> None:
+        """Record the memory in use after a stage of the run; every process calls this."""
+        uses = self._processes.gather(f"memory {stage}", vars(measure_memory()))
+        use = self._stages[stage] = largest(MemoryUse(**each) for each in uses.values())
+        if is_first_process():
+            warn_of_excess(self._plan, stage, use)
+            self._records.write(MEMORY, describe_memory(self._plan, self._stages))
+
+    def on_step(self, statistics: LoopStatistics, done: int, total: int) -> None:
+        """Track a step, and judge the speed once the run is warm.
+
+        Args:
+            done: windows that have results, those of earlier runs included.
+            total: windows of the run.
+        """
+        self._tracker.log(step_metrics(statistics, self._plan, done, total), step=statistics.timed_steps)
+        self._profile.on_step(statistics.timed_steps)
+        if statistics.timed_steps == 0:
+            self.record_memory(STEPPED)
+        if not is_first_process():
+            return
+        if statistics.timed_steps == WARM_UP_STEPS and self._least_ratio is not None:
+            self._judge(statistics, self._least_ratio)
+        if time.monotonic() - self._written > GOODPUT_S:
+            self.record_time(statistics, is_completed=False)
+
+    def record_time(self, statistics: LoopStatistics, is_completed: bool) -> None:
+        """Record where the time went."""
+        self._written = time.monotonic()
+        self._records.write(GOODPUT, describe_goodput(self._earlier, self._attempt(statistics, is_completed)))
+
+    def stop_profile(self) -> None:
+        """End a trace that has fewer steps than it should."""
+        self._profile.stop()
+
+    def _judge(self, statistics: LoopStatistics, least: float) -> None:
+        assert statistics.step_seconds is not None
+        problem = describe_slowness(statistics.step_seconds, self._plan, least, self._attempt(statistics, False))
+        if problem is None:
+            return
+        if self._stops:
+            self.too_slow = problem
+        else:
+            logger.warning("%s", problem)
+
+    def _attempt(self, statistics: LoopStatistics, is_completed: bool) -> Attempt:
+        return Attempt(
+            self._started, self._processes.phase_seconds(), statistics.seconds, statistics.waiting_seconds,
+            statistics.blocked_seconds, statistics.stalled_seconds, statistics.windows, is_completed,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def open_monitor(config: MonitoringConfig, output: str, plan: Plan, processes: ProcessGroup) -> Iterator[RunMonitor]:
+    """Watch an evaluation until the block ends; every process enters it.
+
+    Args:
+        output: the results folder.
+
+    Raises:
+        ConfigError: the tracker cannot be started, or the folder not be written to.
+    """
+    with contextlib.ExitStack() as stack:
+        tracker = stack.enter_context(open_tracker(config.tracker, output, plan))
+        records = RunRecords(output, jax.process_index())
+        stack.callback(records.close)
+        stacks = current_stacks()
+        if stacks is not None and records.is_local:  # a process that is stuck cannot upload them
+            stacks.move(records.own_file(STACKS))
+        stack.enter_context(write_heartbeats(processes.watch, records))
+        monitor = RunMonitor(config, plan, processes, records, tracker)
+        stack.callback(monitor.stop_profile)
+        monitor.start()
+        yield monitor

@@ -1,0 +1,1 @@
+"""What a run with devices records of itself, and how it notices that it is not as planned."""

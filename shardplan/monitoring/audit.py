@@ -1,0 +1,115 @@
+"""Compares the arrays of a model with what was planned for them: axes, type, sharding and bytes per device.
+
+An array that is replicated though it was planned sharded may be a hundred times as large on every device, and nothing
+fails: JAX runs the same program, slowly or until memory is full.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import haliax as hax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardplan.errors import ConfigError
+from shardplan.hardware import GIB
+from shardplan.model.inspect import axes_of, named_leaves
+from shardplan.plan.plan import ParameterPlan, Plan
+
+SHOWN = 3
+"""Most arrays that an error names."""
+
+
+@dataclass(frozen=True)
+class AuditedArray:
+    """An array of a model, and what differs from the plan."""
+
+    path: str
+    axes: dict[str, int]
+    dtype: str
+    spec: PartitionSpec | None
+    """None if its sharding is not of named mesh axes."""
+    bytes_per_device: int
+    difference: str
+    """What is not as planned; empty if all is."""
+
+
+def audit(model: Any, plan: Plan) -> str:
+    """Check that every array of a model is as planned, and return a table of them.
+
+    Args:
+        model: a Levanter model with its arrays.
+
+    Raises:
+        ConfigError: an array has other axes, another type or another sharding, or is missing; the line names it.
+    """
+    arrays = audit_arrays(model, plan)
+    problems = [f"{each.path} {each.difference}" for each in arrays if each.difference]
+    missing = {each.path for each in plan.parameters} - {each.path for each in arrays}
+    problems += [f"{path} is missing" for path in sorted(missing)]
+    if problems:
+        more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
+        raise ConfigError(
+            f"not as planned: {'; '.join(problems[:SHOWN])}{more}; load the model with this plan, and let nothing "
+            "reshard it"
+        )
+    return format_audit(arrays)
+
+
+def audit_arrays(model: Any, plan: Plan) -> list[AuditedArray]:
+    """Return every array of a model, compared with its plan."""
+    planned = {parameter.path: parameter for parameter in plan.parameters}
+    return [_audit_array(path, leaf, planned.get(path), plan) for path, leaf in named_leaves(model)]
+
+
+def _audit_array(path: str, leaf: Any, planned: ParameterPlan | None, plan: Plan) -> AuditedArray:
+    array = leaf.array if isinstance(leaf, hax.NamedArray) else leaf
+    axes = {axis.name: axis.size for axis in axes_of(leaf)}
+    sharding = array.sharding
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else None
+    nbytes = array.dtype.itemsize
+    for size in sharding.shard_shape(array.shape):
+        nbytes *= size
+    difference = "" if planned is None else _difference(array, axes, spec, nbytes, planned, plan)
+    return AuditedArray(path, axes, str(array.dtype), spec, nbytes, difference)
+
+
+def _difference(
+    array: Any, axes: dict[str, int], spec: PartitionSpec | None, nbytes: int, planned: ParameterPlan, plan: Plan
+) -> str:
+    """Return what is not as planned of an array; empty if all is."""
+    if axes and axes != planned.axes:
+        return f"has the axes {axes}, planned are {planned.axes}"
+    dtype = plan.workload.param_dtype
+    if str(array.dtype) != dtype:
+        return f"is {array.dtype}, planned is {dtype}"
+    expected = PartitionSpec(*(tuple(each) if each else None for each in planned.spec))
+    sharding = array.sharding
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is not None and dict(mesh.shape) != plan.mesh:
+        return f"is on the mesh {dict(mesh.shape)}, planned is {plan.mesh}"
+    if mesh is None or not sharding.is_equivalent_to(NamedSharding(mesh, expected), array.ndim):
+        actual = "replicated" if sharding.is_fully_replicated else f"sharded by {spec or sharding}"
+        planned_text = "replicated" if not any(planned.spec) else f"sharded by {expected}"
+        return (
+            f"is {actual}, planned is {planned_text} ({nbytes / GIB:.2f} instead of "
+            f"{planned.bytes_per_device / GIB:.2f} GiB per device)"
+        )
+    return ""
+
+
+def format_audit(arrays: list[AuditedArray]) -> str:
+    """Return a table of arrays as text, a line each."""
+    rows = [("array", "axes", "type", "sharding", "bytes per device", "")]
+    rows += [
+        (
+            each.path, " ".join(f"{name}:{size}" for name, size in each.axes.items()), each.dtype, str(each.spec),
+            f"{each.bytes_per_device:,}", each.difference or "as planned",
+        )
+        for each in arrays
+    ]  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]
+    total = sum(each.bytes_per_device for each in arrays)
+    return "\n".join([*(line.rstrip() for line in lines), f"{total:,} bytes per device", ""])

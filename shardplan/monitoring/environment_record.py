@@ -1,0 +1,44 @@
+"""What a process runs on: written to env.json, and read when two runs of one plan differ."""
+
+import os
+import platform
+import socket
+import sys
+from typing import Any
+
+import jax
+
+from shardplan.plan.plan import CHECKSUM, Plan
+from shardplan.runtime.processes.start import package_versions
+
+PREFIXES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "MEGASCALE_", "OMP_")
+"""Beginnings of the environment variables that change how JAX runs."""
+
+
+def describe_process() -> dict[str, Any]:
+    """Return the host, the devices, the versions and the environment variables of this process."""
+    devices = jax.local_devices()
+    return {
+        "process": jax.process_index(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "cpus": os.cpu_count(),
+        "platform": platform.platform(),
+        "versions": package_versions(),
+        "devices": [str(device) for device in devices],
+        "device_kind": devices[0].device_kind,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
+    }
+
+
+def describe_run(plan: Plan, processes: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return what all processes run on, and the plan that they have.
+
+    Args:
+        processes: process -> its `describe_process`.
+    """
+    return {
+        "command": sys.argv,
+        "plan": {"model": plan.model.name, "slice": plan.hardware.slice, CHECKSUM: plan.to_json()[CHECKSUM]},
+        "processes": [values for _, values in sorted(processes.items())],
+    }

@@ -1,0 +1,37 @@
+"""Whether a run is as fast as its plan predicts, and where its time goes if it is not. Pure."""
+
+from shardplan.config.sections import GateConfig
+from shardplan.monitoring.goodput import Attempt
+from shardplan.plan.plan import Plan
+
+WARM_UP_STEPS = 10
+"""Steps before a run is judged."""
+TPU_FACTOR = 0.3
+"""Least ratio of the rate to that of the plan on TPUs; the times of plans for CPUs only rank them."""
+
+
+def least_ratio(config: GateConfig, is_cpu: bool) -> float | None:
+    """Return the ratio of a run's rate to that of its plan below which it is too slow; None if it is not judged."""
+    if config.factor is not None:
+        return config.factor or None
+    return None if is_cpu else TPU_FACTOR
+
+
+def describe_slowness(step_seconds: float, plan: Plan, least: float, attempt: Attempt) -> str | None:
+    """Return why a run is too slow; None if it is fast enough.
+
+    Args:
+        step_seconds: mean time of a step.
+        least: least ratio of its rate to that of the plan.
+        attempt: the time of the run so far.
+    """
+    ratio = plan.cost.step_seconds / step_seconds
+    if ratio >= least:
+        return None
+    tokens = plan.workload.batch * plan.workload.position
+    return (
+        f"{tokens / step_seconds:,.0f} tokens/s is {ratio:.2g} of the {tokens / plan.cost.step_seconds:,.0f} that the "
+        f"plan predicts, below gate.factor {least:g}; in {attempt.steps:.1f} s of steps the host waited "
+        f"{attempt.blocked:.1f} s for the devices, and these {attempt.waiting:.1f} s for inputs; stalls took "
+        f"{attempt.stalled:.1f} s"
+    )

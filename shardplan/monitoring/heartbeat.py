@@ -1,0 +1,59 @@
+"""What this process does, a line every few seconds: heartbeat-N.jsonl."""
+
+import contextlib
+import json
+import resource
+import threading
+import time
+from collections.abc import Iterator
+
+from shardplan.monitoring.records import HEARTBEAT, RunRecords
+from shardplan.runtime.device_memory import device_memory
+from shardplan.runtime.processes.places import THREAD_PREFIX
+from shardplan.runtime.processes.watch import Watch
+
+HEARTBEAT_S, UPLOAD_S = 10.0, 60.0
+"""Seconds between two lines, and between two copies of the file to a remote folder."""
+
+
+@contextlib.contextmanager
+def write_heartbeats(watch: Watch, records: RunRecords) -> Iterator[None]:
+    """Write a line about this process every few seconds until the block ends, and a last one then."""
+    path, stop = records.own_file(HEARTBEAT), threading.Event()
+
+    def write() -> None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(_describe(watch)) + "\n")
+
+    def run() -> None:
+        uploaded = time.monotonic()
+        with contextlib.suppress(OSError):  # of a full disk, which the results report
+            while not stop.wait(HEARTBEAT_S):
+                write()
+                if time.monotonic() - uploaded >= UPLOAD_S:
+                    uploaded = time.monotonic()
+                    records.upload()
+
+    thread = threading.Thread(target=run, name=f"{THREAD_PREFIX}heartbeat", daemon=True)
+    thread.start()
+    try:
+        write()
+        yield
+    finally:
+        stop.set()
+        thread.join(HEARTBEAT_S)
+        write()
+
+
+def _describe(watch: Watch) -> dict[str, object]:
+    activity, memory = watch.activity, device_memory().values()
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "phase": activity.phase,
+        "done": activity.done,
+        "doing": activity.doing,
+        "seconds_without_progress": round(time.monotonic() - activity.since, 1),
+        "device_bytes": max((each.in_use for each in memory), default=None),
+        "device_peak_bytes": max((each.peak for each in memory), default=None),
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }

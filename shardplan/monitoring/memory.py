@@ -1,0 +1,74 @@
+"""How much memory a run uses at each of its stages, beside what was planned: memory.json."""
+
+import logging
+import math
+import resource
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from shardplan.hardware import GIB
+from shardplan.plan.plan import Plan
+from shardplan.runtime.device_memory import device_memory
+from shardplan.runtime.progress import size_text
+
+logger = logging.getLogger(__name__)
+
+EXCESS = 1.1
+"""Ratio of measured to planned memory that is logged as a warning."""
+STARTED, LOADED, COMPILED, STEPPED = "started", "loaded", "compiled", "first step"
+"""Stages of a run."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of a process, or the most of several, bytes."""
+
+    arrays: int
+    """Arrays of JAX, on the device that has most of them."""
+    in_use: int | None
+    """Memory in use, on the device where it is most; None for devices that do not say."""
+    peak: int | None
+    """Most that was in use so far, on such a device."""
+    host: int
+    """Most memory of the process on its host so far."""
+
+
+def measure_memory() -> MemoryUse:
+    """Return the memory that this process uses."""
+    by_device: Counter[Any] = Counter()
+    for array in jax.live_arrays():
+        nbytes = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        by_device.update(dict.fromkeys(array.sharding.addressable_devices, nbytes))
+    devices = device_memory().values()
+    return MemoryUse(
+        max(by_device.values(), default=0),
+        max((each.in_use for each in devices), default=None),
+        max((each.peak for each in devices), default=None),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def largest(uses: Iterable[MemoryUse]) -> MemoryUse:
+    """Return the most of several processes."""
+    columns = zip(*(vars(each).values() for each in uses), strict=True)
+    return MemoryUse(*(max((each for each in column if each is not None), default=None) for column in columns))  # type: ignore[arg-type]
+
+
+def describe_memory(plan: Plan, stages: dict[str, MemoryUse]) -> dict[str, Any]:
+    """Return what was planned, and what was measured at each stage."""
+    return {"planned": asdict(plan.memory), "measured": {stage: asdict(use) for stage, use in stages.items()}}
+
+
+def warn_of_excess(plan: Plan, stage: str, use: MemoryUse) -> None:
+    """Log if a stage uses clearly more memory of a device than was planned."""
+    planned = {LOADED: plan.memory.parameters, STEPPED: plan.memory.peak}.get(stage)
+    measured = use.in_use if stage == LOADED else use.peak
+    if planned is not None and measured is not None and measured > EXCESS * planned and measured - planned > GIB / 10:
+        logger.warning(
+            "memory after stage '%s': %s per device, planned are %s; memory.json has the parts",
+            stage, size_text(measured), size_text(planned),
+        )  # fmt: skip
