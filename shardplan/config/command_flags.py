@@ -41,11 +41,10 @@ class PlanConfig:
     """What the plan must keep: mlp=model, params.embed=replica+data (stored parameters), position= (replicated), or of
     one tensor q_proj.weight:kv_head=model,embed=data."""
     forbid: tuple[str, ...] = ()
-    """What the plan must not shard: vocab (in computations), params.vocab (stored), or, over some mesh axes only,
-    mlp=replica and params.mlp=data."""
+    """What the plan must not shard: vocab (in computations), params.vocab (stored), mlp=replica (over that)."""
     expressible: bool = False
-    """Only plans that Levanter's flat keys can express: one mesh axis per logical axis, the batch over replica and data,
-    positions unsharded. What this costs is printed."""
+    """Only plans that Levanter's flat keys can express: one mesh axis per logical axis, the batch over replica and
+    data, positions unsharded. What this costs is printed."""
     levanter_schema: TrainerSchema = INSTALLED_SCHEMA
     """Schema of the printed trainer section: flat (levanter 1.2) or mesh (marin-levanter)."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})

@@ -178,7 +178,7 @@ class CompilerConfig:
     """How the TPU compiler is run."""
 
     program: CompiledProgram = CompiledProgram.STEP
-    """The program to compile: step (that of workload.kind), or load (the assembly of Levanter's loader)."""
+    """What to compile: step (of workload.kind), or load (by Levanter's loader)."""
     jobs: int | None = None
     """Compiles at a time; default: one per processor."""
     seconds: int = 1200
