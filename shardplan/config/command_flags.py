@@ -41,7 +41,7 @@ class PlanConfig:
     """What the plan must keep: mlp=model, params.embed=replica+data (stored parameters), position= (replicated), or of
     one tensor q_proj.weight:kv_head=model,embed=data."""
     forbid: tuple[str, ...] = ()
-    """What the plan must not shard: vocab (in computations), params.vocab (stored), mlp=replica (over that)."""
+    """What the plan must not shard: vocab, params.vocab (as stored), or mlp=replica (over that axis)."""
     expressible: bool = False
     """Only plans that Levanter's flat keys can express: one mesh axis per logical axis, the batch over replica and
     data, positions unsharded. What this costs is printed."""
@@ -167,7 +167,7 @@ class MonitoringConfig:
 
 
 @dataclass(frozen=True)
-class EvalCommand(LoadingConfig, CompilingConfig, MonitoringConfig):
+class EvalCommand(MonitoringConfig, LoadingConfig, CompilingConfig):
     """Plan, stream the checkpoint into the plan, evaluate text, and write the results."""
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -177,7 +177,7 @@ class EvalCommand(LoadingConfig, CompilingConfig, MonitoringConfig):
     output: str = "results/eval"
     """Folder of the results, in which an interrupted run goes on."""
     precision_study: int | None = None
-    """Of extraction: score so many windows in bfloat16 and in float32, and print the differences."""
+    """Of extraction: score so many windows in bfloat16 and in float32, and compare."""
     dry_run: bool = False
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
     json: str | None = None

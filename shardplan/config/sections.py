@@ -165,7 +165,7 @@ class GateConfig:
     """What is done about a run that is slower than its plan."""
 
     factor: float | None = None
-    """Least ratio of its speed to the plan's, once it is warm; default: 0.3 on TPUs, and 0, for any, on CPUs."""
+    """Least ratio of its speed to the plan's, once warm; default: 0.3 on TPUs, 0 on CPUs."""
     stop: bool = False
     """Stop a run that is slower, with exit code 7; by default a warning says so."""
 
