@@ -18,6 +18,7 @@ COMMANDS = {
     "lm_eval": "lm_eval",
     "checkpoint": "checkpoint",
     "checkpoint convert": "convert",
+    "doctor": "doctor",
 }
 """Command -> its module in `shardplan.commands`, imported by name: a command pays for its own imports only."""
 

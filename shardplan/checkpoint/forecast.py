@@ -20,7 +20,7 @@ from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedu
 from shardplan.checkpoint.transfer.stream import choose_transfer_dtype, transfer_limits
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer
 from shardplan.config.command_flags import CheckpointCommand
-from shardplan.hardware import GIB, Slice, parse_slice, place_mesh
+from shardplan.hardware import GIB, parse_slice, place_mesh
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
@@ -110,7 +110,7 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
     param_dtype = np.dtype(jnp.dtype(plan.workload.param_dtype))
     itemsizes = {path: choose_transfer_dtype(view, stored.dtypes, param_dtype).itemsize for path, view in views.items()}
     limits = transfer_limits(int(config.load.gib * GIB), hardware.is_cpu)
-    bandwidth = _network_bandwidth(hardware)
+    bandwidth = hardware.host_network_bandwidth
     speeds = Speeds(read=bandwidth, exchange=hardware.generation.link_bandwidth)
     schedule = make_schedule(views, sources, specs, itemsizes, mesh, limits, speeds)
     arrays, processes = _summarise(schedule, views, sources)
@@ -154,12 +154,6 @@ def _summarise(
         strategy = _strategy_text(transfers[0].strategy)
         arrays.append(ArrayForecast(path, total.bytes, len(transfers), total.count, strategy))
     return arrays, processes
-
-
-def _network_bandwidth(hardware: Slice) -> float:
-    """Return the bytes per second of all network cards of a host."""
-    chips = math.prod(min(n, host) for n, host in zip(hardware.torus, hardware.generation.host_chips, strict=False))
-    return hardware.generation.network_bandwidth * chips
 
 
 def _strategy_text(strategy: ReadStrategy) -> str:

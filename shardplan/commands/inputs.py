@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shardplan.config import PlanConfig
-from shardplan.config.command_flags import EvalCommand, PlanCommand, VerifyCommand
+from shardplan.config.command_flags import DoctorCommand, EvalCommand, PlanCommand, VerifyCommand
 
 
 def input_paths(config: PlanConfig) -> list[str]:
@@ -14,7 +14,7 @@ def input_paths(config: PlanConfig) -> list[str]:
             paths.append(config.lint)
         case VerifyCommand():
             paths += config.against
-        case EvalCommand():
+        case EvalCommand() | DoctorCommand():
             paths.append(config.data.path)
     return [path for path in paths if path]
 

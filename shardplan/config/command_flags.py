@@ -224,11 +224,33 @@ class ConvertCommand(LoadingConfig):
     """With --dry_run: write the Plan as JSON to this path, or to stdout with `-`."""
 
 
+@dataclass(frozen=True)
+class DoctorCommand(CompilingConfig):
+    """Check in seconds what does not fit on this host, before a run is started on it; needs no configuration."""
+
+    load: LoadConfig = field(default_factory=LoadConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    output: str = "results/eval"
+    """Folder of the results."""
+    json: str | None = None
+    """Write the findings as JSON to this path, or to stdout with `-`."""
+
+    def __post_init__(self) -> None:
+        if self.model.ref or self.model.config or self.plan:
+            super().__post_init__()
+
+    @property
+    def makes_windows(self) -> bool:
+        """Whether windows are made later, whose length is known then; nothing is planned here."""
+        return True
+
+
 COMMANDS: dict[str, type[PlanConfig]] = {
     "plan": PlanCommand,
     "verify": VerifyCommand,
     "eval": EvalCommand,
     "checkpoint": CheckpointCommand,
     "checkpoint convert": ConvertCommand,
+    "doctor": DoctorCommand,
 }
 """Name -> configuration."""

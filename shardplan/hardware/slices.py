@@ -49,6 +49,16 @@ class Slice:
         return self.slices * math.prod(self.torus) * self.generation.devices_per_chip
 
     @property
+    def host_chips(self) -> int:
+        """Chips of one host."""
+        return math.prod(min(n, host) for n, host in zip(self.torus, self.generation.host_chips, strict=False))
+
+    @property
+    def host_network_bandwidth(self) -> float:
+        """Bytes per second of all network cards of a host."""
+        return self.generation.network_bandwidth * self.host_chips
+
+    @property
     def wraps(self) -> tuple[bool, ...]:
         """Whether each torus dimension is a ring, with a link between its two ends."""
         pod = self.generation.sizes[-1]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax._src import distributed
+from jax._src import distributed, hardware_utils
 from jax._src.clusters import ClusterEnv
 from jax._src.lib import _jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -68,6 +68,8 @@ def _check() -> None:
         problems.append("clusters are not detected")
     if not hasattr(_jax, "get_distributed_runtime_service"):
         problems.append("there is no coordination service")
+    if not hasattr(hardware_utils, "num_available_tpu_chips_and_device_id"):
+        problems.append("TPU chips are not counted")
     if problems:
         raise ConfigError(
             f"jax {jax.__version__} does not fit shardplan: {'; '.join(problems)}; install one of those it is tested "
@@ -95,6 +97,12 @@ def detect_cluster() -> tuple[str, int, int] | None:
     detected = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, DETECTION_S)
     address, count, index, _ = detected
     return None if address is None or count is None or index is None else (address, count, index)
+
+
+def count_tpu_chips() -> tuple[int, str]:
+    """Return how many TPU chips are on the PCI bus of this host, and their generation ("" if there is none)."""
+    chips, version = hardware_utils.num_available_tpu_chips_and_device_id()
+    return chips, version.name if version is not None else ""
 
 
 def process_count() -> int:

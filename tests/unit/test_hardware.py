@@ -52,6 +52,13 @@ def test_several_slices(name, slices, devices, torus):
     assert (hardware.slices, hardware.devices, hardware.torus) == (slices, devices, torus)
 
 
+@pytest.mark.parametrize(("name", "chips"), [("v4-256", 4), ("v3-8", 4), ("2xv6e-16", 4), ("v5e-1", 1), ("cpu-8", 1)])
+def test_a_host_of_a_slice(name, chips):
+    hardware = parse_slice(name)
+    assert hardware.host_chips == chips
+    assert hardware.host_network_bandwidth == chips * hardware.generation.network_bandwidth
+
+
 def test_standard_sizes_by_torus():
     for generation in GENERATIONS.values():
         for torus in generation.sizes:

@@ -38,7 +38,7 @@ def modules_after_command(command: str, *argv: str, code: int) -> set[str]:
         "import shardplan.__main__",
         "import shardplan.config",
         "import shardplan.hardware",
-        "from shardplan.commands import checkpoint, convert, diff, eval, plan, verify",
+        "from shardplan.commands import checkpoint, convert, diff, doctor, eval, plan, verify",
         "from shardplan.plan import attention_plan, diff, mesh_axes, pins, plan, workload",
         "from shardplan.levanter_config import flat_schema, levanter_file, mesh_schema, model_section",
         "from shardplan.levanter_config import schema, section, trainer_section, writer",
@@ -62,6 +62,7 @@ MISTAKES = {
     "checkpoint": ("checkpoint", "--schedule", "--model=lama"),
     "plan": ("plan", "--plan=missing.json"),
     "json": ("plan", CONFIG, "--json=."),
+    "doctor": ("doctor", CONFIG, "--json=."),
 }
 
 

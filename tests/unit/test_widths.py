@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import re
+from functools import partial
 
 import pytest
 from conftest import GOLDEN
@@ -12,6 +13,7 @@ from test_verdicts import FITS, TOO_LARGE
 from shardplan import config as configuration
 from shardplan.checkpoint.forecast import ArrayForecast, Forecast
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume
+from shardplan.doctor.findings import Check, Finding, Level
 from shardplan.explain.what_if import Variant
 from shardplan.explain.why_not import WhyNot
 from shardplan.lint.edits import diff_trainers
@@ -20,6 +22,7 @@ from shardplan.lint.repair import Repair, Review
 from shardplan.plan.diff import diff_plans
 from shardplan.plan.plan import Plan
 from shardplan.report.diff import print_difference
+from shardplan.report.doctor import print_findings
 from shardplan.report.evaluation import print_evaluation
 from shardplan.report.explain import print_what_if, print_why
 from shardplan.report.lint import print_review, review_json
@@ -234,6 +237,24 @@ def test_a_pipe_has_the_width_that_columns_says(monkeypatch):
         else:
             monkeypatch.setenv("COLUMNS", value)
         assert console(io.StringIO()).width == width
+
+
+def test_findings_of_a_host():
+    findings = {
+        Check.VERSIONS: [Finding(Level.OK, "Python 3.12.3, jax 0.11.2, jaxlib 0.11.2")],
+        Check.COORDINATOR: [
+            Finding(Level.ERROR, "port 1234: in use", "process 0 listens there", "end what listens there, or " * 5),
+            Finding(Level.ERROR, "host-0 does not resolve"),
+        ],
+        Check.DISK: [],
+    }
+    printed = assert_readable(partial(print_findings, "host-3"), findings)
+    for text in printed.values():
+        first, second, *_, last = text.splitlines()
+        assert first == "host-3: 2 errors, 1 ok"
+        assert second == "ok       versions     Python 3.12.3, jax 0.11.2, jaxlib 0.11.2"
+        assert "port 1234: in use; required: process 0 listens there; remedy: end what" in " ".join(text.split())
+        assert last == "error    coordinator  host-0 does not resolve"
 
 
 def test_words_that_are_longer_than_the_console_keep_their_own_line():

@@ -19,7 +19,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,13 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardplan.errors import CheckpointError, ConfigError, one_line
-from shardplan.storage import File, open_folder
-from shardplan.storage.listing import list_files
 from shardplan.storage.stream import FileStream
+from shardplan.storage.text_files import PARQUET, PLAIN_TEXT, open_text_files
 
-PLAIN_TEXT, JSON_LINES, PARQUET = (".txt",), (".jsonl", ".jsonl.gz", ".jsonl.zst"), (".parquet",)
-ENDINGS = (*PLAIN_TEXT, *JSON_LINES, *PARQUET)
-"""Endings of the files that can be read; case does not matter."""
 PIECE = 2**16
 """Characters of a piece of a text."""
 READ_BYTES = 2**24
@@ -84,8 +79,8 @@ def open_texts(path: str, limit: int | None = None) -> TextStore:
     """Read all texts of a file or folder into a store.
 
     Args:
-        path: a file with one of `ENDINGS`, or a folder of them, whose files are taken in the order of their names; on a
-            local disk, in an object store or on a web server.
+        path: a file with one of the endings above, or a folder of them, whose files are taken in the order of their
+            names; on a local disk, in an object store or on a web server.
         limit: most texts to read; None for all.
 
     Raises:
@@ -138,7 +133,7 @@ def _append(store: Any, id_: str, parts: Iterator[str]) -> Text:
 
 def _texts(path: str) -> Iterator[tuple[str, str, Iterator[str]]]:
     """Yield id, place and parts of every text of a file or folder."""
-    files = _open_files(path)
+    files = open_text_files(path)
     for name, file in files:
         stream = io.BufferedReader(FileStream(file), READ_BYTES)
         prefix = f"{name}:" if len(files) > 1 else ""
@@ -150,27 +145,6 @@ def _texts(path: str) -> Iterator[tuple[str, str, Iterator[str]]]:
             yield from _read_parquet(file.name, stream, prefix)
         else:
             yield from _read_lines(file.name, _decompress(lower, stream), prefix)
-
-
-def _open_files(path: str) -> list[tuple[str, File]]:
-    """Return name and file of the file that `path` names, or of those with known endings in the folder."""
-    folder_ref, _, name = path.rpartition("/")
-    if path.lower().endswith(ENDINGS):
-        if "://" not in path and not Path(path).is_file():
-            raise ConfigError(f"data.path {path} does not exist")
-        file = open_folder(folder_ref or (str(Path(path).parent))).open(name)
-        if file is None:
-            raise ConfigError(f"data.path {path} does not exist")
-        return [(name, file)]
-    if "://" not in path and not Path(path).is_dir():
-        problem = f"ends in none of {', '.join(ENDINGS)}" if Path(path).exists() else "does not exist"
-        raise ConfigError(f"data.path {path} {problem}; name a file with one of these endings, or a folder of them")
-    folder = open_folder(path)
-    names = [name for name in list_files(path) if name.lower().endswith(ENDINGS)]
-    files = [(name, file) for name in names if (file := folder.open(name)) is not None]
-    if not files:
-        raise ConfigError(f"data.path {path} holds no file that ends in one of {', '.join(ENDINGS)}")
-    return files
 
 
 def _decode(name: str, stream: Any) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Checks of one host before a run is started on it: one module a concern, each in a process of its own."""

@@ -1,0 +1,98 @@
+"""Environment variables that contradict each other, the slice, or the compiler options of the plan."""
+
+import os
+from collections.abc import Iterator, Mapping
+
+from shardplan.doctor.findings import Finding, Level
+from shardplan.doctor.subject import Subject
+from shardplan.runtime.environment import (
+    ADDRESS,
+    PLATFORMS,
+    PROCESS_COUNT,
+    PROCESS_ID,
+    read_process_variables,
+)
+from shardplan.search.compiler_options import PLANNED
+
+XLA_FLAGS, LIBTPU_FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
+LIBTPU_PREFIXES = ("xla_tpu_", "xla_jf_")
+"""Beginnings of options that only libtpu knows; JAX ends the process if XLA_FLAGS has an option that it does not."""
+
+
+def check(subject: Subject) -> Iterator[Finding]:
+    """Check the variables of processes and platforms, and the compiler's flags."""
+    problems = [*_process_problems(subject), *_platform_problems(subject), *_flag_problems(subject)]
+    yield from problems or [Finding(Level.OK, _summary())]
+
+
+def _process_problems(subject: Subject) -> Iterator[Finding]:
+    variables = read_process_variables()
+    if variables.address is None and os.environ.get(PROCESS_ID, "0") != "0":
+        yield Finding(
+            Level.WARNING,
+            f"{PROCESS_ID} is {os.environ[PROCESS_ID]}, and {ADDRESS} is not set: this process would run alone",
+            remedy=f"set {ADDRESS} and {PROCESS_COUNT} as well, or none of the three",
+        )
+    hardware = subject.tpu_slice
+    if variables.address is None or hardware is None:
+        return
+    hosts = hardware.devices // hardware.generation.devices_per_chip // hardware.host_chips
+    if variables.count != hosts:
+        yield Finding(
+            Level.WARNING,
+            f"{PROCESS_COUNT} is {variables.count}",
+            f"{hosts}, one for each host of {hardware.name}",
+            f"start one process on each host, with {PROCESS_COUNT}={hosts}",
+        )
+
+
+def _platform_problems(subject: Subject) -> Iterator[Finding]:
+    platforms = os.environ.get(PLATFORMS, "")
+    hardware = subject.tpu_slice
+    if hardware is not None and platforms and "tpu" not in platforms.split(","):
+        yield Finding(
+            Level.ERROR,
+            f"{PLATFORMS} is {platforms!r}: JAX does not use the TPU",
+            f"tpu, for {hardware.name}",
+            f"unset {PLATFORMS}",
+        )
+
+
+def _flag_problems(subject: Subject) -> Iterator[Finding]:
+    own, libtpu = (flags_of(os.environ.get(name, "")) for name in (XLA_FLAGS, LIBTPU_FLAGS))
+    misplaced = [name for name in own if name.startswith(LIBTPU_PREFIXES)]
+    if misplaced:
+        yield Finding(
+            Level.ERROR,
+            f"{XLA_FLAGS} has {', '.join(misplaced)}, which only libtpu knows: JAX ends the process",
+            remedy=f"set it in {LIBTPU_FLAGS}",
+        )
+    for name, planned in _compiler_options(subject).items():
+        for variable, flags in ((XLA_FLAGS, own), (LIBTPU_FLAGS, libtpu)):
+            if name in flags and flags[name] != planned and name not in misplaced:
+                yield Finding(
+                    Level.WARNING,
+                    f"{variable} sets {name} to {flags[name]}",
+                    f"{planned}: the plan's times are for that, and its step is compiled with it",
+                    f"leave it out of {variable}",
+                )
+
+
+def flags_of(text: str) -> Mapping[str, str]:
+    """Return the flags of a variable such as XLA_FLAGS: name -> value; true for a flag without a value."""
+    pairs = (word.removeprefix("--").partition("=") for word in text.split() if word.startswith("--"))
+    return {name: value if separator else "true" for name, separator, value in pairs}
+
+
+def _compiler_options(subject: Subject) -> Mapping[str, str]:
+    """Return the options that the step is compiled with; for a plan that is not made yet, those of all plans."""
+    if subject.plan is not None:
+        return subject.plan.compiler_options
+    return PLANNED if subject.tpu_slice is not None else {}
+
+
+def _summary() -> str:
+    names = (ADDRESS, PROCESS_COUNT, PROCESS_ID, PLATFORMS, XLA_FLAGS, LIBTPU_FLAGS)
+    return (
+        ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or "no variable of JAX is set"
+    )

@@ -1,0 +1,54 @@
+"""What a check of this host finds."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    """How much a finding matters to a run."""
+
+    OK = "ok"
+    """It fits."""
+    WARNING = "warning"
+    """A run can start, and may be slow or fail later."""
+    ERROR = "error"
+    """A run on this host fails."""
+
+
+class Check(StrEnum):
+    """A concern; `shardplan.doctor.run` names the module that checks it."""
+
+    VERSIONS = "versions"
+    IMPORTS = "imports"
+    DEVICES = "devices"
+    MEMORY = "memory"
+    DISK = "disk"
+    OUTPUT = "output"
+    ENVIRONMENT = "environment"
+    COORDINATOR = "coordinator"
+    CHECKPOINT = "checkpoint"
+    TEXTS = "texts"
+    PLAN = "plan"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check."""
+
+    level: Level
+    measured: str
+    """What is the case, on one line. The message of an error of `shardplan.errors` has its remedy at the end."""
+    required: str = ""
+    """What a run needs, if `measured` does not say it."""
+    remedy: str = ""
+    """What to do, if it is not ok and `measured` does not say it."""
+
+
+Findings = dict[Check, list[Finding]]
+"""The results of each check that was made."""
+
+
+def worst_level(findings: Findings) -> Level:
+    """Return the worst level of all findings."""
+    levels = {finding.level for each in findings.values() for finding in each}
+    return next((level for level in (Level.ERROR, Level.WARNING) if level in levels), Level.OK)

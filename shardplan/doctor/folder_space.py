@@ -1,0 +1,39 @@
+"""Whether files can be written in a folder, and how much room is left there."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from shardplan.doctor.findings import Finding, Level
+from shardplan.hardware import GIB
+from shardplan.runtime.progress import size_text
+
+PROBE = bytes(2**20)
+"""What is written to try it: a full disk and a used-up quota take a name, and no data."""
+ROOM = GIB
+"""Free bytes below which there is a warning."""
+
+
+def check_folder(key: str, folder: str, unwritable: Level = Level.ERROR) -> Finding:
+    """Write a temporary file in a folder, or in the nearest one around it that exists.
+
+    Args:
+        key: name of the folder for people, such as a configuration key.
+        unwritable: how much it matters if nothing can be written there.
+    """
+    path = Path(folder).expanduser().absolute()
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(PROBE)
+            file.flush()
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        where = "" if existing == path else f" ({existing})"
+        remedy = f"make room, or name another folder in {key}"
+        return Finding(unwritable, f"{key} {folder!r} cannot be written: {error.strerror}{where}", remedy=remedy)
+    measured = f"{key} {folder!r}: {size_text(free)} free"
+    if free < ROOM:
+        return Finding(Level.WARNING, measured, size_text(ROOM), f"make room, or name another folder in {key}")
+    return Finding(Level.OK, measured)

@@ -1,0 +1,39 @@
+"""The memory that a process can still have: what the host has, and what its control groups leave. Linux only."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+MEMINFO, OWN_GROUP, GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+VERSION_2 = "0::"
+"""Beginning of the line that names the control group of version 2, which containers limit memory by."""
+
+
+def available_bytes() -> tuple[int, str]:
+    """Return the memory that this process can still have, and what limits it if that is not the host's memory."""
+    (line,) = (line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
+    available, source = int(line.split()[1]) * 1024, ""
+    for group in _control_groups():
+        left = _left_in(group)
+        if left is not None and left < available:
+            available, source = left, f" (limit of the control group {group})"
+    return available, source
+
+
+def _control_groups() -> Iterator[Path]:
+    """Yield the folders of this process's control group, and of those around it."""
+    for line in OWN_GROUP.read_text().splitlines():
+        if line.startswith(VERSION_2):
+            group = GROUPS / line.removeprefix(VERSION_2).lstrip("/")
+            yield from (group, *(parent for parent in group.parents if parent.is_relative_to(GROUPS)))
+
+
+def _left_in(group: Path) -> int | None:
+    """Return the memory that is left in a control group; None if it has no limit."""
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        values = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:  # the group at the top has none of these files
+        return None
+    if limit == "max":
+        return None
+    return int(limit) - int(used) + int(values.get("inactive_file", 0))  # the page cache gives way

@@ -1,0 +1,39 @@
+"""Whether JAX and Levanter can be imported here, and have the functions that shardplan calls."""
+
+from collections.abc import Iterator
+from importlib import import_module, metadata
+
+from shardplan.doctor.findings import Finding, Level
+from shardplan.doctor.subject import Subject
+from shardplan.errors import ConfigError, one_line
+from shardplan.model.levanter_compat import LEVANTER_PACKAGES
+from shardplan.runtime.deferred_packages import defer_unused_packages
+from shardplan.runtime.environment import compute_on_cpu
+
+MODULES = ("jax", "shardplan.runtime.private_jax", "haliax", "levanter.models.lm_model", "shardplan.checkpoint.load")
+"""What a run imports first, in the order in which each needs those before it."""
+
+
+def check(subject: Subject) -> Iterator[Finding]:
+    """Import what a run imports, and start JAX on the CPU.
+
+    A flag in XLA_FLAGS that JAX does not know ends the process when JAX starts.
+    """
+    compute_on_cpu()
+    defer_unused_packages()
+    for name in MODULES:
+        try:
+            import_module(name)
+        except ConfigError as error:  # private_jax, of another version of JAX
+            yield Finding(Level.ERROR, str(error))
+            return
+        except Exception as error:  # of a package that does not fit another one, of any kind
+            yield Finding(
+                Level.ERROR,
+                f"{name} cannot be imported: {type(error).__name__}: {one_line(error)}",
+                remedy="install the versions that shardplan is tested with (the check of versions names them)",
+            )
+            return
+    import_module("jax").devices()
+    found = " and ".join(f"{package} {metadata.version(package)}" for package in ("jax", LEVANTER_PACKAGES[1]))
+    yield Finding(Level.OK, f"{found} can be imported, and JAX starts on the CPU")

@@ -1,0 +1,82 @@
+"""Host memory against what a load needs, shared memory, and the limit of open files."""
+
+import math
+import resource
+import shutil
+from collections.abc import Iterator
+
+from shardplan.checkpoint.format.index import read_index
+from shardplan.doctor.findings import Finding, Level
+from shardplan.doctor.host_memory import available_bytes
+from shardplan.doctor.subject import Subject
+from shardplan.errors import ShardplanError
+from shardplan.hardware import GIB
+from shardplan.plan.dtypes import itemsize
+from shardplan.runtime.progress import size_text
+from shardplan.storage import open_folder
+
+PROCESS_GIB = 1.0
+"""What a process holds beside the model and load.gib: JAX, Levanter, programs and texts.
+
+The process in docs/benchmarks/loader.md peaked at 0.45 GiB beside a model of 2.06 GiB, buffers of the load included.
+"""
+SHARED_MEMORY = "/dev/shm"
+SHARED_BYTES = 2**20
+"""What the semaphores of worker processes need of shared memory."""
+OPEN_FILES = 1024
+"""Enough for the files of a checkpoint, which are open at the same time (405B has 191), and for connections."""
+
+
+def check(subject: Subject) -> Iterator[Finding]:
+    """Check memory, shared memory and the limit of open files."""
+    yield _check_memory(subject)
+    yield _check_shared_memory()
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < OPEN_FILES and soft != resource.RLIM_INFINITY:
+        yield Finding(Level.WARNING, f"at most {soft} open files", str(OPEN_FILES), f"ulimit -n {4 * OPEN_FILES}")
+
+
+def _check_memory(subject: Subject) -> Finding:
+    available, source = available_bytes()
+    model, budget = model_bytes(subject), subject.config.load.gib
+    needed = int((budget + PROCESS_GIB) * GIB) + model
+    parts = f"load.gib {budget:g}, {PROCESS_GIB:g} GiB for the process"
+    if model:
+        parts += f", at least {size_text(model)} for the model, whose devices are CPUs"
+    required = f"{size_text(needed)}: {parts}"
+    measured = f"{size_text(available)} available{source}"
+    if available < needed:
+        return Finding(Level.ERROR, measured, required, "end other processes, or set a smaller load.gib")
+    return Finding(Level.OK, measured, required)
+
+
+def _check_shared_memory() -> Finding:
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError as error:
+        return Finding(Level.ERROR, f"{SHARED_MEMORY}: {error.strerror}", "shared memory", "mount a tmpfs there")
+    if free < SHARED_BYTES:
+        remedy = f"remove files in {SHARED_MEMORY}, or start the container with more (--shm-size)"
+        return Finding(Level.ERROR, f"{size_text(free)} free in {SHARED_MEMORY}", size_text(SHARED_BYTES), remedy)
+    return Finding(Level.OK, f"{size_text(free)} free in {SHARED_MEMORY}")
+
+
+def model_bytes(subject: Subject) -> int:
+    """Return what the model takes of this host's memory: nothing if its devices have their own.
+
+    Without a plan that is a lower bound, without a copy of any parameter; 0 if the checkpoint cannot be read.
+    """
+    hardware, config = subject.hardware, subject.config
+    if hardware is None or not hardware.is_cpu or subject.processes is None:
+        return 0
+    if subject.plan is not None:
+        per_device = sum(parameter.bytes_per_device for parameter in subject.plan.parameters)
+        return per_device * hardware.devices // subject.processes.count
+    if not config.model.ref:
+        return 0
+    try:
+        tensors = read_index(open_folder(config.model.ref))
+    except ShardplanError:  # the check of the checkpoint says why
+        return 0
+    elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    return elements * itemsize(config.workload.param_dtype) // subject.processes.count

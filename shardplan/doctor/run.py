@@ -1,0 +1,142 @@
+"""Runs the checks, each in a process of its own: one that hangs, or is ended by a signal, is a finding as well.
+
+All run at the same time, and those that have not ended within `LIMIT_S` seconds are killed.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+
+from shardplan.doctor.findings import Check, Finding, Findings, Level
+from shardplan.doctor.subject import Subject
+from shardplan.errors import ShardplanError, one_line
+
+LIMIT_S = 10.0
+"""Most seconds of a check."""
+LOG_BYTES = 2**16
+"""What a pipe holds: as much of a check's output is kept."""
+
+MODULES = {
+    Check.VERSIONS: "versions",
+    Check.IMPORTS: "imports",
+    Check.DEVICES: "devices",
+    Check.MEMORY: "memory",
+    Check.DISK: "disk",
+    Check.OUTPUT: "output",
+    Check.ENVIRONMENT: "environment",
+    Check.COORDINATOR: "coordinator",
+    Check.CHECKPOINT: "checkpoint",
+    Check.TEXTS: "texts",
+    Check.PLAN: "plan_file",
+}
+"""Check -> its module, whose function `check` returns findings. Imported by name, in the process of the check."""
+FIRST_IMPORT = "start doctor again: the first import reads all packages from the disk"
+REACH = "see whether this host reaches {}: network, credentials, mounts"
+LATE = {
+    Check.IMPORTS: FIRST_IMPORT,
+    Check.PLAN: FIRST_IMPORT,
+    Check.DEVICES: f"{FIRST_IMPORT}; then end other processes that use the TPU, turn transparent hugepages on, without "
+    "which it starts slowly, or restart the host",
+    Check.COORDINATOR: "see whether its host resolves, as with `getent hosts NAME`",
+    Check.CHECKPOINT: REACH.format("model.ref"),
+    Check.TEXTS: REACH.format("data.path"),
+    Check.OUTPUT: REACH.format("output"),
+    Check.DISK: "see whether a network file system hangs, as with `df`",
+}
+"""Check -> what to do if it takes too long."""
+SLOW = (Check.IMPORTS, Check.PLAN)
+"""Checks that import large packages: on a busy host, or for the first time, that takes long and means little."""
+FATAL_FLAG = "leave out of XLA_FLAGS what JAX does not know; options of libtpu belong in LIBTPU_INIT_ARGS"
+ENDED = {Check.IMPORTS: FATAL_FLAG, Check.DEVICES: FATAL_FLAG, Check.PLAN: FATAL_FLAG}
+"""Check -> what to do if its process ends."""
+
+
+def checks_of(subject: Subject) -> list[Check]:
+    """Return the checks that there is something for."""
+    named = {
+        Check.CHECKPOINT: subject.config.model.ref,
+        Check.TEXTS: subject.config.data.path,
+        Check.PLAN: subject.config.plan,
+    }
+    return [check for check in MODULES if named.get(check, True)]
+
+
+def run_checks(subject: Subject, on_done: Callable[[set[Check]], None]) -> Findings:
+    """Make all checks at the same time.
+
+    Args:
+        on_done: called with the checks that still run, whenever one has ended.
+    """
+    running = {process.result: process for process in (_CheckProcess(check, subject) for check in checks_of(subject))}
+    deadline = time.monotonic() + LIMIT_S
+    findings: Findings = {process.check: [] for process in running.values()}
+    try:
+        while running:
+            on_done({process.check for process in running.values()})
+            ready = connection.wait(list(running), max(0.0, deadline - time.monotonic()))
+            for result in ready or list(running):
+                assert isinstance(result, Connection)
+                process = running.pop(result)
+                findings[process.check] = process.receive() if ready else process.give_up()
+    finally:
+        for process in running.values():
+            process.kill()
+    return findings
+
+
+class _CheckProcess:
+    """The process of one check."""
+
+    def __init__(self, check: Check, subject: Subject) -> None:
+        """Start it."""
+        context = get_context("spawn")
+        self.check = check
+        self.result, result = context.Pipe(duplex=False)
+        self._log, log = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run_check, args=(check, subject, result, log), daemon=True)
+        self._process.start()
+        result.close()
+        log.close()
+
+    def receive(self) -> list[Finding]:
+        """Return what the check has found, or how its process has ended."""
+        try:
+            findings: list[Finding] = self.result.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode or 0
+            end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            lines = os.read(self._log.fileno(), LOG_BYTES).decode(errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+            measured = f"its process {end}: {one_line(RuntimeError(last))}"
+            return [Finding(Level.ERROR, measured, remedy=ENDED.get(self.check, ""))]
+        return findings
+
+    def give_up(self) -> list[Finding]:
+        """End a check that takes too long."""
+        self.kill()
+        level = Level.WARNING if self.check in SLOW else Level.ERROR
+        return [Finding(level, f"no result after {LIMIT_S:g} s", remedy=LATE.get(self.check, ""))]
+
+    def kill(self) -> None:
+        """End the process."""
+        self._process.kill()
+
+
+def _run_check(check: Check, subject: Subject, result: Connection, log: Connection) -> None:
+    """Make a check in this process, and send what it finds."""
+    # what libraries print is shown only if this process is ended by it; once the pipe is full it is lost
+    os.set_blocking(log.fileno(), False)
+    for descriptor in (1, 2):
+        os.dup2(log.fileno(), descriptor)
+    try:
+        findings = list(import_module(f"shardplan.doctor.{MODULES[check]}").check(subject))
+    except ShardplanError as error:
+        findings = [Finding(Level.ERROR, str(error))]
+    except ImportError as error:
+        findings = [Finding(Level.ERROR, one_line(error), remedy="see what the check of imports says")]
+    result.send(findings)

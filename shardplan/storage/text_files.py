@@ -1,0 +1,37 @@
+"""The files that hold texts, known by their endings."""
+
+from pathlib import Path
+
+from shardplan.errors import ConfigError
+from shardplan.storage import File, open_folder
+from shardplan.storage.listing import list_files
+
+PLAIN_TEXT, JSON_LINES, PARQUET = (".txt",), (".jsonl", ".jsonl.gz", ".jsonl.zst"), (".parquet",)
+ENDINGS = (*PLAIN_TEXT, *JSON_LINES, *PARQUET)
+"""Endings of the files that can be read; case does not matter."""
+
+
+def open_text_files(path: str) -> list[tuple[str, File]]:
+    """Open the file that `path` names, or those with known endings in the folder; returns name and file of each.
+
+    Raises:
+        ConfigError: no such file or folder, or one without texts.
+        CheckpointError: a file exists and cannot be opened.
+    """
+    folder_ref, _, name = path.rpartition("/")
+    if path.lower().endswith(ENDINGS):
+        if "://" not in path and not Path(path).is_file():
+            raise ConfigError(f"data.path {path} does not exist")
+        file = open_folder(folder_ref or (str(Path(path).parent))).open(name)
+        if file is None:
+            raise ConfigError(f"data.path {path} does not exist")
+        return [(name, file)]
+    if "://" not in path and not Path(path).is_dir():
+        problem = f"ends in none of {', '.join(ENDINGS)}" if Path(path).exists() else "does not exist"
+        raise ConfigError(f"data.path {path} {problem}; name a file with one of these endings, or a folder of them")
+    folder = open_folder(path)
+    names = [name for name in list_files(path) if name.lower().endswith(ENDINGS)]
+    files = [(name, file) for name in names if (file := folder.open(name)) is not None]
+    if not files:
+        raise ConfigError(f"data.path {path} holds no file that ends in one of {', '.join(ENDINGS)}")
+    return files
