@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 from test_eval import arguments, free_port
 
-HERE = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+HERE = os.pathsep.join(map(str, [Path(__file__).parent, ROOT / "scripts", ROOT]))
 LANES = ("--mesh.model", 2, "--mesh.data", 4)
 """A mesh in which both processes have results to write."""
 TIMEOUT = 120
@@ -30,9 +30,9 @@ def long_text(checkpoint, tmp_path_factory):
     return path
 
 
-def start(argv, count, ids=None, module="shardplan.eval", **environment):
+def start(argv, count, ids=None, address=None, module="shardplan.eval", **environment):
     """Start the processes `ids` of `count`."""
-    address = f"127.0.0.1:{free_port()}"
+    address = address or f"127.0.0.1:{free_port()}"
     return [
         subprocess.Popen(
             # shells have jobs in the background ignore SIGINT, and so these would
@@ -89,10 +89,7 @@ def test_a_process_is_never_started(checkpoint, tmp_path):
 def test_other_batches(checkpoint, tmp_path):
     argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r")
     address = f"127.0.0.1:{free_port()}"
-    processes = [
-        start([*argv, "--workload.batch", batch], 2, [i], JAX_COORDINATOR_ADDRESS=address)[0]
-        for i, batch in enumerate((4, 8))
-    ]
+    processes = [start([*argv, "--workload.batch", batch], 2, [i], address)[0] for i, batch in enumerate((4, 8))]
     codes, errors = finish(processes)
     assert codes == [2, 2], errors
     for error in errors:
@@ -114,7 +111,7 @@ def test_other_plans(checkpoint, tmp_path):
         assert done.returncode == 0, done.stderr
     address = f"127.0.0.1:{free_port()}"
     argv = [*argv[:6], "--plan"]
-    processes = [start([*argv, path], 2, [i], JAX_COORDINATOR_ADDRESS=address)[0] for i, path in enumerate(paths)]
+    processes = [start([*argv, path], 2, [i], address)[0] for i, path in enumerate(paths)]
     codes, errors = finish(processes)
     assert codes == [2, 2], errors
     for error in errors:
@@ -189,11 +186,18 @@ def test_a_train_step_in_which_one_process_is_stuck(place, line):
 )
 def test_a_main_thread_that_is_stuck(checkpoint, long_text, tmp_path, count, stuck, place, line):
     """The stacks are in the folder of the run, and so is what is there already."""
-    results = tmp_path / "r"
+    results, address = tmp_path / "r", f"127.0.0.1:{free_port()}"
     argv = [*arguments(checkpoint, long_text, results, *LANES), "--task.shard", 16, "--deadline.step", 5]
-    codes, errors = finish(start([stuck, place, *argv], count, module="stuck_eval", PYTHONPATH=HERE))
+    faults = [place if i == stuck else "none" for i in range(count)]
+    processes = [
+        *(
+            start([fault, *argv], count, [i], address, "faulty_eval", PYTHONPATH=HERE)[0]
+            for i, fault in enumerate(faults)
+        )
+    ]
+    codes, errors = finish(processes)
     reason = (
-        rf"process {stuck} is stuck while evaluating \(step \d+\), without progress for \d s, at stuck_eval\.py:\d+ "
+        rf"process {stuck} is stuck while evaluating \(step \d+\), without progress for \d s, at faulty_eval\.py:\d+ "
     )
     assert codes == [5] * count, errors
     for process, error in enumerate(errors):
@@ -201,7 +205,7 @@ def test_a_main_thread_that_is_stuck(checkpoint, long_text, tmp_path, count, stu
         assert re.search(rf"{reason}{line}; what this process was doing is in {file}$", line_of(error)), error
         text = file.read_text()
         assert "this process was evaluating (step" in text and "most recent call first" in text
-        assert ("stuck_eval.py" in text.replace("<module>", "").split("Thread")[-1]) or process != stuck
+        assert ("faulty_eval.py" in text.replace("<module>", "").split("Thread")[-1]) or process != stuck
         beats = [json.loads(each) for each in (results / f"heartbeat-{process}.jsonl").read_text().splitlines()]
         assert beats[0]["phase"] == "starting"
     assert json.loads((results / "env.json").read_text())["plan"]["slice"] == "cpu-8"

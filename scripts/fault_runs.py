@@ -1,0 +1,132 @@
+"""Processes of a run that something happens to: what they say, when, and how they end."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HUNG_S = 120.0
+"""Seconds after a fault after which a process that has not ended counts as hung."""
+LINE = re.compile(r"^(shardplan eval: |waiting for process|stopped after a whole shard)")
+"""Beginnings of lines that say what is wrong."""
+MESH = ("--mesh.model", "2", "--mesh.data", "4")
+"""With it both processes have results to write."""
+
+
+def free_port() -> int:
+    """Return a port that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """A process of a run, and the lines that it has written to stderr, with their times."""
+
+    def __init__(self, fault: str, argv: Sequence[str], address: str, count: int, index: int):
+        """Start it."""
+        self.lines: list[tuple[float, str]] = []
+        self.process = subprocess.Popen(
+            # shells have jobs in the background ignore SIGINT, and so these would
+            ["env", "--default-signal=INT", sys.executable, "scripts/faulty_eval.py", fault, *argv],
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            env={
+                **os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index),
+            },
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append((time.monotonic(), line.rstrip()))
+
+    def wait_for(self, pattern: str) -> None:
+        """Wait until it has written a line with a pattern, or has ended."""
+        deadline = time.monotonic() + HUNG_S
+        while not any(re.search(pattern, line) for _, line in self.lines):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+
+    def finish(self, deadline: float) -> int | None:
+        """Return its exit code; None if it hangs, in which case it is killed."""
+        try:
+            code = self.process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return None
+        self._reader.join(5)
+        return code
+
+
+@dataclass
+class Outcome:
+    """How a run with a fault ended."""
+
+    codes: list[int | None]
+    seconds: float | None
+    """From the fault to the first clear line; None if there is none."""
+    line: str
+    left: list[str] = field(default_factory=list)
+    """What is left behind that should not be."""
+
+
+class Run:
+    """A folder with results, and processes that work on them."""
+
+    def __init__(self, folder: Path, text: Path):
+        """Use the results folder `folder`."""
+        self.folder, self._text = folder, text
+        self.processes: list[Process] = []
+
+    def start(
+        self,
+        faults: Sequence[str] = ("none", "none"),
+        more: Sequence[Sequence[str]] = ((), ()),
+        ids: Sequence[int] = (0, 1),
+        addresses: Sequence[str] | None = None,
+    ) -> None:
+        """Start the processes `ids` of two, each with its fault, arguments and address of the hub."""
+        address = f"127.0.0.1:{free_port()}"
+        self.processes = []
+        for number, (fault, arguments, index) in enumerate(zip(faults, more, ids, strict=True)):
+            argv = [
+                "--config",
+                "configs/tiny.yaml",
+                "--data.path",
+                str(self._text),
+                "--output",
+                str(self.folder),
+                *MESH,
+            ]
+            argv += ["--task.shard", "64", "--deadline.step", "5", *arguments]
+            own = addresses[number] if addresses else address
+            self.processes.append(Process(fault, argv, own, 2, index))
+
+    def end(self, fault_at: float, spared: Sequence[int] = ()) -> Outcome:
+        """Wait for all processes but those that were stopped, which are killed then; return how they ended."""
+        deadline = time.monotonic() + HUNG_S
+        codes: dict[int, int | None] = {}
+        for i in [i for i in range(len(self.processes)) if i not in spared] + [*spared]:
+            if i in spared:
+                self.processes[i].process.kill()
+            codes[i] = self.processes[i].finish(deadline)
+        clear = sorted(
+            (at, line)
+            for process in self.processes
+            for at, line in process.lines
+            if LINE.match(line) and at >= fault_at
+        )
+        left = [str(path) for path in self.folder.rglob("*.partial")] if self.folder.exists() else []
+        seconds, line = (clear[0][0] - fault_at, clear[0][1]) if clear else (None, "")
+        return Outcome([codes[i] for i in sorted(codes)], seconds, line, left)

@@ -1,0 +1,79 @@
+"""`shardplan eval` with a fault: `python scripts/faulty_eval.py FAULT ARGUMENTS`.
+
+A process writes the name of each phase that it begins to stderr. FAULT is one of
+
+| fault | what happens |
+|---|---|
+| none | nothing |
+| io | when results are written, the main thread reads from a pipe that nobody writes to |
+| lock | then it takes a lock of Python that it has already |
+| version | it says that it has another version of jax |
+| cpus | it says that it has 8 times as many processors |
+| pause | it waits for 2 s in every phase, so that a signal reaches it there |
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+
+from shardplan.__main__ import main
+
+
+def read_pipe(*_):
+    reader, _ = os.pipe()
+    os.read(reader, 1)
+
+
+def take_lock(*_):
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def announce_phases(pause_s):
+    """Write phases to stderr, planning among them, and pause in each."""
+    from shardplan.checkpoint import session
+    from shardplan.runtime.processes.group import ProcessGroup
+
+    phase, make_plan = ProcessGroup.phase, session.make_plan
+
+    def announce(name):
+        print(f"phase: {name}", file=sys.stderr, flush=True)
+        time.sleep(pause_s)
+
+    @contextlib.contextmanager
+    def announced(group, name, *arguments):
+        with phase(group, name, *arguments) as advance:
+            announce(name)
+            yield advance
+
+    def announced_plan(*arguments, **named):
+        announce("planning")
+        return make_plan(*arguments, **named)
+
+    ProcessGroup.phase, session.make_plan = announced, announced_plan
+
+
+def inject(fault):
+    """Make this process have a fault."""
+    announce_phases(2.0 if fault == "pause" else 0.0)
+    if fault in ("io", "lock"):
+        from shardplan.eval.results_folder import ResultsFolder
+
+        ResultsFolder.write_part = {"io": read_pipe, "lock": take_lock}[fault]
+    elif fault == "version":
+        from shardplan.runtime.processes import start
+
+        versions = start.package_versions()
+        start.package_versions = lambda: {**versions, "jax": "0.0.1"}
+    elif fault == "cpus":
+        count = os.cpu_count()
+        os.cpu_count = lambda: 8 * count
+
+
+if __name__ == "__main__":
+    fault, *argv = sys.argv[1:]
+    inject(fault)
+    raise SystemExit(main("eval", argv))

@@ -1,0 +1,299 @@
+"""Runs of two processes that something happens to: when a clear line is there, how they end, and what is left.
+
+    python scripts/try_faults.py --runs 10 --output docs/benchmarks/faults.md
+    python scripts/try_faults.py --random 200 --seed 1
+
+The first runs every fault several times. The second injects one random fault after the other into one evaluation,
+which is started again until it is finished; its results must be equal, to the bit, to those of a run without faults.
+Both need the demo's checkpoint (`python3 scripts/run.py demo`), and fail if a process hangs or ends without a word.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from fault_runs import HUNG_S, ROOT, Outcome, Run, free_port
+
+DEMO = ROOT / "build" / "demo"
+PHASES = ("planning", "loading", "compiling", "evaluating")
+
+Fault = Callable[[Run], Outcome]
+
+
+def killed(number: int, index: int, phase: str) -> Fault:
+    """A signal to a process in a phase."""
+
+    def act(run: Run) -> Outcome:
+        run.start(("pause", "pause"))
+        run.processes[index].wait_for(f"phase: {phase}")
+        run.processes[1 - index].wait_for(f"phase: {phase}")
+        time.sleep(0.5)
+        at = time.monotonic()
+        run.processes[index].process.send_signal(number)
+        return run.end(at, [index] if number == signal.SIGSTOP else [])
+
+    return act
+
+
+def stuck(fault: str, index: int) -> Fault:
+    """A main thread that is stuck when results are written; the time counts from there, with a deadline of 5 s."""
+
+    def act(run: Run) -> Outcome:
+        run.start(tuple(fault if i == index else "none" for i in range(2)))
+        run.processes[index].wait_for("phase: evaluating")
+        return run.end(time.monotonic())
+
+    return act
+
+
+def different(faults: Sequence[str] = ("none", "none"), more: Sequence[Sequence[str]] = ((), ())) -> Fault:
+    """Two processes that differ; the time counts from their start."""
+
+    def act(run: Run) -> Outcome:
+        at = time.monotonic()
+        run.start(faults, more)
+        return run.end(at)
+
+    return act
+
+
+def never_started(run: Run) -> Outcome:
+    """Process 0 alone, until the wait is ended by Ctrl-C."""
+    at = time.monotonic()
+    run.start(("none",), ((),), (0,))
+    run.processes[0].wait_for("waiting for process 1")
+    run.processes[0].process.send_signal(signal.SIGINT)
+    return run.end(at)
+
+
+def started_twice(run: Run) -> Outcome:
+    """Process 0 twice; the one that came first waits for process 1, until it is ended by Ctrl-C."""
+    at = time.monotonic()
+    run.start(ids=(0, 0))
+    while all(each.process.poll() is None for each in run.processes) and time.monotonic() < at + HUNG_S:
+        time.sleep(0.02)
+    for each in run.processes:
+        if each.process.poll() is None:
+            each.process.send_signal(signal.SIGINT)
+    return run.end(at)
+
+
+def unreachable(run: Run) -> Outcome:
+    """Process 1 has an address at which nothing answers; its wait is ended by Ctrl-C."""
+    at = time.monotonic()
+    run.start(("none",), ((),), (1,))
+    run.processes[0].wait_for("waiting for process 0 at")
+    run.processes[0].process.send_signal(signal.SIGINT)
+    return run.end(at)
+
+
+def network_cut(run: Run) -> Outcome:
+    """The connection of process 1 to the hub carries nothing any more, without being closed."""
+    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        is_cut = threading.Event()
+
+        def pump(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(2**16):
+                    if not is_cut.is_set():
+                        target.sendall(data)
+
+        def forward() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    near, _ = server.accept()
+                    try:
+                        far = socket.create_connection(("127.0.0.1", port))
+                    except OSError:
+                        near.close()
+                        continue
+                    threading.Thread(target=pump, args=(near, far), daemon=True).start()
+                    threading.Thread(target=pump, args=(far, near), daemon=True).start()
+
+        threading.Thread(target=forward, daemon=True).start()
+        run.start(addresses=(f"127.0.0.1:{port}", f"127.0.0.1:{server.getsockname()[1]}"))
+        run.processes[0].wait_for("phase: evaluating")
+        run.processes[1].wait_for("phase: evaluating")
+        at = time.monotonic()
+        is_cut.set()
+        return run.end(at)
+
+
+def disk_full(run: Run) -> Outcome:
+    """The results folder is on a disk of 64 KiB; needs the right to mount one."""
+    run.folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(run.folder)], check=True)
+    try:
+        at = time.monotonic()
+        run.start()
+        return run.end(at)
+    finally:
+        subprocess.run(["umount", str(run.folder)], check=True)
+
+
+def make_faults(folder: Path) -> dict[str, tuple[Fault, set[int]]]:
+    """Return name of a fault -> what it does, and the exit codes that its processes may have."""
+    other = folder / "checkpoint"
+    if not other.exists():
+        shutil.copytree(DEMO, other)
+        weights = min(other.glob("*.safetensors"))
+        data = bytearray(weights.read_bytes())
+        data[-2] ^= 1
+        weights.write_bytes(data)
+    text = folder / "other.jsonl"
+    text.write_text(json.dumps({"id": "other", "text": "other text " * 200}) + "\n")
+    plan = folder / "plan.json"
+    if not plan.exists():
+        arguments = ["--config", "configs/tiny.yaml", "--mesh.model", "4", "--json", str(plan)]
+        subprocess.run(
+            [sys.executable, "-m", "shardplan.plan", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+        )
+    faults: dict[str, tuple[Fault, set[int]]] = {
+        "process 1 is never started": (never_started, {130}),
+        "process 0 is started twice": (started_twice, {2, 130}),
+        "nothing answers at the coordinator's address": (unreachable, {130}),
+        "another version of a package": (different(("none", "version")), {2}),
+        "another batch": (different(more=((), ("--workload.batch", "32"))), {2}),
+        "another Plan file": (different(more=((), ("--plan", str(plan)))), {2}),
+        "another checkpoint": (different(more=((), ("--model.ref", str(other)))), {2, 4}),
+        "other texts": (different(more=((), ("--data.path", str(text)))), {2}),
+        "8 times as many processors": (different(("none", "cpus")), {0}),
+        "the disk of the results is full": (disk_full, {2, 5}),
+        "the network to the hub is cut": (network_cut, {5}),
+    }
+    for index in (0, 1):
+        for phase in PHASES:
+            faults[f"SIGKILL of process {index} while {phase}"] = (killed(signal.SIGKILL, index, phase), {-9, 5})
+        faults[f"SIGSTOP of process {index} while evaluating"] = (killed(signal.SIGSTOP, index, "evaluating"), {-9, 5})
+        faults[f"SIGINT to process {index} while evaluating"] = (killed(signal.SIGINT, index, "evaluating"), {130, 5})
+        faults[f"SIGTERM to process {index} while evaluating"] = (killed(signal.SIGTERM, index, "evaluating"), {0})
+        for place in ("io", "lock"):
+            faults[f"process {index} is stuck in {place}"] = (stuck(place, index), {5})
+    return faults
+
+
+def write_text(path: Path, copies: int) -> None:
+    """Write a text for which an evaluation takes a few seconds."""
+    rows = [json.loads(line) for line in (DEMO / "heldout.jsonl").read_text().splitlines()]
+    lines = [json.dumps({"id": f"{row['id']} {i}", "text": row["text"]}) for i in range(copies) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def try_all(folder: Path, runs: int, pattern: str) -> tuple[list[tuple[str, ...]], int]:
+    """Run every fault whose name has a pattern; returns rows of a table, and the number of failures."""
+    text = folder / "text.jsonl"
+    write_text(text, 20)
+    rows, failures = [], 0
+    for name, (act, allowed) in make_faults(folder).items():
+        if not re.search(pattern, name):
+            continue
+        outcomes = []
+        for number in range(runs):
+            outcome = act(Run(folder / f"results-{number}", text))
+            shutil.rmtree(folder / f"results-{number}", ignore_errors=True)
+            is_silent = outcome.seconds is None and {*outcome.codes} != {0}
+            is_wrong = not {*outcome.codes} <= allowed or is_silent
+            failures += is_wrong
+            print(f"{'WRONG ' if is_wrong else ''}{name}: {outcome}", file=sys.stderr, flush=True)
+            outcomes.append(outcome)
+        seconds = [each.seconds for each in outcomes if each.seconds is not None]
+        times = f"{min(seconds):.1f} to {max(seconds):.1f}" if seconds else "-"
+        codes = " or ".join(sorted({", ".join(map(str, each.codes)) for each in outcomes}))
+        left = "; ".join(sorted({path for each in outcomes for path in each.left})) or "nothing"
+        line = re.sub(r"/\S+/", "", outcomes[0].line.partition("; what this")[0])[:150].replace("|", "\\|")
+        rows.append((name, str(runs), times, codes, left, line))
+    return rows, failures
+
+
+def try_random(folder: Path, count: int, seed: int) -> int:
+    """Inject random faults into one evaluation until it is finished, over and over; returns the number of failures."""
+    text = folder / "text.jsonl"
+    write_text(text, 20)
+    reference = Run(folder / "reference", text)
+    started = time.monotonic()
+    reference.start()
+    assert reference.end(started).codes == [0, 0], reference.processes[0].lines
+    duration = time.monotonic() - started
+    expected = pq.read_table(folder / "reference" / "windows.parquet")
+    chance, failures, finished = random.Random(seed), 0, 0
+    results = folder / "results"
+    for number in range(count):
+        kind = chance.choice(["SIGKILL", "SIGINT", "SIGTERM", "SIGSTOP", "io", "lock"])
+        index, delay = chance.randrange(2), chance.uniform(0, 1.2 * duration)
+        run = Run(results, text)
+        is_signal = kind.startswith("SIG")
+        run.start(tuple(kind if i == index and not is_signal else "none" for i in range(2)))
+        at = time.monotonic()
+        if is_signal:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.processes[index].process.wait(delay)
+            at = time.monotonic()
+            run.processes[index].process.send_signal(getattr(signal, kind))
+        outcome = run.end(at, [index] if kind == "SIGSTOP" else [])
+        survivors = [code for i, code in enumerate(outcome.codes) if i != index or not is_signal]
+        is_silent = outcome.line == "" and any(code not in (0, None, -9, -2, -15) for code in survivors)
+        is_wrong = None in outcome.codes or is_silent or not {*survivors} <= {0, 5, 130}
+        if (results / "summary.json").exists():
+            finished += 1
+            is_wrong |= not pq.read_table(results / "windows.parquet").equals(expected)
+            shutil.rmtree(results)
+        failures += is_wrong
+        told = outcome.seconds if outcome.seconds is None else round(outcome.seconds, 1)
+        verdict = f"WRONG {outcome.line}" if is_wrong else "right"
+        print(f"{number}: {kind} of process {index} at {delay:.1f} s: {outcome.codes}, line after {told} s: {verdict}")
+        sys.stdout.flush()
+    print(f"seed {seed}: {count} faults, {finished} finished runs with equal results, {failures} failures")
+    return failures
+
+
+def main() -> None:
+    """Run the faults that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=1, help="runs of every fault")
+    parser.add_argument("--only", default="", help="a pattern in the names of faults")
+    parser.add_argument("--output", help="write the table to this file")
+    parser.add_argument("--random", type=int, default=0, help="inject so many random faults instead")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="shardplan-faults-") as folder:
+        os.environ |= {
+            "JAX_COMPILATION_CACHE_DIR": f"{folder}/compiled",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        if given.random:
+            raise SystemExit(1 if try_random(Path(folder), given.random, given.seed) else 0)
+        rows, failures = try_all(Path(folder), given.runs, given.only)
+    head = ("fault", "runs", "s to the first clear line", "exit codes of 0, 1", "incomplete files left", "the line")
+    lines = ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]
+    text = f"""# Faults of runs of two processes
+
+`python scripts/try_faults.py --runs {given.runs} --output docs/benchmarks/faults.md`: the demo's evaluation in two
+processes of four virtual devices each. Times count from the signal; for processes that differ or are missing, from
+their start, of which the imports of JAX and Levanter take most; for a process that is stuck, from the beginning of the
+phase, with `deadline.step` 5.
+
+"""
+    text += "\n".join(lines) + "\n"
+    print(text)
+    if given.output:
+        Path(given.output).write_text(text, encoding="utf-8")
+    raise SystemExit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
