@@ -8,9 +8,11 @@ from shardplan.config.sections import (
     CompilerConfig,
     DataConfig,
     HardwareConfig,
+    LaunchConfig,
     LoadConfig,
     MeshConfig,
     ModelConfig,
+    Target,
     TaskConfig,
     TaskKind,
     TrackerSection,
@@ -188,6 +190,15 @@ class EvalCommand(LoadingConfig, CompilingConfig):
 
 
 @dataclass(frozen=True)
+class LaunchCommand(EvalCommand):
+    """Print what starts eval on every host of the slice, for a launcher; needs no accelerator and no weights."""
+
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    to: Target | None = None
+    """The launcher: gcloud, queued, xpk, skypilot, slurm or ray."""
+
+
+@dataclass(frozen=True)
 class CheckpointCommand(PlanConfig):
     """Print which process reads what of the checkpoint, and for how long; needs no weights."""
 
@@ -216,6 +227,7 @@ COMMANDS: dict[str, type[PlanConfig]] = {
     "plan": PlanCommand,
     "verify": VerifyCommand,
     "eval": EvalCommand,
+    "launch": LaunchCommand,
     "checkpoint": CheckpointCommand,
     "checkpoint convert": ConvertCommand,
 }
