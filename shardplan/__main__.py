@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": "eval",
     "eval compare": "compare",
     "lm_eval": "lm_eval",
+    "launch": "launch",
     "checkpoint": "checkpoint",
     "checkpoint convert": "convert",
     "doctor": "doctor",

@@ -38,14 +38,8 @@ def main(argv: Sequence[str]) -> None:
         if plan is not None and config.data.path is not None:
             print_forecast(config, plan)
         return
-    if config.data.path is None:
-        raise ConfigError("data.path is not set; name a file or folder of texts to evaluate, or use --dry_run")
-    if not config.model.ref and config.plan is None:
-        raise ConfigError("model.ref is not set; an evaluation needs the weights of a checkpoint, or use --dry_run")
-    if config.output == "-" or config.output.endswith(".json"):
-        raise ConfigError(
-            f"output is {config.output!r}; it must be a folder, such as results/eval: its summary.json has the results"
-        )
+    check_evaluation(config)
+    assert config.data.path is not None
     from shardplan.eval.texts.store import open_texts
 
     check_outputs(input_paths(config), json=config.json)
@@ -89,6 +83,22 @@ def main(argv: Sequence[str]) -> None:
     if config.task.kind is TaskKind.EXTRACTION:
         draw_extraction(config.output, summary, store)
     print_note(f"results written to {config.output}")
+
+
+def check_evaluation(config: EvalCommand) -> None:
+    """Check that a configuration names what an evaluation needs.
+
+    Raises:
+        ConfigError: there are no texts or no weights, or the output is no folder.
+    """
+    if config.data.path is None:
+        raise ConfigError("data.path is not set; name a file or folder of texts to evaluate, or use --dry_run")
+    if not config.model.ref and config.plan is None:
+        raise ConfigError("model.ref is not set; an evaluation needs the weights of a checkpoint, or use --dry_run")
+    if config.output == "-" or config.output.endswith(".json"):
+        raise ConfigError(
+            f"output is {config.output!r}; it must be a folder, such as results/eval: its summary.json has the results"
+        )
 
 
 def make_task(config: EvalCommand) -> "Task[Any]":

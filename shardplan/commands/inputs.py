@@ -19,6 +19,20 @@ def input_paths(config: PlanConfig) -> list[str]:
     return [path for path in paths if path]
 
 
+def local_inputs(config: EvalCommand) -> dict[str, str]:
+    """Return what an evaluation reads from the disk of each host, beside its configuration and plan: key -> path."""
+    from shardplan.model.bundled_configs import BUNDLED
+    from shardplan.storage import is_local
+
+    ref, model, texts = config.model.ref, config.model.config, config.data.path
+    inputs = {
+        "model.ref": ref if is_local(ref) else None,
+        "model.config": model if model not in BUNDLED else None,
+        "data.path": texts if texts and "://" not in texts else None,
+    }
+    return {key: path for key, path in inputs.items() if path}
+
+
 def check_model_config(config: PlanConfig) -> None:
     """Read the model's config.json, unless it is on another machine.
 

@@ -10,9 +10,11 @@ from shardplan.config.sections import (
     DeadlineConfig,
     GateConfig,
     HardwareConfig,
+    LaunchConfig,
     LoadConfig,
     MeshConfig,
     ModelConfig,
+    Target,
     TaskConfig,
     TaskKind,
     TrackerSection,
@@ -200,6 +202,15 @@ class EvalCommand(MonitoringConfig, LoadingConfig, CompilingConfig):
 
 
 @dataclass(frozen=True)
+class LaunchCommand(EvalCommand):
+    """Print what starts eval on every host of the slice, for a launcher; needs no accelerator and no weights."""
+
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    to: Target | None = None
+    """The launcher: gcloud, queued, xpk, skypilot, slurm or ray."""
+
+
+@dataclass(frozen=True)
 class CheckpointCommand(PlanConfig):
     """Print which process reads what of the checkpoint, and for how long; needs no weights."""
 
@@ -249,6 +260,7 @@ COMMANDS: dict[str, type[PlanConfig]] = {
     "plan": PlanCommand,
     "verify": VerifyCommand,
     "eval": EvalCommand,
+    "launch": LaunchCommand,
     "checkpoint": CheckpointCommand,
     "checkpoint convert": ConvertCommand,
     "doctor": DoctorCommand,

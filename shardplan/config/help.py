@@ -42,7 +42,7 @@ def add_keys(parser: argparse.ArgumentParser, cls: type, keys: Mapping[str, Key]
     """Add the keys of the configuration `cls` in groups, one per section."""
     parser.description = " ".join((cls.__doc__ or "").split())
     parser.usage = f"{parser.prog} --config FILE [--KEY VALUE ...]"
-    parser.add_argument("--config", "--config_path", metavar="FILE", action="append", help="YAML; later files win")
+    add_config(parser)
     parser.add_argument("--model", metavar="TEXT", help="model.config of a .json file or bundled name, else model.ref")
     own = {name: key for name, key in keys.items() if "." not in name}
     sections = groupby(((name, key) for name, key in keys.items() if "." in name), lambda item: item[1].section)
@@ -51,13 +51,18 @@ def add_keys(parser: argparse.ArgumentParser, cls: type, keys: Mapping[str, Key]
         purpose = (section.__doc__ or "").splitlines()[0].rstrip(".")
         group = parser.add_argument_group(f"{next(iter(items)).rpartition('.')[0]} - {purpose}")
         for name, key in items.items():
-            _add(group, name, key)
+            add_key(group, name, key)
     planning, options = parser.add_argument_group("planning"), parser.add_argument_group(f"options of {parser.prog}")
     for name, key in own.items():
-        _add(planning if key.section is PlanConfig else options, name, key)
+        add_key(planning if key.section is PlanConfig else options, name, key)
 
 
-def _add(group: Any, name: str, key: Key) -> None:
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names files of configuration."""
+    parser.add_argument("--config", "--config_path", metavar="FILE", action="append", help="YAML; later files win")
+
+
+def add_key(group: Any, name: str, key: Key) -> None:
     """Add the argument of one key: tuples take several values, booleans optionally one."""
     text = " ".join(key.documentation.split()).replace("%", "%%")
     if key.default not in (None, (), "", False):

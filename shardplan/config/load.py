@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -11,7 +11,7 @@ import yaml
 from draccus.utils import deflatten
 
 from shardplan.config.command_flags import COMMANDS, PlanConfig
-from shardplan.config.help import LOGGING_FLAGS, add_keys, make_parser
+from shardplan.config.help import LOGGING_FLAGS, add_config, add_key, add_keys, make_parser
 from shardplan.config.keys import Key, keys_of
 from shardplan.config.yaml_file import read_yaml
 from shardplan.errors import ConfigError, nearest
@@ -64,6 +64,16 @@ def parse_config(argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: 
     overrides = {name: _interpret(keys[name], _value(keys[name], text)) for name, text in arguments.items()}
     _check(overrides, keys, where="command line")
     return _build(cls, {**_read_files(files, keys), **overrides}, files)
+
+
+def other_arguments(argv: Sequence[str], cls: type[PlanConfig], own: Container[str]) -> list[str]:
+    """The arguments of the command `cls`, as they were written, without `--config` and the keys `own`."""
+    parser = make_parser(command_of(cls))
+    add_config(parser)
+    for name, key in keys_of(cls).items():
+        if name in own:
+            add_key(parser, name, key)
+    return parser.parse_known_args([_normalize(token) for token in argv])[1]
 
 
 def command_of(cls: type[PlanConfig]) -> str:

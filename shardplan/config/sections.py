@@ -1,5 +1,6 @@
 """The sections of a configuration that commands share. Imports no JAX."""
 
+import re
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
@@ -8,6 +9,8 @@ from shardplan.hardware import parse_slice
 from shardplan.model.axes import MAX_SIZE
 
 MIN_LOAD_GIB = 0.0625
+JOB_NAME = "[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
+"""What is a name for Google Cloud, Kubernetes and xpk."""
 
 
 class CompiledProgram(StrEnum):
@@ -202,6 +205,56 @@ class LoadConfig:
 
     def __post_init__(self) -> None:
         check_minimum("load.gib", self.gib, MIN_LOAD_GIB)
+
+
+class Target(StrEnum):
+    """A launcher that launch writes a script or manifest for."""
+
+    GCLOUD = "gcloud"
+    """A TPU VM, and its hosts through ssh."""
+    QUEUED = "queued"
+    """TPU VMs that are queued for, one or several slices."""
+    XPK = "xpk"
+    """A workload of a Kubernetes cluster (GKE)."""
+    SKYPILOT = "skypilot"
+    """A task of SkyPilot."""
+    SLURM = "slurm"
+    """A batch script of Slurm."""
+    RAY = "ray"
+    """A Python program that starts tasks of a Ray cluster."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How the processes of an evaluation are started on their hosts."""
+
+    name: str = "shardplan"
+    """Name of the job."""
+    zone: str | None = None
+    """Of gcloud, queued, xpk and skypilot: the zone of the slice, such as us-east5-b."""
+    cluster: str | None = None
+    """Of xpk: the Kubernetes cluster."""
+    image: str | None = None
+    """Of xpk: the container image, in which shardplan is installed."""
+    setup: str = ""
+    """Shell commands that every host runs first, to install shardplan or to activate its environment."""
+    environment: tuple[str, ...] = ()
+    """Variables for the processes, as NAME=value; they are readable in what is printed."""
+    logs: str = "logs"
+    """Of gcloud, queued and slurm: folder of the logs, one file per host."""
+    hosts: int | None = None
+    """Of slurm and ray: hosts that share the virtual devices of a cpu slice; default: 1. TPU slices have their own."""
+
+    def __post_init__(self) -> None:
+        check_minimum("launch.hosts", self.hosts, 1)
+        if not re.fullmatch(JOB_NAME, self.name):
+            raise ConfigError(
+                f"launch.name is {self.name!r}; it must begin with a letter, and be at most 40 lower-case letters, "
+                "digits and hyphens, for example 'my-job-2'"
+            )
+        for text in self.environment:
+            if not re.fullmatch(r"[A-Za-z_]\w*=.*", text, re.ASCII | re.DOTALL):
+                raise ConfigError(f"launch.environment has {text!r}; write NAME=value, for example 'HF_HOME=/data/hf'")
 
 
 def check_minimum(key: str, value: float | None, minimum: float) -> None:

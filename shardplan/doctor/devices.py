@@ -4,7 +4,6 @@ libtpu serves one process at a time, and in a slice of several hosts its start w
 seen without it comes first: chips, device files, the process that holds them. Then JAX starts on this host alone.
 """
 
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from shardplan.doctor import tpu_host
 from shardplan.doctor.findings import Finding, Level
 from shardplan.doctor.subject import Subject
 from shardplan.errors import one_line
-from shardplan.hardware import Slice
+from shardplan.hardware import Slice, chips_per_host
 from shardplan.verify.compiler.libtpu import INSTALL_LIBTPU
 
 PROCESS_CHIPS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
@@ -62,12 +61,12 @@ def _chip_problems(chips: int, generation: str, expected: Slice | None) -> Itera
     """Compare what is on the PCI bus with the slice."""
     if expected is None:
         return
-    required = f"{expected.host_chips} chips of {expected.generation.name} on each host of {expected.name}"
+    expected_chips = chips_per_host(expected)
+    required = f"{expected_chips} chips of {expected.generation.name} on each host of {expected.name}"
     remedy = "start the run on the hosts of that slice, or name the slice of this host in hardware.slice"
     if chips == 0:
         yield Finding(Level.ERROR, "no TPU chip on the PCI bus of this host", required, remedy)
-    # the 8 chips of a slice of 2x4 may be on one machine, whose hosts have 4 otherwise
-    elif generation != expected.generation.name or chips not in (expected.host_chips, math.prod(expected.torus)):
+    elif generation != expected.generation.name or chips != expected_chips:
         yield Finding(Level.ERROR, f"{chips} chips of {generation}", required, remedy)
 
 

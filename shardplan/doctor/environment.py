@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from shardplan.doctor.findings import Finding, Level
 from shardplan.doctor.subject import Subject
+from shardplan.hardware import host_count
 from shardplan.runtime.environment import (
     ADDRESS,
     PLATFORMS,
@@ -36,7 +37,7 @@ def _process_problems(subject: Subject) -> Iterator[Finding]:
     hardware = subject.tpu_slice
     if variables.address is None or hardware is None:
         return
-    hosts = hardware.devices // hardware.generation.devices_per_chip // hardware.host_chips
+    hosts = host_count(hardware)
     if variables.count != hosts:
         yield Finding(
             Level.WARNING,

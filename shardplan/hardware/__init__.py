@@ -1,5 +1,6 @@
 """Accelerator hardware: generations as data rows, slices by name, and the placement of meshes on their torus."""
 
+from shardplan.hardware.cloud import accelerator_type, chips_per_host, cloud_generation, host_count, topology
 from shardplan.hardware.collective_kind import CollectiveKind
 from shardplan.hardware.generations import GENERATIONS, Generation
 from shardplan.hardware.mesh_placement import MeshPlacement, place_mesh
@@ -12,8 +13,13 @@ __all__ = [
     "Generation",
     "MeshPlacement",
     "Slice",
+    "accelerator_type",
+    "chips_per_host",
+    "cloud_generation",
     "divisors",
+    "host_count",
     "parse_slice",
     "place_mesh",
     "standard_slices",
+    "topology",
 ]

@@ -49,14 +49,10 @@ class Slice:
         return self.slices * math.prod(self.torus) * self.generation.devices_per_chip
 
     @property
-    def host_chips(self) -> int:
-        """Chips of one host."""
-        return math.prod(min(n, host) for n, host in zip(self.torus, self.generation.host_chips, strict=False))
-
-    @property
     def host_network_bandwidth(self) -> float:
         """Bytes per second of all network cards of a host."""
-        return self.generation.network_bandwidth * self.host_chips
+        chips = math.prod(min(n, host) for n, host in zip(self.torus, self.generation.host_chips, strict=False))
+        return self.generation.network_bandwidth * chips
 
     @property
     def wraps(self) -> tuple[bool, ...]:

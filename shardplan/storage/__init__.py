@@ -16,7 +16,7 @@ from fsspec.registry import known_implementations, registry
 from shardplan.errors import ConfigError, nearest
 from shardplan.storage.folder import File, Folder, read_bytes
 
-__all__ = ["File", "Folder", "open_folder", "read_bytes"]
+__all__ = ["File", "Folder", "is_local", "open_folder", "read_bytes"]
 
 REPOSITORY = r"[\w.-]+/[\w.-]+(@[\w./-]+)?"
 """A model repository of the hub, with or without a revision."""
@@ -49,7 +49,7 @@ def open_folder(ref: str) -> Folder:
         from shardplan.storage.local import LocalFolder
 
         return LocalFolder(ref)
-    if re.fullmatch(REPOSITORY, ref) and not Path(ref).parent.is_dir():
+    if _is_repository(ref):
         from shardplan.storage.hub import HubFolder
 
         return HubFolder(ref)
@@ -58,3 +58,13 @@ def open_folder(ref: str) -> Folder:
     parent = Path(ref).parent
     siblings = [str(entry) for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
     raise ConfigError(f"checkpoint folder {ref} does not exist; {nearest(ref, siblings)}")
+
+
+def is_local(ref: str) -> bool:
+    """Return whether `ref` names a folder of this machine, which need not exist."""
+    return "://" not in ref and not _is_repository(ref)
+
+
+def _is_repository(ref: str) -> bool:
+    """Return whether `ref`, which is no folder, names a repository of the hub."""
+    return re.fullmatch(REPOSITORY, ref) is not None and not Path(ref).parent.is_dir()

@@ -36,7 +36,7 @@ COMMAND = re.compile(r"(?:\$ )?(?:[A-Z_]+=\S+ )*((?:python3?|shardplan|pytest|pi
 FILE = re.compile(r"[\w./-]+\.(?:yaml|jsonl?|txt|py)")
 MADE = ("build/", "results/")
 """Folders that the demo and other commands of the documentation write."""
-FILES_OF_THE_USER = {"texts.jsonl"}
+FILES_OF_THE_USER = {"texts.jsonl", "job.py"}
 OUTPUT_FLAGS = {"--json", "--to", "--output"}
 
 
@@ -53,12 +53,12 @@ def code_in_prose(page):
 
 
 def commands(page):
-    """The words of every command on a page, in listings and in sentences, without variables, comments and pipes."""
+    """The words of every command on a page, without variables, comments, pipes and the file that gets its output."""
     for line in [*(line for text in blocks(page, "") for line in text.splitlines()), *code_in_prose(page)]:
         match = COMMAND.fullmatch(line)
         if match and "..." not in line and line not in map("shardplan {}".format, COMMANDS):
             for part in re.split(r" (?:\||&&) ", match[1].partition("  #")[0]):
-                yield shlex.split(part)
+                yield shlex.split(re.sub(r" > \S+$", "", part.rstrip()))
 
 
 def shardplan_arguments(words):

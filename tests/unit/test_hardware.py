@@ -7,7 +7,15 @@ import re
 import pytest
 
 from shardplan.errors import ConfigError
-from shardplan.hardware import GENERATIONS, parse_slice, standard_slices
+from shardplan.hardware import (
+    GENERATIONS,
+    accelerator_type,
+    chips_per_host,
+    host_count,
+    parse_slice,
+    standard_slices,
+    topology,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,11 +60,43 @@ def test_several_slices(name, slices, devices, torus):
     assert (hardware.slices, hardware.devices, hardware.torus) == (slices, devices, torus)
 
 
-@pytest.mark.parametrize(("name", "chips"), [("v4-256", 4), ("v3-8", 4), ("2xv6e-16", 4), ("v5e-1", 1), ("cpu-8", 1)])
-def test_a_host_of_a_slice(name, chips):
+@pytest.mark.parametrize(("name", "chips"), [("v4-256", 4), ("2xv6e-16", 4), ("v5e-1", 1)])
+def test_the_network_of_a_host(name, chips):
     hardware = parse_slice(name)
-    assert hardware.host_chips == chips
     assert hardware.host_network_bandwidth == chips * hardware.generation.network_bandwidth
+
+
+@pytest.mark.parametrize(
+    ("name", "type_", "hosts", "chips"),
+    [
+        ("v3-8", "v3-8", 1, 4),
+        ("v4-256", "v4-256", 32, 4),
+        ("v4:4x4x8", "v4-256", 32, 4),
+        ("v4:8x4x4", "v4-256", 32, 4),
+        ("v4:4x4x12", None, 48, 4),
+        ("v5e-1", "v5litepod-1", 1, 1),
+        ("v5e-8", "v5litepod-8", 1, 8),
+        ("v5e-16", "v5litepod-16", 4, 4),
+        ("2xv5e-256", "v5litepod-256", 128, 4),
+        ("v5p-16", "v5p-16", 2, 4),
+        ("v6e-8", "v6e-8", 1, 8),
+        ("tpu7x-128", "tpu7x-128", 16, 4),
+    ],
+)
+def test_names_and_hosts_on_google_cloud(name, type_, hosts, chips):
+    hardware = parse_slice(name)
+    assert (accelerator_type(hardware), host_count(hardware), chips_per_host(hardware)) == (type_, hosts, chips)
+
+
+def test_topologies_on_google_cloud_are_ascending():
+    assert topology(parse_slice("v4:12x4x4")) == "4x4x12"
+
+
+def test_every_generation_has_its_names_on_google_cloud():
+    for generation in GENERATIONS.values():
+        for hardware in standard_slices(generation):
+            assert accelerator_type(hardware) == hardware.name.replace("v5e", "v5litepod")
+            assert host_count(hardware) * chips_per_host(hardware) == math.prod(hardware.torus)
 
 
 def test_standard_sizes_by_torus():

@@ -1,0 +1,77 @@
+"""The description of a job, from which the script of every launcher is written. Pure: no files, no devices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardplan.config.sections import LaunchConfig
+from shardplan.errors import ConfigError
+from shardplan.hardware import Slice, accelerator_type, chips_per_host, divisors, host_count, topology
+
+
+@dataclass(frozen=True)
+class EmbeddedFile:
+    """A file that is part of the script, which writes it to every host."""
+
+    flag: str
+    """The flag of eval that names it."""
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What runs on which hosts: the same command on each of them, one process a host."""
+
+    settings: LaunchConfig
+    hardware: Slice
+    hosts: int
+    """Number of hosts of all slices."""
+    files: Sequence[EmbeddedFile]
+    arguments: Sequence[str]
+    """What follows the files among the arguments of eval."""
+    inputs: Mapping[str, str]
+    """Configuration key -> its path, which every host must have."""
+    output: str
+    """The folder of the results, which process 0 writes."""
+
+    @property
+    def chips_per_host(self) -> int:
+        """Number of chips of each host; 0 for virtual CPU devices."""
+        return 0 if self.hardware.is_cpu else chips_per_host(self.hardware)
+
+    @property
+    def accelerator_type(self) -> str | None:
+        """Name of one slice on Google Cloud; None if only its topology describes it."""
+        return accelerator_type(self.hardware)
+
+    @property
+    def topology(self) -> str:
+        """Chips of one slice, as in `4x4x8`."""
+        return topology(self.hardware)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of every process: name -> value."""
+        parts = (text.partition("=") for text in self.settings.environment)
+        return {name: value for name, _, value in parts}
+
+
+def describe_job(
+    settings: LaunchConfig, hardware: Slice, files: Sequence[EmbeddedFile], arguments: Sequence[str],
+    inputs: Mapping[str, str], output: str,
+) -> Job:  # fmt: skip
+    """Describe the job of an evaluation on a slice.
+
+    Raises:
+        ConfigError: `launch.hosts` is not the number of hosts that the TPU slice has, or does not divide the virtual
+            devices.
+    """
+    hosts, given = (1 if hardware.is_cpu else host_count(hardware)), settings.hosts
+    if given is not None and not hardware.is_cpu and given != hosts:
+        raise ConfigError(f"launch.hosts is {given}, and {hardware.name} has {hosts} hosts; leave launch.hosts out")
+    if given is not None and hardware.is_cpu:
+        if hardware.devices % given:
+            near = min(divisors(hardware.devices), key=lambda n: abs(n - given))
+            raise ConfigError(f"launch.hosts {given} does not divide the devices of {hardware.name}; use {near}")
+        hosts = given
+    return Job(settings, hardware, hosts, files, arguments, inputs, output)
