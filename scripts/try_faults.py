@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
-from fault_runs import HUNG_S, ROOT, Outcome, Run, free_port
+from fault_runs import HUNG_S, MESH, ROOT, Outcome, Run, free_port
 
 DEMO = ROOT / "build" / "demo"
 PHASES = ("planning", "loading", "compiling", "evaluating")
@@ -159,7 +159,7 @@ def make_faults(folder: Path) -> dict[str, tuple[Fault, set[int]]]:
     text.write_text(json.dumps({"id": "other", "text": "other text " * 200}) + "\n")
     plan = folder / "plan.json"
     if not plan.exists():
-        arguments = ["--config", "configs/tiny.yaml", "--mesh.model", "4", "--json", str(plan)]
+        arguments = ["--config", "configs/tiny.yaml", *MESH, "--pin", "mlp=", "--json", str(plan)]
         subprocess.run(
             [sys.executable, "-m", "shardplan.plan", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
         )
