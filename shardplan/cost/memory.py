@@ -57,9 +57,13 @@ class Memory:
 
 def estimate_memory(step: Step, assignment: ShardingAssignment) -> Memory:
     """The bytes per device at the largest point of the program, by part."""
+    return Memory(**max(memory_by_part(step, assignment), key=lambda parts: sum(parts.values())))
+
+
+def memory_by_part(step: Step, assignment: ShardingAssignment) -> list[dict[MemoryPart, float]]:
+    """The bytes per device at every point of the program, by part."""
     stored = _bytes_by_part(((buffer, 1) for buffer in stored_buffers(step)), step, assignment)
-    points = [_bytes_by_part(point, step, assignment) for point in step.points]
-    return Memory(**stored, **max(points, key=lambda parts: sum(parts.values())))
+    return [{**stored, **_bytes_by_part(point, step, assignment)} for point in step.points]
 
 
 def stored_buffers(step: Step) -> Iterator[LiveBuffer]:

@@ -83,24 +83,57 @@ def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibra
     """Seconds of a task on a device with the share `cost` of it."""
     compute = compute_seconds(task, cost, placement.hardware, calibration)
     exposed = 0.0
-    hops = sum(traffic.count for traffic in cost.traffic if traffic.overlap is Overlap.RING_HOPS) / task.executions
+    hops = _hops(task, cost)
     overlapped: defaultdict[float, float] = defaultdict(float)  # by the fraction of compute that they can run behind
     for traffic in cost.traffic:
         seconds = transfer_seconds(traffic, placement)
-        match traffic.overlap:
-            case Overlap.NONE:
-                exposed += seconds
-            case Overlap.INDEPENDENT:
-                overlapped[calibration.overlap] += seconds
-            case Overlap.REORDERED:
-                exposed += WAITED_PART * seconds
-                overlapped[calibration.overlap] += (1 - WAITED_PART) * seconds
-            case Overlap.RING_HOPS:
-                overlapped[hops / (hops + 1)] += seconds
-            case _:
-                assert_never(traffic.overlap)
+        waited, fraction = _overlap(traffic, hops, calibration)
+        exposed += waited * seconds
+        overlapped[fraction] += (1 - waited) * seconds
     not_hidden = sum(max(0.0, seconds - fraction * compute) for fraction, seconds in overlapped.items())
     return TaskSeconds(compute, exposed + not_hidden)
+
+
+def exposed_parts(
+    task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration, compute: float
+) -> list[tuple[float, float]]:
+    """Seconds of each collective of a task, and those of them that do not overlap with its `compute` seconds.
+
+    Collectives that can run behind the same part of compute share it in proportion to their seconds.
+    """
+    hops = _hops(task, cost)
+    seconds = [transfer_seconds(traffic, placement) for traffic in cost.traffic]
+    overlaps = [_overlap(traffic, hops, calibration) for traffic in cost.traffic]
+    overlapped: defaultdict[float, float] = defaultdict(float)
+    for (waited, fraction), each in zip(overlaps, seconds, strict=True):
+        overlapped[fraction] += (1 - waited) * each
+    not_hidden = {
+        fraction: max(0.0, total - fraction * compute) / total for fraction, total in overlapped.items() if total
+    }
+    return [
+        (each, waited * each + not_hidden.get(fraction, 0.0) * (1 - waited) * each)
+        for (waited, fraction), each in zip(overlaps, seconds, strict=True)
+    ]
+
+
+def _hops(task: Task, cost: DeviceCost) -> float:
+    """Executions of ring permutations in one execution of the task."""
+    return sum(traffic.count for traffic in cost.traffic if traffic.overlap is Overlap.RING_HOPS) / task.executions
+
+
+def _overlap(traffic: Traffic, hops: float, calibration: Calibration) -> tuple[float, float]:
+    """The part of a collective that its task waits for, and the fraction of compute that the rest can run behind."""
+    match traffic.overlap:
+        case Overlap.NONE:
+            return 1.0, 0.0
+        case Overlap.INDEPENDENT:
+            return 0.0, calibration.overlap
+        case Overlap.REORDERED:
+            return WAITED_PART, calibration.overlap
+        case Overlap.RING_HOPS:
+            return 0.0, hops / (hops + 1)
+        case _:
+            assert_never(traffic.overlap)
 
 
 def step_tasks(

@@ -12,6 +12,7 @@ from typing import Any
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.hardware import GIB, parse_slice
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
+from shardplan.plan.details import Details
 from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import mesh_size, mesh_text
 from shardplan.plan.mesh_axes import MESH_AXES
@@ -24,7 +25,7 @@ REQUIRED_WORKLOAD = {"kind", "batch", "position", "param_dtype", "compute_dtype"
 """Keys of a Plan's workload that have no default, for the Plan follows from them."""
 CHECKSUM = "checksum"
 """Key of a Plan's JSON that shows whether it is as it was written."""
-UNCHECKED = {CHECKSUM, "search", "versions"}
+UNCHECKED = {CHECKSUM, "search", "versions", "details"}
 """Keys of a Plan file that its checksum leaves out, because they are for people to read."""
 Mapping = dict[str, list[str]]
 """Logical axis -> mesh axes, major to minor. A logical axis that is absent is replicated."""
@@ -200,6 +201,8 @@ class Plan:
     versions: dict[str, str]
     compiler_options: dict[str, str] = field(default_factory=dict)
     attention: AttentionPlan = field(default_factory=AttentionPlan)
+    details: Details | None = field(default=None, repr=False, compare=False)
+    """What the report draws; None in plans of older versions."""
     schema_version: int = SCHEMA_VERSION
 
     @property

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
@@ -136,6 +137,15 @@ class AttentionAxes:
     head_size: str
 
 
+class PointLabel(NamedTuple):
+    """What runs at a point of the program."""
+
+    text: str
+    """The label of the task."""
+    executions: int
+    """Executions per step."""
+
+
 @dataclass(frozen=True)
 class Step:
     """A traced step, prepared for planning."""
@@ -163,6 +173,8 @@ class Step:
     """The logical axis of logits."""
     pattern: Pattern = CAUSAL
     """The attention mask."""
+    point_labels: tuple[PointLabel, ...] = ()
+    """What runs at every point, for people to read."""
 
     @cached_property
     def weight_matmuls(self) -> tuple[tuple[Task, TracedArray], ...]:

@@ -12,7 +12,7 @@ from shardplan.program.fusion import Fusion
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.operations import Operation, OperationKind
-from shardplan.program.tasks import Step, Task, TaskKind, sums_over_queries
+from shardplan.program.tasks import PointLabel, Step, Task, TaskKind, sums_over_queries
 from shardplan.program.trace import Trace
 
 BACKWARD_SCOPE, REMATERIALIZED_SCOPE = "transpose(", "rematted_computation"
@@ -34,15 +34,19 @@ def build_step(trace: Trace) -> Step:
     # the consumers of the results, such as the optimizer's update, are fused with what computes them
     fusion = Fusion(trace.operations, trace.arrays, set(trace.results), writes_outputs=False)
     points = _Sequence(fusion, tasks, 1, frozenset(trace.arguments), {}).run(set(), Counter())
+    labels: dict[frozenset[tuple[LiveBuffer, int]], PointLabel] = {}
+    for label, point in points:
+        labels.setdefault(frozenset(point.items()), label)
     return Step(
         tuple(tasks),
-        tuple(tuple(point.items()) for point in {frozenset(point.items()): point for point in points}.values()),
+        tuple(tuple(point.items()) for point in {frozenset(point.items()): point for _, point in points}.values()),
         trace.merged_axes,
         dict(trace.unnamed),
         trace.resized_axes,
         approximations=dict(trace.approximations),
         unpriced=dict(trace.unpriced),
         stacked_axes=frozenset(_stacked_axes(trace.operations, trace.arrays)),
+        point_labels=tuple(labels.values()),
     )
 
 
@@ -69,6 +73,13 @@ class _HeldForGradients(NamedTuple):
     """Index of the operation until which they stay."""
 
 
+class _LabelledPoint(NamedTuple):
+    """A program point, and which operation runs."""
+
+    label: PointLabel
+    buffers: Counter[LiveBuffer]
+
+
 class _Sequence:
     """Operations that run one after the other: the program, or the body of a loop."""
 
@@ -93,7 +104,7 @@ class _Sequence:
         self.used_weights: set[str] = set()
         """Parameters that a matmul has used so far."""
 
-    def run(self, carried: Set[int], outside: Counter[LiveBuffer]) -> list[Counter[LiveBuffer]]:
+    def run(self, carried: Set[int], outside: Counter[LiveBuffer]) -> list[_LabelledPoint]:
         """Add the tasks of the sequence; returns the live buffers at each of its program points.
 
         Args:
@@ -110,11 +121,13 @@ class _Sequence:
         live, entering = set[int](), set(carried)
         buffers: Counter[LiveBuffer] = Counter()
         used_up: set[int] = set()
-        points: list[Counter[LiveBuffer]] = []
+        points: list[_LabelledPoint] = []
         for i, operation in enumerate(fusion.operations):
             if not fusion.is_executed(operation):
                 continue
             is_loop = operation.kind == OperationKind.LOOP
+            tasks = [] if is_loop else list(map(self._make_task, (*fusion.fused_matmuls(operation), operation)))
+            label = PointLabel(tasks[-1].label if tasks else operation.label, self.executions)
             stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
             buffers.update(map(self._live_buffer, entering - live))
             live |= entering
@@ -122,7 +135,7 @@ class _Sequence:
             late = ((role, value) for role, values in held.values.items() for value in used_up & values)
             here.update(itertools.starmap(self._buffer_of, late))
             if reordered[i]:  # before the operation writes its results
-                points.append(here + buffers + reordered[i])
+                points.append(_LabelledPoint(label, here + buffers + reordered[i]))
             new = (stacks | {result for result in operation.results if result in fusion.written}) - live
             live |= new
             buffers.update(map(self._live_buffer, new))
@@ -134,8 +147,8 @@ class _Sequence:
             }  # fmt: skip
             if not is_loop:
                 here.update(itertools.chain(self._transient(operation), copied[i]))
-                points.append(here + self._while_writing(operation, buffers, gone - new, new))
-                self.tasks += map(self._make_task, (*fusion.fused_matmuls(operation), operation))
+                points.append(_LabelledPoint(label, here + self._while_writing(operation, buffers, gone - new, new)))
+                self.tasks += tasks
             live -= gone
             buffers.subtract(map(self._live_buffer, gone))
             buffers = +buffers
@@ -248,7 +261,7 @@ class _Sequence:
             reordered[first][self._make_buffer(BufferRole.REORDERED_WEIGHT, weight)] += 1
         return reordered
 
-    def _add_loop(self, loop: Operation, live: Set[int], outside: Counter[LiveBuffer]) -> list[Counter[LiveBuffer]]:
+    def _add_loop(self, loop: Operation, live: Set[int], outside: Counter[LiveBuffer]) -> list[_LabelledPoint]:
         """Add the tasks of a loop; returns the points of its body."""
         written = {value for stack, value in loop.slices if stack in loop.results}
         ends = written | {end for _, _, end, _ in loop.carried}

@@ -30,6 +30,7 @@ from shardplan.plan.plan import (
 )
 from shardplan.program.tasks import Step
 from shardplan.search.compiler_options import PLANNED, PLANNED_FOR_EXPERTS
+from shardplan.search.plan_details import plan_details
 
 
 class StepCost(NamedTuple):
@@ -111,6 +112,7 @@ def build_plan(
         attention=replace(assignment.attention, kernel=kernel_of(step.tasks, assignment)),
         compiler_options={} if hardware.is_cpu else dict(options),
         versions=_versions(),
+        details=plan_details(step, assignment, hardware),
     )
 
 

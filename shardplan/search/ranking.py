@@ -48,6 +48,11 @@ class Ranking:
         full = len(self.candidates) == self.keep
         return max(c.seconds for c in self.candidates) * (1 + TIME_RESOLUTION) if full else math.inf
 
+    @property
+    def weighed(self) -> list[Candidate]:
+        """Every candidate that was added, whether it is kept or not; the fastest first."""
+        return sorted((c for each in self._groups for c in each), key=lambda c: (c.seconds, c.peak_bytes))
+
     def add(self, group: list[Candidate]) -> None:
         """Add a group of Pareto-optimal candidates (time against memory), of which at most one is kept."""
         self._groups.append(group)

@@ -57,6 +57,8 @@ class SearchResult:
     statistics: SearchStatistics
     seconds: float
     """Duration of the search, without tracing."""
+    weighed: list[Candidate]
+    """Every candidate that fits and that no bound excluded, the fastest first."""
 
 
 def search_configuration(config: PlanConfig, model: Model, keep: int, own_attention: bool = False) -> SearchResult:
@@ -108,10 +110,10 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
             seconds += time.perf_counter() - started
     if ranking.candidates:
         ranked = [RankedCandidate(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
-        return SearchResult(ranked, True, is_exhaustive, statistics, seconds)
+        return SearchResult(ranked, True, is_exhaustive, statistics, seconds, ranking.weighed)
     if smallest is None:
         raise _unsatisfiable_error(config, rules, meshes, statistics)
-    return SearchResult([smallest], False, is_exhaustive, statistics, seconds)
+    return SearchResult([smallest], False, is_exhaustive, statistics, seconds, [])
 
 
 def _pinned_sizes(config: PlanConfig, rules: Rules) -> dict[str, int | None]:

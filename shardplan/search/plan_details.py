@@ -1,0 +1,93 @@
+"""The details of a Plan: what its figures are made of, for people to look at."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from shardplan.cost.calibration import load_calibration
+from shardplan.cost.memory import buffer_bytes, memory_by_part, stored_buffers
+from shardplan.cost.roofline import exposed_parts, step_tasks
+from shardplan.cost.sharding import ShardingAssignment
+from shardplan.hardware import Slice, place_mesh
+from shardplan.plan.details import Details, LiveArray, LivePoint, TimedTask, Transfer, WeighedCandidate
+from shardplan.program.live_buffers import LiveBuffer
+from shardplan.program.named_arrays import TracedArray
+from shardplan.program.tasks import Step
+from shardplan.search.ranking import Candidate
+
+MAX_ARRAYS = 12
+"""Number of arrays at the peak that are listed."""
+MAX_CANDIDATES = 300
+"""Number of candidates that are listed."""
+
+
+def plan_details(step: Step, assignment: ShardingAssignment, hardware: Slice) -> Details:
+    """The details of the plan of `assignment`, without candidates."""
+    return Details(
+        live=_live_points(step, assignment),
+        largest=_largest_at_peak(step, assignment),
+        tasks=_timed_tasks(step, assignment, hardware),
+    )
+
+
+def weighed_candidates(weighed: Sequence[Candidate]) -> list[WeighedCandidate]:
+    """The fastest of the candidates of a search, as a Plan lists them."""
+    return [
+        WeighedCandidate(
+            mesh=list(each.mesh.values()),
+            batch=list(each.compute.get(each.space.batch, ())),
+            positions=list(each.compute.get(each.space.position, ())),
+            stored=list(each.params.get(each.space.residual, ())),
+            step_seconds=each.seconds,
+            peak=round(each.peak_bytes),
+        )
+        for each in weighed[:MAX_CANDIDATES]
+    ]
+
+
+def _live_points(step: Step, assignment: ShardingAssignment) -> list[LivePoint]:
+    return [
+        LivePoint(label.text, label.executions, {part.value: round(size) for part, size in parts.items() if round(size)})
+        for label, parts in zip(step.point_labels, memory_by_part(step, assignment), strict=True)
+    ]
+
+
+def _largest_at_peak(step: Step, assignment: ShardingAssignment) -> list[LiveArray]:
+    """The largest arrays that are live at the peak; those of the same axes and role are one row."""
+    sizes: defaultdict[LiveBuffer, float] = defaultdict(float)
+    counts: defaultdict[LiveBuffer, int] = defaultdict(int)
+    peak = max(step.points, key=lambda point: sum(count * buffer_bytes(each, assignment) for each, count in point))
+    for buffer, count in (*((each, 1) for each in stored_buffers(step)), *peak):
+        sizes[buffer] += count * buffer_bytes(buffer, assignment)
+        counts[buffer] += count
+    largest = sorted(sizes, key=lambda buffer: -sizes[buffer])[:MAX_ARRAYS]
+    return [
+        LiveArray(_array_text(buffer.array), buffer.role, round(sizes[buffer]), counts[buffer])
+        for buffer in largest
+        if sizes[buffer]
+    ]
+
+
+def _array_text(array: TracedArray) -> str:
+    """The path of a parameter, else the axes of the array with their sizes."""
+    return array.weight or ", ".join(f"{name or 'unnamed'} {size}" for name, size in array.factors)
+
+
+def _timed_tasks(step: Step, assignment: ShardingAssignment, hardware: Slice) -> list[TimedTask]:
+    calibration, placement = load_calibration(hardware.generation.name), place_mesh(hardware, assignment.mesh)
+    return [
+        TimedTask(
+            label=task.label,
+            kind=task.kind,
+            executions=task.executions,
+            compute_seconds=seconds.compute,
+            flops=cost.matmul.flops * cost.unmasked_fraction,
+            hbm_bytes=cost.memory_bytes,
+            transfers=[
+                Transfer(traffic.kind, list(traffic.mesh_axes), traffic.cause, round(traffic.bytes), total, exposed)
+                for traffic, (total, exposed) in zip(
+                    cost.traffic, exposed_parts(task, cost, placement, calibration, seconds.compute), strict=True
+                )
+            ],
+        )
+        for task, cost, seconds in step_tasks(step, assignment, hardware, calibration)
+    ]
