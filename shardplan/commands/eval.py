@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from shardplan.commands.inputs import check_model_config, input_paths
-from shardplan.commands.output import check_outputs, output_plan, side_stream
+from shardplan.commands.output import check_outputs, show_plan, side_stream, write_json, write_report
 from shardplan.commands.plan import dry_run
 from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand
@@ -42,25 +42,35 @@ def main(argv: Sequence[str]) -> None:
     assert config.data.path is not None
     from shardplan.eval.texts.store import open_texts
 
-    check_outputs(input_paths(config), json=config.json)
+    check_outputs(input_paths(config), json=config.json, report=config.report)
     store = open_texts(config.data.path, config.data.max_documents)
     if config.plan is None:
         check_model_config(config)
     # JAX and Levanter take seconds to import: everything that can be checked without them comes first
-    from shardplan.commands.verify import verify_plan
+    from shardplan.commands.verify import check_fits, verify_plan
     from shardplan.eval.run import run_evaluation
     from shardplan.report.evaluation import print_evaluation
     from shardplan.report.tables import console
     from shardplan.runtime.devices import is_first_process
     from shardplan.runtime.progress import print_note
 
-    def show_plan(plan: Plan) -> None:
+    def output(plan: Plan) -> None:
         if is_first_process():
-            output_plan(plan, config.json, config.levanter_schema)
+            show_plan(plan, config.json, config.levanter_schema)
+            if config.json is not None:
+                write_json(plan.to_json(), config.json)
+        verdicts = []
         if config.verify:  # in every process, so that all of them stop if the plan does not fit
             with open(os.devnull, "w") as nowhere:
                 out = side_stream(config.json)
-                verify_plan(config, plan, out if is_first_process() else nowhere)
+                verdicts = [verify_plan(config, plan, out if is_first_process() else nowhere)]
+        if config.report is not None and is_first_process():
+            from shardplan.report.page.judgement import judge
+
+            judgements = [judge(case.label, plan, verdict) for case, verdict in verdicts]
+            write_report(config.report, plan, judgements, config.levanter_schema)
+        for _, verdict in verdicts:
+            check_fits(verdict)
 
     stops = threading.Event()
     with record_stacks(), ExitStack() as until_the_end:
@@ -68,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
         def on_plan(plan: Plan) -> None:
             # now that JAX has started: to connect its processes it installs a handler of its own
             until_the_end.enter_context(set_on_sigterm(stops))
-            show_plan(plan)
+            output(plan)
 
         if config.precision_study is not None:
             study_precision(config, store, on_plan, stops)

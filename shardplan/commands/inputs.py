@@ -11,7 +11,7 @@ def input_paths(config: PlanConfig) -> list[str]:
     paths = [*config.files, config.plan, config.model.ref, config.model.config]
     match config:
         case PlanCommand():
-            paths.append(config.lint)
+            paths += [config.lint, config.verdicts]
         case VerifyCommand():
             paths += config.against
         case EvalCommand() | DoctorCommand():

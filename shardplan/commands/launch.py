@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shardplan.commands.eval import check_evaluation
@@ -36,7 +37,8 @@ def main(argv: Sequence[str]) -> None:
     ]
     config, plan = load_given_plan(config)
     if plan is not None:
-        files.append(EmbeddedFile("--plan", "plan.json", json.dumps(plan.to_json(), separators=(",", ":"))))
+        values = replace(plan, details=None).to_json()
+        files.append(EmbeddedFile("--plan", "plan.json", json.dumps(values, separators=(",", ":"))))
     arguments = other_arguments(argv, LaunchCommand, OWN_KEYS)
     hardware, inputs = parse_slice(config.hardware.slice), local_inputs(config)
     job = describe_job(config.launch, hardware, files, arguments, inputs, config.output)

@@ -3,13 +3,16 @@
 import json
 import os
 import sys
-from collections.abc import Iterable
-from typing import Any, TextIO
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shardplan.errors import ConfigError
 from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.plan import Plan
 from shardplan.runtime.writable import check_writable, write_text
+
+if TYPE_CHECKING:
+    from shardplan.report.page.judgement import Judgement
 
 
 def side_stream(json_target: str | None) -> TextIO:
@@ -50,17 +53,27 @@ def check_outputs(inputs: Iterable[str], **targets: str | None) -> None:
         used.add(path)
 
 
-def output_plan(plan: Plan, json_target: str | None, schema: TrainerSchema) -> None:
-    """Print the plan's tables, or with `-` its JSON; any other `json_target` is a file that gets the JSON as well.
+def write_report(
+    target: str, plan: Plan, judgements: "Sequence[Judgement]", schema: TrainerSchema
+) -> None:
+    """Write the page of a plan to the path `target`.
+
+    Args:
+        judgements: verdicts on the plan, and on others beside it.
+        schema: that of the trainer section on the page.
+    """
+    from shardplan.report.page.page import plan_page
+
+    write_text("report", target, plan_page(plan, judgements, schema))
+
+
+def show_plan(plan: Plan, json_target: str | None, schema: TrainerSchema) -> None:
+    """Print the plan's tables, unless its JSON goes to stdout.
 
     Args:
         schema: that of the trainer section in the tables.
     """
-    if json_target == "-":
-        write_json(plan.to_json(), json_target)
-        return
-    from shardplan.report import tables
+    if json_target != "-":
+        from shardplan.report import tables
 
-    tables.print_plan(plan, tables.console(sys.stdout), schema)
-    if json_target is not None:
-        write_json(plan.to_json(), json_target)
+        tables.print_plan(plan, tables.console(sys.stdout), schema)

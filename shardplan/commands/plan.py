@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardplan.commands.inputs import check_model_config, input_paths
-from shardplan.commands.output import check_outputs, output_plan, side_stream, write_json
+from shardplan.commands.output import check_outputs, show_plan, side_stream, write_json, write_report
 from shardplan.commands.rank_slices import plan_slices
 from shardplan.config import PlanConfig, parse_config
 from shardplan.config.command_flags import PlanCommand
@@ -20,6 +20,7 @@ from shardplan.plan.plan import Plan
 from shardplan.runtime.environment import compute_on_cpu
 
 if TYPE_CHECKING:
+    from shardplan.explain.what_if import Variant
     from shardplan.model.registry import Model
 
 
@@ -57,7 +58,7 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
         The plan; None where the configuration asks for something else.
     """
     started = time.perf_counter()
-    check_outputs(input_paths(config), json=config.json)
+    check_outputs(input_paths(config), json=config.json, report=config.report)
     compute_on_cpu()
     if config.lint is not None:
         lint(config, config.lint)
@@ -71,23 +72,52 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
     model = _build_model(config, given) if needs_model else None
     # the mesh of a given plan must not constrain its alternatives
     others = dataclasses.replace(config, mesh=requested.mesh)
+    variants: list[Variant] = []
     try:
         plan = given or _search(config, model)
         others = dataclasses.replace(others, workload=dataclasses.replace(others.workload, batch=plan.workload.batch))
-        output_plan(plan, config.json, config.levanter_schema)
+        show_plan(plan, config.json, config.levanter_schema)
         explain(others, plan, model)
     finally:  # also without a plan: then other settings are of most interest
         if config.what_if and model:
-            print_variants(others, model)
+            variants = find_variants(others, model)
+    if variants:
+        from shardplan.explain.what_if import with_settings
+
+        plan = with_settings(plan, variants)
+    if config.json is not None:
+        write_json(plan.to_json(), config.json)
     if given is None:
         from shardplan.runtime.progress import print_note
 
         print_note(f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s")
-    if config.verify and (given or config.verify == 1):
+    finish(config, plan, is_judged=bool(config.verify and (given or config.verify == 1)))
+    return plan
+
+
+def finish(config: PlanCommand, plan: Plan, is_judged: bool) -> None:
+    """Have the compiler judge the plan if `is_judged`, and write the report.
+
+    Raises:
+        InfeasibleError: the plan does not fit, or is refused.
+        UndecidedError: the compiler reached a limit first.
+    """
+    verdicts = []
+    if is_judged:
         from shardplan.commands.verify import verify_plan
 
-        verify_plan(config, plan, side_stream(config.json))
-    return plan
+        verdicts = [verify_plan(config, plan, side_stream(config.json))]
+    if config.report is not None:
+        from shardplan.report.page.judgement import judge, load_judgements
+
+        judgements = [judge(case.label, plan, verdict) for case, verdict in verdicts]
+        if config.verdicts is not None:
+            judgements += load_judgements(config.verdicts)
+        write_report(config.report, plan, judgements, config.levanter_schema)
+    for _, verdict in verdicts:
+        from shardplan.commands.verify import check_fits
+
+        check_fits(verdict)
 
 
 def _build_model(config: PlanCommand, given: Plan | None) -> "Model":
@@ -135,8 +165,8 @@ def explain(config: PlanCommand, plan: Plan, model: "Model | None") -> None:
         print_why(answers, plan, console(side_stream(config.json)))
 
 
-def print_variants(config: PlanCommand, model: "Model") -> None:
-    """Print what other settings would change; to stderr with `--json -`."""
+def find_variants(config: PlanCommand, model: "Model") -> "list[Variant]":
+    """Plan with other settings, and print what these would change; to stderr with `--json -`."""
     from shardplan.explain.what_if import what_if
     from shardplan.report.explain import print_what_if
     from shardplan.report.tables import console
@@ -145,6 +175,7 @@ def print_variants(config: PlanCommand, model: "Model") -> None:
     with show_steps("planning variants") as report:
         variants = what_if(config, model, report)
     print_what_if(variants, console(side_stream(config.json)))
+    return variants
 
 
 def lint(config: PlanCommand, path: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from shardplan.commands.inputs import check_model_config, input_paths
-from shardplan.commands.output import check_outputs, write_json
+from shardplan.commands.output import check_outputs, write_json, write_report
 from shardplan.config import parse_config
 from shardplan.config.command_flags import CompilingConfig, PlanCommand, VerifyCommand
 from shardplan.config.sections import CompilerConfig
@@ -23,21 +23,24 @@ USUAL_TIME = "a compile usually takes 1 to 4 minutes"
 def main(argv: Sequence[str]) -> None:
     """Run `shardplan verify` with the arguments `argv`."""
     config = parse_config(argv, VerifyCommand)
-    check_outputs(input_paths(config), json=config.json)
+    check_outputs(input_paths(config), json=config.json, report=config.report)
     compute_on_cpu()
     if config.plan is None:
         check_model_config(config)
-    from shardplan.report.verdicts import verdict_json
+    from shardplan.report.page.judgement import judge, judgement_json
     from shardplan.verify.select_cases import build_cases
 
     cases = build_cases(config, config.options, config.against)
     verdicts = compile_cases(cases, config.compiler)
     ranked = sorted(zip(cases, verdicts, strict=True), key=lambda pair: pair[1].rank(pair[0].plan.workload))
-    values = {"verdicts": [{"label": case.label, **verdict_json(verdict)} for case, verdict in ranked]}
+    values = {"verdicts": [judgement_json(case.label, case.plan, verdict) for case, verdict in ranked]}
     if config.json != "-":
         show(ranked, sys.stdout)
     if config.json is not None:
         write_json(values, config.json)
+    if config.report is not None:
+        judgements = [judge(case.label, case.plan, verdict) for case, verdict in ranked]
+        write_report(config.report, cases[0].plan, judgements, config.levanter_schema)
     check_fits(ranked[0][1])
 
 
@@ -71,19 +74,14 @@ def compile_cases(cases: "Sequence[Case]", compiler: CompilerConfig) -> "list[Ve
         return verify(cases, compiler, on_verdict, on_compile)
 
 
-def verify_plan(config: CompilingConfig, plan: Plan, out: TextIO) -> None:
-    """Compile `plan`, as `--verify` of the other commands does, and print the verdict.
-
-    Raises:
-        InfeasibleError: it does not fit, or is refused.
-        UndecidedError: the compiler reached a limit first.
-    """
+def verify_plan(config: CompilingConfig, plan: Plan, out: TextIO) -> "tuple[Case, Verdict]":
+    """Compile `plan`, as `--verify` of the other commands does, print the verdict and return it with its case."""
     from shardplan.verify.select_cases import build_case
 
     case = build_case(config, plan)
     (verdict,) = compile_cases([case], config.compiler)
     show([(case, verdict)], out)
-    check_fits(verdict)
+    return case, verdict
 
 
 def best_plan(config: PlanCommand, out: TextIO) -> Plan:

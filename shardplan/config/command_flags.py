@@ -136,11 +136,17 @@ class PlanCommand(CompilingConfig):
     """Only print the slices of every generation; needs no model."""
     json: str | None = None
     """Write the Plan (or the findings, the ranking or the slices) as JSON to this path, or to stdout with `-`."""
+    report: str | None = None
+    """Write a page that shows the plan to this path: one HTML file that needs nothing else."""
+    verdicts: str | None = None
+    """Verdicts that `verify --json` wrote, to be shown in the report."""
 
     def __post_init__(self) -> None:
         if not self.list_slices:
             super().__post_init__()
         check_minimum("verify", int(self.verify), 0)
+        if self.verdicts is not None and self.report is None:
+            raise ConfigError("verdicts are shown in a report; name its file with --report, or leave verdicts out")
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,8 @@ class VerifyCommand(CompilingConfig):
     """Plans, configurations, or Levanter configurations to rank beside this one."""
     json: str | None = None
     """Write the verdicts as JSON to this path, or to stdout with `-`."""
+    report: str | None = None
+    """Write a page that shows the plan and the verdicts to this path: one HTML file that needs nothing else."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +192,8 @@ class EvalCommand(MonitoringConfig, LoadingConfig, CompilingConfig):
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
     json: str | None = None
     """Write the Plan as JSON to this path, or to stdout with `-`."""
+    report: str | None = None
+    """Write a page that shows the plan to this path: one HTML file that needs nothing else."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,6 +204,8 @@ class EvalCommand(MonitoringConfig, LoadingConfig, CompilingConfig):
             raise ConfigError("precision_study plans for both types; leave plan out")
         if self.precision_study is not None and self.json is not None:
             raise ConfigError("precision_study has two plans; leave json out: each summary.json has its own")
+        if self.precision_study is not None and self.report is not None:
+            raise ConfigError("precision_study has two plans; leave report out")
 
     @property
     def makes_windows(self) -> bool:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def open_tracker(config: TrackerSection, output: str, plan: Plan) -> Iterator[Tr
     except Exception as error:  # of packages that are not installed, accounts, networks
         remedy = "pip install tensorboardX, or leave it out" if _lacks_tensorboard(error) else "leave it out"
         raise ConfigError(f"tracker.kind {config.kind} cannot be started: {one_line(error)}; {remedy}") from error
-    tracker.log_hyperparameters({"plan": plan.to_json()})
+    tracker.log_hyperparameters({"plan": replace(plan, details=None).to_json()})
     try:
         yield tracker
     finally:

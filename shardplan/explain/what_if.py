@@ -9,6 +9,7 @@ from shardplan.config import PlanConfig
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model.registry import Model
+from shardplan.plan.details import ChangedSetting, Details
 from shardplan.plan.plan import Plan
 from shardplan.search.fastest_batch import MAX_TOKENS
 from shardplan.search.make_plan import make_plan
@@ -47,6 +48,25 @@ def what_if(config: PlanConfig, model: Model, report: Callable[[str], None] = la
             if start.plan is None and variants[-1].plan is not None:
                 break
     return variants
+
+
+def with_settings(plan: Plan, variants: Sequence[Variant]) -> Plan:
+    """Return `plan` with the variants among its details, the first of which is the plan itself."""
+    settings = [
+        ChangedSetting(each.change, each.obstacle)
+        if each.plan is None
+        else ChangedSetting(
+            change=each.change,
+            obstacle="",
+            step_seconds=each.plan.cost.step_seconds,
+            tokens_per_second=each.plan.workload.tokens / each.plan.cost.step_seconds,
+            peak=each.plan.memory.peak,
+            available=each.plan.memory.available,
+            devices=each.plan.hardware.devices,
+        )
+        for each in variants[1:]
+    ]
+    return replace(plan, details=replace(plan.details or Details(), settings=settings))
 
 
 def summarize_failures(variants: Sequence[Variant]) -> list[str]:

@@ -10,7 +10,7 @@ from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.kernels import KernelWork
 from shardplan.verify.hlo.module import HloError, Module
 from shardplan.verify.hlo.parser import parse
-from shardplan.verify.hlo.peak_buffers import hbm_buffers, hbm_bytes
+from shardplan.verify.hlo.peak_buffers import hbm_buffers, hbm_bytes, live_bytes
 from shardplan.verify.hlo.timing import Timing, model_step
 from shardplan.verify.model_facts import ModelFacts
 from shardplan.verify.verdict import (
@@ -20,6 +20,7 @@ from shardplan.verify.verdict import (
     CompiledMemory,
     CompiledTime,
     CompileError,
+    LiveBytes,
     Omission,
     OmissionKind,
     Outcome,
@@ -46,13 +47,14 @@ def read_verdict(
         module = None
         values["not_understood"] = {Omission(OmissionKind.MODULE_TEXT, detail=str(error)): 1}
     buffers = hbm_buffers(module, compiled.live_ranges) if module else []
+    live = live_bytes(module, compiled.live_ranges) if module else []
     if not compiled.error:
-        memory = CompiledMemory(**compiled.memory, available=available, buffers=buffers[:MAX_ROWS])
+        memory = CompiledMemory(**compiled.memory, available=available, buffers=buffers[:MAX_ROWS], live=live)
         values |= {"outcome": Outcome.FITS, "reason": None, "memory": memory}
         if module is not None:
             values |= _time_fields(module, compiled, plan, facts)
     else:
-        values |= _failure_fields(compiled, module, buffers, available)
+        values |= _failure_fields(compiled, module, buffers, live, available)
     return Verdict(
         **values,
         program=program,
@@ -65,7 +67,9 @@ def read_verdict(
     )
 
 
-def _failure_fields(compiled: Compiled, module: Module | None, buffers: list[Buffer], available: int) -> dict[str, Any]:
+def _failure_fields(
+    compiled: Compiled, module: Module | None, buffers: list[Buffer], live: list[LiveBytes], available: int
+) -> dict[str, Any]:
     """Fields of the verdict on a program that did not compile: it needs too much memory, or was refused."""
     if not compiled.is_out_of_hbm:
         return {"outcome": Outcome.REFUSED, "reason": CompileError(compiled.error)}
@@ -77,7 +81,7 @@ def _failure_fields(compiled: Compiled, module: Module | None, buffers: list[Buf
     return {
         "outcome": Outcome.DOES_NOT_FIT,
         "reason": OutOfMemory(peak - available, buffers[:MAX_NAMED_BUFFERS]),
-        "memory": CompiledMemory(peak, arguments, peak - arguments, 0, available, buffers[:MAX_ROWS]),
+        "memory": CompiledMemory(peak, arguments, peak - arguments, 0, available, buffers[:MAX_ROWS], live),
     }
 
 

@@ -47,6 +47,16 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class LiveBytes:
+    """What is in HBM while some instructions run."""
+
+    op: str
+    """The operation of the traced program that the first of them belongs to."""
+    bytes: int
+    """Bytes per device, without padding."""
+
+
+@dataclass(frozen=True)
 class CompiledMemory:
     """HBM in bytes per device, as the compiler assigned it."""
 
@@ -58,6 +68,8 @@ class CompiledMemory:
     available: int
     buffers: list[Buffer]
     """The largest buffers that are live at the peak."""
+    live: list[LiveBytes] = field(default_factory=list)
+    """What is live over the step, in scheduled order, for people to look at; a loop's body is run through once."""
 
 
 @dataclass(frozen=True)

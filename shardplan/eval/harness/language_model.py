@@ -192,7 +192,7 @@ class ShardplanLM(TemplateLM):
         return {
             "model_ref": self._session.folder.ref,
             "max_length": self.max_length,
-            "plan": plan.to_json(),
+            "plan": replace(plan, details=None).to_json(),
             "programs_compiled": self._scorer.statistics.programs,
         }
 

@@ -6,15 +6,15 @@ A page is one file that needs nothing else. It is produced piece by piece, so th
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from shardplan.report.extraction.file_names import short_label
 from shardplan.report.extraction.probability_scale import LABELLED, SHADES, probability_text, shade, threshold_text
+from shardplan.report.templating import environment, template_text
 
 READ_CHARACTERS = 2**16
 """Characters of a text that are in memory at a time."""
@@ -53,7 +53,7 @@ def page_parts(
     anchors = {i: -(-i * text.characters // len(strip)) for i in range(0, len(strip), step)} if is_whole else {}
     stream = _environment().get_template("extraction_page.html").generate(
         label=short_label(id_, 200), model=model, task=task, summary=summary, strip=strip, is_whole=is_whole, step=step,
-        shown=sum(end - start for start, end in text.kept), shades=SHADES, labelled=LABELLED, style=_style(),
+        shown=sum(end - start for start, end in text.kept), shades=SHADES, labelled=LABELLED, style=template_text("style.css"),
         body=_body(text, anchors, is_whole),
     )  # fmt: skip
     return (part.encode() for part in stream)
@@ -74,7 +74,7 @@ def index_page(model: str, summary: Mapping[str, Any], names: Mapping[str, str])
             task=summary["task"],
             total=summary["total"],
             rows=[*rows, ("total", summary["total"], None)],
-            style=_style(),
+            style=template_text("style.css"),
         )
         .encode()
     )
@@ -82,19 +82,14 @@ def index_page(model: str, summary: Mapping[str, Any], names: Mapping[str, str])
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("shardplan.report"), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
-    )
-    environment.filters |= {
+    own = environment().overlay()
+    own.filters = {
+        **own.filters,
         "shade": shade,
         "probability": probability_text,
         "threshold": lambda value: threshold_text(float(value)),
     }
-    return environment
-
-
-def _style() -> Markup:
-    return Markup((resources.files("shardplan.report") / "templates" / "style.css").read_text(encoding="utf-8"))
+    return own
 
 
 def _body(text: ShadedText, anchors: Mapping[int, int], is_whole: bool) -> Iterator[Markup]:

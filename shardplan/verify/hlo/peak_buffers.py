@@ -1,8 +1,17 @@
 """Lists the arrays that fill the memory of a compiled program, from the compiler's live ranges."""
 
+import re
+from collections import Counter
+from collections.abc import Iterator
+
 from shardplan.verify.hlo.collectives import short_op
 from shardplan.verify.hlo.module import ArrayShape, Instruction, Module
-from shardplan.verify.verdict import Buffer
+from shardplan.verify.verdict import Buffer, LiveBytes
+
+MAX_POINTS = 200
+"""Number of points at which live bytes are listed."""
+_RANGE = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
+_SCHEDULED = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
 
 
 def parse_live_at_peak(text: str) -> list[tuple[str, tuple[int, ...], int]]:
@@ -33,6 +42,35 @@ def hbm_buffers(module: Module, live_ranges: str) -> list[Buffer]:
         if array is None or array.in_hbm:
             buffers.append(Buffer(size, str(array or "tuple"), _origin(instruction)))
     return sorted(buffers, key=lambda buffer: -buffer.bytes)
+
+
+def live_bytes(module: Module, live_ranges: str) -> list[LiveBytes]:
+    """What is live in HBM over the program, at most at `MAX_POINTS` points, of which the peak is one.
+
+    The report has a section of lines `7:fusion`, the schedule, and one of lines `fusion{0}:7-9`, the live ranges.
+    """
+    order, _, ranges = live_ranges.partition("BufferLiveRange:")
+    scheduled = {int(at): name for at, name in _SCHEDULED.findall(order)}
+    changes: Counter[int] = Counter()
+    for name, index, start, end in _RANGE.findall(ranges):
+        instruction = module.instructions.get(name)
+        array = _array_at(instruction, tuple(map(int, filter(None, index.split(","))))) if instruction else None
+        if array is not None and array.in_hbm:
+            changes[int(start)] += array.bytes
+            changes[int(end)] -= array.bytes
+    points, total = [], 0
+    for at in sorted(changes)[:-1]:  # after the last change nothing is live
+        total += changes[at]
+        running = module.instructions.get(scheduled.get(at, ""))
+        points.append(LiveBytes(_origin(running) if running else "", total))
+    return list(_thin(points))
+
+
+def _thin(points: list[LiveBytes]) -> Iterator[LiveBytes]:
+    """Yield the largest of every few points, so that there are at most `MAX_POINTS`."""
+    size = -(-len(points) // MAX_POINTS) or 1
+    for i in range(0, len(points), size):
+        yield max(points[i : i + size], key=lambda point: point.bytes)
 
 
 def hbm_bytes(usage: str) -> int:

@@ -1,0 +1,107 @@
+"""The verdict first: whether it fits, how fast it is, what limits it, and what would change that."""
+
+from dataclasses import dataclass
+
+from shardplan.plan.details import ChangedSetting
+from shardplan.plan.plan import Plan
+from shardplan.report.page.judgement import Judgement
+from shardplan.report.page.timeline import Cost, costs_of_step
+from shardplan.report.page.units import gib_text, seconds_text
+from shardplan.verify.verdict import Outcome
+
+LARGEST = 3
+"""Number of costs, and of helpful settings, that the verdict names."""
+MIN_GAIN = 0.01
+"""Relative gain of tokens per second and device below which a setting is not named."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a step, by the plan's estimate or by the compiler."""
+
+    source: str
+    seconds: str
+    tokens: str
+    mfu: str
+    peak: str
+    limit: str
+    """What takes most of the step."""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The first panel."""
+
+    outcome: Outcome
+    sentence: str
+    reason: str
+    figures: list[Figures]
+    costs: list[Cost]
+    settings: list[ChangedSetting]
+    """All settings that were planned."""
+    better: list[str]
+    """The settings with the most tokens per second and device, in words."""
+
+
+def make_headline(plan: Plan, judgement: Judgement | None) -> Headline:
+    """Sum up a plan, and the verdict on its step if there is one."""
+    settings = plan.details.settings if plan.details is not None else []
+    costs = [cost for cost in costs_of_step(plan) if cost.exposed_seconds][:LARGEST]
+    return Headline(
+        outcome=judgement.outcome if judgement else (Outcome.FITS if plan.memory.fits else Outcome.DOES_NOT_FIT),
+        sentence=_fit_sentence(plan, judgement),
+        reason=judgement.reason if judgement else "",
+        figures=[_estimated(plan), *(_compiled(plan, judgement) if judgement else [])],
+        costs=costs,
+        settings=settings,
+        better=_better(plan, settings),
+    )
+
+
+def _fit_sentence(plan: Plan, judgement: Judgement | None) -> str:
+    memory, compiled = plan.memory, judgement.memory if judgement else None
+    peak, limit = (compiled.peak, compiled.available) if compiled else (memory.peak, memory.usable)
+    source = "by the TPU compiler" if compiled else "by the estimate"
+    if judgement is not None and compiled is None:
+        return f"the compiler gives no memory; the estimate is {gib_text(memory.peak)}"
+    if peak <= limit:
+        return f"{gib_text(peak)} of {gib_text(limit)} per device {source}, {gib_text(limit - peak)} free"
+    return f"{gib_text(peak)} per device {source}, {gib_text(limit)} usable: {gib_text(peak - limit)} missing"
+
+
+def _estimated(plan: Plan) -> Figures:
+    return _figures("estimate", plan, plan.cost.step_seconds, plan.cost.compute_seconds, plan.mfu, plan.memory.peak)
+
+
+def _compiled(plan: Plan, judgement: Judgement) -> list[Figures]:
+    time, memory = judgement.time, judgement.memory
+    if time is None or memory is None:
+        return []
+    mfu = time.mfu if time.model_flops else None
+    return [_figures("TPU compiler", plan, time.step_seconds, time.compute_seconds, mfu, memory.peak)]
+
+
+def _figures(source: str, plan: Plan, seconds: float, computing: float, mfu: float | None, peak: int) -> Figures:
+    part = computing / seconds if seconds else 1.0
+    return Figures(
+        source=source,
+        seconds=seconds_text(seconds),
+        tokens=f"{plan.workload.tokens / seconds:,.0f}" if seconds else "-",
+        mfu=f"{mfu:.1%}" if mfu is not None else "-",
+        peak=gib_text(peak),
+        limit=f"compute ({part:.0%} of the step)" if part >= 0.5 else f"collectives ({1 - part:.0%} of the step)",
+    )
+
+
+def _better(plan: Plan, settings: list[ChangedSetting]) -> list[str]:
+    """The settings with which a device computes most tokens per second, the best first."""
+    if not plan.cost.step_seconds:
+        return []
+    now = plan.workload.tokens / plan.cost.step_seconds / plan.hardware.devices
+    gains = [(each.tokens_per_second / each.devices / now - 1, each) for each in settings if not each.obstacle]
+    named = sorted((pair for pair in gains if pair[0] >= MIN_GAIN), key=lambda pair: -pair[0])[:LARGEST]
+    return [
+        f"{each.change}: {gain:+.0%} tokens/s per device, {seconds_text(each.step_seconds)} a step, "
+        f"{gib_text(each.peak)}"
+        for gain, each in named
+    ]

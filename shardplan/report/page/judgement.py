@@ -1,0 +1,97 @@
+"""A verdict with the estimate of its plan, as `verify --json` writes it and as the page reads it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardplan.errors import ConfigError, one_line
+from shardplan.plan.plan import Plan
+from shardplan.plan.serialization import decode
+from shardplan.report.verdicts import verdict_json
+from shardplan.verify.verdict import CompiledCollective, CompiledMemory, CompiledTime, Outcome, ProgramKind, Verdict
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a plan predicts of its step."""
+
+    step_seconds: float
+    tokens: int
+    peak: int
+    """Bytes per device."""
+    usable: int
+    """Bytes per device that the peak may use."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on one program, reason and omissions as text, and the estimate of its plan."""
+
+    label: str
+    outcome: Outcome
+    reason: str
+    program: ProgramKind
+    slice: str
+    mesh: dict[str, int]
+    options: dict[str, str]
+    attention: str
+    compile_seconds: float
+    versions: dict[str, str]
+    memory: CompiledMemory | None = None
+    time: CompiledTime | None = None
+    collectives: list[CompiledCollective] = field(default_factory=list)
+    not_understood: dict[str, int] = field(default_factory=dict)
+    estimate: Estimate | None = None
+    """None in files of older versions."""
+
+    def is_of(self, plan: Plan) -> bool:
+        """Whether the program is the step of `plan`, as far as the file of verdicts says."""
+        mine = estimate_of(plan)
+        is_same = self.estimate is None or self.estimate == mine
+        return is_same and (self.slice, self.mesh) == (plan.hardware.slice, plan.mesh)
+
+
+def estimate_of(plan: Plan) -> Estimate:
+    """The estimate of a plan."""
+    return Estimate(plan.cost.step_seconds, plan.workload.tokens, plan.memory.peak, plan.memory.usable)
+
+
+def judgement_json(label: str, plan: Plan, verdict: Verdict) -> dict[str, Any]:
+    """The verdict on a plan as JSON values."""
+    return {"label": label, **verdict_json(verdict), "estimate": asdict(estimate_of(plan))}
+
+
+def judge(label: str, plan: Plan, verdict: Verdict) -> Judgement:
+    """The verdict on a plan, as its JSON reads back."""
+    return _from_json(json.loads(json.dumps(judgement_json(label, plan, verdict))))
+
+
+def load_judgements(path: str) -> list[Judgement]:
+    """Read the verdicts that `verify --json` wrote.
+
+    Raises:
+        ConfigError: no such file, or not verdicts.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"verdicts {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"verdicts {path} is not JSON: {one_line(error)}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("verdicts"), list):
+        raise ConfigError(f"verdicts {path} has no verdicts; name a file that verify --json wrote")
+    try:
+        return [_from_json(each) for each in values["verdicts"]]
+    except ConfigError as error:
+        raise ConfigError(f"verdicts {path}: {error}") from error
+
+
+def own_judgement(plan: Plan, judgements: Sequence[Judgement]) -> Judgement | None:
+    """The first verdict on the step of `plan`; None if there is none."""
+    return next((each for each in judgements if each.is_of(plan) and each.program == plan.workload.kind), None)
+
+
+def _from_json(values: dict[str, Any]) -> Judgement:
+    return decode(Judgement, values)

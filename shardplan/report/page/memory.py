@@ -1,0 +1,171 @@
+"""What is in the memory of a device over the step: by the plan's estimate, and by the compiler."""
+
+from dataclasses import dataclass
+
+from shardplan.hardware import GIB
+from shardplan.plan.details import LivePoint
+from shardplan.plan.plan import Plan
+from shardplan.report.page.judgement import Judgement
+from shardplan.report.page.labels import repeated_runs, short_label
+from shardplan.report.page.units import Tick, gib_text, linear_ticks
+from shardplan.verify.verdict import CompiledMemory
+
+PARTS = {
+    "parameters": "parameters",
+    "optimizer": "optimizer state",
+    "gradients": "gradients",
+    "cast_parameters": "parameters cast to the compute type",
+    "gathered_weights": "weights gathered for use",
+    "activations": "activations",
+    "logits": "logits and loss",
+}
+"""Field of `MemoryPlan` -> its name, from the bottom of the chart to its top."""
+HEADROOM = 1.05
+"""Height of the chart, divided by what it must show."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """What one part of memory takes over the step, as a path of the chart, x and y from 0 to 100."""
+
+    part: str
+    name: str
+    path: str
+    peak: int
+    """Bytes per device at the peak of the step."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One point of the step, with what is shown where the pointer is."""
+
+    x: float
+    width: float
+    tip: str
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Points that a loop runs several times."""
+
+    x: float
+    width: float
+    text: str
+
+
+@dataclass(frozen=True)
+class LiveChart:
+    """Live bytes over the step."""
+
+    title: str
+    bands: list[Band]
+    marks: list[Mark]
+    repeats: list[Repeat]
+    peak_x: float
+    """Percent of the width at which the peak is."""
+
+
+@dataclass(frozen=True)
+class MemoryPanel:
+    """The memory of a device."""
+
+    ticks: list[Tick]
+    limits: list[tuple[float, str]]
+    """Percent of the height, and what the line there is."""
+    charts: list[LiveChart]
+    parts: list[tuple[str, str, int, float]]
+    """Field, name, bytes at the peak, and percent of what is available; parts of 0 bytes are left out."""
+    compiled: CompiledMemory | None
+    missing: list[str]
+    """What cannot be drawn, and why."""
+
+
+def memory_panel(plan: Plan, judgement: Judgement | None) -> MemoryPanel:
+    """Lay out the memory of a plan."""
+    memory, compiled = plan.memory, judgement.memory if judgement else None
+    top = HEADROOM * max(memory.available, memory.peak, compiled.peak if compiled else 0)
+    charts, missing = [], []
+    if plan.details is not None and plan.details.live:
+        charts.append(_estimated_chart(plan.details.live, top))
+    else:
+        missing.append("This Plan was written by an older version: it does not say what is live when. Plan again.")
+    if compiled is not None and compiled.live:
+        charts.append(_compiled_chart(compiled, top))
+    elif judgement is None:
+        missing.append("No verdict of the TPU compiler: add --verify, or use verify.")
+    else:
+        missing.append("This verdict does not say what the compiler keeps in memory when.")
+    limits = [(100 - 100 * memory.available / top, f"memory of a device, {gib_text(memory.available)}")]
+    if memory.reserved:
+        limits.append((100 - 100 * memory.usable / top, f"usable by the estimate, {gib_text(memory.usable)}"))
+    return MemoryPanel(
+        ticks=linear_ticks(top / GIB),
+        limits=limits,
+        charts=charts,
+        parts=[
+            (part, name, getattr(memory, part), 100 * getattr(memory, part) / memory.available)
+            for part, name in PARTS.items()
+            if getattr(memory, part)
+        ],
+        compiled=compiled,
+        missing=missing,
+    )
+
+
+def _estimated_chart(live: list[LivePoint], top: float) -> LiveChart:
+    """The estimate, by part of memory: every point is equally wide."""
+    totals = [sum(point.bytes.values()) for point in live]
+    peak = max(range(len(live)), key=totals.__getitem__)
+    below = [0.0] * len(live)
+    bands = []
+    width = 100 / len(live)
+    for part, name in PARTS.items():
+        sizes = [point.bytes.get(part, 0) for point in live]
+        if not any(sizes):
+            continue
+        above = [low + size for low, size in zip(below, sizes, strict=True)]
+        bands.append(Band(part, name, _band_path(below, above, width, top), sizes[peak]))
+        below = above
+    marks = [
+        Mark(i * width, width, f"{short_label(point.label)}: {gib_text(total)}\n" + _parts_text(point))
+        for i, (point, total) in enumerate(zip(live, totals, strict=True))
+    ]
+    repeats = [
+        Repeat(first * width, (last - first + 1) * width, f"{executions} times")
+        for first, last, executions in repeated_runs(live)
+        if executions > 1
+    ]
+    title = f"Estimate: what is live at each point of the step; the peak is {gib_text(totals[peak])}"
+    return LiveChart(title, bands, marks, repeats, (peak + 0.5) * width)
+
+
+def _parts_text(point: LivePoint) -> str:
+    return "\n".join(f"{name} {gib_text(point.bytes[part])}" for part, name in PARTS.items() if part in point.bytes)
+
+
+def _compiled_chart(memory: CompiledMemory, top: float) -> LiveChart:
+    """The compiler's live ranges: arguments of the program, and what it makes itself."""
+    width = 100 / len(memory.live)
+    zero = [0.0] * len(memory.live)
+    arguments = [float(min(memory.arguments, each.bytes)) for each in memory.live]
+    totals = [float(each.bytes) for each in memory.live]
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    bands = [
+        Band("parameters", "arguments of the program", _band_path(zero, arguments, width, top), int(arguments[peak])),
+        Band("activations", "temporaries", _band_path(arguments, totals, width, top),
+             int(totals[peak] - arguments[peak])),
+    ]  # fmt: skip
+    marks = [
+        Mark(i * width, width, f"{each.op}: {gib_text(each.bytes)}") for i, each in enumerate(memory.live)
+    ]
+    title = f"TPU compiler: what is live in the compiled program; its peak with padding is {gib_text(memory.peak)}"
+    return LiveChart(title, bands, marks, [], (peak + 0.5) * width)
+
+
+def _band_path(below: list[float], above: list[float], width: float, top: float) -> str:
+    """The outline of a band with steps."""
+    up = " ".join(f"H{i * width:.2f} V{100 - 100 * y / top:.2f} H{(i + 1) * width:.2f}" for i, y in enumerate(above))
+    down = " ".join(
+        f"V{100 - 100 * below[i] / top:.2f} H{i * width:.2f}" for i in range(len(below) - 1, -1, -1)
+    )
+    return f"M0 {100 - 100 * above[0] / top:.2f} {up} {down}Z"

@@ -1,0 +1,59 @@
+"""The page of a plan: all panels in one HTML file that needs nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+
+from shardplan.levanter_config.writer import trainer_yaml
+from shardplan.model.levanter_compat import TrainerSchema
+from shardplan.plan.mapping import mapping_text, mesh_text
+from shardplan.plan.plan import Plan
+from shardplan.report.page.candidates import candidates_panel
+from shardplan.report.page.headline import make_headline
+from shardplan.report.page.judgement import Judgement, own_judgement
+from shardplan.report.page.memory import memory_panel
+from shardplan.report.page.parameters import parameter_rows
+from shardplan.report.page.roofline import roofline_panel
+from shardplan.report.page.timeline import timeline_panel
+from shardplan.report.page.torus import torus_panel, torus_title
+from shardplan.report.page.units import gib_text, rate_text, seconds_text
+from shardplan.report.tables import workload_text
+from shardplan.report.templating import environment, script_hash, template_text
+
+
+def plan_page(plan: Plan, judgements: Sequence[Judgement], schema: TrainerSchema) -> str:
+    """Return the page of a plan.
+
+    Args:
+        judgements: verdicts of the compiler, on the plan and on others that it is compared with.
+        schema: that of the trainer section.
+    """
+    judgement = own_judgement(plan, judgements)
+    torus, timeline, roofline = torus_panel(plan), timeline_panel(plan, judgement), roofline_panel(plan)
+    script = template_text("plan.js")
+    template = environment().get_template("plan_page.html")
+    return template.render(
+        plan=plan,
+        judgement=judgement,
+        mesh=mesh_text(plan.mesh),
+        workload=workload_text(plan.workload),
+        mappings={"compute": mapping_text(plan.compute_mapping), "parameters": mapping_text(plan.param_mapping)},
+        headline=make_headline(plan, judgement),
+        torus=torus,
+        torus_tilings=[asdict(each) for each in torus.tilings],
+        torus_title=torus_title(plan),
+        memory=memory_panel(plan, judgement),
+        timeline=timeline,
+        timeline_key=[(kind, kind) for kind in (*timeline.task_kinds, *timeline.transfer_kinds)],
+        roofline=roofline,
+        roofline_segments=list(pairwise(roofline.roof)),
+        candidates=candidates_panel(plan, judgements),
+        parameters=parameter_rows(plan),
+        yaml=trainer_yaml(plan, schema),
+        style=template_text("style.css") + template_text("plan.css"),
+        script=script,
+        script_hash=script_hash(script),
+        gib=gib_text,
+        seconds=seconds_text,
+        rate=rate_text,
+    )

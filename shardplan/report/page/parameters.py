@@ -1,0 +1,35 @@
+"""Every parameter with its PartitionSpec."""
+
+import math
+from dataclasses import dataclass
+
+from shardplan.plan.mapping import mesh_size
+from shardplan.plan.plan import Plan
+from shardplan.report.tables import spec_text
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter."""
+
+    path: str
+    axes: str
+    elements: int
+    spec: str
+    shards: int
+    bytes_per_device: int
+
+
+def parameter_rows(plan: Plan) -> list[ParameterRow]:
+    """The parameters of a plan, in the order of the model."""
+    return [
+        ParameterRow(
+            path=each.path,
+            axes=", ".join(f"{axis} {size}" for axis, size in each.axes.items()),
+            elements=math.prod(each.axes.values()),
+            spec=spec_text(each.spec),
+            shards=math.prod(mesh_size(plan.mesh, mesh_axes or ()) for mesh_axes in each.spec),
+            bytes_per_device=each.bytes_per_device,
+        )
+        for each in plan.parameters
+    ]

@@ -1,0 +1,170 @@
+"""The step as a timeline: compute, collectives that it waits for, and collectives behind compute."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardplan.plan.details import TimedTask
+from shardplan.plan.plan import Plan
+from shardplan.report.page.judgement import Judgement
+from shardplan.report.page.labels import repeated_runs, short_label, task_label
+from shardplan.report.page.memory import Repeat
+from shardplan.report.page.units import Tick, gib_text, linear_ticks, seconds_text
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A stretch of the timeline."""
+
+    kind: str
+    """That of the task, or of the collective."""
+    x: float
+    width: float
+    tip: str
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What takes time in a step: the compute of one operation, or a collective with one cause."""
+
+    what: str
+    kind: str
+    """That of the task, or of the collective."""
+    is_transfer: bool
+    mesh_axes: str
+    bytes: int
+    """Bytes that a device receives."""
+    seconds: float
+    exposed_seconds: float
+    """The part of `seconds` that makes the step longer: all of it for compute."""
+    part: float
+    """Percent of the step that are exposed."""
+
+
+@dataclass(frozen=True)
+class CompiledBar:
+    """The compiler's time of the step, on the axis of the timeline."""
+
+    compute: float
+    """Percent of the width."""
+    waiting: float
+    tip: str
+
+
+@dataclass(frozen=True)
+class TimelinePanel:
+    """The time of a step."""
+
+    seconds: float
+    ticks: list[Tick]
+    core: list[Block]
+    """What the device does: compute, and waiting for collectives."""
+    links: list[Block]
+    """Collectives that run behind the compute above them."""
+    repeats: list[Repeat]
+    compiled: CompiledBar | None
+    task_kinds: list[str]
+    transfer_kinds: list[str]
+    costs: list[Cost]
+    missing: str
+
+
+def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
+    """Lay out the time of a plan's step."""
+    tasks = plan.details.tasks if plan.details is not None else []
+    compiled = judgement.time if judgement else None
+    length = max(plan.cost.step_seconds, compiled.step_seconds if compiled else 0.0) or 1.0
+    core, links = [], []
+    starts = [0.0]
+    for task in tasks:
+        now = starts[-1]
+        if task.compute_seconds:
+            tip = f"{task_label(task)}: compute {seconds_text(task.compute_seconds)}{_times(task)}"
+            core.append(_block(task.kind, now, task.compute_seconds, length, tip))
+        behind, now = now, now + task.compute_seconds
+        for transfer in task.transfers:
+            hidden = transfer.seconds - transfer.exposed_seconds
+            about = f"{transfer.kind} over {' × '.join(transfer.mesh_axes)}, {transfer.cause}: "
+            about += f"{gib_text(transfer.bytes)} received, {seconds_text(transfer.seconds)}"
+            tip = f"{about}, of which exposed {seconds_text(transfer.exposed_seconds)}"
+            if hidden > 0:
+                links.append(_block(transfer.kind, behind, hidden, length, tip))
+                behind += hidden
+            if transfer.exposed_seconds > 0:
+                core.append(_block(transfer.kind, now, transfer.exposed_seconds, length, tip))
+                now += transfer.exposed_seconds
+        starts.append(now)
+    return TimelinePanel(
+        seconds=plan.cost.step_seconds,
+        ticks=linear_ticks(length),
+        core=core,
+        links=links,
+        repeats=[
+            Repeat(100 * starts[i] / length, 100 * (starts[j + 1] - starts[i]) / length, f"{times} times")
+            for i, j, times in repeated_runs(tasks)
+            if times > 1
+        ],
+        compiled=None
+        if compiled is None
+        else CompiledBar(
+            100 * compiled.compute_seconds / length,
+            100 * (compiled.step_seconds - compiled.compute_seconds) / length,
+            f"TPU compiler: {seconds_text(compiled.step_seconds)} a step, of which the core computes "
+            f"{seconds_text(compiled.compute_seconds)}",
+        ),
+        task_kinds=list(dict.fromkeys(task.kind for task in tasks if task.compute_seconds)),
+        transfer_kinds=list(dict.fromkeys(each.kind for task in tasks for each in task.transfers)),
+        costs=costs_of_step(plan),
+        missing=""
+        if tasks
+        else "This Plan was written by an older version: it has sums over the step, but not its tasks. Plan again.",
+    )
+
+
+def costs_of_step(plan: Plan) -> list[Cost]:
+    """What the time of a step is spent on, the largest part first; the exposed seconds add up to the step.
+
+    A Plan of an older version says of its collectives only how long they take, not how much of that is exposed.
+    """
+    step = plan.cost.step_seconds or 1.0
+    tasks = plan.details.tasks if plan.details is not None else []
+    costs = list(_task_costs(tasks, step)) if tasks else list(_summed_costs(plan, step))
+    return sorted(costs, key=lambda cost: (-cost.exposed_seconds, -cost.seconds))
+
+
+def _task_costs(tasks: list[TimedTask], step: float) -> Iterator[Cost]:
+    compute: defaultdict[tuple[str, str], float] = defaultdict(float)
+    transfers: defaultdict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    for task in tasks:
+        compute[short_label(task.label), task.kind] += task.compute_seconds
+        for each in task.transfers:
+            sums = transfers[each.cause, each.kind, " × ".join(each.mesh_axes)]
+            sums[0] += each.bytes
+            sums[1] += each.seconds
+            sums[2] += each.exposed_seconds
+    for (what, kind), seconds in compute.items():
+        if seconds:
+            yield Cost(what, kind, False, "", 0, seconds, seconds, 100 * seconds / step)
+    for (what, kind, axes), (size, seconds, exposed) in transfers.items():
+        yield Cost(what, kind, True, axes, int(size), seconds, exposed, 100 * exposed / step)
+
+
+def _summed_costs(plan: Plan, step: float) -> Iterator[Cost]:
+    """All compute, and everything that is waited for, each as one cost; collectives by cause without what is exposed."""
+    computing = plan.cost.compute_seconds
+    waiting = plan.cost.step_seconds - computing
+    yield Cost("all compute", COMPUTE, False, "", 0, computing, computing, 100 * computing / step)
+    if waiting:
+        yield Cost("waiting for collectives", "exposed", True, "", 0, waiting, waiting, 100 * waiting / step)
+    for each in plan.cost.collectives:
+        yield Cost(each.cause, each.kind, True, " × ".join(each.mesh_axes), each.bytes, each.seconds, 0.0, 0.0)
+
+
+def _block(kind: str, start: float, seconds: float, length: float, tip: str) -> Block:
+    return Block(kind, 100 * start / length, 100 * seconds / length, tip)
+
+
+def _times(task: TimedTask) -> str:
+    return f" in {task.executions:,} executions" if task.executions > 1 else ""

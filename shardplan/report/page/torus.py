@@ -1,0 +1,182 @@
+"""The slice as its torus: where each device of the mesh is, and which tile of each tensor it holds."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardplan.hardware import MeshPlacement, parse_slice, place_mesh
+from shardplan.plan.mapping import mesh_text
+from shardplan.plan.plan import Plan, Spec
+from shardplan.plan.workload import BATCH_AXIS
+from shardplan.report.tables import spec_text
+
+MAX_DEVICES = 2048
+"""Devices that are drawn; of larger slices the first ones."""
+CELL = 30
+"""Side of a chip in pixels, for numbers of three digits."""
+GAP = 3
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How an array is divided into tiles, numbered in row-major order, over the devices of a mesh."""
+
+    name: str
+    spec: str
+    axes: dict[str, int]
+    """Logical axis -> size."""
+    dims: list[list[str]]
+    """Mesh axes of each dimension, major to minor."""
+    strides: dict[str, int]
+    """Mesh axis -> what a step along it adds to the number of the tile; an axis that is absent adds nothing."""
+    tiles: int
+
+    def tile(self, coordinates: dict[str, int]) -> int:
+        """The number of the tile of the device at some mesh coordinates."""
+        return sum(self.strides.get(axis, 0) * at for axis, at in coordinates.items())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One device on the drawing of its layer, in pixels."""
+
+    device: int
+    x: float
+    y: int
+    width: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The chips of one slice with the same third coordinate."""
+
+    title: str
+    width: int
+    height: int
+    cells: list[Cell]
+
+
+@dataclass(frozen=True)
+class TorusPanel:
+    """The drawing of a slice, and the tensors that can be shown on it."""
+
+    mesh: dict[str, int]
+    dimensions: list[str]
+    """Each torus dimension in words."""
+    axes: list[tuple[str, int, str]]
+    """Mesh axis, size, and where it lies on the torus, in words."""
+    layers: list[Layer]
+    drawn: int
+    devices: int
+    tilings: list[Tiling]
+    selected: int
+    """Index of the tiling that is shown first: that of the largest parameter."""
+    places: list[str]
+    """Of each drawn device: its chip, in words."""
+
+
+def torus_panel(plan: Plan) -> TorusPanel:
+    """Lay the mesh of a plan on its slice, and divide its tensors."""
+    placement = place_mesh(parse_slice(plan.hardware.slice), plan.mesh)
+    coordinates = placement.coordinates()
+    hosts = placement.hosts()
+    order = sorted(range(len(coordinates)), key=lambda device: _drawing_order(coordinates[device]))[:MAX_DEVICES]
+    parameters = plan.parameters
+    largest = max(range(len(parameters)), key=lambda i: math.prod(parameters[i].axes.values()))
+    names = [dimension.name for dimension in placement.dimensions]
+    return TorusPanel(
+        mesh=plan.mesh,
+        dimensions=[
+            f"{each.name}: {each.size} {'in a ring' if each.wraps and each.size > 1 else 'in a line'}"
+            for each in placement.dimensions
+        ],
+        axes=[(axis, size, _lies_on(placement, axis)) for axis, size in plan.mesh.items()],
+        layers=list(_layers(placement, coordinates, order)),
+        drawn=len(order),
+        devices=len(coordinates),
+        tilings=[*(make_tiling(p.path, p.axes, p.spec, plan.mesh) for p in parameters), _tokens(plan)],
+        selected=largest,
+        places=[
+            f"host {hosts[device]}, "
+            + (f"slice {coordinates[device][0]}, " if placement.hardware.slices > 1 else "")
+            + ", ".join(f"{name} {at}" for name, at in zip(names, coordinates[device][1], strict=True))
+            for device in sorted(order)
+        ],
+    )
+
+
+def make_tiling(name: str, axes: dict[str, int], spec: Spec, mesh: dict[str, int]) -> Tiling:
+    """Divide an array as its spec says."""
+    dims = [list(mesh_axes or ()) for mesh_axes in spec]
+    strides: dict[str, int] = {}
+    tiles = 1
+    for mesh_axes in reversed(dims):
+        for axis in reversed(mesh_axes):
+            strides[axis] = tiles
+            tiles *= mesh[axis]
+    return Tiling(name, spec_text(spec), axes, dims, strides, tiles)
+
+
+def mesh_coordinates(mesh: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Yield the mesh coordinates of every device, in row-major order."""
+    for device in range(math.prod(mesh.values())):
+        rest, at = device, dict[str, int]()
+        for axis in reversed(mesh):
+            rest, at[axis] = divmod(rest, mesh[axis])
+        yield {axis: at[axis] for axis in mesh}
+
+
+def _tokens(plan: Plan) -> Tiling:
+    """The tokens of a step, which activations are divided like."""
+    position = plan.model.position
+    axes = {BATCH_AXIS: plan.workload.batch, position: plan.workload.position}
+    spec: Spec = [plan.compute_mapping.get(axis) for axis in axes]
+    return make_tiling("tokens of a step (and activations)", axes, spec, plan.mesh)
+
+
+def _drawing_order(place: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
+    slice_index, at = place
+    return (slice_index, *reversed(at[:3]), *at[3:])
+
+
+def _lies_on(placement: MeshPlacement, axis: str) -> str:
+    """Where a mesh axis lies, in words."""
+    slices = placement.slices_by_axis[axis]
+    parts = [f"{slices} slices, over the data-centre network"] if slices > 1 else []
+    for factor in placement.factors[axis]:
+        dimension = placement.dimensions[factor.dimension]
+        if factor.size == 1:
+            continue
+        is_ring = factor.size == dimension.size and dimension.wraps
+        whole = "the whole ring" if is_ring else ("the whole line" if factor.size == dimension.size else "a part")
+        apart = f", {factor.stride} apart" if factor.stride > 1 else ""
+        parts.append(f"{factor.size} along {dimension.name} ({whole}{apart})")
+    return " × ".join(parts) or "one device"
+
+
+def _layers(
+    placement: MeshPlacement, coordinates: list[tuple[int, tuple[int, ...]]], order: list[int]
+) -> Iterator[Layer]:
+    """Yield the layers of the slices, each with x to the right and y down."""
+    sizes = [dimension.size for dimension in placement.dimensions]
+    chip_dims = len(placement.hardware.torus) if not placement.hardware.is_cpu else len(sizes)
+    names = [dimension.name for dimension in placement.dimensions]
+    by_layer: dict[tuple[int, int], list[Cell]] = {}
+    for device in order:
+        slice_index, at = coordinates[device]
+        x, y, z = (*at[:chip_dims], 0, 0)[:3]
+        core, cores = (at[chip_dims], sizes[chip_dims]) if len(at) > chip_dims else (0, 1)
+        width = (CELL - GAP) / cores
+        cell = Cell(device, x * CELL + GAP / 2 + core * width, y * CELL, width)
+        by_layer.setdefault((slice_index, z), []).append(cell)
+    columns, rows = sizes[0], sizes[1] if chip_dims > 1 else 1
+    for (slice_index, z), cells in by_layer.items():
+        parts = [f"slice {slice_index}"] if placement.hardware.slices > 1 else []
+        parts += [f"{names[2]} = {z}"] if chip_dims > 2 else []
+        yield Layer(", ".join(parts) or f"{names[0]} × {names[1]}" if chip_dims > 1 else names[0],
+                    columns * CELL, rows * CELL, cells)  # fmt: skip
+
+
+def torus_title(plan: Plan) -> str:
+    """What the drawing shows."""
+    return f"{plan.hardware.devices} devices of {plan.hardware.slice} as the mesh {mesh_text(plan.mesh)}"

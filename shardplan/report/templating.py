@@ -1,0 +1,28 @@
+"""The environment of the HTML templates: strict, escaped, from the package alone."""
+
+import base64
+import hashlib
+from functools import cache
+from importlib import resources
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+
+@cache
+def environment() -> Environment:
+    """Return the environment of all templates."""
+    return Environment(
+        loader=PackageLoader("shardplan.report"), autoescape=True, undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+
+
+def template_text(name: str) -> Markup:
+    """Return a style sheet or script of the templates, to be put into a page as it is."""
+    return Markup((resources.files("shardplan.report") / "templates" / name).read_text(encoding="utf-8"))
+
+
+def script_hash(script: str) -> str:
+    """Return the source of a Content-Security-Policy that allows this script alone."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
