@@ -9,11 +9,12 @@ from shardplan.plan.details import WeighedCandidate
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import Judgement
-from shardplan.report.page.units import Tick, gib_text, linear_ticks, seconds_text
+from shardplan.report.page.units import LogAxis, Tick, gib_text, linear_ticks, seconds_text
 from shardplan.report.summary import percent_text
 
 PLAN, RUNNER_UP, WEIGHED, OTHER = "plan", "runner-up", "weighed", "other"
 HEADROOM = 1.08
+"""Factor of free space around the points."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,14 @@ class CandidatesPanel:
     points: list[Point]
     x_ticks: list[Tick]
     y_ticks: list[Tick]
-    limit: float | None
-    """Percent of the height at which the usable memory is; None if it is above the chart."""
+    limit: float
+    """Percent of the height at which the usable memory is."""
     limit_text: str
     layouts: list[Layout]
+    is_compiled: bool
+    """Whether any layout was compiled."""
+    has_others: bool
+    """Whether layouts of others are on the chart."""
     rejected: list[tuple[str, int]]
     slower: int
     missing: str
@@ -63,13 +68,13 @@ def candidates_panel(plan: Plan, judgements: Sequence[Judgement]) -> CandidatesP
     others = [each for each in judgements if not each.is_of(plan)]
     own = next((each for each in judgements if each.is_of(plan)), None)
     drawn = [each.estimate for each in others if each.estimate and each.estimate.tokens == plan.workload.tokens]
-    right = HEADROOM * max([plan.cost.step_seconds, *(c.step_seconds for c in weighed), *(e.step_seconds for e in drawn)])
+    seconds = [plan.cost.step_seconds, *(c.step_seconds for c in weighed), *(e.step_seconds for e in drawn)]
+    x_axis = LogAxis(min(seconds) / HEADROOM, max(seconds) * HEADROOM)
     top = HEADROOM * max([plan.memory.peak, plan.memory.usable, *(c.peak for c in weighed), *(e.peak for e in drawn)])
-    right = right or 1.0
 
     def point(kind: str, seconds: float, peak: int, name: str) -> Point:
         tip = f"{name}: {seconds_text(seconds)} a step, {gib_text(peak)}"
-        return Point(kind, 100 * seconds / right, 100 - 100 * peak / top, tip)
+        return Point(kind, x_axis.at(seconds), 100 - 100 * peak / top, tip)
 
     points = [
         point(_kind(plan, each), each.step_seconds, each.peak, _candidate_text(plan, each))
@@ -84,11 +89,13 @@ def candidates_panel(plan: Plan, judgements: Sequence[Judgement]) -> CandidatesP
     points.append(point(PLAN, plan.cost.step_seconds, plan.memory.peak, "this plan"))
     return CandidatesPanel(
         points=points,
-        x_ticks=linear_ticks(right),
+        x_ticks=x_axis.ticks(),
         y_ticks=linear_ticks(top / GIB),
         limit=100 - 100 * plan.memory.usable / top,
         limit_text=f"usable memory, {gib_text(plan.memory.usable)}",
         layouts=[_plan_layout(plan, own), *_runner_up_layout(plan, weighed), *(_layout(plan, each) for each in others)],
+        is_compiled=bool(judgements),
+        has_others=bool(drawn),
         rejected=[(reason, count) for reason, count in plan.search.rejected.items() if count],
         slower=plan.details.slower_candidates if plan.details is not None else 0,
         missing=_missing(plan, weighed),

@@ -19,6 +19,11 @@ def short_label(label: str) -> str:
     return scopes[-1]
 
 
+def short_cause(cause: str) -> str:
+    """The cause of a collective, with the parameter in it named by its path within a layer."""
+    return " ".join(short_label(word) if STACKED in word else word for word in cause.split(" "))
+
+
 def task_label(task: TimedTask) -> str:
     """What a task computes, as `contraction: mlp.gate_proj`."""
     return f"{task.kind}: {short_label(task.label)}"

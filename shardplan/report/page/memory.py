@@ -70,8 +70,8 @@ class MemoryPanel:
     """The memory of a device."""
 
     ticks: list[Tick]
-    limits: list[tuple[float, str]]
-    """Percent of the height, and what the line there is."""
+    limits: list[tuple[float, str, str]]
+    """Percent of the height, the kind of the line there, and what it is."""
     charts: list[LiveChart]
     parts: list[tuple[str, str, int, float]]
     """Field, name, bytes at the peak, and percent of what is available; parts of 0 bytes are left out."""
@@ -95,9 +95,10 @@ def memory_panel(plan: Plan, judgement: Judgement | None) -> MemoryPanel:
         missing.append("No verdict of the TPU compiler: add --verify, or use verify.")
     else:
         missing.append("This verdict does not say what the compiler keeps in memory when.")
-    limits = [(100 - 100 * memory.available / top, f"memory of a device, {gib_text(memory.available)}")]
+    limits = [(100 - 100 * memory.available / top, "available", f"memory of a device, {gib_text(memory.available)}")]
     if memory.reserved:
-        limits.append((100 - 100 * memory.usable / top, f"usable by the estimate, {gib_text(memory.usable)}"))
+        usable = f"usable: less {gib_text(memory.reserved)} for the error of the estimate, {gib_text(memory.usable)}"
+        limits.append((100 - 100 * memory.usable / top, "usable", usable))
     return MemoryPanel(
         ticks=linear_ticks(top / GIB),
         limits=limits,

@@ -11,16 +11,16 @@ MARGIN = 2.0
 """Factor of free space around the points."""
 
 
+LABELLED = 4
+"""Number of points with a name on the chart."""
+
+
 @dataclass(frozen=True)
 class Contraction:
-    """One matmul of the step on the chart."""
+    """One matmul of the step."""
 
-    x: float
-    y: float
-    radius: float
-    kind: str
-    tip: str
     label: str
+    kind: str
     intensity: float
     """FLOPs per byte of HBM."""
     rate: float
@@ -30,10 +30,25 @@ class Contraction:
 
 
 @dataclass(frozen=True)
+class RooflinePoint:
+    """Contractions at the same place of the chart, x and y in percent."""
+
+    x: float
+    y: float
+    radius: float
+    kind: str
+    label: str
+    """Empty for short ones."""
+    tip: str
+
+
+@dataclass(frozen=True)
 class RooflinePanel:
     """Contractions under the roof of a device."""
 
     contractions: list[Contraction]
+    """The longest first."""
+    points: list[RooflinePoint]
     roof: list[tuple[float, float]]
     """Corners of the roof."""
     x_ticks: list[Tick]
@@ -50,43 +65,59 @@ def roofline_panel(plan: Plan) -> RooflinePanel:
     generation = parse_slice(plan.hardware.slice).generation
     peak, bandwidth = generation.flops, generation.hbm_bandwidth
     ridge = peak / bandwidth
-    tasks = [
-        task for task in (plan.details.tasks if plan.details else []) if task.flops and task.hbm_bytes and task.compute_seconds
-    ]
-    intensities = [task.flops / task.hbm_bytes for task in tasks]
-    rates = [task.flops / task.compute_seconds for task in tasks]
-    x_axis = LogAxis(min([ridge, *intensities]) / MARGIN, max([ridge, *intensities]) * MARGIN)
-    y_axis = LogAxis(min([peak / 10, *rates]) / MARGIN, max([peak, *rates]) * 1.3)
-    longest = max((task.compute_seconds for task in tasks), default=1.0)
-    contractions = []
-    for task, intensity, rate in zip(tasks, intensities, rates, strict=True):
-        roof = min(peak, intensity * bandwidth)
-        label = short_label(task.label)
-        contractions.append(
-            Contraction(
-                x=x_axis.at(intensity),
-                y=100 - y_axis.at(rate),
-                radius=4 + 8 * (task.compute_seconds / longest) ** 0.5,
-                kind=task.kind,
-                tip=f"{label}: {intensity:,.0f} FLOPs per byte, {rate_text(rate)}, {rate / roof:.0%} of the roof, "
-                f"{seconds_text(task.compute_seconds)} a step",
-                label=label,
-                intensity=intensity,
-                rate=rate,
-                part_of_roof=rate / roof,
-                seconds=task.compute_seconds,
-            )
-        )
-    corners = [x_axis.low, min(max(ridge, x_axis.low), x_axis.high), x_axis.high]
+    contractions = _contractions(plan, peak, bandwidth)
+    x_axis = LogAxis(
+        min([ridge, *(c.intensity for c in contractions)]) / MARGIN,
+        max([ridge, *(c.intensity for c in contractions)]) * MARGIN,
+    )
+    y_axis = LogAxis(min([peak / 4, *(c.rate for c in contractions)]) / MARGIN, peak * 1.4)
+    corners = [x_axis.low, ridge, x_axis.high]
     return RooflinePanel(
-        contractions=sorted(contractions, key=lambda each: -each.seconds),
+        contractions=contractions,
+        points=_points(contractions, x_axis, y_axis),
         roof=[(x_axis.at(x), 100 - y_axis.at(min(peak, x * bandwidth))) for x in corners],
         x_ticks=x_axis.ticks(),
-        y_ticks=[Tick(each.at, f"{float(each.text.replace(',', '')) / 1e12:,.4g}") for each in y_axis.ticks()],
+        y_ticks=y_axis.ticks(unit=1e12),
         peak=rate_text(peak),
         bandwidth=f"{bandwidth / 1e9:,.0f} GB/s",
         ridge=f"{ridge:,.0f}",
         missing=""
-        if tasks
+        if contractions
         else "This Plan was written by an older version: it does not say what its contractions compute. Plan again.",
+    )
+
+
+def _contractions(plan: Plan, peak: float, bandwidth: float) -> list[Contraction]:
+    contractions = []
+    for task in plan.details.tasks if plan.details is not None else []:
+        if task.flops and task.hbm_bytes and task.compute_seconds:
+            intensity, rate = task.flops / task.hbm_bytes, task.flops / task.compute_seconds
+            part = rate / min(peak, intensity * bandwidth)
+            label = short_label(task.label)
+            contractions.append(Contraction(label, task.kind, intensity, rate, part, task.compute_seconds))
+    return sorted(contractions, key=lambda each: -each.seconds)
+
+
+def _points(contractions: list[Contraction], x_axis: LogAxis, y_axis: LogAxis) -> list[RooflinePoint]:
+    """Contractions that lie at the same place become one point, with the sum of their times."""
+    places: dict[tuple[float, float, str], list[Contraction]] = {}
+    for each in contractions:
+        x, y = round(x_axis.at(each.intensity), 1), round(100 - y_axis.at(each.rate), 1)
+        places.setdefault((x, y, each.kind), []).append(each)
+    seconds = {place: sum(each.seconds for each in group) for place, group in places.items()}
+    longest = max(seconds.values(), default=1.0)
+    return [
+        RooflinePoint(
+            x, y, 4 + 9 * (seconds[x, y, kind] / longest) ** 0.5, kind,
+            ", ".join(each.label.rpartition(".")[2] for each in group) if number < LABELLED else "",
+            "\n".join(map(_text, group)),
+        )
+        for number, ((x, y, kind), group) in enumerate(places.items())
+    ]  # fmt: skip
+
+
+def _text(each: Contraction) -> str:
+    return (
+        f"{each.label}: {each.intensity:,.0f} FLOPs per byte, {rate_text(each.rate)}, {each.part_of_roof:.0%} of the "
+        f"roof, {seconds_text(each.seconds)} a step"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardplan.plan.details import TimedTask
 from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import Judgement
-from shardplan.report.page.labels import repeated_runs, short_label, task_label
+from shardplan.report.page.labels import repeated_runs, short_cause, short_label, task_label
 from shardplan.report.page.memory import Repeat
 from shardplan.report.page.units import Tick, gib_text, linear_ticks, seconds_text
 
@@ -86,7 +86,7 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
         behind, now = now, now + task.compute_seconds
         for transfer in task.transfers:
             hidden = transfer.seconds - transfer.exposed_seconds
-            about = f"{transfer.kind} over {' × '.join(transfer.mesh_axes)}, {transfer.cause}: "
+            about = f"{transfer.kind} over {' × '.join(transfer.mesh_axes)}, {short_cause(transfer.cause)}: "
             about += f"{gib_text(transfer.bytes)} received, {seconds_text(transfer.seconds)}"
             tip = f"{about}, of which exposed {seconds_text(transfer.exposed_seconds)}"
             if hidden > 0:
@@ -140,7 +140,7 @@ def _task_costs(tasks: list[TimedTask], step: float) -> Iterator[Cost]:
     for task in tasks:
         compute[short_label(task.label), task.kind] += task.compute_seconds
         for each in task.transfers:
-            sums = transfers[each.cause, each.kind, " × ".join(each.mesh_axes)]
+            sums = transfers[short_cause(each.cause), each.kind, " × ".join(each.mesh_axes)]
             sums[0] += each.bytes
             sums[1] += each.seconds
             sums[2] += each.exposed_seconds
@@ -159,7 +159,7 @@ def _summed_costs(plan: Plan, step: float) -> Iterator[Cost]:
     if waiting:
         yield Cost("waiting for collectives", "exposed", True, "", 0, waiting, waiting, 100 * waiting / step)
     for each in plan.cost.collectives:
-        yield Cost(each.cause, each.kind, True, " × ".join(each.mesh_axes), each.bytes, each.seconds, 0.0, 0.0)
+        yield Cost(short_cause(each.cause), each.kind, True, " × ".join(each.mesh_axes), each.bytes, each.seconds, 0.0, 0.0)
 
 
 def _block(kind: str, start: float, seconds: float, length: float, tip: str) -> Block:

@@ -62,7 +62,7 @@ class TorusPanel:
 
     mesh: dict[str, int]
     dimensions: list[str]
-    """Each torus dimension in words."""
+    """Each torus dimension in words: how it is drawn, its size, and the mesh axes on it."""
     axes: list[tuple[str, int, str]]
     """Mesh axis, size, and where it lies on the torus, in words."""
     layers: list[Layer]
@@ -70,7 +70,7 @@ class TorusPanel:
     devices: int
     tilings: list[Tiling]
     selected: int
-    """Index of the tiling that is shown first: that of the largest parameter."""
+    """Index of the tiling that is shown first: that of the largest parameter that is sharded."""
     places: list[str]
     """Of each drawn device: its chip, in words."""
 
@@ -82,19 +82,18 @@ def torus_panel(plan: Plan) -> TorusPanel:
     hosts = placement.hosts()
     order = sorted(range(len(coordinates)), key=lambda device: _drawing_order(coordinates[device]))[:MAX_DEVICES]
     parameters = plan.parameters
-    largest = max(range(len(parameters)), key=lambda i: math.prod(parameters[i].axes.values()))
+    tilings = [*(make_tiling(p.path, p.axes, p.spec, plan.mesh) for p in parameters), _tokens(plan)]
+    elements = [math.prod(p.axes.values()) for p in parameters]
+    largest = max(range(len(parameters)), key=lambda i: (tilings[i].tiles > 1, elements[i]))
     names = [dimension.name for dimension in placement.dimensions]
     return TorusPanel(
         mesh=plan.mesh,
-        dimensions=[
-            f"{each.name}: {each.size} {'in a ring' if each.wraps and each.size > 1 else 'in a line'}"
-            for each in placement.dimensions
-        ],
+        dimensions=[_dimension_text(placement, number) for number in range(len(placement.dimensions))],
         axes=[(axis, size, _lies_on(placement, axis)) for axis, size in plan.mesh.items()],
         layers=list(_layers(placement, coordinates, order)),
         drawn=len(order),
         devices=len(coordinates),
-        tilings=[*(make_tiling(p.path, p.axes, p.spec, plan.mesh) for p in parameters), _tokens(plan)],
+        tilings=tilings,
         selected=largest,
         places=[
             f"host {hosts[device]}, "
@@ -137,6 +136,22 @@ def _tokens(plan: Plan) -> Tiling:
 def _drawing_order(place: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
     slice_index, at = place
     return (slice_index, *reversed(at[:3]), *at[3:])
+
+
+def _dimension_text(placement: MeshPlacement, number: int) -> str:
+    """How a torus dimension is drawn, its size, and the parts of mesh axes on it, major to minor."""
+    dimension = placement.dimensions[number]
+    is_chip = not placement.hardware.is_cpu and number >= len(placement.hardware.torus)
+    drawn = "within a square" if is_chip else ("to the right", "down", "from block to block")[number]
+    on_it = [
+        (factor.stride, f"{axis} {factor.size}")
+        for axis, factors in placement.factors.items()
+        for factor in factors
+        if factor.dimension == number and factor.size > 1
+    ]
+    axes = " × ".join(text for _, text in sorted(on_it, reverse=True)) or "one device"
+    ring = "ring" if dimension.wraps else "line"
+    return f"{dimension.name} ({drawn}): {f'a {ring} of {dimension.size}, {axes}' if dimension.size > 1 else '1'}"
 
 
 def _lies_on(placement: MeshPlacement, axis: str) -> str:

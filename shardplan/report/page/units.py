@@ -19,8 +19,10 @@ class Tick:
 
 
 def gib_text(size: float) -> str:
-    """Bytes as GiB, or as MiB where these are few."""
-    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
+    """Bytes as GiB, or as MiB or KiB where these are few."""
+    if size >= GIB / 10:
+        return f"{size / GIB:,.2f} GiB"
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:,.1f} KiB"
 
 
 def seconds_text(seconds: float) -> str:
@@ -41,12 +43,15 @@ def rate_text(per_second: float) -> str:
 
 def linear_ticks(limit: float) -> list[Tick]:
     """Round numbers from 0 up to `limit`."""
-    if limit <= 0:
-        return [Tick(0.0, "0")]
-    rough = limit / TICKS
+    return [Tick(100 * value / limit, f"{value:.10g}") for value in _round_numbers(0.0, limit)] if limit > 0 else []
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """About `TICKS` round numbers from `low` to `high`."""
+    rough = (high - low) / TICKS
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= rough * (1 - 1e-9))
-    return [Tick(100 * i * step / limit, f"{i * step:.10g}") for i in range(int(limit / step + 1e-9) + 1)]
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,15 @@ class LogAxis:
         """Percent of the length of the axis."""
         return 100 * math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
 
-    def ticks(self) -> list[Tick]:
-        """The powers of ten, and where there are few of them also twice and five times these."""
+    def ticks(self, unit: float = 1.0) -> list[Tick]:
+        """Powers of ten, on shorter axes also twice and five times these, on the shortest ones other round numbers.
+
+        Args:
+            unit: what the texts count in.
+        """
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         factors = (1,) if last - first > 3 else (1, 2, 5)
-        values = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-        return [Tick(self.at(v), f"{v:,.10g}") for v in values if self.low * 0.999 <= v <= self.high * 1.001]
+        powers = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+        inside = [value for value in powers if self.low <= value <= self.high]
+        values = inside if len(inside) > 2 else _round_numbers(self.low, self.high)
+        return [Tick(self.at(value), f"{value / unit:,.10g}") for value in values]
