@@ -53,9 +53,7 @@ def check_outputs(inputs: Iterable[str], **targets: str | None) -> None:
         used.add(path)
 
 
-def write_report(
-    target: str, plan: Plan, judgements: "Sequence[Judgement]", schema: TrainerSchema
-) -> None:
+def write_report(target: str, plan: Plan, judgements: "Sequence[Judgement]", schema: TrainerSchema) -> None:
     """Write the page of a plan to the path `target`.
 
     Args:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ CHECKSUM = "checksum"
 """Key of a Plan's JSON that shows whether it is as it was written."""
 UNCHECKED = {CHECKSUM, "search", "versions", "details"}
 """Keys of a Plan file that its checksum leaves out, because they are for people to read."""
+NOTEBOOK = "shardplan.report.page.short"
+"""The module that draws Plans and verdicts in notebooks: it is above them, and imported when it is needed."""
 Mapping = dict[str, list[str]]
 """Logical axis -> mesh axes, major to minor. A logical axis that is absent is replicated."""
 
@@ -215,6 +218,11 @@ class Plan:
         if hardware.is_cpu or cost.model_flops is None or not cost.step_seconds:
             return None
         return cost.model_flops / (cost.step_seconds * hardware.devices * hardware.generation.flops)
+
+    def _repr_html_(self) -> str:
+        """The Plan in a notebook."""
+        html: str = import_module(NOTEBOOK).plan_html(self)
+        return html
 
     def to_json(self) -> dict[str, Any]:
         """The Plan as JSON values, `schema_version` first, and a checksum of them last."""

@@ -46,7 +46,9 @@ def weighed_candidates(weighed: Sequence[Candidate]) -> list[WeighedCandidate]:
 
 def _live_points(step: Step, assignment: ShardingAssignment) -> list[LivePoint]:
     return [
-        LivePoint(label.text, label.executions, {part.value: round(size) for part, size in parts.items() if round(size)})
+        LivePoint(
+            label.text, label.executions, {part.value: round(size) for part, size in parts.items() if round(size)}
+        )
         for label, parts in zip(step.point_labels, memory_by_part(step, assignment), strict=True)
     ]
 

@@ -53,8 +53,8 @@ def page_parts(
     anchors = {i: -(-i * text.characters // len(strip)) for i in range(0, len(strip), step)} if is_whole else {}
     stream = _environment().get_template("extraction_page.html").generate(
         label=short_label(id_, 200), model=model, task=task, summary=summary, strip=strip, is_whole=is_whole, step=step,
-        shown=sum(end - start for start, end in text.kept), shades=SHADES, labelled=LABELLED, style=template_text("style.css"),
-        body=_body(text, anchors, is_whole),
+        shown=sum(end - start for start, end in text.kept), shades=SHADES, labelled=LABELLED,
+        style=template_text("style.css"), body=_body(text, anchors, is_whole),
     )  # fmt: skip
     return (part.encode() for part in stream)
 

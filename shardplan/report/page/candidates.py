@@ -108,7 +108,9 @@ def _missing(plan: Plan, weighed: list[WeighedCandidate]) -> str:
     if plan.search.given:
         return "The mesh and the mappings were given: nothing was searched."
     if plan.details is None:
-        return "This Plan was written by an older version: it does not list the candidates that were weighed. Plan again."
+        return (
+            "This Plan was written by an older version: it does not list the candidates that were weighed. Plan again."
+        )
     return "No candidate fits."
 
 
@@ -132,7 +134,7 @@ def _candidate_text(plan: Plan, candidate: WeighedCandidate) -> str:
     """The mesh of a candidate, and what its main axes are sharded over."""
     mesh = mesh_text(dict(zip(plan.mesh, candidate.mesh, strict=True)))
     parts = {"batch": candidate.batch, "positions": candidate.positions, "stored": candidate.stored}
-    return f"{mesh}; " + ", ".join(f"{name} over {' × '.join(axes) or 'nothing'}" for name, axes in parts.items())
+    return f"{mesh}; " + ", ".join(f"{name} over {' x '.join(axes) or 'nothing'}" for name, axes in parts.items())
 
 
 def _plan_layout(plan: Plan, own: Judgement | None) -> Layout:
@@ -152,7 +154,9 @@ def _runner_up_layout(plan: Plan, weighed: list[WeighedCandidate]) -> list[Layou
     why = f"{slower} time a step"
     if peaks:
         why += f", {gib_text(abs(peaks[0] - plan.memory.peak))} {'more' if peaks[0] >= plan.memory.peak else 'less'}"
-    return [Layout("runner-up", mesh_text(other.mesh), other.step_seconds, peaks[0] if peaks else None, None, None, why)]
+    return [
+        Layout("runner-up", mesh_text(other.mesh), other.step_seconds, peaks[0] if peaks else None, None, None, why)
+    ]
 
 
 def _layout(plan: Plan, judgement: Judgement) -> Layout:

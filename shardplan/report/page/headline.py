@@ -39,8 +39,8 @@ class Headline:
     costs: list[Cost]
     settings: list[ChangedSetting]
     """All settings that were planned."""
-    better: list[str]
-    """The settings with the most tokens per second and device, in words."""
+    better: list[tuple[str, str]]
+    """The settings with the most tokens per second and device, each with what it changes, in words."""
 
 
 def make_headline(plan: Plan, judgement: Judgement | None) -> Headline:
@@ -93,7 +93,7 @@ def _figures(source: str, plan: Plan, seconds: float, computing: float, mfu: flo
     )
 
 
-def _better(plan: Plan, settings: list[ChangedSetting]) -> list[str]:
+def _better(plan: Plan, settings: list[ChangedSetting]) -> list[tuple[str, str]]:
     """The settings with which a device computes most tokens per second, the best first."""
     if not plan.cost.step_seconds:
         return []
@@ -101,7 +101,9 @@ def _better(plan: Plan, settings: list[ChangedSetting]) -> list[str]:
     gains = [(each.tokens_per_second / each.devices / now - 1, each) for each in settings if not each.obstacle]
     named = sorted((pair for pair in gains if pair[0] >= MIN_GAIN), key=lambda pair: -pair[0])[:LARGEST]
     return [
-        f"{each.change}: {gain:+.0%} tokens/s per device, {seconds_text(each.step_seconds)} a step, "
-        f"{gib_text(each.peak)}"
+        (
+            each.change,
+            f"{gain:+.0%} tokens/s per device, {seconds_text(each.step_seconds)} a step, {gib_text(each.peak)}",
+        )
         for gain, each in named
     ]

@@ -1,6 +1,9 @@
 """Short names of parameters and of operations of the traced program."""
 
-from shardplan.plan.details import LivePoint, TimedTask
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+
+from shardplan.plan.details import TimedTask
 
 STACKED = ".stacked."
 """What separates the path of a stack of layers from that within a layer."""
@@ -13,7 +16,7 @@ def short_label(label: str) -> str:
         return label.rpartition(STACKED)[2].removesuffix(SUFFIX)
     scopes = label.split("/")
     # of a contraction the axes stand in the scopes, as `contract head_size -> batch, position`
-    for before, scope in zip(scopes, scopes[1:], strict=False):
+    for before, scope in pairwise(scopes):
         if scope.startswith("contract "):
             return f"{before}, {scope.partition(' -> ')[0]}"
     return scopes[-1]
@@ -29,12 +32,12 @@ def task_label(task: TimedTask) -> str:
     return f"{task.kind}: {short_label(task.label)}"
 
 
-def repeated_runs(items: "list[LivePoint] | list[TimedTask]") -> list[tuple[int, int, int]]:
-    """Return (first, last, executions) of each run of items that are executed equally often."""
-    runs: list[tuple[int, int, int]] = []
-    for i, item in enumerate(items):
-        if runs and runs[-1][2] == item.executions:
-            runs[-1] = (runs[-1][0], i, item.executions)
-        else:
-            runs.append((i, i, item.executions))
+def repeated_runs(executions: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return (first, last, executions) of each run of operations that are executed equally often, and repeatedly."""
+    runs, first = [], 0
+    for times, group in groupby(executions):
+        last = first + len(list(group)) - 1
+        if times > 1:
+            runs.append((first, last, times))
+        first = last + 1
     return runs

@@ -132,9 +132,8 @@ def _estimated_chart(live: list[LivePoint], top: float) -> LiveChart:
         for i, (point, total) in enumerate(zip(live, totals, strict=True))
     ]
     repeats = [
-        Repeat(first * width, (last - first + 1) * width, f"{executions} times")
-        for first, last, executions in repeated_runs(live)
-        if executions > 1
+        Repeat(first * width, (last - first + 1) * width, f"repeated {executions} times")
+        for first, last, executions in repeated_runs([point.executions for point in live])
     ]
     title = f"Estimate: what is live at each point of the step; the peak is {gib_text(totals[peak])}"
     return LiveChart(title, bands, marks, repeats, (peak + 0.5) * width)
@@ -156,9 +155,7 @@ def _compiled_chart(memory: CompiledMemory, top: float) -> LiveChart:
         Band("activations", "temporaries", _band_path(arguments, totals, width, top),
              int(totals[peak] - arguments[peak])),
     ]  # fmt: skip
-    marks = [
-        Mark(i * width, width, f"{each.op}: {gib_text(each.bytes)}") for i, each in enumerate(memory.live)
-    ]
+    marks = [Mark(i * width, width, f"{each.op}: {gib_text(each.bytes)}") for i, each in enumerate(memory.live)]
     title = f"TPU compiler: what is live in the compiled program; its peak with padding is {gib_text(memory.peak)}"
     return LiveChart(title, bands, marks, [], (peak + 0.5) * width)
 
@@ -166,7 +163,5 @@ def _compiled_chart(memory: CompiledMemory, top: float) -> LiveChart:
 def _band_path(below: list[float], above: list[float], width: float, top: float) -> str:
     """The outline of a band with steps."""
     up = " ".join(f"H{i * width:.2f} V{100 - 100 * y / top:.2f} H{(i + 1) * width:.2f}" for i, y in enumerate(above))
-    down = " ".join(
-        f"V{100 - 100 * below[i] / top:.2f} H{i * width:.2f}" for i in range(len(below) - 1, -1, -1)
-    )
+    down = " ".join(f"V{100 - 100 * below[i] / top:.2f} H{i * width:.2f}" for i in range(len(below) - 1, -1, -1))
     return f"M0 {100 - 100 * above[0] / top:.2f} {up} {down}Z"

@@ -15,7 +15,7 @@ from shardplan.report.page.memory import memory_panel
 from shardplan.report.page.parameters import parameter_rows
 from shardplan.report.page.roofline import roofline_panel
 from shardplan.report.page.timeline import timeline_panel
-from shardplan.report.page.torus import torus_panel, torus_title
+from shardplan.report.page.torus import draw_slice, most_telling, tilings_of
 from shardplan.report.page.units import gib_text, rate_text, seconds_text
 from shardplan.report.tables import workload_text
 from shardplan.report.templating import environment, script_hash, template_text
@@ -29,7 +29,7 @@ def plan_page(plan: Plan, judgements: Sequence[Judgement], schema: TrainerSchema
         schema: that of the trainer section.
     """
     judgement = own_judgement(plan, judgements)
-    torus, timeline, roofline = torus_panel(plan), timeline_panel(plan, judgement), roofline_panel(plan)
+    tilings, timeline, roofline = tilings_of(plan), timeline_panel(plan, judgement), roofline_panel(plan)
     script = template_text("plan.js")
     template = environment().get_template("plan_page.html")
     return template.render(
@@ -39,9 +39,9 @@ def plan_page(plan: Plan, judgements: Sequence[Judgement], schema: TrainerSchema
         workload=workload_text(plan.workload),
         mappings={"compute": mapping_text(plan.compute_mapping), "parameters": mapping_text(plan.param_mapping)},
         headline=make_headline(plan, judgement),
-        torus=torus,
-        torus_tilings=[asdict(each) for each in torus.tilings],
-        torus_title=torus_title(plan),
+        torus=draw_slice(plan.hardware.slice, plan.mesh),
+        tilings=list(map(asdict, tilings)),
+        selected=most_telling(tilings),
         memory=memory_panel(plan, judgement),
         timeline=timeline,
         timeline_key=[(kind, kind) for kind in (*timeline.task_kinds, *timeline.transfer_kinds)]

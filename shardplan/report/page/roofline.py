@@ -11,8 +11,8 @@ MARGIN = 2.0
 """Factor of free space around the points."""
 
 
-LABELLED = 4
-"""Number of points with a name on the chart."""
+RADII = (8, 14)
+"""Radius of the point that takes the shortest and of the one that takes the longest time, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class RooflinePoint:
     radius: float
     kind: str
     label: str
-    """Empty for short ones."""
     tip: str
 
 
@@ -108,11 +107,10 @@ def _points(contractions: list[Contraction], x_axis: LogAxis, y_axis: LogAxis) -
     longest = max(seconds.values(), default=1.0)
     return [
         RooflinePoint(
-            x, y, 4 + 9 * (seconds[x, y, kind] / longest) ** 0.5, kind,
-            ", ".join(each.label.rpartition(".")[2] for each in group) if number < LABELLED else "",
-            "\n".join(map(_text, group)),
+            x, y, RADII[0] + (RADII[1] - RADII[0]) * (seconds[x, y, kind] / longest) ** 0.5, kind,
+            ", ".join(each.label for each in group), "\n".join(map(_text, group)),
         )
-        for number, ((x, y, kind), group) in enumerate(places.items())
+        for (x, y, kind), group in places.items()
     ]  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
         behind, now = now, now + task.compute_seconds
         for transfer in task.transfers:
             hidden = transfer.seconds - transfer.exposed_seconds
-            about = f"{transfer.kind} over {' × '.join(transfer.mesh_axes)}, {short_cause(transfer.cause)}: "
+            about = f"{transfer.kind} over {' x '.join(transfer.mesh_axes)}, {short_cause(transfer.cause)}: "
             about += f"{gib_text(transfer.bytes)} received, {seconds_text(transfer.seconds)}"
             tip = f"{about}, of which exposed {seconds_text(transfer.exposed_seconds)}"
             if hidden > 0:
@@ -102,9 +102,8 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
         core=core,
         links=links,
         repeats=[
-            Repeat(100 * starts[i] / length, 100 * (starts[j + 1] - starts[i]) / length, f"{times} times")
-            for i, j, times in repeated_runs(tasks)
-            if times > 1
+            Repeat(100 * starts[i] / length, 100 * (starts[j + 1] - starts[i]) / length, f"repeated {times} times")
+            for i, j, times in repeated_runs([task.executions for task in tasks])
         ],
         compiled=None
         if compiled is None
@@ -140,7 +139,7 @@ def _task_costs(tasks: list[TimedTask], step: float) -> Iterator[Cost]:
     for task in tasks:
         compute[short_label(task.label), task.kind] += task.compute_seconds
         for each in task.transfers:
-            sums = transfers[short_cause(each.cause), each.kind, " × ".join(each.mesh_axes)]
+            sums = transfers[short_cause(each.cause), each.kind, " x ".join(each.mesh_axes)]
             sums[0] += each.bytes
             sums[1] += each.seconds
             sums[2] += each.exposed_seconds
@@ -152,14 +151,16 @@ def _task_costs(tasks: list[TimedTask], step: float) -> Iterator[Cost]:
 
 
 def _summed_costs(plan: Plan, step: float) -> Iterator[Cost]:
-    """All compute, and everything that is waited for, each as one cost; collectives by cause without what is exposed."""
+    """All compute and all waiting, each as one cost; collectives by cause, without what is exposed of them."""
     computing = plan.cost.compute_seconds
     waiting = plan.cost.step_seconds - computing
     yield Cost("all compute", COMPUTE, False, "", 0, computing, computing, 100 * computing / step)
     if waiting:
         yield Cost("waiting for collectives", "exposed", True, "", 0, waiting, waiting, 100 * waiting / step)
     for each in plan.cost.collectives:
-        yield Cost(short_cause(each.cause), each.kind, True, " × ".join(each.mesh_axes), each.bytes, each.seconds, 0.0, 0.0)
+        yield Cost(
+            short_cause(each.cause), each.kind, True, " x ".join(each.mesh_axes), each.bytes, each.seconds, 0.0, 0.0
+        )
 
 
 def _block(kind: str, start: float, seconds: float, length: float, tip: str) -> Block:

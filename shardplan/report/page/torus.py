@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardplan.hardware import MeshPlacement, parse_slice, place_mesh
-from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan, Spec
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.report.tables import spec_text
@@ -57,10 +56,9 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class TorusPanel:
-    """The drawing of a slice, and the tensors that can be shown on it."""
+class Drawing:
+    """The drawing of a slice with a mesh on it."""
 
-    mesh: dict[str, int]
     dimensions: list[str]
     """Each torus dimension in words: how it is drawn, its size, and the mesh axes on it."""
     axes: list[tuple[str, int, str]]
@@ -68,33 +66,22 @@ class TorusPanel:
     layers: list[Layer]
     drawn: int
     devices: int
-    tilings: list[Tiling]
-    selected: int
-    """Index of the tiling that is shown first: that of the largest parameter that is sharded."""
     places: list[str]
-    """Of each drawn device: its chip, in words."""
+    """Of each drawn device, in their order: its host and chip, in words."""
 
 
-def torus_panel(plan: Plan) -> TorusPanel:
-    """Lay the mesh of a plan on its slice, and divide its tensors."""
-    placement = place_mesh(parse_slice(plan.hardware.slice), plan.mesh)
-    coordinates = placement.coordinates()
-    hosts = placement.hosts()
-    order = sorted(range(len(coordinates)), key=lambda device: _drawing_order(coordinates[device]))[:MAX_DEVICES]
-    parameters = plan.parameters
-    tilings = [*(make_tiling(p.path, p.axes, p.spec, plan.mesh) for p in parameters), _tokens(plan)]
-    elements = [math.prod(p.axes.values()) for p in parameters]
-    largest = max(range(len(parameters)), key=lambda i: (tilings[i].tiles > 1, elements[i]))
+def draw_slice(slice_name: str, mesh: dict[str, int], limit: int = MAX_DEVICES) -> Drawing:
+    """Draw at most `limit` devices of a slice, with a mesh laid on it as the compiler's device assignment has it."""
+    placement = place_mesh(parse_slice(slice_name), mesh)
+    coordinates, hosts = placement.coordinates(), placement.hosts()
+    order = sorted(range(len(coordinates)), key=lambda device: _drawing_order(coordinates[device]))[:limit]
     names = [dimension.name for dimension in placement.dimensions]
-    return TorusPanel(
-        mesh=plan.mesh,
-        dimensions=[_dimension_text(placement, number) for number in range(len(placement.dimensions))],
-        axes=[(axis, size, _lies_on(placement, axis)) for axis, size in plan.mesh.items()],
+    return Drawing(
+        dimensions=[_dimension_text(placement, number) for number in range(len(names))],
+        axes=[(axis, size, _lies_on(placement, axis)) for axis, size in mesh.items()],
         layers=list(_layers(placement, coordinates, order)),
         drawn=len(order),
         devices=len(coordinates),
-        tilings=tilings,
-        selected=largest,
         places=[
             f"host {hosts[device]}, "
             + (f"slice {coordinates[device][0]}, " if placement.hardware.slices > 1 else "")
@@ -102,6 +89,17 @@ def torus_panel(plan: Plan) -> TorusPanel:
             for device in sorted(order)
         ],
     )
+
+
+def tilings_of(plan: Plan) -> list[Tiling]:
+    """How the parameters of a plan are divided, in its order, and last the tokens of a step."""
+    parameters = (make_tiling(each.path, each.axes, each.spec, plan.mesh) for each in plan.parameters)
+    return [*parameters, _tokens(plan)]
+
+
+def most_telling(tilings: list[Tiling]) -> int:
+    """The index of the largest array that is sharded; of the largest if none is."""
+    return max(range(len(tilings)), key=lambda i: (tilings[i].tiles > 1, math.prod(tilings[i].axes.values())))
 
 
 def make_tiling(name: str, axes: dict[str, int], spec: Spec, mesh: dict[str, int]) -> Tiling:
@@ -149,7 +147,7 @@ def _dimension_text(placement: MeshPlacement, number: int) -> str:
         for factor in factors
         if factor.dimension == number and factor.size > 1
     ]
-    axes = " × ".join(text for _, text in sorted(on_it, reverse=True)) or "one device"
+    axes = " x ".join(text for _, text in sorted(on_it, reverse=True)) or "one device"
     ring = "ring" if dimension.wraps else "line"
     return f"{dimension.name} ({drawn}): {f'a {ring} of {dimension.size}, {axes}' if dimension.size > 1 else '1'}"
 
@@ -166,7 +164,7 @@ def _lies_on(placement: MeshPlacement, axis: str) -> str:
         whole = "the whole ring" if is_ring else ("the whole line" if factor.size == dimension.size else "a part")
         apart = f", {factor.stride} apart" if factor.stride > 1 else ""
         parts.append(f"{factor.size} along {dimension.name} ({whole}{apart})")
-    return " × ".join(parts) or "one device"
+    return " x ".join(parts) or "one device"
 
 
 def _layers(
@@ -188,10 +186,5 @@ def _layers(
     for (slice_index, z), cells in by_layer.items():
         parts = [f"slice {slice_index}"] if placement.hardware.slices > 1 else []
         parts += [f"{names[2]} = {z}"] if chip_dims > 2 else []
-        yield Layer(", ".join(parts) or f"{names[0]} × {names[1]}" if chip_dims > 1 else names[0],
+        yield Layer(", ".join(parts) or f"{names[0]} x {names[1]}" if chip_dims > 1 else names[0],
                     columns * CELL, rows * CELL, cells)  # fmt: skip
-
-
-def torus_title(plan: Plan) -> str:
-    """What the drawing shows."""
-    return f"{plan.hardware.devices} devices of {plan.hardware.slice} as the mesh {mesh_text(plan.mesh)}"

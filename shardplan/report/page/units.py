@@ -7,6 +7,8 @@ from shardplan.hardware import GIB
 
 TICKS = 5
 """About how many ticks an axis has."""
+MIN_TICKS = 4
+"""Number of ticks of a logarithmic axis, at least."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,17 @@ class LogAxis:
         return 100 * math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
 
     def ticks(self, unit: float = 1.0) -> list[Tick]:
-        """Powers of ten, on shorter axes also twice and five times these, on the shortest ones other round numbers.
+        """Powers of ten, on shorter axes also multiples of these, on the shortest ones other round numbers.
 
         Args:
             unit: what the texts count in.
         """
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        factors = (1,) if last - first > 3 else (1, 2, 5)
-        powers = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-        inside = [value for value in powers if self.low <= value <= self.high]
-        values = inside if len(inside) > 2 else _round_numbers(self.low, self.high)
+        for factors in ((1,), (1, 2, 5), (1, 1.5, 2, 2.5, 3, 4, 5, 7)):
+            powers = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+            values = [value for value in powers if self.low <= value <= self.high]
+            if len(values) >= MIN_TICKS:
+                break
+        else:
+            values = _round_numbers(self.low, self.high)
         return [Tick(self.at(value), f"{value / unit:,.10g}") for value in values]
