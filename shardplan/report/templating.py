@@ -12,10 +12,11 @@ from markupsafe import Markup
 @cache
 def environment() -> Environment:
     """Return the environment of all templates."""
-    return Environment(
-        loader=PackageLoader("shardplan.report"), autoescape=True, undefined=StrictUndefined,
-        keep_trailing_newline=True,
-    )  # fmt: skip
+    environment = Environment(
+        loader=PackageLoader("shardplan.report"), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    environment.policies["json.dumps_kwargs"] = {}  # the default sorts keys, and the order of mesh axes matters
+    return environment
 
 
 def template_text(name: str) -> Markup:

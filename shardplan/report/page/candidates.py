@@ -86,6 +86,7 @@ def candidates_panel(plan: Plan, judgements: Sequence[Judgement]) -> CandidatesP
         for each in others
         if each.estimate and each.estimate.tokens == plan.workload.tokens
     ]
+    points.sort(key=lambda each: each.kind == RUNNER_UP)  # drawn over those at the same place
     points.append(point(PLAN, plan.cost.step_seconds, plan.memory.peak, "this plan"))
     return CandidatesPanel(
         points=points,
@@ -152,8 +153,8 @@ def _runner_up_layout(plan: Plan, weighed: list[WeighedCandidate]) -> list[Layou
     peaks = [each.peak for each in weighed if _kind(plan, each) == RUNNER_UP]
     slower = percent_text(other.step_seconds / plan.cost.step_seconds - 1) if plan.cost.step_seconds else "same"
     why = f"{slower} time a step"
-    if peaks:
-        why += f", {gib_text(abs(peaks[0] - plan.memory.peak))} {'more' if peaks[0] >= plan.memory.peak else 'less'}"
+    if peaks and peaks[0] != plan.memory.peak:
+        why += f", {gib_text(abs(peaks[0] - plan.memory.peak))} {'more' if peaks[0] > plan.memory.peak else 'less'}"
     return [
         Layout("runner-up", mesh_text(other.mesh), other.step_seconds, peaks[0] if peaks else None, None, None, why)
     ]

@@ -18,7 +18,7 @@ def short_label(label: str) -> str:
     # of a contraction the axes stand in the scopes, as `contract head_size -> batch, position`
     for before, scope in pairwise(scopes):
         if scope.startswith("contract "):
-            return f"{before}, {scope.partition(' -> ')[0]}"
+            return f"{before} ({scope.partition(' -> ')[0]})"
     return scopes[-1]
 
 

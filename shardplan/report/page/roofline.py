@@ -108,7 +108,7 @@ def _points(contractions: list[Contraction], x_axis: LogAxis, y_axis: LogAxis) -
     return [
         RooflinePoint(
             x, y, RADII[0] + (RADII[1] - RADII[0]) * (seconds[x, y, kind] / longest) ** 0.5, kind,
-            ", ".join(each.label for each in group), "\n".join(map(_text, group)),
+            "; ".join(each.label for each in group), "\n".join(map(_text, group)),
         )
         for (x, y, kind), group in places.items()
     ]  # fmt: skip

@@ -186,5 +186,5 @@ def _layers(
     for (slice_index, z), cells in by_layer.items():
         parts = [f"slice {slice_index}"] if placement.hardware.slices > 1 else []
         parts += [f"{names[2]} = {z}"] if chip_dims > 2 else []
-        yield Layer(", ".join(parts) or f"{names[0]} x {names[1]}" if chip_dims > 1 else names[0],
+        yield Layer(", ".join(parts) or f"{names[0]} and {names[1]}" if chip_dims > 1 else names[0],
                     columns * CELL, rows * CELL, cells)  # fmt: skip

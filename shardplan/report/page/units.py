@@ -7,7 +7,7 @@ from shardplan.hardware import GIB
 
 TICKS = 5
 """About how many ticks an axis has."""
-MIN_TICKS = 4
+MIN_TICKS = 3
 """Number of ticks of a logarithmic axis, at least."""
 
 
