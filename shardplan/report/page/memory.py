@@ -1,10 +1,11 @@
 """What is in the memory of a device over the step: by the plan's estimate, and by the compiler."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from shardplan.hardware import GIB
 from shardplan.plan.details import LivePoint
-from shardplan.plan.plan import Plan
+from shardplan.plan.plan import MemoryPlan, Plan
 from shardplan.report.page.judgement import Judgement
 from shardplan.report.page.labels import repeated_runs, short_label
 from shardplan.report.page.units import Tick, gib_text, linear_ticks
@@ -20,6 +21,8 @@ PARTS = {
     "logits": "logits and loss",
 }
 """Field of `MemoryPlan` -> its name, from the bottom of the chart to its top."""
+STORED = ("parameters", "optimizer")
+"""Fields of what is live at every point."""
 HEADROOM = 1.05
 """Height of the chart, divided by what it must show."""
 
@@ -63,15 +66,15 @@ class LiveChart:
     repeats: list[Repeat]
     peak_x: float
     """Percent of the width at which the peak is."""
+    ticks: list[Tick]
+    limits: list[tuple[float, str, str]]
+    """Percent of the height, the kind of the line there, and what it is."""
 
 
 @dataclass(frozen=True)
 class MemoryPanel:
     """The memory of a device."""
 
-    ticks: list[Tick]
-    limits: list[tuple[float, str, str]]
-    """Percent of the height, the kind of the line there, and what it is."""
     charts: list[LiveChart]
     parts: list[tuple[str, str, int, float]]
     """Field, name, bytes at the peak, and percent of what is available; parts of 0 bytes are left out."""
@@ -84,24 +87,26 @@ def memory_panel(plan: Plan, judgement: Judgement | None) -> MemoryPanel:
     """Lay out the memory of a plan."""
     memory, compiled = plan.memory, judgement.memory if judgement else None
     top = HEADROOM * max(memory.available, memory.peak, compiled.peak if compiled else 0)
+    limits = list(_limits(memory, top))
     charts, missing = [], []
     if plan.details is not None and plan.details.live:
-        charts.append(_estimated_chart(plan.details.live, top))
+        live = plan.details.live
+        peak = gib_text(max(sum(point.bytes.values()) for point in live))
+        charts.append(_estimated_chart(f"Estimate: what is live over the step; its peak is {peak}", live, top, limits))
+        changing = [replace(point, bytes={k: v for k, v in point.bytes.items() if k not in STORED}) for point in live]
+        most = max(sum(point.bytes.values()) for point in changing)
+        if most:
+            title = f"Estimate, without what is stored: at most {gib_text(most)} come and go"
+            charts.append(_estimated_chart(title, changing, HEADROOM * most, []))
     else:
         missing.append("This Plan was written by an older version: it does not say what is live when. Plan again.")
     if compiled is not None and compiled.live:
-        charts.append(_compiled_chart(compiled, top))
+        charts.append(_compiled_chart(compiled, top, limits))
     elif judgement is None:
         missing.append("No verdict of the TPU compiler: add --verify, or use verify.")
     else:
         missing.append("This verdict does not say what the compiler keeps in memory when.")
-    limits = [(100 - 100 * memory.available / top, "available", f"memory of a device, {gib_text(memory.available)}")]
-    if memory.reserved:
-        usable = f"usable: less {gib_text(memory.reserved)} for the error of the estimate, {gib_text(memory.usable)}"
-        limits.append((100 - 100 * memory.usable / top, "usable", usable))
     return MemoryPanel(
-        ticks=linear_ticks(top / GIB),
-        limits=limits,
         charts=charts,
         parts=[
             (part, name, getattr(memory, part), 100 * getattr(memory, part) / memory.available)
@@ -113,7 +118,16 @@ def memory_panel(plan: Plan, judgement: Judgement | None) -> MemoryPanel:
     )
 
 
-def _estimated_chart(live: list[LivePoint], top: float) -> LiveChart:
+def _limits(memory: MemoryPlan, top: float) -> Iterator[tuple[float, str, str]]:
+    yield 100 - 100 * memory.available / top, "available", f"memory of a device, {gib_text(memory.available)}"
+    if memory.reserved:
+        text = f"usable: less {gib_text(memory.reserved)} for the error of the estimate, {gib_text(memory.usable)}"
+        yield 100 - 100 * memory.usable / top, "usable", text
+
+
+def _estimated_chart(
+    title: str, live: list[LivePoint], top: float, limits: list[tuple[float, str, str]]
+) -> LiveChart:
     """The estimate, by part of memory: every point is equally wide."""
     totals = [sum(point.bytes.values()) for point in live]
     peak = max(range(len(live)), key=totals.__getitem__)
@@ -135,15 +149,14 @@ def _estimated_chart(live: list[LivePoint], top: float) -> LiveChart:
         Repeat(first * width, (last - first + 1) * width, f"repeated {executions} times")
         for first, last, executions in repeated_runs([point.executions for point in live])
     ]
-    title = f"Estimate: what is live at each point of the step; the peak is {gib_text(totals[peak])}"
-    return LiveChart(title, bands, marks, repeats, (peak + 0.5) * width)
+    return LiveChart(title, bands, marks, repeats, (peak + 0.5) * width, linear_ticks(top / GIB), limits)
 
 
 def _parts_text(point: LivePoint) -> str:
     return "\n".join(f"{name} {gib_text(point.bytes[part])}" for part, name in PARTS.items() if part in point.bytes)
 
 
-def _compiled_chart(memory: CompiledMemory, top: float) -> LiveChart:
+def _compiled_chart(memory: CompiledMemory, top: float, limits: list[tuple[float, str, str]]) -> LiveChart:
     """The compiler's live ranges: arguments of the program, and what it makes itself."""
     width = 100 / len(memory.live)
     zero = [0.0] * len(memory.live)
@@ -157,7 +170,7 @@ def _compiled_chart(memory: CompiledMemory, top: float) -> LiveChart:
     ]  # fmt: skip
     marks = [Mark(i * width, width, f"{each.op}: {gib_text(each.bytes)}") for i, each in enumerate(memory.live)]
     title = f"TPU compiler: what is live in the compiled program; its peak with padding is {gib_text(memory.peak)}"
-    return LiveChart(title, bands, marks, [], (peak + 0.5) * width)
+    return LiveChart(title, bands, marks, [], (peak + 0.5) * width, linear_ticks(top / GIB), limits)
 
 
 def _band_path(below: list[float], above: list[float], width: float, top: float) -> str:
