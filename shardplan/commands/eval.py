@@ -65,10 +65,7 @@ def main(argv: Sequence[str]) -> None:
                 out = side_stream(config.json)
                 verdicts = [verify_plan(config, plan, out if is_first_process() else nowhere)]
         if config.report is not None and is_first_process():
-            from shardplan.report.page.judgement import judge
-
-            judgements = [judge(case.label, plan, verdict) for case, verdict in verdicts]
-            write_report(config.report, plan, judgements, config.levanter_schema)
+            write_report(config.report, plan, verdicts, config.levanter_schema)
         for _, verdict in verdicts:
             check_fits(verdict)
 

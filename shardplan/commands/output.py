@@ -13,6 +13,8 @@ from shardplan.runtime.writable import check_writable, write_text
 
 if TYPE_CHECKING:
     from shardplan.report.page.judgement import Judgement
+    from shardplan.verify.case import Case
+    from shardplan.verify.verdict import Verdict
 
 
 def side_stream(json_target: str | None) -> TextIO:
@@ -53,16 +55,25 @@ def check_outputs(inputs: Iterable[str], **targets: str | None) -> None:
         used.add(path)
 
 
-def write_report(target: str, plan: Plan, judgements: "Sequence[Judgement]", schema: TrainerSchema) -> None:
+def write_report(
+    target: str,
+    plan: Plan,
+    verdicts: "Sequence[tuple[Case, Verdict]]",
+    schema: TrainerSchema,
+    judgements: "Sequence[Judgement]" = (),
+) -> None:
     """Write the page of a plan to the path `target`.
 
     Args:
-        judgements: verdicts on the plan, and on others beside it.
+        verdicts: on the plan, and on others beside it.
         schema: that of the trainer section on the page.
+        judgements: verdicts that were read from a file.
     """
+    from shardplan.report.page.judgement import judge
     from shardplan.report.page.page import plan_page
 
-    write_text("report", target, plan_page(plan, judgements, schema))
+    judged = [judge(case.label, case.plan, verdict) for case, verdict in verdicts]
+    write_text("report", target, plan_page(plan, [*judged, *judgements], schema))
 
 
 def show_plan(plan: Plan, json_target: str | None, schema: TrainerSchema) -> None:

@@ -22,6 +22,7 @@ from shardplan.runtime.environment import compute_on_cpu
 if TYPE_CHECKING:
     from shardplan.explain.what_if import Variant
     from shardplan.model.registry import Model
+    from shardplan.report.page.judgement import Judgement
 
 
 def main(argv: Sequence[str]) -> None:
@@ -66,6 +67,7 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
     if config.rank_slices:
         plan_slices(config)
         return None
+    judgements = _read_verdicts(config.verdicts) if config.verdicts is not None else []
     requested = config
     config, given = load_given_plan(config)
     needs_model = not given or config.why or config.what_if or {"model.ref", "model.config"} & requested.given
@@ -91,33 +93,33 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
         from shardplan.runtime.progress import print_note
 
         print_note(f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s")
-    finish(config, plan, is_judged=bool(config.verify and (given or config.verify == 1)))
+    finish(config, plan, judgements, is_judged=bool(config.verify and (given or config.verify == 1)))
     return plan
 
 
-def finish(config: PlanCommand, plan: Plan, is_judged: bool) -> None:
+def finish(config: PlanCommand, plan: Plan, judgements: "list[Judgement]", is_judged: bool) -> None:
     """Have the compiler judge the plan if `is_judged`, and write the report.
+
+    Args:
+        judgements: verdicts of a file, to be shown in the report, too.
 
     Raises:
         InfeasibleError: the plan does not fit, or is refused.
         UndecidedError: the compiler reached a limit first.
     """
-    verdicts = []
-    if is_judged:
-        from shardplan.commands.verify import verify_plan
+    from shardplan.commands.verify import check_fits, verify_plan
 
-        verdicts = [verify_plan(config, plan, side_stream(config.json))]
+    verdicts = [verify_plan(config, plan, side_stream(config.json))] if is_judged else []
     if config.report is not None:
-        from shardplan.report.page.judgement import judge, load_judgements
-
-        judgements = [judge(case.label, plan, verdict) for case, verdict in verdicts]
-        if config.verdicts is not None:
-            judgements += load_judgements(config.verdicts)
-        write_report(config.report, plan, judgements, config.levanter_schema)
+        write_report(config.report, plan, verdicts, config.levanter_schema, judgements)
     for _, verdict in verdicts:
-        from shardplan.commands.verify import check_fits
-
         check_fits(verdict)
+
+
+def _read_verdicts(path: str) -> "list[Judgement]":
+    from shardplan.report.page.judgement import load_judgements
+
+    return load_judgements(path)
 
 
 def _build_model(config: PlanCommand, given: Plan | None) -> "Model":
@@ -184,7 +186,7 @@ def lint(config: PlanCommand, path: str) -> None:
     Raises:
         InfeasibleError: it cannot run.
     """
-    others = ("plan", "verify", "why", "what_if", "pin", "forbid", "rank_slices")
+    others = ("plan", "verify", "why", "what_if", "pin", "forbid", "rank_slices", "report")
     conflicts = [f"--{name}" for name in others if getattr(config, name)]
     if conflicts:
         raise ConfigError(f"lint checks the file as it is, and plans by itself; leave out {' and '.join(conflicts)}")

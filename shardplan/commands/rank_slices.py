@@ -19,7 +19,7 @@ def plan_slices(config: PlanCommand) -> None:
         ConfigError: an unknown generation, or a flag that this does not go with.
         InfeasibleError: no plan fits any of them.
     """
-    conflicts = [f"--{name}" for name in ("plan", "verify", "why", "what_if") if getattr(config, name)]
+    conflicts = [f"--{name}" for name in ("plan", "verify", "why", "what_if", "report") if getattr(config, name)]
     if conflicts:
         raise ConfigError(f"rank_slices plans for many slices; leave out {' and '.join(conflicts)}")
     for name in config.rank_slices:

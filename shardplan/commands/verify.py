@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
     compute_on_cpu()
     if config.plan is None:
         check_model_config(config)
-    from shardplan.report.page.judgement import judge, judgement_json
+    from shardplan.report.page.judgement import judgement_json
     from shardplan.verify.select_cases import build_cases
 
     cases = build_cases(config, config.options, config.against)
@@ -39,8 +39,7 @@ def main(argv: Sequence[str]) -> None:
     if config.json is not None:
         write_json(values, config.json)
     if config.report is not None:
-        judgements = [judge(case.label, case.plan, verdict) for case, verdict in ranked]
-        write_report(config.report, cases[0].plan, judgements, config.levanter_schema)
+        write_report(config.report, cases[0].plan, ranked, config.levanter_schema)
     check_fits(ranked[0][1])
 
 

@@ -100,6 +100,19 @@ class CompilingConfig(PlanConfig):
 
 
 @dataclass(frozen=True)
+class ReportingConfig(CompilingConfig):
+    """What is planned, and the page that shows it."""
+
+    report: str | None = None
+    """Write a page that shows the plan to this path: one HTML file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.report is not None and not self.report.endswith(".html"):
+            raise ConfigError(f"report is {self.report!r}; it must be a file that ends in .html")
+
+
+@dataclass(frozen=True)
 class LoadingConfig(PlanConfig):
     """What is planned, and how its checkpoint is loaded."""
 
@@ -118,7 +131,7 @@ class LoadingConfig(PlanConfig):
 
 
 @dataclass(frozen=True)
-class PlanCommand(CompilingConfig):
+class PlanCommand(ReportingConfig):
     """Print the fastest plan that fits, and why; needs no accelerator and no weights."""
 
     why: tuple[str, ...] = ()
@@ -136,8 +149,6 @@ class PlanCommand(CompilingConfig):
     """Only print the slices of every generation; needs no model."""
     json: str | None = None
     """Write the Plan (or the findings, the ranking or the slices) as JSON to this path, or to stdout with `-`."""
-    report: str | None = None
-    """Write a page that shows the plan to this path: one HTML file that needs nothing else."""
     verdicts: str | None = None
     """Verdicts that `verify --json` wrote, to be shown in the report."""
 
@@ -145,12 +156,14 @@ class PlanCommand(CompilingConfig):
         if not self.list_slices:
             super().__post_init__()
         check_minimum("verify", int(self.verify), 0)
+        if self.list_slices and self.report is not None:
+            raise ConfigError("list_slices plans nothing; leave report out")
         if self.verdicts is not None and self.report is None:
             raise ConfigError("verdicts are shown in a report; name its file with --report, or leave verdicts out")
 
 
 @dataclass(frozen=True)
-class VerifyCommand(CompilingConfig):
+class VerifyCommand(ReportingConfig):
     """Have the TPU compiler judge the plan, on a machine without a TPU."""
 
     options: OptionSets = OptionSets.PLAN
@@ -159,8 +172,6 @@ class VerifyCommand(CompilingConfig):
     """Plans, configurations, or Levanter configurations to rank beside this one."""
     json: str | None = None
     """Write the verdicts as JSON to this path, or to stdout with `-`."""
-    report: str | None = None
-    """Write a page that shows the plan and the verdicts to this path: one HTML file that needs nothing else."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +188,7 @@ class MonitoringConfig:
 
 
 @dataclass(frozen=True)
-class EvalCommand(MonitoringConfig, LoadingConfig, CompilingConfig):
+class EvalCommand(MonitoringConfig, LoadingConfig, ReportingConfig):
     """Plan, stream the checkpoint into the plan, evaluate text, and write the results."""
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -192,8 +203,6 @@ class EvalCommand(MonitoringConfig, LoadingConfig, CompilingConfig):
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
     json: str | None = None
     """Write the Plan as JSON to this path, or to stdout with `-`."""
-    report: str | None = None
-    """Write a page that shows the plan to this path: one HTML file that needs nothing else."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

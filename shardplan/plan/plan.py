@@ -227,6 +227,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The Plan as JSON values, `schema_version` first, and a checksum of them last."""
         values = dataclasses.asdict(self)
+        if self.details is None:
+            del values["details"]
         values = {"schema_version": values.pop("schema_version"), **values}
         return {**values, CHECKSUM: _checksum(values)}
 

@@ -29,7 +29,10 @@ from shardplan.report.page.torus import draw_slice, make_tiling, mesh_coordinate
 from shardplan.report.page.units import LogAxis, gib_text, linear_ticks, seconds_text
 from shardplan.search.make_plan import make_plan
 
-LLAMA = "llama-3.1-8b"
+SETTINGS = (
+    "--model.config=llama-3.1-8b", "--workload.batch=16", "--workload.position=2048", "--mesh.model=2",
+    "--mesh.replica=2",
+)  # fmt: skip
 OLD_PLAN = Path(__file__).parent / "data" / "plan-0.1.json"
 NEED_MESSAGES = 4
 """Panels that an old Plan has no data for: memory, time, roofline, candidates."""
@@ -42,10 +45,7 @@ def plans():
 
     return {
         kind: make_plan(
-            config.parse_config(
-                [f"--model.config={LLAMA}", f"--hardware.slice={name}", "--workload.batch=16", f"--workload.kind={kind}",
-                 "--workload.position=2048", "--mesh.model=2", "--mesh.replica=2"]
-            )
+            config.parse_config([f"--hardware.slice={name}", f"--workload.kind={kind}", *SETTINGS])
         )
         for kind, name in (("eval", "v5e-32"), ("train", "v4-256"))
     }  # fmt: skip
@@ -173,15 +173,18 @@ def test_candidates(plan):
 
 def test_layouts_compared_with_say_why_they_are_not_the_plan(plan):
     other = dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, step_seconds=2 * plan.cost.step_seconds))
+    slow = dataclasses.replace(FITS, time=dataclasses.replace(FITS.time, step_seconds=3.0))
     judgements = [
         judge("this plan", plan, judged(plan)),
-        judge("slow.yaml", other, judged(plan)),
+        judge("slow.yaml", other, judged(plan, slow)),
         judge("large.yaml", other, judged(plan, TOO_LARGE)),
     ]
     panel = candidates_panel(plan, judgements)
     assert [point.kind for point in panel.points].count(OTHER) == 2
     why = {each.name: each.why_not for each in panel.layouts}
-    assert why["slow.yaml"] == "+100.0% time a token by the estimate"
+    assert why["slow.yaml"] == "+50.0% time a token by the compiler"
+    without_own = {each.name: each.why_not for each in candidates_panel(plan, judgements[1:]).layouts}
+    assert without_own["slow.yaml"] == "+100.0% time a token by the estimate"
     assert why["large.yaml"].startswith("does not fit: 1.00 GiB too much")
     assert panel.layouts[0].compiled_seconds == FITS.time.step_seconds
     assert own_judgement(plan, judgements) == judgements[0]
@@ -294,7 +297,9 @@ def test_notebooks_draw_plans_and_verdicts_without_links(plan):
 
 def test_labels():
     assert short_label("transformer.layers.stacked.mlp.gate_proj.weight") == "mlp.gate_proj"
-    assert short_label("Model/scan(layer)/Attention/contract head_size -> batch/0 1") == "Attention (contract head_size)"
+    assert (
+        short_label("Model/scan(layer)/Attention/contract head_size -> batch/0 1") == "Attention (contract head_size)"
+    )
     assert short_cause("weights of a.stacked.b.weight") == "weights of b"
     assert repeated_runs([1, 1, 32, 32, 32, 1, 4]) == [(2, 4, 32), (6, 6, 4)]
 

@@ -94,7 +94,11 @@ def candidates_panel(plan: Plan, judgements: Sequence[Judgement]) -> CandidatesP
         y_ticks=linear_ticks(top / GIB),
         limit=100 - 100 * plan.memory.usable / top,
         limit_text=f"usable memory, {gib_text(plan.memory.usable)}",
-        layouts=[_plan_layout(plan, own), *_runner_up_layout(plan, weighed), *(_layout(plan, each) for each in others)],
+        layouts=[
+            _plan_layout(plan, own),
+            *_runner_up_layout(plan, weighed),
+            *(_layout(plan, own, each) for each in others),
+        ],
         is_compiled=bool(judgements),
         has_others=bool(drawn),
         rejected=[(reason, count) for reason, count in plan.search.rejected.items() if count],
@@ -160,15 +164,18 @@ def _runner_up_layout(plan: Plan, weighed: list[WeighedCandidate]) -> list[Layou
     ]
 
 
-def _layout(plan: Plan, judgement: Judgement) -> Layout:
+def _layout(plan: Plan, own: Judgement | None, judgement: Judgement) -> Layout:
     estimate, time, memory = judgement.estimate, judgement.time, judgement.memory
-    why = judgement.reason
+    why = f"{judgement.outcome}: {judgement.reason}" if judgement.reason else ""
     if not why and estimate is not None and plan.cost.step_seconds:
-        per_token = estimate.step_seconds / estimate.tokens * plan.workload.tokens / plan.cost.step_seconds
-        why = f"{percent_text(per_token - 1)} time a token by the estimate"
+        tokens = estimate.tokens / plan.workload.tokens
+        if own is not None and own.time is not None and time is not None and own.time.step_seconds:
+            why = f"{percent_text(time.step_seconds / tokens / own.time.step_seconds - 1)} time a token by the compiler"
+        else:
+            ratio = estimate.step_seconds / tokens / plan.cost.step_seconds
+            why = f"{percent_text(ratio - 1)} time a token by the estimate"
     return Layout(
         judgement.label, mesh_text(judgement.mesh),
         estimate.step_seconds if estimate else None, estimate.peak if estimate else None,
-        time.step_seconds if time else None, memory.peak if memory else None,
-        f"{judgement.outcome}: {why}" if judgement.reason else why,
+        time.step_seconds if time else None, memory.peak if memory else None, why,
     )  # fmt: skip

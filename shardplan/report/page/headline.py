@@ -60,7 +60,8 @@ def make_headline(plan: Plan, judgement: Judgement | None) -> Headline:
 
 def _fit_sentence(plan: Plan, judgement: Judgement | None) -> str:
     memory, compiled = plan.memory, judgement.memory if judgement else None
-    peak, limit = (compiled.peak, compiled.available) if compiled else (memory.peak, memory.usable)
+    limit = memory.available if memory.fits else memory.usable
+    peak, limit = (compiled.peak, compiled.available) if compiled else (memory.peak, limit)
     source = "by the TPU compiler" if compiled else "by the estimate"
     if judgement is not None and compiled is None:
         return f"the compiler gives no memory; the estimate is {gib_text(memory.peak)}"

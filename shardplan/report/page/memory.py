@@ -125,9 +125,7 @@ def _limits(memory: MemoryPlan, top: float) -> Iterator[tuple[float, str, str]]:
         yield 100 - 100 * memory.usable / top, "usable", text
 
 
-def _estimated_chart(
-    title: str, live: list[LivePoint], top: float, limits: list[tuple[float, str, str]]
-) -> LiveChart:
+def _estimated_chart(title: str, live: list[LivePoint], top: float, limits: list[tuple[float, str, str]]) -> LiveChart:
     """The estimate, by part of memory: every point is equally wide."""
     totals = [sum(point.bytes.values()) for point in live]
     peak = max(range(len(live)), key=totals.__getitem__)
