@@ -189,7 +189,7 @@ class CompilerConfig:
     gib: float = 16.0
     """Memory limit of one compile, GiB of this machine."""
     cache: str | None = "~/.cache/shardplan/verify"
-    """Folder that keeps verdicts, by plan and versions; null for none."""
+    """Folder that keeps verdicts; null for none."""
 
     def __post_init__(self) -> None:
         for key in ("jobs", "seconds", "gib"):

@@ -23,6 +23,8 @@ PARTS = {
 """Field of `MemoryPlan` -> its name, from the bottom of the chart to its top."""
 STORED = ("parameters", "optimizer")
 """Fields of what is live at every point."""
+MIN_WIDTH = 9
+"""Percent of the width of a chart on which there is room for the text of a repeat."""
 HEADROOM = 1.05
 """Height of the chart, divided by what it must show."""
 
@@ -54,6 +56,11 @@ class Repeat:
     x: float
     width: float
     text: str
+
+    @classmethod
+    def over(cls, start: float, end: float, times: int) -> "Repeat":
+        """The points from `start` to `end`, both in percent of the width; without text if that has no room."""
+        return cls(start, end - start, f"{times} times" if end - start >= MIN_WIDTH else "")
 
 
 @dataclass(frozen=True)
@@ -91,11 +98,12 @@ def memory_panel(plan: Plan, judgement: Judgement | None) -> MemoryPanel:
     charts, missing = [], []
     if plan.details is not None and plan.details.live:
         live = plan.details.live
-        peak = gib_text(max(sum(point.bytes.values()) for point in live))
-        charts.append(_estimated_chart(f"Estimate: what is live over the step; its peak is {peak}", live, top, limits))
+        peak = max(sum(point.bytes.values()) for point in live)
+        title = f"Estimate: what is live over the step; its peak is {gib_text(peak)}"
+        charts.append(_estimated_chart(title, live, top, limits))
         changing = [replace(point, bytes={k: v for k, v in point.bytes.items() if k not in STORED}) for point in live]
         most = max(sum(point.bytes.values()) for point in changing)
-        if most:
+        if 0 < most < peak / 2:
             title = f"Estimate, without what is stored: at most {gib_text(most)} come and go"
             charts.append(_estimated_chart(title, changing, HEADROOM * most, []))
     else:
@@ -144,7 +152,7 @@ def _estimated_chart(title: str, live: list[LivePoint], top: float, limits: list
         for i, (point, total) in enumerate(zip(live, totals, strict=True))
     ]
     repeats = [
-        Repeat(first * width, (last - first + 1) * width, f"repeated {executions} times")
+        Repeat.over(first * width, (last + 1) * width, executions)
         for first, last, executions in repeated_runs([point.executions for point in live])
     ]
     return LiveChart(title, bands, marks, repeats, (peak + 0.5) * width, linear_ticks(top / GIB), limits)

@@ -44,8 +44,6 @@ def plan_page(plan: Plan, judgements: Sequence[Judgement], schema: TrainerSchema
         selected=most_telling(tilings),
         memory=memory_panel(plan, judgement),
         timeline=timeline,
-        timeline_key=[(kind, kind) for kind in (*timeline.task_kinds, *timeline.transfer_kinds)]
-        + ([("waiting", "the compiler's waiting")] if timeline.compiled else []),
         roofline=roofline,
         roofline_segments=list(pairwise(roofline.roof)),
         candidates=candidates_panel(plan, judgements),

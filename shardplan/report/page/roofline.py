@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
-from shardplan.report.page.labels import short_label
+from shardplan.report.page.labels import listed, short_label
 from shardplan.report.page.units import LogAxis, Tick, rate_text, seconds_text
 
 MARGIN = 2.0
@@ -108,7 +108,7 @@ def _points(contractions: list[Contraction], x_axis: LogAxis, y_axis: LogAxis) -
     return [
         RooflinePoint(
             x, y, RADII[0] + (RADII[1] - RADII[0]) * (seconds[x, y, kind] / longest) ** 0.5, kind,
-            "; ".join(each.label for each in group), "\n".join(map(_text, group)),
+            listed(each.label for each in group), "\n".join(map(_text, group)),
         )
         for (x, y, kind), group in places.items()
     ]  # fmt: skip

@@ -12,6 +12,8 @@ from shardplan.report.page.memory import Repeat
 from shardplan.report.page.units import Tick, gib_text, linear_ticks, seconds_text
 
 COMPUTE = "compute"
+MOVING = ("lookup", "scatter-add", "reshard", "collective")
+"""Kinds of tasks that move data within a device, which have one colour."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class TimelinePanel:
     """Collectives that run behind the compute above them."""
     repeats: list[Repeat]
     compiled: CompiledBar | None
-    task_kinds: list[str]
-    transfer_kinds: list[str]
+    key: list[tuple[str, str]]
+    """Kind of tasks or of collectives, and the name of its colour."""
     costs: list[Cost]
     missing: str
 
@@ -102,7 +104,7 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
         core=core,
         links=links,
         repeats=[
-            Repeat(100 * starts[i] / length, 100 * (starts[j + 1] - starts[i]) / length, f"repeated {times} times")
+            Repeat.over(100 * starts[i] / length, 100 * starts[j + 1] / length, times)
             for i, j, times in repeated_runs([task.executions for task in tasks])
         ],
         compiled=None
@@ -113,8 +115,7 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
             f"TPU compiler: {seconds_text(compiled.step_seconds)} a step, of which the core computes "
             f"{seconds_text(compiled.compute_seconds)}",
         ),
-        task_kinds=list(dict.fromkeys(task.kind for task in tasks if task.compute_seconds)),
-        transfer_kinds=list(dict.fromkeys(each.kind for task in tasks for each in task.transfers)),
+        key=_key(tasks, has_verdict=compiled is not None),
         costs=costs_of_step(plan),
         missing=""
         if tasks
@@ -161,6 +162,15 @@ def _summed_costs(plan: Plan, step: float) -> Iterator[Cost]:
         yield Cost(
             short_cause(each.cause), each.kind, True, " x ".join(each.mesh_axes), each.bytes, each.seconds, 0.0, 0.0
         )
+
+
+def _key(tasks: list[TimedTask], has_verdict: bool) -> list[tuple[str, str]]:
+    kinds = dict.fromkeys(task.kind for task in tasks if task.compute_seconds)
+    moving = [kind for kind in kinds if kind in MOVING]
+    key = [(kind, kind) for kind in kinds if kind not in MOVING]
+    key += [(moving[0], ", ".join(moving))] if moving else []
+    key += [(kind, kind) for kind in dict.fromkeys(each.kind for task in tasks for each in task.transfers)]
+    return [*key, ("waiting", "the compiler's waiting")] if has_verdict else key
 
 
 def _block(kind: str, start: float, seconds: float, length: float, tip: str) -> Block:
