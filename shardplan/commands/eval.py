@@ -66,8 +66,8 @@ def main(argv: Sequence[str]) -> None:
                 verdicts = [verify_plan(config, plan, out if is_first_process() else nowhere)]
         if config.report is not None and is_first_process():
             write_report(config.report, plan, verdicts, config.levanter_schema)
-        for _, verdict in verdicts:
-            check_fits(verdict)
+        if verdicts:
+            check_fits(verdicts[0][1])
 
     stops = threading.Event()
     with record_stacks(), ExitStack() as until_the_end:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from shardplan.commands.inputs import check_model_config, input_paths
 from shardplan.commands.output import check_outputs, show_plan, side_stream, write_json, write_report
 from shardplan.commands.rank_slices import plan_slices
+from shardplan.commands.verify import best_plan, check_fits, verify_plan
 from shardplan.config import PlanConfig, parse_config
 from shardplan.config.command_flags import PlanCommand
 from shardplan.config.given_plan import load_given_plan
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from shardplan.explain.what_if import Variant
     from shardplan.model.registry import Model
     from shardplan.report.page.judgement import Judgement
+    from shardplan.verify.case import Case
+    from shardplan.verify.verdict import Verdict
 
 
 def main(argv: Sequence[str]) -> None:
@@ -75,8 +78,9 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
     # the mesh of a given plan must not constrain its alternatives
     others = dataclasses.replace(config, mesh=requested.mesh)
     variants: list[Variant] = []
+    verdicts: Sequence[tuple[Case, Verdict]]
     try:
-        plan = given or _search(config, model)
+        plan, verdicts = (given, ()) if given else _search(config, model)
         others = dataclasses.replace(others, workload=dataclasses.replace(others.workload, batch=plan.workload.batch))
         show_plan(plan, config.json, config.levanter_schema)
         explain(others, plan, model)
@@ -93,27 +97,13 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
         from shardplan.runtime.progress import print_note
 
         print_note(f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s")
-    finish(config, plan, judgements, is_judged=bool(config.verify and (given or config.verify == 1)))
-    return plan
-
-
-def finish(config: PlanCommand, plan: Plan, judgements: "list[Judgement]", is_judged: bool) -> None:
-    """Have the compiler judge the plan if `is_judged`, and write the report.
-
-    Args:
-        judgements: verdicts of a file, to be shown in the report, too.
-
-    Raises:
-        InfeasibleError: the plan does not fit, or is refused.
-        UndecidedError: the compiler reached a limit first.
-    """
-    from shardplan.commands.verify import check_fits, verify_plan
-
-    verdicts = [verify_plan(config, plan, side_stream(config.json))] if is_judged else []
+    if config.verify and not verdicts:
+        verdicts = [verify_plan(config, plan, side_stream(config.json))]
     if config.report is not None:
         write_report(config.report, plan, verdicts, config.levanter_schema, judgements)
-    for _, verdict in verdicts:
-        check_fits(verdict)
+    if verdicts:
+        check_fits(verdicts[0][1])
+    return plan
 
 
 def _read_verdicts(path: str) -> "list[Judgement]":
@@ -142,15 +132,13 @@ def _build_model(config: PlanCommand, given: Plan | None) -> "Model":
     return model
 
 
-def _search(config: PlanCommand, model: "Model | None") -> Plan:
-    """Search for the best plan by estimate, or by the compiler if `--verify` has a number."""
+def _search(config: PlanCommand, model: "Model | None") -> "tuple[Plan, Sequence[tuple[Case, Verdict]]]":
+    """Search for the best plan by estimate, or by the compiler if `--verify` has a number; with its verdicts."""
     if config.verify > 1:
-        from shardplan.commands.verify import best_plan
-
         return best_plan(config, side_stream(config.json))
     from shardplan.search.make_plan import make_plan
 
-    return make_plan(config, model)
+    return make_plan(config, model), ()
 
 
 def explain(config: PlanCommand, plan: Plan, model: "Model | None") -> None:

@@ -83,8 +83,8 @@ def verify_plan(config: CompilingConfig, plan: Plan, out: TextIO) -> "tuple[Case
     return case, verdict
 
 
-def best_plan(config: PlanCommand, out: TextIO) -> Plan:
-    """Print the compiler's ranking of the `config.verify` best plans by estimate, and return its fastest.
+def best_plan(config: PlanCommand, out: TextIO) -> "tuple[Plan, Sequence[tuple[Case, Verdict]]]":
+    """Print the compiler's ranking of the `config.verify` best plans by estimate; return its fastest, and the ranking.
 
     Raises:
         InfeasibleError: none fits.
@@ -106,7 +106,7 @@ def best_plan(config: PlanCommand, out: TextIO) -> Plan:
         f"fastest of {len(plans)} compiled plans ({case.label} by estimate): {verdict.time.step_seconds:.3g} s a step "
         "by the TPU compiler",
     )
-    return case.plan
+    return case.plan, ranked
 
 
 def show(ranked: "Sequence[tuple[Case, Verdict]]", stream: TextIO) -> None:

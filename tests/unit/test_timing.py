@@ -14,7 +14,7 @@ from shardplan.hardware import parse_slice
 from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.kernels import ALL_WORK, KernelWork
 from shardplan.verify.hlo.parser import parse
-from shardplan.verify.hlo.peak_buffers import hbm_buffers, hbm_bytes, parse_live_at_peak
+from shardplan.verify.hlo.peak_buffers import MAX_POINTS, hbm_buffers, hbm_bytes, live_bytes, parse_live_at_peak
 from shardplan.verify.hlo.timing import Timing, model_step
 from shardplan.verify.verdict import Buffer, Omission, OmissionKind
 
@@ -547,6 +547,21 @@ def test_buffers_outside_of_hbm_are_left_out():
         (5 * MIB // 2, "bf16[5,128,2048]"),
         (5, "?"),
     ]
+
+
+def test_live_bytes_over_the_program():
+    """The arguments throughout, the two results of the first fusion, and the last one, written over one of these."""
+    module, report = parse(read("too_large")), read("too_large.live-range")
+    points = live_bytes(module, report)
+    assert [round(point.bytes / GIB) for point in points] == [36, 52, 52, 40]
+    assert max(point.bytes for point in points) == 52 * GIB + 4
+    assert live_bytes(module, "") == []
+
+
+def test_long_programs_keep_the_peak():
+    lines = [f"    param{{}}:{i}-{i + 1}" for i in range(1000)] + ["    fusion{}:500-501"]
+    points = live_bytes(parse(read("too_large")), "BufferLiveRange:\n" + "\n".join(lines))
+    assert MAX_POINTS // 2 < len(points) <= MAX_POINTS and max(p.bytes for p in points) > min(p.bytes for p in points)
 
 
 def test_bytes_of_a_program_that_does_not_fit():

@@ -45,9 +45,11 @@ def hbm_buffers(module: Module, live_ranges: str) -> list[Buffer]:
 
 
 def live_bytes(module: Module, live_ranges: str) -> list[LiveBytes]:
-    """What is live in HBM over the program, at most at `MAX_POINTS` points, of which the peak is one.
+    """What is live in HBM over the program, at most at `MAX_POINTS` points, of which the largest is one.
 
-    The report has a section of lines `7:fusion`, the schedule, and one of lines `fusion{0}:7-9`, the live ranges.
+    The report has a section of lines `7:fusion`, the schedule, and one of lines `fusion{0}:7-9`, the live ranges. It
+    does not say which results are written over operands whose last use they are. Here all of them are, so that the
+    largest sum is that of the compiler or a little less (at most 2% of 6 programs; else it was up to 8% more).
     """
     order, _, ranges = live_ranges.partition("BufferLiveRange:")
     scheduled = {int(at): name for at, name in _SCHEDULED.findall(order)}
