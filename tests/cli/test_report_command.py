@@ -22,6 +22,22 @@ def test_a_page_from_files_is_that_of_the_run(tmp_path):
     assert {"workload.batch 4", "workload.param_dtype float32"} <= {each["change"] for each in settings}
 
 
+def test_the_page_of_an_evaluation(checkpoint, tmp_path):
+    arguments = {
+        "model.ref": checkpoint,
+        "data.path": checkpoint / "text.jsonl",
+        "workload.batch": 8,
+        "workload.position": 64,
+        "output": tmp_path / "results",
+        "json": tmp_path / "plan.json",
+        "report": tmp_path / "plan.html",
+    }
+    done = run("eval", *(f"--{key}={value}" for key, value in arguments.items()))
+    assert done.returncode == 0, done.stderr
+    done = run("plan", "--plan", tmp_path / "plan.json", "--report", tmp_path / "later.html")
+    assert (tmp_path / "later.html").read_text() == (tmp_path / "plan.html").read_text()
+
+
 def test_a_dry_run_of_eval(tmp_path):
     done = run("eval", "--dry_run", *ARGUMENTS, "--report", tmp_path / "plan.html", "--json", "-")
     assert done.returncode == 0, done.stderr
