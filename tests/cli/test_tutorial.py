@@ -1,0 +1,42 @@
+"""The commands and the Python of the tutorial run in order, on the files that they make."""
+
+import re
+import shlex
+import shutil
+import textwrap
+from pathlib import Path
+
+from shardplan.__main__ import main
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tutorial" / "own-model.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MAKES_THE_CHECKPOINT = "python scripts/make_demo_checkpoint.py --output build/demo"
+
+
+def test_its_steps_work_one_after_the_other(checkpoint, tmp_path, monkeypatch, capsys):
+    demo = tmp_path / "build" / "demo"
+    shutil.copytree(checkpoint, demo)
+    shutil.move(demo / "text.jsonl", demo / "heldout.jsonl")
+    monkeypatch.chdir(tmp_path)
+    for language, text in BLOCK.findall(PAGE):
+        match language:
+            case "":
+                for line in text.splitlines():
+                    run_command(line, capsys)
+            case "yaml":
+                (tmp_path / "build" / "first.yaml").write_text(text)
+            case "python":
+                exec(compile(textwrap.dedent(text), "tutorial", "exec"), {})
+    for name in ("first", "float32"):
+        assert (tmp_path / "results" / name / "summary.json").is_file()
+    assert "Axis(name='embed'" in capsys.readouterr().out  # by the Python of step 6
+
+
+def run_command(line, capsys):
+    if line == MAKES_THE_CHECKPOINT:
+        return
+    words = shlex.split(line)
+    assert words[0] == "shardplan"
+    code = main(None, words[1:])
+    printed = capsys.readouterr()
+    assert code == 0, f"{line}: {printed.err}"
