@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s utilisation: the FLOPs that the model needs, divided by those of all devices at peak.
+        """Model FLOP/s utilisation, which is the FLOPs that the model needs, divided by those of all devices at peak.
 
         None where the Plan does not record the former, and for CPUs, which have no peak.
         """
