@@ -3,12 +3,11 @@
 import re
 import shlex
 import shutil
-import textwrap
 from pathlib import Path
 
 from shardplan.__main__ import main
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tutorial" / "own-model.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MAKES_THE_CHECKPOINT = "python scripts/make_demo_checkpoint.py --output build/demo"
 
@@ -18,7 +17,7 @@ def test_its_steps_work_one_after_the_other(checkpoint, tmp_path, monkeypatch, c
     shutil.copytree(checkpoint, demo)
     shutil.move(demo / "text.jsonl", demo / "heldout.jsonl")
     monkeypatch.chdir(tmp_path)
-    for language, text in BLOCK.findall(PAGE):
+    for language, text in blocks("tutorial/own-model.md"):
         match language:
             case "":
                 for line in text.splitlines():
@@ -26,10 +25,21 @@ def test_its_steps_work_one_after_the_other(checkpoint, tmp_path, monkeypatch, c
             case "yaml":
                 (tmp_path / "build" / "first.yaml").write_text(text)
             case "python":
-                exec(compile(textwrap.dedent(text), "tutorial", "exec"), {})
+                run_python(text)
     for name in ("first", "float32"):
         assert (tmp_path / "results" / name / "summary.json").is_file()
     assert "Axis(name='embed'" in capsys.readouterr().out  # by the Python of step 6
+    (snippet,) = (text for language, text in blocks("howto/convert.md") if language == "python")
+    run_python(snippet)  # which begins with the tutorial's files
+    run_command("shardplan eval --model build/from-python --workload.position 256 --dry_run", capsys)
+
+
+def blocks(page):
+    return BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
+
+
+def run_python(text):
+    exec(compile(text, "snippet", "exec"), {})
 
 
 def run_command(line, capsys):
@@ -38,5 +48,5 @@ def run_command(line, capsys):
     words = shlex.split(line)
     assert words[0] == "shardplan"
     code = main(None, words[1:])
-    printed = capsys.readouterr()
-    assert code == 0, f"{line}: {printed.err}"
+    assert code == 0, f"{line}: {capsys.readouterr().err}"
+    capsys.readouterr()
