@@ -20,12 +20,13 @@ ROOT = Path(__file__).parents[2]
 NEEDS_MORE = (
     "Qwen/Qwen3-8B",  # the hub
     "hellaswag,wikitext",
+    "tests/golden/lm_eval",  # a checkpoint with a BOS token, with which tests/golden/test_lm_eval.py runs it
     "texts.jsonl",  # a slice of TPUs
     "results/llama-3.1-8b",  # results of earlier runs
     "--version",
 )
 TAKES_LONG = (
-    "--verify", "--what_if", "--rank_slices", "verify", "doctor", "lm_eval", "auto", "configs/tiny-extraction.yaml",
+    "--verify", "--what_if", "--rank_slices", "verify", "doctor", "auto", "configs/tiny-extraction.yaml",
     "configs/405b-extraction.yaml",
 )  # fmt: skip
 HAS_ERRORS = ("configs/levanter/405b-heads-mlp.yaml",)
@@ -46,8 +47,7 @@ def marked(command):
 def folder(checkpoint, tmp_path_factory):
     """A folder with the configurations, Plan files, and a checkpoint in place of the demo's."""
     folder = tmp_path_factory.mktemp("documented")
-    for name in ("configs", "tests"):
-        (folder / name).symlink_to(ROOT / name)
+    (folder / "configs").symlink_to(ROOT / "configs")
     demo = folder / "build" / "demo"
     shutil.copytree(checkpoint, demo)
     shutil.copy(demo / "text.jsonl", demo / "heldout.jsonl")
