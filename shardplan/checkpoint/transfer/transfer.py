@@ -5,12 +5,14 @@ An array is transferred in boxes of bounded size, all devices working on one box
 its rows and then exchange them.
 """
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
+
+import numpy as np
 
 from shardplan.checkpoint.mapping.views import Shape, split_range
 from shardplan.plan.mapping import MeshAxes
@@ -29,7 +31,7 @@ class TransferLimits:
     """As written to its shards, after the exchange."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of caches, for which tens of thousands of devices are too many to compare
 class DeviceMesh:
     """Mesh axes, and the process of every device; a device index is a position of the mesh in row-major order."""
 
@@ -44,10 +46,10 @@ class DeviceMesh:
         return dict(self.axes)
 
     @cached_property
-    def coordinates(self) -> list[dict[str, int]]:
-        """Mesh coordinates (mesh axis -> index) of each device index."""
-        names = [name for name, _ in self.axes]
-        return [dict(zip(names, index, strict=True)) for index in itertools.product(*(range(n) for _, n in self.axes))]
+    def strides(self) -> dict[str, int]:
+        """Mesh axis -> difference of the device indices of neighbours along it."""
+        sizes = [n for _, n in self.axes]
+        return {axis: math.prod(sizes[i + 1 :]) for i, (axis, _) in enumerate(self.axes)}
 
     @cached_property
     def devices_by_process(self) -> dict[int, list[int]]:
@@ -61,11 +63,26 @@ class DeviceMesh:
         """Return the number of devices along `axes`."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def index(self, device: int, axes: Iterable[str]) -> int:
-        """Return the index of a device along `axes` together, major to minor."""
-        result = 0
+    @cached_property
+    def process_devices(self) -> np.ndarray:
+        """Device indices of every process, int[process, device]; of those that have fewer, the first one again."""
+        most = self.max_local_devices
+        return np.array([[*each, *[each[0]] * (most - len(each))] for each in self.devices_by_process.values()])
+
+    @cached_property
+    def max_local_devices(self) -> int:
+        """The most devices of one process."""
+        return max(map(len, self.devices_by_process.values()))
+
+    @overload
+    def index(self, device: int, axes: Iterable[str]) -> int: ...
+    @overload
+    def index(self, device: np.ndarray, axes: Iterable[str]) -> np.ndarray: ...
+    def index(self, device: int | np.ndarray, axes: Iterable[str]) -> int | np.ndarray:
+        """Return the index of a device along `axes` together, major to minor; of each device of an array."""
+        result = device * 0
         for axis in axes:
-            result = result * self.sizes[axis] + self.coordinates[device][axis]
+            result = result * self.sizes[axis] + device // self.strides[axis] % self.sizes[axis]
         return result
 
 
@@ -150,7 +167,7 @@ def make_transfers(
 ) -> Iterator[Transfer]:
     """Split an array of `shape` into transfers within `limits`."""
     local_shape = tuple(n // mesh.count(axes) for n, axes in zip(shape, strategy.local, strict=True))
-    bytes_per_element = itemsize * max(map(len, mesh.devices_by_process.values()))
+    bytes_per_element = itemsize * mesh.max_local_devices
     readers = mesh.count(strategy.row_axes)
     read = limits.read // bytes_per_element * readers
     placed = limits.placed // bytes_per_element * math.prod(mesh.count(axes) for _, axes in strategy.all_to_all)
