@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ PROBLEM_KNOWN_S = SILENCE_S + 2 * BEAT_S
 LINE_S = 5.0
 """Seconds between lines that say that the hub is not there."""
 READ_BYTES = 2**20
+FURTHER_FILES = 64
+"""Files that the hub opens besides its connections."""
 LOST_HUB = f"the hub of the run was lost: the host of process 0 has ended, or the network to it is cut; {AGAIN}"
 
 Report = Callable[[str], None]
@@ -216,8 +219,14 @@ def start_hub(host: str, port: int, count: int, limit_s: float = START_LIMIT_S, 
         has_service: whether it starts JAX's coordination service.
 
     Raises:
-        ConfigError: another program listens at the port.
+        ConfigError: another program listens at the port, or this host allows too few open files.
     """
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != most_files < count + FURTHER_FILES:
+        raise ConfigError(
+            f"the host of process 0 allows a process to open {most_files} files, and the hub of {count} processes "
+            f"needs {count + FURTHER_FILES}; raise the limit there (ulimit -Hn)"
+        )
     try:
         listener = listen(port)
     except OSError as error:
