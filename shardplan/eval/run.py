@@ -142,11 +142,11 @@ def run_evaluation(
                     lambda first, last: workers.submit(make_rows, windows.job(first, last)),
                     windows.count,
                     lambda shard, scored: _write(results, windows, shards, shard, scored),
-                    lambda shard: not any(processes.gather(f"stop before {shard}", stops.is_set()).values()),
+                    lambda shard: not processes.maximum(f"stop before {shard}", stops.is_set()),
                     on_step,
                     check,
                 )
-        processes.gather("written", None)
+        processes.wait_for_all("written")
         if not completed:
             return None
         return _finish(results, store, task, plan, loop.statistics, load, windows, processes)
@@ -197,7 +197,7 @@ def _count_all(
             advance(progress.done)
 
         own_counts, own_largest = count_tokens(workers, own, on_counted)
-    check(max(processes.gather("largest token", own_largest).values()))
+    check(processes.maximum("largest token", own_largest))
     counts = processes.gather("counts", own_counts)
     return source.by_text([count for _, each in sorted(counts.items()) for count in each])
 

@@ -6,13 +6,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from shardplan.checkpoint.format.shared_index import read_shared_index
-from shardplan.checkpoint.transfer.stream import agree_on_tuning
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.runtime.processes.activity import Activity
 from shardplan.runtime.processes.group import ProcessGroup
 from shardplan.runtime.processes.messages import Kind
 from shardplan.storage import open_folder
-from shardplan.storage.folder import ReadTuning
 
 FILE = "model.safetensors"
 
@@ -45,8 +43,9 @@ def group():
 
 def test_exchange_returns_the_messages_for_this_process(group):
     processes, answers = group
-    answers[Kind.EXCHANGE, "test/parts"] = {"values": [5, 10, 20, 30]}
-    assert processes.exchange("parts", {0: 5, 1: 6, 2: 7, 3: 8}) == {0: 5, 1: 10, 2: 20, 3: 30}
+    answers[Kind.EXCHANGE, "test/parts"] = {"values": {"0": 5, "3": 30}}
+    assert processes.exchange("parts", {0: 5, 2: 7}) == {0: 5, 3: 30}
+    assert ProcessGroup("test", None).exchange("parts", {0: 5}) == {0: 5}
 
 
 def test_a_value_of_process_0_is_sent_to_all(group):
@@ -134,15 +133,6 @@ def test_headers_of_copies_are_read_by_every_process(group, tmp_path):
     for processes.process_index in (0, 1):
         [tensor] = read_shared_index(open_folder(str(tmp_path)), processes).values()
         assert tensor.file.name == str(tmp_path / FILE)
-
-
-def test_all_processes_read_alike_where_one_has_the_files_in_its_cache(group):
-    """Read schedules depend on the size and number of reads, and must be equal in all processes."""
-    processes, answers = group
-    own = ReadTuning(2**24, 32)
-    others = [[[2**22, 4]], [[2**22, 96], [2**24, 32]], [[2**24, 32]]]
-    answers[Kind.GATHER, "test/tuning"] = {"values": [[[2**24, 32]], *others]}
-    assert agree_on_tuning({own}, processes) == ReadTuning(2**22, 96)
 
 
 def test_different_values_are_an_error_that_names_the_part(group):

@@ -1,6 +1,9 @@
 """The tensors of a checkpoint in shared storage: one process reads the index and all headers, and sends them to all."""
 
+import base64
+import json
 import threading
+import zlib
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -62,14 +65,24 @@ def read_shared_index(folder: Folder, processes: ProcessGroup) -> dict[str, Tens
         return read_index(folder)
     own: dict[str, Tensor] = {}
 
-    def read() -> dict[str, Any] | None:
+    def read() -> str | None:
         own.update(read_index(folder))
-        return _describe(own) if all(tensor.file.is_shared for tensor in own.values()) else None
+        return _pack(_describe(own)) if all(tensor.file.is_shared for tensor in own.values()) else None
 
     description = processes.broadcast("headers", read)
     if processes.process_index == 0:
         return own
-    return read_index(folder) if description is None else _from_description(folder, description)
+    return read_index(folder) if description is None else _from_description(folder, _unpack(description))
+
+
+def _pack(description: Mapping[str, Any]) -> str:
+    """Compress JSON values, which one host sends to thousands."""
+    return base64.b64encode(zlib.compress(json.dumps(description).encode())).decode()
+
+
+def _unpack(text: str) -> Any:
+    """Return the inverse of `_pack`."""
+    return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

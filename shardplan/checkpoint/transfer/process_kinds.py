@@ -30,7 +30,7 @@ class ProcessKinds:
 
 @dataclass(frozen=True)
 class ViewGrid:
-    """A view of equal pieces, one for each index of its leading dimensions: the layers or experts of a stacked array."""
+    """A view of equal pieces, one for each index of its leading dimensions, such as the layers of a stacked array."""
 
     rank: int
     """Number of these dimensions."""
@@ -45,7 +45,7 @@ class ViewGrid:
 
 def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | None:
     """Return the grid of the pieces of a view; None if they are not alike."""
-    if not view.pieces:
+    if not view.pieces or 0 in view.shape:
         return None
     first, itemsize = view.pieces[0], sources[view.pieces[0].tensor].itemsize
     rank = max((d + 1 for d, n in enumerate(first.shape) if n != view.shape[d]), default=0)
@@ -99,7 +99,7 @@ def _device_keys(
     relative = [n if d < grid.rank else n - n.min(axis=1, keepdims=True) for d, n in local.items()]
     by_box = np.stack([row_index, *[np.full_like(row_index, -1)] * 4, *relative], -1)
     ranges = _find_device_ranges(transfer, grid, shape, mesh, row_index, local)
-    has_ranges = ranges.is_complete.all(axis=1)
+    has_ranges = np.all(ranges.is_complete, axis=1)
     if not has_ranges.any():
         return by_box
     same_file = _first_equal(ranges.file)
@@ -183,6 +183,8 @@ def _first_equal(values: np.ndarray) -> np.ndarray:
 def _has_short_gap(ranges: _DeviceRanges) -> np.ndarray:
     """Return whether two devices of a process read ranges of one file with a short gap between them, bool[process]."""
     order = np.lexsort((ranges.first_byte, ranges.file), axis=1)
-    file, first, nbytes = (np.take_along_axis(a, order, axis=1) for a in (ranges.file, ranges.first_byte, ranges.nbytes))
+    file, first, nbytes = (
+        np.take_along_axis(a, order, axis=1) for a in (ranges.file, ranges.first_byte, ranges.nbytes)
+    )
     gap = first[:, 1:] - (first + nbytes)[:, :-1]
-    return ((file[:, 1:] == file[:, :-1]) & (gap > 0) & (gap <= GAP_BYTES)).any(axis=1)
+    return np.any((file[:, 1:] == file[:, :-1]) & (gap > 0) & (gap <= GAP_BYTES), axis=1)

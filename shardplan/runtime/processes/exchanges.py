@@ -60,7 +60,7 @@ def _disagreement(messages: Mapping[int, Message]) -> dict[str, Any]:
         if message is messages[0]:
             continue
         parts = message["parts"]
-        for part in sorted({*expected, *parts}):
+        for part in dict.fromkeys([*expected, *parts]):
             if parts.get(part) != expected.get(part):
                 return {"process": process, "part": part, "values": [parts.get(part), expected.get(part)]}
     return {}

@@ -6,6 +6,7 @@ they enter one, and each of them learns at once when another is lost or fails, a
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ from shardplan.runtime.processes.messages import Kind, problem_values
 from shardplan.runtime.processes.start import current_link
 
 T = TypeVar("T")
+SHOWN = 200
+"""Characters from which on a text is compared by its digest."""
 Disagreement = Callable[[str, int, str | None, str | None], ShardplanError]
 """Takes the part that differs, the process, and the values of that process and of process 0; makes the error."""
 _groups_opened = 0
@@ -173,6 +176,11 @@ class ProcessGroup:
         key = f"{self._name}/{name}"
         self._link.send(kind, name=key, **values)
         return self._link.wait_for(kind, key)
+
+
+def short_text(text: str) -> str:
+    """Return a text that processes agree on, as it is shown where it differs: of a long one, a digest."""
+    return text if len(text) < SHOWN else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _shared(error: ShardplanError) -> ShardplanError:

@@ -280,11 +280,7 @@ class Hub:
     def _broadcast(self, index: int, message: Message) -> list[Reply]:
         """Pass on what process 0 has computed."""
         values = {name: value for name, value in message.items() if name != "kind"}
-        return [
-            Reply(to, Kind.BROADCAST, values)
-            for to, process in self._connections.items()
-            if process != index
-        ]
+        return [Reply(to, Kind.BROADCAST, values) for to, process in self._connections.items() if process != index]
 
     def _watch(self, now: float) -> list[Reply]:
         """Tell all processes of one that is silent, or of a stall."""

@@ -16,7 +16,10 @@ from shardplan.runtime.processes.link import Link, open_link, start_hub
 from shardplan.runtime.processes.messages import host_and_port
 from shardplan.runtime.progress import print_note
 
-PACKAGES = ("shardplan", "jax", "jaxlib", "libtpu", "haliax", "marin-haliax", "levanter", "marin-levanter")
+PACKAGES = (
+    "shardplan", "jax", "jaxlib", "libtpu", "haliax", "marin-haliax", "levanter", "marin-levanter",
+    "transformers", "tokenizers",
+)  # fmt: skip
 """Packages of which all processes must have the same version."""
 STORE_KEY, STORE_LIMIT_S = "shardplan/hub", 300
 """Where process 0 says how to reach the hub, if JAX has connected the processes already; and how long others wait."""
