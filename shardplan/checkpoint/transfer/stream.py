@@ -153,7 +153,7 @@ class _ArrayStream:
             "the mesh": [self.device_mesh.axes, self.device_mesh.processes],
             "the most bytes of a transfer": vars(self.limits),
             **{f"the type of {path}": f"{dtype}" for path, dtype in self.dtypes.items()},
-            **{f"the sharding of {path}": f"{sharding.spec}" for path, sharding in self.shardings.items()},
+            **{f"the sharding of {path}": f"{tuple(sharding.spec)}" for path, sharding in self.shardings.items()},
             "the location of the tensors": self.sources,
             "the type of values in transit": self.transfer_dtypes,
             "the schedule": self.schedule.transfers,
