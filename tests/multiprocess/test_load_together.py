@@ -171,6 +171,4 @@ def test_other_arguments_are_named(golden):
     """One process shards what the other one replicates."""
     codes, _, errors = wait_for(start([golden / "llama"] * 2, [{}], ["", "other mapping"]))
     assert codes == [2, 2], errors
-    assert re.search(
-        r"the sharding of \S+ is \(.*\) in process 1 and \(.*\) in process 0; load", errors[0]
-    )
+    assert re.search(r"the sharding of \S+ is \(.*\) in process 1 and \(.*\) in process 0; load", errors[0])
