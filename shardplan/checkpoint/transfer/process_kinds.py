@@ -73,9 +73,8 @@ def find_process_kinds(transfer: Transfer, grid: ViewGrid | None, shape: Shape, 
         grid: of the view of the array; without one, only processes that read the same are of one kind.
         shape: that of the array.
     """
-    devices = mesh.process_devices
-    keys = _device_keys(transfer, grid, shape, mesh, devices).reshape(len(devices), -1)
     processes = [*mesh.devices_by_process]
+    keys = _device_keys(transfer, grid, shape, mesh).reshape(len(processes), -1)
     if (keys == keys[0]).all():
         return ProcessKinds((processes[0],), np.array([len(keys)]), np.zeros(len(keys), np.int64))
     as_bytes = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.itemsize * keys.shape[1]))).ravel()
@@ -83,16 +82,14 @@ def find_process_kinds(transfer: Transfer, grid: ViewGrid | None, shape: Shape, 
     return ProcessKinds(tuple(processes[i] for i in examples), counts, of_process.ravel())
 
 
-def _device_keys(
-    transfer: Transfer, grid: ViewGrid | None, shape: Shape, mesh: DeviceMesh, devices: np.ndarray
-) -> np.ndarray:
+def _device_keys(transfer: Transfer, grid: ViewGrid | None, shape: Shape, mesh: DeviceMesh) -> np.ndarray:
     """Return numbers for every device of each process, int[process, device, number].
 
     Processes with equal numbers read equally many bytes and ranges.
     """
     strategy = transfer.strategy
-    row_index = mesh.index(devices, strategy.row_axes)
-    local = {d: mesh.index(devices, axes) for d, axes in enumerate(strategy.local) if mesh.count(axes) > 1}
+    row_index = mesh.indices(strategy.row_axes)
+    local = {d: mesh.indices(axes) for d, axes in enumerate(strategy.local) if mesh.count(axes) > 1}
     if grid is None:
         return np.stack([row_index, *local.values()], -1)
     # the boxes of a process may be displaced along dimensions that no piece ends in

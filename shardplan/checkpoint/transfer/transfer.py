@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
 
 import numpy as np
 
@@ -74,16 +73,24 @@ class DeviceMesh:
         """The most devices of one process."""
         return max(map(len, self.devices_by_process.values()))
 
-    @overload
-    def index(self, device: int, axes: Iterable[str]) -> int: ...
-    @overload
-    def index(self, device: np.ndarray, axes: Iterable[str]) -> np.ndarray: ...
-    def index(self, device: int | np.ndarray, axes: Iterable[str]) -> int | np.ndarray:
-        """Return the index of a device along `axes` together, major to minor; of each device of an array."""
-        result = device * 0
+    def index(self, device: int, axes: Iterable[str]) -> int:
+        """Return the index of a device along `axes` together, major to minor."""
+        result = 0
         for axis in axes:
             result = result * self.sizes[axis] + device // self.strides[axis] % self.sizes[axis]
         return result
+
+    def indices(self, axes: Iterable[str]) -> np.ndarray:
+        """Return the index along `axes` of all devices of all processes, in the order of `process_devices`."""
+        result = np.zeros_like(self.process_devices)
+        for axis in axes:
+            result = result * self.sizes[axis] + self._process_coordinates[axis]
+        return result
+
+    @cached_property
+    def _process_coordinates(self) -> dict[str, np.ndarray]:
+        """Mesh axis -> the index along it of every device in `process_devices`."""
+        return {axis: self.process_devices // self.strides[axis] % size for axis, size in self.axes}
 
 
 @dataclass(frozen=True)
