@@ -10,7 +10,7 @@ import pytest
 from bench_fleet import BEAT_S, HubOfFleet
 
 from shardplan.errors import ConfigError, PeerError
-from shardplan.runtime.processes import hub, link
+from shardplan.runtime.processes import hub, link, start
 from shardplan.runtime.processes.activity import Activity, describe_stall, names_of
 from shardplan.runtime.processes.hub import Hub, Member
 from shardplan.runtime.processes.hub_process import HubServer
@@ -124,6 +124,15 @@ def test_without_a_hub():
 def test_what_differs_is_named_by_both(second, message):
     errors, _ = meet([member(0, 2), second], delays=(0, 0.2))
     assert all(isinstance(error, ConfigError) and str(error).startswith(message) for error in errors), errors
+
+
+def test_flags_of_the_compiler_are_compared(monkeypatch):
+    """Not their order, nor the folders of this host that it writes to."""
+    facts = []
+    for flags in ("--xla_a=1 --xla_b=2", "--xla_b=2 --xla_dump_to=/here --xla_a=1", "--xla_a=1"):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        facts.append(start._member(0, 2, {"key": "value"}).facts)
+    assert facts[0] == facts[1] and {*facts[0].items()} - {*facts[2].items()} == {("XLA_FLAGS", "--xla_a=1 --xla_b=2")}
 
 
 def test_one_id_twice():

@@ -45,7 +45,7 @@ class ViewGrid:
 
 def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | None:
     """Return the grid of the pieces of a view; None if they are not alike."""
-    if not view.pieces or 0 in view.shape:
+    if not view.pieces:
         return None
     first, itemsize = view.pieces[0], sources[view.pieces[0].tensor].itemsize
     rank = max((d + 1 for d, n in enumerate(first.shape) if n != view.shape[d]), default=0)
@@ -70,7 +70,7 @@ def find_process_kinds(transfer: Transfer, grid: ViewGrid | None, shape: Shape, 
     """Group the processes that read equally many bytes and ranges in a transfer.
 
     Args:
-        grid: of the view of the array; without one, only processes that read the same are of one kind.
+        grid: of the view of the array; without one, only processes that read the same bytes are of one kind.
         shape: that of the array.
     """
     processes = [*mesh.devices_by_process]
@@ -90,11 +90,11 @@ def _device_keys(transfer: Transfer, grid: ViewGrid | None, shape: Shape, mesh: 
     strategy = transfer.strategy
     row_index = mesh.indices(strategy.row_axes)
     local = {d: mesh.indices(axes) for d, axes in enumerate(strategy.local) if mesh.count(axes) > 1}
-    if grid is None:
+    if grid is None or 0 in transfer.shape:
         return np.stack([row_index, *local.values()], -1)
     # the boxes of a process may be displaced along dimensions that no piece ends in
     relative = [n if d < grid.rank else n - n.min(axis=1, keepdims=True) for d, n in local.items()]
-    by_box = np.stack([row_index, *[np.full_like(row_index, -1)] * 4, *relative], -1)
+    by_box = np.stack([row_index, *[np.full_like(row_index, -1)] * 4, *relative], -1)  # no range has -1 bytes
     ranges = _find_device_ranges(transfer, grid, shape, mesh, row_index, local)
     has_ranges = np.all(ranges.is_complete, axis=1)
     if not has_ranges.any():

@@ -21,6 +21,10 @@ PACKAGES = (
     "transformers", "tokenizers",
 )  # fmt: skip
 """Packages of which all processes must have the same version."""
+SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+"""Settings of JAX that change programs, from the environment or not."""
+COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Variables of the environment with flags of the compiler."""
 STORE_KEY, STORE_LIMIT_S = "shardplan/hub", 300
 """Where process 0 says how to reach the hub, if JAX has connected the processes already; and how long others wait."""
 _link: Link | None = None
@@ -71,8 +75,18 @@ def _open_through_store() -> Link:
 
 
 def _member(index: int, count: int, facts: Mapping[str, str]) -> Member:
-    versions = {"python": platform.python_version()}
+    return Member(index, count, socket.gethostname(), os.getpid(), {**_environment(), **facts})
+
+
+def _environment() -> dict[str, str]:
+    """Return what changes programs besides the configuration: name -> value."""
+    values = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return Member(index, count, socket.gethostname(), os.getpid(), {**versions, **facts})
+            values[name] = metadata.version(name)
+    for name in SETTINGS:
+        values[name] = str(getattr(jax.config, name))
+    for name in COMPILER_FLAGS:
+        flags = os.environ.get(name, "").split()
+        values[name] = " ".join(sorted(flag for flag in flags if "dump" not in flag))  # a folder of this host
+    return values
