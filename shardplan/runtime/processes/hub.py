@@ -98,7 +98,7 @@ class Hub:
         self._most_entered = 0
         """How many blocks of work the process that is furthest ahead has entered."""
         self._has_failed = False
-        """Whether all have been told of a problem, so that they end, which is none."""
+        """Whether processes have been told of a problem: that they end then is none."""
         self._exchanges = Exchanges(count)
         self._lines = _line_times(limit_s)
         self._next_line = next(self._lines)
@@ -136,8 +136,8 @@ class Hub:
             case Kind.ENTER:
                 peer.depth, peer.entered = peer.depth + 1, peer.entered + 1
                 self._most_entered = max(self._most_entered, peer.entered)
-                is_behind = self._ended is not None and self._ended.entered < peer.entered
-                return [self._has_ended(connection, self._ended)] if self._ended and is_behind else []
+                gone = self._ended
+                return [self._has_ended(connection, gone)] if gone and gone.entered < peer.entered else []
             case Kind.LEAVE:
                 peer.depth -= 1
                 if message["problem"] is None:
@@ -162,7 +162,7 @@ class Hub:
             )
         if self._ended is None or peer.entered < self._ended.entered:
             self._ended = peer
-        if self._most_entered <= peer.entered:  # all end
+        if self._most_entered <= peer.entered:  # nobody waits for it; a fleet that ends asks this thousands of times
             return []
         return [
             self._has_ended(to, peer)
