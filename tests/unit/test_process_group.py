@@ -1,15 +1,21 @@
 """What the processes of a group exchange, agree on, or disagree about."""
 
+import contextlib
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from shardplan.checkpoint import session
 from shardplan.checkpoint.format.shared_index import read_shared_index
+from shardplan.config import parse_config
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.runtime.processes.activity import Activity
 from shardplan.runtime.processes.group import ProcessGroup
 from shardplan.runtime.processes.messages import Kind
+from shardplan.search.make_plan import make_plan
 from shardplan.storage import open_folder
 
 FILE = "model.safetensors"
@@ -156,3 +162,27 @@ def test_errors_of_a_process_keep_their_class_in_all(group):
     with pytest.raises(ConfigError, match=r"^no such folder$") as own:
         processes.agree("checkpoint", fail, lambda _: {})
     assert own.value.is_shared
+
+
+def test_process_0_plans_for_hosts_with_other_memory(group, golden, monkeypatch):
+    """On the host of process 1 nothing would fit; it takes the plan of process 0, and both compare what they have."""
+    processes, answers = group
+    monkeypatch.setattr(session, "open_process_group", lambda: contextlib.nullcontext(processes))
+    answers[Kind.AGREE, "test/own plan"] = {}
+    plan = make_plan(parse_config([f"--model.ref={golden / 'llama'}", "--workload.position=64"]))
+    assert session._agree_on_plan(None, lambda: plan) == plan
+    answers[Kind.BROADCAST, "test/plan"] = json.loads(json.dumps(answers[Kind.BROADCAST, "test/plan"]))
+    processes.process_index = 1
+    assert session._agree_on_plan(None, lambda: pytest.fail("process 1 makes no plan")) == plan
+
+
+def test_another_plan_file_than_that_of_process_0(group, golden, monkeypatch):
+    """The values of both are shown, for what decides the programs, which attention does too."""
+    plan = make_plan(parse_config([f"--model.ref={golden / 'llama'}", "--workload.position=64"]))
+    processes, answers = group
+    answers[Kind.BROADCAST, "test/plan"] = {"value": plan.to_json()}
+    answers[Kind.AGREE, "test/own plan"] = {"process": 1, "part": "attention", "values": ["b", "a"]}
+    processes.process_index = 1
+    monkeypatch.setattr(session, "open_process_group", lambda: contextlib.nullcontext(processes))
+    with pytest.raises(ConfigError, match=r"^attention of the plan is b in process 1 and a in process 0; give all"):
+        session._agree_on_plan(plan, lambda: pytest.fail("a plan is given"))
