@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ LINE_S = 5.0
 READ_BYTES = 2**20
 END = "end"
 """Name of the exchange in which a process waits for the others at its end."""
+FURTHER_FILES = 64
+"""Files that the hub opens besides its connections."""
 LOST_HUB = f"the hub of the run was lost: the host of process 0 has ended, or the network to it is cut; {AGAIN}"
 
 Report = Callable[[str], None]
@@ -171,8 +174,14 @@ def start_hub(host: str, port: int, count: int, limit_s: float = START_LIMIT_S, 
         has_service: whether it starts JAX's coordination service.
 
     Raises:
-        ConfigError: another program listens at the port.
+        ConfigError: another program listens at the port, or this host allows too few open files.
     """
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != most_files < count + FURTHER_FILES:
+        raise ConfigError(
+            f"the host of process 0 allows a process to open {most_files} files, and the hub of {count} processes "
+            f"needs {count + FURTHER_FILES}; raise the limit there (ulimit -Hn)"
+        )
     try:
         listener = listen(port)
     except OSError as error:
@@ -247,5 +256,5 @@ def end_together() -> None:
         return
     _has_ended = True
     with _current.work():
-        _current.send(Kind.GATHER, name=END, value=None)
-        _current.wait_for(Kind.GATHER, END)
+        _current.send(Kind.AGREE, name=END, parts={}, problem=None)
+        _current.wait_for(Kind.AGREE, END)
