@@ -264,6 +264,17 @@ def test_a_process_that_is_stuck():
     assert all(re.fullmatch(message, result) for result in results)
 
 
+def test_a_hub_that_is_silent(monkeypatch):
+    """As one on a host whose network is cut; a hub that is there says so from time to time."""
+    monkeypatch.setattr(link, "SILENCE_S", 0.5)
+    monkeypatch.setattr(hub, "ALIVE_S", 0.2)
+    opened = links(2)
+    time.sleep(1.0)
+    assert opened[1].problem is None
+    monkeypatch.setattr(hub, "ALIVE_S", 99.0)
+    assert work(opened[1], wait) == link.LOST_HUB
+
+
 def test_the_hub_ends_with_the_last_process():
     address, thread = serve(2)
     opened = together(*(lambda i=i: open_link(address, member(i, 2), print) for i in range(2)))
@@ -283,7 +294,7 @@ OWN, DEVICES = Place("data.py:31 in read", False), Place("train.py:9 in step", T
         ([(1, 3, 40, False), (1, 2, 41, False)], {1: OWN}, "process 1 is stuck while x (step 4), without progress for "
          "41 s, at data.py:31 in read; process 0 only waits for it"),
         ([(2, 0, 40, False), (1, 9, 41, False)], {}, "process 1 is stuck while x (step 4), without progress for 41 s, "
-         "in code that does not let Python run; process 0 only waits for it"),
+         "and does not answer: its code does not let Python run, or its network is cut; process 0 only waits for it"),
         ([(1, 3, 40, True), (2, 0, 40, False)], {1: DEVICES}, "process 1 is stuck while x (step 4), without progress "
          "for 40 s, at train.py:9 in step, which waits for the devices; process 0 only waits for it"),
         ([(1, 3, 40, False)] * 3, {0: DEVICES, 1: OWN, 2: DEVICES}, "process 1 is stuck while x (step 4), without "
@@ -359,7 +370,8 @@ def test_the_end_of_a_fleet_that_failed():
     told = fleet.hub.receive(5, {"kind": Kind.LEAVE, "problem": "no memory"}, 0.0)
     assert len(told) == FLEET - 1
     started = time.process_time()
-    assert not any(fleet.hub.close(i, 0.0) for i in range(FLEET) if i != 5) and fleet.hub.tick(99.0) == []
+    assert not any(fleet.hub.close(i, 0.0) for i in range(FLEET) if i != 5)
+    assert [reply.kind for reply in fleet.hub.tick(99.0)] == [Kind.ALIVE]
     assert time.process_time() - started < 1.0
     # one that goes on after its own failure learns that the others have ended
     [answer] = fleet.hub.receive(5, {"kind": Kind.ENTER}, 1.0)

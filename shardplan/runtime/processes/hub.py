@@ -26,6 +26,8 @@ LATE_S = 3.0
 """Seconds for which those who come late are told why the run does not start."""
 SILENCE_S = 20.0
 """Seconds without a sign of life after which a process counts as lost."""
+ALIVE_S = 5.0
+"""Seconds between two signs of life of the hub."""
 LOCATE_S = 3.0
 """Seconds in which every process whose Python code runs says where it is."""
 AGAIN = "start the run again"
@@ -105,6 +107,7 @@ class Hub:
         self._places: dict[int, Place] | None = None
         """Where processes are, once one is stuck."""
         self._places_due = 0.0
+        self._alive_due = now
         self._lines = _line_times(limit_s)
         self._next_line = next(self._lines)
         self._problem: ShardplanError | None = None
@@ -188,9 +191,12 @@ class Hub:
         """Return what processes are told because of the time."""
         if self._state is _State.MEETING:
             return self._remind(now)
-        if self._state is _State.RUNNING:
-            return self._watch(now)
-        return []
+        if self._state is not _State.RUNNING:
+            return []
+        alive: list[Reply] = []
+        if now >= self._alive_due:
+            self._alive_due, alive = now + ALIVE_S, self._to_all(Kind.ALIVE, {})
+        return alive + self._watch(now)
 
     @property
     def _missing(self) -> list[int]:

@@ -61,6 +61,7 @@ class Link(Watch):
         self.progress: Progress | None = None
         """How much all processes have done in the phase of this one; known in process 0 only."""
         self._is_waiting = False
+        self._heard, self._was_silent = time.monotonic(), False
         connection.settimeout(None)
         super().__init__()
         threading.Thread(target=self._receive, name=f"{THREAD_PREFIX}receiver", daemon=True).start()
@@ -102,6 +103,10 @@ class Link(Watch):
         """Send a sign of life, by which the hub sees whether this process is stuck."""
         activity = dataclasses.replace(self.activity, is_waiting=self._is_waiting)
         self.send(Kind.BEAT, activity=activity.report())
+        is_silent = time.monotonic() - self._heard > SILENCE_S
+        if is_silent and self._was_silent:  # at the first time this process may not have run for a while
+            self._fail(PeerError(LOST_HUB))
+        self._was_silent = is_silent
 
     def _receive(self) -> None:
         """Keep what the hub sends for those who wait for it."""
@@ -111,6 +116,7 @@ class Link(Watch):
                 messages = [decode(line) for line in self._lines.add(data)]
             except (OSError, ValueError):
                 data, messages = b"", []
+            self._heard = time.monotonic()
             for message in messages:
                 if message is not None:
                     self._keep(message)
@@ -124,6 +130,8 @@ class Link(Watch):
                 self._fail(error_of(message))
             case Kind.LOCATE:
                 self.send(Kind.PLACE, place=dataclasses.asdict(find_place()))
+            case Kind.ALIVE:
+                pass
             case Kind.PROGRESS:
                 self.progress = Progress(message["done"], message["slowest"])
             case _:

@@ -24,6 +24,8 @@ class Kind(StrEnum):
     """The run ends: `error`, a class of `shardplan.errors`, and `text`."""
     BEAT = "beat"
     """A process is alive: the fields of `Activity`."""
+    ALIVE = "alive"
+    """The hub is there."""
     LOCATE = "locate"
     """A process is stuck: the hub asks each of them where it is."""
     PLACE = "place"
