@@ -1,4 +1,4 @@
-"""python scripts/make_report_picture.py docs/report.png --config configs/405b.yaml
+"""python scripts/make_report_picture.py docs/howto/report.png --config configs/405b.yaml
 
 Draws the first panels of the report on a plan. Needs playwright, and a Chromium that is on the path or that
 `playwright install chromium` has installed.

@@ -1,11 +1,12 @@
-"""python3 scripts/run.py demo | test
+"""python3 scripts/run.py demo | docs | test
 
 Needs nothing but Python 3.11+ and a package registry. Makes an environment for the Python that runs it, such as
 .venv-3.12, with the versions of scripts/constraints*.txt: levanter on Python 3.11, marin-levanter on later ones. Then
 
   demo   trains a small Llama on the text CPython ships, evaluates it with shardplan on 8 virtual CPU devices, and finds
          the text that it knows by heart
-  test   runs the linters, the type checker, the import contracts and the tests
+  docs   builds the documentation into build/docs, with warnings as errors
+  test   runs the linters, the type checker, the import contracts and the tests, and builds package and documentation
 """
 
 import hashlib
@@ -27,14 +28,20 @@ DEMO = (
     ("python", "-m", "shardplan.eval", "--config", "configs/tiny.yaml"),
     ("python", "-m", "shardplan.eval", "--config", "configs/tiny-extraction.yaml"),
 )
+DOCS = (
+    ("python", "scripts/make_reference.py", "--check"),
+    ("python", "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-j", "auto", "docs", "build/docs"),
+)
 TEST = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),
     ("mypy",),
     ("lint-imports",),
+    ("python", "scripts/check_package.py"),
+    *DOCS,
     ("pytest", "-n", "2"),
 )
-COMMANDS = {"demo": DEMO, "test": TEST}
+COMMANDS = {"demo": DEMO, "docs": DOCS, "test": TEST}
 
 
 def main() -> int:
@@ -69,7 +76,7 @@ def install() -> None:
     print(f"+ making {ENVIRONMENT.name} (a few minutes: JAX, Levanter and what they need)", flush=True)
     venv.create(ENVIRONMENT, with_pip=True, clear=True)
     pip = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--no-input"]
-    subprocess.run([*pip, "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[test,verify]"], check=True)
+    subprocess.run([*pip, "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[test,verify,docs]"], check=True)
     stamp.write_text(wanted)
 
 

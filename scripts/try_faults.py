@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 from fault_runs import HUNG_S, MESH, ROOT, Outcome, Run, free_port
 
@@ -151,10 +152,10 @@ def make_faults(folder: Path) -> dict[str, tuple[Fault, set[int]]]:
     other = folder / "checkpoint"
     if not other.exists():
         shutil.copytree(DEMO, other)
-        weights = min(other.glob("*.safetensors"))
-        data = bytearray(weights.read_bytes())
-        data[-2] ^= 1
-        weights.write_bytes(data)
+        for weights in other.glob("*.safetensors"):  # all of them differ a little, as after another step of training
+            data = np.fromfile(weights, np.uint8)
+            data[8 + int.from_bytes(data[:8].tobytes(), "little") :: 2] ^= 1
+            data.tofile(weights)
     text = folder / "other.jsonl"
     text.write_text(json.dumps({"id": "other", "text": "other text " * 200}) + "\n")
     plan = folder / "plan.json"

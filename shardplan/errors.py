@@ -4,10 +4,10 @@
 |---|---|---|
 | 0 | | success |
 | 1 | any other exception | a bug, shown with its traceback |
-| 2 | `ConfigError` | bad configuration or arguments |
-| 3 | `InfeasibleError` | no plan fits |
-| 4 | `CheckpointError` | the checkpoint does not match the model, or is damaged |
-| 5 | `PeerError` | a process of the run was lost, failed, or is stuck |
+| 2 | `ConfigError` | bad configuration or arguments, with the nearest valid value |
+| 3 | `InfeasibleError` | no plan fits, by estimate or by the compiler: the nearest miss, and the GiB that are missing |
+| 4 | `CheckpointError` | the checkpoint does not match its config.json, is damaged, or differs between processes |
+| 5 | `PeerError` | a process of the run was lost, failed, or is stuck: which one |
 | 6 | `UndecidedError` | the compiler gave no verdict: a limit of time or memory was reached first, or it crashed |
 | 7 | `SlowError` | the run was stopped, because it is slower than `gate.factor` allows |
 | 130 | `KeyboardInterrupt` | interrupted with Ctrl-C, as shells report it |

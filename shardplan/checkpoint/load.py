@@ -309,7 +309,7 @@ def _array_dtypes(program: StateDictProgram, tensors: Mapping[str, Tensor], dtyp
         """Return the type of one array; CheckpointError if its stored type is no floating-point type."""
         # the pieces of an array have one type in every checkpoint that transformers writes; otherwise take the widest
         kinds = {tensors[piece.tensor].dtype for piece in program.views[path].pieces}
-        stored = functools.reduce(jnp.promote_types, kinds)
+        stored = functools.reduce(jnp.promote_types, sorted(kinds, key=str))
         if not jnp.issubdtype(stored, jnp.floating):
             name = program.views[path].pieces[0].tensor
             raise CheckpointError(f"{name} is stored as {stored}, the model has a floating-point parameter there")

@@ -86,7 +86,7 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
             manager.wait_until_finished()
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"{target.ref} cannot be written to: {one_line(error)}") from error
-        processes.gather("saved", None)
+        processes.wait_for_all("saved")
         if is_first_process():
             write_file(target, CONFIG, json.dumps(config, indent=2).encode())
         complete_target(claim, processes)
@@ -127,11 +127,11 @@ def save_pretrained(
         claim = claim_target(ref, (*files, *small_files), processes)
         target = claim.folder
         _write_files(target, files, tensors, processes)
-        processes.gather("written", None)
+        processes.wait_for_all("written")
         if is_first_process():
             for name, text in small_files.items():
                 write_file(target, name, text)
-        processes.gather("small files written", None)
+        processes.wait_for_all("small files written")
         processes.agree(
             "result",
             lambda: check_tensors(read_index(target.open_for_reading()), program.tensors, target.ref),

@@ -1,7 +1,7 @@
 """What a run with weights starts from: devices, a checkpoint, its model, and a plan for it."""
 
-import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import make_mesh, start_devices
 from shardplan.runtime.processes.activity import DEADLINE_S
-from shardplan.runtime.processes.group import open_process_group
+from shardplan.runtime.processes.group import open_process_group, short_text
 from shardplan.search.given_plan import check_model
 from shardplan.search.make_plan import make_plan
 from shardplan.storage import Folder, open_folder
@@ -66,31 +66,35 @@ def prepare(config: LoadingConfig, plan: Plan | None) -> Session:
     start_devices(hardware.name, hardware.devices, hardware.is_cpu, config.facts)
     folder = open_folder(config.model.ref)
     model = build_model(read_config(config.model.config, folder, config.model.levanter_class), config.workload.position)
-    plan = plan or make_plan(config, model)
+    plan = _agree_on_plan(plan, lambda: make_plan(config, model))
     check_model(plan, model)
-    _agree_on_plan(plan)
     return Session(config, folder, model, plan, make_mesh(hardware, plan.mesh))
 
 
-PLAN_PARTS = ("mesh", "compute_mapping", "param_mapping", "workload", "compiler_options")
+PLAN_PARTS = ("mesh", "compute_mapping", "param_mapping", "workload", "attention", "compiler_options")
 """Elements of a Plan file that decide which programs run."""
-SHOWN = 200
-"""Characters of an element that are compared, and shown where they differ; of longer ones a digest is."""
 
 
-def _agree_on_plan(plan: Plan) -> None:
-    """Check that all processes have one plan: with another one, a process would wait for ever in a collective.
+def _agree_on_plan(given: Plan | None, make: Callable[[], Plan]) -> Plan:
+    """Return the plan of this run, which all processes have: with another one, a process would wait for ever.
+
+    Process 0 makes it for all of them: what fits depends on the memory of its host if the devices are CPU devices.
+
+    Args:
+        given: the plan that this process was started with.
 
     Raises:
-        ConfigError: two have different ones.
+        ConfigError: two processes were started with different ones.
+        InfeasibleError: no plan fits.
     """
-    values = plan.to_json()
-    parts = {name: json.dumps(values[name], sort_keys=True) for name in PLAN_PARTS}
-    short = {
-        name: text if len(text) < SHOWN else hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()
-    }
     with open_process_group() as processes:
-        processes.agree("plan", lambda: None, lambda _: short, _other_plan)
+        first = processes.broadcast("plan", lambda: (given or make()).to_json())
+
+        def describe(plan: Plan) -> dict[str, str]:
+            values = plan.to_json()
+            return {name: short_text(json.dumps(values[name], sort_keys=True)) for name in PLAN_PARTS}
+
+        return processes.agree("own plan", lambda: given or Plan.from_json(first), describe, _other_plan)
 
 
 def _other_plan(part: str, process: int, value: str | None, expected: str | None) -> ConfigError:

@@ -74,7 +74,7 @@ def claim_target(ref: str, names: Iterable[str], processes: "ProcessGroup", is_l
         for name in _marked_files(folder):
             folder.remove(name)
         write_file(folder, INCOMPLETE, mark)
-    processes.gather("claimed", None)
+    processes.wait_for_all("claimed")
 
     def check_shared() -> None:
         if not folder.has_file(INCOMPLETE):

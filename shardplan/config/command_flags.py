@@ -66,7 +66,10 @@ class PlanConfig:
         if self.plan is None:  # a given plan decides these values
             raise_first(self.workload.microbatch_problems())
             if not self.model.ref and not self.model.config:
-                raise ConfigError("no model: set model.ref to a Hugging Face folder, or model.config to a config.json")
+                raise ConfigError(
+                    "no model: name one with --model, or set model.ref to a Hugging Face folder, or model.config to a "
+                    "config.json"
+                )
 
     @property
     def makes_windows(self) -> bool:

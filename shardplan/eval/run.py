@@ -140,23 +140,17 @@ def run_evaluation(
                     advance(progress.done, f"step {loop.statistics.steps}")
                     monitor.on_step(loop.statistics, progress.done, total)
 
-                def goes_on(shard: int) -> bool:
-                    is_stopped = is_preempted() or stops.is_set()
-                    answers = processes.gather(f"before shard {shard}", [is_stopped, monitor.too_slow]).values()
-                    monitor.too_slow = next((slow for _, slow in answers if slow), None)
-                    return monitor.too_slow is None and not any(stopped for stopped, _ in answers)
-
                 completed = loop.run(
                     shards,
                     remaining,
                     lambda first, last: workers.submit(make_rows, windows.job(first, last)),
                     windows.count,
                     lambda shard, scored: _write(results, windows, shards, shard, scored),
-                    goes_on,
+                    lambda shard: monitor.goes_on(shard, is_preempted() or stops.is_set()),
                     on_step,
                     check,
                 )
-            processes.gather("written", None)
+            processes.wait_for_all("written")
             if is_first_process():
                 monitor.record_time(loop.statistics, completed)
         if monitor.too_slow is not None:
@@ -214,7 +208,7 @@ def _count_all(
             advance(progress.done)
 
         own_counts, own_largest = count_tokens(workers, own, on_counted)
-    check(max(processes.gather("largest token", own_largest).values()))
+    check(processes.maximum("largest token", own_largest))
     counts = processes.gather("counts", own_counts)
     return source.by_text([count for _, each in sorted(counts.items()) for count in each])
 

@@ -36,6 +36,8 @@ from shardplan.runtime.processes.stacks import current_stacks
 
 logger = logging.getLogger(__name__)
 
+TOO_SLOW = 2
+"""What a process answers that knows this, when it is asked whether to stop; one that was asked to stop answers 1."""
 GOODPUT_S = 60.0
 """Seconds between two versions of goodput.json."""
 
@@ -62,7 +64,7 @@ class RunMonitor:
 
     def start(self) -> None:
         """Record what all processes run on."""
-        described = self._processes.gather("environment", describe_process())
+        described = self._processes.exchange("environment", {0: describe_process()})
         if is_first_process():
             self._records.write(ENVIRONMENT, describe_run(self._plan, described))
         self.record_memory(STARTED)
@@ -79,9 +81,9 @@ class RunMonitor:
 
     def record_memory(self, stage: str) -> None:
         """Record the memory in use after a stage of the run; every process calls this."""
-        uses = self._processes.gather(f"memory {stage}", vars(measure_memory()))
-        use = self._stages[stage] = largest(MemoryUse(**each) for each in uses.values())
+        uses = self._processes.exchange(f"memory {stage}", {0: vars(measure_memory())})
         if is_first_process():
+            use = self._stages[stage] = largest(MemoryUse(**each) for each in uses.values())
             warn_of_excess(self._plan, stage, use)
             self._records.write(MEMORY, describe_memory(self._plan, self._stages))
 
@@ -102,6 +104,19 @@ class RunMonitor:
             self._judge(statistics, self._least_ratio)
         if time.monotonic() - self._written > GOODPUT_S:
             self.record_time(statistics, is_completed=False)
+
+    def goes_on(self, shard: int, is_stopped: bool) -> bool:
+        """Return whether the run goes on with a shard: the same in all processes, which all call this.
+
+        Args:
+            is_stopped: whether this process has been asked to stop.
+        """
+        answer = self._processes.maximum(
+            f"before shard {shard}", TOO_SLOW if self.too_slow is not None else int(is_stopped)
+        )
+        if answer == TOO_SLOW:
+            self.too_slow = self._processes.broadcast("too slow", lambda: self.too_slow)
+        return answer == 0
 
     def record_time(self, statistics: LoopStatistics, is_completed: bool) -> None:
         """Record where the time went."""

@@ -43,7 +43,9 @@ class ModelInfo:
     """Which model was planned."""
 
     ref: str
+    """The checkpoint, as it was named; empty if the plan was made from a config.json alone."""
     type: str
+    """The model_type of its config.json."""
     axes: dict[str, int]
     """Logical axis -> size."""
     parameters: int
@@ -76,7 +78,9 @@ class ParameterPlan:
     """How one parameter is sharded."""
 
     path: str
+    """Path in the model, such as transformer.layers.stacked.mlp.up_proj.weight."""
     axes: dict[str, int]
+    """Logical axis of each dimension -> size."""
     dtype: str
     spec: Spec
     """Mesh axes of each dimension; None for a dimension that is not sharded."""
@@ -116,13 +120,17 @@ class Collective:
     """All executions of one collective operation of a step, on one device."""
 
     kind: str
+    """all-gather, reduce-scatter, all-reduce, ..."""
     mesh_axes: list[str]
+    """Mesh axes along which devices exchange."""
     bytes: int
     """Bytes that a device receives in one step, over all executions."""
     count: int
     """Executions in one step."""
     seconds: float
+    """Time of all executions in one step, overlapped or not."""
     cause: str
+    """What requires it, such as the parameter that is gathered."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,9 @@ class CostPlan:
     """Estimated time of one step."""
 
     step_seconds: float
+    """Time of the step."""
     compute_seconds: float
+    """Part of it in which devices compute."""
     collectives: list[Collective]
     model_flops: float | None = None
     """FLOPs of one step over all devices that the model needs; None in plans of version 0.1."""
@@ -210,7 +220,7 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s utilisation: the FLOPs that the model needs, divided by those of all devices at peak.
+        """Model FLOP/s utilisation, which is the FLOPs that the model needs, divided by those of all devices at peak.
 
         None where the Plan does not record the former, and for CPUs, which have no peak.
         """

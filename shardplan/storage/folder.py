@@ -10,7 +10,10 @@ from shardplan.storage.checksums import Checksum
 
 @dataclass(frozen=True)
 class ReadTuning:
-    """Size and number of reads that give a storage medium its best throughput."""
+    """Size and number of reads that give a storage medium its best throughput.
+
+    Hosts may have different ones: how a host reads depends on them, never which transfers there are.
+    """
 
     bytes_per_read: int
     concurrent_reads: int

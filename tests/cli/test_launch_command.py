@@ -296,7 +296,7 @@ def test_bad_input(arguments, message):
 
 def test_the_example_in_the_documentation(tmp_path):
     """Its keys are those of the section, and all of them are in the table."""
-    page = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "howto" / "launching.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "launch.yaml").write_text(example)
     script = launch(

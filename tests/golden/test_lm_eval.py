@@ -155,7 +155,7 @@ def test_a_checkpoint_without_a_tokenizer(golden, tmp_path):
 
 def documented_command():
     """The arguments of the command on the page about lm_eval that runs the tasks of this folder."""
-    page = (ROOT / "docs" / "lm-eval.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    page = (ROOT / "docs" / "howto" / "lm-eval.md").read_text(encoding="utf-8").replace("\\\n", " ")
     (line,) = re.findall(r"^shardplan lm_eval .*--include_path.*$", page, re.MULTILINE)
     return shlex.split(line)[2:]
 

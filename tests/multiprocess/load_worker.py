@@ -3,6 +3,8 @@
 python load_worker.py CHECKPOINT MAPPINGS [FAULT [OUTPUT]]: loads once for each mapping (JSON), compares every local
 shard with what the official library reads, and prints the bytes that it read from local files. Checksums are compared
 in the first load if the checkpoint is in a store. With OUTPUT, the model is written there in both formats.
+
+Faults: "killed" in its third read; "N processors", with little host memory; "other schedule"; "other mapping".
 """
 
 # ruff: noqa: E402 - the first import makes those after it faster
@@ -12,6 +14,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+
+FAULT = sys.argv[3] if len(sys.argv) > 3 else ""
+if FAULT.endswith("processors"):  # before modules ask for their number
+    os.cpu_count = lambda: int(FAULT.split()[0])
 
 from shardplan.runtime.deferred_packages import defer_unused_packages
 
@@ -26,7 +32,7 @@ from safetensors.numpy import load_file
 
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.checkpoint.save import save_levanter, save_pretrained
-from shardplan.checkpoint.transfer import schedule
+from shardplan.checkpoint.transfer import schedule, stream
 from shardplan.errors import ShardplanError
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves
@@ -35,6 +41,9 @@ from shardplan.runtime.devices import start_devices
 from shardplan.storage import open_folder
 from shardplan.storage.local import LocalFile
 
+SMALL_BUDGET = 40_000
+"""Bytes of host memory that are not enough for one transfer of most arrays."""
+OTHER_MAPPING = {"embed": "data"}
 GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "llama"
 
 
@@ -46,12 +55,18 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: s
     state = {name: value for file in GOLDEN.glob("*.safetensors") for name, value in load_file(file).items()}
     converted = from_torch_compatible_state_dict(template, {name: jnp.asarray(value) for name, value in state.items()})
     expected = {path: np.asarray(leaf.array) for path, leaf in named_leaves(converted)}
+    budget = SMALL_BUDGET if FAULT.endswith("processors") else stream.DEFAULT_BUDGET
+    if fault == "other schedule":
+        make = stream.make_schedule
+        stream.make_schedule = lambda *args: schedule.Schedule(args[4], make(*args).transfers[::-1])
+    if fault == "other mapping":
+        mappings = [OTHER_MAPPING for _ in mappings]
     mesh = Mesh(np.array(jax.devices()).reshape(1, 2, count // 2), ("replica", "data", "model"))
     read = count_reads(fault)
     for number, mapping in enumerate(mappings):
         read.clear()
         checksum = "://" in folder and number == 0
-        module, _ = stream_checkpoint(template, open_folder(folder), mesh, mapping, None, checksum=checksum)
+        module, _ = stream_checkpoint(template, open_folder(folder), mesh, mapping, None, budget, checksum)
         for path, leaf in named_leaves(module):
             for shard in leaf.array.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), expected[path][shard.index], err_msg=path)

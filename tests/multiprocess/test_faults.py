@@ -222,3 +222,16 @@ def test_preemption_as_jax_announces_it(checkpoint, long_text, tmp_path):
     lines = [output.splitlines()[-1] for output, _ in outputs]
     assert lines == ["process 0: stopped", "process 1: stopped"]
     assert list((tmp_path / "r" / "parts").iterdir()) and not (tmp_path / "r" / "summary.json").exists()
+
+
+def test_stacks_on_demand(checkpoint, long_text, tmp_path):
+    """SIGUSR1 has them written, and the run goes on, here until SIGTERM ends it after the shard under way."""
+    results = tmp_path / "r"
+    [process] = start([*arguments(checkpoint, long_text, results), "--task.shard", 16], 1)
+    read_until(process, "evaluating: ")
+    process.send_signal(signal.SIGUSR1)
+    read_until(process, "evaluating: ")
+    assert re.search(r"most recent call first.*eval/loop\.py", (results / "stacks-0.txt").read_text(), re.DOTALL)
+    process.send_signal(signal.SIGTERM)
+    codes, [error] = finish([process])
+    assert codes == [0] and "stopped after a whole shard" in error, error

@@ -146,3 +146,29 @@ def test_output_folders_that_are_not_shared_are_refused(golden, tmp_path):
     codes, _, errors = wait_for(start([golden / "llama"] * 2, [{}], ["", ""], outputs=outputs))
     assert codes == [2, 2], errors
     assert f"{tmp_path / 'b' / 'hf'} is not the same folder as for process 0; give all processes one" in errors[1]
+
+
+def test_hosts_with_other_numbers_of_processors(golden):
+    """A host with more of them reads more at a time; the transfers and their collectives are the same."""
+    folder = golden / "llama"
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    codes, outputs, errors = wait_for(start([folder] * 2, [INNER], ["1 processors", "64 processors"]))
+    assert codes == [0, 0], errors
+    assert sum(int(re.findall(r"^read (\d+)$", output, re.MULTILINE)[0]) for output in outputs) <= 1.02 * size
+
+
+def test_another_schedule_ends_before_the_first_transfer(golden):
+    """As another version of Python might have made it."""
+    started = time.monotonic()
+    codes, _, errors = wait_for(start([golden / "llama"] * 2, [INNER], ["", "other schedule"]))
+    assert codes == [2, 2] and time.monotonic() - started < MAX_SECONDS, errors
+    message = r"the schedule is [0-9a-f]{64} in process 1 and [0-9a-f]{64} in process 0; load with the same arguments"
+    for error in errors:
+        assert len(re.findall(message, error)) == 1 and "Traceback" not in error, error
+
+
+def test_other_arguments_are_named(golden):
+    """One process shards what the other one replicates."""
+    codes, _, errors = wait_for(start([golden / "llama"] * 2, [{}], ["", "other mapping"]))
+    assert codes == [2, 2], errors
+    assert re.search(r"the sharding of \S+ is \(.*\) in process 1 and \(.*\) in process 0; load", errors[0])

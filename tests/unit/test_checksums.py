@@ -100,7 +100,8 @@ class TwoProcesses:
         self.process_index, self.parts = process_index, parts
 
     def exchange(self, name, messages):
-        return {self.process_index: messages[self.process_index], 1 - self.process_index: self.parts}
+        own = {self.process_index: messages[self.process_index]} if self.process_index in messages else {}
+        return own | ({1 - self.process_index: self.parts} if self.parts else {})
 
     def agree(self, name, compute, describe):
         return compute()
@@ -117,7 +118,8 @@ def test_files_that_each_process_checks(monkeypatch, is_shared, process):
         file.name = name
         file.read_into(0, memoryview(bytearray(20)))
     files[0].file.data = bytes(60)
-    theirs = [[], [(20, 40, 0)]]  # the other process read bytes of b.bin that differ from its content
+    # the other process read bytes of b.bin that differ from its content, which process 1 checks if it is shared
+    theirs = {"1": [(20, 40, 0)]} if is_shared and process == 1 else {}
     tensors = [Tensor(file, 0, (1,), np.dtype(np.uint8)) for file in files]
     wrong = {(True, 0): "a.bin", (True, 1): "b.bin", (False, 0): "a.bin", (False, 1): "a.bin"}[is_shared, process]
     with pytest.raises(CheckpointError, match=f"{wrong}: checksum is crc32c"):
@@ -129,7 +131,7 @@ def test_summary_says_which_files_are_not_checked(capsys):
     files += [CheckedFile(Memory(b"123", None))]
     for file, name in zip(files, ("a.bin", "b.bin", "c.bin"), strict=True):
         file.name = name
-    check_files([Tensor(file, 0, (1,), np.dtype(np.uint8)) for file in files], TwoProcesses(0, [[], [], []]))
+    check_files([Tensor(file, 0, (1,), np.dtype(np.uint8)) for file in files], TwoProcesses(0, {}))
     assert capsys.readouterr().err == (
         "checksums: crc32 matches for 1 of 3 files; their store has none for 2 of 3 files (a.bin, ...), which are not "
         "checked\n"

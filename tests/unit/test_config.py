@@ -87,7 +87,8 @@ def test_dash_is_a_value():
         (["--model.ref", "x", "--workload.microbatches", "2"],
          "workload.microbatches is 2: only training has them; set workload.kind to train"),
         (["--workload.batch", "3"],
-         "no model: set model.ref to a Hugging Face folder, or model.config to a config.json"),
+         "no model: name one with --model, or set model.ref to a Hugging Face folder, or model.config to a "
+         "config.json"),
         (["--model.ref", "x", "--workload.batch", "null"],
          "command line: workload.batch is None; it must be an integer"),
         (["--model.ref", "x", "--workload.batch", "["], "command line: workload.batch is '['; it must be an integer"),

@@ -4,8 +4,10 @@ Commands are not run here: what they do is tested command by command.
 """
 
 import ast
+import doctest
 import re
 import shlex
+import textwrap
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import shardplan
+import shardplan.attention
 from shardplan import __version__
 from shardplan.__main__ import COMMANDS
 from shardplan.config import command_flags, parse_config
@@ -30,7 +34,7 @@ PAGES = {
     for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"(?:\$ )?(?:[A-Z_]+=\S+ )*((?:python3?|shardplan|pytest|pip) .+)")
 FILE = re.compile(r"[\w./-]+\.(?:yaml|jsonl?|txt|py)")
@@ -41,7 +45,7 @@ OUTPUT_FLAGS = {"--json", "--to", "--output"}
 
 
 def blocks(page, language):
-    return [text for found, text in FENCE.findall(PAGES[page]) if found == language]
+    return [textwrap.dedent(text) for _, found, text in FENCE.findall(PAGES[page]) if found == language]
 
 
 def prose(page):
@@ -54,7 +58,9 @@ def code_in_prose(page):
 
 def commands(page):
     """The words of every command on a page, without variables, comments, pipes and the file that gets its output."""
-    for line in [*(line for text in blocks(page, "") for line in text.splitlines()), *code_in_prose(page)]:
+    shown = [line for text in blocks(page, "") for line in text.splitlines()]
+    steps = [line for text in blocks(page, "yaml") for line in re.findall(r"^ *- run: (.+)$", text, re.MULTILINE)]
+    for line in [*shown, *steps, *code_in_prose(page)]:
         match = COMMAND.fullmatch(line)
         if match and "..." not in line and line not in map("shardplan {}".format, COMMANDS):
             for part in re.split(r" (?:\||&&) ", match[1].partition("  #")[0]):
@@ -71,6 +77,8 @@ def shardplan_arguments(words):
 
 EVERY = [(page, words) for page in PAGES for words in commands(page)]
 OF_SHARDPLAN = [(page, arguments) for page, words in EVERY if (arguments := shardplan_arguments(words)) is not None]
+PARSED = [(page, arguments) for page, arguments in OF_SHARDPLAN if not page.startswith("docs/tutorial/")]
+"""Without those of the tutorial, which `tests/cli/test_tutorial.py` runs on the files that it makes."""
 
 
 def anchors(page):
@@ -91,12 +99,33 @@ def test_links_resolve(page):
             assert anchor in anchors(str(file.resolve().relative_to(ROOT))), target
 
 
-def test_the_front_page_links_every_page():
-    linked = set(LINK.findall(prose("README.md")))
-    assert PAGES.keys() - {"README.md"} <= linked
+def test_the_front_pages_link_every_page():
+    """The one on the code host all of them, that of the site those of docs."""
+    assert PAGES.keys() - {"README.md"} <= set(LINK.findall(prose("README.md")))
+    linked = {f"docs/{path}" for path in LINK.findall(prose("docs/index.md"))}
+    assert {page for page in PAGES if page.startswith("docs/")} - {"docs/index.md"} <= linked
 
 
-@pytest.mark.parametrize(("page", "arguments"), OF_SHARDPLAN, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_site_lists_every_page():
+    listed = {
+        f"docs/{name}.md" for text in blocks("docs/index.md", "{toctree}") for name in text.split("\n\n")[1].split()
+    }
+    assert {page for page in PAGES if page.startswith("docs/")} - {"docs/index.md"} == listed
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "pycon")])
+def test_what_python_prints(page):
+    examples = doctest.DocTestParser().get_doctest("".join(blocks(page, "pycon")), {}, page, page, 0)
+    assert examples.examples and doctest.DocTestRunner().run(examples).failed == 0
+
+
+def test_every_public_name_is_in_the_reference():
+    for module in (shardplan, shardplan.attention):
+        for name in module.__all__:
+            assert re.search(rf"^\.\. auto\w+:: {name}$", PAGES["docs/reference/python.md"], re.MULTILINE), name
+
+
+@pytest.mark.parametrize(("page", "arguments"), PARSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_commands_parse(page, arguments, monkeypatch):
     monkeypatch.chdir(ROOT)
     if arguments == ["--version"]:
@@ -202,7 +231,7 @@ def test_top_level_folders_in_the_tour():
 
 
 def test_exit_codes_are_those_of_the_errors():
-    codes = re.findall(r"^\| (\d+) \|", PAGES["docs/commands.md"], re.MULTILINE)
+    codes = re.findall(r"^\| (\d+) \|", PAGES["docs/reference/exit-codes.md"], re.MULTILINE)
     assert list(map(int, codes)) == [
         0,
         1,
@@ -211,7 +240,7 @@ def test_exit_codes_are_those_of_the_errors():
     ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/commands.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/commands.md"])
 def test_model_types_are_those_of_the_registry(page):
     listed = re.search(r"Model types: ([^.]+)\.", PAGES[page])
     assert listed and listed[1].split(", ") == sorted(SUPPORTED_MODELS)
@@ -222,7 +251,7 @@ def test_advice_to_install_works():
     requirements = map(Requirement, PROJECT["project"]["optional-dependencies"]["verify"])
     (libtpu,) = (each for each in requirements if each.marker.evaluate())
     assert f"pip install '{libtpu.name}{libtpu.specifier}'" == INSTALL_LIBTPU
-    assert f"build/shardplan-{__version__}-py3-none-any.whl" in PAGES["README.md"]
+    assert f"build/shardplan-{__version__}-py3-none-any.whl" in PAGES["docs/install.md"]
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "shardplan" / "verify").rglob("*.py")]
     for text in (*PAGES.values(), *sources):
         assert "pip install 'shardplan[" not in text
@@ -236,5 +265,5 @@ def test_the_licence_is_declared_and_there():
 
 
 def test_the_bundled_models_are_listed():
-    (names,) = re.findall(r"is part of the package: ([^:]+?)\.\n", PAGES["docs/commands.md"])
+    (names,) = re.findall(r"is part of the package: ([^:]+?)\.\n", PAGES["docs/reference/commands.md"])
     assert {name.strip() for name in names.split(",")} == BUNDLED.keys()

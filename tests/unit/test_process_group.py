@@ -1,19 +1,23 @@
 """What the processes of a group exchange, agree on, or disagree about."""
 
+import contextlib
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from shardplan.checkpoint import session
 from shardplan.checkpoint.format.shared_index import read_shared_index
-from shardplan.checkpoint.transfer.stream import agree_on_tuning
+from shardplan.config import parse_config
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.runtime.processes.activity import Activity
 from shardplan.runtime.processes.group import ProcessGroup
 from shardplan.runtime.processes.link import Link
 from shardplan.runtime.processes.messages import Kind
+from shardplan.search.make_plan import make_plan
 from shardplan.storage import open_folder
-from shardplan.storage.folder import ReadTuning
 
 FILE = "model.safetensors"
 
@@ -46,8 +50,9 @@ def group():
 
 def test_exchange_returns_the_messages_for_this_process(group):
     processes, answers = group
-    answers[Kind.EXCHANGE, "test/parts"] = {"values": [5, 10, 20, 30]}
-    assert processes.exchange("parts", {0: 5, 1: 6, 2: 7, 3: 8}) == {0: 5, 1: 10, 2: 20, 3: 30}
+    answers[Kind.EXCHANGE, "test/parts"] = {"values": {"0": 5, "3": 30}}
+    assert processes.exchange("parts", {0: 5, 2: 7}) == {0: 5, 3: 30}
+    assert ProcessGroup("test", None).exchange("parts", {0: 5}) == {0: 5}
 
 
 def test_a_value_of_process_0_is_sent_to_all(group):
@@ -137,15 +142,6 @@ def test_headers_of_copies_are_read_by_every_process(group, tmp_path):
         assert tensor.file.name == str(tmp_path / FILE)
 
 
-def test_all_processes_read_alike_where_one_has_the_files_in_its_cache(group):
-    """Read schedules depend on the size and number of reads, and must be equal in all processes."""
-    processes, answers = group
-    own = ReadTuning(2**24, 32)
-    others = [[[2**22, 4]], [[2**22, 96], [2**24, 32]], [[2**24, 32]]]
-    answers[Kind.GATHER, "test/tuning"] = {"values": [[[2**24, 32]], *others]}
-    assert agree_on_tuning({own}, processes) == ReadTuning(2**22, 96)
-
-
 def test_different_values_are_an_error_that_names_the_part(group):
     processes, answers = group
     answers[Kind.AGREE, "test/checkpoint"] = {"process": 2, "part": "a.bin", "values": ["v2", "v1"]}
@@ -167,3 +163,27 @@ def test_errors_of_a_process_keep_their_class_in_all(group):
     with pytest.raises(ConfigError, match=r"^no such folder$") as own:
         processes.agree("checkpoint", fail, lambda _: {})
     assert own.value.is_shared
+
+
+def test_process_0_plans_for_hosts_with_other_memory(group, golden, monkeypatch):
+    """On the host of process 1 nothing would fit; it takes the plan of process 0, and both compare what they have."""
+    processes, answers = group
+    monkeypatch.setattr(session, "open_process_group", lambda: contextlib.nullcontext(processes))
+    answers[Kind.AGREE, "test/own plan"] = {}
+    plan = make_plan(parse_config([f"--model.ref={golden / 'llama'}", "--workload.position=64"]))
+    assert session._agree_on_plan(None, lambda: plan) == plan
+    answers[Kind.BROADCAST, "test/plan"] = json.loads(json.dumps(answers[Kind.BROADCAST, "test/plan"]))
+    processes.process_index = 1
+    assert session._agree_on_plan(None, lambda: pytest.fail("process 1 makes no plan")) == plan
+
+
+def test_another_plan_file_than_that_of_process_0(group, golden, monkeypatch):
+    """The values of both are shown, for what decides the programs, which attention does too."""
+    plan = make_plan(parse_config([f"--model.ref={golden / 'llama'}", "--workload.position=64"]))
+    processes, answers = group
+    answers[Kind.BROADCAST, "test/plan"] = {"value": plan.to_json()}
+    answers[Kind.AGREE, "test/own plan"] = {"process": 1, "part": "attention", "values": ["b", "a"]}
+    processes.process_index = 1
+    monkeypatch.setattr(session, "open_process_group", lambda: contextlib.nullcontext(processes))
+    with pytest.raises(ConfigError, match=r"^attention of the plan is b in process 1 and a in process 0; give all"):
+        session._agree_on_plan(plan, lambda: pytest.fail("a plan is given"))

@@ -74,25 +74,24 @@ def check_files(tensors: Iterable[Tensor], processes: ProcessGroup) -> None:
     """
     files = {tensor.file_name: tensor.file for tensor in tensors}
     checked = [file for _, file in sorted(files.items()) if isinstance(file, CheckedFile)]
-    ranges_for = {
-        process: [file.ranges if _is_checker(process, file, i, processes) else [] for i, file in enumerate(checked)]
-        for process in range(processes.process_count)
-    }
+    checkers = {str(i): i % processes.process_count for i in range(len(checked))}
+    ranges_for: defaultdict[int, dict[str, list[RangeChecksum]]] = defaultdict(dict)
+    for (number, checker), file in zip(checkers.items(), checked, strict=True):
+        if file.is_shared and file.ranges:
+            ranges_for[checker][number] = file.ranges
     received = processes.exchange("range checksums", ranges_for)
 
     def check() -> None:
-        for i, file in enumerate(checked):
-            if _is_checker(processes.process_index, file, i, processes):
-                senders = received.values() if file.is_shared else [received[processes.process_index]]
-                check_file(file, [(start, stop, value) for ranges in senders for start, stop, value in ranges[i]])
+        for (number, checker), file in zip(checkers.items(), checked, strict=True):
+            if not file.is_shared:
+                check_file(file, file.ranges)
+            elif checker == processes.process_index:
+                ranges = (each for files in received.values() for each in files.get(number, ()))
+                check_file(file, [(start, stop, value) for start, stop, value in ranges])
 
     processes.agree("checksums", check, lambda _: {})
     if is_first_process():
         print_note(_summary(checked))
-
-
-def _is_checker(process: int, file: CheckedFile, number: int, processes: ProcessGroup) -> bool:
-    return not file.is_shared or number % processes.process_count == process
 
 
 def _summary(files: list[CheckedFile]) -> str:

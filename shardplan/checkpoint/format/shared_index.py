@@ -1,9 +1,11 @@
 """The tensors of a checkpoint in shared storage: one process reads the index and all headers, and sends them to all."""
 
+import base64
+import json
 import threading
+import zlib
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -62,20 +64,20 @@ def read_shared_index(folder: Folder, processes: ProcessGroup) -> dict[str, Tens
         return read_index(folder)
     own: dict[str, Tensor] = {}
 
-    def read() -> dict[str, Any] | None:
+    def read() -> str | None:
         own.update(read_index(folder))
-        return _describe(own) if all(tensor.file.is_shared for tensor in own.values()) else None
+        return pack_tensors(own) if all(tensor.file.is_shared for tensor in own.values()) else None
 
     description = processes.broadcast("headers", read)
     if processes.process_index == 0:
         return own
-    return read_index(folder) if description is None else _from_description(folder, description)
+    return read_index(folder) if description is None else unpack_tensors(folder, description)
 
 
-def _describe(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Describe tensors and their files in JSON values."""
+def pack_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Describe tensors and their files in compressed JSON, which one host sends to thousands."""
     files = {tensor.file_name: tensor.file for tensor in tensors.values()}
-    return {
+    description = {
         "files": {
             name: [file.size, file.version, file.tuning.bytes_per_read, file.tuning.concurrent_reads]
             for name, file in files.items()
@@ -84,10 +86,12 @@ def _describe(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             name: [tensor.file_name, tensor.offset, tensor.shape, tensor.dtype.name] for name, tensor in tensors.items()
         },
     }
+    return base64.b64encode(zlib.compress(json.dumps(description).encode())).decode()
 
 
-def _from_description(folder: Folder, description: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the inverse of `_describe`."""
+def unpack_tensors(folder: Folder, text: str) -> dict[str, Tensor]:
+    """Return the inverse of `pack_tensors`; files are opened when they are first read from."""
+    description = json.loads(zlib.decompress(base64.b64decode(text)))
     files = {
         name: DeferredFile(folder, name, size, version, ReadTuning(*tuning))
         for name, (size, version, *tuning) in description["files"].items()

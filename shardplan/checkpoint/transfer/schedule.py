@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from shardplan.checkpoint.mapping.views import Shape, View
 from shardplan.checkpoint.transfer.byte_ranges import (
     ReadVolume,
@@ -20,6 +22,7 @@ from shardplan.checkpoint.transfer.byte_ranges import (
     find_byte_ranges,
     sum_ranges,
 )
+from shardplan.checkpoint.transfer.process_kinds import ViewGrid, find_grid, find_process_kinds
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer, TransferLimits, make_transfers
 from shardplan.plan.mapping import MeshAxes
 
@@ -79,7 +82,8 @@ def make_schedule(
             list(make_transfers(path, view.shape, strategy, itemsizes[path], mesh, limits)) for strategy in strategies
         ]
         if len(choices) > 1:
-            choices.sort(key=partial(_cost, view=view, sources=sources, mesh=mesh, speeds=speeds))
+            grid = find_grid(view, sources)
+            choices.sort(key=partial(_cost, view=view, grid=grid, sources=sources, mesh=mesh, speeds=speeds))
         transfers += choices[0]
     return Schedule(mesh, tuple(transfers))
 
@@ -116,23 +120,26 @@ def read_by_process(
     schedule: Schedule, views: Mapping[str, View], sources: Mapping[str, TensorSource]
 ) -> dict[int, ReadVolume]:
     """Return process -> what it reads in all transfers."""
-    total = dict.fromkeys(schedule.mesh.devices_by_process, ReadVolume())
-    known: dict[object, list[ReadVolume]] = {}
+    mesh = schedule.mesh
+    total = np.zeros((len(mesh.devices_by_process), 2), np.int64)
+    known: dict[object, np.ndarray] = {}
+    grids = {path: find_grid(views[path], sources) for path in {transfer.path: None for transfer in schedule.transfers}}
     for transfer in schedule.transfers:
         view = views[transfer.path]
         key = (
             transfer.strategy,
             transfer.local_shape,
             transfer.shape,
-            _relative_pieces(transfer, view, sources, schedule.mesh),
+            _relative_pieces(transfer, view, sources, mesh),
         )
         if key not in known:  # layers are alike
-            known[key] = [
-                sum_ranges(find_byte_ranges(transfer, view, sources, schedule.mesh, process)) for process in total
-            ]
-        for process, volume in zip(total, known[key], strict=True):
-            total[process] += volume
-    return total
+            kinds = find_process_kinds(transfer, grids[transfer.path], view.shape, mesh)
+            volumes = (sum_ranges(find_byte_ranges(transfer, view, sources, mesh, each)) for each in kinds.examples)
+            known[key] = np.array([(volume.bytes, volume.count) for volume in volumes])[kinds.of_process]
+        total += known[key]
+    return {
+        process: ReadVolume(*volume) for process, volume in zip(mesh.devices_by_process, total.tolist(), strict=True)
+    }
 
 
 def _relative_pieces(
@@ -172,7 +179,12 @@ def exchanged_bytes(transfer: Transfer, mesh: DeviceMesh) -> float:
 
 
 def _cost(
-    transfers: Sequence[Transfer], view: View, sources: Mapping[str, TensorSource], mesh: DeviceMesh, speeds: Speeds
+    transfers: Sequence[Transfer],
+    view: View,
+    grid: ViewGrid | None,
+    sources: Mapping[str, TensorSource],
+    mesh: DeviceMesh,
+    speeds: Speeds,
 ) -> tuple[float, bool, float, int]:
     """Estimate the cost of all transfers of an array from the first one.
 
@@ -182,11 +194,13 @@ def _cost(
     """
     first = transfers[0]
     times = math.prod(first.local_shape) / max(1, math.prod(first.shape))
-    volumes = [estimate_read_volume(first, view, sources, mesh, process) for process in mesh.devices_by_process]
+    kinds = find_process_kinds(first, grid, view.shape, mesh)
+    volumes = [estimate_read_volume(first, view, sources, mesh, process) for process in kinds.examples]
     stored_bytes = sum(piece.size * sources[piece.tensor].itemsize for piece in view.pieces)
-    read_bytes = sum(volume.bytes for volume in volumes)
+    read_bytes = sum(count * volume.bytes for count, volume in zip(kinds.counts.tolist(), volumes, strict=True))
     reread_bytes = read_bytes * times - stored_bytes
-    is_uneven = max(volume.bytes for volume in volumes) > MAX_IMBALANCE * read_bytes / len(volumes)
+    mean_bytes = read_bytes / len(mesh.devices_by_process)
+    is_uneven = max(volume.bytes for volume in volumes) > MAX_IMBALANCE * mean_bytes
     reading_s = max(volume.bytes / speeds.read + volume.count * speeds.request for volume in volumes)
     exchanging_s = exchanged_bytes(first, mesh) / speeds.exchange
     excess = max(0.0, reread_bytes - MAX_REREAD_BYTES)

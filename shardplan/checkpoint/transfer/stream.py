@@ -4,10 +4,9 @@ No array exists unsharded unless its sharding is replicated. Host memory beyond 
 continue while what was read before is on its way to the devices.
 """
 
-import dataclasses
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -28,11 +27,11 @@ from shardplan.checkpoint.transfer.exchange import exchange_rows
 from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_read
 from shardplan.checkpoint.transfer.schedule import make_schedule, read_by_process, to_stored_order
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer, TransferLimits
+from shardplan.errors import ConfigError
 from shardplan.plan.mapping import MeshAxes
 from shardplan.runtime.process_progress import load_progress
 from shardplan.runtime.processes.activity import DEADLINE_S
-from shardplan.runtime.processes.group import ProcessGroup
-from shardplan.storage.folder import ReadTuning
+from shardplan.runtime.processes.group import ProcessGroup, short_text
 
 DEFAULT_BUDGET = 2 * 2**30
 """Host memory that a load may use beyond the arrays, bytes."""
@@ -72,23 +71,22 @@ def stream_arrays(
 
     Raises:
         CheckpointError: a file is truncated or cannot be read.
+        ConfigError: processes have other arguments, or another schedule.
     """
-    tuning = agree_on_tuning({tensor.file.tuning for tensor in tensors.values()}, processes)
-    stream = _ArrayStream(views, tensors, mesh, specs, dtypes, budget, zero_copy, tuning)
+
+    def plan() -> _ArrayStream:
+        return _ArrayStream(views, tensors, mesh, specs, dtypes, budget, zero_copy)
+
+    stream = processes.agree("schedule", plan, _ArrayStream.describe, _other_schedule)
     # under a mesh of the caller, jax would run every operation on one device on all devices of that mesh
     with jax.set_mesh(EMPTY_MESH), load_progress(stream.nbytes, processes, deadline_s) as report:
         return stream.run(report)
 
 
-def agree_on_tuning(own: Set[ReadTuning], processes: ProcessGroup) -> ReadTuning:
-    """Return the smallest reads and the most of them that the files of any process want: schedules depend on both.
-
-    A host may have a file in its cache that another streams, or more processors.
-    """
-    everywhere = processes.gather("tuning", [dataclasses.astuple(tuning) for tuning in own])
-    tunings = [ReadTuning(*values) for each in everywhere.values() for values in each]
-    return ReadTuning(
-        min(tuning.bytes_per_read for tuning in tunings), max(tuning.concurrent_reads for tuning in tunings)
+def _other_schedule(part: str, process: int, value: str | None, expected: str | None) -> ConfigError:
+    return ConfigError(
+        f"{part} is {value} in process {process} and {expected} in process 0; load with the same arguments, and the "
+        "same versions of Python and its packages, in all processes"
     )
 
 
@@ -116,7 +114,6 @@ class _ArrayStream:
         dtypes: Mapping[str, np.dtype],
         budget: int,
         zero_copy: bool | None,
-        tuning: ReadTuning,
     ) -> None:
         """Choose the types in transit and divide the budget, then plan all transfers; arguments as `stream_arrays`."""
         self.tensors, self.mesh, self.dtypes = tensors, mesh, dtypes
@@ -134,9 +131,12 @@ class _ArrayStream:
         self.transfer_dtypes = {
             path: choose_transfer_dtype(view, stored_dtypes, dtypes[path]) for path, view in views.items()
         }
-        self.threads = tuning.concurrent_reads
-        self.read_bytes = min(budget // (4 * self.threads), tuning.bytes_per_read)
+        tunings = {tensor.file.tuning for tensor in tensors.values()}
+        # of this host alone: another may have more processors, or a file in its cache that this one streams
+        self.threads = max(tuning.concurrent_reads for tuning in tunings)
+        self.read_bytes = min(budget // (4 * self.threads), *(tuning.bytes_per_read for tuning in tunings))
         self.pending_bytes = budget - self.threads * self.read_bytes
+        self.limits = transfer_limits(budget, self.zero_copy)
         self.sources = {
             name: TensorSource(tensor.file_name, tensor.offset, tensor.dtype.itemsize)
             for name, tensor in tensors.items()
@@ -147,8 +147,21 @@ class _ArrayStream:
             stored_specs,
             {path: dtype.itemsize for path, dtype in self.transfer_dtypes.items()},
             self.device_mesh,
-            transfer_limits(self.pending_bytes, self.zero_copy),
+            self.limits,
         )
+
+    def describe(self) -> dict[str, str]:
+        """Return what must be equal in all processes, or they enter different collectives: name -> text or digest."""
+        values = {
+            "the mesh": [self.device_mesh.axes, self.device_mesh.processes],
+            "the most bytes of a transfer": vars(self.limits),
+            **{f"the type of {path}": f"{dtype}" for path, dtype in self.dtypes.items()},
+            **{f"the sharding of {path}": f"{tuple(sharding.spec)}" for path, sharding in self.shardings.items()},
+            "the location of the tensors": self.sources,
+            "the type of values in transit": self.transfer_dtypes,
+            "the schedule": self.schedule.transfers,
+        }
+        return {name: short_text(value if isinstance(value, str) else repr(value)) for name, value in values.items()}
 
     @property
     def nbytes(self) -> int:
@@ -255,8 +268,11 @@ class _ArrayStream:
 
 
 def transfer_limits(budget: int, zero_copy: bool) -> TransferLimits:
-    """Return how large a transfer may be if several share `budget` bytes of host memory."""
-    read = min(MAX_READ_BYTES, budget // 4)
+    """Return how large a transfer may be if several share three quarters of `budget` bytes of host memory.
+
+    The last quarter is for reads. How much of it a host needs does not matter here: all have the same schedule.
+    """
+    read = min(MAX_READ_BYTES, budget * 3 // 16)
     return TransferLimits(read, read if zero_copy else MAX_PLACED_BYTES)
 
 

@@ -5,12 +5,13 @@ An array is transferred in boxes of bounded size, all devices working on one box
 its rows and then exchange them.
 """
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from shardplan.checkpoint.mapping.views import Shape, split_range
 from shardplan.plan.mapping import MeshAxes
@@ -29,7 +30,7 @@ class TransferLimits:
     """As written to its shards, after the exchange."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of caches, for which tens of thousands of devices are too many to compare
 class DeviceMesh:
     """Mesh axes, and the process of every device; a device index is a position of the mesh in row-major order."""
 
@@ -44,10 +45,10 @@ class DeviceMesh:
         return dict(self.axes)
 
     @cached_property
-    def coordinates(self) -> list[dict[str, int]]:
-        """Mesh coordinates (mesh axis -> index) of each device index."""
-        names = [name for name, _ in self.axes]
-        return [dict(zip(names, index, strict=True)) for index in itertools.product(*(range(n) for _, n in self.axes))]
+    def strides(self) -> dict[str, int]:
+        """Mesh axis -> difference of the device indices of neighbours along it."""
+        sizes = [n for _, n in self.axes]
+        return {axis: math.prod(sizes[i + 1 :]) for i, (axis, _) in enumerate(self.axes)}
 
     @cached_property
     def devices_by_process(self) -> dict[int, list[int]]:
@@ -61,12 +62,35 @@ class DeviceMesh:
         """Return the number of devices along `axes`."""
         return math.prod(self.sizes[axis] for axis in axes)
 
+    @cached_property
+    def process_devices(self) -> np.ndarray:
+        """Device indices of every process, int[process, device]; of those that have fewer, the first one again."""
+        most = self.max_local_devices
+        return np.array([[*each, *[each[0]] * (most - len(each))] for each in self.devices_by_process.values()])
+
+    @cached_property
+    def max_local_devices(self) -> int:
+        """The most devices of one process."""
+        return max(map(len, self.devices_by_process.values()))
+
     def index(self, device: int, axes: Iterable[str]) -> int:
         """Return the index of a device along `axes` together, major to minor."""
         result = 0
         for axis in axes:
-            result = result * self.sizes[axis] + self.coordinates[device][axis]
+            result = result * self.sizes[axis] + device // self.strides[axis] % self.sizes[axis]
         return result
+
+    def indices(self, axes: Iterable[str]) -> np.ndarray:
+        """Return the index along `axes` of all devices of all processes, in the order of `process_devices`."""
+        result = np.zeros_like(self.process_devices)
+        for axis in axes:
+            result = result * self.sizes[axis] + self._process_coordinates[axis]
+        return result
+
+    @cached_property
+    def _process_coordinates(self) -> dict[str, np.ndarray]:
+        """Mesh axis -> the index along it of every device in `process_devices`."""
+        return {axis: self.process_devices // self.strides[axis] % size for axis, size in self.axes}
 
 
 @dataclass(frozen=True)
@@ -150,7 +174,7 @@ def make_transfers(
 ) -> Iterator[Transfer]:
     """Split an array of `shape` into transfers within `limits`."""
     local_shape = tuple(n // mesh.count(axes) for n, axes in zip(shape, strategy.local, strict=True))
-    bytes_per_element = itemsize * max(map(len, mesh.devices_by_process.values()))
+    bytes_per_element = itemsize * mesh.max_local_devices
     readers = mesh.count(strategy.row_axes)
     read = limits.read // bytes_per_element * readers
     placed = limits.placed // bytes_per_element * math.prod(mesh.count(axes) for _, axes in strategy.all_to_all)

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @register_model("shardplan")
 class ShardplanLM(TemplateLM):
-    """A checkpoint that is planned, streamed and scored on all devices of a slice; see docs/lm-eval.md.
+    """A checkpoint that is planned, streamed and scored on all devices of a slice; see docs/howto/lm-eval.md.
 
     Requests have the results of lm_eval's `hf` model with the same `max_length` and the same types. The weights are
     loaded, and the one program is compiled, when the first requests arrive.

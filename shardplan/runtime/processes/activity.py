@@ -86,9 +86,10 @@ def describe_stall(activities: Mapping[int, Activity], places: Mapping[int, Plac
 def _place_text(stuck: Sequence[int], places: Mapping[int, Place]) -> str:
     """Return where the first of the processes is that are stuck."""
     place = places.get(stuck[0])
-    text = "in code that does not let Python run" if place is None else f"at {place.text}"
-    if place is not None and place.is_in_jax:
-        text += ", which waits for the devices"
+    if place is None:
+        text = "and does not answer: its code does not let Python run, or its network is cut"
+    else:
+        text = f"at {place.text}{', which waits for the devices' if place.is_in_jax else ''}"
     return text if len(stuck) == 1 else f"process {stuck[0]} {text}"
 
 

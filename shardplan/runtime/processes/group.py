@@ -6,6 +6,7 @@ they enter one, and each of them learns at once when another is lost or fails, a
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +20,8 @@ from shardplan.runtime.processes.start import current_watch
 from shardplan.runtime.processes.watch import Watch, on_problem
 
 T = TypeVar("T")
+SHOWN = 200
+"""Characters from which on a text is compared by its digest."""
 Disagreement = Callable[[str, int, str | None, str | None], ShardplanError]
 """Takes the part that differs, the process, and the values of that process and of process 0; makes the error."""
 
@@ -125,8 +128,20 @@ class ProcessGroup:
             raise _shared(type(other)(f"process {process}: {other}"))
         raise _shared(disagreement(answer["part"], process, *answer["values"]))
 
+    def wait_for_all(self, name: str) -> None:
+        """Wait until all processes have called this; `name` is as for `agree`."""
+        if self._link is not None:
+            self._ask(Kind.AGREE, name, parts={}, problem=None)
+
+    def maximum(self, name: str, value: int) -> int:
+        """Return the greatest of the numbers of all processes; `name` is as for `agree`."""
+        return value if self._link is None else int(self._ask(Kind.MAXIMUM, name, value=value)["value"])
+
     def gather(self, name: str, value: Any) -> dict[int, Any]:
-        """Send a JSON value to all processes, and return process -> value once all have sent theirs."""
+        """Send a JSON value to all processes, and return process -> value once all have sent theirs.
+
+        All values are sent to every process: in a fleet that is the square of the number of processes.
+        """
         if self._link is None:
             return {self.process_index: value}
         return dict(enumerate(self._ask(Kind.GATHER, name, value=value)["values"]))
@@ -158,16 +173,17 @@ class ProcessGroup:
         return answer["value"]
 
     def exchange(self, name: str, messages: Mapping[int, Any]) -> dict[int, Any]:
-        """Send each process its own message, and return process -> the message that it sent to this one.
+        """Send messages to some processes, and return process -> the message that it sent to this one, if any.
 
         Args:
             name: key of the exchange; it must be new in this group.
             messages: process -> JSON value for it.
         """
         if self._link is None:
-            return {self.process_index: messages[self.process_index]}
+            return dict(messages)
         values = {str(process): message for process, message in messages.items()}
-        return dict(enumerate(self._ask(Kind.EXCHANGE, name, values=values)["values"]))
+        received = self._ask(Kind.EXCHANGE, name, values=values)["values"]
+        return {int(process): message for process, message in received.items()}
 
     def _ask(self, kind: Kind, name: str, **values: Any) -> dict[str, Any]:
         """Send a message, and return the answer, which comes when all processes have sent theirs."""
@@ -175,6 +191,11 @@ class ProcessGroup:
         key = f"{self._name}/{name}"
         self._link.send(kind, name=key, **values)
         return self._link.wait_for(kind, key)
+
+
+def short_text(text: str) -> str:
+    """Return a text that processes agree on, as it is shown where it differs: of a long one, a digest."""
+    return text if len(text) < SHOWN else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _shared(error: ShardplanError) -> ShardplanError:

@@ -3,17 +3,18 @@
 All processes of a run are connected to one hub, which is a process of its own beside process 0, so that it goes on when
 that one is stuck or killed. Before JAX connects the processes, they meet here: JAX would wait five minutes for one that
 was never started, and not say which. From then on the hub passes on the values that they exchange, and watches them.
-Its work is in proportion to the number of processes.
+Its work for an exchange is in proportion to the number of processes, and for a sign of life the same for any number.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from shardplan.errors import ConfigError, PeerError, ShardplanError
 from shardplan.runtime.environment import ADDRESS, PROCESS_COUNT, PROCESS_ID
 from shardplan.runtime.processes.activity import Activity, Place, describe_stall, is_stalled, names_of
+from shardplan.runtime.processes.exchanges import Exchanges
 from shardplan.runtime.processes.messages import Kind, Message, problem_values
 
 LINES_AT_S = (2.0, 5.0, 10.0, 15.0, 20.0, 25.0)
@@ -25,6 +26,8 @@ LATE_S = 3.0
 """Seconds for which those who come late are told why the run does not start."""
 SILENCE_S = 20.0
 """Seconds without a sign of life after which a process counts as lost."""
+ALIVE_S = 5.0
+"""Seconds between two signs of life of the hub."""
 LOCATE_S = 3.0
 """Seconds in which every process whose Python code runs says where it is."""
 AGAIN = "start the run again"
@@ -78,14 +81,6 @@ class _Peer:
     """How many it has entered: all processes enter the same ones."""
 
 
-@dataclass
-class _Exchange:
-    """Values of processes, until all have given theirs."""
-
-    kind: Kind
-    values: dict[int, Any] = field(default_factory=dict)
-
-
 class Hub:
     """The hub of one run."""
 
@@ -102,11 +97,17 @@ class Hub:
         """Connection -> process."""
         self.silent = set[int]()
         """Connections of processes that are lost, though they have not ended."""
-        self._ended: list[_Peer] = []
-        self._exchanges: dict[str, _Exchange] = {}
+        self._ended: _Peer | None = None
+        """Of the processes that have ended, the one that had entered the fewest blocks of work."""
+        self._most_entered = 0
+        """How many blocks of work the process that is furthest ahead has entered."""
+        self._has_failed = False
+        """Whether processes have been told of a problem: that they end then is none."""
+        self._exchanges = Exchanges(count)
         self._places: dict[int, Place] | None = None
         """Where processes are, once one is stuck."""
         self._places_due = 0.0
+        self._alive_due = now
         self._lines = _line_times(limit_s)
         self._next_line = next(self._lines)
         self._problem: ShardplanError | None = None
@@ -142,8 +143,9 @@ class Hub:
                 return [self._progress(connection, peer.activity)] if index == 0 else []
             case Kind.ENTER:
                 peer.depth, peer.entered = peer.depth + 1, peer.entered + 1
-                ended = [gone for gone in self._ended if gone.entered < peer.entered]
-                return [self._has_ended(connection, ended[0])] if ended else []
+                self._most_entered = max(self._most_entered, peer.entered)
+                gone = self._ended
+                return [self._has_ended(connection, gone)] if gone and gone.entered < peer.entered else []
             case Kind.LEAVE:
                 peer.depth -= 1
                 if message["problem"] is None:
@@ -166,11 +168,14 @@ class Hub:
         peer = self._peers.pop(index)
         if self._state is not _State.RUNNING:  # it is missing again
             return []
-        if peer.depth > 0:
+        if peer.depth > 0 and not self._has_failed:
             return self._tell_others(
                 index, f"{peer.member} of {self._count} was lost while {peer.activity.phase}: its connection is closed"
             )
-        self._ended.append(peer)
+        if self._ended is None or peer.entered < self._ended.entered:
+            self._ended = peer
+        if self._most_entered <= peer.entered:  # nobody waits for it; a fleet that ends asks this thousands of times
+            return []
         return [
             self._has_ended(to, peer)
             for to, other in self._connections.items()
@@ -186,9 +191,12 @@ class Hub:
         """Return what processes are told because of the time."""
         if self._state is _State.MEETING:
             return self._remind(now)
-        if self._state is _State.RUNNING:
-            return self._watch(now)
-        return []
+        if self._state is not _State.RUNNING:
+            return []
+        alive: list[Reply] = []
+        if now >= self._alive_due:
+            self._alive_due, alive = now + ALIVE_S, self._to_all(Kind.ALIVE, {})
+        return alive + self._watch(now)
 
     @property
     def _missing(self) -> list[int]:
@@ -212,7 +220,7 @@ class Hub:
             return [Reply(connection, Kind.PROBLEM, problem_values(problem)), *self._refuse(problem, now)]
         self._connections[connection] = member.index
         self._peers[member.index] = _Peer(member, Activity(since=now), now)
-        if self._missing:
+        if len(self._peers) < self._count:
             return []
         self._state = _State.RUNNING
         for peer in self._peers.values():
@@ -232,15 +240,15 @@ class Hub:
                 f"{self._count - 1}"
             )
         first = next(iter(self._peers.values())).member if self._peers else member
+        if first.facts == member.facts:
+            return None
         names = sorted({*first.facts, *member.facts})
         pairs = {name: (first.facts.get(name), member.facts.get(name)) for name in names}
         values = [f"{name} is {a} in {first} and {b} in {member}" for name, (a, b) in pairs.items() if a != b]
-        if values:
-            more = f" (and {len(values) - SHOWN} more differences)" if len(values) > SHOWN else ""
-            return ConfigError(
-                f"{'; '.join(values[:SHOWN])}{more}; start the same command in the same environment everywhere"
-            )
-        return None
+        more = f" (and {len(values) - SHOWN} more differences)" if len(values) > SHOWN else ""
+        return ConfigError(
+            f"{'; '.join(values[:SHOWN])}{more}; start the same command in the same environment everywhere"
+        )
 
     def _refuse(self, problem: ShardplanError, now: float) -> list[Reply]:
         self._state, self._problem, self._ends = _State.REFUSED, problem, now + LATE_S
@@ -272,29 +280,10 @@ class Hub:
 
     def _exchange(self, index: int, message: Message) -> list[Reply]:
         """Keep the value of a process; once all have given theirs, return what each of them gets."""
-        name = message["name"]
-        exchange = self._exchanges.setdefault(name, _Exchange(message["kind"]))
-        exchange.values[index] = message
-        if len(exchange.values) < self._count:
+        answers = self._exchanges.add(index, message)
+        if not answers:
             return []
-        del self._exchanges[name]
-        messages = dict(sorted(exchange.values.items()))
-        match exchange.kind:
-            case Kind.GATHER:
-                return self._to_all(
-                    Kind.GATHER, {"name": name, "values": [each["value"] for each in messages.values()]}
-                )
-            case Kind.AGREE:
-                return self._to_all(Kind.AGREE, {"name": name, **_disagreement(messages)})
-            case _:
-                return [
-                    Reply(
-                        to,
-                        Kind.EXCHANGE,
-                        {"name": name, "values": [m["values"].get(str(i)) for m in messages.values()]},
-                    )
-                    for to, i in self._connections.items()
-                ]
+        return [Reply(to, *answers[process]) for to, process in self._connections.items() if process in answers]
 
     def _progress(self, connection: int, own: Activity) -> Reply:
         """Return how much all processes have done in the phase of process 0; those that are ahead have ended it."""
@@ -305,14 +294,13 @@ class Hub:
 
     def _broadcast(self, index: int, message: Message) -> list[Reply]:
         """Pass on what process 0 has computed."""
-        return [
-            Reply(to, Kind.BROADCAST, {name: value for name, value in message.items() if name != "kind"})
-            for to, process in self._connections.items()
-            if process != index
-        ]
+        values = {name: value for name, value in message.items() if name != "kind"}
+        return [Reply(to, Kind.BROADCAST, values) for to, process in self._connections.items() if process != index]
 
     def _watch(self, now: float) -> list[Reply]:
         """Tell all processes of one that is silent, or of a stall."""
+        if self._has_failed:
+            return []
         working = {index: peer for index, peer in self._peers.items() if peer.depth > 0}
         for index, peer in working.items():
             if now - peer.heard > SILENCE_S:
@@ -332,29 +320,17 @@ class Hub:
         if not working.keys() <= self._places.keys() and now < self._places_due:
             return []
         stall = describe_stall(activities, self._places, now)
+        self._has_failed = True
         return self._to_all(Kind.PROBLEM, problem_values(PeerError(f"{stall}; {AGAIN}")))
 
     def _tell_others(self, index: int, text: str) -> list[Reply]:
         """Tell all but one process of a problem."""
+        self._has_failed = True
         values = problem_values(PeerError(f"{text}; {AGAIN}"))
         return [Reply(to, Kind.PROBLEM, values) for to, process in self._connections.items() if process != index]
 
     def _to_all(self, kind: Kind, values: Mapping[str, Any]) -> list[Reply]:
         return [Reply(connection, kind, values) for connection in self._connections]
-
-
-def _disagreement(messages: Mapping[int, Message]) -> dict[str, Any]:
-    """Return the first problem, or the first part that differs from that of process 0, with both values."""
-    for process, message in messages.items():
-        if message["problem"] is not None:
-            return {"process": process, "problem": message["problem"]}
-    expected = messages[0]["parts"]
-    for process, message in messages.items():
-        parts = message["parts"]
-        for part in sorted({*expected, *parts}):
-            if parts.get(part) != expected.get(part):
-                return {"process": process, "part": part, "values": [parts.get(part), expected.get(part)]}
-    return {}
 
 
 def _line_times(limit_s: float) -> Iterator[float]:

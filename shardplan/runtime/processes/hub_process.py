@@ -7,12 +7,14 @@ would end all others by SIGABRT before they can say why.
 
 import contextlib
 import os
+import resource
 import selectors
 import signal
 import socket
 import sys
 import threading
 import time
+from collections import deque
 
 from shardplan.errors import PeerError, one_line
 from shardplan.runtime.processes.hub import Hub, Reply
@@ -21,8 +23,49 @@ from shardplan.runtime.processes.messages import Kind, Lines, decode, encode, li
 TICK_S = 0.5
 """Seconds between two looks at the time."""
 SEND_S = 5.0
-"""Most seconds to send a message; a process that does not receive it then is lost."""
+"""Most seconds without taking anything of a message; a process that does not receive it then is lost."""
 READ_BYTES = 2**20
+
+
+class _Connection:
+    """A connection to a process, and the messages that it has not taken yet."""
+
+    def __init__(self, connection: socket.socket):
+        """Take over a connection that was accepted."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self.lines = connection, Lines()
+        self.unsent: deque[memoryview] = deque()
+        self.sent_at = 0.0
+        """When it last took something, or had taken all before."""
+
+    def put(self, line: bytes) -> None:
+        """Add a message to those to be sent; other connections may have the same one."""
+        if not self.unsent:
+            self.sent_at = time.monotonic()
+        self.unsent.append(memoryview(line))
+
+    def send(self) -> None:
+        """Send as much as the network takes now.
+
+        Raises:
+            OSError: the process has ended.
+        """
+        with contextlib.suppress(BlockingIOError):
+            while self.unsent:
+                count = self.socket.send(self.unsent[0])
+                self.sent_at = time.monotonic()
+                if count < len(self.unsent[0]):
+                    self.unsent[0] = self.unsent[0][count:]
+                else:
+                    self.unsent.popleft()
+
+    def send_all(self) -> None:
+        """Send everything, with a limit of time, before the hub ends."""
+        self.socket.settimeout(SEND_S)
+        with contextlib.suppress(OSError):
+            for line in self.unsent:
+                self.socket.sendall(line)
 
 
 class HubServer:
@@ -32,8 +75,9 @@ class HubServer:
         """Serve `hub` to those who connect to `listener`."""
         self._hub = hub
         self._selector = selectors.DefaultSelector()
-        self._lines: dict[int, Lines] = {}
-        self._sockets: dict[int, socket.socket] = {}
+        self._connections: dict[int, _Connection] = {}
+        self._blocked = set[int]()
+        """Numbers of the connections with messages that are not sent."""
         self._listener = listener
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -41,45 +85,62 @@ class HubServer:
     def serve(self) -> None:
         """Answer until all have ended, or process 0 has while the others come: the next one starts a new hub."""
         parent = os.getppid()
+        next_tick = time.monotonic()
         while not self._hub.is_over(time.monotonic()):
             if self._hub.is_meeting and os.getppid() != parent:
                 break
-            if self._hub.is_running and not self._sockets:
+            if self._hub.is_running and not self._connections:
                 break
-            for key, _ in self._selector.select(TICK_S):
+            for key, events in self._selector.select(max(0.0, next_tick - time.monotonic())):
                 if key.fileobj is self._listener:
-                    with contextlib.suppress(OSError):  # it has ended meanwhile
-                        self._accept()
-                else:
-                    assert isinstance(key.fileobj, socket.socket)
-                    self._read(key.fileobj)
-            self._send(self._hub.tick(time.monotonic()))
-            while self._hub.silent:
-                self._close(self._hub.silent.pop())
-        for connection in (self._listener, *self._sockets.values()):
-            connection.close()
+                    self._accept()
+                    continue
+                if events & selectors.EVENT_WRITE:
+                    self._flush(key.fd)
+                if events & selectors.EVENT_READ:
+                    self._read(key.fd)
+            if time.monotonic() >= next_tick:  # not after each of thousands of messages
+                self._tick()
+                next_tick = time.monotonic() + TICK_S
+        for connection in self._connections.values():
+            connection.send_all()
+            connection.socket.close()
+        self._listener.close()
 
     def fail(self, error: Exception) -> None:
         """Tell all processes that the hub cannot go on."""
         problem = problem_values(PeerError(f"the hub of the run failed: {type(error).__name__}: {one_line(error)}"))
-        self._send([Reply(to, Kind.PROBLEM, problem) for to in [*self._sockets]])
+        for connection in self._connections.values():
+            connection.put(encode(Kind.PROBLEM, **problem))
+            connection.send_all()
+
+    def _tick(self) -> None:
+        """Do what is due, and close the connections of those who take or send nothing any more."""
+        now = time.monotonic()
+        self._send(self._hub.tick(now))
+        lost = {number for number in self._blocked if now - self._connections[number].sent_at > SEND_S}
+        for number in lost | self._hub.silent:
+            self._close(number)
+        self._hub.silent.clear()
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.settimeout(SEND_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        number = connection.fileno()
-        self._lines[number], self._sockets[number] = Lines(), connection
-        self._selector.register(connection, selectors.EVENT_READ)
+        """Accept all who have connected meanwhile."""
+        with contextlib.suppress(OSError):  # no more of them, or one has ended
+            while True:
+                connection, _ = self._listener.accept()
+                self._connections[connection.fileno()] = _Connection(connection)
+                self._selector.register(connection, selectors.EVENT_READ)
 
-    def _read(self, connection: socket.socket) -> None:
+    def _read(self, number: int) -> None:
         """Read what has arrived, and answer every message that is complete."""
-        number = connection.fileno()
-        if number not in self._sockets:
+        connection = self._connections.get(number)
+        if connection is None:
             return
         try:
-            data = connection.recv(READ_BYTES)
-            lines = [*self._lines[number].add(data)]
+            data = connection.socket.recv(READ_BYTES)
+            lines = [*connection.lines.add(data)]
+        except BlockingIOError:
+            return
         except (OSError, ValueError):
             data, lines = b"", []
         for line in lines:
@@ -92,22 +153,41 @@ class HubServer:
             self._close(number)
 
     def _send(self, replies: list[Reply]) -> None:
+        """Send messages; what goes to all is encoded once."""
+        encoded: dict[tuple[Kind, int], bytes] = {}
         for to, kind, values in replies:
-            connection = self._sockets.get(to)
+            connection = self._connections.get(to)
             if connection is None:
                 continue
-            try:
-                connection.sendall(encode(kind, **values))
-            except OSError:
-                self._close(to)
+            key = kind, id(values)
+            if key not in encoded:
+                encoded[key] = encode(kind, **values)
+            connection.put(encoded[key])
+            self._flush(to)
 
-    def _close(self, number: int) -> None:
-        connection = self._sockets.pop(number, None)
+    def _flush(self, number: int) -> None:
+        """Send what a connection takes, and wait for when it takes more."""
+        connection = self._connections.get(number)
         if connection is None:
             return
-        del self._lines[number]
-        self._selector.unregister(connection)
-        connection.close()
+        try:
+            connection.send()
+        except OSError:
+            self._close(number)
+            return
+        if bool(connection.unsent) != (number in self._blocked):
+            is_blocked = bool(connection.unsent)
+            (self._blocked.add if is_blocked else self._blocked.remove)(number)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_blocked else 0)
+            self._selector.modify(connection.socket, events)
+
+    def _close(self, number: int) -> None:
+        connection = self._connections.pop(number, None)
+        if connection is None:
+            return
+        self._blocked.discard(number)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
         self._send(self._hub.close(number, time.monotonic()))
 
 
@@ -137,8 +217,16 @@ class _Service:
         self._start_service = start_coordination_service
 
 
+def raise_file_limit() -> None:
+    """Let this process open as many files, and so connections, as the system allows it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main() -> None:
     """Serve one run."""
+    raise_file_limit()
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the processes of the run, with which the hub ends
         signal.signal(number, signal.SIG_IGN)
     count, limit_s, host = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ LINE_S = 5.0
 READ_BYTES = 2**20
 END = "end"
 """Name of the exchange in which a process waits for the others at its end."""
+FURTHER_FILES = 64
+"""Files that the hub opens besides its connections."""
 LOST_HUB = f"the hub of the run was lost: the host of process 0 has ended, or the network to it is cut; {AGAIN}"
 
 Report = Callable[[str], None]
@@ -58,6 +61,7 @@ class Link(Watch):
         self.progress: Progress | None = None
         """How much all processes have done in the phase of this one; known in process 0 only."""
         self._is_waiting = False
+        self._heard, self._was_silent = time.monotonic(), False
         connection.settimeout(None)
         super().__init__()
         threading.Thread(target=self._receive, name=f"{THREAD_PREFIX}receiver", daemon=True).start()
@@ -99,6 +103,10 @@ class Link(Watch):
         """Send a sign of life, by which the hub sees whether this process is stuck."""
         activity = dataclasses.replace(self.activity, is_waiting=self._is_waiting)
         self.send(Kind.BEAT, activity=activity.report())
+        is_silent = time.monotonic() - self._heard > SILENCE_S
+        if is_silent and self._was_silent:  # at the first time this process may not have run for a while
+            self._fail(PeerError(LOST_HUB))
+        self._was_silent = is_silent
 
     def _receive(self) -> None:
         """Keep what the hub sends for those who wait for it."""
@@ -108,6 +116,7 @@ class Link(Watch):
                 messages = [decode(line) for line in self._lines.add(data)]
             except (OSError, ValueError):
                 data, messages = b"", []
+            self._heard = time.monotonic()
             for message in messages:
                 if message is not None:
                     self._keep(message)
@@ -121,6 +130,8 @@ class Link(Watch):
                 self._fail(error_of(message))
             case Kind.LOCATE:
                 self.send(Kind.PLACE, place=dataclasses.asdict(find_place()))
+            case Kind.ALIVE:
+                pass
             case Kind.PROGRESS:
                 self.progress = Progress(message["done"], message["slowest"])
             case _:
@@ -171,8 +182,14 @@ def start_hub(host: str, port: int, count: int, limit_s: float = START_LIMIT_S, 
         has_service: whether it starts JAX's coordination service.
 
     Raises:
-        ConfigError: another program listens at the port.
+        ConfigError: another program listens at the port, or this host allows too few open files.
     """
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != most_files < count + FURTHER_FILES:
+        raise ConfigError(
+            f"the host of process 0 allows a process to open {most_files} files, and the hub of {count} processes "
+            f"needs {count + FURTHER_FILES}; raise the limit there (ulimit -Hn)"
+        )
     try:
         listener = listen(port)
     except OSError as error:
@@ -247,5 +264,5 @@ def end_together() -> None:
         return
     _has_ended = True
     with _current.work():
-        _current.send(Kind.GATHER, name=END, value=None)
-        _current.wait_for(Kind.GATHER, END)
+        _current.send(Kind.AGREE, name=END, parts={}, problem=None)
+        _current.wait_for(Kind.AGREE, END)

@@ -22,8 +22,15 @@ from shardplan.runtime.processes.messages import host_and_port
 from shardplan.runtime.processes.watch import Watch
 from shardplan.runtime.progress import print_note
 
-PACKAGES = ("shardplan", "jax", "jaxlib", "libtpu", "haliax", "marin-haliax", "levanter", "marin-levanter")
+PACKAGES = (
+    "shardplan", "jax", "jaxlib", "libtpu", "haliax", "marin-haliax", "levanter", "marin-levanter",
+    "transformers", "tokenizers",
+)  # fmt: skip
 """Packages of which all processes must have the same version."""
+SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+"""Settings of JAX that change programs, from the environment or not."""
+COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Variables of the environment with flags of the compiler."""
 STORE_KEY, STORE_LIMIT_S = "shardplan/hub", 300
 """Where process 0 says how to reach the hub, if JAX has connected the processes already; and how long others wait."""
 logger = logging.getLogger(__name__)
@@ -109,4 +116,13 @@ def package_versions() -> dict[str, str]:
 
 
 def _member(index: int, count: int, facts: Mapping[str, str]) -> Member:
-    return Member(index, count, socket.gethostname(), os.getpid(), {**package_versions(), **facts})
+    return Member(index, count, socket.gethostname(), os.getpid(), {**package_versions(), **_settings(), **facts})
+
+
+def _settings() -> dict[str, str]:
+    """Return what changes programs besides packages and the configuration: name -> value."""
+    values = {name: str(getattr(jax.config, name)) for name in SETTINGS}
+    for name in COMPILER_FLAGS:
+        flags = os.environ.get(name, "").split()
+        values[name] = " ".join(sorted(flag for flag in flags if "dump" not in flag))  # a folder of this host
+    return values

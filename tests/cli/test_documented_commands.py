@@ -1,0 +1,73 @@
+"""The commands on the pages of docs run, and end with success, on a small checkpoint in place of the demo's.
+
+The tutorial's are in `test_tutorial.py`. Left out is what needs a TPU, a network, or the results of other runs; with
+--whole those run as well that compile large programs or plan for many slices.
+"""
+
+import contextlib
+import io
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from unit.test_docs import PARSED
+
+from shardplan.__main__ import main
+from shardplan.errors import ConfigError, InfeasibleError
+
+ROOT = Path(__file__).parents[2]
+NEEDS_MORE = (
+    "Qwen/Qwen3-8B",  # the hub
+    "hellaswag,wikitext",
+    "tests/golden/lm_eval",  # a checkpoint with a BOS token, with which tests/golden/test_lm_eval.py runs it
+    "texts.jsonl",  # a slice of TPUs
+    "results/llama-3.1-8b",  # results of earlier runs
+    "--version",
+)
+TAKES_LONG = (
+    "--verify", "--what_if", "--rank_slices", "verify", "doctor", "auto", "configs/tiny-extraction.yaml",
+    "configs/405b-extraction.yaml",
+)  # fmt: skip
+HAS_ERRORS = ("configs/levanter/405b-heads-mlp.yaml",)
+"""What `--lint` finds errors in."""
+RUN = {
+    " ".join(arguments): arguments
+    for _, arguments in PARSED
+    if arguments[0] == "launch" or not any(word in arguments for word in NEEDS_MORE)
+}
+
+
+def marked(command):
+    marks = [pytest.mark.whole] if any(word in RUN[command] for word in TAKES_LONG) else []
+    return pytest.param(RUN[command], marks=marks, id=command)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint, tmp_path_factory):
+    """A folder with the configurations, Plan files, and a checkpoint in place of the demo's."""
+    folder = tmp_path_factory.mktemp("documented")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    demo = folder / "build" / "demo"
+    shutil.copytree(checkpoint, demo)
+    shutil.copy(demo / "text.jsonl", demo / "heldout.jsonl")
+    (demo / "text.jsonl").unlink()
+    with contextlib.chdir(folder):
+        arguments = ["--model", "llama-3.1-8b", "--hardware.slice", "v5e-8", "--json", "plan.json"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert main("plan", arguments) == 0
+        for copy in ("before.json", "after.json", "build/plan.json", "build/new.json"):
+            shutil.copy("plan.json", copy)
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [marked(command) for command in RUN])
+def test_it_runs(arguments, folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(os.environ, "JAX_PLATFORMS", "cpu")
+    code = main(None, arguments)
+    printed = capsys.readouterr()
+    if arguments[-1] in HAS_ERRORS:
+        assert code == InfeasibleError.exit_code
+    else:  # what is wrong with the host of a test is a finding of doctor, too
+        assert code == 0 or (code == ConfigError.exit_code and arguments[0] == "doctor"), printed.err

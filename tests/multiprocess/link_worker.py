@@ -1,0 +1,43 @@
+"""Run one of many processes that meet at a hub, without JAX: python link_worker.py ADDRESS INDEX COUNT.
+
+Prints what it received in each kind of exchange, as JSON.
+"""
+
+import json
+import os
+import sys
+import time
+
+from shardplan.runtime.processes.hub import Member
+from shardplan.runtime.processes.link import BEAT_S, open_link, start_hub
+from shardplan.runtime.processes.messages import Kind, host_and_port
+
+
+def main(address: str, index: int, count: int) -> None:
+    if index == 0:
+        start_hub(*host_and_port(address), count, has_service=False)
+    link = open_link(address, Member(index, count, "host", os.getpid(), {}), print)
+    with link.work():
+
+        def ask(kind: Kind, name: str, **values: object) -> dict[str, object]:
+            link.send(kind, name=name, **values)
+            answer = link.wait_for(kind, name)
+            return {key: value for key, value in answer.items() if key not in ("kind", "name")}
+
+        received = [
+            ask(Kind.AGREE, "agree", parts={"x": "1"}, problem=None),
+            ask(Kind.GATHER, "gather", value=index),
+            ask(Kind.MAXIMUM, "maximum", value=index * 37 % count),
+            ask(Kind.EXCHANGE, "exchange", values={str((index + 1) % count): index}),
+        ]
+        if index == 0:
+            link.send(Kind.BROADCAST, name="broadcast", value="x" * 10**6)
+        else:
+            received.append({"length": len(link.wait_for(Kind.BROADCAST, "broadcast")["value"])})
+        time.sleep(1.5 * BEAT_S)
+        received.append(ask(Kind.AGREE, "end", parts={}, problem=None))
+    print(json.dumps(received))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
