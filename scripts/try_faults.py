@@ -40,8 +40,8 @@ def killed(number: int, index: int, phase: str) -> Fault:
 
     def act(run: Run) -> Outcome:
         run.start(("pause", "pause"))
-        run.processes[index].wait_for(f"phase: {phase}")
-        run.processes[1 - index].wait_for(f"phase: {phase}")
+        for each in run.processes[:1] if phase == "planning" else run.processes:  # process 0 plans for both
+            each.wait_for(f"phase: {phase}")
         time.sleep(0.5)
         at = time.monotonic()
         run.processes[index].process.send_signal(number)
