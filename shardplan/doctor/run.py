@@ -33,7 +33,7 @@ MODULES = {
     Check.TEXTS: "texts",
     Check.PLAN: "plan_file",
 }
-"""Check -> its module, whose function `check` returns findings. Imported by name, in the process of the check."""
+"""Check -> its module in `checks`, whose function `check` yields findings; imported in the process of the check."""
 FIRST_IMPORT = "start doctor again: the first import reads all packages from the disk"
 REACH = "see whether this host reaches {}: network, credentials, mounts"
 LATE = {
@@ -103,7 +103,7 @@ class _CheckProcess:
         log.close()
 
     def receive(self) -> list[Finding]:
-        """Return what the check has found, or how its process has ended."""
+        """Return the findings of the check, or how its process ended."""
         try:
             findings: list[Finding] = self.result.recv()
         except EOFError:
@@ -134,7 +134,7 @@ def _run_check(check: Check, subject: Subject, result: Connection, log: Connecti
     for descriptor in (1, 2):
         os.dup2(log.fileno(), descriptor)
     try:
-        findings = list(import_module(f"shardplan.doctor.{MODULES[check]}").check(subject))
+        findings = list(import_module(f"shardplan.doctor.checks.{MODULES[check]}").check(subject))
     except ShardplanError as error:
         findings = [Finding(Level.ERROR, str(error))]
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What is checked, read once for all checks."""
+"""The configuration and the environment of a host, which all of its checks share."""
 
 import contextlib
 from dataclasses import dataclass

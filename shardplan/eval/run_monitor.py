@@ -139,7 +139,7 @@ class RunMonitor:
 
     def _attempt(self, statistics: LoopStatistics, is_completed: bool) -> Attempt:
         return Attempt(
-            self._started, self._processes.phase_seconds(), statistics.seconds, statistics.waiting_seconds,
+            self._started, self._processes.watch.seconds(), statistics.seconds, statistics.waiting_seconds,
             statistics.blocked_seconds, statistics.stalled_seconds, statistics.windows, is_completed,
         )  # fmt: skip
 

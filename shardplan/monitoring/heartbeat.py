@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-import resource
 import threading
 import time
 from collections.abc import Iterator
 
 from shardplan.monitoring.records import HEARTBEAT, RunRecords
-from shardplan.runtime.device_memory import device_memory
+from shardplan.runtime.device_memory import device_memory, peak_host_bytes
 from shardplan.runtime.processes.places import THREAD_PREFIX
 from shardplan.runtime.processes.watch import Watch
 
@@ -55,5 +54,5 @@ def _describe(watch: Watch) -> dict[str, object]:
         "seconds_without_progress": round(time.monotonic() - activity.since, 1),
         "device_bytes": max((each.in_use for each in memory), default=None),
         "device_peak_bytes": max((each.peak for each in memory), default=None),
-        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "host_peak_bytes": peak_host_bytes(),
     }

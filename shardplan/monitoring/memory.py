@@ -2,7 +2,6 @@
 
 import logging
 import math
-import resource
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ import jax
 
 from shardplan.hardware import GIB
 from shardplan.plan.plan import Plan
-from shardplan.runtime.device_memory import device_memory
+from shardplan.runtime.device_memory import device_memory, peak_host_bytes
 from shardplan.runtime.progress import size_text
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ def measure_memory() -> MemoryUse:
         max(by_device.values(), default=0),
         max((each.in_use for each in devices), default=None),
         max((each.peak for each in devices), default=None),
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_host_bytes(),
     )
 
 

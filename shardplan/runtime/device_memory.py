@@ -1,5 +1,6 @@
-"""How much of the memory of this process's devices is in use."""
+"""How much memory this process uses, on its devices and on its host."""
 
+import resource
 from dataclasses import dataclass
 
 import jax
@@ -26,6 +27,11 @@ def device_memory() -> dict[str, DeviceMemory]:
         for device, each in statistics.items()
         if "peak_bytes_in_use" in each
     }
+
+
+def peak_host_bytes() -> int:
+    """Return the most memory that this process has used on its host so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
 def describe_device_memory() -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from shardplan.errors import ConfigError, ShardplanError
 from shardplan.runtime.environment import check_environment
 from shardplan.runtime.processes.link import end_together, has_peers
-from shardplan.runtime.processes.watch import on_problem
+from shardplan.runtime.processes.watch import handle_problem
 
 STDOUT, STDERR = 1, 2
 """File descriptors."""
@@ -41,7 +41,7 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
         _exit(problem.exit_code)
 
     try:
-        with on_problem(end), _separate_streams():
+        with handle_problem(end), _separate_streams():
             check_environment()
             main([argument for argument in argv if argument not in flags])
             end_together()

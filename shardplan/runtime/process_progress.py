@@ -1,10 +1,10 @@
 """Progress of work that the processes of a run share: the first process shows it."""
 
 import contextlib
-import resource
 import time
 from collections.abc import Callable, Iterator
 
+from shardplan.runtime.device_memory import peak_host_bytes
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.processes.group import ProcessGroup
 from shardplan.runtime.progress import BYTES, Progress, print_note, rate_text, show_progress, size_text
@@ -45,8 +45,7 @@ def load_progress(total: int, processes: ProcessGroup, deadline_s: float) -> Ite
     if is_first_process():
         seconds = time.perf_counter() - started
         part = f", {size_text(own)} of it by this process" if processes.process_count > 1 else ""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print_note(
             f"loaded {size_text(total)} in {seconds:.1f} s ({rate_text(total / seconds)}){part}; "
-            f"peak host memory {size_text(peak)}"
+            f"peak host memory {size_text(peak_host_bytes())}"
         )

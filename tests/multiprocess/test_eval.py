@@ -2,23 +2,17 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import transformers_losses
+from fault_runs import free_port
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 300
 """Seconds after which a process that has not ended counts as hung."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(*arguments):

@@ -7,7 +7,8 @@ import sys
 import pytest
 from doctor_checks import CPU_8, V4_64, findings, problem
 
-from shardplan.doctor import devices, tpu_host
+from shardplan.doctor import tpu_host
+from shardplan.doctor.checks import devices
 from shardplan.doctor.findings import Finding, Level
 from shardplan.runtime import private_jax
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import LLAMA_CONFIG, run
 from doctor_checks import CPU_8, LLAMA, V4_64, findings, problem, subject
 
-from shardplan.doctor import checkpoint, coordinator, devices, environment, memory, plan_file, texts
+from shardplan.doctor.checks import checkpoint, coordinator, devices, environment, memory, plan_file, texts
 from shardplan.doctor.findings import Finding, Level
 from shardplan.errors import CheckpointError, ConfigError
 

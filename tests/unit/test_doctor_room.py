@@ -10,13 +10,8 @@ import pytest
 from conftest import GOLDEN, run
 from doctor_checks import CPU_8, LLAMA, V4_64, findings, problem, subject
 
-from shardplan.doctor import (
-    disk,
-    folder_space,
-    host_memory,
-    memory,
-    output,
-)
+from shardplan.doctor import folder_space, host_memory
+from shardplan.doctor.checks import disk, memory, output
 from shardplan.doctor.findings import Finding, Level
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB

@@ -17,7 +17,7 @@ from shardplan.runtime.processes.activity import DEADLINE_S, Activity
 from shardplan.runtime.processes.link import Link, Progress, error_of
 from shardplan.runtime.processes.messages import Kind, problem_values
 from shardplan.runtime.processes.start import current_watch
-from shardplan.runtime.processes.watch import Watch, on_problem
+from shardplan.runtime.processes.watch import Watch, handle_problem
 
 T = TypeVar("T")
 SHOWN = 200
@@ -81,10 +81,6 @@ class ProcessGroup:
             _phases_begun += 1
             self.watch.set_activity(dataclasses.replace(before, number=_phases_begun))
 
-    def phase_seconds(self) -> dict[str, float]:
-        """Return phase -> its duration so far in this process, seconds."""
-        return self.watch.seconds()
-
     def progress(self) -> Progress | None:
         """Return how much all processes have done in this phase; None where that is not known."""
         return None if self._link is None else self._link.progress
@@ -129,12 +125,20 @@ class ProcessGroup:
         raise _shared(disagreement(answer["part"], process, *answer["values"]))
 
     def wait_for_all(self, name: str) -> None:
-        """Wait until all processes have called this; `name` is as for `agree`."""
+        """Wait until all processes have called this method.
+
+        Args:
+            name: key of the exchange; it must be new in this group.
+        """
         if self._link is not None:
             self._ask(Kind.AGREE, name, parts={}, problem=None)
 
     def maximum(self, name: str, value: int) -> int:
-        """Return the greatest of the numbers of all processes; `name` is as for `agree`."""
+        """Return the greatest of the numbers of all processes.
+
+        Args:
+            name: key of the exchange; it must be new in this group.
+        """
         return value if self._link is None else int(self._ask(Kind.MAXIMUM, name, value=value)["value"])
 
     def gather(self, name: str, value: Any) -> dict[int, Any]:
@@ -231,7 +235,9 @@ def open_process_group() -> Iterator[ProcessGroup]:
 
 
 @contextlib.contextmanager
-def watch(phase: str, deadline_s: float, act: Callable[[ShardplanError], None] | None = None) -> Iterator[Advance]:
+def watch(
+    phase: str, deadline_s: float, on_problem: Callable[[ShardplanError], None] | None = None
+) -> Iterator[Advance]:
     """Watch the processes of a run while they do work that needs all of them, such as the steps of a training.
 
     Every process must enter the block, and equally often. In another thread, because the main one may be in a
@@ -240,7 +246,7 @@ def watch(phase: str, deadline_s: float, act: Callable[[ShardplanError], None] |
     Args:
         phase: what they do, such as `training`.
         deadline_s: most seconds without progress.
-        act: called with the problem in that thread; default: it is logged as an error.
+        on_problem: called with the problem in that thread; default: it is logged as an error.
 
     Yields:
         A function to call with the number of steps that are done, and optionally with what is begun next.
@@ -249,7 +255,7 @@ def watch(phase: str, deadline_s: float, act: Callable[[ShardplanError], None] |
         PeerError: another process was lost or failed, and the main thread noticed.
     """
     with contextlib.ExitStack() as stack:
-        if act is not None:
-            stack.enter_context(on_problem(act))
+        if on_problem is not None:
+            stack.enter_context(handle_problem(on_problem))
         processes = stack.enter_context(open_process_group())
         yield stack.enter_context(processes.phase(phase, deadline_s))

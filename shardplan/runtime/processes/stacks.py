@@ -24,7 +24,7 @@ class Stacks:
     """The file to which the stacks of this process are written."""
 
     def __init__(self, path: Path):
-        """Create the file, or append to it."""
+        """Open the file at `path`, which is created if it is not there."""
         self._path, self._lock = path, threading.Lock()
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         self._register()

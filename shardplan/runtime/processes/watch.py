@@ -121,7 +121,7 @@ _on_problem: Callable[[ShardplanError], None] | None = None
 
 
 @contextlib.contextmanager
-def on_problem(act: Callable[[ShardplanError], None]) -> Iterator[None]:
+def handle_problem(act: Callable[[ShardplanError], None]) -> Iterator[None]:
     """Have a function called, in another thread, when the run cannot go on while this process takes part in it."""
     global _on_problem
     before, _on_problem = _on_problem, act

@@ -35,5 +35,5 @@ def check(subject: Subject) -> Iterator[Finding]:
             )
             return
     import_module("jax").devices()
-    found = " and ".join(f"{package} {metadata.version(package)}" for package in ("jax", LEVANTER_PACKAGES[1]))
-    yield Finding(Level.OK, f"{found} can be imported, and JAX starts on the CPU")
+    versions = " and ".join(f"{package} {metadata.version(package)}" for package in ("jax", LEVANTER_PACKAGES[1]))
+    yield Finding(Level.OK, f"{versions} can be imported, and JAX starts on the CPU")

@@ -1,0 +1,1 @@
+"""The checks of a host: one module for each concern, whose function `check` yields findings."""
