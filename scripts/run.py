@@ -32,7 +32,7 @@ TEST = (
     ("ruff", "format", "--check", "."),
     ("mypy",),
     ("lint-imports",),
-    ("pytest", "-n", "2"),
+    ("pytest", "-n", "3"),  # one more than the two cores that it is meant for: many tests wait for processes
 )
 COMMANDS = {"demo": DEMO, "test": TEST}
 
