@@ -105,6 +105,7 @@ def no_columns(monkeypatch):
 def store(monkeypatch):
     """Start an S3 server on loopback; yields its client, its environment, and the sizes of tensor data it has sent."""
     import botocore.session
+    from moto.backends import get_backend
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
@@ -132,6 +133,7 @@ def store(monkeypatch):
     client.create_bucket(Bucket="models")
     yield client, environment, sent
     server.shutdown()
+    get_backend("s3").reset()  # moto keeps objects for the life of the process, which other tests share
 
 
 @pytest.fixture(scope="session")
