@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HUNG_S = 120.0
-"""Seconds after a fault after which a process that has not ended counts as hung."""
-LINE = re.compile(r"^(shardplan eval: |waiting for process|stopped after a whole shard)")
+HUNG_S = 330.0
+"""Seconds after a fault after which a process that has not ended counts as hung; it may wait for others for 300 s."""
+LINE = re.compile(r"^(shardplan( eval)?: |waiting for process|stopped after a whole shard)")
 """Beginnings of lines that say what is wrong."""
 MESH = ("--mesh.model", "2", "--mesh.data", "4")
 """With it both processes have results to write."""
@@ -30,15 +30,16 @@ def free_port() -> int:
 class Process:
     """A process of a run, and the lines that it has written to stderr, with their times."""
 
-    def __init__(self, fault: str, argv: Sequence[str], address: str, count: int, index: int):
-        """Start it."""
+    def __init__(self, argv: Sequence[str], address: str, count: int, index: int):
+        """Start a script with arguments."""
         self.lines: list[tuple[float, str]] = []
         self.process = subprocess.Popen(
             # shells have jobs in the background ignore SIGINT, and so these would
-            ["env", "--default-signal=INT", sys.executable, "scripts/faulty_eval.py", fault, *argv],
+            ["env", "--default-signal=INT", sys.executable, *argv],
             cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             env={
-                **os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address,
+                **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}",
+                "JAX_COORDINATOR_ADDRESS": address,
                 "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index),
             },
         )  # fmt: skip
@@ -100,18 +101,14 @@ class Run:
         address = f"127.0.0.1:{free_port()}"
         self.processes = []
         for number, (fault, arguments, index) in enumerate(zip(faults, more, ids, strict=True)):
-            argv = [
-                "--config",
-                "configs/tiny.yaml",
-                "--data.path",
-                str(self._text),
-                "--output",
-                str(self.folder),
-                *MESH,
-            ]
-            argv += ["--task.shard", "64", "--deadline.step", "5", *arguments]
-            own = addresses[number] if addresses else address
-            self.processes.append(Process(fault, argv, own, 2, index))
+            argv = ["scripts/faulty_eval.py", fault, "--config", "configs/tiny.yaml", "--data.path", str(self._text)]
+            argv += ["--output", str(self.folder), *MESH, "--task.shard", "64", "--deadline.step", "5", *arguments]
+            self.processes.append(Process(argv, addresses[number] if addresses else address, 2, index))
+
+    def start_training(self, fault: str, deadline_s: float, count: int) -> None:
+        """Start `count` processes that train, of which process 1 gets stuck in a step."""
+        argv, address = ["tests/multiprocess/stuck_worker.py", fault, str(deadline_s)], f"127.0.0.1:{free_port()}"
+        self.processes = [Process(argv, address, count, i) for i in range(count)]
 
     def end(self, fault_at: float, spared: Sequence[int] = ()) -> Outcome:
         """Wait for all processes but those that were stopped, which are killed then; return how they ended."""

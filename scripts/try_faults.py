@@ -61,6 +61,13 @@ def stuck(fault: str, index: int) -> Fault:
     return act
 
 
+def stuck_in_training(run: Run) -> Outcome:
+    """A gradient whose collective process 1 does not enter; the time counts from the start, the deadline is 30 s."""
+    at = time.monotonic()
+    run.start_training("backward", 30, 4)
+    return run.end(at)
+
+
 def different(faults: Sequence[str] = ("none", "none"), more: Sequence[Sequence[str]] = ((), ())) -> Fault:
     """Two processes that differ; the time counts from their start."""
 
@@ -176,6 +183,7 @@ def make_faults(folder: Path) -> dict[str, tuple[Fault, set[int]]]:
         "8 times as many processors": (different(("none", "cpus")), {0}),
         "the disk of the results is full": (disk_full, {2, 5}),
         "the network to the hub is cut": (network_cut, {5}),
+        "process 1 of 4 is stuck in a backward pass": (stuck_in_training, {5}),
     }
     for index in (0, 1):
         for phase in PHASES:
@@ -183,7 +191,7 @@ def make_faults(folder: Path) -> dict[str, tuple[Fault, set[int]]]:
         faults[f"SIGSTOP of process {index} while evaluating"] = (killed(signal.SIGSTOP, index, "evaluating"), {-9, 5})
         faults[f"SIGINT to process {index} while evaluating"] = (killed(signal.SIGINT, index, "evaluating"), {130, 5})
         faults[f"SIGTERM to process {index} while evaluating"] = (killed(signal.SIGTERM, index, "evaluating"), {0})
-        for place in ("io", "lock"):
+        for place in ("io", "lock", "collective"):
             faults[f"process {index} is stuck in {place}"] = (stuck(place, index), {5})
     return faults
 
@@ -279,14 +287,15 @@ def main() -> None:
         if given.random:
             raise SystemExit(1 if try_random(Path(folder), given.random, given.seed) else 0)
         rows, failures = try_all(Path(folder), given.runs, given.only)
-    head = ("fault", "runs", "s to the first clear line", "exit codes of 0, 1", "incomplete files left", "the line")
+    head = ("fault", "runs", "s to the first clear line", "exit codes by process", "incomplete files left", "the line")
     lines = ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]
     text = f"""# Faults of runs of two processes
 
 `python scripts/try_faults.py --runs {given.runs} --output docs/benchmarks/faults.md`: the demo's evaluation in two
 processes of four virtual devices each. Times count from the signal; for processes that differ or are missing, from
 their start, of which the imports of JAX and Levanter take most; for a process that is stuck, from the beginning of the
-phase, with `deadline.step` 5.
+phase, with `deadline.step` 5. Process 1 that is stuck in a backward pass is one of four that train, with a deadline of
+30 s; there the time counts from the start, too.
 
 """
     text += "\n".join(lines) + "\n"
