@@ -8,6 +8,7 @@ A process writes the name of each phase that it begins to stderr. FAULT is one o
 | io | when results are written, the main thread reads from a pipe that nobody writes to |
 | lock | then it takes a lock of Python that it has already |
 | collective | then it begins a sum over the devices of all processes, which no other process begins |
+| connect | it is killed once the processes have met, before JAX connects them |
 | version | it says that it has another version of jax |
 | cpus | it says that it has 8 times as many processors |
 | pause | it waits for 2 s in every phase, so that a signal reaches it there |
@@ -15,6 +16,7 @@ A process writes the name of each phase that it begins to stderr. FAULT is one o
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -74,6 +76,10 @@ def inject(fault):
         from shardplan.eval.results_folder import ResultsFolder
 
         ResultsFolder.write_part = STUCK[fault]
+    elif fault == "connect":
+        import jax
+
+        jax.distributed.initialize = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "version":
         from shardplan.runtime.processes import start
 

@@ -191,6 +191,9 @@ def make_faults(folder: Path) -> dict[str, tuple[Fault, set[int]]]:
         faults[f"SIGSTOP of process {index} while evaluating"] = (killed(signal.SIGSTOP, index, "evaluating"), {-9, 5})
         faults[f"SIGINT to process {index} while evaluating"] = (killed(signal.SIGINT, index, "evaluating"), {130, 5})
         faults[f"SIGTERM to process {index} while evaluating"] = (killed(signal.SIGTERM, index, "evaluating"), {0})
+        faults[f"SIGKILL of process {index} while JAX connects"] = (
+            different(tuple("connect" if i == index else "none" for i in range(2))), {-9, 5},
+        )  # fmt: skip
         for place in ("io", "lock", "collective"):
             faults[f"process {index} is stuck in {place}"] = (stuck(place, index), {5})
     return faults
@@ -255,8 +258,10 @@ def try_random(folder: Path, count: int, seed: int) -> int:
             run.processes[index].process.send_signal(getattr(signal, kind))
         outcome = run.end(at, [index] if kind == "SIGSTOP" else [])
         survivors = [code for i, code in enumerate(outcome.codes) if i != index or not is_signal]
+        own = {"SIGINT": {130, -2}, "SIGTERM": {-15}}.get(kind, {-9})  # -2 and -15: before Python runs the command
         is_silent = outcome.line == "" and any(code not in (0, None, -9, -2, -15) for code in survivors)
         is_wrong = None in outcome.codes or is_silent or not {*survivors} <= {0, 5, 130}
+        is_wrong |= is_signal and outcome.codes[index] not in {0, *own}
         if (results / "summary.json").exists():
             finished += 1
             is_wrong |= not pq.read_table(results / "windows.parquet").equals(expected)
@@ -265,6 +270,8 @@ def try_random(folder: Path, count: int, seed: int) -> int:
         told = outcome.seconds if outcome.seconds is None else round(outcome.seconds, 1)
         verdict = f"WRONG {outcome.line}" if is_wrong else "right"
         print(f"{number}: {kind} of process {index} at {delay:.1f} s: {outcome.codes}, line after {told} s: {verdict}")
+        for i, process in enumerate(run.processes if is_wrong else ()):
+            print(*(f"  process {i}: {line}" for _, line in process.lines[-20:]), sep="\n")
         sys.stdout.flush()
     print(f"seed {seed}: {count} faults, {finished} finished runs with equal results, {failures} failures")
     return failures
