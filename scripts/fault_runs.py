@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HUNG_S = 330.0
-"""Seconds after a fault after which a process that has not ended counts as hung; it may wait for others for 300 s."""
-LINE = re.compile(r"^(shardplan( eval)?: |waiting for process|stopped after a whole shard)")
+HUNG_S = 120.0
+"""Seconds after a fault after which a process that has not ended counts as hung."""
+WAITING = "waiting for process"
+"""Beginning of lines of a process that waits for others to start."""
+LINE = re.compile(rf"^(shardplan( eval)?: |{WAITING}|stopped after a whole shard)")
 """Beginnings of lines that say what is wrong."""
 MESH = ("--mesh.model", "2", "--mesh.data", "4")
 """With it both processes have results to write."""
@@ -109,6 +112,19 @@ class Run:
         """Start `count` processes that train, of which process 1 gets stuck in a step."""
         argv, address = ["tests/multiprocess/stuck_worker.py", fault, str(deadline_s)], f"127.0.0.1:{free_port()}"
         self.processes = [Process(argv, address, count, i) for i in range(count)]
+
+    def interrupt_waits(self, fault_at: float, spared: Sequence[int]) -> None:
+        """Press Ctrl-C in processes that still say, 10 s after a fault, that they wait for one that has gone.
+
+        They would wait for 300 s in all.
+        """
+        others = [each for i, each in enumerate(self.processes) if i not in spared]
+        while time.monotonic() < fault_at + HUNG_S and any(each.process.poll() is None for each in others):
+            for each in others if time.monotonic() > fault_at + 10 else ():
+                if each.process.poll() is None and each.lines and each.lines[-1][1].startswith(WAITING):
+                    each.process.send_signal(signal.SIGINT)
+                    return
+            time.sleep(0.1)
 
     def end(self, fault_at: float, spared: Sequence[int] = ()) -> Outcome:
         """Wait for all processes but those that were stopped, which are killed then; return how they ended."""

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from fault_runs import HUNG_S, MESH, ROOT, Outcome, Run, free_port
+from fault_runs import HUNG_S, MESH, ROOT, WAITING, Outcome, Run, free_port
 
 DEMO = ROOT / "build" / "demo"
 PHASES = ("planning", "loading", "compiling", "evaluating")
@@ -83,7 +83,7 @@ def never_started(run: Run) -> Outcome:
     """Process 0 alone, until the wait is ended by Ctrl-C."""
     at = time.monotonic()
     run.start(("none",), ((),), (0,))
-    run.processes[0].wait_for("waiting for process 1")
+    run.processes[0].wait_for(f"{WAITING} 1")
     run.processes[0].process.send_signal(signal.SIGINT)
     return run.end(at)
 
@@ -104,7 +104,7 @@ def unreachable(run: Run) -> Outcome:
     """Process 1 has an address at which nothing answers; its wait is ended by Ctrl-C."""
     at = time.monotonic()
     run.start(("none",), ((),), (1,))
-    run.processes[0].wait_for("waiting for process 0 at")
+    run.processes[0].wait_for(f"{WAITING} 0 at")
     run.processes[0].process.send_signal(signal.SIGINT)
     return run.end(at)
 
@@ -256,7 +256,9 @@ def try_random(folder: Path, count: int, seed: int) -> int:
                 run.processes[index].process.wait(delay)
             at = time.monotonic()
             run.processes[index].process.send_signal(getattr(signal, kind))
-        outcome = run.end(at, [index] if kind == "SIGSTOP" else [])
+        stopped = [index] if kind == "SIGSTOP" else []
+        run.interrupt_waits(at, stopped)
+        outcome = run.end(at, stopped)
         survivors = [code for i, code in enumerate(outcome.codes) if i != index or not is_signal]
         own = {"SIGINT": {130, -2}, "SIGTERM": {-15}}.get(kind, {-9})  # -2 and -15: before Python runs the command
         is_silent = outcome.line == "" and any(code not in (0, None, -9, -2, -15) for code in survivors)
