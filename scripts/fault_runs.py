@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HUNG_S = 120.0
 """Seconds after a fault after which a process that has not ended counts as hung."""
-LINE = re.compile(r"^(shardplan eval: |waiting for process|stopped after a whole shard)")
+WAITING = "waiting for process"
+"""Beginning of lines of a process that waits for others to start."""
+LINE = re.compile(rf"^(shardplan( eval)?: |{WAITING}|stopped after a whole shard)")
 """Beginnings of lines that say what is wrong."""
 MESH = ("--mesh.model", "2", "--mesh.data", "4")
 """With it both processes have results to write."""
@@ -30,15 +33,16 @@ def free_port() -> int:
 class Process:
     """A process of a run, and the lines that it has written to stderr, with their times."""
 
-    def __init__(self, fault: str, argv: Sequence[str], address: str, count: int, index: int):
-        """Start it."""
+    def __init__(self, argv: Sequence[str], address: str, count: int, index: int):
+        """Start a script with arguments."""
         self.lines: list[tuple[float, str]] = []
         self.process = subprocess.Popen(
             # shells have jobs in the background ignore SIGINT, and so these would
-            ["env", "--default-signal=INT", sys.executable, "scripts/faulty_eval.py", fault, *argv],
+            ["env", "--default-signal=INT", sys.executable, *argv],
             cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             env={
-                **os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address,
+                **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}",
+                "JAX_COORDINATOR_ADDRESS": address,
                 "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index),
             },
         )  # fmt: skip
@@ -100,18 +104,27 @@ class Run:
         address = f"127.0.0.1:{free_port()}"
         self.processes = []
         for number, (fault, arguments, index) in enumerate(zip(faults, more, ids, strict=True)):
-            argv = [
-                "--config",
-                "configs/tiny.yaml",
-                "--data.path",
-                str(self._text),
-                "--output",
-                str(self.folder),
-                *MESH,
-            ]
-            argv += ["--task.shard", "64", "--deadline.step", "5", *arguments]
-            own = addresses[number] if addresses else address
-            self.processes.append(Process(fault, argv, own, 2, index))
+            argv = ["scripts/faulty_eval.py", fault, "--config", "configs/tiny.yaml", "--data.path", str(self._text)]
+            argv += ["--output", str(self.folder), *MESH, "--task.shard", "64", "--deadline.step", "5", *arguments]
+            self.processes.append(Process(argv, addresses[number] if addresses else address, 2, index))
+
+    def start_training(self, fault: str, deadline_s: float, count: int) -> None:
+        """Start `count` processes that train, of which process 1 gets stuck in a step."""
+        argv, address = ["tests/multiprocess/stuck_worker.py", fault, str(deadline_s)], f"127.0.0.1:{free_port()}"
+        self.processes = [Process(argv, address, count, i) for i in range(count)]
+
+    def interrupt_waits(self, fault_at: float, spared: Sequence[int]) -> None:
+        """Press Ctrl-C in processes that still say, 10 s after a fault, that they wait for one that has gone.
+
+        They would wait for 300 s in all.
+        """
+        others = [each for i, each in enumerate(self.processes) if i not in spared]
+        while time.monotonic() < fault_at + HUNG_S and any(each.process.poll() is None for each in others):
+            for each in others if time.monotonic() > fault_at + 10 else ():
+                if each.process.poll() is None and each.lines and each.lines[-1][1].startswith(WAITING):
+                    each.process.send_signal(signal.SIGINT)
+                    return
+            time.sleep(0.1)
 
     def end(self, fault_at: float, spared: Sequence[int] = ()) -> Outcome:
         """Wait for all processes but those that were stopped, which are killed then; return how they ended."""

@@ -7,6 +7,8 @@ A process writes the name of each phase that it begins to stderr. FAULT is one o
 | none | nothing |
 | io | when results are written, the main thread reads from a pipe that nobody writes to |
 | lock | then it takes a lock of Python that it has already |
+| collective | then it begins a sum over the devices of all processes, which no other process begins |
+| connect | it is killed once the processes have met, before JAX connects them |
 | version | it says that it has another version of jax |
 | cpus | it says that it has 8 times as many processors |
 | pause | it waits for 2 s in every phase, so that a signal reaches it there |
@@ -14,6 +16,7 @@ A process writes the name of each phase that it begins to stderr. FAULT is one o
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -30,6 +33,16 @@ def take_lock(*_):
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
+
+
+def enter_collective(*_):
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices("never")
+
+
+STUCK = {"io": read_pipe, "lock": take_lock, "collective": enter_collective}
+"""Fault -> what the main thread does instead of writing results."""
 
 
 def announce_phases(pause_s):
@@ -59,10 +72,14 @@ def announce_phases(pause_s):
 def inject(fault):
     """Make this process have a fault."""
     announce_phases(2.0 if fault == "pause" else 0.0)
-    if fault in ("io", "lock"):
+    if fault in STUCK:
         from shardplan.eval.results_folder import ResultsFolder
 
-        ResultsFolder.write_part = {"io": read_pipe, "lock": take_lock}[fault]
+        ResultsFolder.write_part = STUCK[fault]
+    elif fault == "connect":
+        import jax
+
+        jax.distributed.initialize = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "version":
         from shardplan.runtime.processes import start
 

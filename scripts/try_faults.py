@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from fault_runs import HUNG_S, MESH, ROOT, Outcome, Run, free_port
+from fault_runs import HUNG_S, MESH, ROOT, WAITING, Outcome, Run, free_port
 
 DEMO = ROOT / "build" / "demo"
 PHASES = ("planning", "loading", "compiling", "evaluating")
@@ -61,6 +61,13 @@ def stuck(fault: str, index: int) -> Fault:
     return act
 
 
+def stuck_in_training(run: Run) -> Outcome:
+    """A gradient whose collective process 1 does not enter; the time counts from the start, the deadline is 30 s."""
+    at = time.monotonic()
+    run.start_training("backward", 30, 4)
+    return run.end(at)
+
+
 def different(faults: Sequence[str] = ("none", "none"), more: Sequence[Sequence[str]] = ((), ())) -> Fault:
     """Two processes that differ; the time counts from their start."""
 
@@ -76,7 +83,7 @@ def never_started(run: Run) -> Outcome:
     """Process 0 alone, until the wait is ended by Ctrl-C."""
     at = time.monotonic()
     run.start(("none",), ((),), (0,))
-    run.processes[0].wait_for("waiting for process 1")
+    run.processes[0].wait_for(f"{WAITING} 1")
     run.processes[0].process.send_signal(signal.SIGINT)
     return run.end(at)
 
@@ -97,7 +104,7 @@ def unreachable(run: Run) -> Outcome:
     """Process 1 has an address at which nothing answers; its wait is ended by Ctrl-C."""
     at = time.monotonic()
     run.start(("none",), ((),), (1,))
-    run.processes[0].wait_for("waiting for process 0 at")
+    run.processes[0].wait_for(f"{WAITING} 0 at")
     run.processes[0].process.send_signal(signal.SIGINT)
     return run.end(at)
 
@@ -176,6 +183,7 @@ def make_faults(folder: Path) -> dict[str, tuple[Fault, set[int]]]:
         "8 times as many processors": (different(("none", "cpus")), {0}),
         "the disk of the results is full": (disk_full, {2, 5}),
         "the network to the hub is cut": (network_cut, {5}),
+        "process 1 of 4 is stuck in a backward pass": (stuck_in_training, {5}),
     }
     for index in (0, 1):
         for phase in PHASES:
@@ -183,7 +191,10 @@ def make_faults(folder: Path) -> dict[str, tuple[Fault, set[int]]]:
         faults[f"SIGSTOP of process {index} while evaluating"] = (killed(signal.SIGSTOP, index, "evaluating"), {-9, 5})
         faults[f"SIGINT to process {index} while evaluating"] = (killed(signal.SIGINT, index, "evaluating"), {130, 5})
         faults[f"SIGTERM to process {index} while evaluating"] = (killed(signal.SIGTERM, index, "evaluating"), {0})
-        for place in ("io", "lock"):
+        faults[f"SIGKILL of process {index} while JAX connects"] = (
+            different(tuple("connect" if i == index else "none" for i in range(2))), {-9, 5},
+        )  # fmt: skip
+        for place in ("io", "lock", "collective"):
             faults[f"process {index} is stuck in {place}"] = (stuck(place, index), {5})
     return faults
 
@@ -245,10 +256,14 @@ def try_random(folder: Path, count: int, seed: int) -> int:
                 run.processes[index].process.wait(delay)
             at = time.monotonic()
             run.processes[index].process.send_signal(getattr(signal, kind))
-        outcome = run.end(at, [index] if kind == "SIGSTOP" else [])
+        stopped = [index] if kind == "SIGSTOP" else []
+        run.interrupt_waits(at, stopped)
+        outcome = run.end(at, stopped)
         survivors = [code for i, code in enumerate(outcome.codes) if i != index or not is_signal]
+        own = {"SIGINT": {130, -2}, "SIGTERM": {-15}}.get(kind, {-9})  # -2 and -15: before Python runs the command
         is_silent = outcome.line == "" and any(code not in (0, None, -9, -2, -15) for code in survivors)
         is_wrong = None in outcome.codes or is_silent or not {*survivors} <= {0, 5, 130}
+        is_wrong |= is_signal and outcome.codes[index] not in {0, *own}
         if (results / "summary.json").exists():
             finished += 1
             is_wrong |= not pq.read_table(results / "windows.parquet").equals(expected)
@@ -257,6 +272,8 @@ def try_random(folder: Path, count: int, seed: int) -> int:
         told = outcome.seconds if outcome.seconds is None else round(outcome.seconds, 1)
         verdict = f"WRONG {outcome.line}" if is_wrong else "right"
         print(f"{number}: {kind} of process {index} at {delay:.1f} s: {outcome.codes}, line after {told} s: {verdict}")
+        for i, process in enumerate(run.processes if is_wrong else ()):
+            print(*(f"  process {i}: {line}" for _, line in process.lines[-20:]), sep="\n")
         sys.stdout.flush()
     print(f"seed {seed}: {count} faults, {finished} finished runs with equal results, {failures} failures")
     return failures
@@ -279,14 +296,15 @@ def main() -> None:
         if given.random:
             raise SystemExit(1 if try_random(Path(folder), given.random, given.seed) else 0)
         rows, failures = try_all(Path(folder), given.runs, given.only)
-    head = ("fault", "runs", "s to the first clear line", "exit codes of 0, 1", "incomplete files left", "the line")
+    head = ("fault", "runs", "s to the first clear line", "exit codes by process", "incomplete files left", "the line")
     lines = ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]
     text = f"""# Faults of runs of two processes
 
 `python scripts/try_faults.py --runs {given.runs} --output docs/benchmarks/faults.md`: the demo's evaluation in two
 processes of four virtual devices each. Times count from the signal; for processes that differ or are missing, from
 their start, of which the imports of JAX and Levanter take most; for a process that is stuck, from the beginning of the
-phase, with `deadline.step` 5.
+phase, with `deadline.step` 5. Process 1 that is stuck in a backward pass is one of four that train, with a deadline of
+30 s; there the time counts from the start, too.
 
 """
     text += "\n".join(lines) + "\n"

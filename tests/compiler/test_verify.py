@@ -155,7 +155,10 @@ def test_train_step_updates_in_place():
 
 @pytest.mark.parametrize(
     ("kind", "program", "compiled"),
-    [("prefill", CompiledProgram.STEP, ProgramKind.PREFILL), ("eval", CompiledProgram.LOAD, ProgramKind.LOAD)],
+    [
+        pytest.param("prefill", CompiledProgram.STEP, ProgramKind.PREFILL, marks=pytest.mark.whole),
+        ("eval", CompiledProgram.LOAD, ProgramKind.LOAD),
+    ],
 )
 def test_other_programs(kind, program, compiled):
     (verdict,) = verify([small_case(kind, program, **{"workload.position": 256})], NO_CACHE)
@@ -172,6 +175,7 @@ def test_every_model_type_compiles(golden):
         assert verdict.fits, f"{name}: {reason_text(verdict.reason)}"
 
 
+@pytest.mark.whole
 def test_a_verdict_that_does_not_fit_names_the_buffers():
     """The program needs 68.4 GiB, as was measured before; the logits are the largest buffer."""
     arguments = ["--config", "configs/405b.yaml", "--against", "configs/levanter/405b-head-size.yaml"]

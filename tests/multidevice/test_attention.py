@@ -490,7 +490,9 @@ def test_errors():
         pytest.param(
             Case(3, "ring", 1, "window", "8q/1kv", 384, "striped", "soft cap", "splash"), marks=pytest.mark.whole
         ),
-        Case(4, "hybrid", 2, "offset", "12q/2kv", 512, "contiguous", "sink", "splash"),
+        pytest.param(
+            Case(4, "hybrid", 2, "offset", "12q/2kv", 512, "contiguous", "sink", "splash"), marks=pytest.mark.whole
+        ),
         pytest.param(Case(3, "ring", 1, "prefix", "8q/1kv", 384, "contiguous", "", "splash"), marks=pytest.mark.whole),
         pytest.param(
             Case(2, "ring", 1, "known documents", "8q/1kv", 256, "contiguous", "", "splash"), marks=pytest.mark.whole

@@ -218,15 +218,17 @@ def test_an_interrupted_levanter_checkpoint_is_replaced(golden, tmp_path, monkey
 
 
 def test_output_paths(golden, tmp_path, monkeypatch):
-    """A relative path and one under the home folder are local, in both formats, never a repository of the hub."""
+    """A relative path and one under the home folder are local, never a repository of the hub."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(conftest, "ROOT", tmp_path)  # where the command runs
     arguments = [f"--model={golden / 'gpt2'}", "--hardware.slice=cpu-8", "--workload.batch=8", "--workload.position=64"]
-    for to, path in (("fresh/copy", tmp_path / "fresh" / "copy"), ("~/copy", tmp_path / "home" / "copy")):
-        for kind, mark in (("hf", "model.safetensors"), ("levanter", "metadata.json")):
-            done = run("checkpoint", "convert", *arguments, f"--to={to}/{kind}", f"--format={kind}")
-            assert done.returncode == 0, done.stderr
-            assert (path / kind / mark).is_file() and (path / kind / "config.json").is_file()
+    for to, path, kind, file in (
+        ("fresh/copy", tmp_path / "fresh" / "copy", "hf", "model.safetensors"),
+        ("~/copy", tmp_path / "home" / "copy", "levanter", "metadata.json"),
+    ):
+        done = run("checkpoint", "convert", *arguments, f"--to={to}", f"--format={kind}")
+        assert done.returncode == 0, done.stderr
+        assert (path / file).is_file() and (path / "config.json").is_file()
     assert not list(tmp_path.rglob("inference"))  # a bool of dropout: several processes cannot write it
 
 

@@ -22,7 +22,7 @@ BATCH = 8
         ({"model_axis_size": 4, "axis_resources": {"heads": "data"}, "fsdp_axis": "kv_head"}, None),
         # Levanter ignores unknown axes silently
         ({"axis_resources": {"kv_heads": "model", "layers": "model"}}, None),
-        ({"fsdp_axis": "mlp", "axis_resources": {"mlp": "model"}}, None),
+        pytest.param({"fsdp_axis": "mlp", "axis_resources": {"mlp": "model"}}, None, marks=pytest.mark.whole),
         ({"axis_resources": {"kv_head": "model", "head_size": "model"}}, "DuplicateSpecError"),
         ({"axis_resources": {"kv_head": "data"}, "fsdp_axis": None}, "DuplicateSpecError"),
         ({"parameter_axis_resources": {"mlp": "data"}}, "DuplicateSpecError"),

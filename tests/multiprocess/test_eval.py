@@ -48,6 +48,7 @@ def arguments(checkpoint, texts, output, *more):
 
 
 WHOLE = [
+    pytest.param({"replica": 1, "data": 4, "model": 2}, (), marks=pytest.mark.whole),
     pytest.param({"replica": 1, "data": 1, "model": 8}, (), marks=pytest.mark.whole),
     pytest.param({"replica": 2, "data": 2, "model": 2}, (), marks=pytest.mark.whole),
 ]
@@ -57,7 +58,7 @@ POSITIONS = ("--pin", "position=data", "batch=")
 
 @pytest.mark.parametrize(
     ("mesh", "pins"),
-    [({"replica": 1, "data": 4, "model": 2}, ()), ({"replica": 1, "data": 8, "model": 1}, POSITIONS), *WHOLE],
+    [({"replica": 1, "data": 8, "model": 1}, POSITIONS), *WHOLE],
 )
 def test_two_processes(checkpoint, tmp_path, mesh, pins):
     sizes = [text for axis, size in mesh.items() for text in (f"--mesh.{axis}", size)]

@@ -11,8 +11,9 @@ import sys
 import time
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, word_tokenizer
+from conftest import ROOT, run, word_tokenizer
 from test_eval import TIMEOUT, free_port
 
 SHARD = 48
@@ -32,20 +33,23 @@ def books(golden, tmp_path_factory):
     return folder
 
 
-def start(books, output, count, *arguments):
-    """Start a run of `count` processes that share eight devices."""
-    address = f"127.0.0.1:{free_port()}"
-    argv = [
+def arguments(books, output, *more):
+    return [
         "--model.ref", books / "model", "--data.path", books / "texts", "--output", output, "--task.kind", "extraction",
         "--task.prefix", 6, "--task.suffix", 6, "--task.stride", 1, "--task.shard", SHARD, "--workload.batch", 16,
         "--hardware.slice", "cpu-8", "--workload.param_dtype", "float32", "--workload.compute_dtype", "float32",
-        "--mesh.model", 2, *arguments,
+        "--mesh.model", 2, *more,
     ]  # fmt: skip
+
+
+def start(books, output, count, *more):
+    """Start a run of `count` processes that share eight devices."""
+    address = f"127.0.0.1:{free_port()}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     several = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)} if count > 1 else {}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "shardplan.eval", *map(str, argv)],
+            [sys.executable, "-m", "shardplan.eval", *map(str, arguments(books, output, *more))],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**environment, **several, **({"JAX_PROCESS_ID": str(i)} if several else {})},
         )
@@ -137,10 +141,8 @@ def test_a_run_goes_on_in_one_process_after_sigterm(books, uninterrupted, tmp_pa
     assert not (output / "windows.parquet").exists()
     done = windows_of(parts(output))
     assert 0 < done < windows_of(parts(uninterrupted))
-    codes, errors = finish(start(books, output, 1, "--mesh.model", "4"))
-    assert codes == [0], errors
-    import pyarrow.parquet as pq
-
+    done = run("eval", *arguments(books, output, "--mesh.model", "4"))
+    assert done.returncode == 0, done.stderr
     tables = [pq.read_table(folder / "windows.parquet") for folder in (output, uninterrupted)]
     assert tables[0].drop_columns(["log_prob", "top_log_prob"]) == tables[1].drop_columns(["log_prob", "top_log_prob"])
     for name in ("log_prob", "top_log_prob"):
@@ -151,16 +153,16 @@ def test_a_run_goes_on_in_one_process_after_sigterm(books, uninterrupted, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("more", "message"),
     [
         (("--task.stride", "2"), r"its protocol is .*\"stride\": 1.*, this run's is .*\"stride\": 2"),
         pytest.param(("--workload.param_dtype", "bfloat16"), "its types is", marks=pytest.mark.whole),
         pytest.param(("--task.top_k", "5"), "its top_k is 40, this run's is 5", marks=pytest.mark.whole),
     ],
 )
-def test_another_run_is_refused(books, uninterrupted, arguments, message):
+def test_another_run_is_refused(books, uninterrupted, more, message):
     before = (uninterrupted / "run.json").read_bytes()
-    codes, errors = finish(start(books, uninterrupted, 1, *arguments))
-    assert codes == [2], errors
-    assert re.search(rf"holds the results of another run: {message}", errors[0]), errors
+    done = run("eval", *arguments(books, uninterrupted, *more))
+    assert done.returncode == 2
+    assert re.search(rf"holds the results of another run: {message}", done.stderr), done.stderr
     assert (uninterrupted / "run.json").read_bytes() == before

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run
 from test_eval import arguments, free_port
 
 HERE = os.pathsep.join(map(str, [Path(__file__).parent, ROOT / "scripts", ROOT]))
@@ -23,9 +23,9 @@ TIMEOUT = 120
 
 @pytest.fixture(scope="module")
 def long_text(checkpoint, tmp_path_factory):
-    """A text for which the steps of an evaluation take a minute."""
+    """A text for which the steps of an evaluation take a third of a minute."""
     path = tmp_path_factory.mktemp("text") / "long.txt"
-    words = np.random.default_rng(0).integers(0, 256, 2_000_000)
+    words = np.random.default_rng(0).integers(0, 256, 600_000)
     path.write_text(" ".join(f"t{word}" for word in words))
     return path
 
@@ -86,6 +86,7 @@ def test_a_process_is_never_started(checkpoint, tmp_path):
     assert codes == [130] and line_of(error) == "shardplan eval: interrupted"
 
 
+@pytest.mark.whole
 def test_other_batches(checkpoint, tmp_path):
     argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r")
     address = f"127.0.0.1:{free_port()}"
@@ -103,11 +104,7 @@ def test_other_plans(checkpoint, tmp_path):
     argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r")
     paths = [tmp_path / "new.json", tmp_path / "stale.json"]
     for path, pins in zip(paths, ([], ["--pin", "mlp="]), strict=True):
-        done = subprocess.run(
-            [sys.executable, "-m", "shardplan.plan", *map(str, [*argv[:2], *argv[6:]]), "--mesh.model", "2",
-             "--mesh.data", "4", "--json", str(path), *pins],
-            cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        )  # fmt: skip
+        done = run("plan", *argv[:2], *argv[6:], *LANES, "--json", path, *pins)
         assert done.returncode == 0, done.stderr
     address = f"127.0.0.1:{free_port()}"
     argv = [*argv[:6], "--plan"]
@@ -124,11 +121,10 @@ def test_other_plans(checkpoint, tmp_path):
     ("number", "lost"),
     [
         (signal.SIGKILL, 0),
-        (signal.SIGINT, 1),
         (signal.SIGSTOP, 1),
         *(
             pytest.param(*case, marks=pytest.mark.whole)
-            for case in ((signal.SIGKILL, 1), (signal.SIGINT, 0), (signal.SIGSTOP, 0))
+            for case in ((signal.SIGKILL, 1), (signal.SIGINT, 0), (signal.SIGINT, 1), (signal.SIGSTOP, 0))
         ),
     ],
 )
@@ -156,6 +152,18 @@ def test_a_process_ends_while_others_evaluate(checkpoint, long_text, tmp_path, n
     path = match[1]
     assert re.search(r"most recent call first.*shardplan/eval/run.py", Path(path).read_text(), re.DOTALL)
     Path(path).unlink()
+
+
+def test_a_process_is_lost_while_jax_connects(checkpoint, tmp_path):
+    """JAX would wait for it for 300 s, and then end the others by SIGABRT."""
+    argv, address = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r"), f"127.0.0.1:{free_port()}"
+    lost, other = (
+        start([fault, *argv], 2, [i], address, "faulty_eval", PYTHONPATH=HERE)[0]
+        for i, fault in enumerate(("connect", "none"))
+    )
+    codes, errors = finish([lost, other])
+    assert codes == [-signal.SIGKILL, 5], errors
+    assert re.search(r"process 0 on \S+ \(pid \d+\) of 2 was lost while starting: its conn", line_of(errors[1])), errors
 
 
 @pytest.mark.parametrize(

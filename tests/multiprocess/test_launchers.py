@@ -84,6 +84,7 @@ def start_with_ray(tmp_path):
     return start
 
 
+@pytest.mark.whole
 def test_ray(checkpoint, tmp_path, start_with_ray):
     done = start_with_ray(*arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "it's $HOME"))
     assert done.returncode == 0, done.stderr

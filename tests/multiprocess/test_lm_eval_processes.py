@@ -50,6 +50,7 @@ def test_two_processes_have_the_results_of_hf(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("cache_rank*")) == ["cache_rank0.db", "cache_rank1.db"]
 
 
+@pytest.mark.whole
 def test_processes_with_other_requests(tmp_path):
     for code, _, errors in run_processes(tmp_path, {}, {"limit": 3}):
         assert code == 2 and "process 1 has other requests than process 0; give all the same arguments" in errors

@@ -50,7 +50,7 @@ def test_checkpointing_can_be_chosen(llama_model, llama_config):
     assert tight.workload.gradient_checkpointing != "save_all"
 
 
-@pytest.mark.parametrize("kind", ["eval", "score"])
+@pytest.mark.parametrize("kind", ["eval", pytest.param("score", marks=pytest.mark.whole)])
 def test_the_fastest_batch_that_fits(make_config, kind):
     """Of the batches that are considered none is faster by more than the tie, and no smaller one as fast."""
     arguments = {"model_config": "llama-3.1-8b", "hardware_slice": "v5e-8", "workload_position": 512}

@@ -413,10 +413,10 @@ def test_unusable_configurations(make_config, overrides, error, message):
 
 def test_infeasible_names_the_missing_memory(make_config):
     with pytest.raises(InfeasibleError) as raised:
-        plan_of(make_config, "llama-3.1-405b", "v4-32")
+        plan_of(make_config, "llama-3.1-405b", "v4-16")
     message = str(raised.value)
-    assert message.startswith("no plan fits v4-32: the nearest miss, mesh replica ")
-    needs = 2 * 405_853_388_800 / 16 / 2**30
+    assert message.startswith("no plan fits v4-16: the nearest miss, mesh replica ")
+    needs = 2 * 405_853_388_800 / 8 / 2**30
     missing = float(message.split(" GiB are missing")[0].split(" ")[-1])
     # 8 % of the 30.75 GiB are reserved
     assert needs - 0.92 * 30.75 < missing < 1.2 * needs - 0.92 * 30.75

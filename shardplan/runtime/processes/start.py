@@ -39,13 +39,13 @@ _watch: Watch | None = None
 
 
 def connect_processes(variables: ProcessVariables, facts: Mapping[str, str]) -> None:
-    """Connect the processes of a run that the environment gives the address of.
+    """Connect the processes of a run that the environment gives the address of, and start JAX's devices in them.
 
     Args:
         facts: what must be the same in all processes besides the versions of packages: name -> value.
 
     Raises:
-        PeerError: a process is missing.
+        PeerError: a process is missing, or was lost meanwhile.
         ConfigError: two processes have one id, were started for other numbers of processes, or have other facts.
     """
     global _link
@@ -58,8 +58,12 @@ def connect_processes(variables: ProcessVariables, facts: Mapping[str, str]) -> 
     _link = open_link(variables.address, _member(variables.index, variables.count, facts), print_note)
     # JAX would start its coordination service in process 0, whose end would end all: that of the hub is used instead
     unused = {"coordinator_bind_address": "127.0.0.1:0"} if variables.index == 0 else {}
-    jax.distributed.initialize(_link.jax_address, num_processes=variables.count, process_id=variables.index, **unused)
-    atexit.register(_end)  # runs before JAX's
+    with _link.work():  # JAX would wait 300 s for a process that is lost, and end this one by SIGABRT
+        jax.distributed.initialize(
+            _link.jax_address, num_processes=variables.count, process_id=variables.index, **unused
+        )
+        atexit.register(_end)  # runs before JAX's
+        jax.devices()  # waits for the others, too
 
 
 def current_watch() -> Watch:
