@@ -67,7 +67,8 @@ def _store(entry: Entry) -> None:
     plans, repair = _review(config) if config.lint is not None else ({OWN: _plan(config)}, None)
     before = Plan.load(str(entry.plan_path)) if entry.plan_path.exists() else None
     plan = plans[OWN]
-    _store_verdicts(entry, config, plans, is_same=before is not None and _program(before) == _program(plan))
+    is_same = before is not None and _program(before) == _program(plan) and _edits(entry.repair) == _edits(repair)
+    _store_verdicts(entry, config, plans, is_same)
     if before is None or _without_duration(before) != _without_duration(plan) or before.details != plan.details:
         plan.save(str(entry.plan_path))
     if repair is not None:
@@ -129,6 +130,11 @@ def _program(plan: Plan) -> tuple[Any, ...]:
         plan.model, plan.workload, plan.hardware, plan.mesh, plan.compute_mapping, plan.param_mapping, plan.attention,
         plan.compiler_options,
     )  # fmt: skip
+
+
+def _edits(repair: RepairPanel | None) -> tuple[Any, ...]:
+    """What decides which programs the repairs and the best plan stand for, beside that of the layout."""
+    return () if repair is None else (repair.section, [each.lines for each in repair.layouts])
 
 
 def _without_duration(plan: Plan) -> Plan:
