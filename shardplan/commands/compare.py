@@ -6,6 +6,7 @@ from pathlib import Path
 from shardplan.commands.output import check_outputs, side_stream, write_json
 from shardplan.config.help import make_parser
 from shardplan.errors import ConfigError, nearest
+from shardplan.report.extraction import INSTALL_PLOTS, can_plot
 
 FORMATS = ("pdf", "png", "svg")
 """Endings of plots."""
@@ -15,7 +16,8 @@ def main(argv: Sequence[str]) -> None:
     """Run `shardplan eval compare` with the arguments `argv`.
 
     Raises:
-        ConfigError: other arguments, a folder without finished results, or results that cannot be compared.
+        ConfigError: other arguments, a folder without finished results, results that cannot be compared, or a plot
+            without matplotlib.
     """
     parser = make_parser("eval compare", description="Print the extraction results of several models side by side.")
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="the output of `eval --task.kind extraction`")
@@ -23,6 +25,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--json", metavar="TEXT", help="write the comparison to this path, or to stdout with `-`")
     arguments = parser.parse_args(argv)
     format_ = _format_of(arguments.output)
+    if format_ is not None and not can_plot():
+        raise ConfigError(
+            f"output: matplotlib is not installed, which plots need: {INSTALL_PLOTS}; or leave output out"
+        )
     check_outputs(arguments.folders, output=arguments.output, json=arguments.json)
     from shardplan.eval.extraction.compare import compare
     from shardplan.report.extraction.comparison import print_comparison

@@ -199,6 +199,6 @@ def draw_extraction(output: str, summary: Mapping[str, Any], store: "TextStore")
 
     with show_steps("drawing") as report:
         left_out = write_pictures(output, lambda: read_windows(output, COLUMNS), store, summary, report)
-    if left_out:
-        print_note(left_out)
+    for line in left_out:
+        print_note(line)
     print_note(f"{INDEX} in the results folder shows them")

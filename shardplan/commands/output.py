@@ -13,6 +13,7 @@ from shardplan.runtime.writable import check_writable, write_text
 
 if TYPE_CHECKING:
     from shardplan.report.page.judgement import Judgement
+    from shardplan.report.page.repair import RepairPanel
     from shardplan.verify.case import Case
     from shardplan.verify.verdict import Verdict
 
@@ -61,6 +62,7 @@ def write_report(
     verdicts: "Sequence[tuple[Case, Verdict]]",
     schema: TrainerSchema,
     judgements: "Sequence[Judgement]" = (),
+    repair: "RepairPanel | None" = None,
 ) -> None:
     """Write the page of a plan to the path `target`.
 
@@ -68,12 +70,13 @@ def write_report(
         verdicts: on the plan, and on others beside it.
         schema: that of the trainer section on the page.
         judgements: verdicts that were read from a file.
+        repair: of a hand-written layout, of which `plan` is the prediction.
     """
     from shardplan.report.page.judgement import judge
     from shardplan.report.page.page import plan_page
 
     judged = [judge(case.label, case.plan, verdict) for case, verdict in verdicts]
-    write_text("report", target, plan_page(plan, [*judged, *judgements], schema))
+    write_text("report", target, plan_page(plan, [*judged, *judgements], schema, repair))
 
 
 def show_plan(plan: Plan, json_target: str | None, schema: TrainerSchema) -> None:

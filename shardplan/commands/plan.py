@@ -22,6 +22,7 @@ from shardplan.runtime.environment import compute_on_cpu
 
 if TYPE_CHECKING:
     from shardplan.explain.what_if import Variant
+    from shardplan.lint.repair import Review
     from shardplan.model.registry import Model
     from shardplan.report.page.judgement import Judgement
     from shardplan.verify.case import Case
@@ -64,13 +65,13 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
     started = time.perf_counter()
     check_outputs(input_paths(config), json=config.json, report=config.report)
     compute_on_cpu()
+    judgements = _read_verdicts(config.verdicts) if config.verdicts is not None else []
     if config.lint is not None:
-        lint(config, config.lint)
+        lint(config, config.lint, judgements)
         return None
     if config.rank_slices:
         plan_slices(config)
         return None
-    judgements = _read_verdicts(config.verdicts) if config.verdicts is not None else []
     requested = config
     config, given = load_given_plan(config)
     needs_model = not given or config.why or config.what_if or {"model.ref", "model.config"} & requested.given
@@ -168,13 +169,16 @@ def find_variants(config: PlanCommand, model: "Model") -> "list[Variant]":
     return variants
 
 
-def lint(config: PlanCommand, path: str) -> None:
+def lint(config: PlanCommand, path: str, judgements: "Sequence[Judgement]" = ()) -> None:
     """Print what is wrong with the Levanter configuration `path`, its smallest repair, and the best plan beside it.
+
+    Args:
+        judgements: verdicts that are shown in the report.
 
     Raises:
         InfeasibleError: it cannot run.
     """
-    others = ("plan", "verify", "why", "what_if", "pin", "forbid", "rank_slices", "report")
+    others = ("plan", "verify", "why", "what_if", "pin", "forbid", "rank_slices")
     conflicts = [f"--{name}" for name in others if getattr(config, name)]
     if conflicts:
         raise ConfigError(f"lint checks the file as it is, and plans by itself; leave out {' and '.join(conflicts)}")
@@ -190,7 +194,22 @@ def lint(config: PlanCommand, path: str) -> None:
         write_json(review_json(reviewed), config.json)
     if config.json != "-":
         print_review(reviewed, console(sys.stdout))
+    if config.report is not None:
+        _report_review(config.report, reviewed, judgements)
     errors = reviewed.lint.errors
     if errors:
         kinds = ", ".join(dict.fromkeys(error.kind for error in errors))
         raise InfeasibleError(f"{path} cannot run as it is on {config.hardware.slice}: {kinds}")
+
+
+def _report_review(target: str, reviewed: "Review", judgements: "Sequence[Judgement]") -> None:
+    """Write the page of a reviewed layout; without any plan there is none, and a note says so."""
+    from shardplan.report.page.repair import repair_panel
+    from shardplan.runtime.progress import print_note
+
+    shown = repair_panel(reviewed)
+    if shown is None:
+        print_note(f"no report: {reviewed.why_no_best}")
+        return
+    plan, repair = shown
+    write_report(target, plan, (), reviewed.lint.subject.schema, judgements, repair)

@@ -145,7 +145,7 @@ def _part_of(buffer: LiveBuffer, step: Step, assignment: ShardingAssignment) -> 
         return part
     if buffer.array.weight is not None:
         return MemoryPart.CAST_PARAMETERS
-    if assignment.is_stored_like_a_parameter(buffer.array):
+    if step.has_gradients and assignment.is_stored_like_a_parameter(buffer.array):
         return MemoryPart.GRADIENTS
     return MemoryPart.LOGITS if step.vocab in buffer.array.axes else MemoryPart.ACTIVATIONS
 

@@ -177,6 +177,11 @@ class Step:
     """What runs at every point, for people to read."""
 
     @cached_property
+    def has_gradients(self) -> bool:
+        """Whether the step computes gradients."""
+        return any(task.is_backward for task in self.tasks)
+
+    @cached_property
     def weight_matmuls(self) -> tuple[tuple[Task, TracedArray], ...]:
         """Matmuls with a parameter, each with that parameter."""
         return tuple(

@@ -138,7 +138,7 @@ def test_keys_step_through_the_values_of_a_chart(page, plan):
 
 def test_tables_sort(page, plan):
     table = page.locator("#parameter-table")
-    sizes = "(table) => [...table.tBodies[0].rows].map((row) => Number(row.cells[5].dataset.value))"
+    sizes = "(table) => [...table.tBodies[0].rows].map((row) => Number(row.cells[3].dataset.value))"
     expected = sorted(each.bytes_per_device for each in plan.parameters)
     button = table.get_by_role("button", name="of a device")
     button.click()

@@ -48,6 +48,7 @@ def folder(checkpoint, tmp_path_factory):
     """A folder with the configurations, Plan files, and a checkpoint in place of the demo's."""
     folder = tmp_path_factory.mktemp("documented")
     (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "docs").symlink_to(ROOT / "docs")
     demo = folder / "build" / "demo"
     shutil.copytree(checkpoint, demo)
     shutil.copy(demo / "text.jsonl", demo / "heldout.jsonl")
@@ -56,6 +57,7 @@ def folder(checkpoint, tmp_path_factory):
         arguments = ["--model", "llama-3.1-8b", "--hardware.slice", "v5e-8", "--json", "plan.json"]
         with contextlib.redirect_stdout(io.StringIO()):
             assert main("plan", arguments) == 0
+        shutil.copy("docs/gallery/verdicts/mixtral.json", "verdicts.json")
         for copy in ("before.json", "after.json", "build/plan.json", "build/new.json"):
             shutil.copy("plan.json", copy)
     return folder

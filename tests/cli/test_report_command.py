@@ -45,6 +45,22 @@ def test_a_dry_run_of_eval(tmp_path):
     assert json.loads(done.stdout)["details"]["tasks"]
 
 
+def test_the_page_of_a_layout_that_fails(tmp_path):
+    """Its findings and its repair, and the panels of what can be predicted: of the file, or of the repair."""
+    layout, page = tmp_path / "layout.yaml", tmp_path / "layout.html"
+    for axes, shown in (
+        ("{mlp: model, heads: model}", "the file as it is"),
+        ("{mlp: model, kv_head: model, head_size: model}", "the smallest edit without errors"),
+    ):
+        layout.write_text(f"trainer: {{model_axis_size: 8, train_batch_size: 8, mp: bf16, axis_resources: {axes}}}")
+        done = run("plan", *ARGUMENTS, "--lint", layout, "--report", page)
+        text = page.read_text()
+        assert f"The other panels show {shown}." in text and "Remedy:" in text and "best plan" in text
+        assert done.returncode == (3 if "cannot run (" in text else 0), done.stderr
+    assert "duplicate" in text and "nothing can be predicted before its errors are removed" in text
+    assert '<span class="bad">-trainer.' in text and '<span class="good">+trainer.' in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -55,10 +71,6 @@ def test_a_dry_run_of_eval(tmp_path):
         ),
         (["--report", "a.html", "--list_slices"], "list_slices plans nothing; leave report out"),
         (["--report", "a.html", "--rank_slices", "v4"], "rank_slices plans for many slices; leave out --report"),
-        (
-            ["--report", "a.html", "--lint", "configs/levanter/405b-usual.yaml"],
-            "lint checks the file as it is, and plans by itself; leave out --report",
-        ),
         (["--report", "/proc/none/a.html"], "report '/proc/none/a.html' cannot be written"),
     ],
 )

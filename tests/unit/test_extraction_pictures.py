@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -218,7 +219,7 @@ def test_a_folder_gets_a_plot_and_a_page_for_each_text(tmp_path, monkeypatch):
     for name, value in (("PAGE_CHARACTERS", 200), ("PASSAGE_CHARACTERS", 20), ("PASSAGES", 5)):
         monkeypatch.setattr(pictures, name, value)
     drawn = []
-    assert write_pictures(str(tmp_path / "r"), lambda: [table], store, summary, drawn.append) is None
+    assert write_pictures(str(tmp_path / "r"), lambda: [table], store, summary, drawn.append) == []
     digest = hashlib.sha256(b"a/b").hexdigest()[:8]
     assert {str(path.relative_to(tmp_path / "r")) for path in (tmp_path / "r").glob("*/*")} == {
         "plots/total.png", f"plots/a_b-{digest}.png", "plots/long.png", "plots/a_b.png",
@@ -240,9 +241,21 @@ def test_the_first_texts_have_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "MAX_PICTURES", 2)
     texts = {str(i): "0123456789" for i in range(4)}
     summary, store, table = make_results(tmp_path / "r", texts, [(str(i), 0, -1.0) for i in range(4)])
-    line = write_pictures(str(tmp_path / "r"), lambda: [table], store, summary, lambda _: None)
-    assert line == "only the first 2 of 4 texts have a plot and a page"
+    lines = write_pictures(str(tmp_path / "r"), lambda: [table], store, summary, lambda _: None)
+    assert lines == ["only the first 2 of 4 texts have a plot and a page"]
     assert len(list((tmp_path / "r" / "pages").iterdir())) == 2
+
+
+def test_without_matplotlib_there_are_pages_and_no_plots(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    summary, store, table = make_results(tmp_path / "r", {"one": "0123456789"}, [("one", 0, -1.0)])
+    lines = write_pictures(str(tmp_path / "r"), lambda: [table], store, summary, lambda _: None)
+    assert lines == [
+        "no plots: they need matplotlib, which is not installed: pip install matplotlib, and run the same command again"
+    ]
+    assert (tmp_path / "r" / "pages" / "one.html").exists() and not (tmp_path / "r" / "plots").exists()
+    index = (tmp_path / "r" / "index.html").read_text()
+    assert 'href="pages/one.html"' in index and "plots/" not in index
 
 
 BOOKS = {"one": "0123456789" * 2, "two": "abcdefghij"}
@@ -265,6 +278,13 @@ def test_models_side_by_side(tmp_path):
     assert values["models"] == ["small", "large"] and [*values["texts"]] == ["one"]
     # the curve of the first model is that of the text in common
     assert values["curves"][0][0] == 1.0 and values["curves"][0][-5] == 0.5 and values["curves"][1][0] == 0.5
+
+
+def test_a_comparison_that_cannot_be_drawn(monkeypatch):
+    """Which is said before the folders are read."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = "output: matplotlib is not installed, which plots need: pip install matplotlib; or leave output out"
+    fails(run("eval", "compare", "a", "b", "--output", "x.png"), 2, message)
 
 
 def test_a_comparison_fits_80_columns_and_is_never_cut(tmp_path, monkeypatch):

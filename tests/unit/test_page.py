@@ -19,7 +19,7 @@ from shardplan.plan.plan import Plan
 from shardplan.report.page.candidates import OTHER, PLAN, RUNNER_UP, candidates_panel
 from shardplan.report.page.headline import make_headline
 from shardplan.report.page.judgement import judge, judgement_json, load_judgements, own_judgement
-from shardplan.report.page.labels import listed, repeated_runs, short_cause, short_label
+from shardplan.report.page.labels import distinct_labels, listed, repeated_runs, short_cause, short_label
 from shardplan.report.page.memory import memory_panel
 from shardplan.report.page.page import plan_page
 from shardplan.report.page.parameters import parameter_rows
@@ -300,7 +300,15 @@ def test_labels():
     assert (
         short_label("Model/scan(layer)/Attention/contract head_size -> batch/0 1") == "Attention (contract head_size)"
     )
-    assert short_label("Model/Linear/0 1 2 , 3 2 -> 0 1 3") == "Linear"
+    backward = "transpose(jvp(Model))/scan(layer)/Mlp/Linear/contract embed -> batch, mlp/0 1 , 2 1 -> 0 2"
+    assert short_label(backward) == "Mlp (contract embed)"
+    assert short_cause(f"gradient of {backward}") == "gradient of Mlp (contract embed)"
+    assert short_label("Model/Linear/0 1 2 , 3 2 -> 0 1 3") == "Model"
+    assert distinct_labels(["a.stacked.b.weight", "c.stacked.b.weight", "d.weight"]) == [
+        "a.stacked.b.weight",
+        "c.stacked.b.weight",
+        "d",
+    ]
     assert short_cause("weights of a.stacked.b.weight") == "weights of b"
     assert short_cause("replicated for Model/scan(layer)/permute") == "replicated for permute"
     assert listed(["a", "b", "a"]) == "a (2); b"

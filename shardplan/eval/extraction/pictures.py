@@ -20,12 +20,14 @@ from shardplan.eval.extraction.character_runs import Runs, RunStream, range_maxi
 from shardplan.eval.extraction.probabilities import read_matrix, suffix_log_probs
 from shardplan.eval.extraction.summary import MAX_PICTURES, split_by_text
 from shardplan.eval.texts.store import Text, TextStore, read_characters
+from shardplan.report.extraction import INSTALL_PLOTS, can_plot
 from shardplan.report.extraction.file_names import file_names
 from shardplan.storage.writing import OutputFolder
 
 INDEX, PAGES, PLOTS, TOTAL = "index.html", "pages", "plots", "total"
 COLUMNS = ("text", "start", "end", "log_prob")
 """Columns of the windows that pages are made from."""
+NO_PLOTS = f"no plots: they need matplotlib, which is not installed: {INSTALL_PLOTS}, and run the same command again"
 PAGE_CHARACTERS = 4_000_000
 """Characters of a text that is shown as a whole, at most; a browser needs seconds for that many."""
 PASSAGE_CHARACTERS, PASSAGES = 2_000, 500
@@ -37,8 +39,8 @@ Windows = Callable[[], Iterable[pa.Table]]
 
 def write_pictures(
     output: str, windows: Windows, store: TextStore, summary: Mapping[str, Any], report: Callable[[str], None]
-) -> str | None:
-    """Write plots and pages into a results folder.
+) -> list[str]:
+    """Write plots, if they can be drawn, and pages into a results folder.
 
     Args:
         output: the folder.
@@ -48,25 +50,20 @@ def write_pictures(
         report: called with what is drawn next.
 
     Returns:
-        A line that says which texts have no pictures because there are too many; None if all with windows have.
+        What is left out, one line each: plots without matplotlib, and pictures of texts of which there are too many.
 
     Raises:
         ConfigError: the folder cannot be written to.
     """
     from shardplan.report.extraction.page import ShadedText, index_page, page_parts
-    from shardplan.report.extraction.plots import draw_text, save_figure
 
     folder = OutputFolder(output)
     plots, texts = summary["plots"], {text.id: text for text in store.texts}
     names = file_names(plots["texts"], taken=(TOTAL,))
     model = model_name(summary)
-    titles = {TOTAL: ("All texts", plots["total"], summary["total"])}
-    titles |= {name: (id_, plots["texts"][id_], summary["texts"][id_]) for id_, name in names.items()}
-    for name, (title, data, each) in titles.items():
-        report(f"plot of {title}")
-        with folder.create(f"{PLOTS}/{name}.png") as file:
-            figure = draw_text(f"{title} ({model})", data, plots["thresholds"], each["characters"])
-            save_figure(figure, file, "png")
+    has_plots = can_plot()
+    if has_plots:
+        _write_plots(folder, summary, names, model, report)
     passages = _passages(windows, [texts[id_] for id_ in names if texts[id_].characters > PAGE_CHARACTERS])
     for id_, tables in _by_text(windows):
         if id_ not in names:
@@ -85,17 +82,35 @@ def write_pictures(
             ):
                 file.write(part)
     with folder.create(INDEX) as file:
-        file.write(index_page(model, summary, names))
+        file.write(index_page(model, summary, names, has_plots))
+    left_out = [] if has_plots else [NO_PLOTS]
     count = sum(each["windows"] > 0 for each in summary["texts"].values())
-    if count <= len(names):
-        return None
-    return f"only the first {MAX_PICTURES} of {count:,} texts have a plot and a page"
+    if count > len(names):
+        left_out.append(f"only the first {MAX_PICTURES} of {count:,} texts have a plot and a page")
+    return left_out
 
 
 def model_name(summary: Mapping[str, Any]) -> str:
     """Return the name of the model of a run: the last part of its reference."""
     model = summary["plan"]["model"]
     return str(model["ref"] or model["config"]).rstrip("/").rpartition("/")[2]
+
+
+def _write_plots(
+    folder: OutputFolder, summary: Mapping[str, Any], names: Mapping[str, str], model: str,
+    report: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Write the plot of all texts, and those of texts by their id."""
+    from shardplan.report.extraction.plots import draw_text, save_figure
+
+    plots = summary["plots"]
+    titles = {TOTAL: ("All texts", plots["total"], summary["total"])}
+    titles |= {name: (id_, plots["texts"][id_], summary["texts"][id_]) for id_, name in names.items()}
+    for name, (title, data, each) in titles.items():
+        report(f"plot of {title}")
+        with folder.create(f"{PLOTS}/{name}.png") as file:
+            figure = draw_text(f"{title} ({model})", data, plots["thresholds"], each["characters"])
+            save_figure(figure, file, "png")
 
 
 def _by_text(windows: Windows) -> Iterator[tuple[str, Iterator[pa.Table]]]:

@@ -1,1 +1,10 @@
 """What is shown of an extraction run: tables, plots, pages."""
+
+from importlib.util import find_spec
+
+INSTALL_PLOTS = "pip install matplotlib"
+
+
+def can_plot() -> bool:
+    """Whether what draws plots is installed, which is optional."""
+    return find_spec("matplotlib") is not None

@@ -59,11 +59,12 @@ def page_parts(
     return (part.encode() for part in stream)
 
 
-def index_page(model: str, summary: Mapping[str, Any], names: Mapping[str, str]) -> bytes:
+def index_page(model: str, summary: Mapping[str, Any], names: Mapping[str, str], has_plots: bool) -> bytes:
     """Return a page with a row for each text, in UTF-8.
 
     Args:
         names: of the texts that have pictures, the names of their files without endings.
+        has_plots: whether plots are among the pictures.
     """
     rows = [(short_label(id_, 80), each, names.get(id_)) for id_, each in summary["texts"].items()]
     return (
@@ -74,6 +75,7 @@ def index_page(model: str, summary: Mapping[str, Any], names: Mapping[str, str])
             task=summary["task"],
             total=summary["total"],
             rows=[*rows, ("total", summary["total"], None)],
+            has_plots=has_plots,
             style=template_text("style.css"),
         )
         .encode()

@@ -11,6 +11,7 @@ from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import Judgement
 from shardplan.report.page.units import LogAxis, Tick, gib_text, linear_ticks, seconds_text
 from shardplan.report.summary import percent_text
+from shardplan.verify.verdict import Outcome
 
 PLAN, RUNNER_UP, WEIGHED, OTHER = "plan", "runner-up", "weighed", "other"
 HEADROOM = 1.08
@@ -146,7 +147,7 @@ def _plan_layout(plan: Plan, own: Judgement | None) -> Layout:
     return Layout(
         "this plan", mesh_text(plan.mesh), plan.cost.step_seconds, plan.memory.peak,
         own.time.step_seconds if own and own.time else None, own.memory.peak if own and own.memory else None,
-        own.reason if own else "",
+        own.outcome if own and own.outcome != Outcome.FITS else "",
     )  # fmt: skip
 
 

@@ -76,8 +76,10 @@ def _estimated(plan: Plan) -> Figures:
 
 def _compiled(plan: Plan, judgement: Judgement) -> list[Figures]:
     time, memory = judgement.time, judgement.memory
-    if time is None or memory is None:
+    if memory is None:
         return []
+    if time is None:  # of a program that does not fit
+        return [Figures("TPU compiler", "-", "-", "-", gib_text(memory.peak), "-")]
     mfu = time.mfu if time.model_flops else None
     return [_figures("TPU compiler", plan, time.step_seconds, time.compute_seconds, mfu, memory.peak)]
 

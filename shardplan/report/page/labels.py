@@ -5,12 +5,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
+from shardplan.cost.collectives import Purpose
 from shardplan.plan.details import TimedTask
 
 STACKED = ".stacked."
 """What separates the path of a stack of layers from that within a layer."""
 SUFFIX = ".weight"
 SUBSCRIPTS = re.compile(r"[\d ,]*->[\d ]*")
+DIFFERENTIATED = re.compile(r"(?:transpose\()?jvp\((.+?)\)+")
+"""A scope of the backward pass."""
+GENERIC = "Linear"
+"""The module of Haliax that all projections are, so that its name tells nothing."""
 
 
 def short_label(label: str) -> str:
@@ -18,7 +23,8 @@ def short_label(label: str) -> str:
     if "/" not in label:
         return label.rpartition(STACKED)[2].removesuffix(SUFFIX)
     # the last scope of a contraction without named axes is its subscripts, as `0 1, 2 1 -> 0 2`
-    scopes = [scope for scope in label.split("/") if not SUBSCRIPTS.fullmatch(scope)] or [label]
+    named = [scope for scope in label.split("/") if not SUBSCRIPTS.fullmatch(scope) and scope != GENERIC] or [label]
+    scopes = [DIFFERENTIATED.sub(r"\1", scope) for scope in named]
     # of a contraction the axes stand in the scopes, as `contract head_size -> batch, position`
     for before, scope in pairwise(scopes):
         if scope.startswith("contract "):
@@ -26,9 +32,24 @@ def short_label(label: str) -> str:
     return scopes[-1]
 
 
+def kind_text(kind: str) -> str:
+    """The kind of a task or of a collective in words."""
+    return {"contraction": "matmul", "elementwise": "elementwise work"}.get(kind, kind)
+
+
+def distinct_labels(labels: Sequence[str]) -> list[str]:
+    """The short labels; where two of them are the same, the whole ones."""
+    count = Counter(map(short_label, labels))
+    return [short_label(label) if count[short_label(label)] == 1 else label for label in labels]
+
+
 def short_cause(cause: str) -> str:
     """The cause of a collective, with a short name of the parameter or of the scopes in it."""
-    return " ".join(short_label(word) if STACKED in word or "/" in word else word for word in cause.split(" "))
+    for purpose in Purpose:
+        before, has_subject, after = purpose.value.partition("{}")
+        if has_subject and cause.startswith(before) and cause.endswith(after):
+            return f"{before}{short_label(cause[len(before) : len(cause) - len(after)])}{after}"
+    return cause
 
 
 def listed(labels: Iterable[str]) -> str:
@@ -37,8 +58,8 @@ def listed(labels: Iterable[str]) -> str:
 
 
 def task_label(task: TimedTask) -> str:
-    """What a task computes, as `contraction: mlp.gate_proj`."""
-    return f"{task.kind}: {short_label(task.label)}"
+    """What a task computes, as `matmul: mlp.gate_proj`."""
+    return f"{kind_text(task.kind)}: {short_label(task.label)}"
 
 
 def repeated_runs(executions: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -109,7 +109,7 @@ def memory_panel(plan: Plan, judgement: Judgement | None) -> MemoryPanel:
     else:
         missing.append("This Plan was written by an older version: it does not say what is live when. Plan again.")
     if compiled is not None and compiled.live:
-        charts.append(_compiled_chart(compiled, top, limits))
+        charts.append(_compiled_chart(compiled, top, limits[:1]))  # the other one is that of estimates
     elif judgement is None:
         missing.append("No verdict of the TPU compiler: add --verify, or use verify.")
     else:

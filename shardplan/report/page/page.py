@@ -11,22 +11,27 @@ from shardplan.plan.plan import Plan
 from shardplan.report.page.candidates import candidates_panel
 from shardplan.report.page.headline import make_headline
 from shardplan.report.page.judgement import Judgement, own_judgement
-from shardplan.report.page.memory import memory_panel
+from shardplan.report.page.labels import kind_text
+from shardplan.report.page.memory import PARTS, memory_panel
 from shardplan.report.page.parameters import parameter_rows
+from shardplan.report.page.repair import RepairPanel
 from shardplan.report.page.roofline import roofline_panel
 from shardplan.report.page.timeline import timeline_panel
-from shardplan.report.page.torus import draw_slice, most_telling, tilings_of
+from shardplan.report.page.torus import axis_uses, draw_slice, heaviest, most_telling, tensor_choices, tilings_of
 from shardplan.report.page.units import gib_text, rate_text, seconds_text
 from shardplan.report.tables import workload_text
 from shardplan.report.templating import environment, script_hash, template_text
 
 
-def plan_page(plan: Plan, judgements: Sequence[Judgement], schema: TrainerSchema) -> str:
+def plan_page(
+    plan: Plan, judgements: Sequence[Judgement], schema: TrainerSchema, repair: RepairPanel | None = None
+) -> str:
     """Return the page of a plan.
 
     Args:
         judgements: verdicts of the compiler, on the plan and on others that it is compared with.
         schema: that of the trainer section.
+        repair: of a hand-written layout, of which `plan` is the prediction.
     """
     judgement = own_judgement(plan, judgements)
     tilings, timeline, roofline = tilings_of(plan), timeline_panel(plan, judgement), roofline_panel(plan)
@@ -41,17 +46,22 @@ def plan_page(plan: Plan, judgements: Sequence[Judgement], schema: TrainerSchema
         headline=make_headline(plan, judgement),
         torus=draw_slice(plan.hardware.slice, plan.mesh),
         tilings=list(map(asdict, tilings)),
-        selected=most_telling(tilings),
+        choices=tensor_choices(tilings),
+        selected=most_telling(tilings) if repair is None else heaviest(plan),
+        uses=axis_uses(plan),
         memory=memory_panel(plan, judgement),
         timeline=timeline,
         roofline=roofline,
         roofline_segments=list(pairwise(roofline.roof)),
         candidates=candidates_panel(plan, judgements),
         parameters=parameter_rows(plan),
-        yaml=trainer_yaml(plan, schema),
-        style=template_text("style.css") + template_text("plan.css"),
+        repair=repair,
+        parts=PARTS,
+        yaml=repair.section if repair is not None else trainer_yaml(plan, schema),
+        style=template_text("style.css") + template_text("colours.css") + template_text("plan.css"),
         script=script,
         script_hash=script_hash(script),
+        kind_text=kind_text,
         gib=gib_text,
         seconds=seconds_text,
         rate=rate_text,

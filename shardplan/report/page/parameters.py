@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
+from shardplan.report.page.labels import STACKED
 from shardplan.report.tables import spec_text
 
 
@@ -12,7 +13,10 @@ from shardplan.report.tables import spec_text
 class ParameterRow:
     """One parameter."""
 
-    path: str
+    stack: str
+    """What its path begins with: the stack of layers that it belongs to, if any."""
+    name: str
+    """The rest of its path."""
     axes: str
     elements: int
     spec: str
@@ -24,7 +28,8 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
     """The parameters of a plan, in the order of the model."""
     return [
         ParameterRow(
-            path=each.path,
+            stack="".join(each.path.rpartition(STACKED)[:2]),
+            name=each.path.rpartition(STACKED)[2],
             axes=", ".join(f"{axis} {size}" for axis, size in each.axes.items()),
             elements=math.prod(each.axes.values()),
             spec=spec_text(each.spec),

@@ -13,6 +13,8 @@ MARGIN = 2.0
 
 RADII = (8, 14)
 """Radius of the point that takes the shortest and of the one that takes the longest time, in pixels."""
+NEAR = (3.0, 8.0)
+"""Percent of the width and of the height of the chart within which two points would cover each other's numbers."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,11 @@ def _contractions(plan: Plan, peak: float, bandwidth: float) -> list[Contraction
 
 
 def _points(contractions: list[Contraction], x_axis: LogAxis, y_axis: LogAxis) -> list[RooflinePoint]:
-    """Contractions that lie at the same place become one point, with the sum of their times."""
+    """Contractions that lie near a longer one become one point with it, at its place, with the sum of their times."""
     places: dict[tuple[float, float, str], list[Contraction]] = {}
     for each in contractions:
-        x, y = round(x_axis.at(each.intensity), 1), round(100 - y_axis.at(each.rate), 1)
-        places.setdefault((x, y, each.kind), []).append(each)
+        place = x_axis.at(each.intensity), 100 - y_axis.at(each.rate), each.kind
+        places.setdefault(next((other for other in places if _is_near(place, other)), place), []).append(each)
     seconds = {place: sum(each.seconds for each in group) for place, group in places.items()}
     longest = max(seconds.values(), default=1.0)
     return [
@@ -112,6 +114,12 @@ def _points(contractions: list[Contraction], x_axis: LogAxis, y_axis: LogAxis) -
         )
         for (x, y, kind), group in places.items()
     ]  # fmt: skip
+
+
+def _is_near(place: tuple[float, float, str], other: tuple[float, float, str]) -> bool:
+    """Whether two points of one kind would cover each other."""
+    (x, y, kind), (other_x, other_y, other_kind) = place, other
+    return kind == other_kind and abs(x - other_x) < NEAR[0] and abs(y - other_y) < NEAR[1]
 
 
 def _text(each: Contraction) -> str:

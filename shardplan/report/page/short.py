@@ -101,7 +101,7 @@ def _render(
             lines=lines,
             drawing=drawing,
             numbers=numbers,
-            colours=[_colour(number / max(*numbers, 1)) for number in numbers],
+            colours=[tile_colour(number / max(*numbers, 1)) for number in numbers],
             meaning=meaning,
             parts=[
                 Part(name, COLOURS[field], 100 * size / full, gib_text(size))
@@ -113,7 +113,7 @@ def _render(
     )
 
 
-def _colour(part: float) -> tuple[str, str]:
+def tile_colour(part: float) -> tuple[str, str]:
     """The colour of a tile, and that of text on it; `part` goes from 0 for the first tile to 1 for the last."""
     red, green, blue = (round(low + part * (high - low)) for low, high in zip(DARK, LIGHT, strict=True))
     return f"rgb({red},{green},{blue})", "#000" if part > 0.5 else "#fff"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardplan.plan.details import TimedTask
 from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import Judgement
-from shardplan.report.page.labels import repeated_runs, short_cause, short_label, task_label
+from shardplan.report.page.labels import kind_text, repeated_runs, short_cause, short_label, task_label
 from shardplan.report.page.memory import Repeat
 from shardplan.report.page.units import Tick, gib_text, linear_ticks, seconds_text
 
@@ -167,7 +167,7 @@ def _summed_costs(plan: Plan, step: float) -> Iterator[Cost]:
 def _key(tasks: list[TimedTask], has_verdict: bool) -> list[tuple[str, str]]:
     kinds = dict.fromkeys(task.kind for task in tasks if task.compute_seconds)
     moving = [kind for kind in kinds if kind in MOVING]
-    key = [(kind, kind) for kind in kinds if kind not in MOVING]
+    key = [(kind, kind_text(kind)) for kind in kinds if kind not in MOVING]
     key += [(moving[0], ", ".join(moving))] if moving else []
     key += [(kind, kind) for kind in dict.fromkeys(each.kind for task in tasks for each in task.transfers)]
     return [*key, ("waiting", "the compiler's waiting")] if has_verdict else key

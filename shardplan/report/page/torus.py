@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardplan.hardware import MeshPlacement, parse_slice, place_mesh
-from shardplan.plan.plan import Plan, Spec
+from shardplan.plan.plan import Mapping, Plan, Spec
 from shardplan.plan.workload import BATCH_AXIS
+from shardplan.positions.sequence_order import SequenceOrder
+from shardplan.report.page.labels import distinct_labels
 from shardplan.report.tables import spec_text
 
 MAX_DEVICES = 2048
@@ -102,6 +104,38 @@ def most_telling(tilings: list[Tiling]) -> int:
     return max(range(len(tilings)), key=lambda i: (tilings[i].tiles > 1, math.prod(tilings[i].axes.values())))
 
 
+def heaviest(plan: Plan) -> int:
+    """The index of the parameter with most bytes on a device."""
+    return max(range(len(plan.parameters)), key=lambda i: plan.parameters[i].bytes_per_device)
+
+
+def tensor_choices(tilings: list[Tiling]) -> dict[str, list[tuple[int, str]]]:
+    """The list of tensors to choose from: group -> the index of each tiling and its text, the largest first."""
+    *parameters, tokens = range(len(tilings))
+    labels = distinct_labels([each.name for each in tilings])
+    parameters.sort(key=lambda i: -math.prod(tilings[i].axes.values()))
+    groups = {
+        "sharded parameters": [i for i in parameters if tilings[i].tiles > 1],
+        "replicated parameters": [i for i in parameters if tilings[i].tiles == 1],
+        "activations": [tokens],
+    }
+    return {
+        group: [(i, f"{labels[i]}, {tilings[i].tiles} {'tile' if tilings[i].tiles == 1 else 'tiles'}") for i in indices]
+        for group, indices in groups.items()
+        if indices
+    }
+
+
+def axis_uses(plan: Plan) -> dict[str, tuple[str, str]]:
+    """Mesh axis -> the logical axes that it shards in computations, and those of stored parameters."""
+    stored = {name: mesh_axes for name, mesh_axes in plan.param_mapping.items() if name in plan.model.axes}
+
+    def sharded(axis: str, mapping: Mapping) -> str:
+        return ", ".join(name for name, mesh_axes in mapping.items() if axis in mesh_axes) or "nothing"
+
+    return {axis: (sharded(axis, plan.compute_mapping), sharded(axis, stored)) for axis in plan.mesh}
+
+
 def make_tiling(name: str, axes: dict[str, int], spec: Spec, mesh: dict[str, int]) -> Tiling:
     """Divide an array as its spec says."""
     dims = [list(mesh_axes or ()) for mesh_axes in spec]
@@ -128,7 +162,8 @@ def _tokens(plan: Plan) -> Tiling:
     position = plan.model.position
     axes = {BATCH_AXIS: plan.workload.batch, position: plan.workload.position}
     spec: Spec = [plan.compute_mapping.get(axis) for axis in axes]
-    return make_tiling("tokens of a step (and activations)", axes, spec, plan.mesh)
+    order = f", positions in {plan.attention.layout} order" if plan.attention.layout != SequenceOrder.CONTIGUOUS else ""
+    return make_tiling(f"tokens of a step{order}", axes, spec, plan.mesh)
 
 
 def _drawing_order(place: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:

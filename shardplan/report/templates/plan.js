@@ -72,7 +72,7 @@ if (layers) {
     }));
     const total = mesh.reduce((product, [, size]) => product * size, 1);
     document.getElementById("tiling").textContent = isTensor
-      ? `${tiling.spec}: ${count} ${count === 1 ? "tile" : "different tiles"}, ` + (count === total ? "each on one device" : `each on ${total / count} of ${total} devices`)
+      ? `${tiling.spec}: ` + (count === 1 ? "replicated on all devices" : `${count} different tiles, each on ` + (count === total ? "one device" : `${total / count} of ${total} devices`))
       : `${count} coordinates on ${choice}; outlined are the devices of one group along it, which exchange data in its collectives`;
     for (const [device, cell] of cells) {
       const number = numbers.get(device), rgb = colour(count > 1 ? number / (count - 1) : 0.5);
@@ -104,7 +104,7 @@ if (layers) {
   // the paths of the table lead to the tiles
   for (const row of document.querySelectorAll("#parameter-table tbody tr")) {
     const button = document.createElement("button"), cell = row.cells[0];
-    button.type = "button"; button.className = "path"; button.textContent = cell.textContent;
+    button.type = "button"; button.className = "path"; button.append(...cell.childNodes);
     button.title = "Show its tiles on the torus";
     button.addEventListener("click", () => {
       select.value = `t${data.tilings.findIndex((each) => each.name === button.textContent)}`;

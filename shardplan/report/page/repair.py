@@ -1,0 +1,121 @@
+"""A hand-written layout: what the lint says of it, and its repairs and the best plan beside it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardplan.levanter_config.writer import trainer_yaml
+from shardplan.lint.findings import Severity
+from shardplan.lint.repair import NEAR_BEST, Repair, Review
+from shardplan.plan.mapping import mesh_text
+from shardplan.plan.plan import Plan
+from shardplan.report.page.memory import PARTS
+from shardplan.search.reasons import describe_trace
+
+AS_IT_IS = "the file as it is"
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One finding, in words."""
+
+    severity: Severity
+    kind: str
+    where: str
+    text: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class ComparedLayout:
+    """The file, an edited one, or the best plan."""
+
+    name: str
+    outcome: str
+    is_good: bool
+    """Whether it can run."""
+    mesh: str
+    lines: list[str]
+    """The edits, as lines of a unified diff."""
+    batch: int = 0
+    step_seconds: float = 0.0
+    """0 if nothing can be predicted of it."""
+    tokens_per_second: float = 0.0
+    peak: int = 0
+    """Bytes per device."""
+    parts: dict[str, int] | None = None
+    """Field of `MemoryPlan` -> bytes per device at the peak; None if nothing can be predicted."""
+
+
+@dataclass(frozen=True)
+class RepairPanel:
+    """A hand-written layout and its repairs."""
+
+    path: str
+    slice: str
+    shown: str
+    """The name of the layout that the other panels show."""
+    notes: list[str]
+    """What the prediction assumes and leaves out, and why a repair or the best plan is missing."""
+    defects: list[Defect]
+    """Errors first."""
+    layouts: list[ComparedLayout]
+    usable: int
+    """Bytes of a device that the peak may use."""
+    section: str
+    """The trainer section of the best plan; empty if there is none."""
+
+
+def repair_panel(review: Review) -> tuple[Plan, RepairPanel] | None:
+    """Lay out a review, with the plan that its page shows: that of the file, else that of its repair or the best one.
+
+    None if there is no plan at all.
+    """
+    layouts, result = list(_layouts(review)), review.lint
+    shown = next(((name, plan) for name, _, plan in layouts if plan is not None), None)
+    if shown is None:
+        return None
+    name, plan = shown
+    notes = [f"assumed, not in the file: {'; '.join(review.assumed)}"] if review.assumed else []
+    notes += [f"limit of the prediction: {limit}" for limit in describe_trace(result.subject.step)]
+    if review.best is None:
+        notes.append(review.why_no_best)
+    elif result.errors and review.repair is None:
+        notes.append("no small edit removes all errors: start from the best plan")
+    return plan, RepairPanel(
+        path=review.path,
+        slice=result.subject.hardware.name,
+        shown=name,
+        notes=notes,
+        defects=[
+            Defect(each.severity, each.kind, ", ".join(each.where), each.text, each.remedy) for each in result.findings
+        ],
+        layouts=[_compare(review, *each) for each in layouts],
+        usable=plan.memory.usable,
+        section=trainer_yaml(review.best, result.subject.schema) if review.best is not None else "",
+    )
+
+
+def _layouts(review: Review) -> Iterator[tuple[str, Repair | None, Plan | None]]:
+    """Yield the file, its repairs and the best plan, each with its name, its edits and its plan."""
+    yield AS_IT_IS, None, review.lint.plan
+    if review.repair is not None:
+        yield "the smallest edit without errors", review.repair, review.repair.lint.plan
+    if review.faster is not None:
+        yield f"the smallest edit near the best plan ({NEAR_BEST:g}x)", review.faster, review.faster.lint.plan
+    if review.best is not None:
+        yield "the best plan", None, review.best
+
+
+def _compare(review: Review, name: str, repair: Repair | None, plan: Plan | None) -> ComparedLayout:
+    errors = review.lint.errors if name == AS_IT_IS else []
+    fits = plan is not None and plan.memory.fits
+    kinds = ", ".join(dict.fromkeys(error.kind for error in errors))
+    outcome = f"cannot run ({kinds})" if errors else "fits" if fits else "does not fit"
+    lines = repair.lines if repair is not None else []
+    if plan is None:
+        return ComparedLayout(name, outcome, False, mesh_text(review.lint.subject.section.mesh), lines)
+    seconds, parts = plan.cost.step_seconds, {part: getattr(plan.memory, part) for part in PARTS}
+    return ComparedLayout(
+        name, outcome, fits and not errors, mesh_text(plan.mesh), lines, plan.workload.batch, seconds,
+        plan.workload.tokens / seconds if seconds else 0.0, plan.memory.peak, parts,
+    )  # fmt: skip
