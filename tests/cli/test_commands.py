@@ -179,7 +179,7 @@ def test_dry_run_of_405b(tmp_path):
     done = run("eval", "--config", "configs/405b.yaml", "--dry_run", "--json", tmp_path / "plan.json")
     assert done.returncode == 0, done.stderr
     assert "128 devices of v4-256" in done.stdout and "fits v4-256" in done.stdout and "trainer:" in done.stdout
-    assert "of which planning" in done.stderr
+    assert "of which the search took" in done.stderr
     plan = Plan.load(str(tmp_path / "plan.json"))
     assert plan.hardware.devices == 128
 
