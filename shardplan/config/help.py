@@ -13,6 +13,7 @@ LOGGING_FLAGS = {"quiet": "log errors only, and show no progress", "verbose": "l
 """Flags that every command has."""
 CONFIG_FLAG = "a YAML file of keys; of several, later ones win"
 MODEL_FLAG = "a checkpoint (model.ref), or a config.json or bundled model to plan (model.config)"
+"""Help of the two flags that are no keys."""
 WITHOUT_CONFIGURATION = {
     "plan diff": "Print what differs between two Plan files.",
     "eval compare": "Print the extraction results of several models side by side.",

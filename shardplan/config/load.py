@@ -160,7 +160,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
     """Read a YAML file of configuration: its values by dotted name.
 
     Raises:
-        ConfigError: the file does not exist, cannot be read, is not YAML, has a key twice, or holds no mapping.
+        ConfigError: the file does not exist, cannot be read, is not YAML, has a key twice, holds no mapping, or is
+            one of Levanter.
     """
     if not path or not Path(path).exists():
         others = [str(file) for folder in {Path(path).parent, Path("configs")} for file in folder.glob("*.yaml")]

@@ -146,7 +146,7 @@ class Subject:
         return (*self.section.compute_entries, *self.section.param_entries)
 
     def keys(self, axes: Iterable[str], mesh_axis: str | None = None) -> tuple[str, ...]:
-        """Keys that map any of the logical axes `axes`, each once; with `mesh_axis` those that map to it alone."""
+        """Keys that map any of the logical axes `axes`, each once; with `mesh_axis` only those that map to it."""
         selected = set(axes)
         entries = (e for e in self._entries if e.axis in selected and mesh_axis in (None, *e.mesh_axes))
         return tuple(dict.fromkeys(entry.key for entry in entries))
