@@ -14,7 +14,7 @@ from plan_schema import key_tables, plan_schema
 
 from shardplan import errors
 from shardplan.config.command_flags import COMMANDS
-from shardplan.config.help import LOGGING_FLAGS
+from shardplan.config.help import CONFIG_FLAG, LOGGING_FLAGS, MODEL_FLAG
 from shardplan.config.keys import Key, keys_of
 from shardplan.plan.workload import AUTO
 
@@ -56,7 +56,8 @@ def configuration_tables() -> str:
         for (name, key), users in commands.items()
         if "." not in name
     ]
-    plain += [f"| `--{name}` | all commands | | {text.capitalize()}. |" for name, text in LOGGING_FLAGS.items()]
+    flags = {"config": CONFIG_FLAG, "model": MODEL_FLAG} | LOGGING_FLAGS
+    plain += [f"| `--{name}` | all commands | | {text[0].upper()}{text[1:]}. |" for name, text in flags.items()]
     parts = ["## Keys without a section\n\n| key | of | default | meaning |\n|---|---|---|---|\n" + "\n".join(plain)]
     in_sections = sorted((item for item in commands if "." in item[0]), key=_section_of)
     for section, group in groupby(in_sections, _section_of):

@@ -39,8 +39,7 @@ def main(command: str | None = None, argv: Sequence[str] | None = None) -> int:
         return 0
     if command is None:
         if given[:1] in (["-h"], ["--help"]):
-            print(f"usage: shardplan {{{','.join(COMMANDS)}}} --config FILE [--KEY VALUE ...]")
-            print("       shardplan COMMAND --help")
+            print(import_module("shardplan.commands.usage").usage(COMMANDS))
             return 0
         if not given:
             print(f"shardplan: no command; {nearest('', COMMANDS)}", file=sys.stderr)

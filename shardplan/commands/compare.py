@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardplan.commands.output import check_outputs, side_stream, write_json
-from shardplan.config.help import make_parser
+from shardplan.config.help import WITHOUT_CONFIGURATION, make_parser
 from shardplan.errors import ConfigError, nearest
 from shardplan.report.extraction import INSTALL_PLOTS, can_plot
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: other arguments, a folder without finished results, results that cannot be compared, or a plot
             without matplotlib.
     """
-    parser = make_parser("eval compare", description="Print the extraction results of several models side by side.")
+    parser = make_parser("eval compare", description=WITHOUT_CONFIGURATION["eval compare"])
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="the output of `eval --task.kind extraction`")
     parser.add_argument("--output", metavar="FILE", help="also draw them: a .png, .pdf or .svg file")
     parser.add_argument("--json", metavar="TEXT", help="write the comparison to this path, or to stdout with `-`")

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from shardplan.commands.output import check_outputs, write_json
-from shardplan.config.help import make_parser
+from shardplan.config.help import WITHOUT_CONFIGURATION, make_parser
 from shardplan.plan.plan import Plan
 
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> None:
     from shardplan.report.diff import print_difference
     from shardplan.report.tables import console
 
-    parser = make_parser("plan diff", description="Print what differs between two Plan files.")
+    parser = make_parser("plan diff", description=WITHOUT_CONFIGURATION["plan diff"])
     parser.add_argument("before", help="a Plan file")
     parser.add_argument("after", help="a Plan file")
     parser.add_argument("--json", metavar="TEXT", help="write the differences to this path, or to stdout with `-`")

@@ -97,7 +97,9 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
     if given is None:
         from shardplan.runtime.progress import print_note
 
-        print_note(f"dry run: {time.perf_counter() - started:.1f} s, of which planning {plan.search.seconds:.2f} s")
+        print_note(
+            f"done in {time.perf_counter() - started:.1f} s, of which the search took {plan.search.seconds:.2f} s"
+        )
     if config.verify and not verdicts:
         verdicts = [verify_plan(config, plan, side_stream(config.json))]
     if config.report is not None:

@@ -5,7 +5,7 @@ import sys
 from shardplan.commands.inputs import check_model_config
 from shardplan.commands.output import write_json
 from shardplan.config.command_flags import PlanCommand
-from shardplan.errors import ConfigError, InfeasibleError, nearest
+from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import GENERATIONS
 
 ALL = "all"
@@ -24,7 +24,8 @@ def plan_slices(config: PlanCommand) -> None:
         raise ConfigError(f"rank_slices plans for many slices; leave out {' and '.join(conflicts)}")
     for name in config.rank_slices:
         if name not in (*GENERATIONS, ALL):
-            raise ConfigError(f"rank_slices: unknown generation {name!r}; {nearest(name, (*GENERATIONS, ALL))}")
+            valid = ", ".join(sorted((*GENERATIONS, ALL)))
+            raise ConfigError(f"rank_slices: unknown generation {name!r}; valid: {valid}")
     generations = list(GENERATIONS) if ALL in config.rank_slices else list(dict.fromkeys(config.rank_slices))
     check_model_config(config)
     from shardplan.explain.rank_slices import rank_slices

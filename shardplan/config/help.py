@@ -11,6 +11,15 @@ from shardplan.errors import ConfigError
 
 LOGGING_FLAGS = {"quiet": "log errors only, and show no progress", "verbose": "log what the libraries log, too"}
 """Flags that every command has."""
+CONFIG_FLAG = "a YAML file of keys; of several, later ones win"
+MODEL_FLAG = "a checkpoint (model.ref), or a config.json or bundled model to plan (model.config)"
+"""Help of the two flags that are no keys."""
+WITHOUT_CONFIGURATION = {
+    "plan diff": "Print what differs between two Plan files.",
+    "eval compare": "Print the extraction results of several models side by side.",
+    "lm_eval": "Run the command line of lm-evaluation-harness, with the model shardplan.",
+}
+"""Commands that have arguments instead of keys, and what each does."""
 METAVARS = {int: "N", float: "X", str: "TEXT", bool: "BOOL", tuple: "TEXT"}
 
 
@@ -41,9 +50,9 @@ def make_parser(command: str, **settings: Any) -> Parser:
 def add_keys(parser: argparse.ArgumentParser, cls: type, keys: Mapping[str, Key]) -> None:
     """Add the keys of the configuration `cls` in groups, one per section."""
     parser.description = " ".join((cls.__doc__ or "").split())
-    parser.usage = f"{parser.prog} --config FILE [--KEY VALUE ...]"
+    parser.usage = f"{parser.prog} [--config FILE] [--KEY VALUE ...]"
     add_config(parser)
-    parser.add_argument("--model", metavar="TEXT", help="model.config of a .json file or bundled name, else model.ref")
+    parser.add_argument("--model", metavar="TEXT", help=MODEL_FLAG)
     own = {name: key for name, key in keys.items() if "." not in name}
     sections = groupby(((name, key) for name, key in keys.items() if "." in name), lambda item: item[1].section)
     for section, members in sections:
@@ -59,7 +68,7 @@ def add_keys(parser: argparse.ArgumentParser, cls: type, keys: Mapping[str, Key]
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names files of configuration."""
-    parser.add_argument("--config", "--config_path", metavar="FILE", action="append", help="YAML; later files win")
+    parser.add_argument("--config", "--config_path", metavar="FILE", action="append", help=CONFIG_FLAG)
 
 
 def add_key(group: Any, name: str, key: Key) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -116,10 +116,10 @@ def _refuse(token: str, keys: Mapping[str, Key], command: str) -> NoReturn:
     owners = [other for other, cls in COMMANDS.items() if name in keys_of(cls)]
     if owners:
         raise ConfigError(f"command line: {name} is a key of {', '.join(owners)}, not of {command}; leave it out")
-    raise ConfigError(f"command line: {_unknown_message(name, keys)}")
+    raise ConfigError(f"command line: {_unknown_message(name, [*keys, 'config', 'model'])}")
 
 
-def _unknown_message(name: str, keys: Mapping[str, Key]) -> str:
+def _unknown_message(name: str, keys: Collection[str]) -> str:
     """Return why `name` is not a key: it is a section, or unknown; then with the nearest key."""
     if any(key.startswith(f"{name}.") for key in keys):
         return f"{name} is a section, not a value; set a key in it"
@@ -160,7 +160,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
     """Read a YAML file of configuration: its values by dotted name.
 
     Raises:
-        ConfigError: the file does not exist, cannot be read, is not YAML, has a key twice, or holds no mapping.
+        ConfigError: the file does not exist, cannot be read, is not YAML, has a key twice, holds no mapping, or is
+            one of Levanter.
     """
     if not path or not Path(path).exists():
         others = [str(file) for folder in {Path(path).parent, Path("configs")} for file in folder.glob("*.yaml")]
@@ -168,6 +169,10 @@ def _read_yaml(path: str) -> dict[str, Any]:
     loaded = read_yaml(path)
     if not isinstance(loaded, dict):
         raise ConfigError(f"config file {path} contains {value_kind(loaded)}, not keys with values")
+    if "trainer" in loaded:
+        raise ConfigError(
+            f"config file {path} is one of Levanter: it has a section trainer; check it with `plan --lint {path}`"
+        )
     try:
         values = flatten(loaded)
     except RecursionError as error:

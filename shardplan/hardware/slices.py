@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import assert_never
 
-from shardplan.errors import ConfigError, nearest
+from shardplan.errors import ConfigError
 from shardplan.hardware.generations import GENERATIONS, Generation, Wraparound
 
 GIB = 2**30
@@ -98,10 +98,8 @@ def parse_slice(name: str) -> Slice:
         return _make_cpu_slice(name, int(count or 0), copies)
     generation = GENERATIONS.get({"v5litepod": "v5e"}.get(generation_name, generation_name))
     if generation is None:
-        valid = [*GENERATIONS, "cpu"]
-        raise ConfigError(
-            f"hardware.slice {name!r}: unknown generation {generation_name!r}; {nearest(generation_name, valid)}"
-        )
+        valid = ", ".join(sorted((*GENERATIONS, "cpu")))
+        raise ConfigError(f"hardware.slice {name!r}: unknown generation {generation_name!r}; valid: {valid}")
     if match is None:
         torus = generation.sizes[1]
         cores = math.prod(torus) * generation.name_counts_per_chip

@@ -175,7 +175,7 @@ def check_overridden(s: Subject) -> Findings:
             if (entry.key, winner.key) in seen or s.devices(entry.mesh_axes) == 1:
                 continue
             seen.add((entry.key, winner.key))
-            by = winner.key + ("" if winner.key.removeprefix("trainer.") in s.trainer else " (its default)")
+            by = winner.key + (" (its default)" if winner.key in s.default_keys else "")
             only_stored = entry in s.section.compute_entries and winner.key == "trainer.fsdp_axis"
             yield Finding(
                 Severity.WARNING,
@@ -207,7 +207,7 @@ def check_duplicates(s: Subject) -> Findings:
         yield Finding(
             Severity.ERROR,
             FindingKind.DUPLICATE,
-            s.keys(mapped),
+            s.keys(mapped, mesh_axis),
             f"{names_text(mapped)} {shared} in one array (DuplicateSpecError): {names_text(names)}",
             f"shard only one dimension of an array over {mesh_axis}: keep it for one of {names_text(mapped)}",
             axes=frozenset(mapped),

@@ -7,12 +7,14 @@ from functools import cached_property
 from typing import Any
 
 from shardplan.hardware import Slice
+from shardplan.levanter_config.section import MappingEntry
 from shardplan.levanter_config.trainer_section import TrainerSection, schema_of
 from shardplan.lint.findings import short
 from shardplan.model.axes import ModelAxes, Parameter
 from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import as_tuples
+from shardplan.plan.serialization import flatten
 from shardplan.plan.workload import BATCH_AXIS, Workload
 from shardplan.program.tasks import Step
 
@@ -139,11 +141,20 @@ class Subject:
         shards = {p.path: self.shards(p) for p in self.axes.parameters}
         return {path: amount for path, amount in parameters.items() if shards[path] == 1 and self.hardware.devices > 1}
 
-    def keys(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Keys that map any of the logical axes `axes`, each once."""
-        entries = (*self.section.compute_entries, *self.section.param_entries)
+    @cached_property
+    def _entries(self) -> tuple[MappingEntry, ...]:
+        return (*self.section.compute_entries, *self.section.param_entries)
+
+    def keys(self, axes: Iterable[str], mesh_axis: str | None = None) -> tuple[str, ...]:
+        """Keys that map any of the logical axes `axes`, each once; with `mesh_axis` only those that map to it."""
         selected = set(axes)
-        return tuple(dict.fromkeys(entry.key for entry in entries if entry.axis in selected))
+        entries = (e for e in self._entries if e.axis in selected and mesh_axis in (None, *e.mesh_axes))
+        return tuple(dict.fromkeys(entry.key for entry in entries))
+
+    @cached_property
+    def default_keys(self) -> set[str]:
+        """Keys that map logical axes though the section omits them, by Levanter's default."""
+        return {entry.key for entry in self._entries} - flatten(self.trainer, "trainer.").keys()
 
     def size_key(self, mesh_axis: str) -> str:
         """Key of the size of a mesh axis; for `data` in the flat schema, which has none, that of `model`."""

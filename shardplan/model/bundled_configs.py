@@ -20,7 +20,8 @@ def read_config_file(name: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
+        checkpoints = (file.parent.name for file in path.parent.glob("*/config.json"))
         raise ConfigError(
             f"model.config {name} is no bundled model, and cannot be read as a file: {error.strerror}; "
-            f"{nearest(path.stem, BUNDLED)}"
+            f"{nearest(path.name.removesuffix('.json'), [*BUNDLED, *checkpoints])}"
         ) from error

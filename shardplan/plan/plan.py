@@ -213,6 +213,7 @@ class Plan:
     search: SearchInfo
     versions: dict[str, str]
     compiler_options: dict[str, str] = field(default_factory=dict)
+    """Options of the TPU compiler that the times assume; `eval` compiles with them."""
     attention: AttentionPlan = field(default_factory=AttentionPlan)
     details: Details | None = field(default=None, repr=False, compare=False)
     """What the report draws; None in plans of older versions."""
@@ -251,7 +252,7 @@ class Plan:
         """
         version = values.get("schema_version") if isinstance(values, dict) else None
         if version is None:
-            raise ConfigError("not a plan: it has no schema_version")
+            raise ConfigError("not a plan: it has no schema_version; `shardplan plan --json` writes one")
         if version != SCHEMA_VERSION:
             raise ConfigError(f"plan has schema_version {version!r}; this shardplan reads {SCHEMA_VERSION}; plan again")
         workload = values.get("workload")

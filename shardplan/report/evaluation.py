@@ -56,4 +56,4 @@ def _speed_lines(summary: Mapping[str, Any]) -> Iterator[str]:
         f"{rate}; {run['steps']:,} steps, {run['programs']} program compiled in {run['compile_seconds']:.1f} s, "
         f"devices waited {run['waiting_seconds']:.2f} s for windows"
     )
-    yield f"loaded {size_text(load['bytes'])} in {load['seconds']:.2f} s"
+    yield f"{size_text(load['bytes'])} of weights were on the devices after {load['seconds']:.2f} s"

@@ -1,5 +1,6 @@
 """Prints the review of a hand-written layout, and turns it into JSON."""
 
+from collections.abc import Container
 from typing import Any
 
 from rich.console import Console
@@ -31,7 +32,7 @@ def print_review(review: Review, out: Console) -> None:
     for limit in describe_trace(subject.step):
         print_wrapped(f"limit of the prediction: {limit}", out, indent="  ")
     for finding in review.lint.findings:
-        _print_finding(finding, out)
+        _print_finding(finding, subject.default_keys, out)
     if not review.lint.findings:
         out.print("no findings")
     if review.best and review.lint.errors and review.repair is None:
@@ -89,11 +90,12 @@ def _trainer_json(plan: Plan, schema: TrainerSchema) -> dict[str, Any]:
     return {"trainer": trainer_section(plan, schema), "python": trainer_python(plan, schema)}
 
 
-def _print_finding(finding: Finding, out: Console) -> None:
+def _print_finding(finding: Finding, default_keys: Container[str], out: Console) -> None:
     head = Text.assemble(
         (str(finding.severity), f"bold {_COLOURS[finding.severity]}"), " ", (str(finding.kind), "bold")
     )
-    print_wrapped(f" at {', '.join(finding.where)}", out, head, indent="    ")
+    where = (f"{key} (Levanter's default)" if key in default_keys else key for key in finding.where)
+    print_wrapped(f" at {', '.join(where)}", out, head, indent="    ")
     print_wrapped(finding.text, out, "  ")
     print_wrapped(f"remedy: {finding.remedy}", out, "  ")
 

@@ -117,7 +117,7 @@ def print_verdict(label: str, plan: Plan, verdict: Verdict, out: Console) -> Non
         print_bullets([reason_text(verdict.reason)], out)
     print_wrapped(
         f" of {plan.model.name}, mesh {mesh_text(verdict.mesh)}, attention {verdict.attention or '-'}; libtpu "
-        f"{verdict.versions.get('libtpu', '')}, {verdict.compile_seconds:.1f} s",
+        f"{verdict.versions.get('libtpu', '')}, compiled in {verdict.compile_seconds:.1f} s",
         out, Text(verdict.program, "bold"), indent="  ",
     )  # fmt: skip
     is_step = verdict.program == plan.workload.kind  # the plan predicts nothing about other programs

@@ -171,7 +171,7 @@ def _choice_reasons(
         training, other_training = (each.config.workload.training_text() for each in (ranked, runner_up))
         other_training = other_training if other_training != training else ""
         reasons.append(describe_runner_up(ranked.candidate, runner_up.candidate, other_training))
-    return reasons + sorted(map(describe_indivisible, statistics.indivisible.values()))
+    return reasons + sorted(f"excluded: {describe_indivisible(each)}" for each in statistics.indivisible.values())
 
 
 def _attention_reasons(candidate: Candidate) -> list[str]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, closest
 from shardplan.storage import File, open_folder
 from shardplan.storage.listing import list_files
 
@@ -21,7 +21,9 @@ def open_text_files(path: str) -> list[tuple[str, File]]:
     folder_ref, _, name = path.rpartition("/")
     if path.lower().endswith(ENDINGS):
         if "://" not in path and not Path(path).is_file():
-            raise ConfigError(f"data.path {path} does not exist")
+            texts = (str(file) for file in Path(path).parent.glob("*") if file.name.lower().endswith(ENDINGS))
+            close = closest(path, texts)
+            raise ConfigError(f"data.path {path} does not exist" + (f"; did you mean {close!r}?" if close else ""))
         file = open_folder(folder_ref or (str(Path(path).parent))).open(name)
         if file is None:
             raise ConfigError(f"data.path {path} does not exist")

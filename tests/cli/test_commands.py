@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT, fails, run, start, transformers_losses, word_tokenizer
 
 import shardplan
+from shardplan.__main__ import COMMANDS
 from shardplan.model.levanter_compat import IS_MARIN, LEVANTER_PACKAGES
 from shardplan.plan.plan import Plan
 
@@ -178,7 +179,7 @@ def test_dry_run_of_405b(tmp_path):
     done = run("eval", "--config", "configs/405b.yaml", "--dry_run", "--json", tmp_path / "plan.json")
     assert done.returncode == 0, done.stderr
     assert "128 devices of v4-256" in done.stdout and "fits v4-256" in done.stdout and "trainer:" in done.stdout
-    assert "of which planning" in done.stderr
+    assert "of which the search took" in done.stderr
     plan = Plan.load(str(tmp_path / "plan.json"))
     assert plan.hardware.devices == 128
 
@@ -195,6 +196,9 @@ def test_console_script():
     done = subprocess.run([sys.executable, "-m", "shardplan", "pln"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "shardplan: unknown command 'pln'; did you mean 'plan'?\n"
+    done = subprocess.run([sys.executable, "-m", "shardplan", "--help"], capture_output=True, text=True)
+    shown = {line[2:20].strip() for line in done.stdout.splitlines() if line.startswith("  ") and line[20:].strip()}
+    assert done.returncode == 0 and COMMANDS.keys() <= shown
     done = run("plan", "dif", "a.json", "b.json")
     fails(done, 2, "shardplan plan: unknown command 'dif'; did you mean 'diff'?")
     fails(run("plan", "x.yaml"), 2, "unexpected argument 'x.yaml'")

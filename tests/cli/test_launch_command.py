@@ -117,7 +117,7 @@ def test_a_script_starts_the_evaluation(target, config, stand_ins, tmp_path):
     assert started[0]["files"] == [CONFIG + "\n"]
     environment = started[0]["environment"]
     assert [environment[name] for name in ("NAME", "OTHER", "MADE")] == [AWKWARD, UNPRINTABLE, AWKWARD]
-    assert f"#   {AWKWARD} (data.path)" in script
+    assert f"#   {AWKWARD} (data.path)" in script and "#   shardplan" not in script
     failed = stand_ins.run(target, script, STAND_IN_CODE="4")
     assert failed.returncode == 4
 
@@ -153,7 +153,8 @@ def test_several_files_and_a_plan(make_config, stand_ins, tmp_path):
     assert started["files"][:2] == ["data: {path: gs://bucket/a}\n", "data: {path: gs://bucket/b}\n"]
     (tmp_path / "copy.json").write_text(started["files"][2])
     assert Plan.load(str(tmp_path / "copy.json")) == Plan.load(str(plan))
-    assert "v5e-16, 4 hosts" in script and "must have" not in script
+    assert "v5e-16, 4 hosts" in script and "(data.path)" not in script
+    assert "# Every host must have:\n#   shardplan, for its command python: launch.setup" in script
     parsed = run("eval", *configs, "--plan", str(tmp_path / "copy.json"), "--model.ref=org/model", "--dry_run")
     assert parsed.returncode == 0, parsed.stderr
 

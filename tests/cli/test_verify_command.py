@@ -18,7 +18,7 @@ CONFIG = "--config=configs/8b.yaml"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([CONFIG, "--hardware.slice=cpu-8"], "hardware.slice cpu-8 has no TPU compiler; name a TPU slice"),
+        ([CONFIG, "--hardware.slice=cpu-8"], "hardware.slice cpu-8 has no TPU compiler; plan for a TPU slice"),
         ([CONFIG, "--against", "missing.yaml"], "against: missing.yaml cannot be read: No such file"),
         ([CONFIG, "--against"], "--against: expected at least one argument"),
         ([CONFIG, "--plan", "missing.json"], "plan missing.json cannot be read"),

@@ -184,7 +184,7 @@ def test_a_torus_that_jax_cannot_arrange():
             (1, 2, 4),
             "the mesh needs 8 devices, v4-8 has 4; replica x data x model must be 4",
         ),
-        ("cpu-8", (1, 2, 4), "hardware.slice cpu-8 has no TPU compiler; name a TPU slice, such as v4-8"),
+        ("cpu-8", (1, 2, 4), "hardware.slice cpu-8 has no TPU compiler; plan for a TPU slice, such as v4-8"),
     ],
 )
 def test_bad_meshes(name, sizes, message):

@@ -104,6 +104,7 @@ def test_dash_is_a_value():
         (["--model.ref", "x", "--lint", ""],
          "command line: lint is ''; it must not be empty; leave it out, or write null"),
         (["--slice", "v5e-8"], "command line: unknown key 'slice'; did you mean 'hardware.slice'?"),
+        (["--modle", "x"], "command line: unknown key 'modle'; did you mean 'model'?"),
         (["--workload.batch=8", "--workload.batch.x=3"],
          "command line: unknown key 'workload.batch.x'; did you mean 'workload.batch'?"),
         (["eval"], "unexpected argument 'eval'; options look like --workload.batch 16"),
@@ -114,6 +115,15 @@ def test_bad_arguments(argv, message):
     with pytest.raises(ConfigError) as error:
         parse_config(argv, PlanCommand)
     assert str(error.value) == message
+
+
+def test_a_configuration_of_levanter(tmp_path):
+    path = write(tmp_path, "a.yaml", "data: {tokenizer: x}\ntrainer: {train_batch_size: 8}\n")
+    with pytest.raises(ConfigError) as error:
+        parse_config(["--config", path])
+    assert str(error.value) == (
+        f"config file {path} is one of Levanter: it has a section trainer; check it with `plan --lint {path}`"
+    )
 
 
 def test_unknown_key_names_its_file(tmp_path):
@@ -215,7 +225,7 @@ def test_help_lists_the_keys_of_the_command(capsys, name, cls):
     text = capsys.readouterr().out
     assert ended.value.code == 0
     flags = {line.split()[0].rstrip(",") for line in text.splitlines() if line.lstrip().startswith("--")}
-    assert f"usage: shardplan {name} --config FILE" in text and "Tokens per sequence; auto for" in text
+    assert f"usage: shardplan {name} [--config FILE]" in text and "Tokens per sequence; auto for" in text
     assert flags == {f"--{key}" for key in keys_of(cls)} | {"--config", "--model", "--quiet", "--verbose"}
     limit = 140 if cls is LaunchCommand else 120  # that of launch lists the keys of eval, too
     assert len(text.splitlines()) <= limit, "help takes more than three screens"

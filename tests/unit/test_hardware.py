@@ -139,7 +139,7 @@ def test_sizes_are_ascending():
     ("name", "message"),
     [
         ("v4-250", "hardware.slice 'v4-250': v4 has no slice of size 250; did you mean 'v4-256'?"),
-        ("v9-256", "hardware.slice 'v9-256': unknown generation 'v9'; did you mean"),
+        ("v9-256", "hardware.slice 'v9-256': unknown generation 'v9'; valid: cpu, tpu7x, v3, v4, v5e, v5p, v6e"),
         ("banana", "hardware.slice 'banana': unknown generation 'banana'; valid: cpu, tpu7x, v3, v4, v5e, v5p, v6e"),
         ("cpu-0", "needs 1 to 4096 virtual devices, for example 'cpu-8'"),
         ("cpu:8", "needs 1 to 4096 virtual devices, for example 'cpu-8'"),

@@ -58,6 +58,10 @@ def test_unreadable_files_are_rejected(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError):
             read_config(str(path), None)
+    (tmp_path / "my-qwen").mkdir()
+    (tmp_path / "my-qwen" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"my-qwn is no bundled model, .* did you mean 'my-qwen'\?"):
+        read_config(str(tmp_path / "my-qwn"), None)
     with pytest.raises(ConfigError, match=r"llama-3.1-8.json is no bundled model, .* did you mean 'llama-3.1-8b'\?"):
         read_config(str(tmp_path / "llama-3.1-8.json"), None)
 

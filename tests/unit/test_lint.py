@@ -220,6 +220,14 @@ def test_duplicates_name_the_tensors(lint_8b, model):
     assert result.plan is None
 
 
+def test_duplicates_are_where_the_mesh_axis_is_mapped(lint_8b):
+    """The default mapping of mlp to model is not what collides."""
+    errors = lint_8b("{mesh: {param_mapping: {embed: data, mlp: data}}}").errors
+    assert {finding.where for finding in errors} == {
+        ("trainer.mesh.param_mapping.embed", "trainer.mesh.param_mapping.mlp")
+    }
+
+
 @pytest.mark.parametrize(
     ("trainer", "text"),
     [

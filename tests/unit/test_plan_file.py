@@ -45,7 +45,7 @@ def test_unusable_files(plan, tmp_path):
         ("{", "is not JSON"),
         ('{"schema_version": 7}', "plan has schema_version 7; this shardplan reads 1; plan again"),
         ('{"schema_version": 1}', "not a plan"),
-        ("[]", "not a plan: it has no schema_version"),
+        ("[]", "not a plan: it has no schema_version; `shardplan plan --json` writes one"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):

@@ -39,7 +39,7 @@ def test_nothing_fits():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rank_slices", "v4", "v5"], "rank_slices: unknown generation 'v5'; did you mean 'v5"),
+        (["--rank_slices", "v4", "v5"], "rank_slices: unknown generation 'v5'; valid: all, tpu7x, v3, v4, v5e, "),
         (["--rank_slices", "v4", "--what_if"], "rank_slices plans for many slices; leave out --what_if"),
     ],
 )

@@ -253,6 +253,8 @@ def test_best_plan_has_the_schema_of_the_file(tmp_path, trainer, is_flat):
     print_review(reviewed, console(stream))
     text = stream.getvalue()
     assert yaml.safe_load(text[text.index("\ntrainer:") :])["trainer"] == best
+    shown = "trainer.mesh.shared_mapping.heads (Levanter's default)" in " ".join(text.split())
+    assert shown != is_flat
     assert "assumed, not in the file: batch 16 (Levanter's default is 512); 2048 tokens per sequence\n" in text
 
 

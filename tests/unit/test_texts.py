@@ -69,7 +69,8 @@ def test_a_folder_of_files(tmp_path):
         ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: needs an object whose 'text' is a string"),
         ("a.jsonl", b"[" * 100000, "line 1: needs an object whose 'text' is a string"),
         ("a.jsonl", b"\xff\xfe", "line 1: needs an object whose 'text' is a string"),
-        ("a.jsonl", b"", "holds no texts"),
+        ("a.jsonl", b"", "a.jsonl holds no text"),
+        ("a.txt", b"", "a.txt holds no text"),
         ("a.jsonl", b'{"id": 2, "text": "a"}\n{"text": "b"}\n', "line 2: id '2' is that of .*line 1 already"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz is damaged"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "a.jsonl.gz is damaged"),
@@ -92,6 +93,9 @@ def test_missing_files_and_columns(tmp_path):
             open_texts(str(tmp_path / name))
     with pytest.raises(ConfigError, match="holds no file that ends in one of"):
         open_texts(str(tmp_path))
+    (tmp_path / "texts.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"text.jsonl does not exist; did you mean '.*texts.jsonl'\?"):
+        open_texts(str(tmp_path / "text.jsonl"))
     pq.write_table(pa.table({"a": ["x"], "b": ["y"]}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="has the columns a, b; the texts must be in a column of strings called text"):
         open_texts(str(tmp_path / "a.parquet"))
@@ -140,7 +144,7 @@ WORDS = ["the ", "quick ", "fox", "jumps, ", "über", " Größe", "東京", "�
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.sampled_from(WORDS), min_size=0, max_size=900), st.integers(150, 400))
+@given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=900), st.integers(150, 400))
 def test_pieces_are_encoded_as_the_text_at_once(tokenizer, tmp_path_factory, words, piece):
     text = "".join(words)
     folder = tmp_path_factory.mktemp("text")

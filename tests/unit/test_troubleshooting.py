@@ -9,9 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-OF_OTHERS = ("The TPU is already in use", "RESOURCE_EXHAUSTED", "DuplicateSpecError", "is partitioned", "Resource axis",
-             "DEADLINE_EXCEEDED")  # fmt: skip
-"""Beginnings of the messages of JAX and libtpu."""
+OF_OTHERS = (
+    "The TPU is already in use", "could not determine TPU", "PyTorch was not found", "RESOURCE_EXHAUSTED",
+    "DuplicateSpecError", "is partitioned", "Resource axis", "DEADLINE_EXCEEDED",
+)  # fmt: skip
+"""Beginnings of the messages of JAX, libtpu and transformers."""
 MESSAGES = [message for message in re.findall(r"^### `(.+)`$", PAGE, re.MULTILINE) if not message.startswith(OF_OTHERS)]
 
 

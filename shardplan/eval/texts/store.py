@@ -84,7 +84,7 @@ def open_texts(path: str, limit: int | None = None) -> TextStore:
         limit: most texts to read; None for all.
 
     Raises:
-        ConfigError: no such file or folder, a file that is not of its kind, or two texts with one id.
+        ConfigError: no such file or folder, a file that is not of its kind, no text, or two texts with one id.
     """
     store = tempfile.NamedTemporaryFile(prefix="shardplan-texts-")  # noqa: SIM115 - it lives as long as the TextStore
     texts: dict[str, Text] = {}
@@ -102,8 +102,8 @@ def open_texts(path: str, limit: int | None = None) -> TextStore:
             texts[id_] = _append(store, id_, parts)
     except CheckpointError as error:  # of the storage, which mostly reads checkpoints
         raise ConfigError(f"data.path {path} cannot be read: {error}") from error
-    if not texts:
-        raise ConfigError(f"data.path {path} holds no texts")
+    if not any(text.characters for text in texts.values()):
+        raise ConfigError(f"data.path {path} holds no text")
     store.flush()
     return TextStore(tuple(texts.values()), store)
 

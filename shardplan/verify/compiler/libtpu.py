@@ -39,5 +39,5 @@ def check_is_tpu(hardware: Slice) -> Slice:
         ConfigError: it is not.
     """
     if hardware.is_cpu:
-        raise ConfigError(f"hardware.slice {hardware.name} has no TPU compiler; name a TPU slice, such as v4-8")
+        raise ConfigError(f"hardware.slice {hardware.name} has no TPU compiler; plan for a TPU slice, such as v4-8")
     return hardware

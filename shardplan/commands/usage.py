@@ -1,0 +1,21 @@
+"""`shardplan --help`: what each command does."""
+
+import shutil
+import textwrap
+from collections.abc import Iterable
+
+from shardplan.config.command_flags import COMMANDS
+from shardplan.config.help import WITHOUT_CONFIGURATION
+
+INDENT = 22
+"""Columns before the purposes of commands."""
+
+
+def usage(commands: Iterable[str]) -> str:
+    """The usage of `shardplan`, and the purpose of each command, in the width of the terminal."""
+    purposes = {name: cls.__doc__ or "" for name, cls in COMMANDS.items()} | WITHOUT_CONFIGURATION
+    wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent=" " * INDENT)
+    lines = [wrapper.fill(f"  {name}".ljust(INDENT) + purposes[name]) for name in commands]
+    return "\n".join(
+        ["usage: shardplan COMMAND [--config FILE] [--KEY VALUE ...]", "       shardplan COMMAND --help", "", *lines]
+    )
