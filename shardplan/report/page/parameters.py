@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from shardplan.plan.mapping import mesh_size
+from shardplan.plan.mapping import axes_text, mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.report.tables import spec_text
 
@@ -25,7 +25,7 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
     return [
         ParameterRow(
             path=each.path,
-            axes=", ".join(f"{axis} {size}" for axis, size in each.axes.items()),
+            axes=axes_text(each.axes),
             elements=math.prod(each.axes.values()),
             spec=spec_text(each.spec),
             shards=math.prod(mesh_size(plan.mesh, mesh_axes or ()) for mesh_axes in each.spec),
