@@ -128,7 +128,7 @@ with hax.partitioning.set_mesh(mesh):
         model, hax.named(tokens, ("batch", "position"))
     )
 alone = mean_loss(jax.device_put(model, jax.devices()[0]), hax.named(tokens, ("batch", "position")))
-print(f"sharded {sharded:.4f}, on one device {alone:.4f}, of equally probable tokens {np.log(256):.4f}")
+print(f"sharded {sharded:.3f}, on one device {alone:.3f}, of equally probable tokens {np.log(256):.3f}")
 
 # %% [markdown]
 # ## Save it, and stream it back
