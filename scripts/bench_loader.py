@@ -187,12 +187,11 @@ def levanter_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
     import jax.numpy as jnp
     from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 
-    from shardplan.hardware import parse_slice
-    from shardplan.runtime.devices import make_mesh
+    from shardplan.step.device_mesh import make_mesh
 
     converter = LlamaConfig().hf_checkpoint_converter(ref_checkpoint=checkpoint)
     mapping = {axis: tuple(mesh_axes) for axis, mesh_axes in plan.param_mapping.items()}
-    mesh = make_mesh(parse_slice(plan.hardware.slice), plan.mesh)
+    mesh = make_mesh(plan)
 
     def load() -> Any:
         with hax.partitioning.set_mesh(mesh), hax.axis_mapping(mapping):

@@ -94,10 +94,9 @@ def tensor_shardings(checkpoint: str, plan: Any) -> Mapping[str, tuple[tuple[int
     from jax.sharding import NamedSharding, PartitionSpec
     from safetensors import safe_open
 
-    from shardplan.hardware import parse_slice
-    from shardplan.runtime.devices import make_mesh
+    from shardplan.step.device_mesh import make_mesh
 
-    mesh = make_mesh(parse_slice(plan.hardware.slice), plan.mesh)
+    mesh = make_mesh(plan)
     tensor_specs = {}
     for file in sorted(Path(checkpoint).glob("*.safetensors")):
         with safe_open(file, "np") as tensors:

@@ -11,7 +11,7 @@ from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.report.page.labels import short_label
 from shardplan.report.page.memory import LiveChart, memory_panel
-from shardplan.report.page.short import tile_colour
+from shardplan.report.page.short_drawing import tile_colour
 from shardplan.report.page.torus import (
     Drawing,
     Layer,

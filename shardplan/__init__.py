@@ -9,18 +9,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardplan.checkpoint.best_effort import best_effort_sharding
     from shardplan.checkpoint.load import HFCheckpointConverter, load_pretrained
+    from shardplan.checkpoint.save import save_pretrained
+    from shardplan.commands.eval import evaluate
     from shardplan.config import load_config
+    from shardplan.explain.what_if import what_if
+    from shardplan.explain.why_not import why_not
+    from shardplan.levanter_config.writer import trainer_yaml
     from shardplan.levanter_patch import patch_levanter
+    from shardplan.lint.repair import review
     from shardplan.monitoring.audit import audit
     from shardplan.plan import Plan
     from shardplan.runtime.exit_codes import end_process
     from shardplan.runtime.processes.group import watch
     from shardplan.search.make_plan import make_plan
+    from shardplan.step.device_mesh import make_mesh
+    from shardplan.verify.verify_plan import verify_plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "HFCheckpointConverter", "Plan", "audit", "best_effort_sharding", "end_process", "load_config", "load_pretrained",
-    "make_plan", "patch_levanter", "watch",
+    "HFCheckpointConverter", "Plan", "audit", "best_effort_sharding", "end_process", "evaluate", "load_config",
+    "load_pretrained", "make_mesh", "make_plan", "patch_levanter", "review", "save_pretrained", "trainer_yaml",
+    "verify_plan", "watch", "what_if", "why_not",
 ]  # fmt: skip
 
 _MODULES = {
@@ -29,11 +38,19 @@ _MODULES = {
     "audit": "shardplan.monitoring.audit",
     "best_effort_sharding": "shardplan.checkpoint.best_effort",
     "end_process": "shardplan.runtime.exit_codes",
+    "evaluate": "shardplan.commands.eval",
     "load_config": "shardplan.config",
     "load_pretrained": "shardplan.checkpoint.load",
+    "make_mesh": "shardplan.step.device_mesh",
     "make_plan": "shardplan.search.make_plan",
     "patch_levanter": "shardplan.levanter_patch",
+    "review": "shardplan.lint.repair",
+    "save_pretrained": "shardplan.checkpoint.save",
+    "trainer_yaml": "shardplan.levanter_config.writer",
+    "verify_plan": "shardplan.verify.verify_plan",
     "watch": "shardplan.runtime.processes.group",
+    "what_if": "shardplan.explain.what_if",
+    "why_not": "shardplan.explain.why_not",
 }
 """Public name -> the module that defines it."""
 

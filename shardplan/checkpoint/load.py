@@ -27,7 +27,6 @@ from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, ex
 from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, stream_arrays
 from shardplan.errors import CheckpointError, ConfigError
-from shardplan.hardware import parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
 from shardplan.model.levanter_compat import RESIZES_VOCAB
@@ -42,9 +41,9 @@ from shardplan.model.registry import (
 )
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import Plan
-from shardplan.runtime.devices import make_mesh
 from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import open_process_group
+from shardplan.step.device_mesh import make_mesh
 from shardplan.storage import Folder, open_folder
 
 
@@ -90,7 +89,7 @@ def load_pretrained(
     template = _make_template(read_config(None, folder, own_class), config)
     if plan is not None:
         _check_plan(plan, template)
-    mesh = make_mesh(parse_slice(plan.hardware.slice), plan.mesh) if plan is not None else _current_mesh()
+    mesh = make_mesh(plan) if plan is not None else _current_mesh()
     mapping = plan.param_mapping if plan is not None else _mapping_or_current(axis_mapping)
     if dtype is None and plan is not None:
         dtype = plan.workload.param_dtype

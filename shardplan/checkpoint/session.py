@@ -15,11 +15,12 @@ from shardplan.hardware import GIB, parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
-from shardplan.runtime.devices import make_mesh, start_devices
+from shardplan.runtime.devices import start_devices
 from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import open_process_group, short_text
 from shardplan.search.given_plan import check_model
 from shardplan.search.make_plan import make_plan
+from shardplan.step.device_mesh import make_mesh
 from shardplan.storage import Folder, open_folder
 
 
@@ -68,7 +69,7 @@ def prepare(config: LoadingConfig, plan: Plan | None) -> Session:
     model = build_model(read_config(config.model.config, folder, config.model.levanter_class), config.workload.position)
     plan = _agree_on_plan(plan, lambda: make_plan(config, model))
     check_model(plan, model)
-    return Session(config, folder, model, plan, make_mesh(hardware, plan.mesh))
+    return Session(config, folder, model, plan, make_mesh(plan))
 
 
 PLAN_PARTS = ("mesh", "compute_mapping", "param_mapping", "workload", "attention", "compiler_options")

@@ -13,6 +13,7 @@ from shardplan.commands.output import check_outputs, show_plan, side_stream, wri
 from shardplan.commands.plan import dry_run
 from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand
+from shardplan.config.load import load_command
 from shardplan.config.sections import TaskKind
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from shardplan.eval.task import Task
     from shardplan.eval.texts.store import TextStore
 
+OF_THE_COMMAND = ("dry_run", "json", "precision_study", "report", "verify")
+"""Keys that only the command has: what they ask for has functions of its own in Python, or is printed."""
 STOPPED = "stopped after a whole shard; the same command goes on from there (results in {})"
 
 
 def main(argv: Sequence[str]) -> None:
     """Run `shardplan eval` with the arguments `argv`."""
-    config = parse_config(argv, EvalCommand)
-    if config.task.kind is TaskKind.EXTRACTION:
-        config = with_windows(config)
+    config = with_windows(parse_config(argv, EvalCommand))
     if config.dry_run:
         plan = dry_run(config)
         if plan is not None and config.data.path is not None:
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     if config.plan is None:
         check_model_config(config)
     # JAX and Levanter take seconds to import: everything that can be checked without them comes first
-    from shardplan.commands.verify import check_fits, verify_plan
+    from shardplan.commands.verify import check_fits, show_verdict
     from shardplan.eval.run import run_evaluation
     from shardplan.report.evaluation import print_evaluation
     from shardplan.report.tables import console
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
         if config.verify:  # in every process, so that all of them stop if the plan does not fit
             with open(os.devnull, "w") as nowhere:
                 out = side_stream(config.json)
-                verdicts = [verify_plan(config, plan, out if is_first_process() else nowhere)]
+                verdicts = [show_verdict(config, plan, out if is_first_process() else nowhere)]
         if config.report is not None and is_first_process():
             write_report(config.report, plan, verdicts, config.levanter_schema)
         if verdicts:
@@ -90,6 +91,44 @@ def main(argv: Sequence[str]) -> None:
     if config.task.kind is TaskKind.EXTRACTION:
         draw_extraction(config.output, summary, store)
     print_note(f"results written to {config.output}")
+
+
+def evaluate(*files: str, **sections: Any) -> dict[str, Any] | None:
+    """Evaluate texts as `shardplan eval` does, in a program or a notebook, and write the results folder.
+
+    As in `evaluate("configs/tiny.yaml", output="results/first")`; every process of a run calls it with the same
+    arguments. A run that was interrupted goes on.
+
+    Args:
+        files: YAML files, of which later ones win.
+        sections: keys that override those of the files, such as `data={"path": "texts.jsonl"}`.
+
+    Returns:
+        In process 0 the summary, which is in the file summary.json as well: `total`, `texts` (by id) and, of
+        extraction, `plots`; empty in the others. None if the run was stopped before its end.
+
+    Raises:
+        ConfigError: an unusable configuration, or a key that only the command has.
+        InfeasibleError: no plan fits.
+        CheckpointError: the checkpoint is damaged, or does not match its tokenizer.
+        PeerError: a process of the run was lost, failed, or is stuck.
+        SlowError: the run is slower than `gate` allows; the results so far are kept.
+    """
+    config = load_command(EvalCommand, files, sections)
+    for key in OF_THE_COMMAND:
+        if key in config.given:
+            raise ConfigError(f"evaluate: {key} is a key of the command shardplan eval alone; leave it out")
+    config = with_windows(config)
+    check_evaluation(config)
+    assert config.data.path is not None
+    from shardplan.eval.run import run_evaluation
+    from shardplan.eval.texts.store import open_texts
+
+    store = open_texts(config.data.path, config.data.max_documents)
+    summary = run_evaluation(config, make_task(config), store, config.output, lambda _: None, config)
+    if summary and config.task.kind is TaskKind.EXTRACTION:
+        draw_extraction(config.output, summary, store)
+    return summary
 
 
 def check_evaluation(config: EvalCommand) -> None:
@@ -137,11 +176,11 @@ def print_forecast(config: EvalCommand, plan: Plan) -> None:
 
 
 def with_windows(config: EvalCommand) -> EvalCommand:
-    """Return the configuration with the workload that extraction needs: windows of its length, and their scores.
+    """Return the configuration; of extraction with the workload that it needs: windows, and their scores.
 
     Where they are not set, the batch is the fastest one, and the sequences those that windows fill best.
     """
-    if config.plan is not None:
+    if config.task.kind is not TaskKind.EXTRACTION or config.plan is not None:
         return config
     from shardplan.plan.packing import packed_length  # imports numpy
 

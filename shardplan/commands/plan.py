@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shardplan.commands.inputs import check_model_config, input_paths
 from shardplan.commands.output import check_outputs, show_plan, side_stream, write_json, write_report
 from shardplan.commands.rank_slices import plan_slices
-from shardplan.commands.verify import best_plan, check_fits, verify_plan
+from shardplan.commands.verify import best_plan, check_fits, show_verdict
 from shardplan.config import PlanConfig, parse_config
 from shardplan.config.command_flags import PlanCommand
 from shardplan.config.given_plan import load_given_plan
@@ -78,7 +78,7 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
     model = _build_model(config, given) if needs_model else None
     # the mesh of a given plan must not constrain its alternatives
     others = dataclasses.replace(config, mesh=requested.mesh)
-    variants: list[Variant] = []
+    variants: Sequence[Variant] = ()
     verdicts: Sequence[tuple[Case, Verdict]]
     try:
         plan, verdicts = (given, ()) if given else _search(config, model)
@@ -101,7 +101,7 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
             f"done in {time.perf_counter() - started:.1f} s, of which the search took {plan.search.seconds:.2f} s"
         )
     if config.verify and not verdicts:
-        verdicts = [verify_plan(config, plan, side_stream(config.json))]
+        verdicts = [show_verdict(config, plan, side_stream(config.json))]
     if config.report is not None:
         write_report(config.report, plan, verdicts, config.levanter_schema, judgements)
     if verdicts:
@@ -155,7 +155,7 @@ def explain(config: PlanCommand, plan: Plan, model: "Model | None") -> None:
         from shardplan.report.tables import console
 
         answers = [why_not(choice, plan, config, model) for choice in config.why]
-        print_why(answers, plan, console(side_stream(config.json)))
+        print_why(answers, console(side_stream(config.json)))
 
 
 def find_variants(config: PlanCommand, model: "Model") -> "list[Variant]":
@@ -166,7 +166,7 @@ def find_variants(config: PlanCommand, model: "Model") -> "list[Variant]":
     from shardplan.runtime.progress import show_steps
 
     with show_steps("planning variants") as report:
-        variants = what_if(config, model, report)
+        variants = what_if(config, model, report).variants
     print_what_if(variants, console(side_stream(config.json)))
     return variants
 

@@ -73,7 +73,7 @@ def compile_cases(cases: "Sequence[Case]", compiler: CompilerConfig) -> "list[Ve
         return verify(cases, compiler, on_verdict, on_compile)
 
 
-def verify_plan(config: CompilingConfig, plan: Plan, out: TextIO) -> "tuple[Case, Verdict]":
+def show_verdict(config: CompilingConfig, plan: Plan, out: TextIO) -> "tuple[Case, Verdict]":
     """Compile `plan`, as `--verify` of the other commands does, print the verdict and return it with its case."""
     from shardplan.verify.select_cases import build_case
 

@@ -31,11 +31,16 @@ def load_config(*files: str, **sections: Any) -> PlanConfig:
     Raises:
         ConfigError: a file that cannot be read, an unknown key, or a value of the wrong type.
     """
-    keys = keys_of(PlanConfig)
+    return load_command(PlanConfig, files, sections)
+
+
+def load_command(cls: type[C], files: Sequence[str], sections: Mapping[str, Any]) -> C:
+    """The configuration `cls` of a command, in files and with keys as `load_config` takes them."""
+    keys = keys_of(cls)
     values = _read_files(files, keys)
     overrides = flatten({name: list(value) if isinstance(value, tuple) else value for name, value in sections.items()})
-    _check(overrides, keys, where="load_config")
-    return _build(PlanConfig, {**values, **overrides}, files)
+    _check(overrides, keys, where="keyword arguments")
+    return _build(cls, {**values, **overrides}, files)
 
 
 def parse_config(argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from shardplan.config.command_flags import MonitoringConfig
 from shardplan.eval.loop import LoopStatistics
 from shardplan.eval.tracking import open_tracker, step_metrics
 from shardplan.hardware import parse_slice
-from shardplan.monitoring.audit import audit
+from shardplan.monitoring.audit import audit, format_audit
 from shardplan.monitoring.environment_record import describe_process, describe_run
 from shardplan.monitoring.gate import WARM_UP_STEPS, describe_slowness, least_ratio
 from shardplan.monitoring.goodput import ATTEMPTS, Attempt, describe_goodput, now_text
@@ -75,9 +75,9 @@ class RunMonitor:
         Raises:
             ConfigError: one is not.
         """
-        table = audit(module, self._plan)
+        audited = audit(module, self._plan)
         if is_first_process():
-            self._records.write(AUDIT, table)
+            self._records.write(AUDIT, format_audit(audited.arrays))
 
     def record_memory(self, stage: str) -> None:
         """Record the memory in use after a stage of the run; every process calls this."""

@@ -10,9 +10,10 @@ from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model.registry import Model
 from shardplan.plan.details import ChangedSetting, Details
+from shardplan.plan.displayed import Displayed
 from shardplan.plan.plan import Plan
 from shardplan.search.fastest_batch import MAX_TOKENS
-from shardplan.search.make_plan import make_plan
+from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.search_configuration import AUTO_CHECKPOINTING
 
 CURVE_DOUBLINGS = 3
@@ -30,12 +31,22 @@ class Variant:
     """Why there is no plan."""
 
 
-def what_if(config: PlanConfig, model: Model, report: Callable[[str], None] = lambda _: None) -> list[Variant]:
+@dataclass(frozen=True)
+class WhatIf(Displayed):
+    """What one other setting at a time would change."""
+
+    variants: list[Variant]
+    """The configuration as it is, then with each change."""
+
+
+def what_if(config: PlanConfig, model: Model | None = None, report: Callable[[str], None] = lambda _: None) -> WhatIf:
     """Plan `config` itself and with one change at a time; if nothing fits, enlarge every change until a plan fits.
 
     Args:
+        model: the model, if it has been built already.
         report: called with what is planned next.
     """
+    model = model or model_from_config(config)
     report("as it is")
     start = _plan_variant("as it is", config, model)
     variants = [start]
@@ -47,7 +58,7 @@ def what_if(config: PlanConfig, model: Model, report: Callable[[str], None] = la
             variants.append(_plan_variant(change, changed, model))
             if start.plan is None and variants[-1].plan is not None:
                 break
-    return variants
+    return WhatIf(variants)
 
 
 def with_settings(plan: Plan, variants: Sequence[Variant]) -> Plan:

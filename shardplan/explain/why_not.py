@@ -6,9 +6,10 @@ from shardplan.config import PlanConfig
 from shardplan.errors import InfeasibleError
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
+from shardplan.plan.displayed import Displayed
 from shardplan.plan.pins import MeshSize, parse_pin
 from shardplan.plan.plan import Plan
-from shardplan.search.make_plan import make_plan
+from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.reasons import CAVEATS
 
 COMPUTE = "compute"
@@ -17,11 +18,13 @@ MIN_PART = 0.005
 
 
 @dataclass(frozen=True)
-class WhyNot:
+class WhyNot(Displayed):
     """A choice that a plan does not make, and the consequences of making it."""
 
     choice: str
     """The choice as the user wrote it."""
+    original: Plan
+    """The plan that does not make it."""
     plan: Plan | None
     """The best plan that makes the choice; None if none fits."""
     obstacle: str
@@ -32,12 +35,16 @@ class WhyNot:
     """Cause -> seconds by which a step takes longer for it, overlapped time included; the largest differences first."""
 
 
-def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model) -> WhyNot:
+def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model | None = None) -> WhyNot:
     """Compare `plan`, the best one for `config`, with the best one that makes `choice`, written like a pin.
+
+    Args:
+        model: the model, if it has been built already.
 
     Raises:
         ConfigError: `choice` is not a pin.
     """
+    model = model or model_from_config(config)
     axes = inspect_model(model)
     rules = parse_pin(choice, axes, "why")
     subjects = {rule.subject for rule in rules}
@@ -47,14 +54,16 @@ def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model) -> WhyNot
     try:
         other = make_plan(replace(config, pin=(*kept, choice), mesh=mesh), model)
     except InfeasibleError as error:
-        return WhyNot(choice, None, str(error), replaced, {})
+        return WhyNot(choice, plan, None, str(error), replaced, {})
     before, after = _seconds_by_cause(plan), _seconds_by_cause(other)
     differences = {cause: after.get(cause, 0.0) - before.get(cause, 0.0) for cause in {**before, **after}}
     by_size = sorted(differences.items(), key=lambda item: -abs(item[1]))
     minimum = MIN_PART * plan.cost.step_seconds
     new_caveats = [caveat for caveat in other.search.caveats if caveat not in plan.search.caveats]
     obstacle = "; ".join(CAVEATS[caveat] for caveat in new_caveats)
-    return WhyNot(choice, other, obstacle, replaced, {cause: value for cause, value in by_size if abs(value) > minimum})
+    return WhyNot(
+        choice, plan, other, obstacle, replaced, {cause: value for cause, value in by_size if abs(value) > minimum}
+    )
 
 
 def _seconds_by_cause(plan: Plan) -> dict[str, float]:

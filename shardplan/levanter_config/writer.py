@@ -132,9 +132,6 @@ def trainer_yaml(plan: Plan, schema: TrainerSchema = INSTALLED_SCHEMA) -> str:
     Comments after the section give settings outside of it, and a TrainerConfig subclass if the flat schema cannot
     express the plan.
     """
-    text = yaml.safe_dump(
-        {"trainer": trainer_section(plan, schema)}, sort_keys=False, default_flow_style=None, width=YAML_WIDTH
-    )
     comments = list(_settings_outside_trainer(plan, schema))
     python = trainer_python(plan, schema)
     if python is not None:
@@ -148,7 +145,13 @@ def trainer_yaml(plan: Plan, schema: TrainerSchema = INSTALLED_SCHEMA) -> str:
             "",
             *python.splitlines(),
         ]
-    return text + "".join(f"# {line}".rstrip() + "\n" for line in comments)
+    return section_yaml(trainer_section(plan, schema)) + "".join(f"# {line}".rstrip() + "\n" for line in comments)
+
+
+def section_yaml(section: dict[str, Any]) -> str:
+    """Write the content of a `trainer:` section as text to paste."""
+    text: str = yaml.safe_dump({"trainer": section}, sort_keys=False, default_flow_style=None, width=YAML_WIDTH)
+    return text
 
 
 def _replica_sizes(plan: Plan) -> tuple[int, int]:

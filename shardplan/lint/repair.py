@@ -13,10 +13,12 @@ from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.levanter_config.levanter_file import read_sections
 from shardplan.levanter_config.model_section import parse_model_section
+from shardplan.levanter_config.writer import section_yaml
 from shardplan.lint.corrections import correct_attention_backend, correct_keys, parse_nearest
 from shardplan.lint.edits import TRAINER_PREFIX, candidate_edits, diff_trainers
 from shardplan.lint.findings import FindingKind
 from shardplan.lint.lint import LintResult, LintTarget, assumptions, lint_trainer, target_of
+from shardplan.plan.displayed import Displayed
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import flatten
 from shardplan.search.make_plan import make_plan
@@ -40,9 +42,14 @@ class Repair:
     lint: LintResult
     """The result for the edited section: it may have warnings."""
 
+    @property
+    def trainer_yaml(self) -> str:
+        """The edited trainer section, as text to paste."""
+        return section_yaml(dict(self.lint.trainer))
+
 
 @dataclass(frozen=True)
-class Review:
+class Review(Displayed):
     """A hand-written trainer section with its findings, its repair, and the best plan to compare with."""
 
     path: str

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
 from shardplan.model.inspect import axes_of, named_leaves
+from shardplan.plan.displayed import Displayed
 from shardplan.plan.plan import ParameterPlan, Plan
 
 SHOWN = 3
@@ -33,8 +34,15 @@ class AuditedArray:
     """What is not as planned; empty if all is."""
 
 
-def audit(model: Any, plan: Plan) -> str:
-    """Check that every array of a model is as planned, and return a table of them.
+@dataclass(frozen=True)
+class Audit(Displayed):
+    """The arrays of a model that is as planned; a table of them when it is printed, or shown in a notebook."""
+
+    arrays: list[AuditedArray]
+
+
+def audit(model: Any, plan: Plan) -> Audit:
+    """Check that every array of a model is as planned, and return them; they show themselves as a table.
 
     Args:
         model: a Levanter model with its arrays.
@@ -52,7 +60,7 @@ def audit(model: Any, plan: Plan) -> str:
             f"not as planned: {'; '.join(problems[:SHOWN])}{more}; load the model with this plan, and let nothing "
             "reshard it"
         )
-    return format_audit(arrays)
+    return Audit(arrays)
 
 
 def audit_arrays(model: Any, plan: Plan) -> list[AuditedArray]:

@@ -21,6 +21,11 @@ def mesh_text(mesh: MeshShape) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
 
 
+def axes_text(axes: Mapping[str, int]) -> str:
+    """`layer 126, mlp 53248, embed 16384`."""
+    return ", ".join(f"{axis} {size}" for axis, size in axes.items())
+
+
 def mapping_text(mapping: Mapping[str, Iterable[str]]) -> str:
     """`mlp -> model x data, embed -> data`; `all replicated` for a mapping without mesh axes."""
     sharded = [f"{axis} -> {' x '.join(mesh_axes)}" for axis, mesh_axes in mapping.items() if mesh_axes]

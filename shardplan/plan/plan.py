@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.hardware import GIB, parse_slice
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.details import Details
+from shardplan.plan.displayed import Displayed
 from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import mesh_size, mesh_text
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.serialization import checksum, decode
+from shardplan.plan.tiles import Tiles
 from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, BATCH_AXIS, Workload
 from shardplan.positions.sequence_order import SequenceOrder
 
@@ -28,8 +29,6 @@ CHECKSUM = "checksum"
 """Key of a Plan's JSON that shows whether it is as it was written."""
 UNCHECKED = {CHECKSUM, "search", "versions", "details"}
 """Keys of a Plan file that its checksum leaves out, because they are for people to read."""
-NOTEBOOK = "shardplan.report.page.short"
-"""The module that draws Plans and verdicts in notebooks: it is above them, and imported when it is needed."""
 Mapping = dict[str, list[str]]
 """Logical axis -> mesh axes, major to minor. A logical axis that is absent is replicated."""
 
@@ -195,7 +194,7 @@ class SearchInfo:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Displayed):
     """A mesh, both mappings, and what follows from them."""
 
     model: ModelInfo
@@ -230,10 +229,22 @@ class Plan:
             return None
         return cost.model_flops / (cost.step_seconds * hardware.devices * hardware.generation.flops)
 
-    def _repr_html_(self) -> str:
-        """The Plan in a notebook."""
-        html: str = import_module(NOTEBOOK).plan_html(self)
-        return html
+    def tiles_of(self, path: str) -> Tiles:
+        """Which device holds which tile of a parameter; the tiles show themselves in a notebook.
+
+        Args:
+            path: of the parameter, or the end of it, such as mlp.gate_proj.weight.
+
+        Raises:
+            ConfigError: no parameter has this path, or several end in it.
+        """
+        found = [each for each in self.parameters if f".{each.path}".endswith(f".{path}")]
+        if len(found) > 1:
+            raise ConfigError(f"{path} is the end of several parameters: {', '.join(each.path for each in found)}")
+        if not found:
+            ends = [".".join(each.path.split(".")[-path.count(".") - 1 :]) for each in self.parameters]
+            raise ConfigError(f"no parameter {path}; {nearest(path, ends)}")
+        return Tiles(found[0], self.hardware.slice, self.mesh)
 
     def to_json(self) -> dict[str, Any]:
         """The Plan as JSON values, `schema_version` first, and a checksum of them last."""

@@ -17,21 +17,21 @@ WHAT_IF_COLUMNS = (("mesh", "GiB of available", "step s", "tokens/s"), ("GiB", "
 """Columns of the table of variants, from the fullest form to the narrowest."""
 
 
-def print_why(answers: Sequence[WhyNot], plan: Plan, out: Console) -> None:
+def print_why(answers: Sequence[WhyNot], out: Console) -> None:
     """Print for every choice what forbids it, or how much slower and larger the best plan with it is, by cause."""
     for answer in answers:
         out.print()
         print_wrapped("", out, Text(f"why not {answer.choice}?", "bold"))
-        print_bullets(_answer_lines(answer, plan), out)
+        print_bullets(_answer_lines(answer), out)
 
 
-def _answer_lines(answer: WhyNot, plan: Plan) -> Iterator[str]:
+def _answer_lines(answer: WhyNot) -> Iterator[str]:
     """Yield what speaks against a choice, one sentence each."""
     if answer.obstacle:
         yield answer.obstacle
     if answer.replaced_pins:
         yield f"instead of {' and '.join(answer.replaced_pins)}"
-    other = answer.plan
+    plan, other = answer.original, answer.plan
     if other is None:
         return
     seconds = other.cost.step_seconds - plan.cost.step_seconds

@@ -11,7 +11,7 @@ from rich.text import Text
 from shardplan.hardware import GIB
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
-from shardplan.plan.mapping import mapping_text, mesh_text
+from shardplan.plan.mapping import axes_text, mapping_text, mesh_text
 from shardplan.plan.plan import ParameterPlan, Plan, Spec
 from shardplan.plan.workload import Workload
 from shardplan.report.summary import print_estimate
@@ -81,7 +81,7 @@ def _parameter_tables(plan: Plan, width: int) -> Iterator[Table]:
     paths, specs = [p.path for p in plan.parameters], [spec_text(p.spec) for p in plan.parameters]
     shards = [str(_shard_count(p, plan.mesh)) for p in plan.parameters]
     sizes = [f"{p.bytes_per_device / 2**20:,.2f}" for p in plan.parameters]
-    axes = [", ".join(f"{axis} {size}" for axis, size in p.axes.items()) for p in plan.parameters]
+    axes = [axes_text(p.axes) for p in plan.parameters]
     title, numbers = "Parameters", ("shards", "MiB/device")
 
     def without_axes(ends: list[str]) -> Table:

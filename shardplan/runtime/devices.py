@@ -5,7 +5,6 @@ environment variables: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM
 """
 
 import contextlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -92,24 +91,6 @@ def slice_from(devices: Sequence[Device]) -> Slice:
     sides = [max(axis) - min(axis) + 1 for axis in zip(*coordinates, strict=True)]
     rank, copies = len(GENERATIONS[generation].sizes[0]), f"{len(slices)}x" if len(slices) > 1 else ""
     return parse_slice(f"{copies}{generation}:{'x'.join(map(str, sides[:rank]))}")
-
-
-def make_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
-    """Return a mesh of all JAX devices; see `arrange`.
-
-    Args:
-        sizes: mesh axis -> size, major to minor.
-
-    Raises:
-        ConfigError: JAX has more or fewer devices than the mesh.
-    """
-    required, available = math.prod(sizes.values()), jax.device_count()
-    if required != available:
-        raise ConfigError(
-            f"the mesh needs {required} devices, JAX has {available}; for virtual CPU devices set JAX_PLATFORMS=cpu "
-            f"and JAX_NUM_CPU_DEVICES={required} before JAX is imported"
-        )
-    return arrange(jax.devices(), hardware, sizes)
 
 
 def arrange(devices: Sequence[Device], hardware: Slice, sizes: Mapping[str, int]) -> Mesh:

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import shardplan
 from shardplan.model.own_model import own_code
 from shardplan.plan.attention_plan import Strategy
 from shardplan.verify.case import Case
@@ -77,7 +76,7 @@ def code_digest(patterns: tuple[str, ...]) -> str:
     Args:
         patterns: glob patterns of the modules' paths without suffix.
     """
-    root = Path(shardplan.__file__).parent
+    root = Path(__file__).parents[1]
     result = hashlib.sha256()
     for path in sorted(path for pattern in patterns for path in root.glob(f"{pattern}.py")):
         result.update(normalize_code(path.read_text(encoding="utf-8")).encode())

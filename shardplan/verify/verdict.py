@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from importlib import import_module
 
-from shardplan.plan.plan import NOTEBOOK, Collective
+from shardplan.plan.displayed import Displayed
+from shardplan.plan.plan import Collective
 from shardplan.plan.workload import Workload
 
 
@@ -191,7 +191,7 @@ class Omission:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Displayed):
     """The compiler's verdict on one program."""
 
     outcome: Outcome
@@ -217,11 +217,6 @@ class Verdict:
     def fits(self) -> bool:
         """Whether the program compiled and fits into the available memory."""
         return self.outcome == Outcome.FITS
-
-    def _repr_html_(self) -> str:
-        """The verdict in a notebook."""
-        html: str = import_module(NOTEBOOK).verdict_html(self)
-        return html
 
     def rank(self, workload: Workload) -> tuple[int, float]:
         """Sort key: programs that fit by time per token, then those that do not fit by memory, then the rest."""

@@ -14,7 +14,9 @@ import pytest
 from conftest import ROOT, fails, run, start, transformers_losses, word_tokenizer
 
 import shardplan
+from shardplan import evaluate
 from shardplan.__main__ import COMMANDS
+from shardplan.errors import ConfigError
 from shardplan.model.levanter_compat import IS_MARIN, LEVANTER_PACKAGES
 from shardplan.plan.plan import Plan
 
@@ -75,6 +77,21 @@ def test_evaluation_with_positions_sharded(checkpoint, tmp_path):
     assert results["plan"]["attention"]["strategy"] == "all_gather"
     nats = transformers_losses(checkpoint)
     assert results["total"]["loss_per_token"] == pytest.approx(nats.mean(), abs=2e-6)
+
+
+def test_evaluation_in_a_program(checkpoint, tmp_path):
+    """`evaluate` takes the keys of the command, but for those that ask it to print or write something else."""
+    settings = {
+        "model": {"ref": str(checkpoint)},
+        "data": {"path": str(checkpoint / "text.jsonl")},
+        "workload": {"batch": 4, "position": 64, "param_dtype": "float32", "compute_dtype": "float32"},
+        "output": str(tmp_path / "results"),
+    }
+    results = evaluate(**settings)
+    assert results["total"]["loss_per_token"] == pytest.approx(transformers_losses(checkpoint).mean(), abs=2e-6)
+    assert results["texts"] == summary(tmp_path)["texts"]
+    with pytest.raises(ConfigError, match="evaluate: json is a key of the command shardplan eval alone; leave it out"):
+        evaluate(**settings, json="-")
 
 
 def test_several_batches_have_a_speed(checkpoint, tmp_path):

@@ -13,13 +13,12 @@ from levanter.layers.attention import AttentionConfig, AttentionWithSink
 from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.errors import ConfigError
-from shardplan.hardware import parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan
-from shardplan.runtime.devices import make_mesh
 from shardplan.search.make_plan import make_plan
 from shardplan.step import logits_program, loss_program, prefill_program, specialize
+from shardplan.step.device_mesh import make_mesh
 from shardplan.storage import open_folder
 
 TOLERANCE = 2e-5
@@ -59,7 +58,7 @@ def run(golden, make_config, name, mesh, compute, change_model=None, change_plan
         attention=attention or plan.attention,
     )
     model = specialize(model, plan)
-    device_mesh = make_mesh(parse_slice(plan.hardware.slice), plan.mesh)
+    device_mesh = make_mesh(plan)
     module, _ = stream_checkpoint(model.template, folder, device_mesh, plan.param_mapping, plan.workload.param_dtype)
     expected = np.tile(reference["logits"], (4, 1, 1))
     assert np.abs(expected).max() > 1  # or else the comparison would be meaningless

@@ -40,7 +40,7 @@ def gate_proj(model):
 
 def test_a_model_as_planned(loaded):
     model, plan = loaded
-    lines = audit(model, plan).splitlines()
+    lines = str(audit(model, plan)).splitlines()
     assert len(lines) == len(plan.parameters) + 2 and all(line.endswith("as planned") for line in lines[1:-1])
     total = sum(parameter.bytes_per_device for parameter in plan.parameters)
     assert lines[-1] == f"{total:,} bytes per device"

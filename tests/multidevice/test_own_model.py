@@ -12,7 +12,7 @@ from conftest import ROOT, fails, run, start, word_tokenizer
 from haliax.state_dict import to_torch_compatible_state_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from levanter.layers.attention import AttentionMask
-from own_model import ParallelConfig, ParallelModel
+from parallel_model import ParallelConfig, ParallelModel
 from safetensors.numpy import save_file
 
 from shardplan import load_config, load_pretrained, make_plan
@@ -22,7 +22,7 @@ from shardplan.model.own_model import own_code
 from shardplan.model.registry import transformers_config
 from shardplan.search.make_plan import model_from_config
 
-CLASS = "own_model:ParallelConfig"
+CLASS = "parallel_model:ParallelConfig"
 SIZES = {"width": 64, "depth": 2, "groups": 4, "queries": 2, "head_width": 16, "ffn": 192, "positions": 128}
 CONFIG = {"model_type": "parallel", "vocab_size": 256, "attention_bias": "ours", **SIZES}
 LENGTH = 32
@@ -31,7 +31,7 @@ LENGTH = 32
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
     """Let the commands, which are processes of their own, import the class."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), str(ROOT)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "notebooks"), str(ROOT)]))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_a_plan_file_names_the_class(own, tmp_path):
 
 
 def test_changed_code_is_compiled_again(own, tmp_path, monkeypatch):
-    (tmp_path / "changing.py").write_text((ROOT / "tests" / "own_model.py").read_text())
+    (tmp_path / "changing.py").write_text((ROOT / "notebooks" / "parallel_model.py").read_text())
     monkeypatch.syspath_prepend(tmp_path)
     hf_config = read_config(str(own[0] / "config.json"), None, "changing:ParallelConfig")
     before = own_code(hf_config)
@@ -135,10 +135,10 @@ def test_changed_code_is_compiled_again(own, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("own_model", "model.levanter_class is 'own_model'; it must be package.module:Class"),
-        ("own_modle:X", "model.levanter_class 'own_modle:X': cannot import own_modle: "),
-        ("own_model:ParalelConfig", "has no class 'ParalelConfig'; did you mean 'ParallelConfig'?"),
-        ("own_model:Block", "Block has no from_hf_config, which makes it from a config.json"),
+        ("parallel_model", "model.levanter_class is 'parallel_model'; it must be package.module:Class"),
+        ("paralel_model:X", "model.levanter_class 'paralel_model:X': cannot import paralel_model: "),
+        ("parallel_model:ParalelConfig", "has no class 'ParalelConfig'; did you mean 'ParallelConfig'?"),
+        ("parallel_model:Block", "Block has no from_hf_config, which makes it from a config.json"),
     ],
 )
 def test_names_that_are_no_class(own, name, message):

@@ -214,7 +214,9 @@ def test_from_python(tmp_path):
     loaded = load_config(path, workload={"position": 64}, pin=["mlp=model"])
     assert isinstance(loaded, PlanConfig) and (loaded.workload.batch, loaded.workload.position) == (3, 64)
     assert loaded.pin == ("mlp=model",)
-    with pytest.raises(ConfigError, match=r"load_config: unknown key 'workload\.bach'; did you mean 'workload\.batch'"):
+    with pytest.raises(
+        ConfigError, match=r"keyword arguments: unknown key 'workload\.bach'; did you mean 'workload\.batch'"
+    ):
         load_config(path, workload={"bach": 4})
 
 

@@ -15,6 +15,7 @@ from test_verdicts import FITS, TOO_LARGE
 from shardplan.errors import ConfigError
 from shardplan.explain.what_if import Variant, with_settings
 from shardplan.model.levanter_compat import INSTALLED_SCHEMA
+from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.report.page.candidates import OTHER, PLAN, RUNNER_UP, candidates_panel
 from shardplan.report.page.headline import make_headline
@@ -27,6 +28,7 @@ from shardplan.report.page.roofline import roofline_panel
 from shardplan.report.page.timeline import costs_of_step, timeline_panel
 from shardplan.report.page.torus import draw_slice, make_tiling, mesh_coordinates, tilings_of
 from shardplan.report.page.units import LogAxis, gib_text, linear_ticks, seconds_text
+from shardplan.report.tables import spec_text
 from shardplan.search.make_plan import make_plan
 
 SETTINGS = (
@@ -293,6 +295,28 @@ def test_notebooks_draw_plans_and_verdicts_without_links(plan):
         assert html.count("<rect") == plan.hardware.devices
         assert "href" not in html and "<script" not in html
     assert "does not fit" in judged(plan, TOO_LARGE)._repr_html_()
+
+
+def test_what_shows_itself(plan):
+    """A short text beside the picture, and the text of the command where it is printed."""
+    bundle = plan._repr_mimebundle_()
+    assert bundle["text/html"] == plan._repr_html_() and bundle["text/plain"].startswith("fits v5e-32: ")
+    assert len(bundle["text/plain"].splitlines()) == 3 and "For Levanter:" in str(plan)
+    assert str(judged(plan, TOO_LARGE)).splitlines()[-2].startswith("1.00 GiB too much")
+
+
+def test_tiles_of_a_parameter(plan):
+    tiles = plan.tiles_of("mlp.gate_proj.weight")
+    path, axes, sizes = str(tiles).splitlines()
+    assert path == tiles.parameter.path == "transformer.layers.stacked.mlp.gate_proj.weight"
+    assert axes == f"layer 32, mlp 14336, embed 4096: {spec_text(tiles.parameter.spec)} on {mesh_text(plan.mesh)}"
+    tiling = make_tiling(path, tiles.parameter.axes, tiles.parameter.spec, plan.mesh)
+    assert sizes.startswith(f"{tiling.tiles} tiles of 32 x ")
+    assert tiles._repr_html_().count("<rect") == plan.hardware.devices
+    with pytest.raises(ConfigError, match=r"no parameter mlp\.gate_prj\.weight; did you mean 'mlp\.gate_proj\.weight'"):
+        plan.tiles_of("mlp.gate_prj.weight")
+    with pytest.raises(ConfigError, match=r"weight is the end of several parameters: .*gate_proj\.weight, "):
+        plan.tiles_of("weight")
 
 
 def test_labels():

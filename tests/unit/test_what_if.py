@@ -9,7 +9,9 @@ from shardplan.report.tables import console
 
 def test_what_if_something_fits(llama_model, llama_config):
     reported: list[str] = []
-    variants = {variant.change: variant.plan for variant in what_if(llama_config(), llama_model, reported.append)}
+    variants = {
+        variant.change: variant.plan for variant in what_if(llama_config(), llama_model, reported.append).variants
+    }
     assert list(variants) == [
         "as it is", *(f"workload.batch {batch}" for batch in (1, 2, 4, 16, 32, 64)), "hardware.slice v4-32",
         "hardware.slice v4-128", "workload.param_dtype float32",
@@ -21,7 +23,8 @@ def test_what_if_something_fits(llama_model, llama_config):
 
 def test_what_if_nothing_fits(llama_model, llama_config):
     """Each change is enlarged until a plan fits, and no further."""
-    variants = what_if(llama_config(hardware_slice="v5e-4", workload_kind="train", workload_batch=2), llama_model)
+    answer = what_if(llama_config(hardware_slice="v5e-4", workload_kind="train", workload_batch=2), llama_model)
+    variants = answer.variants
     fits = {variant.change: variant.plan is not None for variant in variants}
     assert not fits["as it is"] and "missing" in variants[0].obstacle
     for key in ("hardware.slice", "workload.batch"):
@@ -32,6 +35,7 @@ def test_what_if_nothing_fits(llama_model, llama_config):
     stream = io.StringIO()
     print_what_if(variants, console(stream))
     text = stream.getvalue()
+    assert str(answer).splitlines()[0].startswith("What if")
     assert "none" not in text.split("  · ")[0] and "hardware.slice v5e-8" in text
     failed = {change.rpartition(" ")[0] for change, has_plan in fits.items() if not has_plan}
     assert text.count("  · ") == len(failed) == len(summarize_failures(variants))

@@ -198,11 +198,11 @@ def test_answers(plan):
     slower = dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, step_seconds=1.5 * plan.cost.step_seconds))
     cause = f"all-gather, weights of {GATE}"
     answers = [
-        WhyNot("mlp=data", slower, "", ["mlp=model"], {cause: 0.5}),
-        WhyNot("embed=model", plan, "", [], {}),
-        WhyNot("mesh.model=128", None, obstacle, [], {}),
+        WhyNot("mlp=data", plan, slower, "", ["mlp=model"], {cause: 0.5}),
+        WhyNot("embed=model", plan, plan, "", [], {}),
+        WhyNot("mesh.model=128", plan, None, obstacle, [], {}),
     ]
-    for text in assert_readable(print_why, answers, plan).values():
+    for text in assert_readable(print_why, answers).values():
         assert "(+50.0%)" in text and "the plan makes this choice" in text
 
 

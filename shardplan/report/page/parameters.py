@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from shardplan.plan.mapping import mesh_size
+from shardplan.plan.mapping import axes_text, mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.report.page.labels import STACKED
 from shardplan.report.tables import spec_text
@@ -30,7 +30,7 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
         ParameterRow(
             stack="".join(each.path.rpartition(STACKED)[:2]),
             name=each.path.rpartition(STACKED)[2],
-            axes=", ".join(f"{axis} {size}" for axis, size in each.axes.items()),
+            axes=axes_text(each.axes),
             elements=math.prod(each.axes.values()),
             spec=spec_text(each.spec),
             shards=math.prod(mesh_size(plan.mesh, mesh_axes or ()) for mesh_axes in each.spec),

@@ -1,4 +1,4 @@
-"""A model that neither shardplan nor Levanter knows: attention beside the MLP, and names of its own for axes."""
+"""A model that neither shardplan nor Levanter knows: attention beside the MLP, and axes with names of its own."""
 
 from dataclasses import dataclass
 
@@ -31,13 +31,9 @@ class ParallelConfig(LmConfig):
     KeyPos = property(lambda self: self.Pos.alias("key_position"))
     Layers = property(lambda self: hax.Axis("depth", self.depth))
     Ffn = property(lambda self: hax.Axis("ffn", self.ffn))
-    Heads = property(
-        lambda self: (
-            hax.Axis("group", self.groups),
-            hax.Axis("query", self.queries),
-            hax.Axis("head", self.head_width),
-        )
-    )
+    Group = property(lambda self: hax.Axis("group", self.groups))
+    Query = property(lambda self: hax.Axis("query", self.queries))
+    Head = property(lambda self: hax.Axis("head", self.head_width))
 
     @property
     def model_type(self):
@@ -50,6 +46,8 @@ class ParallelConfig(LmConfig):
 
 
 class Block(eqx.Module):
+    """Attention and an MLP, side by side, of the same normed input."""
+
     norm: hnn.RmsNorm
     query: hnn.Linear
     key: hnn.Linear
@@ -61,17 +59,20 @@ class Block(eqx.Module):
 
     @staticmethod
     def init(config, *, key):
-        keys, (group, queries, head) = jax.random.split(key, 6), config.Heads
-        wide, make = config.Embed, lambda i, *axes: hnn.Linear.init(*axes, key=keys[i], use_bias=False)
+        c, keys = config, iter(jax.random.split(key, 6))
+
+        def linear(In, Out):
+            return hnn.Linear.init(In, Out, key=next(keys), use_bias=False)
+
         return Block(
-            hnn.RmsNorm.init(wide, use_bias=False),
-            make(0, wide, (group, queries, head)),
-            make(1, wide, (group, head)),
-            make(2, wide, (group, head)),
-            make(3, (group, queries, head), wide),
-            make(4, wide, config.Ffn),
-            make(5, config.Ffn, wide),
-            config,
+            norm=hnn.RmsNorm.init(c.Embed, use_bias=False),
+            query=linear(c.Embed, (c.Group, c.Query, c.Head)),
+            key=linear(c.Embed, (c.Group, c.Head)),
+            value=linear(c.Embed, (c.Group, c.Head)),
+            attended=linear((c.Group, c.Query, c.Head), c.Embed),
+            up=linear(c.Embed, c.Ffn),
+            down=linear(c.Ffn, c.Embed),
+            config=c,
         )
 
     def __call__(self, x, mask):
@@ -92,6 +93,8 @@ class Block(eqx.Module):
 
 
 class ParallelModel(LmHeadModel):
+    """Blocks between an embedding and a head."""
+
     embeddings: hnn.Embedding
     blocks: Stacked
     norm: hnn.RmsNorm
@@ -109,14 +112,13 @@ class ParallelModel(LmHeadModel):
     @classmethod
     def init(cls, Vocab, config, *, key):
         keys = jax.random.split(key, 3)
+        blocks = Stacked.init(config.Layers, Block, gradient_checkpointing=True)
         return cls(
-            hnn.Embedding.init(Vocab, config.Embed, key=keys[0]),
-            Stacked.init(config.Layers, Block, gradient_checkpointing=True)(
-                config, key=jax.random.split(keys[1], config.depth)
-            ),
-            hnn.RmsNorm.init(config.Embed, use_bias=False),
-            hnn.Linear.init(config.Embed, Vocab, key=keys[2], use_bias=False),
-            config,
+            embeddings=hnn.Embedding.init(Vocab, config.Embed, key=keys[0]),
+            blocks=blocks(config, key=jax.random.split(keys[1], config.depth)),
+            norm=hnn.RmsNorm.init(config.Embed, use_bias=False),
+            head=hnn.Linear.init(config.Embed, Vocab, key=keys[2], use_bias=False),
+            own_config=config,
         )
 
     def activations(self, input_ids, attn_mask=None, *, key=None, pos_ids=None):

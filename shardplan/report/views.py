@@ -1,0 +1,88 @@
+"""How each class that is `Displayed` shows itself: as text, as a short text, and as a picture."""
+
+import io
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from shardplan.explain.what_if import WhatIf
+from shardplan.explain.why_not import WhyNot
+from shardplan.lint.repair import Review
+from shardplan.monitoring.audit import Audit, format_audit
+from shardplan.plan.displayed import Displayed
+from shardplan.plan.mapping import mesh_text
+from shardplan.plan.plan import Plan
+from shardplan.plan.tiles import Tiles
+from shardplan.report.explain import print_what_if, print_why
+from shardplan.report.lint import print_review
+from shardplan.report.page.short import plan_html, verdict_html, verdict_lines
+from shardplan.report.page.short_parameters import audit_html, tiles_html, tiles_lines
+from shardplan.report.summary import print_estimate
+from shardplan.report.tables import print_plan
+from shardplan.verify.verdict import Verdict
+
+WIDTH = 100
+"""Columns of text that is not printed on a terminal."""
+Print = Callable[[Any, Console], None]
+
+
+@dataclass(frozen=True)
+class View:
+    """How the objects of a class show themselves."""
+
+    text: Print
+    """What `print` shows."""
+    short: Print | None = None
+    """What IPython shows as the value of a cell where it shows no pictures; None for the whole text."""
+    picture: Callable[[Any], str] | None = None
+    """HTML for notebooks, without links and scripts; None for what is text alone."""
+
+
+def full_text(shown: Displayed) -> str:
+    """Return what `print` shows of an object."""
+    return _print_to_text(VIEWS[type(shown)].text, shown)
+
+
+def short_text(shown: Displayed) -> str:
+    """Return what IPython in a terminal shows of an object."""
+    view = VIEWS[type(shown)]
+    return _print_to_text(view.short or view.text, shown)
+
+
+def picture(shown: Displayed) -> str | None:
+    """Return what a notebook shows of an object, as HTML; None if that is its text."""
+    draw = VIEWS[type(shown)].picture
+    return None if draw is None else draw(shown)
+
+
+def _print_to_text(print_: Print, shown: Displayed) -> str:
+    stream = io.StringIO()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    print_(shown, Console(file=stream, width=width, force_terminal=False, force_jupyter=False))
+    return stream.getvalue().strip("\n")
+
+
+def _print_lines(lines: list[str], out: Console) -> None:
+    for line in lines:
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_short_plan(plan: Plan, out: Console) -> None:
+    print_estimate(plan, out)
+    _print_lines([f"mesh {mesh_text(plan.mesh)}"], out)
+
+
+VIEWS: dict[type, View] = {
+    Plan: View(print_plan, _print_short_plan, plan_html),
+    Verdict: View(lambda verdict, out: _print_lines(verdict_lines(verdict), out), picture=verdict_html),
+    Tiles: View(lambda tiles, out: _print_lines(tiles_lines(tiles), out), picture=tiles_html),
+    Audit: View(lambda audit, out: _print_lines([format_audit(audit.arrays)], out), picture=audit_html),
+    WhyNot: View(lambda answer, out: print_why([answer], out)),
+    WhatIf: View(lambda answer, out: print_what_if(answer.variants, out)),
+    Review: View(print_review),
+}
+"""Class -> how its objects show themselves."""

@@ -1,0 +1,28 @@
+"""verify_plan: the verdict on one plan, for programs and notebooks."""
+
+from shardplan.config.command_flags import CompilingConfig
+from shardplan.config.sections import CompilerConfig, ModelConfig
+from shardplan.plan.plan import Plan
+from shardplan.verify.run import verify
+from shardplan.verify.select_cases import build_case
+from shardplan.verify.verdict import Verdict
+
+
+def verify_plan(plan: Plan, compiler: CompilerConfig | None = None) -> Verdict:
+    """Have the TPU compiler judge the step of a plan; this needs libtpu, no TPU, and from seconds to minutes.
+
+    Args:
+        plan: the plan. The config.json of its model is read again.
+        compiler: limits, and the folder in which compiled programs are kept.
+
+    Returns:
+        The verdict: whether the step fits, its memory, and its modelled time. One that the compiler refuses, or for
+        which a limit is reached, is a verdict too.
+
+    Raises:
+        ConfigError: libtpu is not installed, or the plan is not for a TPU slice.
+    """
+    compiler = compiler or CompilerConfig()
+    model = ModelConfig(ref=plan.model.ref, config=plan.model.config, levanter_class=plan.model.levanter_class)
+    (verdict,) = verify([build_case(CompilingConfig(model=model, compiler=compiler), plan)], compiler)
+    return verdict
