@@ -120,11 +120,14 @@ class Run:
         """
         others = [each for i, each in enumerate(self.processes) if i not in spared]
         while time.monotonic() < fault_at + HUNG_S and any(each.process.poll() is None for each in others):
-            for each in others if time.monotonic() > fault_at + 10 else ():
-                if each.process.poll() is None and each.lines and each.lines[-1][1].startswith(WAITING):
-                    each.process.send_signal(signal.SIGINT)
-                    return
             time.sleep(0.1)
+            if time.monotonic() < fault_at + 10:
+                continue
+            waiting = [each for each in others if each.lines and each.lines[-1][1].startswith(WAITING)]
+            for each in waiting:
+                each.process.send_signal(signal.SIGINT)
+            if waiting:
+                return
 
     def end(self, fault_at: float, spared: Sequence[int] = ()) -> Outcome:
         """Wait for all processes but those that were stopped, which are killed then; return how they ended."""

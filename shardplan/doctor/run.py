@@ -33,7 +33,7 @@ MODULES = {
     Check.TEXTS: "texts",
     Check.PLAN: "plan_file",
 }
-"""Check -> its module in `checks`, whose function `check` yields findings; imported in the process of the check."""
+"""Check -> the module in `checks` whose function `check` makes it; only the process of the check imports it."""
 FIRST_IMPORT = "start doctor again: the first import reads all packages from the disk"
 REACH = "see whether this host reaches {}: network, credentials, mounts"
 LATE = {

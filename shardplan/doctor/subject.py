@@ -1,4 +1,4 @@
-"""The configuration and the environment of a host, which all of its checks share."""
+"""What all checks of a host share: its configuration and its environment."""
 
 import contextlib
 from dataclasses import dataclass

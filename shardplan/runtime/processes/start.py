@@ -39,7 +39,7 @@ _watch: Watch | None = None
 
 
 def connect_processes(variables: ProcessVariables, facts: Mapping[str, str]) -> None:
-    """Connect the processes of a run that the environment gives the address of, and start JAX's devices in them.
+    """Connect the processes of a run at the address in the environment, and start their devices.
 
     Args:
         facts: what must be the same in all processes besides the versions of packages: name -> value.
