@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 
-from shardplan.__main__ import main
+from shardplan.runtime.deferred_packages import defer_unused_packages
+from shardplan.runtime.exit_codes import run
 
 
 def read_pipe(*_):
@@ -90,7 +91,16 @@ def inject(fault):
         os.cpu_count = lambda: 8 * count
 
 
+def main(argv):
+    """The command with the fault; `run` handles what happens while it is imported, as it does for `shardplan eval`."""
+    inject(fault)
+    from shardplan.commands import eval
+
+    eval.main(argv)
+
+
 if __name__ == "__main__":
     fault, *argv = sys.argv[1:]
-    inject(fault)
-    raise SystemExit(main("eval", argv))
+    defer_unused_packages()
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    raise SystemExit(run("eval", main, argv))
