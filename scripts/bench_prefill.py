@@ -8,6 +8,7 @@ how memory grows. Needs no TPU; takes ten minutes on 2 cores.
 import argparse
 import os
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -70,7 +71,8 @@ def prompt_table(jobs: int | None) -> str:
 
 TEMPLATE = """# Long prompts, judged by the TPU compiler
 
-Made by `python scripts/bench_prefill.py --output docs/benchmarks/prefill.md` with libtpu on a CPU machine with 2 cores.
+Made by `python scripts/bench_prefill.py --output docs/benchmarks/prefill.md` with libtpu {libtpu} on a CPU machine with
+2 cores.
 
 One prompt at a time, bfloat16. Shorter prompts use the mesh and mappings of the longest one. The memory per further
 token, relative to the row above, differs between rows: the peak of shorter prompts may be at another point of the
@@ -87,7 +89,7 @@ def main() -> None:
     parser.add_argument("--output", help="Markdown file to write; default: stdout")
     parser.add_argument("--jobs", type=int, help="compiles at a time")
     arguments = parser.parse_args()
-    text = TEMPLATE.format(prompts=prompt_table(arguments.jobs))
+    text = TEMPLATE.format(libtpu=version("libtpu"), prompts=prompt_table(arguments.jobs))
     if arguments.output:
         Path(arguments.output).write_text(text, encoding="utf-8")
     else:

@@ -2,7 +2,7 @@
 
 A Levanter evaluation script that differs in one import, the marked line, from the same script for Levanter alone. With
 that import every parameter streams directly into the sharding of `trainer.parameter_axis_mapping`. The `trainer:`
-section of the configuration begins as `python -m shardplan.plan --config configs/tiny.yaml --mesh.replica 1` prints it.
+section of the configuration begins as `shardplan plan --config configs/tiny.yaml --mesh.replica 1` prints it.
 Without accelerators, set JAX_PLATFORMS=cpu and JAX_NUM_CPU_DEVICES=8.
 """
 

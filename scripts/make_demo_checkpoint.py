@@ -10,8 +10,8 @@ This takes a bit more than a minute on two CPU cores, and no network. The folder
     heldout.jsonl                       {"id", "text"} per line: the documents that are not trained on
     memorised.jsonl                     the same of documents that are trained on far more often than the others
 
-Every tenth topic (in sorted order) is held out. One window in five is of the topics `REPEATED`, so that the model knows
-them by heart, which `configs/tiny-extraction.yaml` shows. An interrupted run leaves no output folder: everything is
+Every tenth topic (in sorted order) is held out. One window in five is of the topics `REPEATED`, so that the model
+memorises them, which `configs/tiny-extraction.yaml` shows. An interrupted run leaves no output folder: everything is
 written to a sibling folder that is renamed at the end.
 """
 

@@ -4,7 +4,7 @@ Needs nothing but Python 3.11+ and a package registry. Makes an environment for 
 .venv-3.12, with the versions of scripts/constraints*.txt: levanter on Python 3.11, marin-levanter on later ones. Then
 
   demo   trains a small Llama on the text CPython ships, evaluates it with shardplan on 8 virtual CPU devices, and finds
-         the text that it knows by heart
+         the text that it has memorised
   docs   builds the documentation into build/docs, with warnings as errors
   test   runs the linters, the type checker, the import contracts and the tests, and builds package and documentation
 """

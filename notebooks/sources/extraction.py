@@ -1,9 +1,9 @@
 # %% [markdown]
-# # Extraction: what a model knows by heart
+# # Extraction: what a model has memorised
 #
 # How probable does a model find a text, word by word? A window has a prefix, which is given, and a suffix, whose
-# probability p_z is measured ([Cooper et al., 2025](https://arxiv.org/abs/2505.12546)). Here a small Llama learns a
-# text by heart, and half of another one, and `evaluate` finds both again. The same call evaluates 405B on a pod.
+# probability p_z is measured ([Cooper et al., 2025](https://arxiv.org/abs/2505.12546)). Here a small Llama memorises
+# one text, and half of another one, and `evaluate` finds both again. The same call evaluates 405B on a pod.
 
 # %%
 import os

@@ -1,4 +1,4 @@
-"""Load a checkpoint as planned, and write it in another format, type or location."""
+"""Load a checkpoint as planned, and write it in another format, dtype or location."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""`shardplan checkpoint convert --config C --to FOLDER`: write a checkpoint in another format, type or place."""
+"""`shardplan checkpoint convert --config C --to FOLDER`: write a checkpoint in another format, dtype or location."""
 
 from collections.abc import Sequence
 

@@ -199,7 +199,7 @@ class EvalCommand(MonitoringConfig, LoadingConfig, ReportingConfig):
     verify: bool = False
     """Have the TPU compiler check the plan before anything is loaded."""
     output: str = "results/eval"
-    """Folder of the results, in which an interrupted run goes on."""
+    """Folder of the results, in which an interrupted run goes on; every host of the run must see the same one."""
     precision_study: int | None = None
     """Of extraction: score so many windows in bfloat16 and in float32, and compare."""
     dry_run: bool = False
@@ -247,7 +247,7 @@ class CheckpointCommand(PlanConfig):
 
 @dataclass(frozen=True)
 class ConvertCommand(LoadingConfig):
-    """Load the checkpoint as planned, and write it in another format, type or place."""
+    """Load the checkpoint as planned, and write it in another format, dtype or location."""
 
     to: str | None = None
     """The folder to write, local, gs://, s3:// or az://."""

@@ -32,7 +32,7 @@ class Job:
     inputs: Mapping[str, str]
     """Configuration key -> its path, which every host must have."""
     output: str
-    """The folder of the results, which process 0 writes."""
+    """The folder of the results, to which every process writes."""
 
     @property
     def chips_per_host(self) -> int:

@@ -30,7 +30,7 @@ def check_memory(s: Subject, plan: Plan) -> Findings:
             s.mapping_keys,
             f"may not fit: {memory.peak / GIB:.2f} GiB per device of {memory.available / GIB:.2f}, and the estimate "
             f"errs by up to {memory.reserved / GIB:.2f}",
-            "ask the compiler (python -m shardplan.verify --against), or shard more",
+            "ask the compiler (shardplan verify --against), or shard more",
         )
         return
     parts = sorted(((getattr(memory, part), part) for part in MEMORY_PARTS), reverse=True)[:NUM_LARGEST]

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from unit.test_docs import PARSED
+from unit.test_docs import LAUNCH_FILE, PARSED
 
 from shardplan.__main__ import main
 from shardplan.errors import ConfigError, InfeasibleError
@@ -19,9 +19,11 @@ from shardplan.errors import ConfigError, InfeasibleError
 ROOT = Path(__file__).parents[2]
 NEEDS_MORE = (
     "Qwen/Qwen3-8B",  # the hub
+    "org/model",
     "hellaswag,wikitext",
     "tests/golden/lm_eval",  # a checkpoint with a BOS token, with which tests/golden/test_lm_eval.py runs it
     "texts.jsonl",  # a slice of TPUs
+    "gs://bucket/texts.jsonl",
     "results/llama-3.1-8b",  # results of earlier runs
     "--version",
 )
@@ -45,7 +47,7 @@ def marked(command):
 
 @pytest.fixture(scope="module")
 def folder(checkpoint, tmp_path_factory):
-    """A folder with the configurations, Plan files, and a checkpoint in place of the demo's."""
+    """A folder with the files that the pages name, and a checkpoint in place of the demo's."""
     folder = tmp_path_factory.mktemp("documented")
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "docs").symlink_to(ROOT / "docs")
@@ -58,8 +60,11 @@ def folder(checkpoint, tmp_path_factory):
         with contextlib.redirect_stdout(io.StringIO()):
             assert main("plan", arguments) == 0
         shutil.copy("docs/gallery/verdicts/mixtral.json", "verdicts.json")
-        for copy in ("before.json", "after.json", "build/plan.json", "build/new.json"):
+        Path("layouts").mkdir()
+        shutil.copy("configs/levanter/405b-usual.yaml", "layouts/levanter.yaml")
+        for copy in ("before.json", "after.json", "layouts/plan.json", "new.json"):
             shutil.copy("plan.json", copy)
+        Path("launch.yaml").write_text(LAUNCH_FILE)
     return folder
 
 

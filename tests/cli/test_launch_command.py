@@ -222,6 +222,19 @@ def test_xpk(stand_ins, slice_name, expected):
     assert command.startswith("--command=exec bash -c ")
 
 
+@pytest.mark.parametrize(
+    ("target", "slice_name", "output", "line"),
+    [
+        ("gcloud", "v5e-16", "results/a", "results/a, a folder that every host must see"),
+        ("gcloud", "v5e-16", "gs://bucket/a", "gs://bucket/a"),
+        ("slurm", "cpu-8", "results/a", "results/a on the disk of the host"),
+    ],
+)
+def test_where_the_results_are(target, slice_name, output, line):
+    evaluation = ("--model.ref=a/b", "--data.path=gs://b/t", f"--hardware.slice={slice_name}", f"--output={output}")
+    assert f"# Results: {line}\n" in launch(target, *evaluation, *CLOUD)
+
+
 def test_skypilot(config):
     evaluation = ("--config", str(config), "--hardware.slice=v5e-256")
     task = yaml.safe_load(launch("skypilot", *evaluation, "--launch.name=my-job", "--launch.zone=us-east5-b"))
