@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from shardplan.errors import ConfigError, ShardplanError
 from shardplan.runtime.environment import check_environment
+from shardplan.runtime.interrupts import interrupts_after_imports
 from shardplan.runtime.processes.link import end_together, has_peers
 from shardplan.runtime.processes.watch import handle_problem
 
@@ -41,7 +42,7 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
         _exit(problem.exit_code)
 
     try:
-        with handle_problem(end), _separate_streams():
+        with handle_problem(end), _separate_streams(), interrupts_after_imports():
             check_environment()
             main([argument for argument in argv if argument not in flags])
             end_together()

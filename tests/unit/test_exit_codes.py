@@ -3,13 +3,17 @@
 import errno
 import logging
 import os
+import signal
 import subprocess
 import sys
+import time
+from importlib import import_module
 
 import pytest
 
 import shardplan.errors
 from shardplan.errors import CheckpointError, ConfigError, InfeasibleError, PeerError, UndecidedError
+from shardplan.runtime import interrupts
 from shardplan.runtime.exit_codes import run
 
 CODES = [
@@ -77,3 +81,40 @@ def test_stdout_is_ours_alone_and_has_the_letters_that_it_can(encoding, word):
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode() == f"{word}\nafter\n"
     assert done.stderr.decode() == "of a compiled library, as gloo writes\n"
+
+
+INTERRUPTED_IMPORT = """
+import signal, time
+
+try:
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(0.5)
+except KeyboardInterrupt:
+    print("raised in an import")
+done = True
+"""
+
+
+def test_an_interrupt_waits_for_the_end_of_an_import(tmp_path, monkeypatch, capsys):
+    """Extension modules abort the process when KeyboardInterrupt is raised in them."""
+    (tmp_path / "interrupted_import.py").write_text(INTERRUPTED_IMPORT)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def main(argv):
+        import interrupted_import
+
+        assert interrupted_import.done
+        time.sleep(10)
+        print("not interrupted")
+
+    assert run("eval", main, []) == 130
+    assert tuple(capsys.readouterr()) == ("", "shardplan eval: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_does_not_wait_for_an_import_that_is_stuck(tmp_path, monkeypatch, capsys):
+    (tmp_path / "stuck_import.py").write_text(INTERRUPTED_IMPORT.replace("0.5", "10"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(interrupts, "LONGEST_S", 0.2)
+    assert run("eval", lambda argv: import_module("stuck_import"), []) == 0
+    assert capsys.readouterr().out == "raised in an import\n"
