@@ -73,7 +73,7 @@ class Entry:
         assert judgement is not None, f"{self.verdicts_path.name} has no verdict on the Plan"
         return judgement
 
-    @cached_property
+    @property
     def repair(self) -> RepairPanel | None:
         """The stored findings and repairs."""
         if not self.repair_path.exists():

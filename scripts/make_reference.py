@@ -38,9 +38,9 @@ def main() -> int:
 def made_files() -> dict[str, str]:
     """File of docs/reference -> the content that it has to have."""
     return {
-        "configuration.md": _filled("configuration.md", configuration_tables()),
-        "plan-file.md": _filled("plan-file.md", key_tables()),
-        "exit-codes.md": _filled("exit-codes.md", exit_code_table()),
+        "configuration.md": _fill_page("configuration.md", configuration_tables()),
+        "plan-file.md": _fill_page("plan-file.md", key_tables()),
+        "exit-codes.md": _fill_page("exit-codes.md", exit_code_table()),
         "plan.schema.json": json.dumps(plan_schema(), indent=1) + "\n",
     }
 
@@ -93,7 +93,7 @@ def exit_code_table() -> str:
     return "\n".join(line for line in (errors.__doc__ or "").splitlines() if line.startswith("|")) + "\n"
 
 
-def _filled(name: str, text: str) -> str:
+def _fill_page(name: str, text: str) -> str:
     """The page with `text` between its two marks."""
     page = (FOLDER / name).read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)

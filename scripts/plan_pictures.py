@@ -9,16 +9,16 @@ from markupsafe import Markup
 
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
+from shardplan.report.page.colours import tile_colour
 from shardplan.report.page.labels import short_label
 from shardplan.report.page.memory import LiveChart, memory_panel
-from shardplan.report.page.short_drawing import tile_colour
 from shardplan.report.page.torus import (
     Drawing,
     Layer,
     Tiling,
+    default_tiling,
     draw_slice,
     mesh_coordinates,
-    most_telling,
     tilings_of,
 )
 from shardplan.report.page.units import gib_text
@@ -42,13 +42,13 @@ def templates() -> Environment:
 
 
 def draw_torus(plan: Plan) -> str:
-    """Draw the chips of the slice, with the tiles of the largest parameter that is sharded."""
+    """Draw the devices of the slice, with the tiles of the largest parameter that is sharded."""
     tilings = tilings_of(plan)
-    return _draw_tiles(plan, tilings[most_telling(tilings)])
+    return _draw_tiles(plan, tilings[default_tiling(tilings)])
 
 
 def draw_tokens(plan: Plan) -> str:
-    """Draw the chips of the slice, with the part of the tokens that each of them has."""
+    """Draw the devices of the slice, with the part of the tokens that each of them has."""
     return _draw_tiles(plan, tilings_of(plan)[-1])
 
 
@@ -57,7 +57,7 @@ def _draw_tiles(plan: Plan, tiling: Tiling) -> str:
     numbers = [tiling.tile(at) for at in mesh_coordinates(plan.mesh)]
     lines = [
         f"{short_label(tiling.name)}: {tiling.tiles} tiles, {tiling.spec},",
-        f"on the mesh {mesh_text(plan.mesh)}. Each square is a chip, with the number of the tile that it holds.",
+        f"on the mesh {mesh_text(plan.mesh)}. Each box is a device, with the number of the tile that it holds.",
         *drawing.dimensions,
     ]
     layers, height = _place_layers(drawing, MARGIN + 38 + LINE * len(lines) + CAPTION)

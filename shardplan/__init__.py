@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from shardplan.checkpoint.best_effort import best_effort_sharding
     from shardplan.checkpoint.load import HFCheckpointConverter, load_pretrained
     from shardplan.checkpoint.save import save_pretrained
-    from shardplan.commands.eval import evaluate
     from shardplan.config import load_config
+    from shardplan.eval.evaluate import evaluate
     from shardplan.explain.what_if import what_if
     from shardplan.explain.why_not import why_not
     from shardplan.levanter_config.writer import trainer_yaml
@@ -38,7 +38,7 @@ _MODULES = {
     "audit": "shardplan.monitoring.audit",
     "best_effort_sharding": "shardplan.checkpoint.best_effort",
     "end_process": "shardplan.runtime.exit_codes",
-    "evaluate": "shardplan.commands.eval",
+    "evaluate": "shardplan.eval.evaluate",
     "load_config": "shardplan.config",
     "load_pretrained": "shardplan.checkpoint.load",
     "make_mesh": "shardplan.step.device_mesh",

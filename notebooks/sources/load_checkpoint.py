@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Stream a checkpoint into a sharding, and look at every shard
 #
-# `load_pretrained` reads a Hugging Face checkpoint into the sharding of a Plan. Every device gets its own bytes, and no
-# array is ever assembled whole. Here a very small Llama, in three safetensors files, is loaded onto eight virtual
-# devices of the CPU, which JAX has to know of before it starts:
+# `load_pretrained` reads a Hugging Face checkpoint into the sharding of a Plan. Every device gets its own bytes, and
+# no device or host holds an unsharded array. Here a very small Llama, in three safetensors files, is loaded onto eight
+# virtual devices of the CPU, which JAX has to know of before it starts:
 
 # %%
 import os

@@ -47,8 +47,8 @@ from shardplan import load_config, review
 config = load_config(
     model={"config": "llama-3.1-405b"}, hardware={"slice": "v4-256"}, workload={"batch": 16, "position": 4096}
 )
-found = review(str(path), config)
-for finding in found.lint.findings:
+reviewed = review(str(path), config)
+for finding in reviewed.lint.findings:
     print(f"{finding.severity}: {finding.text}\n  {finding.remedy}")
 
 # %% [markdown]
@@ -61,8 +61,8 @@ for finding in found.lint.findings:
 
 # %%
 _ = path.write_text(path.read_text().replace(", mlp: [model, data]", ""))
-found = review(str(path), config)
-found
+reviewed = review(str(path), config)
+reviewed
 
 # %% [markdown]
 # It would run out of memory: without `kv_head`, `model` shards no query projection, and 15.75 GiB of it are on every
@@ -73,13 +73,13 @@ found
 # ## The section to paste
 
 # %%
-print(found.repair.trainer_yaml)
+print(reviewed.repair.trainer_yaml)
 
 # %% [markdown]
 # What it predicts is a Plan, like any other. A query projection is sharded over all chips now:
 
 # %%
-repaired = found.repair.lint.plan
+repaired = reviewed.repair.lint.plan
 repaired.tiles_of("q_proj.weight")
 
 # %% [markdown]
@@ -95,11 +95,11 @@ verify_plan(repaired)
 # %% [markdown]
 # ## Without mistakes, and faster
 #
-# `found.best` is the best plan for the same batch. Here it is hardly faster than the repaired section; where it is, the
-# review also shows the smallest edit that comes close.
+# `reviewed.best` is the best plan for the same batch. Here it is hardly faster than the repaired section; where it is,
+# the review also shows the smallest edit that comes close.
 
 # %%
-print(f"{repaired.cost.step_seconds:.2f} s a step, the best plan {found.best.cost.step_seconds:.2f} s")
+print(f"{repaired.cost.step_seconds:.2f} s a step, the best plan {reviewed.best.cost.step_seconds:.2f} s")
 
 # %% [markdown]
 # `shardplan plan --lint levanter.yaml` prints all of this, and exits with code 3 while there are errors: [a job in your

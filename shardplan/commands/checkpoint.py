@@ -5,11 +5,12 @@ Needs no accelerator, and no weights beyond config.json.
 
 from collections.abc import Sequence
 
-from shardplan.commands.inputs import check_model_config, input_paths
+from shardplan.commands.inputs import input_paths
 from shardplan.commands.output import check_outputs, side_stream, write_json
 from shardplan.config import parse_config
 from shardplan.config.command_flags import CheckpointCommand
 from shardplan.config.given_plan import load_given_plan
+from shardplan.config.model_config import check_model_config
 from shardplan.errors import ConfigError
 from shardplan.runtime.environment import compute_on_cpu
 

@@ -1,6 +1,4 @@
-"""Checks of a command's input files that need neither JAX nor Levanter, which take seconds to import."""
-
-from pathlib import Path
+"""The files and folders that a command reads."""
 
 from shardplan.config import PlanConfig
 from shardplan.config.command_flags import DoctorCommand, EvalCommand, PlanCommand, VerifyCommand
@@ -31,19 +29,3 @@ def local_inputs(config: EvalCommand) -> dict[str, str]:
         "data.path": texts if texts and "://" not in texts else None,
     }
     return {key: path for key, path in inputs.items() if path}
-
-
-def check_model_config(config: PlanConfig) -> None:
-    """Read the model's config.json, unless it is on another machine.
-
-    Raises:
-        ConfigError: the file or the checkpoint's folder does not exist, or is not that of a model.
-    """
-    from shardplan.model.hf_config import read_config
-    from shardplan.storage import open_folder
-
-    ref, path = config.model.ref, config.model.config
-    if path is not None:
-        read_config(path, None, config.model.levanter_class)
-    elif Path(ref).parent.is_dir():
-        read_config(None, open_folder(ref), config.model.levanter_class)

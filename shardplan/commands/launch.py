@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardplan.commands.eval import check_evaluation
 from shardplan.commands.inputs import local_inputs
 from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand, LaunchCommand
@@ -16,6 +15,7 @@ from shardplan.config.keys import keys_of
 from shardplan.config.load import other_arguments
 from shardplan.config.sections import Target
 from shardplan.errors import ConfigError, nearest
+from shardplan.eval.evaluate import check_evaluation
 from shardplan.hardware import parse_slice
 from shardplan.launch.job import EmbeddedFile, describe_job
 from shardplan.launch.script import write_script

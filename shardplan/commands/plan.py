@@ -9,19 +9,20 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardplan.commands.inputs import check_model_config, input_paths
+from shardplan.commands.inputs import input_paths
 from shardplan.commands.output import check_outputs, show_plan, side_stream, write_json, write_report
 from shardplan.commands.rank_slices import plan_slices
 from shardplan.commands.verify import best_plan, check_fits, show_verdict
 from shardplan.config import PlanConfig, parse_config
 from shardplan.config.command_flags import PlanCommand
 from shardplan.config.given_plan import load_given_plan
+from shardplan.config.model_config import check_model_config
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.plan.plan import Plan
 from shardplan.runtime.environment import compute_on_cpu
 
 if TYPE_CHECKING:
-    from shardplan.explain.what_if import Variant
+    from shardplan.explain.what_if import WhatIf
     from shardplan.lint.repair import Review
     from shardplan.model.registry import Model
     from shardplan.report.page.judgement import Judgement
@@ -57,10 +58,10 @@ def dry_run(config: PlanConfig) -> Plan | None:
 
 
 def plan_and_print(config: PlanCommand) -> Plan | None:
-    """Plan, print the plan, and answer the questions that the configuration asks about it.
+    """Plan, print the plan, and answer the questions of the configuration about it.
 
     Returns:
-        The plan; None where the configuration asks for something else.
+        The plan; None where the configuration selects something else.
     """
     started = time.perf_counter()
     check_outputs(input_paths(config), json=config.json, report=config.report)
@@ -78,7 +79,7 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
     model = _build_model(config, given) if needs_model else None
     # the mesh of a given plan must not constrain its alternatives
     others = dataclasses.replace(config, mesh=requested.mesh)
-    variants: Sequence[Variant] = ()
+    answer: WhatIf | None = None
     verdicts: Sequence[tuple[Case, Verdict]]
     try:
         plan, verdicts = (given, ()) if given else _search(config, model)
@@ -87,11 +88,11 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
         explain(others, plan, model)
     finally:  # also without a plan: then other settings are of most interest
         if config.what_if and model:
-            variants = find_variants(others, model)
-    if variants:
+            answer = find_variants(others, model)
+    if answer is not None:
         from shardplan.explain.what_if import with_settings
 
-        plan = with_settings(plan, variants)
+        plan = with_settings(plan, answer)
     if config.json is not None:
         write_json(plan.to_json(), config.json)
     if given is None:
@@ -158,7 +159,7 @@ def explain(config: PlanCommand, plan: Plan, model: "Model | None") -> None:
         print_why(answers, console(side_stream(config.json)))
 
 
-def find_variants(config: PlanCommand, model: "Model") -> "list[Variant]":
+def find_variants(config: PlanCommand, model: "Model") -> "WhatIf":
     """Plan with other settings, and print what these would change; to stderr with `--json -`."""
     from shardplan.explain.what_if import what_if
     from shardplan.report.explain import print_what_if
@@ -166,9 +167,9 @@ def find_variants(config: PlanCommand, model: "Model") -> "list[Variant]":
     from shardplan.runtime.progress import show_steps
 
     with show_steps("planning variants") as report:
-        variants = what_if(config, model, report).variants
-    print_what_if(variants, console(side_stream(config.json)))
-    return variants
+        answer = what_if(config, model, report)
+    print_what_if(answer.variants, console(side_stream(config.json)))
+    return answer
 
 
 def lint(config: PlanCommand, path: str, judgements: "Sequence[Judgement]" = ()) -> None:

@@ -2,9 +2,9 @@
 
 import sys
 
-from shardplan.commands.inputs import check_model_config
 from shardplan.commands.output import write_json
 from shardplan.config.command_flags import PlanCommand
+from shardplan.config.model_config import check_model_config
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import GENERATIONS
 

@@ -4,10 +4,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from shardplan.commands.inputs import check_model_config, input_paths
+from shardplan.commands.inputs import input_paths
 from shardplan.commands.output import check_outputs, write_json, write_report
 from shardplan.config import parse_config
 from shardplan.config.command_flags import CompilingConfig, PlanCommand, VerifyCommand
+from shardplan.config.model_config import check_model_config
 from shardplan.config.sections import CompilerConfig
 from shardplan.errors import InfeasibleError, UndecidedError
 from shardplan.plan.plan import Plan

@@ -61,8 +61,8 @@ def what_if(config: PlanConfig, model: Model | None = None, report: Callable[[st
     return WhatIf(variants)
 
 
-def with_settings(plan: Plan, variants: Sequence[Variant]) -> Plan:
-    """Return `plan` with the variants among its details, the first of which is the plan itself."""
+def with_settings(plan: Plan, answer: WhatIf) -> Plan:
+    """Return `plan` with the variants among its details, without the first one, which changes nothing."""
     settings = [
         ChangedSetting(each.change, each.obstacle)
         if each.plan is None
@@ -75,7 +75,7 @@ def with_settings(plan: Plan, variants: Sequence[Variant]) -> Plan:
             available=each.plan.memory.available,
             devices=each.plan.hardware.devices,
         )
-        for each in variants[1:]
+        for each in answer.variants[1:]
     ]
     return replace(plan, details=replace(plan.details or Details(), settings=settings))
 

@@ -1,6 +1,6 @@
-"""What a Plan says for people to look at beyond its figures: memory over the step, its tasks, and other candidates.
+"""The parts that a Plan's figures are sums of: live bytes, timed tasks, candidates. Only reports read them.
 
-A Plan's memory and cost are sums of these, so that no other code needs them. Plans of older versions have none.
+Plans of older versions have none, nor have those that `launch` puts into a script.
 """
 
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ class TimedTask:
 
 
 @dataclass(frozen=True)
-class WeighedCandidate:
+class EvaluatedCandidate:
     """A combination of mesh and mappings that fits, and is neither slower nor larger than another one on its mesh."""
 
     mesh: list[int]
@@ -104,7 +104,7 @@ class Details:
     """The largest arrays that are live at the peak."""
     tasks: list[TimedTask] = field(default_factory=list)
     """In the order of the step; the times of their compute and their exposed transfers add up to that of the step."""
-    candidates: list[WeighedCandidate] = field(default_factory=list)
+    candidates: list[EvaluatedCandidate] = field(default_factory=list)
     """Of the search, fastest first; empty for a layout that was given."""
     slower_candidates: int = 0
     """Number of further candidates, which are slower and left out."""

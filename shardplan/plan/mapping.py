@@ -16,6 +16,15 @@ def mesh_size(mesh: MeshShape, axes: Iterable[str]) -> int:
     return math.prod(map(mesh.__getitem__, axes))
 
 
+def shard_count(mesh: MeshShape, spec: Iterable[Iterable[str] | None]) -> int:
+    """The number of different shards of an array.
+
+    Args:
+        spec: mesh axes of each dimension; None for a dimension that is not sharded.
+    """
+    return math.prod(mesh_size(mesh, mesh_axes or ()) for mesh_axes in spec)
+
+
 def mesh_text(mesh: MeshShape) -> str:
     """`replica 2 x data 16 x model 4`."""
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items())

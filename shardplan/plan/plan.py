@@ -15,7 +15,7 @@ from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.details import Details
 from shardplan.plan.displayed import Displayed
 from shardplan.plan.dtypes import itemsize
-from shardplan.plan.mapping import mesh_size, mesh_text
+from shardplan.plan.mapping import mesh_size, mesh_text, shard_count
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.serialization import checksum, decode
 from shardplan.plan.tiles import Tiles
@@ -238,13 +238,13 @@ class Plan(Displayed):
         Raises:
             ConfigError: no parameter has this path, or several end in it.
         """
-        found = [each for each in self.parameters if f".{each.path}".endswith(f".{path}")]
-        if len(found) > 1:
-            raise ConfigError(f"{path} is the end of several parameters: {', '.join(each.path for each in found)}")
-        if not found:
+        matches = [each for each in self.parameters if f".{each.path}".endswith(f".{path}")]
+        if len(matches) > 1:
+            raise ConfigError(f"{path} is the end of several parameters: {', '.join(each.path for each in matches)}")
+        if not matches:
             ends = [".".join(each.path.split(".")[-path.count(".") - 1 :]) for each in self.parameters]
             raise ConfigError(f"no parameter {path}; {nearest(path, ends)}")
-        return Tiles(found[0], self.hardware.slice, self.mesh)
+        return Tiles(matches[0], self.hardware.slice, self.mesh)
 
     def to_json(self) -> dict[str, Any]:
         """The Plan as JSON values, `schema_version` first, and a checksum of them last."""
@@ -295,6 +295,8 @@ class Plan(Displayed):
                     continue
                 if amount is None or (isinstance(amount, int | float) and not 0 <= amount < math.inf):
                     yield f"{section}.{name} is {amount}"
+        if not self.cost.step_seconds:
+            yield "cost.step_seconds is 0; it must be more than 0"
         yield from self.workload.problems()
         for key, value, open_value in (
             ("batch", self.workload.batch, AUTO_BATCH), ("position", self.workload.position, AUTO_POSITION),
@@ -427,7 +429,7 @@ def _parameter_contradictions(plan: Plan, parameter: ParameterPlan) -> Iterator[
         yield f"{path} has dtype {parameter.dtype}, workload.param_dtype is {dtype}"
     for (axis, size), mesh_axes in zip(parameter.axes.items(), parameter.spec, strict=True):
         yield from _indivisible(plan, f"{axis} of {path}", size, mesh_axes)
-    shards = math.prod(mesh_size(plan.mesh, mesh_axes or ()) for mesh_axes in parameter.spec)
+    shards = shard_count(plan.mesh, parameter.spec)
     expected = round(math.prod(parameter.axes.values()) * itemsize(dtype) / shards)
     if parameter.bytes_per_device != expected:
         yield f"{path} has bytes_per_device {parameter.bytes_per_device}, its size over {shards} shards is {expected}"

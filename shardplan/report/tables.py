@@ -11,12 +11,22 @@ from rich.text import Text
 from shardplan.hardware import GIB
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
-from shardplan.plan.mapping import axes_text, mapping_text, mesh_text
-from shardplan.plan.plan import ParameterPlan, Plan, Spec
+from shardplan.plan.mapping import axes_text, mapping_text, mesh_text, shard_count
+from shardplan.plan.plan import Plan, Spec
 from shardplan.plan.workload import Workload
 from shardplan.report.summary import print_estimate
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
 
+MEMORY_PARTS = {
+    "parameters": "parameters",
+    "optimizer": "optimizer state",
+    "gradients": "gradients",
+    "cast_parameters": "parameters cast to the compute type",
+    "gathered_weights": "weights gathered for use",
+    "activations": "activations",
+    "logits": "logits and loss",
+}
+"""Field of `MemoryPlan` -> its name, from the bottom of a chart to its top."""
 PIPED_WIDTH = 240
 """Columns where the output is no terminal and COLUMNS is not set, so that a search finds whole rows."""
 
@@ -79,7 +89,7 @@ def _parameter_tables(plan: Plan, width: int) -> Iterator[Table]:
     with long paths have long specs too.
     """
     paths, specs = [p.path for p in plan.parameters], [spec_text(p.spec) for p in plan.parameters]
-    shards = [str(_shard_count(p, plan.mesh)) for p in plan.parameters]
+    shards = [str(shard_count(plan.mesh, p.spec)) for p in plan.parameters]
     sizes = [f"{p.bytes_per_device / 2**20:,.2f}" for p in plan.parameters]
     axes = [axes_text(p.axes) for p in plan.parameters]
     title, numbers = "Parameters", ("shards", "MiB/device")
@@ -121,31 +131,12 @@ def spec_text(spec: Spec) -> str:
     return f"P({', '.join(entries)})"
 
 
-def _shard_count(parameter: ParameterPlan, mesh: dict[str, int]) -> int:
-    """Number of different shards of the parameter."""
-    count = 1
-    for mesh_axes in parameter.spec:
-        for axis in mesh_axes or ():
-            count *= mesh[axis]
-    return count
-
-
 def _memory_table(plan: Plan) -> Table:
     """Return a table of the parts of the memory of a device; parts of 0 bytes are left out."""
     memory = plan.memory
     table = make_table("Memory per device", ("part",), ("GiB", "of available"))
-    rows = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer state": memory.optimizer,
-        "parameters cast to the compute type": memory.cast_parameters,
-        "weights gathered for use": memory.gathered_weights,
-        "activations of a layer": memory.activations,
-        "logits and loss (after the layers)": memory.logits,
-        "peak": memory.peak,
-        "available": memory.available,
-    }
-    for label, amount in rows.items():
+    for part, label in {**MEMORY_PARTS, "peak": "peak", "available": "available"}.items():
+        amount = getattr(memory, part)
         if amount:
             table.add_row(label, f"{amount / GIB:.3f}", f"{amount / memory.available:.1%}")
     return table

@@ -17,7 +17,7 @@ from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Caveat, Plan, RunnerUp, SearchInfo
 from shardplan.search.assignment_to_plan import StepCost, build_plan, estimate_cost
 from shardplan.search.fastest_batch import choose_batch
-from shardplan.search.plan_details import weighed_candidates
+from shardplan.search.plan_details import evaluated_candidates
 from shardplan.search.ranking import Candidate
 from shardplan.search.reasons import (
     CAVEATS,
@@ -135,8 +135,8 @@ def _plan(
     )
     plan = build_plan(config, model, space.step, assignment, cost.plan, info)
     assert plan.details is not None
-    candidates = weighed_candidates(result.weighed)
-    slower = len(result.weighed) - len(candidates)
+    candidates = evaluated_candidates(result.evaluated)
+    slower = len(result.evaluated) - len(candidates)
     return replace(plan, details=replace(plan.details, candidates=candidates, slower_candidates=slower))
 
 

@@ -1,4 +1,4 @@
-"""The details of a Plan: what its figures are made of, for people to look at."""
+"""Builds the `Details` of a Plan."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from shardplan.cost.memory import buffer_bytes, memory_by_part, stored_buffers
 from shardplan.cost.roofline import exposed_parts, step_tasks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import Slice, place_mesh
-from shardplan.plan.details import Details, LiveArray, LivePoint, TimedTask, Transfer, WeighedCandidate
+from shardplan.plan.details import Details, EvaluatedCandidate, LiveArray, LivePoint, TimedTask, Transfer
 from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import Step
@@ -29,10 +29,10 @@ def plan_details(step: Step, assignment: ShardingAssignment, hardware: Slice) ->
     )
 
 
-def weighed_candidates(weighed: Sequence[Candidate]) -> list[WeighedCandidate]:
+def evaluated_candidates(evaluated: Sequence[Candidate]) -> list[EvaluatedCandidate]:
     """The fastest of the candidates of a search, as a Plan lists them."""
     return [
-        WeighedCandidate(
+        EvaluatedCandidate(
             mesh=list(each.mesh.values()),
             batch=list(each.compute.get(each.space.batch, ())),
             positions=list(each.compute.get(each.space.position, ())),
@@ -40,7 +40,7 @@ def weighed_candidates(weighed: Sequence[Candidate]) -> list[WeighedCandidate]:
             step_seconds=each.seconds,
             peak=round(each.peak_bytes),
         )
-        for each in weighed[:MAX_CANDIDATES]
+        for each in evaluated[:MAX_CANDIDATES]
     ]
 
 

@@ -49,7 +49,7 @@ class Ranking:
         return max(c.seconds for c in self.candidates) * (1 + TIME_RESOLUTION) if full else math.inf
 
     @property
-    def weighed(self) -> list[Candidate]:
+    def evaluated(self) -> list[Candidate]:
         """Every candidate that was added, whether it is kept or not; the fastest first."""
         return sorted((c for each in self._groups for c in each), key=lambda c: (c.seconds, c.peak_bytes))
 

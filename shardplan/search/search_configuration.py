@@ -57,7 +57,7 @@ class SearchResult:
     statistics: SearchStatistics
     seconds: float
     """Duration of the search, without tracing."""
-    weighed: list[Candidate]
+    evaluated: list[Candidate]
     """Every candidate that fits and that no bound excluded, the fastest first."""
 
 
@@ -110,7 +110,7 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
             seconds += time.perf_counter() - started
     if ranking.candidates:
         ranked = [RankedCandidate(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
-        return SearchResult(ranked, True, is_exhaustive, statistics, seconds, ranking.weighed)
+        return SearchResult(ranked, True, is_exhaustive, statistics, seconds, ranking.evaluated)
     if smallest is None:
         raise _unsatisfiable_error(config, rules, meshes, statistics)
     return SearchResult([smallest], False, is_exhaustive, statistics, seconds, [])

@@ -44,8 +44,9 @@ def path(plan, tmp_path_factory):
     memory = CompiledMemory(3 * GIB, 2 * GIB, GIB, 0, 4 * GIB, [], live)
     time = CompiledTime(2.0, 1.5, 0.0, 0.0, 4e12, 0.25, {})
     verdict = Verdict(
-        Outcome.FITS, None, ProgramKind.EVAL, "v4-64", plan.mesh, {}, "splash", 1.0, {}, memory=memory, time=time
-    )
+        Outcome.FITS, None, ProgramKind.EVAL, "v4-64", plan.mesh, plan.compiler_options, "splash", 1.0, {},
+        memory=memory, time=time,
+    )  # fmt: skip
     path = tmp_path_factory.mktemp("page") / "plan.html"
     path.write_text(plan_page(plan, [judge("this plan", plan, verdict)], INSTALLED_SCHEMA), encoding="utf-8")
     return path
@@ -140,7 +141,7 @@ def test_tables_sort(page, plan):
     table = page.locator("#parameter-table")
     sizes = "(table) => [...table.tBodies[0].rows].map((row) => Number(row.cells[3].dataset.value))"
     expected = sorted(each.bytes_per_device for each in plan.parameters)
-    button = table.get_by_role("button", name="of a device")
+    button = table.get_by_role("button", name="per device")
     button.click()
     assert table.evaluate(sizes) == expected[::-1]
     button.click()

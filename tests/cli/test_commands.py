@@ -19,6 +19,7 @@ from shardplan.__main__ import COMMANDS
 from shardplan.errors import ConfigError
 from shardplan.model.levanter_compat import IS_MARIN, LEVANTER_PACKAGES
 from shardplan.plan.plan import Plan
+from shardplan.runtime.processes.stacks import current_stacks
 
 LEVANTER_EXAMPLE = f"levanter_example{'' if IS_MARIN else '_flat'}.yaml"
 PLANNING = ("--workload.batch=4", "--workload.position=64", "--workload.param_dtype=float32",
@@ -92,6 +93,33 @@ def test_evaluation_in_a_program(checkpoint, tmp_path):
     assert results["texts"] == summary(tmp_path)["texts"]
     with pytest.raises(ConfigError, match="evaluate: json is a key of the command shardplan eval alone; leave it out"):
         evaluate(**settings, json="-")
+
+
+def test_an_evaluation_in_a_program_checks_the_model_before_jax_starts(tmp_path):
+    (tmp_path / "text.txt").write_text("some text")
+    settings = {"model": {"ref": "org/model", "config": "none.json"}, "data": {"path": str(tmp_path / "text.txt")}}
+    code = f"""
+import sys
+from shardplan import evaluate
+from shardplan.errors import ConfigError
+try:
+    evaluate(**{settings!r}, output="results")
+except ConfigError as error:
+    print(error, "jax" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "none.json" in done.stdout and done.stdout.endswith("False\n"), done.stdout
+
+
+def test_an_evaluation_in_a_program_records_its_stacks(tmp_path, monkeypatch):
+    """So that an error of a process that is stuck names the file with them."""
+    import shardplan.eval.run
+
+    (tmp_path / "text.txt").write_text("some text")
+    recorded = []
+    monkeypatch.setattr(shardplan.eval.run, "run_evaluation", lambda *_: recorded.append(current_stacks()))
+    evaluate(model={"ref": "org/model"}, data={"path": str(tmp_path / "text.txt")}, output=str(tmp_path / "results"))
+    assert recorded[0] is not None and current_stacks() is None
 
 
 def test_several_batches_have_a_speed(checkpoint, tmp_path):

@@ -4,9 +4,9 @@ import sys
 
 import jax
 
-from shardplan.commands.eval import make_task
 from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand
+from shardplan.eval.evaluate import make_task
 from shardplan.eval.run import run_evaluation
 from shardplan.eval.texts.store import open_texts
 

@@ -1,7 +1,10 @@
 """docs/gallery is what the code makes of the stored Plans and verdicts, and the Plans are what the planner makes."""
 
+import json
 import re
 
+import gallery
+import make_gallery
 import pytest
 from gallery import ENTRIES, FOLDER, made_files
 
@@ -46,6 +49,28 @@ def test_pages_are_small_and_need_nothing_else():
 def test_the_page_links_every_report():
     linked = re.findall(r'<a href="([^"]+)">', text_of("index.md"))
     assert linked == [f"{entry.name}.html" for entry in ENTRIES]
+
+
+def test_an_entry_with_other_settings_is_planned():
+    arguments = [
+        "--model.config=llama-3.1-8b",
+        "--hardware.slice=cpu-1",
+        "--workload.batch=1",
+        "--workload.position=64",
+    ]
+    plan = make_gallery._plan(parse_config([*arguments, "--what_if"], PlanCommand))
+    assert "workload.batch 2" in [each.change for each in plan.details.settings]
+
+
+def test_repairs_are_read_after_they_are_stored(tmp_path, monkeypatch):
+    """Not those of the file before, with which they were compared."""
+    entry = next(each for each in ENTRIES if each.repair is not None)
+    values = json.loads(entry.repair_path.read_text())
+    monkeypatch.setattr(gallery, "FOLDER", tmp_path)
+    (tmp_path / "repairs").mkdir()
+    for path in ("before.yaml", "after.yaml"):
+        entry.repair_path.write_text(json.dumps({**values, "path": path}))
+        assert entry.repair.path == path
 
 
 def test_a_stored_plan_is_what_the_planner_makes():

@@ -13,23 +13,34 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_verdicts import FITS, TOO_LARGE
 
 from shardplan.errors import ConfigError
-from shardplan.explain.what_if import Variant, with_settings
+from shardplan.explain.what_if import Variant, WhatIf, with_settings
+from shardplan.lint.findings import Severity
 from shardplan.model.levanter_compat import INSTALLED_SCHEMA
+from shardplan.monitoring.audit import Audit, AuditedArray
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.report.page.candidates import OTHER, PLAN, RUNNER_UP, candidates_panel
 from shardplan.report.page.headline import make_headline
 from shardplan.report.page.judgement import judge, judgement_json, load_judgements, own_judgement
-from shardplan.report.page.labels import distinct_labels, listed, repeated_runs, short_cause, short_label
-from shardplan.report.page.memory import memory_panel
+from shardplan.report.page.labels import (
+    NO_DETAILS,
+    distinct_labels,
+    join_with_counts,
+    repeated_runs,
+    short_cause,
+    short_label,
+)
+from shardplan.report.page.memory import NO_VERDICT, memory_panel
 from shardplan.report.page.page import plan_page
 from shardplan.report.page.parameters import parameter_rows
+from shardplan.report.page.repair import ComparedLayout, Defect, RepairPanel
 from shardplan.report.page.roofline import roofline_panel
 from shardplan.report.page.timeline import costs_of_step, timeline_panel
 from shardplan.report.page.torus import draw_slice, make_tiling, mesh_coordinates, tilings_of
-from shardplan.report.page.units import LogAxis, gib_text, linear_ticks, seconds_text
+from shardplan.report.page.units import LogAxis, gib_text, linear_ticks, rate_text, seconds_text
 from shardplan.report.tables import spec_text
 from shardplan.search.make_plan import make_plan
+from shardplan.verify.verdict import CompileError, ProgramKind
 
 SETTINGS = (
     "--model.config=llama-3.1-8b", "--workload.batch=16", "--workload.position=2048", "--mesh.model=2",
@@ -60,7 +71,13 @@ def plan(plans):
 
 def judged(plan, verdict=FITS):
     """A verdict as if on `plan`."""
-    return dataclasses.replace(verdict, slice=plan.hardware.slice, mesh=plan.mesh)
+    return dataclasses.replace(
+        verdict,
+        slice=plan.hardware.slice,
+        mesh=plan.mesh,
+        options=plan.compiler_options,
+        program=ProgramKind(plan.workload.kind),
+    )
 
 
 @pytest.mark.parametrize("kind", ["eval", "train"])
@@ -86,8 +103,8 @@ def test_compute_and_exposed_collectives_add_up_to_the_step(plans, kind):
     assert max(block.x + block.width for block in panel.core) == pytest.approx(100)
     transfers = sum(each.seconds for task in plan.details.tasks for each in task.transfers)
     assert transfers == pytest.approx(sum(each.seconds for each in plan.cost.collectives))
-    hidden = sum(each.seconds - each.exposed_seconds for task in plan.details.tasks for each in task.transfers)
-    assert sum(block.width for block in panel.links) * step / 100 == pytest.approx(hidden)
+    overlapped = sum(each.seconds - each.exposed_seconds for task in plan.details.tasks for each in task.transfers)
+    assert sum(block.width for block in panel.links) * step / 100 == pytest.approx(overlapped)
     assert min(each.exposed_seconds for task in plan.details.tasks for each in task.transfers) >= 0
 
 
@@ -135,7 +152,7 @@ def test_every_device_is_drawn_once(name, mesh, layers):
     cells = [(layer.title, cell) for layer in drawing.layers for cell in layer.cells]
     assert sorted(cell.device for _, cell in cells) == list(range(math.prod(mesh.values())))
     assert len({(title, cell.x, cell.y) for title, cell in cells}) == len(cells)
-    assert len(drawing.layers) == layers and len(drawing.places) == len(cells)
+    assert len(drawing.layers) == layers and len(drawing.locations) == len(cells)
     for layer in drawing.layers:
         assert all(cell.x + cell.width <= layer.width and cell.y < layer.height for cell in layer.cells)
 
@@ -158,19 +175,19 @@ def test_mesh_axes_on_the_torus():
 
 
 def test_candidates(plan):
-    """The plan and the runner-up are among what was weighed, and are marked; nothing that ties is faster."""
-    weighed = plan.details.candidates
+    """The plan and the runner-up are among what was evaluated, and are marked; nothing that ties is faster."""
+    evaluated = plan.details.candidates
     assert any(
         math.isclose(each.step_seconds, plan.cost.step_seconds) and abs(each.peak - plan.memory.peak) <= 1
-        for each in weighed
+        for each in evaluated
     )
-    assert min(each.step_seconds for each in weighed) >= plan.cost.step_seconds / 1.01
-    assert all(each.peak <= plan.memory.usable for each in weighed)
+    assert min(each.step_seconds for each in evaluated) >= plan.cost.step_seconds / 1.01
+    assert all(each.peak <= plan.memory.usable for each in evaluated)
     panel = candidates_panel(plan, [])
     kinds = [point.kind for point in panel.points]
     assert kinds[-1] == PLAN and kinds.count(PLAN) == 1 and RUNNER_UP in kinds
     assert all(0 <= point.x <= 100 and 0 <= point.y <= 100 for point in panel.points)
-    assert [each.name for each in panel.layouts] == ["this plan", "runner-up"]
+    assert [each.name for each in panel.rows] == ["this plan", "runner-up"]
 
 
 def test_layouts_compared_with_say_why_they_are_not_the_plan(plan):
@@ -183,13 +200,41 @@ def test_layouts_compared_with_say_why_they_are_not_the_plan(plan):
     ]
     panel = candidates_panel(plan, judgements)
     assert [point.kind for point in panel.points].count(OTHER) == 2
-    why = {each.name: each.why_not for each in panel.layouts}
+    why = {each.name: each.why_not for each in panel.rows}
     assert why["slow.yaml"] == "+50.0% time a token by the compiler"
-    without_own = {each.name: each.why_not for each in candidates_panel(plan, judgements[1:]).layouts}
+    without_own = {each.name: each.why_not for each in candidates_panel(plan, judgements[1:]).rows}
     assert without_own["slow.yaml"] == "+100.0% time a token by the estimate"
     assert why["large.yaml"].startswith("does not fit: 1.00 GiB too much")
-    assert panel.layouts[0].compiled_seconds == FITS.time.step_seconds
+    assert panel.rows[0].compiled_seconds == FITS.time.step_seconds
     assert own_judgement(plan, judgements) == judgements[0]
+
+
+def test_only_the_step_with_the_options_of_the_plan_is_its_verdict(plan):
+    """Not the same plan with other compiler options, nor another program of it, whichever comes first."""
+    fast = dataclasses.replace(FITS.time, step_seconds=1.0)
+    judgements = [
+        judge("this plan, plain", plan, dataclasses.replace(judged(plan), options={}, time=fast)),
+        judge("load", plan, dataclasses.replace(judged(plan), program=ProgramKind.LOAD, time=fast)),
+        judge("this plan, planned", plan, judged(plan)),
+    ]
+    assert plan.compiler_options and own_judgement(plan, judgements) == judgements[2]
+    assert own_judgement(plan, judgements[:2]) is None
+    panel = candidates_panel(plan, judgements)
+    assert not panel.has_others and [point.kind for point in panel.points].count(PLAN) == 1
+    rows = {row.name: (row.compiled_seconds, row.why_not) for row in panel.rows if row.name != "runner-up"}
+    assert rows == {
+        "this plan": (FITS.time.step_seconds, ""),
+        "this plan, plain": (1.0, "-50.0% time a token by the compiler"),
+        "load": (1.0, "another program: load"),
+    }
+
+
+def test_slower_candidates_are_counted(plan):
+    search = dataclasses.replace(plan.search, rejected={})
+    details = dataclasses.replace(plan.details, slower_candidates=5)
+    page = plan_page(dataclasses.replace(plan, search=search, details=details), [], INSTALLED_SCHEMA)
+    assert f"the {len(plan.details.candidates) + 5} candidates that were evaluated" in page
+    assert '<p class="dim">5 slower candidates are not drawn.</p>' in page
 
 
 def test_roofline(plan):
@@ -220,10 +265,12 @@ def test_settings_that_help_are_named_best_first(plan):
         Variant("workload.batch 32", faster),
         Variant("workload.param_dtype float32", None, "no plan fits"),
     ]
-    line = make_headline(with_settings(plan, variants), None)
+    line = make_headline(with_settings(plan, WhatIf(variants)), None)
     assert [change for change, _ in line.better] == ["workload.batch 32"]
     assert line.better[0][1].startswith("+100% tokens/s per device")
     assert [each.obstacle for each in line.settings] == ["", "", "no plan fits"]
+    page = plan_page(with_settings(plan, WhatIf(variants[:2])), [], INSTALLED_SCHEMA)
+    assert "<p>No other setting gains 1% or more.</p>" in page
 
 
 def test_details_are_no_part_of_the_checksum(plan, tmp_path):
@@ -243,21 +290,54 @@ def test_a_page_is_one_file_without_a_network(plan):
     assert plan_page(restored, [judge("this plan", restored, judged(plan))], INSTALLED_SCHEMA) == page
 
 
+def odd_panel(plan, name):
+    """The panel of a hand-written layout whose file and keys have a name."""
+    defect = Defect(Severity.ERROR, "heads", name, name, name)
+    lines = [f"-{name}", f"+{name}"]
+    layout = ComparedLayout(name, name, False, name, lines, parts={}, peak=1)
+    return RepairPanel(
+        name, plan.hardware.slice, name, [name], [defect], [layout], plan.memory.usable, name, {name: name}
+    )
+
+
 def test_names_are_escaped(plan):
+    """Those of models, parameters, logical axes, verdicts, and of a hand-written layout."""
     name = "</script><script>alert(1)</script>"
     model = dataclasses.replace(plan.model, ref=name, config=None)
-    parameter = dataclasses.replace(plan.parameters[0], path=name)
+    first, *axes = plan.parameters[0].axes.items()
+    parameter = dataclasses.replace(plan.parameters[0], path=name, axes={name: first[1], **dict(axes)})
     odd = dataclasses.replace(plan, model=model, parameters=[parameter, *plan.parameters[1:]])
-    page = plan_page(odd, [], INSTALLED_SCHEMA)
+    verdict = dataclasses.replace(judged(plan, TOO_LARGE), reason=CompileError(name))
+    judgements = [judge("this plan", odd, verdict), judge(name, plan, verdict)]
+    page = plan_page(odd, judgements, INSTALLED_SCHEMA, odd_panel(plan, name))
     assert "<script>alert" not in page and page.count("</script>") == 2
-    assert "<script>" not in odd._repr_html_()
+    tiles = odd.tiles_of(name)
+    audited = Audit([AuditedArray(name, {name: 4}, "bfloat16", PartitionSpec(None), 8, "")])
+    for html in (odd._repr_html_(), verdict._repr_html_(), tiles._repr_html_(), audited._repr_html_()):
+        assert "<script>" not in html and "&lt;script&gt;" in html
 
 
 def test_an_old_plan_says_what_is_missing():
-    page = plan_page(Plan.load(str(OLD_PLAN)), [], INSTALLED_SCHEMA)
-    assert page.count("written by an older version") == NEED_MESSAGES
     old = Plan.load(str(OLD_PLAN))
+    page = plan_page(old, [], INSTALLED_SCHEMA)
+    assert page.count(NO_DETAILS) == NEED_MESSAGES
+    assert "compute of all operations</li>" in page and "waiting for collectives, all causes</li>" in page
     assert sum(cost.exposed_seconds for cost in costs_of_step(old)) == pytest.approx(old.cost.step_seconds)
+
+
+def test_a_plan_with_settings_alone_says_what_is_missing(plan):
+    """As `launch` strips a Plan of its details, and `--what_if` adds settings to it."""
+    stripped = with_settings(dataclasses.replace(plan, details=None), WhatIf([Variant("as it is", plan)]))
+    assert candidates_panel(stripped, []).missing == NO_DETAILS
+    none_fits = dataclasses.replace(plan, details=dataclasses.replace(plan.details, candidates=[]))
+    assert candidates_panel(none_fits, []).missing == "No candidate fits."
+
+
+def test_a_plan_without_a_verdict_says_how_to_get_one(plan):
+    """But not for CPUs, which have no TPU compiler."""
+    assert memory_panel(plan, None).missing == [NO_VERDICT]
+    on_cpu = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, slice="cpu-32"))
+    assert memory_panel(on_cpu, None).missing == []
 
 
 def test_a_given_layout_says_that_nothing_was_searched(plan):
@@ -295,6 +375,19 @@ def test_notebooks_draw_plans_and_verdicts_without_links(plan):
         assert html.count("<rect") == plan.hardware.devices
         assert "href" not in html and "<script" not in html
     assert "does not fit" in judged(plan, TOO_LARGE)._repr_html_()
+
+
+def test_a_notebook_compares_memory_with_what_decides(plan):
+    """With the usable memory where a plan does not fit, even if its peak is less than a device has."""
+    memory = dataclasses.replace(plan.memory, peak=plan.memory.usable + 2**27)
+    assert memory.usable < memory.peak <= memory.available
+    usable, available = (f" of {size / 2**30:.2f} GiB per device" for size in (memory.usable, memory.available))
+    assert usable in dataclasses.replace(plan, memory=memory)._repr_html_() and available in plan._repr_html_()
+
+
+def test_the_load_of_a_model_has_no_mfu(plan):
+    load = dataclasses.replace(judged(plan), time=dataclasses.replace(FITS.time, model_flops=0.0, mfu=0.0))
+    assert "2 s a step, by the TPU compiler" in str(load) and "MFU 25.0%" in str(judged(plan))
 
 
 def test_what_shows_itself(plan):
@@ -335,13 +428,15 @@ def test_labels():
     ]
     assert short_cause("weights of a.stacked.b.weight") == "weights of b"
     assert short_cause("replicated for Model/scan(layer)/permute") == "replicated for permute"
-    assert listed(["a", "b", "a"]) == "a (2); b"
+    assert join_with_counts(["a", "b", "a"]) == "a (2); b"
     assert repeated_runs([1, 1, 32, 32, 32, 1, 4]) == [(2, 4, 32), (6, 6, 4)]
 
 
 def test_units_and_ticks():
     assert (gib_text(3 * 2**30), gib_text(5 * 2**20), gib_text(512)) == ("3.00 GiB", "5.0 MiB", "0.5 KiB")
     assert (seconds_text(2.345), seconds_text(0.0012), seconds_text(0)) == ("2.35 s", "1.2 ms", "0 s")
+    assert [seconds_text(seconds) for seconds in (0.9996, 0.9994, 999.6)] == ["1 s", "999 ms", "1,000 s"]
+    assert (rate_text(9.996e14), rate_text(9.99e14)) == ("1 PFLOP/s", "999 TFLOP/s")
     assert [(tick.text, round(tick.at)) for tick in linear_ticks(31.0)] == [
         ("0", 0), ("10", 32), ("20", 65), ("30", 97),
     ]  # fmt: skip

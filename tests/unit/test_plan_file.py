@@ -74,6 +74,7 @@ def put(values, path, value):
         ("memory.peak", None, "memory.peak is None"),
         ("memory.peak", -1, "memory.peak is -1"),
         ("cost.step_seconds", float("nan"), "cost.step_seconds is nan"),
+        ("cost.step_seconds", 0.0, "cost.step_seconds is 0; it must be more than 0"),
         ("parameters", [], "it has no parameters"),
         ("mesh", {"replica": -1, "data": -8, "model": 1}, "data -8 x model 1; it must be replica x data x model, each"),
         ("workload.kind", "evaluate", "workload.kind is 'evaluate'; did you mean 'eval'?"),

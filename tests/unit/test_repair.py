@@ -1,5 +1,6 @@
 """The smallest edit: fewer are not enough, its result has no error, and its lines show every changed key."""
 
+import dataclasses
 import io
 import itertools
 
@@ -13,7 +14,10 @@ from shardplan.levanter_config.trainer_section import parse_trainer_section, rea
 from shardplan.lint.edits import Edit, candidate_edits, diff_trainers
 from shardplan.lint.lint import lint_trainer, target_of
 from shardplan.lint.repair import NEAR_BEST, _new_warnings, find_smallest_edit, review
+from shardplan.model.levanter_compat import INSTALLED_SCHEMA
 from shardplan.report.lint import print_review, review_json
+from shardplan.report.page.page import plan_page
+from shardplan.report.page.repair import AS_IT_IS, repair_panel
 from shardplan.report.tables import console
 from shardplan.search.make_plan import make_plan
 
@@ -184,6 +188,26 @@ def test_repair_tries_microbatches(tmp_path):
     explicit = review(str(path), configuration.parse_config([*argv, "--workload.microbatches=1"]))
     assert explicit.best is None and explicit.why_no_best.startswith("no plan fits")
     assert review_json(explicit)["why_no_best"] == explicit.why_no_best
+    plan, panel = repair_panel(explicit)
+    page = plan_page(plan, [], INSTALLED_SCHEMA, panel)
+    assert explicit.why_no_best[1:] in page and 'id="yaml"' not in page and "#yaml" not in page
+
+
+def test_the_page_of_a_file_shows_its_memory_and_the_section_of_the_best_plan(tmp_path):
+    """Its memory fits, though it cannot run: no verdict stands over it. The compiler options are the best plan's."""
+    path = tmp_path / "levanter.yaml"
+    path.write_text(
+        "{trainer: {mp: bf16, train_batch_size: 16, model_axis_size: 8, axis_resources: {mlp: model, heads: model}}}"
+    )
+    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.batch=16"]
+    reviewed = review(str(path), configuration.parse_config(argv))
+    plan, panel = repair_panel(reviewed)
+    assert reviewed.lint.errors and plan.memory.fits and panel.shown == AS_IT_IS
+    assert panel.compiler_options == reviewed.best.compiler_options
+    panel = dataclasses.replace(panel, compiler_options={"xla_of_the_best_plan": "true"})
+    page = plan_page(plan, [], INSTALLED_SCHEMA, panel)
+    assert "cannot run (heads)" in page and f"<h2>Memory of {AS_IT_IS}: " in page and "Fits: " not in page
+    assert "xla_of_the_best_plan=true" in page and f"{next(iter(plan.compiler_options))}=" not in page
 
 
 @pytest.mark.parametrize(

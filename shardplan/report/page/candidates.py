@@ -1,19 +1,20 @@
-"""Other candidates: the time and memory of everything that was weighed, and of layouts that were compiled beside."""
+"""The candidates panel: time and memory of every evaluated candidate, and of compared layouts."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplan.hardware import GIB
-from shardplan.plan.details import WeighedCandidate
+from shardplan.plan.details import EvaluatedCandidate
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.report.page.judgement import Judgement
+from shardplan.report.page.judgement import Judgement, estimate_of, own_judgement
+from shardplan.report.page.labels import NO_DETAILS
 from shardplan.report.page.units import LogAxis, Tick, gib_text, linear_ticks, seconds_text
 from shardplan.report.summary import percent_text
 from shardplan.verify.verdict import Outcome
 
-PLAN, RUNNER_UP, WEIGHED, OTHER = "plan", "runner-up", "weighed", "other"
+PLAN, RUNNER_UP, EVALUATED, OTHER = "plan", "runner-up", "evaluated", "other"
 HEADROOM = 1.08
 """Factor of free space around the points."""
 
@@ -29,8 +30,8 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A row of the table: one layout, and why it is not the plan."""
+class CandidateRow:
+    """A row of the table: a layout, its estimate and its verdict, and why it was not chosen."""
 
     name: str
     mesh: str
@@ -53,7 +54,7 @@ class CandidatesPanel:
     limit: float
     """Percent of the height at which the usable memory is."""
     limit_text: str
-    layouts: list[Layout]
+    rows: list[CandidateRow]
     is_compiled: bool
     """Whether any layout was compiled."""
     has_others: bool
@@ -65,13 +66,20 @@ class CandidatesPanel:
 
 def candidates_panel(plan: Plan, judgements: Sequence[Judgement]) -> CandidatesPanel:
     """Place all candidates of a plan's search, and the plans of all verdicts."""
-    weighed = plan.details.candidates if plan.details is not None else []
+    evaluated = plan.details.candidates if plan.details is not None else []
     others = [each for each in judgements if not each.is_of(plan)]
-    own = next((each for each in judgements if each.is_of(plan)), None)
-    drawn = [each.estimate for each in others if each.estimate and each.estimate.tokens == plan.workload.tokens]
-    seconds = [plan.cost.step_seconds, *(c.step_seconds for c in weighed), *(e.step_seconds for e in drawn)]
+    own = own_judgement(plan, judgements)
+    # a verdict with the plan's own estimate is on its place: another program of it, or other compiler options
+    drawn = [
+        (each.label, each.estimate)
+        for each in others
+        if each.estimate not in (None, estimate_of(plan)) and each.estimate.tokens == plan.workload.tokens
+    ]
+    seconds = [plan.cost.step_seconds, *(c.step_seconds for c in evaluated), *(e.step_seconds for _, e in drawn)]
     x_axis = LogAxis(min(seconds) / HEADROOM, max(seconds) * HEADROOM)
-    top = HEADROOM * max([plan.memory.peak, plan.memory.usable, *(c.peak for c in weighed), *(e.peak for e in drawn)])
+    top = HEADROOM * max(
+        [plan.memory.peak, plan.memory.usable, *(c.peak for c in evaluated), *(e.peak for _, e in drawn)]
+    )
 
     def point(kind: str, seconds: float, peak: int, name: str) -> Point:
         tip = f"{name}: {seconds_text(seconds)} a step, {gib_text(peak)}"
@@ -79,14 +87,10 @@ def candidates_panel(plan: Plan, judgements: Sequence[Judgement]) -> CandidatesP
 
     points = [
         point(_kind(plan, each), each.step_seconds, each.peak, _candidate_text(plan, each))
-        for each in weighed
+        for each in evaluated
         if not _is_plan(plan, each)
     ]
-    points += [
-        point(OTHER, each.estimate.step_seconds, each.estimate.peak, each.label)
-        for each in others
-        if each.estimate and each.estimate.tokens == plan.workload.tokens
-    ]
+    points += [point(OTHER, each.step_seconds, each.peak, label) for label, each in drawn]
     points.sort(key=lambda each: each.kind == RUNNER_UP)  # drawn over those at the same place
     points.append(point(PLAN, plan.cost.step_seconds, plan.memory.peak, "this plan"))
     return CandidatesPanel(
@@ -95,87 +99,89 @@ def candidates_panel(plan: Plan, judgements: Sequence[Judgement]) -> CandidatesP
         y_ticks=linear_ticks(top / GIB),
         limit=100 - 100 * plan.memory.usable / top,
         limit_text=f"usable memory, {gib_text(plan.memory.usable)}",
-        layouts=[
-            _plan_layout(plan, own),
-            *_runner_up_layout(plan, weighed),
-            *(_layout(plan, own, each) for each in others),
+        rows=[
+            _plan_row(plan, own),
+            *_runner_up_row(plan, evaluated),
+            *(_other_row(plan, own, each) for each in others),
         ],
         is_compiled=bool(judgements),
         has_others=bool(drawn),
         rejected=[(reason, count) for reason, count in plan.search.rejected.items() if count],
         slower=plan.details.slower_candidates if plan.details is not None else 0,
-        missing=_missing(plan, weighed),
+        missing=_missing(plan, evaluated),
     )
 
 
-def _missing(plan: Plan, weighed: list[WeighedCandidate]) -> str:
-    if weighed:
+def _missing(plan: Plan, evaluated: list[EvaluatedCandidate]) -> str:
+    if evaluated:
         return ""
     if plan.search.given:
         return "The mesh and the mappings were given: nothing was searched."
-    if plan.details is None:
-        return (
-            "This Plan was written by an older version: it does not list the candidates that were weighed. Plan again."
-        )
-    return "No candidate fits."
+    return NO_DETAILS if plan.details is None or not plan.details.live else "No candidate fits."
 
 
-def _is_plan(plan: Plan, candidate: WeighedCandidate) -> bool:
+def _is_plan(plan: Plan, candidate: EvaluatedCandidate) -> bool:
     is_mesh = candidate.mesh == list(plan.mesh.values())
     same = math.isclose(candidate.step_seconds, plan.cost.step_seconds) and abs(candidate.peak - plan.memory.peak) <= 1
     return is_mesh and same
 
 
-def _kind(plan: Plan, candidate: WeighedCandidate) -> str:
+def _kind(plan: Plan, candidate: EvaluatedCandidate) -> str:
     other = plan.search.runner_up
     is_runner_up = (
         other is not None
         and candidate.mesh == list(other.mesh.values())
         and math.isclose(candidate.step_seconds, other.step_seconds)
     )
-    return RUNNER_UP if is_runner_up else WEIGHED
+    return RUNNER_UP if is_runner_up else EVALUATED
 
 
-def _candidate_text(plan: Plan, candidate: WeighedCandidate) -> str:
+def _candidate_text(plan: Plan, candidate: EvaluatedCandidate) -> str:
     """The mesh of a candidate, and what its main axes are sharded over."""
     mesh = mesh_text(dict(zip(plan.mesh, candidate.mesh, strict=True)))
     parts = {"batch": candidate.batch, "positions": candidate.positions, "stored": candidate.stored}
     return f"{mesh}; " + ", ".join(f"{name} over {' x '.join(axes) or 'nothing'}" for name, axes in parts.items())
 
 
-def _plan_layout(plan: Plan, own: Judgement | None) -> Layout:
-    return Layout(
+def _plan_row(plan: Plan, own: Judgement | None) -> CandidateRow:
+    return CandidateRow(
         "this plan", mesh_text(plan.mesh), plan.cost.step_seconds, plan.memory.peak,
         own.time.step_seconds if own and own.time else None, own.memory.peak if own and own.memory else None,
         own.outcome if own and own.outcome != Outcome.FITS else "",
     )  # fmt: skip
 
 
-def _runner_up_layout(plan: Plan, weighed: list[WeighedCandidate]) -> list[Layout]:
+def _runner_up_row(plan: Plan, evaluated: list[EvaluatedCandidate]) -> list[CandidateRow]:
     other = plan.search.runner_up
     if other is None:
         return []
-    peaks = [each.peak for each in weighed if _kind(plan, each) == RUNNER_UP]
-    slower = percent_text(other.step_seconds / plan.cost.step_seconds - 1) if plan.cost.step_seconds else "same"
-    why = f"{slower} time a step"
+    peaks = [each.peak for each in evaluated if _kind(plan, each) == RUNNER_UP]
+    why = f"{percent_text(other.step_seconds / plan.cost.step_seconds - 1)} time a step"
     if peaks and peaks[0] != plan.memory.peak:
         why += f", {gib_text(abs(peaks[0] - plan.memory.peak))} {'more' if peaks[0] > plan.memory.peak else 'less'}"
     return [
-        Layout("runner-up", mesh_text(other.mesh), other.step_seconds, peaks[0] if peaks else None, None, None, why)
+        CandidateRow(
+            "runner-up", mesh_text(other.mesh), other.step_seconds, peaks[0] if peaks else None, None, None, why
+        )
     ]
 
 
-def _layout(plan: Plan, own: Judgement | None, judgement: Judgement) -> Layout:
+def _other_row(plan: Plan, own: Judgement | None, judgement: Judgement) -> CandidateRow:
     estimate, time, memory = judgement.estimate, judgement.time, judgement.memory
-    why = f"{judgement.outcome}: {judgement.reason}" if judgement.reason else ""
-    if not why and estimate is not None and plan.cost.step_seconds:
+    if judgement.reason:
+        why = f"{judgement.outcome}: {judgement.reason}"
+    elif judgement.program != plan.workload.kind:
+        why = f"another program: {judgement.program}"
+    elif estimate is None:
+        why = ""
+    else:
         tokens = estimate.tokens / plan.workload.tokens
         if own is not None and own.time is not None and time is not None and own.time.step_seconds:
             why = f"{percent_text(time.step_seconds / tokens / own.time.step_seconds - 1)} time a token by the compiler"
         else:
             ratio = estimate.step_seconds / tokens / plan.cost.step_seconds
             why = f"{percent_text(ratio - 1)} time a token by the estimate"
-    return Layout(
+    return CandidateRow(
         judgement.label, mesh_text(judgement.mesh),
         estimate.step_seconds if estimate else None, estimate.peak if estimate else None,
         time.step_seconds if time else None, memory.peak if memory else None, why,

@@ -51,10 +51,10 @@ def make_headline(plan: Plan, judgement: Judgement | None) -> Headline:
         outcome=judgement.outcome if judgement else (Outcome.FITS if plan.memory.fits else Outcome.DOES_NOT_FIT),
         sentence=_fit_sentence(plan, judgement),
         reason=judgement.reason if judgement else "",
-        figures=[_estimated(plan), *(_compiled(plan, judgement) if judgement else [])],
+        figures=[_estimate_figures(plan), *(_compiled_figures(plan, judgement) if judgement else [])],
         costs=costs,
         settings=settings,
-        better=_better(plan, settings),
+        better=_best_settings(plan, settings),
     )
 
 
@@ -70,11 +70,11 @@ def _fit_sentence(plan: Plan, judgement: Judgement | None) -> str:
     return f"{gib_text(peak)} per device {source}, {gib_text(limit)} usable: {gib_text(peak - limit)} missing"
 
 
-def _estimated(plan: Plan) -> Figures:
+def _estimate_figures(plan: Plan) -> Figures:
     return _figures("estimate", plan, plan.cost.step_seconds, plan.cost.compute_seconds, plan.mfu, plan.memory.peak)
 
 
-def _compiled(plan: Plan, judgement: Judgement) -> list[Figures]:
+def _compiled_figures(plan: Plan, judgement: Judgement) -> list[Figures]:
     time, memory = judgement.time, judgement.memory
     if memory is None:
         return []
@@ -96,10 +96,8 @@ def _figures(source: str, plan: Plan, seconds: float, computing: float, mfu: flo
     )
 
 
-def _better(plan: Plan, settings: list[ChangedSetting]) -> list[tuple[str, str]]:
+def _best_settings(plan: Plan, settings: list[ChangedSetting]) -> list[tuple[str, str]]:
     """The settings with which a device computes most tokens per second, the best first."""
-    if not plan.cost.step_seconds:
-        return []
     now = plan.workload.tokens / plan.cost.step_seconds / plan.hardware.devices
     gains = [(each.tokens_per_second / each.devices / now - 1, each) for each in settings if not each.obstacle]
     named = sorted((pair for pair in gains if pair[0] >= MIN_GAIN), key=lambda pair: -pair[0])[:LARGEST]

@@ -47,10 +47,10 @@ class Judgement:
     """None in files of older versions."""
 
     def is_of(self, plan: Plan) -> bool:
-        """Whether the program is the step of `plan`, as far as the file of verdicts says."""
-        mine = estimate_of(plan)
-        is_same = self.estimate is None or self.estimate == mine
-        return is_same and (self.slice, self.mesh) == (plan.hardware.slice, plan.mesh)
+        """Whether the program is the step of `plan` with its compiler options, as far as the file of verdicts says."""
+        own = plan.hardware.slice, plan.mesh, plan.compiler_options, plan.workload.kind
+        is_same = (self.slice, self.mesh, self.options, self.program) == own
+        return is_same and self.estimate in (None, estimate_of(plan))
 
 
 def estimate_of(plan: Plan) -> Estimate:
@@ -90,7 +90,7 @@ def load_judgements(path: str) -> list[Judgement]:
 
 def own_judgement(plan: Plan, judgements: Sequence[Judgement]) -> Judgement | None:
     """The first verdict on the step of `plan`; None if there is none."""
-    return next((each for each in judgements if each.is_of(plan) and each.program == plan.workload.kind), None)
+    return next((each for each in judgements if each.is_of(plan)), None)
 
 
 def _from_json(values: dict[str, Any]) -> Judgement:

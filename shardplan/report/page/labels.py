@@ -1,4 +1,4 @@
-"""Short names of parameters and of operations of the traced program."""
+"""Texts of the panels: short names of parameters and of operations, and what stands where there is nothing to draw."""
 
 import re
 from collections import Counter
@@ -8,6 +8,8 @@ from itertools import groupby, pairwise
 from shardplan.cost.collectives import Purpose
 from shardplan.plan.details import TimedTask
 
+NO_DETAILS = "This Plan has no details (an older version wrote it, or it was made for a launcher). Plan again."
+"""What stands where a panel would draw them."""
 STACKED = ".stacked."
 """What separates the path of a stack of layers from that within a layer."""
 SUFFIX = ".weight"
@@ -38,7 +40,7 @@ def kind_text(kind: str) -> str:
 
 
 def distinct_labels(labels: Sequence[str]) -> list[str]:
-    """The short labels; where two of them are the same, the whole ones."""
+    """The short labels; where two of them are the same, the full paths."""
     count = Counter(map(short_label, labels))
     return [short_label(label) if count[short_label(label)] == 1 else label for label in labels]
 
@@ -52,8 +54,8 @@ def short_cause(cause: str) -> str:
     return cause
 
 
-def listed(labels: Iterable[str]) -> str:
-    """Labels in one text, each once, with its number if that is larger than 1."""
+def join_with_counts(labels: Iterable[str]) -> str:
+    """Join labels, each of them once, with its number if that is larger than 1."""
     return "; ".join(f"{label} ({count})" if count > 1 else label for label, count in Counter(labels).items())
 
 

@@ -3,24 +3,20 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shardplan.hardware import GIB
+from shardplan.hardware import GIB, parse_slice
 from shardplan.plan.details import LivePoint
 from shardplan.plan.plan import MemoryPlan, Plan
 from shardplan.report.page.judgement import Judgement
-from shardplan.report.page.labels import repeated_runs, short_label
+from shardplan.report.page.labels import NO_DETAILS, repeated_runs, short_label
 from shardplan.report.page.units import Tick, gib_text, linear_ticks
+from shardplan.report.tables import MEMORY_PARTS
 from shardplan.verify.verdict import CompiledMemory
 
-PARTS = {
-    "parameters": "parameters",
-    "optimizer": "optimizer state",
-    "gradients": "gradients",
-    "cast_parameters": "parameters cast to the compute type",
-    "gathered_weights": "weights gathered for use",
-    "activations": "activations",
-    "logits": "logits and loss",
-}
-"""Field of `MemoryPlan` -> its name, from the bottom of the chart to its top."""
+NO_VERDICT = (
+    "No verdict of the TPU compiler. `verify --json verdicts.json` writes one, "
+    "`--verdicts verdicts.json` shows it here."
+)
+"""What stands where the compiler's memory would be drawn."""
 STORED = ("parameters", "optimizer")
 """Fields of what is live at every point."""
 MIN_WIDTH = 9
@@ -107,18 +103,18 @@ def memory_panel(plan: Plan, judgement: Judgement | None) -> MemoryPanel:
             title = f"Estimate, without what is stored: at most {gib_text(most)} come and go"
             charts.append(_estimated_chart(title, changing, HEADROOM * most, []))
     else:
-        missing.append("This Plan was written by an older version: it does not say what is live when. Plan again.")
+        missing.append(NO_DETAILS)
     if compiled is not None and compiled.live:
         charts.append(_compiled_chart(compiled, top, limits[:1]))  # the other one is that of estimates
-    elif judgement is None:
-        missing.append("No verdict of the TPU compiler: add --verify, or use verify.")
-    else:
+    elif judgement is None and not parse_slice(plan.hardware.slice).is_cpu:
+        missing.append(NO_VERDICT)
+    elif judgement is not None:
         missing.append("This verdict does not say what the compiler keeps in memory when.")
     return MemoryPanel(
         charts=charts,
         parts=[
             (part, name, getattr(memory, part), 100 * getattr(memory, part) / memory.available)
-            for part, name in PARTS.items()
+            for part, name in MEMORY_PARTS.items()
             if getattr(memory, part)
         ],
         compiled=compiled,
@@ -140,7 +136,7 @@ def _estimated_chart(title: str, live: list[LivePoint], top: float, limits: list
     below = [0.0] * len(live)
     bands = []
     width = 100 / len(live)
-    for part, name in PARTS.items():
+    for part, name in MEMORY_PARTS.items():
         sizes = [point.bytes.get(part, 0) for point in live]
         if not any(sizes):
             continue
@@ -159,7 +155,9 @@ def _estimated_chart(title: str, live: list[LivePoint], top: float, limits: list
 
 
 def _parts_text(point: LivePoint) -> str:
-    return "\n".join(f"{name} {gib_text(point.bytes[part])}" for part, name in PARTS.items() if part in point.bytes)
+    return "\n".join(
+        f"{name} {gib_text(point.bytes[part])}" for part, name in MEMORY_PARTS.items() if part in point.bytes
+    )
 
 
 def _compiled_chart(memory: CompiledMemory, top: float, limits: list[tuple[float, str, str]]) -> LiveChart:

@@ -9,17 +9,25 @@ from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.mapping import mapping_text, mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.report.page.candidates import candidates_panel
+from shardplan.report.page.colours import SCALE
 from shardplan.report.page.headline import make_headline
 from shardplan.report.page.judgement import Judgement, own_judgement
 from shardplan.report.page.labels import kind_text
-from shardplan.report.page.memory import PARTS, memory_panel
+from shardplan.report.page.memory import memory_panel
 from shardplan.report.page.parameters import parameter_rows
 from shardplan.report.page.repair import RepairPanel
 from shardplan.report.page.roofline import roofline_panel
 from shardplan.report.page.timeline import timeline_panel
-from shardplan.report.page.torus import axis_uses, draw_slice, heaviest, most_telling, tensor_choices, tilings_of
+from shardplan.report.page.torus import (
+    axis_uses,
+    default_tiling,
+    draw_slice,
+    largest_on_device,
+    tensor_choices,
+    tilings_of,
+)
 from shardplan.report.page.units import gib_text, rate_text, seconds_text
-from shardplan.report.tables import workload_text
+from shardplan.report.tables import MEMORY_PARTS, workload_text
 from shardplan.report.templating import environment, script_hash, template_text
 
 
@@ -45,9 +53,10 @@ def plan_page(
         mappings={"compute": mapping_text(plan.compute_mapping), "parameters": mapping_text(plan.param_mapping)},
         headline=make_headline(plan, judgement),
         torus=draw_slice(plan.hardware.slice, plan.mesh),
+        scale=SCALE,
         tilings=list(map(asdict, tilings)),
         choices=tensor_choices(tilings),
-        selected=most_telling(tilings) if repair is None else heaviest(plan),
+        selected=default_tiling(tilings) if repair is None else largest_on_device(plan),
         uses=axis_uses(plan),
         memory=memory_panel(plan, judgement),
         timeline=timeline,
@@ -56,8 +65,9 @@ def plan_page(
         candidates=candidates_panel(plan, judgements),
         parameters=parameter_rows(plan),
         repair=repair,
-        parts=PARTS,
+        parts=MEMORY_PARTS,
         yaml=repair.section if repair is not None else trainer_yaml(plan, schema),
+        compiler_options=repair.compiler_options if repair is not None else plan.compiler_options,
         style=template_text("style.css") + template_text("colours.css") + template_text("plan.css"),
         script=script,
         script_hash=script_hash(script),

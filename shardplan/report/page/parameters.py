@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from shardplan.plan.mapping import axes_text, mesh_size
+from shardplan.plan.mapping import axes_text, shard_count
 from shardplan.plan.plan import Plan
 from shardplan.report.page.labels import STACKED
 from shardplan.report.tables import spec_text
@@ -33,7 +33,7 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
             axes=axes_text(each.axes),
             elements=math.prod(each.axes.values()),
             spec=spec_text(each.spec),
-            shards=math.prod(mesh_size(plan.mesh, mesh_axes or ()) for mesh_axes in each.spec),
+            shards=shard_count(plan.mesh, each.spec),
             bytes_per_device=each.bytes_per_device,
         )
         for each in plan.parameters

@@ -8,7 +8,7 @@ from shardplan.lint.findings import Severity
 from shardplan.lint.repair import NEAR_BEST, Repair, Review
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.report.page.memory import PARTS
+from shardplan.report.tables import MEMORY_PARTS
 from shardplan.search.reasons import describe_trace
 
 AS_IT_IS = "the file as it is"
@@ -63,6 +63,8 @@ class RepairPanel:
     """Bytes of a device that the peak may use."""
     section: str
     """The trainer section of the best plan; empty if there is none."""
+    compiler_options: dict[str, str]
+    """Those of the best plan; empty if there is none."""
 
 
 def repair_panel(review: Review) -> tuple[Plan, RepairPanel] | None:
@@ -92,6 +94,7 @@ def repair_panel(review: Review) -> tuple[Plan, RepairPanel] | None:
         layouts=[_compare(review, *each) for each in layouts],
         usable=plan.memory.usable,
         section=trainer_yaml(review.best, result.subject.schema) if review.best is not None else "",
+        compiler_options=review.best.compiler_options if review.best is not None else {},
     )
 
 
@@ -114,8 +117,8 @@ def _compare(review: Review, name: str, repair: Repair | None, plan: Plan | None
     lines = repair.lines if repair is not None else []
     if plan is None:
         return ComparedLayout(name, outcome, False, mesh_text(review.lint.subject.section.mesh), lines)
-    seconds, parts = plan.cost.step_seconds, {part: getattr(plan.memory, part) for part in PARTS}
+    seconds, parts = plan.cost.step_seconds, {part: getattr(plan.memory, part) for part in MEMORY_PARTS}
     return ComparedLayout(
         name, outcome, fits and not errors, mesh_text(plan.mesh), lines, plan.workload.batch, seconds,
-        plan.workload.tokens / seconds if seconds else 0.0, plan.memory.peak, parts,
+        plan.workload.tokens / seconds, plan.memory.peak, parts,
     )  # fmt: skip

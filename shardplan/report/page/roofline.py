@@ -4,13 +4,11 @@ from dataclasses import dataclass
 
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
-from shardplan.report.page.labels import listed, short_label
+from shardplan.report.page.labels import NO_DETAILS, join_with_counts, short_label
 from shardplan.report.page.units import LogAxis, Tick, rate_text, seconds_text
 
 MARGIN = 2.0
 """Factor of free space around the points."""
-
-
 RADII = (8, 14)
 """Radius of the point that takes the shortest and of the one that takes the longest time, in pixels."""
 NEAR = (3.0, 8.0)
@@ -82,9 +80,7 @@ def roofline_panel(plan: Plan) -> RooflinePanel:
         peak=rate_text(peak),
         bandwidth=f"{bandwidth / 1e9:,.0f} GB/s",
         ridge=f"{ridge:,.0f}",
-        missing=""
-        if contractions
-        else "This Plan was written by an older version: it does not say what its contractions compute. Plan again.",
+        missing="" if contractions else NO_DETAILS,
     )
 
 
@@ -110,7 +106,7 @@ def _points(contractions: list[Contraction], x_axis: LogAxis, y_axis: LogAxis) -
     return [
         RooflinePoint(
             x, y, RADII[0] + (RADII[1] - RADII[0]) * (seconds[x, y, kind] / longest) ** 0.5, kind,
-            listed(each.label for each in group), "\n".join(map(_text, group)),
+            join_with_counts(each.label for each in group), "\n".join(map(_text, group)),
         )
         for (x, y, kind), group in places.items()
     ]  # fmt: skip

@@ -7,11 +7,11 @@ from typing import Any
 from shardplan.hardware import GIB
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.report.page.memory import PARTS
 from shardplan.report.page.short_drawing import draw_numbers, draw_tiles
-from shardplan.report.page.torus import mesh_coordinates, most_telling, tilings_of
+from shardplan.report.page.torus import default_tiling, mesh_coordinates, tilings_of
 from shardplan.report.page.units import gib_text, seconds_text
 from shardplan.report.summary import speed_text
+from shardplan.report.tables import MEMORY_PARTS
 from shardplan.report.templating import environment
 from shardplan.report.verdicts import reason_text
 from shardplan.verify.verdict import Verdict
@@ -37,13 +37,17 @@ class Part:
 def plan_html(plan: Plan) -> str:
     """Return a plan as HTML for a notebook, without links and scripts."""
     memory, tilings = plan.memory, tilings_of(plan)
-    tiling = tilings[most_telling(tilings)]
-    parts = {name: (part, getattr(memory, part)) for part, name in PARTS.items()}
+    tiling = tilings[default_tiling(tilings)]
+    parts = {name: (part, getattr(memory, part)) for part, name in MEMORY_PARTS.items()}
     fits = "fits" if memory.fits else "does not fit"
     return _render(
         f"{plan.model.name} {fits} on {plan.hardware.slice}",
         memory.fits,
-        [speed_text(plan), f"mesh {mesh_text(plan.mesh)}", _memory_text(memory.peak, memory.available)],
+        [
+            speed_text(plan),
+            f"mesh {mesh_text(plan.mesh)}",
+            _memory_text(memory.peak, memory.available if memory.fits else memory.usable),
+        ],
         draw_tiles(tiling, plan.hardware.slice, plan.mesh),
         parts,
         memory.available,
@@ -76,7 +80,9 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     memory, time = verdict.memory, verdict.time
     lines = [f"{verdict.program} on {verdict.slice}: {verdict.outcome}"]
     if time is not None:
-        lines.append(f"{seconds_text(time.step_seconds)} a step, MFU {time.mfu:.1%}, by the TPU compiler")
+        # the assembly of a model has no FLOPs that the model needs
+        mfu = f"MFU {time.mfu:.1%}, " if time.model_flops else ""
+        lines.append(f"{seconds_text(time.step_seconds)} a step, {mfu}by the TPU compiler")
     lines.append(f"mesh {mesh_text(verdict.mesh)}")
     if verdict.reason is not None:
         lines.append(reason_text(verdict.reason))
@@ -114,5 +120,5 @@ def _render(
     )
 
 
-def _memory_text(peak: int, available: int) -> str:
-    return f"{peak / GIB:.2f} of {available / GIB:.2f} GiB per device"
+def _memory_text(peak: int, limit: int) -> str:
+    return f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB per device"

@@ -3,7 +3,7 @@
 import math
 
 from shardplan.monitoring.audit import Audit
-from shardplan.plan.mapping import axes_text, mesh_size, mesh_text
+from shardplan.plan.mapping import axes_text, mesh_text, shard_count
 from shardplan.plan.tiles import Tiles
 from shardplan.report.page.short_drawing import draw_tiles
 from shardplan.report.page.torus import make_tiling
@@ -24,9 +24,9 @@ def tiles_html(tiles: Tiles) -> str:
 def tiles_lines(tiles: Tiles) -> list[str]:
     """Describe the tiles of a parameter: its path, its axes with their sharding, and the size of a tile."""
     parameter, mesh = tiles.parameter, tiles.mesh
-    shards = [mesh_size(mesh, mesh_axes or ()) for mesh_axes in parameter.spec]
-    sides = [-(-size // count) for size, count in zip(parameter.axes.values(), shards, strict=True)]
-    count = math.prod(shards)
+    count = shard_count(mesh, parameter.spec)
+    dims = zip(parameter.axes.values(), parameter.spec, strict=True)
+    sides = [-(-size // shard_count(mesh, [mesh_axes])) for size, mesh_axes in dims]
     copies = math.prod(mesh.values()) // count
     return [
         parameter.path,

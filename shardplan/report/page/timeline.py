@@ -1,4 +1,4 @@
-"""The step as a timeline: compute, collectives that it waits for, and collectives behind compute."""
+"""The step as a timeline: compute, collectives that it waits for, and collectives overlapped with compute."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardplan.plan.details import TimedTask
 from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import Judgement
-from shardplan.report.page.labels import kind_text, repeated_runs, short_cause, short_label, task_label
+from shardplan.report.page.labels import NO_DETAILS, kind_text, repeated_runs, short_cause, short_label, task_label
 from shardplan.report.page.memory import Repeat
 from shardplan.report.page.units import Tick, gib_text, linear_ticks, seconds_text
 
@@ -64,7 +64,7 @@ class TimelinePanel:
     core: list[Block]
     """What the device does: compute, and waiting for collectives."""
     links: list[Block]
-    """Collectives that run behind the compute above them."""
+    """Collectives that overlap with the compute above them."""
     repeats: list[Repeat]
     compiled: CompiledBar | None
     key: list[tuple[str, str]]
@@ -77,7 +77,7 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
     """Lay out the time of a plan's step."""
     tasks = plan.details.tasks if plan.details is not None else []
     compiled = judgement.time if judgement else None
-    length = max(plan.cost.step_seconds, compiled.step_seconds if compiled else 0.0) or 1.0
+    length = max(plan.cost.step_seconds, compiled.step_seconds if compiled else 0.0)
     core, links = [], []
     starts = [0.0]
     for task in tasks:
@@ -85,15 +85,15 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
         if task.compute_seconds:
             tip = f"{task_label(task)}: compute {seconds_text(task.compute_seconds)}{_times(task)}"
             core.append(_block(task.kind, now, task.compute_seconds, length, tip))
-        behind, now = now, now + task.compute_seconds
+        start, now = now, now + task.compute_seconds
         for transfer in task.transfers:
-            hidden = transfer.seconds - transfer.exposed_seconds
+            overlapped = transfer.seconds - transfer.exposed_seconds
             about = f"{transfer.kind} over {' x '.join(transfer.mesh_axes)}, {short_cause(transfer.cause)}: "
             about += f"{gib_text(transfer.bytes)} received, {seconds_text(transfer.seconds)}"
             tip = f"{about}, of which exposed {seconds_text(transfer.exposed_seconds)}"
-            if hidden > 0:
-                links.append(_block(transfer.kind, behind, hidden, length, tip))
-                behind += hidden
+            if overlapped > 0:
+                links.append(_block(transfer.kind, start, overlapped, length, tip))
+                start += overlapped
             if transfer.exposed_seconds > 0:
                 core.append(_block(transfer.kind, now, transfer.exposed_seconds, length, tip))
                 now += transfer.exposed_seconds
@@ -117,9 +117,7 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
         ),
         key=_key(tasks, has_verdict=compiled is not None),
         costs=costs_of_step(plan),
-        missing=""
-        if tasks
-        else "This Plan was written by an older version: it has sums over the step, but not its tasks. Plan again.",
+        missing="" if tasks else NO_DETAILS,
     )
 
 
@@ -128,7 +126,7 @@ def costs_of_step(plan: Plan) -> list[Cost]:
 
     A Plan of an older version says of its collectives only how long they take, not how much of that is exposed.
     """
-    step = plan.cost.step_seconds or 1.0
+    step = plan.cost.step_seconds
     tasks = plan.details.tasks if plan.details is not None else []
     costs = list(_task_costs(tasks, step)) if tasks else list(_summed_costs(plan, step))
     return sorted(costs, key=lambda cost: (-cost.exposed_seconds, -cost.seconds))
@@ -155,9 +153,9 @@ def _summed_costs(plan: Plan, step: float) -> Iterator[Cost]:
     """All compute and all waiting, each as one cost; collectives by cause, without what is exposed of them."""
     computing = plan.cost.compute_seconds
     waiting = plan.cost.step_seconds - computing
-    yield Cost("all compute", COMPUTE, False, "", 0, computing, computing, 100 * computing / step)
+    yield Cost("all operations", COMPUTE, False, "", 0, computing, computing, 100 * computing / step)
     if waiting:
-        yield Cost("waiting for collectives", "exposed", True, "", 0, waiting, waiting, 100 * waiting / step)
+        yield Cost("all causes", "collectives", True, "", 0, waiting, waiting, 100 * waiting / step)
     for each in plan.cost.collectives:
         yield Cost(
             short_cause(each.cause), each.kind, True, " x ".join(each.mesh_axes), each.bytes, each.seconds, 0.0, 0.0

@@ -68,7 +68,7 @@ class Drawing:
     layers: list[Layer]
     drawn: int
     devices: int
-    places: list[str]
+    locations: list[str]
     """Of each drawn device, in their order: its host and chip, in words."""
 
 
@@ -84,7 +84,7 @@ def draw_slice(slice_name: str, mesh: dict[str, int], limit: int = MAX_DEVICES) 
         layers=list(_layers(placement, coordinates, order)),
         drawn=len(order),
         devices=len(coordinates),
-        places=[
+        locations=[
             f"host {hosts[device]}, "
             + (f"slice {coordinates[device][0]}, " if placement.hardware.slices > 1 else "")
             + ", ".join(f"{name} {at}" for name, at in zip(names, coordinates[device][1], strict=True))
@@ -99,12 +99,12 @@ def tilings_of(plan: Plan) -> list[Tiling]:
     return [*parameters, _tokens(plan)]
 
 
-def most_telling(tilings: list[Tiling]) -> int:
+def default_tiling(tilings: list[Tiling]) -> int:
     """The index of the largest array that is sharded; of the largest if none is."""
     return max(range(len(tilings)), key=lambda i: (tilings[i].tiles > 1, math.prod(tilings[i].axes.values())))
 
 
-def heaviest(plan: Plan) -> int:
+def largest_on_device(plan: Plan) -> int:
     """The index of the parameter with most bytes on a device."""
     return max(range(len(plan.parameters)), key=lambda i: plan.parameters[i].bytes_per_device)
 
@@ -175,7 +175,7 @@ def _dimension_text(placement: MeshPlacement, number: int) -> str:
     """How a torus dimension is drawn, its size, and the parts of mesh axes on it, major to minor."""
     dimension = placement.dimensions[number]
     is_chip = not placement.hardware.is_cpu and number >= len(placement.hardware.torus)
-    drawn = "within a square" if is_chip else ("to the right", "down", "from block to block")[number]
+    drawn = "within a chip" if is_chip else ("to the right", "down", "from block to block")[number]
     on_it = [
         (factor.stride, f"{axis} {factor.size}")
         for axis, factors in placement.factors.items()

@@ -11,6 +11,10 @@ MIN_TICKS = 3
 """Number of ticks of a logarithmic axis, at least."""
 
 
+NEARLY = 0.9995
+"""A number of units from which three digits show the next power of ten."""
+
+
 @dataclass(frozen=True)
 class Tick:
     """A mark on an axis."""
@@ -30,15 +34,15 @@ def gib_text(size: float) -> str:
 def seconds_text(seconds: float) -> str:
     """Seconds with a unit in which the number is easy to read."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds / size < 1000 else f"{seconds / size:,.0f} {unit}"
+        if seconds >= NEARLY * size:
+            return f"{seconds / size:.3g} {unit}" if seconds / size < NEARLY * 1000 else f"{seconds / size:,.0f} {unit}"
     return f"{seconds * 1e6:.2g} µs" if seconds else "0 s"
 
 
 def rate_text(per_second: float) -> str:
     """FLOP/s with a prefix."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
-        if per_second >= size:
+        if per_second >= NEARLY * size:
             return f"{per_second / size:.3g} {prefix}FLOP/s"
     return f"{per_second:.3g} FLOP/s"
 

@@ -42,7 +42,7 @@ if (layers) {
   const data = JSON.parse(document.getElementById("torus-data").textContent);
   const mesh = Object.entries(data.mesh), select = document.getElementById("tensor");
   const cells = new Map([...layers.querySelectorAll("g")].map((cell) => [Number(cell.dataset.d), cell]));
-  const places = new Map([...cells.keys()].sort((a, b) => a - b).map((device, i) => [device, data.places[i]]));
+  const locations = new Map([...cells.keys()].sort((a, b) => a - b).map((device, i) => [device, data.locations[i]]));
   const coordinates = (device) => {
     const at = {};
     for (const [axis, size] of [...mesh].reverse()) { at[axis] = device % size; device = Math.floor(device / size); }
@@ -55,8 +55,7 @@ if (layers) {
     const part = size / shards;
     return shards === 1 ? `${axis}: all ${size}` : `${axis}: ${index * part} to ${(index + 1) * part - 1} of ${size}`;
   }).join("\n");
-  // from dark blue to yellow, as cividis: readable without red and green
-  const scale = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
+  const scale = data.scale;
   const colour = (part) => {
     const x = part * (scale.length - 1), i = Math.min(Math.floor(x), scale.length - 2);
     return scale[i].map((low, k) => Math.round(low + (x - i) * (scale[i + 1][k] - low)));
@@ -83,7 +82,7 @@ if (layers) {
     }
     about = (device) => {
       const at = coordinates(device), where = mesh.map(([axis]) => `${axis} ${at[axis]}`).join(", ");
-      return `device ${device} (${where})\n${places.get(device)}\n` + (isTensor ? `tile ${numbers.get(device)} of ${count}\n${range(tiling, at)}` : `${choice} ${at[choice]} of ${count}`);
+      return `device ${device} (${where})\n${locations.get(device)}\n` + (isTensor ? `tile ${numbers.get(device)} of ${count}\n${range(tiling, at)}` : `${choice} ${at[choice]} of ${count}`);
     };
   };
   const isSame = (one, other) => {
@@ -137,13 +136,13 @@ for (const table of document.querySelectorAll("table.sortable")) {
 }
 
 document.getElementById("copy")?.addEventListener("click", async () => {
-  const block = document.getElementById("trainer"), said = document.getElementById("copied");
+  const block = document.getElementById("trainer"), status = document.getElementById("copied");
   try {
     await navigator.clipboard.writeText(block.textContent);
-    said.textContent = "copied";
+    status.textContent = "copied";
   } catch {
     getSelection().selectAllChildren(block);
-    said.textContent = "selected: press Ctrl+C";
+    status.textContent = "selected: press Ctrl+C";
   }
 });
 addEventListener("beforeprint", () => { for (const each of document.querySelectorAll("details")) each.open = true; });

@@ -1,0 +1,21 @@
+"""The config.json of the model that a configuration names, checked without JAX and Levanter."""
+
+from pathlib import Path
+
+from shardplan.config.command_flags import PlanConfig
+
+
+def check_model_config(config: PlanConfig) -> None:
+    """Read the model's config.json, unless it is on another machine.
+
+    Raises:
+        ConfigError: the file or the checkpoint's folder does not exist, or is not that of a model.
+    """
+    from shardplan.model.hf_config import read_config
+    from shardplan.storage import open_folder
+
+    ref, path = config.model.ref, config.model.config
+    if path is not None:
+        read_config(path, None, config.model.levanter_class)
+    elif Path(ref).parent.is_dir():
+        read_config(None, open_folder(ref), config.model.levanter_class)

@@ -1,0 +1,138 @@
+"""`evaluate`: an evaluation in a program or a notebook, and the parts of it that it shares with `shardplan eval`."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardplan.config.command_flags import EvalCommand
+from shardplan.config.load import load_command
+from shardplan.config.model_config import check_model_config
+from shardplan.config.sections import TaskKind
+from shardplan.errors import ConfigError
+from shardplan.hardware import parse_slice
+from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, raise_first
+from shardplan.runtime.processes.stacks import record_stacks
+
+if TYPE_CHECKING:
+    from shardplan.eval.task import Task
+    from shardplan.eval.texts.store import TextStore
+
+COMMAND_ONLY_KEYS = ("dry_run", "json", "precision_study", "report", "verify")
+"""Keys of the command that `evaluate` refuses."""
+
+
+def evaluate(*files: str, **sections: Any) -> dict[str, Any] | None:
+    """Evaluate texts as `shardplan eval` does, in a program or a notebook, and write the results folder.
+
+    As in `evaluate("configs/tiny.yaml", output="results/first")`; every process of a run calls it with the same
+    arguments. A run that was interrupted goes on.
+
+    Args:
+        files: YAML files, of which later ones win.
+        sections: keys that override those of the files, such as `data={"path": "texts.jsonl"}`.
+
+    Returns:
+        In process 0 the summary, which is in the file summary.json as well: `total`, `texts` (by id) and, of
+        extraction, `plots`; empty in the others. None if the run was stopped before its end.
+
+    Raises:
+        ConfigError: an unusable configuration, or a key that only the command has.
+        InfeasibleError: no plan fits.
+        CheckpointError: the checkpoint is damaged, or does not match its tokenizer.
+        PeerError: a process of the run was lost, failed, or is stuck.
+        SlowError: the run is slower than `gate` allows; the results so far are kept.
+    """
+    config = load_command(EvalCommand, files, sections)
+    for key in COMMAND_ONLY_KEYS:
+        if key in config.given:
+            raise ConfigError(f"evaluate: {key} is a key of the command shardplan eval alone; leave it out")
+    config = with_windows(config)
+    store = open_inputs(config)
+    from shardplan.eval.run import run_evaluation
+
+    with record_stacks():
+        summary = run_evaluation(config, make_task(config), store, config.output, lambda _: None, config)
+    if summary and config.task.kind is TaskKind.EXTRACTION:
+        draw_extraction(config.output, summary, store)
+    return summary
+
+
+def open_inputs(config: EvalCommand) -> "TextStore":
+    """Check what an evaluation reads, as far as that needs neither JAX nor Levanter, and open its texts.
+
+    Raises:
+        ConfigError: as `check_evaluation`; or the texts or the model's config.json cannot be read.
+    """
+    check_evaluation(config)
+    assert config.data.path is not None
+    from shardplan.eval.texts.store import open_texts
+
+    store = open_texts(config.data.path, config.data.max_documents)
+    if config.plan is None:
+        check_model_config(config)
+    return store
+
+
+def check_evaluation(config: EvalCommand) -> None:
+    """Check that a configuration names what an evaluation needs.
+
+    Raises:
+        ConfigError: there are no texts or no weights, or the output is no folder.
+    """
+    if config.data.path is None:
+        raise ConfigError("data.path is not set; name a file or folder of texts to evaluate, or use --dry_run")
+    if not config.model.ref and config.plan is None:
+        raise ConfigError("model.ref is not set; an evaluation needs the weights of a checkpoint, or use --dry_run")
+    if config.output == "-" or config.output.endswith(".json"):
+        raise ConfigError(
+            f"output is {config.output!r}; it must be a folder, such as results/eval: its summary.json has the results"
+        )
+
+
+def with_windows(config: EvalCommand) -> EvalCommand:
+    """For extraction, set the workload to scored windows; other configurations are returned unchanged.
+
+    Where they are not set, the batch is the fastest one, and the sequences those that windows fill best.
+    """
+    if config.task.kind is not TaskKind.EXTRACTION or config.plan is not None:
+        return config
+    from shardplan.plan.packing import packed_length  # imports numpy
+
+    task, work = config.task, config.workload
+    length = task.prefix + task.suffix + bool(task.special_tokens)
+    is_cpu = parse_slice(config.hardware.slice).is_cpu  # whose attention needs no kernel
+    position = length if is_cpu else packed_length(length)
+    if "workload.position" in config.given:
+        position = packed_length(length) if work.position == AUTO_POSITION else work.position
+    window = length if position != length else None
+    batch = work.batch if "workload.batch" in config.given else AUTO_BATCH
+    changed = replace(work, kind="score", top_k=task.top_k, batch=batch, position=position, window=window)
+    for key in ("kind", "top_k", "window"):
+        given, needed = getattr(work, key), getattr(changed, key)
+        if f"workload.{key}" in config.given and given != needed:
+            raise ConfigError(f"workload.{key} is {given}, task.kind extraction needs {needed}; leave it out")
+    raise_first(changed.problems())
+    return replace(config, workload=changed)
+
+
+def make_task(config: EvalCommand) -> "Task[Any]":
+    """Return the task that a configuration selects."""
+    from shardplan.eval.extraction.task import ExtractionTask
+    from shardplan.eval.loss.task import LossTask
+
+    if config.task.kind is TaskKind.EXTRACTION:
+        return ExtractionTask(config.task, config.precision_study)
+    return LossTask(config.task)
+
+
+def draw_extraction(output: str, summary: Mapping[str, Any], store: "TextStore") -> None:
+    """Draw the results of an extraction run; done by one process, because the others have nothing to wait for."""
+    from shardplan.eval.extraction.pictures import COLUMNS, INDEX, write_pictures
+    from shardplan.eval.results_folder import read_windows
+    from shardplan.runtime.progress import print_note, show_steps
+
+    with show_steps("drawing") as report:
+        left_out = write_pictures(output, lambda: read_windows(output, COLUMNS), store, summary, report)
+    for line in left_out:
+        print_note(line)
+    print_note(f"{INDEX} in the results folder shows them")
