@@ -76,6 +76,15 @@ class ResultsFolder:
                     f"this run's is {_short(wanted[name])}; name another folder, or remove it"
                 )
 
+    def check_shared(self) -> None:
+        """Check that this process sees the folder that process 0 has claimed: each may have a disk of its own.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if not self._folder.has_file(RUN):
+            raise ConfigError(f"output {self.ref} is not the same folder as for process 0; give all processes one folder")
+
     def finished(self, shards: Sequence[tuple[int, int]]) -> list[int]:
         """Return the shards whose windows are all in parts, whatever run wrote them.
 
@@ -117,7 +126,7 @@ class ResultsFolder:
         for first, last in [*self._ranges(), (total, total)]:
             if first > end:
                 raise ConfigError(
-                    f"output {self.ref} lacks the windows {end} to {first}; all processes must see the same folder"
+                    f"output {self.ref} lacks the windows {end} to {first}; start the same command again, which adds them"
                 )
             if last > end:
                 needed.append((first, last, end))

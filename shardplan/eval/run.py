@@ -101,6 +101,7 @@ def run_evaluation(
         determinants = _determinants(session, store, data) | task.determinants(plan)
         processes.agree("determinants", lambda: determinants, _digests, _other_determinants)
         processes.broadcast("claim", lambda: results.claim(determinants))
+        processes.agree("shared results", results.check_shared, lambda _: {})
         deadlines = monitoring.deadline
         pieces = _count_all(source, workers, processes, check, deadlines.loading) if task.counts_tokens else []
         windows = task.divide(store, pieces, special, plan)

@@ -84,6 +84,14 @@ def test_processes_with_other_texts(checkpoint, tmp_path):
     assert not (tmp_path / "r").exists()
 
 
+def test_results_folders_that_are_not_shared_are_refused(checkpoint, tmp_path):
+    """At the start: else the end of the run would find that windows are missing."""
+    folders = (tmp_path / "a", tmp_path / "b")
+    for code, _, errors in start(*(arguments(checkpoint, checkpoint / "text.jsonl", each) for each in folders)):
+        assert code == 2, errors
+        assert f"output {folders[1]} is not the same folder as for process 0; give all processes one folder" in errors
+
+
 def test_a_process_without_an_id(checkpoint, tmp_path):
     argv = ["--model.ref", checkpoint, "--data.path", checkpoint / "text.jsonl", "--output", tmp_path / "r"]
     done = subprocess.run(

@@ -220,7 +220,7 @@ def test_parts_of_runs_with_other_lanes(tmp_path):
         write(first, last)
     assert folder.finished([(0, 8), (8, 16), (16, 22)]) == [0, 2]
     assert folder.finished([(0, 5), (5, 12), (12, 15), (15, 17), (17, 22)]) == [0, 1, 4]
-    with pytest.raises(ConfigError, match="lacks the windows 12 to 16; all processes must see the same folder"):
+    with pytest.raises(ConfigError, match="lacks the windows 12 to 16; start the same command again"):
         folder.merge(22)
     assert not (tmp_path / "results" / "windows.parquet").exists()
     write(11, 17)
