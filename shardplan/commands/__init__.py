@@ -1,1 +1,1 @@
-"""What each command does with its configuration: one file a command. Of the rest, only `shardplan.__main__` imports them."""
+"""What each command does with its configuration: one file a command. Outside, only `__main__` imports them."""
