@@ -83,7 +83,7 @@ class ResultsFolder:
             ConfigError: it does not.
         """
         if not self._folder.has_file(RUN):
-            raise ConfigError(f"output {self.ref} is not the same folder as for process 0; give all processes one folder")
+            raise ConfigError(f"output {self.ref} is not the same folder as for process 0; give all processes one")
 
     def finished(self, shards: Sequence[tuple[int, int]]) -> list[int]:
         """Return the shards whose windows are all in parts, whatever run wrote them.
@@ -125,9 +125,7 @@ class ResultsFolder:
         end = 0
         for first, last in [*self._ranges(), (total, total)]:
             if first > end:
-                raise ConfigError(
-                    f"output {self.ref} lacks the windows {end} to {first}; start the same command again, which adds them"
-                )
+                raise ConfigError(f"output {self.ref} lacks the windows {end} to {first}; start the same command again")
             if last > end:
                 needed.append((first, last, end))
                 end = last

@@ -89,7 +89,7 @@ def test_results_folders_that_are_not_shared_are_refused(checkpoint, tmp_path):
     folders = (tmp_path / "a", tmp_path / "b")
     for code, _, errors in start(*(arguments(checkpoint, checkpoint / "text.jsonl", each) for each in folders)):
         assert code == 2, errors
-        assert f"output {folders[1]} is not the same folder as for process 0; give all processes one folder" in errors
+        assert f"output {folders[1]} is not the same folder as for process 0; give all processes one" in errors
 
 
 def test_a_process_without_an_id(checkpoint, tmp_path):
