@@ -83,8 +83,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked `whole`, unless it is asked for."""
-    left_out = [item for item in items if "whole" in item.keywords and not config.getoption("--whole")]
+    """Leaves out what is marked `whole` or for the other Levanter, unless it is asked for."""
+    if config.getoption("--whole"):
+        return
+    marks = {"whole", "with_levanter_12" if IS_MARIN else "with_marin"}
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
 

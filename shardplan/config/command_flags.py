@@ -199,7 +199,7 @@ class EvalCommand(MonitoringConfig, LoadingConfig, ReportingConfig):
     verify: bool = False
     """Have the TPU compiler check the plan before anything is loaded."""
     output: str = "results/eval"
-    """Folder of the results, in which an interrupted run goes on; every host of the run must see the same one."""
+    """Results folder, the same for all hosts; a run goes on there."""
     precision_study: int | None = None
     """Of extraction: score so many windows in bfloat16 and in float32, and compare."""
     dry_run: bool = False

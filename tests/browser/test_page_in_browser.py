@@ -15,6 +15,8 @@ from shardplan.verify.verdict import CompiledMemory, CompiledTime, LiveBytes, Ou
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Error, sync_playwright
 
+pytestmark = pytest.mark.with_marin
+
 PANELS = ("verdict", "torus", "memory", "time", "roofline", "candidates", "parameters", "yaml")
 GIB = 2**30
 

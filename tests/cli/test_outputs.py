@@ -11,6 +11,8 @@ from conftest import ROOT, fails, run
 
 from shardplan.plan.plan import Plan
 
+pytestmark = pytest.mark.with_levanter_12
+
 REPLACED = "would replace what the command reads or writes itself; name another file"
 
 

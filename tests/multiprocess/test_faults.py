@@ -75,6 +75,7 @@ def read_until(process, pattern):
     raise AssertionError("".join(lines))
 
 
+@pytest.mark.with_levanter_12
 def test_a_process_is_never_started(checkpoint, tmp_path):
     """Who is missing is said within seconds; here the wait is cut short by Ctrl-C, as it is by users."""
     argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r")
@@ -99,6 +100,7 @@ def test_other_batches(checkpoint, tmp_path):
         )
 
 
+@pytest.mark.with_levanter_12
 def test_other_plans(checkpoint, tmp_path):
     """A stale Plan file on one host."""
     argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r")
@@ -184,6 +186,7 @@ def test_a_train_step_in_which_one_process_is_stuck(place, line):
     assert all(re.search(reason, error) for error in errors), errors
 
 
+@pytest.mark.with_levanter_12
 @pytest.mark.parametrize(
     ("count", "stuck", "place", "line"),
     [
@@ -232,6 +235,7 @@ def test_preemption_as_jax_announces_it(checkpoint, long_text, tmp_path):
     assert list((tmp_path / "r" / "parts").iterdir()) and not (tmp_path / "r" / "summary.json").exists()
 
 
+@pytest.mark.with_levanter_12
 def test_stacks_on_demand(checkpoint, long_text, tmp_path):
     """SIGUSR1 has them written, and the run goes on, here until SIGTERM ends it after the shard under way."""
     results = tmp_path / "r"

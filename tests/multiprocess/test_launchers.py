@@ -1,7 +1,4 @@
-"""The scripts of `shardplan launch` with the real Slurm and Ray, on this machine.
-
-What they start does not depend on the version of Levanter, so that they run with one of the two.
-"""
+"""The scripts of `shardplan launch` with the real Slurm and Ray, on this machine."""
 
 import json
 import os
@@ -16,9 +13,7 @@ from conftest import ROOT, run, transformers_losses
 from test_eval import TIMEOUT, arguments
 from try_launchers import ON_ONE_NODE, PROCESSES, local_slurm
 
-from shardplan.model.levanter_compat import IS_MARIN
-
-pytestmark = pytest.mark.skipif(IS_MARIN, reason="launching is tested with levanter 1.2")
+pytestmark = pytest.mark.with_levanter_12
 SHARD, WORDS = 16, 12_000
 """Windows of a shard, and words of a text that has about 12 shards."""
 

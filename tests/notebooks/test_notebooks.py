@@ -8,6 +8,8 @@ from make_notebooks import NOTEBOOKS, SOURCES, code_cells, execute, notebook_of,
 
 from shardplan.model.levanter_compat import IS_MARIN
 
+pytestmark = pytest.mark.with_marin
+
 ABSOLUTE_PATH = re.compile(r"/(work|root|home|Users|tmp)/")
 MAX_BYTES = 300_000
 OF_MARIN = {"levanter", "libtpu"}

@@ -6,10 +6,13 @@ makes them better lowers the bounds.
 
 import statistics
 
+import pytest
 from planner_record import PLANNER, PUBLISHED, errors_by_family, read_records
 
 from shardplan.cost.calibration import MEMORY_ERROR
 from shardplan.model.levanter_compat import LIBTPU_FUSES_ALL_GATHERS
+
+pytestmark = pytest.mark.with_levanter_12
 
 MIN_LAYOUTS = 40
 """Layouts written by hand, at least: a search compares layouts far from the best, too, and may prefer a wrong one."""

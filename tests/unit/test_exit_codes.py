@@ -95,6 +95,15 @@ done = True
 """
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt, also where a shell that started the tests in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_waits_for_the_end_of_an_import(tmp_path, monkeypatch, capsys):
     """Extension modules abort the process when KeyboardInterrupt is raised in them."""
     (tmp_path / "interrupted_import.py").write_text(INTERRUPTED_IMPORT)
@@ -112,6 +121,7 @@ def test_an_interrupt_waits_for_the_end_of_an_import(tmp_path, monkeypatch, caps
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_does_not_wait_for_an_import_that_is_stuck(tmp_path, monkeypatch, capsys):
     (tmp_path / "stuck_import.py").write_text(INTERRUPTED_IMPORT.replace("0.5", "10"))
     monkeypatch.syspath_prepend(tmp_path)

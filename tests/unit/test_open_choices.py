@@ -7,6 +7,8 @@ from shardplan.plan.packing import packed_length
 from shardplan.search.fastest_batch import TIE, batches
 from shardplan.search.make_plan import make_plan
 
+pytestmark = pytest.mark.with_levanter_12
+
 
 @pytest.mark.parametrize("batch", [16, pytest.param(240, marks=pytest.mark.whole)])
 def test_microbatches_can_be_chosen(llama_model, llama_config, batch):

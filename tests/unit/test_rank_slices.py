@@ -5,6 +5,8 @@ import json
 import pytest
 from conftest import fails, run
 
+pytestmark = pytest.mark.with_levanter_12
+
 ARGUMENTS = ["--model.config=llama-3.1-8b", "--workload.batch=16"]
 
 

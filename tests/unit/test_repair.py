@@ -21,6 +21,8 @@ from shardplan.report.page.repair import AS_IT_IS, repair_panel
 from shardplan.report.tables import console
 from shardplan.search.make_plan import make_plan
 
+pytestmark = pytest.mark.with_levanter_12
+
 
 @pytest.fixture(scope="module")
 def target():
