@@ -39,7 +39,7 @@ TEST = (
     ("lint-imports",),
     ("python", "scripts/check_package.py"),
     *DOCS,
-    ("pytest", "-n", "4"),  # twice the two cores that it is meant for: many tests wait for processes
+    ("pytest", "-n", "3"),  # one more than the two cores that it is meant for: many tests wait for processes
 )
 COMMANDS = {"demo": DEMO, "docs": DOCS, "test": TEST}
 
