@@ -92,7 +92,7 @@ def candidates_panel(plan: Plan, judgements: Sequence[Judgement]) -> CandidatesP
     ]
     points += [point(OTHER, each.step_seconds, each.peak, label) for label, each in drawn]
     points.sort(key=lambda each: each.kind == RUNNER_UP)  # drawn over those at the same place
-    points.append(point(PLAN, plan.cost.step_seconds, plan.memory.peak, "this plan"))
+    points.append(point(PLAN, plan.cost.step_seconds, plan.memory.peak, own_name(plan)))
     return CandidatesPanel(
         points=points,
         x_ticks=x_axis.ticks(),
@@ -143,9 +143,14 @@ def _candidate_text(plan: Plan, candidate: EvaluatedCandidate) -> str:
     return f"{mesh}; " + ", ".join(f"{name} over {' x '.join(axes) or 'nothing'}" for name, axes in parts.items())
 
 
+def own_name(plan: Plan) -> str:
+    """What a report calls its plan among others: of a layout that was given, not planned, it is the layout."""
+    return "this layout" if plan.search.given else "this plan"
+
+
 def _plan_row(plan: Plan, own: Judgement | None) -> CandidateRow:
     return CandidateRow(
-        "this plan", mesh_text(plan.mesh), plan.cost.step_seconds, plan.memory.peak,
+        own_name(plan), mesh_text(plan.mesh), plan.cost.step_seconds, plan.memory.peak,
         own.time.step_seconds if own and own.time else None, own.memory.peak if own and own.memory else None,
         own.outcome if own and own.outcome != Outcome.FITS else "",
     )  # fmt: skip
