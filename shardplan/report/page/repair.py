@@ -64,7 +64,7 @@ class RepairPanel:
     section: str
     """The trainer section of the best plan; empty if there is none."""
     compiler_options: dict[str, str]
-    """Those of the best plan; empty if there is none."""
+    """The compiler options of the best plan; empty if there is none."""
 
 
 def repair_panel(review: Review) -> tuple[Plan, RepairPanel] | None:
