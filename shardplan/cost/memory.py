@@ -12,7 +12,7 @@ from typing import assert_never
 
 from shardplan.cost.attention import FLOAT32_BYTES, extra_attention_bytes
 from shardplan.cost.partitioned_lookup import partition_lookup
-from shardplan.cost.sharding import ShardingAssignment
+from shardplan.cost.sharding import ShardingAssignment, WeightGather
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.named_arrays import TracedArray, score_positions
 from shardplan.program.tasks import Step
@@ -89,6 +89,9 @@ def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
         case BufferRole.PREFETCHED_WEIGHT:
             gather = assignment.weight_gather(array) if quirks.gathers_early else None
             return gather.bytes if gather and gather.copies == 1 else 0.0
+        case BufferRole.WEIGHT_GATHERED_FIRST:
+            gather = assignment.weight_gather(array)
+            return gather.bytes if gather and _is_gathered_first(array, gather, assignment) else 0.0
         case BufferRole.UNSCATTERED_RESULT:
             is_stored = assignment.is_stored_like_a_parameter(array)
             is_scattered = is_stored and assignment.num_shards(array) > assignment.num_shards(array, assignment.compute)
@@ -112,8 +115,7 @@ def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
             return _live_bytes(buffer, assignment) if quirks.frees_rows else 0.0
         case BufferRole.LOOKUP_RESULT:
             steps = partition_lookup(buffer.related_arrays[0], array, assignment)
-            transient = steps.max_transient_bytes
-            return steps.gathered_table_bytes + (transient if transient > 2 * assignment.bytes(array) else 0.0)
+            return steps.gathered_table_bytes + steps.transient_bytes
         case BufferRole.COPIED_STACK:
             return assignment.bytes(array) if quirks.copies_stacks else 0.0
         case BufferRole.KEYS_OR_VALUES | BufferRole.KEYS_OR_VALUES_GRADIENT:
@@ -157,6 +159,7 @@ PART_OF_ROLE: dict[BufferRole, MemoryPart | None] = {
     BufferRole.GATHERED_WEIGHT: MemoryPart.GATHERED_WEIGHTS,
     BufferRole.REORDERED_WEIGHT: MemoryPart.GATHERED_WEIGHTS,
     BufferRole.PREFETCHED_WEIGHT: MemoryPart.GATHERED_WEIGHTS,
+    BufferRole.WEIGHT_GATHERED_FIRST: MemoryPart.GATHERED_WEIGHTS,
     BufferRole.UNSCATTERED_RESULT: None,
     BufferRole.FLOAT32_RESULT: None,
     BufferRole.FLOAT32_SUMMAND: None,
@@ -172,6 +175,16 @@ PART_OF_ROLE: dict[BufferRole, MemoryPart | None] = {
     BufferRole.SCORES: None,
 }
 """Role -> its part of `Memory`; None where the part follows from the array."""
+
+
+def _is_gathered_first(weight: TracedArray, gather: WeightGather, assignment: ShardingAssignment) -> bool:
+    """Whether the compiler gathers a weight of the head at the start of the program, among the steps of the lookup.
+
+    It does so where the gather is along several dimensions and leaves the weight sharded, on all generations but
+    tpu7x (docs/log.md).
+    """
+    is_partial = assignment.num_shards(weight, assignment.compute) > 1
+    return gather.num_dimensions > 1 and is_partial and not assignment.quirks.gathers_early
 
 
 def _is_written_in_float32(rows: TracedArray, assignment: ShardingAssignment) -> bool:

@@ -39,23 +39,30 @@ class PartitionedLookup:
     """Bytes once the columns are unsharded."""
     uses_all_to_all: bool
     """Whether an all-to-all unshards the columns and shards the tokens; else an all-gather unshards the columns."""
+    result_bytes: float
+    """Bytes of the result in its compute sharding."""
 
     @property
-    def max_transient_bytes(self) -> float:
-        """Largest sum of a step's input and output bytes, over the steps after the table's gather."""
+    def transient_bytes(self) -> float:
+        """Largest bytes in memory besides the result while a step runs, over the steps after the table's gather.
+
+        A step's input and output are in memory together. The result takes the place of one of them, except where a sum
+        of partial results becomes the result by an all-to-all. Transient arrays that are no larger than the result are
+        fused with it.
+        """
         summed = 2 * self.local_result_bytes if self.row_axes else 0.0
-        return max(
-            summed,
-            self.local_result_bytes + self.token_gather_bytes,
-            self.token_gather_bytes + self.all_columns_bytes,
-        )
+        gathered = self.local_result_bytes + self.token_gather_bytes
+        size = max(summed, gathered, self.token_gather_bytes + self.all_columns_bytes)
+        if self.row_axes and self.uses_all_to_all:
+            return size
+        return size - self.result_bytes if size > 2 * self.result_bytes else 0.0
 
 
 def partition_lookup(table: TracedArray, result: TracedArray, assignment: ShardingAssignment) -> PartitionedLookup:
     """The steps that look up `result` (tokens and columns) in `table` (rows and columns) in its stored sharding."""
     own = assignment.bytes(result, assignment.compute)
     if table.weight is None:
-        return PartitionedLookup((), 0.0, (), own, (), own, (), own, uses_all_to_all=False)
+        return PartitionedLookup((), 0.0, (), own, (), own, (), own, uses_all_to_all=False, result_bytes=own)
     rows, columns = _table_axes(table, result, assignment)
     token_dims = _token_axes(table, result, assignment)
     tokens = tuple(axis for axis in assignment.mesh if any(axis in axes for axes in token_dims))
@@ -96,7 +103,7 @@ def partition_lookup(table: TracedArray, result: TracedArray, assignment: Shardi
     all_columns = assignment.bytes(result, {}) if is_replicated else gathered_bytes if uses_all_to_all else own
     return PartitionedLookup(
         gathered, table_bytes, rows, local_bytes, token_gather_axes, gathered_bytes, columns, all_columns,
-        uses_all_to_all,
+        uses_all_to_all, own,
     )  # fmt: skip
 
 

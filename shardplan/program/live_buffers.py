@@ -22,6 +22,8 @@ class BufferRole(StrEnum):
     """What a gather needs beyond the gathered copy, until it is complete: another copy, whose elements it reorders."""
     PREFETCHED_WEIGHT = "prefetched weight"
     """A gathered weight before its first use, if the compiler gathers early: from the loop before that use on."""
+    WEIGHT_GATHERED_FIRST = "weight gathered first"
+    """A gathered weight of the head before its first use, if the compiler gathers it at the start of the program."""
     UNSCATTERED_RESULT = "unscattered result"
     """The result of a matmul before its reduce-scatter: a gradient is unsharded until each device keeps its shard."""
     FLOAT32_RESULT = "float32 result"

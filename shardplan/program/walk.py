@@ -235,12 +235,15 @@ class _Sequence:
     def _gathered(self) -> list[Counter[LiveBuffer]]:
         """Return the gathered and prefetched weights while each operation runs.
 
-        A transfer for an operation may run during an earlier one: from the loop before the operation on.
+        A transfer for an operation may run during an earlier one: from the loop before the operation on, or at the
+        start of the program.
         """
         changes: defaultdict[int, Counter[LiveBuffer]] = defaultdict(Counter)
         for weight, (first, last) in self._weight_uses().items():
             earliest = max(bisect_left(self.loops_before, self.loops_before[first]) - 1, 0)
+            is_of_head = self.executions == 1 and self.loops_before[first] > 0
             for role, begin, end in (
+                *([(BufferRole.WEIGHT_GATHERED_FIRST, 0, first)] if is_of_head else []),
                 (BufferRole.PREFETCHED_WEIGHT, earliest, first),
                 (BufferRole.GATHERED_WEIGHT, first, last + 1),
             ):

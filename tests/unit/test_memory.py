@@ -65,6 +65,42 @@ def test_memory_of_prefetched_weights():
     )
 
 
+@pytest.mark.parametrize(
+    ("vocab", "embed", "expected"),
+    [
+        # partial sums of all columns become the result by an all-to-all: the sum's input and output stay until then
+        (("model",), ("replica", "data"), 2 * 4 * B * P * E / 8),
+        # without partial sums the all-to-all needs nothing beyond its input, whose place the result takes
+        ((), ("replica", "data"), 0),
+        # a quarter of the columns of all tokens is gathered to all of them, of which a device then keeps its tokens
+        (("model", "replica"), ("data",), 4 * B * P * (E / 4 + E - E / 8)),
+    ],
+)
+def test_memory_of_lookups(vocab, embed, expected):
+    assignment = ShardingAssignment(MESH, TOKENS, {"vocab": vocab, "embed": embed}, {}, ("batch", "position"))
+    lookups = {
+        buffer for point in traced_step(False).points for buffer, _ in point if buffer.role == BufferRole.LOOKUP_RESULT
+    }
+    assert [buffer_bytes(buffer, assignment) for buffer in lookups] == [expected]
+
+
+def test_memory_of_a_head_gathered_at_the_start():
+    """The head is in memory from the lookup on, if its gather is along two dimensions and leaves it sharded."""
+    mapping = TOKENS | {"vocab": ("model",)}
+    params = {"vocab": ("model", "replica"), "embed": ("data",)}
+    assignment = ShardingAssignment(MESH, mapping, params, {}, ("batch", "position"))
+    points = traced_step(False).points
+    role = BufferRole.WEIGHT_GATHERED_FIRST
+
+    def gathered(assignment):
+        return {sum(buffer_bytes(each, assignment) for each, _ in point if each.role == role) for point in points[:-2]}
+
+    assert gathered(assignment) == {4 * V * E / 2}
+    assert gathered(dataclasses.replace(assignment, compute=TOKENS, shard_counts={})) == {0}
+    assert gathered(dataclasses.replace(assignment, params={"vocab": ("model",), "embed": ("data",)})) == {0}
+    assert gathered(dataclasses.replace(assignment, quirks=CompilerQuirks(gathers_early=True))) == {0}
+
+
 def test_rows_of_experts_in_float32():
     """A kernel that writes float32 needs four more bytes for every number of the result that it computes."""
     config = {**read_config("mixtral-8x7b", None), "num_hidden_layers": 2}
