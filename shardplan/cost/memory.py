@@ -13,7 +13,7 @@ from typing import assert_never
 from shardplan.cost.attention import FLOAT32_BYTES, extra_attention_bytes
 from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import ShardingAssignment, WeightGather
-from shardplan.program.live_buffers import BufferRole, LiveBuffer
+from shardplan.program.live_buffers import BufferRole, LiveBuffer, ProgramPoint
 from shardplan.program.named_arrays import TracedArray, score_positions
 from shardplan.program.tasks import Step
 
@@ -57,13 +57,23 @@ class Memory:
 
 def estimate_memory(step: Step, assignment: ShardingAssignment) -> Memory:
     """The bytes per device at the largest point of the program, by part."""
-    return Memory(**max(memory_by_part(step, assignment), key=lambda parts: sum(parts.values())))
+    return Memory(**max(memory_by_part(step, assignment), key=_total))
 
 
 def memory_by_part(step: Step, assignment: ShardingAssignment) -> list[dict[MemoryPart, float]]:
     """The bytes per device at every point of the program, by part."""
     stored = _bytes_by_part(((buffer, 1) for buffer in stored_buffers(step)), step, assignment)
-    return [{**stored, **_bytes_by_part(point, step, assignment)} for point in step.points]
+    return [{**stored, **_bytes_by_part(point, step, assignment)} for point in schedule(step, assignment)]
+
+
+def schedule(step: Step, assignment: ShardingAssignment) -> tuple[ProgramPoint, ...]:
+    """The points of the schedule that the compiler chooses: the one with the smallest peak."""
+    return min(step.schedules, key=lambda points: max(point_bytes(point, assignment) for point in points))
+
+
+def point_bytes(point: ProgramPoint, assignment: ShardingAssignment) -> float:
+    """Bytes per device of the buffers that are live at a point, without those that are live at every point."""
+    return sum(count * buffer_bytes(buffer, assignment) for buffer, count in point)
 
 
 def stored_buffers(step: Step) -> Iterator[LiveBuffer]:
@@ -92,10 +102,11 @@ def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
         case BufferRole.WEIGHT_GATHERED_FIRST:
             gather = assignment.weight_gather(array)
             return gather.bytes if gather and _is_gathered_first(array, gather, assignment) else 0.0
-        case BufferRole.UNSCATTERED_RESULT:
-            is_stored = assignment.is_stored_like_a_parameter(array)
-            is_scattered = is_stored and assignment.num_shards(array) > assignment.num_shards(array, assignment.compute)
-            return assignment.bytes(array, assignment.compute) if is_scattered else 0.0
+        case BufferRole.UNSCATTERED_RESULT | BufferRole.SUM_OF_RESULT:
+            return _unscattered_bytes(array, assignment)
+        case BufferRole.UNSUMMED_RESULT:
+            unscattered = _unscattered_bytes(array, assignment)
+            return unscattered - assignment.bytes(array) if unscattered else 0.0
         case BufferRole.FLOAT32_RESULT:
             return _float32_row_bytes(array, assignment) if _is_written_in_float32(array, assignment) else 0.0
         case BufferRole.FLOAT32_SUMMAND:
@@ -126,9 +137,20 @@ def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
             assert_never(role)
 
 
+def _unscattered_bytes(result: TracedArray, assignment: ShardingAssignment) -> float:
+    """Bytes per device of a result before its reduce-scatter; 0 if it needs none."""
+    is_stored = assignment.is_stored_like_a_parameter(result)
+    is_scattered = is_stored and assignment.num_shards(result) > assignment.num_shards(result, assignment.compute)
+    return assignment.bytes(result, assignment.compute) if is_scattered else 0.0
+
+
 def _live_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Bytes per device of a value between tasks; if grouped matmuls read it, in the sharding of their parameters."""
     return assignment.bytes(buffer.array, assignment.params if buffer.is_read_by_grouped_matmuls else None)
+
+
+def _total(parts: dict[MemoryPart, float]) -> float:
+    return sum(parts.values())
 
 
 def _bytes_by_part(
@@ -161,6 +183,8 @@ PART_OF_ROLE: dict[BufferRole, MemoryPart | None] = {
     BufferRole.PREFETCHED_WEIGHT: MemoryPart.GATHERED_WEIGHTS,
     BufferRole.WEIGHT_GATHERED_FIRST: MemoryPart.GATHERED_WEIGHTS,
     BufferRole.UNSCATTERED_RESULT: None,
+    BufferRole.SUM_OF_RESULT: None,
+    BufferRole.UNSUMMED_RESULT: None,
     BufferRole.FLOAT32_RESULT: None,
     BufferRole.FLOAT32_SUMMAND: None,
     BufferRole.SUMMED_ROWS: None,

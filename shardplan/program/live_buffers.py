@@ -26,6 +26,10 @@ class BufferRole(StrEnum):
     """A gathered weight of the head before its first use, if the compiler gathers it at the start of the program."""
     UNSCATTERED_RESULT = "unscattered result"
     """The result of a matmul before its reduce-scatter: a gradient is unsharded until each device keeps its shard."""
+    SUM_OF_RESULT = "sum of a result"
+    """The sum of an unscattered result over devices, if the compiler sums it at once."""
+    UNSUMMED_RESULT = "unsummed result"
+    """An unscattered result from its matmul to the end of the last loop, if the compiler sums it after that loop."""
     FLOAT32_RESULT = "float32 result"
     """The result of a grouped matmul while it is computed, in float32."""
     FLOAT32_SUMMAND = "float32 summand"
@@ -50,6 +54,10 @@ class BufferRole(StrEnum):
     """The gradient of such keys or values while it is computed."""
     SCORES = "scores"
     """A block of attention scores while it is computed without a kernel; a kernel never writes scores to memory."""
+
+
+ROLE_OF_SCHEDULE = (BufferRole.SUM_OF_RESULT, BufferRole.UNSUMMED_RESULT)
+"""Each role is of one schedule that the compiler may choose; points have the buffers of all of them."""
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,8 @@ class _Sequence:
         loops = [operation.kind == OperationKind.LOOP for operation in fusion.operations]
         self.loops_before = [0, *itertools.accumulate(loops)]
         """Operation -> number of loops before it."""
+        self.last_loop = max((i for i, is_loop in enumerate(loops) if is_loop and executions == 1), default=-1)
+        """Index of the last loop of the program; -1 if there is none, or in a loop's body."""
         self._live_buffers: dict[int, LiveBuffer] = {}
         self.used_weights: set[str] = set()
         """Parameters that a matmul has used so far."""
@@ -115,6 +117,7 @@ class _Sequence:
         last_uses, copied = self._last_uses(), self._copied_by_next_loop()
         gathered, reordered = self._gathered(), self._reordered()
         held = self._held_for_gradients()
+        unsummed: Counter[LiveBuffer] = Counter()
         ends: defaultdict[int, list[int]] = defaultdict(list)
         for value, i in last_uses.items():
             ends[i].append(value)
@@ -131,7 +134,7 @@ class _Sequence:
             stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
             buffers.update(map(self._live_buffer, entering - live))
             live |= entering
-            here = outside + gathered[i]
+            here = outside + gathered[i] + (unsummed if i <= self.last_loop else Counter())
             late = ((role, value) for role, values in held.values.items() for value in used_up & values)
             here.update(itertools.starmap(self._buffer_of, late))
             if reordered[i]:  # before the operation writes its results
@@ -147,6 +150,9 @@ class _Sequence:
             }  # fmt: skip
             if not is_loop:
                 here.update(itertools.chain(self._transient(operation), copied[i]))
+                if i < self.last_loop and tasks[-1].is_backward:
+                    here.update(self._of_results(BufferRole.SUM_OF_RESULT, operation))
+                    unsummed.update(self._of_results(BufferRole.UNSUMMED_RESULT, operation))
                 points.append(_LabelledPoint(label, here + self._while_writing(operation, buffers, gone - new, new)))
                 self.tasks += tasks
             live -= gone
@@ -316,6 +322,11 @@ class _Sequence:
         )
         return LiveBuffer(role, array, tuple(related_arrays), is_grouped)
 
+    def _of_results(self, role: BufferRole, operation: Operation) -> Iterator[LiveBuffer]:
+        """Yield a buffer of `role` for each result of a plain matmul."""
+        if operation.kind == OperationKind.CONTRACTION and operation.groups == 1:
+            yield from (self._make_buffer(role, array) for array in self._arrays(operation.results))
+
     def _transient(self, operation: Operation) -> Iterator[LiveBuffer]:
         """Yield the buffers that are live only while `operation` runs."""
         fusion, make = self.fusion, self._make_buffer
@@ -330,7 +341,7 @@ class _Sequence:
             values = (value for value in operation.results if not fusion.is_grouped_summand(value))
             yield from (self._buffer_of(BufferRole.FLOAT32_RESULT, value) for value in values)
             return
-        yield from (make(BufferRole.UNSCATTERED_RESULT, array) for array in results)
+        yield from self._of_results(BufferRole.UNSCATTERED_RESULT, operation)
         scores = next((array for array in (*operands, *results) if is_scores(array)), None)
         if scores is None:
             return

@@ -7,7 +7,7 @@ import jax
 import pytest
 from traced_layer import LAYERS, MESH, TOKENS, WEIGHT, B, E, M, P, V, traced_step
 
-from shardplan.cost.memory import buffer_bytes, estimate_memory
+from shardplan.cost.memory import buffer_bytes, estimate_memory, point_bytes
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
@@ -99,6 +99,29 @@ def test_memory_of_a_head_gathered_at_the_start():
     assert gathered(dataclasses.replace(assignment, compute=TOKENS, shard_counts={})) == {0}
     assert gathered(dataclasses.replace(assignment, params={"vocab": ("model",), "embed": ("data",)})) == {0}
     assert gathered(dataclasses.replace(assignment, quirks=CompilerQuirks(gathers_early=True))) == {0}
+
+
+def test_memory_of_a_gradient_that_is_summed_at_once_or_last():
+    """The head's gradient has its sum beside it at once, or is in memory unsummed until the loop over layers ends."""
+    step = traced_step(True)
+    assignment = ShardingAssignment(MESH, TOKENS, {"embed": ("data",)}, {}, ("batch", "position"))
+    gradient = 4 * V * E
+
+    def of_role(role, points):
+        return [sum(n * buffer_bytes(each, assignment) for each, n in point if each.role == role) for point in points]
+
+    at_once, last = step.schedules
+    own = of_role(BufferRole.UNSCATTERED_RESULT, at_once).index(gradient)
+    assert of_role(BufferRole.SUM_OF_RESULT, at_once) == [gradient * (i == own) for i in range(len(at_once))]
+    assert not any(of_role(BufferRole.UNSUMMED_RESULT, at_once)) and not any(of_role(BufferRole.SUM_OF_RESULT, last))
+    unsummed = of_role(BufferRole.UNSUMMED_RESULT, last)
+    is_in_loop = [label.executions > 1 for label in step.point_labels]
+    end = len(last) - is_in_loop[::-1].index(True)
+    assert unsummed == [(gradient - gradient / 4) * (own < i < end) for i in range(len(last))]
+    peaks = [max(point_bytes(point, assignment) for point in points) for points in step.schedules]
+    memory = estimate_memory(step, assignment)
+    assert memory.peak - memory.parameters == min(peaks)
+    assert len(traced_step(False).schedules) == 1
 
 
 def test_rows_of_experts_in_float32():

@@ -24,6 +24,7 @@ from shardplan.search.subproblem.component_choices import (
     ComponentChoice,
     fastest_combinations,
     pareto_optimal,
+    peak_of,
     smallest_combination,
 )
 from shardplan.search.subproblem.mesh_costs import MeshCosts
@@ -160,7 +161,7 @@ class MeshSubproblem:
     def min_bytes(self) -> float:
         """Lower bound of the peak memory of a device; infinite if no mapping exists."""
         return min(
-            (size.max() + self.space.min_stored_bytes for _, size in self.stored_residual_choices), default=math.inf
+            (peak_of(size) + self.space.min_stored_bytes for _, size in self.stored_residual_choices), default=math.inf
         )
 
     def rank(self, ranking: Ranking) -> None:
@@ -241,7 +242,7 @@ class MeshSubproblem:
         if self.leaves_idle:
             return Rejection.IDLE
         stored = {self.space.residual: residual} if residual else {}
-        if base_bytes.max() + self.space.min_stored_bytes > available_bytes:
+        if peak_of(base_bytes) + self.space.min_stored_bytes > available_bytes:
             return Rejection.MEMORY
         unsharded = ComputeSharding({})
         base_seconds = self.costs.seconds(self.space.base_cost, unsharded, stored)
@@ -270,11 +271,11 @@ class MeshSubproblem:
         ]
         smallest = [np.min([choice.bytes for choice in each], axis=0) for each in choices]
         together = base_bytes + sum(smallest)
-        if np.max(together) > available_bytes:
+        if peak_of(together) > available_bytes:
             return Rejection.MEMORY
         left = available_bytes - together
         kept = [
-            pareto_optimal([c for c in each if (c.bytes - min_bytes <= left).all()], self.required)
+            pareto_optimal([c for c in each if (c.bytes - min_bytes <= left).all(axis=1).any()], self.required)
             for each, min_bytes in zip(choices, smallest, strict=True)
         ]
         return Choices(base, kept, self.required) if all(kept) else Rejection.MEMORY
