@@ -67,7 +67,7 @@ def memory_by_part(step: Step, assignment: ShardingAssignment) -> list[dict[Memo
 
 
 def schedule(step: Step, assignment: ShardingAssignment) -> tuple[ProgramPoint, ...]:
-    """The points of the schedule that the compiler chooses: the one with the smallest peak."""
+    """The program points of the schedule with the smallest peak, which is near the peak of the compiler's schedule."""
     return min(step.schedules, key=lambda points: max(point_bytes(point, assignment) for point in points))
 
 
@@ -202,7 +202,7 @@ PART_OF_ROLE: dict[BufferRole, MemoryPart | None] = {
 
 
 def _is_gathered_first(weight: TracedArray, gather: WeightGather, assignment: ShardingAssignment) -> bool:
-    """Whether the compiler gathers a weight of the head at the start of the program, among the steps of the lookup.
+    """Whether the compiler gathers a weight of the head at the start of the program, rather than before its use.
 
     It does so where the gather is along several dimensions and leaves the weight sharded, on all generations but
     tpu7x (docs/log.md).

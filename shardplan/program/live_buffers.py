@@ -57,7 +57,7 @@ class BufferRole(StrEnum):
 
 
 ROLE_OF_SCHEDULE = (BufferRole.SUM_OF_RESULT, BufferRole.UNSUMMED_RESULT)
-"""Each role is of one schedule that the compiler may choose; points have the buffers of all of them."""
+"""Roles that tell the schedules of a program apart: buffers of each role exist in one schedule only."""
 
 
 @dataclass(frozen=True)

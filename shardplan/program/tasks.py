@@ -178,7 +178,7 @@ class Step:
 
     @cached_property
     def schedules(self) -> tuple[tuple[ProgramPoint, ...], ...]:
-        """The points of every schedule that the compiler may choose; it takes the one with the smallest peak."""
+        """The program points of each possible schedule; memory is estimated for the one with the smallest peak."""
         if not any(buffer.role in ROLE_OF_SCHEDULE for point in self.points for buffer, _ in point):
             return (self.points,)
         return tuple(

@@ -31,7 +31,7 @@ class ComponentChoice:
 
 
 def peak_of(size: np.ndarray) -> float:
-    """The peak of bytes [schedule, program point]: the compiler chooses the schedule in which it is smallest."""
+    """The peak memory of bytes [schedule, program point], in the schedule in which it is smallest."""
     return float(size.max(axis=1).min())
 
 
