@@ -19,8 +19,11 @@ from shardplan.program.tasks import Step
 
 FLASH_BLOCK = 1024
 """Side of the block of attention scores that Levanter's flash attention computes without a kernel, in tokens."""
-ROLES_THAT_MAY_BE_STORED = {BufferRole.FLOAT32_RESULT, BufferRole.FLOAT32_SUMMAND, BufferRole.SLICED_ROWS}
-"""Roles whose arrays are activations, and may have the sharding of stored parameters nevertheless."""
+ROLES_THAT_MAY_BE_STORED = {
+    BufferRole.FLOAT32_RESULT, BufferRole.FLOAT32_SUMMAND, BufferRole.SUMMED_ROWS, BufferRole.SLICED_ROWS,
+    BufferRole.UNSLICED_ROWS, BufferRole.GATHERED_ROWS,
+}  # fmt: skip
+"""Roles whose arrays are activations, but whose bytes depend on the sharding of stored parameters nevertheless."""
 ATTENTION_ROLES = {BufferRole.KEYS_OR_VALUES, BufferRole.KEYS_OR_VALUES_GRADIENT}
 """Roles whose bytes depend on the strategy of attention."""
 
@@ -110,11 +113,12 @@ def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
         case BufferRole.FLOAT32_RESULT:
             return _float32_row_bytes(array, assignment) if _is_written_in_float32(array, assignment) else 0.0
         case BufferRole.FLOAT32_SUMMAND:
-            is_wide = _is_written_in_float32(array, assignment)
-            return _float32_row_bytes(array, assignment) if is_wide else _live_bytes(buffer, assignment)
+            if _is_written_in_float32(array, assignment):
+                return _float32_row_bytes(array, assignment)
+            return assignment.bytes(array, assignment.params if _is_sliced(array, assignment) else None)
         case BufferRole.SUMMED_ROWS:
-            is_in_place = quirks.frees_rows and not _is_written_in_float32(array, assignment)
-            return 0.0 if is_in_place else _live_bytes(buffer, assignment)
+            is_converted = _is_written_in_float32(array, assignment) or _is_sliced(array, assignment)
+            return 0.0 if quirks.frees_rows and not is_converted else _live_bytes(buffer, assignment)
         case BufferRole.UNFREED_ROWS:
             return 0.0 if quirks.frees_rows else _live_bytes(buffer, assignment)
         case BufferRole.UNSLICED_ROWS:
@@ -122,7 +126,10 @@ def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
         case BufferRole.SLICED_ROWS:
             is_kept = quirks.frees_rows and _is_sliced(array, assignment)
             return assignment.bytes(array, assignment.params) if is_kept else 0.0
-        case BufferRole.ROUTED_TOKENS:
+        case BufferRole.GATHERED_ROWS:
+            is_early = quirks.frees_rows and _is_sliced(array, assignment)
+            return _live_bytes(buffer, assignment) if is_early else 0.0
+        case BufferRole.ROUTED_TOKENS | BufferRole.FACTOR_OF_GRADIENT:
             return _live_bytes(buffer, assignment) if quirks.frees_rows else 0.0
         case BufferRole.LOOKUP_RESULT:
             steps = partition_lookup(buffer.related_arrays[0], array, assignment)
@@ -192,6 +199,8 @@ PART_OF_ROLE: dict[BufferRole, MemoryPart | None] = {
     BufferRole.UNSLICED_ROWS: None,
     BufferRole.SLICED_ROWS: None,
     BufferRole.ROUTED_TOKENS: None,
+    BufferRole.FACTOR_OF_GRADIENT: None,
+    BufferRole.GATHERED_ROWS: None,
     BufferRole.LOOKUP_RESULT: None,
     BufferRole.COPIED_STACK: None,
     BufferRole.KEYS_OR_VALUES: None,

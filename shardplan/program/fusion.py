@@ -48,7 +48,8 @@ class _Use:
     """What elementwise operations alone compute from a value."""
 
     final: int | None = None
-    """The value that is needed in memory, or `SEVERAL`; the value itself if other operations use it; None for none."""
+    """The value that is needed in memory, or `SEVERAL`; the value itself if other operations use it; None for none.
+    Of values that one operation computes together, the first."""
     is_reduced: bool = False
     """Whether these operations reduce over the value, so that they need all of it first."""
     by_grouped: bool = False
@@ -191,8 +192,9 @@ class Fusion:
         elementwise = [each for each in consumers if each.kind == OperationKind.ELEMENTWISE]
         others = [each for each in consumers if each.kind != OperationKind.ELEMENTWISE]
         later = {result: self._uses[result] for each in elementwise for result in each.results}
-        final = {use.final for use in later.values()} - {None}
-        final |= {result for result in later if self._is_needed_in_memory(result)}
+        needed = {use.final for use in later.values() if use.final is not None}
+        needed |= {result for result in later if self._is_needed_in_memory(result)}
+        final = {each if each == SEVERAL else self.operations[self._producer[each]].results[0] for each in needed}
         return _Use(
             value if others else None if not final else final.pop() if len(final) == 1 else SEVERAL,
             any(each.primitive.startswith("reduce_") for each in elementwise)

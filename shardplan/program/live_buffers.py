@@ -44,6 +44,12 @@ class BufferRole(StrEnum):
     """The slices of such rows that grouped matmuls take, where parameters have more shards than rows; as long."""
     ROUTED_TOKENS = "routed tokens"
     """The tokens from which such rows are looked up; as long."""
+    FACTOR_OF_GRADIENT = "factor of a gradient"
+    """A resharded factor of the gradient of such rows, while the gradients of experts are computed: the gradient of
+    the routing weights, which is computed last, reads it again."""
+    GATHERED_ROWS = "gathered rows"
+    """The experts' result, computed again for the same gradient, where grouped matmuls take slices of rows: the slices
+    are gathered while the gradients of experts are computed."""
     LOOKUP_RESULT = "lookup result"
     """The result of a lookup and its transient copies while it is computed."""
     COPIED_STACK = "copied stack"

@@ -7,6 +7,9 @@ from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
 from shardplan.program.named_arrays import Dim
 
+BACKWARD_SCOPE, REMATERIALIZED_SCOPE = "transpose(", "rematted_computation"
+"""JAX's named scopes of the backward pass, and of what `jax.checkpoint` computes again in it."""
+
 
 class OperationKind(StrEnum):
     """How an operation uses its operands."""
@@ -58,3 +61,8 @@ class Operation:
     value, or writes it where the value is one of the loop's results."""
     carried: tuple[tuple[int, int, int, int], ...] = ()
     """Of a loop: its carry, as (value before, value at the body's start, value at the body's end, value after)."""
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the operation computes gradients, rather than values of the forward pass, even if for them."""
+        return BACKWARD_SCOPE in self.label and REMATERIALIZED_SCOPE not in self.label

@@ -12,11 +12,10 @@ from shardplan.program.fusion import Fusion
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.operations import Operation, OperationKind
+from shardplan.program.sibling_fusion import fuse_with_siblings
 from shardplan.program.tasks import PointLabel, Step, Task, TaskKind, sums_over_queries
 from shardplan.program.trace import Trace
 
-BACKWARD_SCOPE, REMATERIALIZED_SCOPE = "transpose(", "rematted_computation"
-"""JAX's named scopes of the backward pass, and of what `jax.checkpoint` computes again in it."""
 TASK_KINDS = {
     OperationKind.CONTRACTION: TaskKind.CONTRACTION,
     OperationKind.LOOKUP: TaskKind.LOOKUP,
@@ -32,7 +31,7 @@ def build_step(trace: Trace) -> Step:
     """The tasks and program points of `trace`."""
     tasks: list[Task] = []
     # the consumers of the results, such as the optimizer's update, are fused with what computes them
-    fusion = Fusion(trace.operations, trace.arrays, set(trace.results), writes_outputs=False)
+    fusion = fuse_with_siblings(trace.operations, trace.arrays, set(trace.results), writes_outputs=False)
     points = _Sequence(fusion, tasks, 1, frozenset(trace.arguments), {}).run(set(), Counter())
     labels: dict[frozenset[tuple[LiveBuffer, int]], PointLabel] = {}
     for label, point in points:
@@ -65,10 +64,14 @@ def _replicated_like(product: TracedArray, factor: TracedArray) -> TracedArray:
 
 
 class _HeldForGradients(NamedTuple):
-    """Values that stay in memory after their last use, until the gradients of experts are computed."""
+    """What stays in memory after its last use, until the gradients of experts are computed."""
 
     values: Mapping[BufferRole, Set[int]]
     """Role after the last use -> values."""
+    from_start: Sequence[LiveBuffer]
+    """What the gradient of the routing weights reads, which is computed last; from the first gradient of experts on."""
+    start: int
+    """Index of the first operation that computes gradients of experts."""
     end: int
     """Index of the operation until which they stay."""
 
@@ -137,6 +140,8 @@ class _Sequence:
             here = outside + gathered[i] + (unsummed if i <= self.last_loop else Counter())
             late = ((role, value) for role, values in held.values.items() for value in used_up & values)
             here.update(itertools.starmap(self._buffer_of, late))
+            if held.start <= i <= held.end:
+                here.update(held.from_start)
             if reordered[i]:  # before the operation writes its results
                 points.append(_LabelledPoint(label, here + buffers + reordered[i]))
             new = (stacks | {result for result in operation.results if result in fusion.written}) - live
@@ -193,14 +198,19 @@ class _Sequence:
         """The rows of experts that stay in memory until the gradients of experts are computed.
 
         Some compilers compute these gradients last, and free none of the rows before; a sum over devices reuses the
-        memory of its operand, as does the pass that fills rows out of bounds. Other compilers look the rows up again,
-        except where grouped matmuls take slices of them.
+        memory of its operand, as do the pass that fills rows out of bounds and the gradients of the elementwise
+        operations between matmuls. Other compilers look the rows up again, except where grouped matmuls take slices of
+        them.
         """
         operations = self.fusion.operations
         grouped = [operation for operation in operations if operation.groups > 1]
         sizes = {self.arrays[operation.operands[0]].elements for operation in grouped}
-        if all(self.arrays[operation.results[0]].elements in sizes for operation in grouped):
-            return _HeldForGradients({}, -1)
+        computes_gradients = [o.groups > 1 and self.arrays[o.results[0]].elements not in sizes for o in operations]
+        if not any(computes_gradients):
+            return _HeldForGradients({}, (), -1, -1)
+        start = computes_gradients.index(True)
+        resharded = [self._resharded(o) for o in operations[:start] if o.kind == OperationKind.RESHARD]
+        factors = [each for operands, results in resharded if len(operands) > 1 for each in results]
         results = {result for operation in grouped for result in operation.results}
         end = max(
             i for i, operation in enumerate(operations) if results & set(map(self.fusion.base_of, operation.operands))
@@ -214,15 +224,31 @@ class _Sequence:
             self.fusion.base_of(o.operands[0]) for o in operations
             if o.kind == OperationKind.ELEMENTWISE and o.results[0] in rows and len(o.operands) == 1
         }  # fmt: skip
-        unfreed = rows - summed - filled
+        gradients = [o for o in operations if o.kind == OperationKind.ELEMENTWISE and o.is_backward]
+        written_over = set[int]().union(*(self.fusion.reads(o) for o in gradients if rows.issuperset(o.results)))
+        unfreed = rows - summed - filled - written_over
         return _HeldForGradients(
             {
                 BufferRole.UNFREED_ROWS: unfreed,
                 BufferRole.SLICED_ROWS: unfreed & operands,
                 BufferRole.ROUTED_TOKENS: tokens - rows,
             },
+            [
+                *(self._make_buffer(BufferRole.FACTOR_OF_GRADIENT, each) for each in factors),
+                *(self._buffer_of(BufferRole.GATHERED_ROWS, value) for value in tokens & rows),
+            ],
+            start,
             end,
         )
+
+    def _resharded(self, operation: Operation) -> tuple[tuple[TracedArray, ...], tuple[TracedArray, ...]]:
+        """Return what a change of sharding reads and writes.
+
+        The compiler reshards the factors of a product, which are smaller, and multiplies afterwards.
+        """
+        operands = self._arrays(self.fusion.factors_of(operation.operands[0]))
+        result = self.arrays[operation.results[0]]
+        return operands, tuple(result if len(operands) == 1 else _replicated_like(result, each) for each in operands)
 
     def _weight_uses(self) -> dict[TracedArray, tuple[int, int]]:
         """Parameter -> the first and the last operation that multiplies with it."""
@@ -277,7 +303,7 @@ class _Sequence:
         starts = {start for _, start, _, _ in loop.carried if self.arrays[start].dims}
         # the carry has one buffer: before the loop, in it and after it
         elsewhere = {self.fusion.base_of(value) for before, _, _, after in loop.carried for value in (before, after)}
-        fusion = Fusion(loop.body, self.arrays, ends, writes_outputs=True)
+        fusion = fuse_with_siblings(loop.body, self.arrays, ends, writes_outputs=True)
         body = _Sequence(fusion, self.tasks, self.executions * loop.trips, frozenset(), self.first_weights)
         throughout = Counter([*map(self._live_buffer, sorted(live - elsewhere)), *self._copied(loop)])
         return body.run(starts, outside + throughout)
@@ -365,13 +391,10 @@ class _Sequence:
             writes = [result for result in operation.results if result in fusion.written]
         else:
             reads, writes = list(operation.operands), list(operation.results)
-        operands, results = self._arrays(reads), self._arrays(writes)
         if operation.kind == OperationKind.RESHARD:
-            # the compiler reshards the factors of a product, which are smaller, and multiplies afterwards
-            operands = self._arrays(fusion.factors_of(reads[0]))
-            results = tuple(
-                results[0] if len(operands) == 1 else _replicated_like(results[0], each) for each in operands
-            )
+            operands, results = self._resharded(operation)
+        else:
+            operands, results = self._arrays(reads), self._arrays(writes)
         is_matmul = operation.kind == OperationKind.CONTRACTION
         is_attention = is_matmul and any(map(is_scores, (*operands, *results)))
         weights = [array.weight for array in operands if array.weight is not None]
@@ -394,7 +417,7 @@ class _Sequence:
             ),
             collective=operation.collective,
             mesh_axes=operation.mesh_axes,
-            is_backward=BACKWARD_SCOPE in operation.label and REMATERIALIZED_SCOPE not in operation.label,
+            is_backward=operation.is_backward,
             label=weights[0] if weights else operation.label,
         )
 

@@ -21,7 +21,7 @@ BOUNDS = {
     # collectives, and of the step time
     "dense eval": {"peak": (0.002, 0.065), "received": (0.001, 0.06), "step": (0.042, 0.18)},
     "dense train": {"peak": (0.017, 0.08), "received": (0.013, 0.25), "step": (0.041, 0.16)},
-    "experts": {"peak": (0.026, 0.09), "received": (0.001, 0.005), "step": (0.04, 0.09)},
+    "experts": {"peak": (0.018, 0.08), "received": (0.001, 0.005), "step": (0.032, 0.085)},
     "ring attention": {"peak": (0.003, 0.035), "received": (0.001, 0.03), "step": (0.062, 0.185)},
     "published": {"peak": (0.023, 0.085), "received": (0.0125, 0.24), "step": (0.094, 0.225)},
 }

@@ -7,7 +7,7 @@ import jax
 import pytest
 from traced_layer import LAYERS, MESH, TOKENS, WEIGHT, B, E, M, P, V, traced_step
 
-from shardplan.cost.memory import buffer_bytes, estimate_memory, point_bytes
+from shardplan.cost.memory import ROLES_THAT_MAY_BE_STORED, buffer_bytes, estimate_memory, point_bytes
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
@@ -144,7 +144,8 @@ def test_rows_of_experts_in_float32():
 def test_summed_rows_of_experts_in_float32():
     """The gradient of rows is the sum of two grouped matmuls: both summands are in float32, and their sum is not.
 
-    If rows are not freed, they are live until then; if they are, the tokens are live from which rows are looked up.
+    If rows are not freed, they are live until then; if they are, the tokens are live from which rows are looked up, and
+    their gradient with the routing weights, whose product is the gradient of rows.
     """
     config = {**read_config("mixtral-8x7b", None), "num_hidden_layers": 2}
     mixtral = plan_step(build_model(config, 1024), Workload("train", 8, 1024, "float32", "bfloat16"))
@@ -164,10 +165,42 @@ def test_summed_rows_of_experts_in_float32():
     assert max_bytes(summand, wide_rows=True) == 2 * max_bytes(summand) == 2 * 4 * 2 * tokens * embed
     assert max_bytes(BufferRole.ROUTED_TOKENS, frees_rows=True) == 2 * tokens * embed
     assert max_bytes(BufferRole.ROUTED_TOKENS) == 0 < max_bytes(BufferRole.UNFREED_ROWS)
+    assert max_bytes(BufferRole.FACTOR_OF_GRADIENT, frees_rows=True) == 2 * tokens * (embed + 2)
+    assert max_bytes(BufferRole.FACTOR_OF_GRADIENT) == max_bytes(BufferRole.GATHERED_ROWS, frees_rows=True) == 0
     # grouped matmuls take slices of rows if the experts' embed axis is stored in shards: two slices stay live
     assert max_bytes(BufferRole.SLICED_ROWS, frees_rows=True) == 0
     assignment = dataclasses.replace(assignment, params={"embed": ("model",)})
     assert max_bytes(BufferRole.SLICED_ROWS, frees_rows=True) == 2 * 2 * 2 * tokens * embed / 16
+    # slices are added up and then gathered, as are those of the experts' result for the gradient of routing weights
+    assert max_bytes(summand, frees_rows=True) == 2 * 2 * 2 * tokens * embed / 16
+    assert max_bytes(BufferRole.SUMMED_ROWS, frees_rows=True) == 2 * 2 * tokens * embed
+    assert max_bytes(BufferRole.GATHERED_ROWS, frees_rows=True) == 2 * 2 * tokens * embed
+
+
+def test_bytes_that_depend_on_stored_parameters():
+    """The search keeps the bytes of every other buffer for all mappings of parameters."""
+    config = {**read_config("mixtral-8x7b", None), "num_hidden_layers": 2}
+    mixtral = plan_step(build_model(config, 1024), Workload("train", 8, 1024, "float32", "bfloat16"))
+    mapping = {"mlp": ("model",)}
+    quirks = CompilerQuirks(wide_rows=True, frees_rows=True)
+    sharded = ShardingAssignment(
+        {"data": 2, "model": 4}, mapping, mapping, mixtral.merged_axes, mixtral.activation_axes, quirks
+    )
+    fully = dataclasses.replace(sharded, params={"mlp": ("model",), "embed": ("data",)})
+    narrow = dataclasses.replace(quirks, wide_rows=False)
+    buffers = {buffer for point in mixtral.points for buffer, _ in point}
+    changed = {
+        buffer
+        for buffer in buffers
+        for each in (quirks, narrow)
+        if buffer_bytes(buffer, dataclasses.replace(sharded, quirks=each))
+        != buffer_bytes(buffer, dataclasses.replace(fully, quirks=each))
+    }
+    roles = {buffer.role for buffer in changed}
+    assert {BufferRole.SUMMED_ROWS, BufferRole.GATHERED_ROWS, BufferRole.UNSLICED_ROWS} < roles
+    for buffer in changed:
+        of_parameters = map(sharded.is_stored_like_a_parameter, (buffer.array, *buffer.related_arrays))
+        assert buffer.is_read_by_grouped_matmuls or buffer.role in ROLES_THAT_MAY_BE_STORED or any(of_parameters)
 
 
 @pytest.mark.parametrize(("name", "times"), [("adamw", 2), ("lion", 1), ("sgd", 0), ("adafactor", 0)])
