@@ -1,5 +1,6 @@
 """The traced step of a workload, with the parameters and optimizer state that are stored beside it."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -100,7 +101,9 @@ def trace_step(model: Model, workload: Workload) -> Trace:
 @lru_cache(maxsize=128)
 def plan_step(model: Model, workload: Workload) -> Step:
     """The traced step of `workload`, with its stored parameters and optimizer state."""
-    step, activation_axes = build_step(trace_step(model, workload)), (BATCH_AXIS, model.template.Pos.name)
+    with _without_garbage_collection():
+        step = build_step(trace_step(model, workload))
+    activation_axes = (BATCH_AXIS, model.template.Pos.name)
     parameters, optimizer_state = _stored_arrays(
         model, workload.param_dtype, workload.optimizer if workload.is_training else None
     )
@@ -157,6 +160,18 @@ def _with_plain_attention(model: Model, checkpointing: str) -> Any:
     names = {each.name for each in fields(model.config)}
     config = replace(model.config, **{name: value for name, value in plain.items() if name in names})
     return abstract_module(config, model.vocab)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage: nearly all objects of a trace stay until its end, and each collection looks at all of them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
