@@ -19,11 +19,11 @@ from shardplan.program.tasks import Step
 
 FLASH_BLOCK = 1024
 """Side of the block of attention scores that Levanter's flash attention computes without a kernel, in tokens."""
-ROLES_THAT_MAY_BE_STORED = {
+ROLES_WITH_STORED_SHARDING = {
     BufferRole.FLOAT32_RESULT, BufferRole.FLOAT32_SUMMAND, BufferRole.SUMMED_ROWS, BufferRole.SLICED_ROWS,
     BufferRole.UNSLICED_ROWS, BufferRole.GATHERED_ROWS,
 }  # fmt: skip
-"""Roles whose arrays are activations, but whose bytes depend on the sharding of stored parameters nevertheless."""
+"""Roles of activations whose bytes depend on the sharding of stored parameters."""
 ATTENTION_ROLES = {BufferRole.KEYS_OR_VALUES, BufferRole.KEYS_OR_VALUES_GRADIENT}
 """Roles whose bytes depend on the strategy of attention."""
 

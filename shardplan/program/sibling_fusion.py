@@ -31,11 +31,8 @@ def _siblings(fusion: Fusion) -> Iterator[tuple[int, int]]:
     rows = {result for operation in fusion.operations if operation.groups > 1 for result in operation.results}
     first, read_by_first = -1, set[int]()
     for i, operation in enumerate(fusion.operations):
-        if (
-            operation.kind != OperationKind.ELEMENTWISE
-            or not operation.is_backward
-            or not fusion.is_executed(operation)
-        ):
+        is_gradient = operation.kind == OperationKind.ELEMENTWISE and operation.is_backward
+        if not is_gradient or not fusion.is_executed(operation):
             continue
         reads = fusion.reads(operation)
         if read_by_first and read_by_first <= reads and all(producer.get(value, -1) < first for value in reads):

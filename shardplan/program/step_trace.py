@@ -164,7 +164,7 @@ def _with_plain_attention(model: Model, checkpointing: str) -> Any:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Collect no garbage: nearly all objects of a trace stay until its end, and each collection visits all of them."""
+    """Turn garbage collection off: objects of a trace stay until its end, and each collection visits all of them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -69,9 +69,9 @@ class _HeldForGradients(NamedTuple):
     values: Mapping[BufferRole, Set[int]]
     """Role after the last use -> values."""
     from_start: Sequence[LiveBuffer]
-    """What the gradient of the routing weights reads, which is computed last; from the first gradient of experts on."""
+    """Buffers for the gradient of the routing weights, which is computed last; live from `start` to `end`."""
     start: int
-    """Index of the first operation that computes gradients of experts."""
+    """Index of the first operation that computes a gradient of the experts' parameters."""
     end: int
     """Index of the operation until which they stay."""
 

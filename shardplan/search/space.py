@@ -28,7 +28,7 @@ import numpy as np
 from shardplan.cost.calibration import Calibration
 from shardplan.cost.gspmd import depends_on_params
 from shardplan.cost.matmul import local_matmul
-from shardplan.cost.memory import ATTENTION_ROLES, ROLES_THAT_MAY_BE_STORED, stored_buffers
+from shardplan.cost.memory import ATTENTION_ROLES, ROLES_WITH_STORED_SHARDING, stored_buffers
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice, divisors
@@ -359,7 +359,9 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
     def keyed_buffer(buffer: LiveBuffer) -> KeyedBuffer:
         arrays = (buffer.array, *buffer.related_arrays)
         stored = (
-            buffer.is_read_by_grouped_matmuls or buffer.role in ROLES_THAT_MAY_BE_STORED or any(map(is_stored, arrays))
+            buffer.is_read_by_grouped_matmuls
+            or buffer.role in ROLES_WITH_STORED_SHARDING
+            or any(map(is_stored, arrays))
         )
         return KeyedBuffer(buffer, key(arrays, stored=stored, attends=buffer.role in ATTENTION_ROLES))
 

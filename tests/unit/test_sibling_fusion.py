@@ -46,6 +46,6 @@ def test_both_gradients_of_a_gated_mlp_are_one_operation():
 
 def test_without_a_gate_nothing_changes():
     """Such an MLP has one gradient between its matmuls."""
-    trace = traced_gradients(lambda rows: jnp.ones_like(rows))
+    trace = traced_gradients(jnp.ones_like)
     fusion = fuse_with_siblings(trace.operations, trace.arrays, set(trace.results), writes_outputs=False)
     assert fusion.operations == trace.operations
