@@ -64,5 +64,5 @@ class Operation:
 
     @property
     def is_backward(self) -> bool:
-        """Whether the operation computes gradients, rather than values that `jax.checkpoint` computes again for them."""
+        """Whether the operation computes gradients; not so what `jax.checkpoint` computes again for them."""
         return BACKWARD_SCOPE in self.label and REMATERIALIZED_SCOPE not in self.label
