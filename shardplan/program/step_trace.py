@@ -1,6 +1,5 @@
 """The traced step of a workload, with the parameters and optimizer state that are stored beside it."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -33,6 +32,7 @@ from shardplan.program.named_arrays import TracedArray, is_parameter_like, trace
 from shardplan.program.optimizer import abstract_optimizer_state, make_optimizer
 from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.trace import Trace, trace_jaxpr
+from shardplan.program.unrolled_blocks import trace_equal_blocks_once
 from shardplan.program.walk import build_step
 
 MICROBATCH = "microbatch"
@@ -71,6 +71,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     def step(arrays: Any) -> Any:
         """Compute gradients to train, logits of the next token for a prefill, scores, or else the losses."""
         module, tokens, predicted = eqx.combine(arrays, static)
+        module = trace_equal_blocks_once(module)
 
         with hax.axis_mapping(mapping):
             if workload.is_training:
@@ -101,8 +102,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
 @lru_cache(maxsize=128)
 def plan_step(model: Model, workload: Workload) -> Step:
     """The traced step of `workload`, with its stored parameters and optimizer state."""
-    with _without_garbage_collection():
-        step = build_step(trace_step(model, workload))
+    step = build_step(trace_step(model, workload))
     activation_axes = (BATCH_AXIS, model.template.Pos.name)
     parameters, optimizer_state = _stored_arrays(
         model, workload.param_dtype, workload.optimizer if workload.is_training else None
@@ -160,18 +160,6 @@ def _with_plain_attention(model: Model, checkpointing: str) -> Any:
     names = {each.name for each in fields(model.config)}
     config = replace(model.config, **{name: value for name, value in plain.items() if name in names})
     return abstract_module(config, model.vocab)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Turn garbage collection off: objects of a trace stay until its end, and each collection visits all of them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from shardplan.hardware import parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import abstract_module, build_model
 from shardplan.plan.pins import Rules
+from shardplan.plan.workload import Workload
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.step_trace import plan_step, trace_step
 from shardplan.program.trace import trace_jaxpr
@@ -147,3 +148,30 @@ def test_an_axis_of_elementwise_work_is_not_stacked():
     step = dataclasses.replace(step, parameters=parameters, activation_axes=("batch", "position"))
     space = Space(step, "batch", "position", "embed", hardware, factors, CompilerQuirks(), math.inf, Rules())
     assert space.tensor_axes == ("mlp", "rank")
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [("llama-3.1-8b", "eval"), ("llama-3.1-8b", "score"), ("llama-3.1-8b", "train"), ("mixtral-8x7b", "train")],
+)
+def test_unrolled_layers_are_traced_once_to_the_same_operations(monkeypatch, name, kind):
+    model = build_model({**read_config(name, None), "num_hidden_layers": 4}, 1024)
+    config = dataclasses.replace(model.config, scan_layers=False)
+    unrolled = dataclasses.replace(model, config=config, template=abstract_module(config, model.vocab))
+    workload = Workload(kind, 8, 1024, microbatches=2 if kind == "train" else 1)
+    calls = []
+    block = type(unrolled.template.transformer.layers.blocks[0])
+    call = block.__call__
+
+    def counted(self, *args, **kwargs):
+        calls.append(self)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(block, "__call__", counted)
+    once = build_step(trace_step(unrolled, workload))
+    assert len(calls) == 1
+    monkeypatch.setattr("shardplan.program.step_trace.trace_equal_blocks_once", lambda module: module)
+    inline = build_step(trace_step(unrolled, workload))
+    assert len(calls) == 1 + 4
+    assert once.tasks == inline.tasks
+    assert [frozenset(point) for point in once.points] == [frozenset(point) for point in inline.points]
