@@ -1,7 +1,9 @@
 """Processes of a run that something happens to: what they say, when, and how they end."""
 
+import contextlib
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,15 +21,23 @@ WAITING = "waiting for process"
 """Beginning of lines of a process that waits for others to start."""
 LINE = re.compile(rf"^(shardplan( eval)?: |{WAITING}|stopped after a whole shard)")
 """Beginnings of lines that say what is wrong."""
+PORTS = range(20_000, 32_768)
+"""Ports that are registered for few programs, below those that Linux gives to connections."""
 MESH = ("--mesh.model", "2", "--mesh.data", "4")
 """With it both processes have results to write."""
 
 
 def free_port() -> int:
-    """Return a port that nothing listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nothing listens at, and that no connection is given.
+
+    It is not one that the system chooses: the next connection of another program may be given that one before the run
+    listens at it.
+    """
+    while True:
+        port = PORTS.start + secrets.randbelow(len(PORTS))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 class Process:
