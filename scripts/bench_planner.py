@@ -366,9 +366,9 @@ Made by `python scripts/bench_planner.py --parts "{parts}" --output docs/benchma
 with libtpu on a CPU machine with 2 cores.
 
 Modelled steps are those of `shardplan.verify`: the compiler's cycles, and transfers on the torus that do not overlap
-with them; they rank programs and have not been compared with a TPU. All programs of a table are compiled with the
-options of the plan, unless a row names others. A mesh is replica x data x model; positions are sharded over the mesh
-axes named after it.
+with them; [published runs](published.md) compare them with steps that were measured. All programs of a table are
+compiled with the options of the plan, unless a row names others. A mesh is replica x data x model; positions are
+sharded over the mesh axes named after it.
 
 ## Solve time
 
@@ -412,6 +412,8 @@ Of all programs of this page: the plans, the next best candidates, and the layou
 steps of programs that are predicted not to fit are not compared: the compiler makes some of them fit by computing and
 gathering again. Steps are compared where the compiler options are those that the estimates are for. The price of a
 ring's hops is that of measured runs on v5p, and on other generations that of the compiler's cycles (docs/log.md).
+Two layouts that are no programs of this page are known to be estimated worse, both too high in memory: OLMo 2 32B on
+two mesh axes of tpu7x-32 by 59%, and the training of Mixtral on v4-128 with mesh 4 x 16 x 1 by 13%; [why](../log.md).
 
 {accuracy}
 """

@@ -164,8 +164,8 @@ TEMPLATE = """# Verdicts of the TPU compiler
 Made by `python scripts/bench_verify.py --output docs/benchmarks/verify.md` with libtpu on a CPU machine.
 
 The step time is modelled: the compiler's cycles, and transfers, at the bandwidth of their links, that do not overlap
-with them. It ranks programs, and has not been compared with a TPU. MFU counts the FLOPs that the model needs, without
-recomputation and without the masked half of attention.
+with them; [published runs](published.md) compare such steps with measured ones. MFU counts the FLOPs that the model
+needs, without recomputation and without the masked half of attention.
 
 ## Hand-written configurations of Llama-3.1-405B on v4-256
 

@@ -22,6 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas.ops.tpu.megablox.ops import gmm
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -121,6 +122,17 @@ def experts(mesh: Mesh, x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.shard_map(gradients, mesh=mesh, in_specs=(P(), P()), out_specs=(P(), P()), check_vma=False)(x, w)
 
 
+def megablox_experts(mesh: Mesh, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The gradients of `experts`, by the grouped matmuls of Megablox: `gmm` twice, and `tgmm`."""
+    sizes = jnp.full((w.shape[0],), x.shape[0] // w.shape[0], jnp.int32)
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (gmm(x, w, sizes, x.dtype).astype(jnp.float32) ** 2).sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1))
+    return jax.shard_map(gradients, mesh=mesh, in_specs=(P(), P()), out_specs=(P(), P()), check_vma=False)(x, w)
+
+
 def exchange(mesh: Mesh, x: jax.Array) -> jax.Array:
     """An exchange of equally many rows between all devices along `data`, by their number."""
     devices = mesh.shape["data"]
@@ -178,6 +190,7 @@ def make_fixtures(dump: Path) -> dict[str, str]:
         ),
     }
     texts["ragged_dot"] = compile_text(experts, "v5p-8", (1, 4, 1), [((4096, 1024), ()), ((4, 1024, 2048), ())])
+    texts["megablox"] = compile_text(megablox_experts, "v5p-8", (1, 4, 1), [((4096, 1024), ()), ((4, 1024, 2048), ())])
     texts["ragged_all_to_all"] = compile_text(exchange, "v5p-8", (1, 4, 1), [((4096, 1024), ("data",))])
     try:
         arrays = [((4 * side, side), ("data",)), ((side, 4 * side), ()), ((4 * side, side), ())]

@@ -22,13 +22,6 @@ from shardplan.plan.plan import Mapping, Plan
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 
-SPLASH_UNSHARDED_AXES = ("q_heads_per_group", "head_size")
-"""Logical axes of Levanter's models that its splash attention, its default on TPUs, treats as unsharded even if they
-are sharded."""
-
-VOCAB_AXIS = "vocab"
-"""Logical axis of the vocabulary, as Levanter's scripts name it."""
-
 YAML_WIDTH = 48
 """Columns after which a line of YAML ends at the next comma: with what is longest before a comma it has at most 80."""
 
@@ -191,17 +184,19 @@ def _settings_outside_trainer(plan: Plan, schema: TrainerSchema) -> Iterator[str
     """Yield lines of comment about settings outside of the trainer section that the plan requires."""
     if plan.workload.is_training and plan.workload.gradient_checkpointing != "default":
         yield from _wrap(f"model.gradient_checkpointing must be {plan.workload.gradient_checkpointing}, as planned.")
-    if _sharding_axes(plan, tuple(plan.compute_mapping.get(VOCAB_AXIS, ()))) and not loss_takes_sharded_vocab(schema):
+    vocab = plan.model.vocab
+    if _sharding_axes(plan, tuple(plan.compute_mapping.get(vocab, ()))) and not loss_takes_sharded_vocab(schema):
         yield from _wrap(
-            "Call shardplan.patch_levanter() first, as scripts/levanter_main.py does: with vocab sharded, Levanter's "
-            "own loss is silently wrong. A plan without it: --pin vocab="
+            f"Call shardplan.patch_levanter() first, as scripts/levanter_main.py does: with {vocab} sharded, "
+            f"Levanter's own loss is silently wrong. A plan without it: --pin {vocab}="
         )
     if parse_slice(plan.hardware.slice).is_cpu:
         return  # Levanter's attention on CPUs is no kernel, and correct under any sharding
     if plan.attention.strategy != Strategy.NONE:
         yield from _attention_settings(plan, schema)
         return
-    unsharded = (*(() if splash_takes_sharded_positions(schema) else (plan.model.position,)), *SPLASH_UNSHARDED_AXES)
+    positions = () if splash_takes_sharded_positions(schema) else (plan.model.position,)
+    unsharded = (*positions, *plan.model.unsharded_in_kernels)
     sharded = [axis for axis in unsharded if _sharding_axes(plan, tuple(plan.compute_mapping.get(axis, ())))]
     if sharded:
         yield from _wrap(

@@ -301,7 +301,7 @@ def check_attention(s: Subject) -> Findings:
     """Find sharding that splash attention ignores: it runs on each device as if that had everything along them."""
     if s.hardware.is_cpu or (s.attention_backend or "").lower() in OTHER_BACKENDS:
         return
-    required = {axis for a in s.step.attention_axes for axis in (*a.heads[1:], a.head_size)}
+    required = {axis for a in s.step.attention_axes for axis in a.unsharded_in_kernels}
     if not splash_takes_sharded_positions(s.schema):
         required.add(s.axes.position)
     sharded = [axis for axis in s.compute if axis in required and s.devices(s.compute[axis]) > 1]

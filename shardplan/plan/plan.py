@@ -55,6 +55,10 @@ class ModelInfo:
     """Logical axis of the tokens of a sequence; version 0.1 wrote none, and planned Levanter's models alone."""
     levanter_class: str | None = None
     """The Levanter configuration class of your own model, as package.module:Class."""
+    vocab: str = "vocab"
+    """Logical axis of the vocabulary."""
+    unsharded_in_kernels: list[str] = field(default_factory=lambda: ["q_heads_per_group", "head_size"])
+    """Logical axes of heads whose sharding Levanter's splash attention ignores."""
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
 """One rule per JAX primitive for the logical axes of its results. A primitive without one is reported as not priced."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,6 +51,12 @@ ORDERING_PRIMITIVES = {
 }  # fmt: skip
 """Primitives that read and write arrays of their operands' shape, which is all that is counted of them."""
 
+DIMENSIONS_OF_ORDER = {
+    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), "axis"),
+    "rev": "dimensions",
+    "sort": "dimension",
+}
+"""Primitive that orders or accumulates elements -> its parameter that says along which dimensions."""
 COLLECTIVE_PRIMITIVES = {
     "psum": CollectiveKind.ALL_REDUCE,
     "psum_invariant": CollectiveKind.ALL_REDUCE,
@@ -319,6 +325,24 @@ RULES: dict[str, Callable[[AxisNaming, Any, list[TracedArray]], RuleResult]] = {
         AxisNaming.reduce,
     ),
 }
+
+
+def moved_axes(equation: Any, arrays: list[TracedArray]) -> Iterator[tuple[str, TracedArray]]:
+    """Yield the logical axes along which an equation moves elements, each with the operand that has it.
+
+    Devices that have shards of such an axis exchange elements. A single element, as the last position, does not count.
+    """
+    name = equation.primitive.name
+    for array in arrays:
+        dims: Iterable[int] = ()
+        if name in DIMENSIONS_OF_ORDER:
+            along = equation.params[DIMENSIONS_OF_ORDER[name]]
+            dims = (along,) if isinstance(along, int) else along
+        elif name in RESIZING_PRIMITIVES and len(array.dims) == len(equation.outvars[0].aval.shape):
+            sizes = zip(shape_of(array), equation.outvars[0].aval.shape, strict=True)
+            dims = [i for i, (old, new) in enumerate(sizes) if old != new and 1 not in (old, new)]
+        for i in dims:
+            yield from ((name, array) for name, _ in array.dims[i] if isinstance(name, str))
 
 
 def is_one(atom: Any) -> bool:

@@ -136,6 +136,11 @@ class AttentionAxes:
     """Axis that numbers query heads where attention's output is projected: `heads` flattened into one."""
     head_size: str
 
+    @property
+    def unsharded_in_kernels(self) -> tuple[str, ...]:
+        """Axes of which a device needs all where it runs Levanter's splash attention, which ignores their sharding."""
+        return (*self.heads[1:], self.head_size)
+
 
 class PointLabel(NamedTuple):
     """What runs at a point of the program."""

@@ -18,7 +18,7 @@ from jax.lax import GatherScatterMode
 
 from shardplan.program.named_arrays import Dim, TracedArray, adopt_names, dims_of_spec, shape_of, size_of
 from shardplan.program.operations import Operation, OperationKind
-from shardplan.program.primitives import RULES, AxisNaming, is_one, itemsize_of
+from shardplan.program.primitives import RULES, AxisNaming, is_one, itemsize_of, moved_axes
 from shardplan.runtime.private_jax import scan_counts
 
 APPROXIMATIONS = {
@@ -28,6 +28,10 @@ APPROXIMATIONS = {
     "pallas_call": "kernels, of which only operands and results are counted",
 }
 """Primitive whose work the jaxpr does not determine, or no rule knows -> what is counted instead."""
+EXCHANGES = (
+    "slices, sorts and scans along batch or positions, of which the exchange along a sharded axis is not counted"
+)
+"""What is counted of activations whose elements move along an axis of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Trace:
     resized_axes: frozenset[str]
     """Logical axes of which slices are taken."""
     approximations: Counter[str]
-    """Text of `APPROXIMATIONS` -> how often it applies."""
+    """Text of `APPROXIMATIONS`, or `EXCHANGES` -> how often it applies."""
 
 
 def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[tuple[tuple[str | None, ...], str | None]]) -> Trace:
@@ -62,7 +66,7 @@ def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[tuple[tuple[str | No
     """
     # Haliax and the tracing of gradients leave many results unused
     used, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
-    tracer = _Tracer()
+    tracer = _Tracer(frozenset(name for names, path in arguments if path is None for name in names if name is not None))
     inputs = [
         tracer.add_value(
             TracedArray(
@@ -89,7 +93,9 @@ def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[tuple[tuple[str | No
 class _Tracer:
     """Walks through a jaxpr, gives every value an index, and names its dimensions."""
 
-    def __init__(self) -> None:
+    def __init__(self, input_axes: frozenset[str]) -> None:
+        """Begin with the logical axes of the program's inputs, which are tokens: batch and positions."""
+        self.input_axes = input_axes
         self.arrays: list[TracedArray] = []
         self.naming = AxisNaming()
         self.views: dict[int, tuple[int, Sequence[int]]] = {}
@@ -142,6 +148,9 @@ class _Tracer:
         arrays = [self.arrays[operand] for operand in operands]
         if name in ("mul", "div") and is_one(equation.invars[-1]):
             name = "copy"
+        moved = moved_axes(equation, arrays)
+        if any(axis in self.input_axes and not self.input_axes.issuperset(each.logical_axes) for axis, each in moved):
+            self.approximations[EXCHANGES] += 1
         kind, named, extra = self.naming.apply(name, equation, arrays)
         if kind == OperationKind.LOOKUP:
             self.tables.append((operands[1], arrays[0].dims))
@@ -260,7 +269,10 @@ def _may_be_equal(one: Sequence[Dim], other: Sequence[Dim]) -> bool:
 
 
 def _called_jaxpr(equation: Any) -> tuple[Any, int] | None:
-    """The jaxpr that an equation calls once, and the number of its last operands that it passes; None for no call."""
+    """The jaxpr that an equation calls once, and the number of its last operands that it passes; None for no call.
+
+    A jaxpr among the parameters is called if it takes the operands as they are; that of a `reduce` takes scalars.
+    """
     p = equation.params
     if equation.primitive.name == "while":
         return p["body_jaxpr"].jaxpr, len(p["body_jaxpr"].jaxpr.invars)
@@ -269,5 +281,11 @@ def _called_jaxpr(equation: Any) -> tuple[Any, int] | None:
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in p and equation.primitive.name != "pallas_call":
             body = getattr(p[key], "jaxpr", p[key])
-            return body, len(equation.invars)
+            if equation.primitive.name == "shard_map" or _shapes(body.invars) == _shapes(equation.invars):
+                return body, len(equation.invars)
     return None
+
+
+def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...] | None]:
+    """Shapes of atoms; None for one that is no array, such as a reference."""
+    return [getattr(atom.aval, "shape", None) for atom in atoms]

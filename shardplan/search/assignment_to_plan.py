@@ -90,6 +90,8 @@ def build_plan(
             config.model.config,
             axes.position,
             config.model.levanter_class,
+            step.vocab,
+            sorted({axis for attention in step.attention_axes for axis in attention.unsharded_in_kernels}),
         ),
         workload=workload,
         hardware=HardwareInfo(hardware.name, hardware.devices, hardware.generation.hbm_gib),

@@ -225,13 +225,14 @@ def test_a_given_plan_is_not_changed(plan, golden, make_config, tmp_path):
 
 
 def test_a_plan_of_version_0_1_loads():
-    """Written before `caveats`, `model_flops`, `position`, `levanter_class` and settings of scores were added."""
+    """Written before `caveats`, `model_flops`, settings of scores, and some fields of `model` were added."""
     values = json.loads((DATA / "plan-0.1.json").read_text(encoding="utf-8"))
     plan = Plan.load(str(DATA / "plan-0.1.json"))
     written = json.loads(json.dumps(plan.to_json()))
     assert written["search"].pop("caveats") == [] and plan.mfu is None
     assert written["cost"].pop("model_flops") is None and written["model"].pop("position") == "position"
-    assert written["model"].pop("levanter_class") is None
+    assert written["model"].pop("levanter_class") is None and written["model"].pop("vocab") == "vocab"
+    assert written["model"].pop("unsharded_in_kernels") == ["q_heads_per_group", "head_size"]
     for key, value in (("top_k", 40), ("window", None), ("logit_blocks", None)):
         assert written["workload"].pop(key) == value
     assert written.pop("checksum")

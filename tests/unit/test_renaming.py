@@ -41,7 +41,8 @@ def essence(plan, original):
         for mapping in (plan.compute_mapping, plan.param_mapping)
     ]
     specs = {parameter.path: parameter.spec for parameter in plan.parameters}
-    return plan.mesh, mappings, specs, plan.attention, plan.memory, plan.cost.step_seconds, plan.compiler_options
+    vocab = original.get(plan.model.vocab, plan.model.vocab)
+    return vocab, plan.mesh, mappings, specs, plan.attention, plan.memory, plan.cost.step_seconds, plan.compiler_options
 
 
 @pytest.mark.parametrize(

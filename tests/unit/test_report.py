@@ -115,5 +115,18 @@ def test_the_mesh_schema_expresses_data_across_slices(make_config):
     assert parse_trainer_section(yaml.safe_load(text)["trainer"], 16, 2).mesh == plan.mesh
 
 
+def test_warnings_of_the_section_have_the_axes_of_the_model(make_config):
+    config = make_config(model_config=LLAMA, hardware_slice="v4-16", workload_batch=64)
+    plan = plan_given_mappings(
+        config, model_from_config(config), {"replica": 1, "data": 4, "model": 2}, {"batch": ["data"]}, {}
+    )
+    own = dataclasses.replace(plan.model, vocab="words", unsharded_in_kernels=["lanes"])
+    for axis, warning in (("words", "with words sharded, Levanter's own"), ("lanes", "jax_flash: with lanes sharded,")):
+        for model, is_warned in ((own, True), (plan.model, False)):
+            sharded = dataclasses.replace(plan, model=model, compute_mapping={"batch": ["data"], axis: ["model"]})
+            text = trainer_yaml(sharded, TrainerSchema.MESH).replace("\n# ", " ")
+            assert (warning in text) == is_warned
+
+
 def test_partition_spec_text():
     assert spec_text([None, ["model"], ["data", "replica"]]) == "P(None, 'model', ('data', 'replica'))"

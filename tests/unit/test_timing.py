@@ -437,6 +437,15 @@ def test_gradients_of_a_real_grouped_matmul():
     assert not result.not_understood
 
 
+def test_gradients_of_a_real_grouped_matmul_of_megablox():
+    """All three matmuls are kernels; what finds their tiles has two scatters on the sparse cores, which are named."""
+    result = timing(read("megablox"), "v5p-8", (1, 4, 1))
+    flops = 3 * 2 * 4096 * 1024 * 2048
+    assert result.kernel_seconds == pytest.approx(flops / parse_slice("v5p-8").generation.flops)
+    assert result.seconds > result.kernel_seconds and not result.masked_dense_seconds
+    assert result.not_understood == {Omission(OmissionKind.ASYNC_CALL): 2}
+
+
 @pytest.mark.parametrize(("held", "counted"), [(None, 8192), (3000, 3000), (8192, 8192), (9000, 8192)])
 def test_rows_that_hold_no_token_are_not_work(held, counted):
     """A static buffer has room for more rows than are routed to it."""

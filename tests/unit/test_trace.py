@@ -16,7 +16,7 @@ from shardplan.program import step_trace
 from shardplan.program.named_arrays import AxisCopy, TracedArray, is_scores, mark_repeated_axes, score_positions
 from shardplan.program.operations import OperationKind
 from shardplan.program.step_trace import trace_step
-from shardplan.program.trace import trace_jaxpr
+from shardplan.program.trace import EXCHANGES, trace_jaxpr
 from shardplan.program.walk import build_step
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
@@ -120,6 +120,41 @@ def test_primitives_without_a_rule_are_reported():
     assert traced(transform, (("embed", "mlp"), None)).unpriced == {"fft": 1}
     looped = traced(loop, (("embed", "mlp"), None), (("layer", "embed", "mlp"), None))
     assert looped.unpriced == {"fft": 1}
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda x: jnp.cumsum(x, 1),
+        lambda x: jax.lax.cumsum(x, 1, reverse=True),
+        lambda x: jnp.sort(x, axis=1),
+        lambda x: x[:, ::-1],
+        lambda x: x[:, ::2],
+        lambda x: jnp.roll(x, 1, axis=1),
+    ],
+)
+def test_activations_that_move_along_positions_are_reported(moved):
+    """Devices with shards of positions exchange them. Tokens, and the last position, are small."""
+    arguments = (("batch", "position"), None), (("mlp", "embed"), "table")
+
+    def approximations(function):
+        return traced(function, *arguments, dtype=jnp.int32).approximations
+
+    assert EXCHANGES in approximations(lambda tokens, table: moved(table[tokens]))
+    assert not approximations(lambda tokens, table: table[moved(tokens)])
+    assert not approximations(lambda tokens, table: table[tokens][:, -1])
+
+
+def test_the_computation_of_a_reduce_is_no_call():
+    """It takes scalars, and no rule knows what it computes; a `jax.checkpoint` is called with what it is given."""
+
+    def furthest(x):
+        return jax.lax.reduce(x, jnp.float32(0), lambda a, b: jnp.where(abs(a) > abs(b), a, b), (1,))
+
+    trace = traced(furthest, X)
+    assert trace.unpriced == {"reduce": 1}
+    assert [size for dim in trace.arrays[trace.results[0]].dims for _, size in dim] == [6]
+    assert result_names(jax.checkpoint(lambda x, w: jnp.einsum("be,me->bm", x, w)), X, W) == ["batch", "mlp"]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +294,7 @@ def test_every_model_type_is_named(model_type, kind):
     """Every primitive has a rule, every weight of a matmul has all its axes, and every weight has a matmul."""
     model = build_model(read_config(str(GOLDEN / model_type / "config.json"), None), 64)
     trace = trace_step(model, Workload(kind, 4, 64, "float32", "bfloat16"))
-    assert not trace.unnamed and not trace.unpriced
+    assert not trace.unnamed and not trace.unpriced and EXCHANGES not in trace.approximations
     matmuls = [operation for operation, _ in walk(trace.operations) if operation.kind == OperationKind.CONTRACTION]
     weights = [trace.arrays[v] for matmul in matmuls for v in matmul.operands if trace.arrays[v].weight]
     assert all(name is not None for weight in weights for name, _ in weight.factors)

@@ -1,11 +1,14 @@
 """Programs of other shapes than a loop over transformer layers: FLOPs by hand, and nothing unpriced without a word."""
 
 import dataclasses
+import io
 import math
 
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import GOLDEN
+from rich.console import Console
 
 from shardplan.cost.calibration import load_calibration
 from shardplan.cost.sharding import CompilerQuirks
@@ -15,11 +18,13 @@ from shardplan.model.registry import abstract_module, build_model
 from shardplan.plan.pins import Rules
 from shardplan.plan.workload import Workload
 from shardplan.program.named_arrays import TracedArray
+from shardplan.program.primitives import RULES
 from shardplan.program.step_trace import plan_step, trace_step
 from shardplan.program.trace import trace_jaxpr
 from shardplan.program.walk import build_step
+from shardplan.report.tables import print_plan
 from shardplan.search.given_plan import plan_given_mappings
-from shardplan.search.make_plan import make_plan
+from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.space import Space
 
 B, S, E, M, STATE, RANK, WINDOW, MELS = 2, 64, 32, 48, 4, 8, 4, 10
@@ -62,12 +67,13 @@ STATE_SPACE = (
 
 
 def test_a_state_space_model():
-    """Its convolution and its scan are elementwise work."""
+    """Its convolution and its scan are elementwise work; that an exchange along positions is not counted is said."""
     by_hand = 2 * B * S * (E * M + M * (RANK + 2 * STATE) + RANK * M + M * STATE + M * E)
     step = trace(state_space, *STATE_SPACE)
     assert flops(step) == by_hand
     assert not step.unpriced and step.approximations.keys() == {
-        "convolutions, of which the exchange of neighbours along a sharded axis is not counted"
+        "convolutions, of which the exchange of neighbours along a sharded axis is not counted",
+        "slices, sorts and scans along batch or positions, of which the exchange along a sharded axis is not counted",
     }
     gradient = jax.grad(lambda *arrays: state_space(*arrays).sum(), tuple(range(len(STATE_SPACE))))
     # the gradients need no output of the last matmul, and that of the states is an outer product
@@ -119,6 +125,21 @@ def test_unrolled_layers_are_planned_as_a_loop_over_them(make_config, layers):
     as_looped = plan_given_mappings(config, without_loop, looped.mesh, looped.compute_mapping, looped.param_mapping)
     assert as_looped.memory == plan.memory
     assert as_looped.cost.step_seconds == pytest.approx(plan.cost.step_seconds, rel=1e-9)
+
+
+def test_a_plan_says_what_is_not_priced(monkeypatch, make_config):
+    """Found by the search, or given: both say so, and the text of a dry run shows it."""
+    monkeypatch.delitem(RULES, "logistic")
+    config = make_config(model_ref=GOLDEN / "llama", hardware_slice="v4-8", workload_batch=8, workload_position=60)
+    model = model_from_config(config)
+    plan = make_plan(config, model)
+    given = plan_given_mappings(config, model, plan.mesh, plan.compute_mapping, plan.param_mapping)
+    for each in (plan, given):
+        [reason] = [reason for reason in each.search.reasons if "is not priced" in reason]
+        assert reason.startswith("logistic is not priced: its FLOPs, bytes and collectives are not counted (")
+        out = Console(file=io.StringIO(), width=200)
+        print_plan(each, out)
+        assert "logistic is not priced" in out.file.getvalue()
 
 
 def test_an_axis_of_elementwise_work_is_not_stacked():
