@@ -5,7 +5,8 @@
 
 The first runs every fault several times. The second injects one random fault after the other into one evaluation,
 which is started again until it is finished; its results must be equal, to the bit, to those of a run without faults.
-Both need the demo's checkpoint (`python3 scripts/run.py demo`), and fail if a process hangs or ends without a word.
+Both need the demo's checkpoint (`python3 scripts/run.py demo`), and fail if a process hangs or ends without a word; the
+first also if something is left behind. Two faults need root's rights, to mount a disk and to make network namespaces.
 """
 
 import argparse
@@ -16,18 +17,16 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from fault_runs import HUNG_S, MESH, ROOT, WAITING, Outcome, Run, free_port
+from fault_runs import HUNG_S, MESH, ORPHAN_S, ROOT, WAITING, Outcome, Run, two_hosts
 
 DEMO = ROOT / "build" / "demo"
 PHASES = ("planning", "loading", "compiling", "evaluating")
@@ -36,7 +35,7 @@ Fault = Callable[[Run], Outcome]
 
 
 def killed(number: int, index: int, phase: str) -> Fault:
-    """A signal to a process in a phase."""
+    """A signal to a process in a phase; the time is that of the other process's line."""
 
     def act(run: Run) -> Outcome:
         run.start(("pause", "pause"))
@@ -45,7 +44,7 @@ def killed(number: int, index: int, phase: str) -> Fault:
         time.sleep(0.5)
         at = time.monotonic()
         run.processes[index].process.send_signal(number)
-        return run.end(at, [index] if number == signal.SIGSTOP else [])
+        return run.end(at, [index] if number == signal.SIGSTOP else [], heard=1 - index)
 
     return act
 
@@ -100,6 +99,13 @@ def started_twice(run: Run) -> Outcome:
     return run.end(at)
 
 
+def one_too_many(run: Run) -> Outcome:
+    """Process 1 twice beside process 0: the run of the two that came first goes on."""
+    at = time.monotonic()
+    run.start(("none",) * 3, ((),) * 3, (0, 1, 1))
+    return run.end(at)
+
+
 def unreachable(run: Run) -> Outcome:
     """Process 1 has an address at which nothing answers; its wait is ended by Ctrl-C."""
     at = time.monotonic()
@@ -110,35 +116,13 @@ def unreachable(run: Run) -> Outcome:
 
 
 def network_cut(run: Run) -> Outcome:
-    """The connection of process 1 to the hub carries nothing any more, without being closed."""
-    port = free_port()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        is_cut = threading.Event()
-
-        def pump(source: socket.socket, target: socket.socket) -> None:
-            with contextlib.suppress(OSError):
-                while data := source.recv(2**16):
-                    if not is_cut.is_set():
-                        target.sendall(data)
-
-        def forward() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    near, _ = server.accept()
-                    try:
-                        far = socket.create_connection(("127.0.0.1", port))
-                    except OSError:
-                        near.close()
-                        continue
-                    threading.Thread(target=pump, args=(near, far), daemon=True).start()
-                    threading.Thread(target=pump, args=(far, near), daemon=True).start()
-
-        threading.Thread(target=forward, daemon=True).start()
-        run.start(addresses=(f"127.0.0.1:{port}", f"127.0.0.1:{server.getsockname()[1]}"))
-        run.processes[0].wait_for("phase: evaluating")
-        run.processes[1].wait_for("phase: evaluating")
+    """The network between two hosts carries nothing any more; needs the right to make network namespaces."""
+    with two_hosts() as (hosts, address, cut):
+        run.start(hosts=hosts, address=address)
+        for each in run.processes:
+            each.wait_for("phase: evaluating")
         at = time.monotonic()
-        is_cut.set()
+        cut()
         return run.end(at)
 
 
@@ -165,24 +149,26 @@ def make_faults(folder: Path) -> dict[str, tuple[Fault, set[int]]]:
             data.tofile(weights)
     text = folder / "other.jsonl"
     text.write_text(json.dumps({"id": "other", "text": "other text " * 200}) + "\n")
-    plan = folder / "plan.json"
-    if not plan.exists():
-        arguments = ["--config", "configs/tiny.yaml", *MESH, "--pin", "mlp=", "--json", str(plan)]
-        subprocess.run(
-            [sys.executable, "-m", "shardplan.plan", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
-        )
+    plans = [folder / "plan.json", folder / "stale.json"]
+    for path, pins in zip(plans, ([], ["--pin", "mlp="]), strict=True):
+        if not path.exists():
+            arguments = ["--config", "configs/tiny.yaml", *MESH, *pins, "--json", str(path)]
+            subprocess.run(
+                [sys.executable, "-m", "shardplan.plan", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+            )
     faults: dict[str, tuple[Fault, set[int]]] = {
         "process 1 is never started": (never_started, {130}),
         "process 0 is started twice": (started_twice, {2, 130}),
+        "process 1 is started twice": (one_too_many, {0, 2}),
         "nothing answers at the coordinator's address": (unreachable, {130}),
         "another version of a package": (different(("none", "version")), {2}),
         "another batch": (different(more=((), ("--workload.batch", "32"))), {2}),
-        "another Plan file": (different(more=((), ("--plan", str(plan)))), {2}),
+        "another Plan file": (different(more=[("--plan", str(plan)) for plan in plans]), {2}),
         "another checkpoint": (different(more=((), ("--model.ref", str(other)))), {2, 4}),
         "other texts": (different(more=((), ("--data.path", str(text)))), {2}),
         "8 times as many processors": (different(("none", "cpus")), {0}),
         "the disk of the results is full": (disk_full, {2, 5}),
-        "the network to the hub is cut": (network_cut, {5}),
+        "the network is cut": (network_cut, {5}),
         "process 1 of 4 is stuck in a backward pass": (stuck_in_training, {5}),
     }
     for index in (0, 1):
@@ -219,7 +205,7 @@ def try_all(folder: Path, runs: int, pattern: str) -> tuple[list[tuple[str, ...]
             outcome = act(Run(folder / f"results-{number}", text))
             shutil.rmtree(folder / f"results-{number}", ignore_errors=True)
             is_silent = outcome.seconds is None and {*outcome.codes} != {0}
-            is_wrong = not {*outcome.codes} <= allowed or is_silent
+            is_wrong = not {*outcome.codes} <= allowed or is_silent or bool(outcome.left)
             failures += is_wrong
             print(f"{'WRONG ' if is_wrong else ''}{name}: {outcome}", file=sys.stderr, flush=True)
             outcomes.append(outcome)
@@ -296,15 +282,16 @@ def main() -> None:
         if given.random:
             raise SystemExit(1 if try_random(Path(folder), given.random, given.seed) else 0)
         rows, failures = try_all(Path(folder), given.runs, given.only)
-    head = ("fault", "runs", "s to the first clear line", "exit codes by process", "incomplete files left", "the line")
+    head = ("fault", "runs", "s to the first clear line", "exit codes by process", "left behind", "the line")
     lines = ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]
     text = f"""# Faults of runs of two processes
 
 `python scripts/try_faults.py --runs {given.runs} --output docs/benchmarks/faults.md`: the demo's evaluation in two
-processes of four virtual devices each. Times count from the signal; for processes that differ or are missing, from
-their start, of which the imports of JAX and Levanter take most; for a process that is stuck, from the beginning of the
-phase, with `deadline.step` 5. Process 1 that is stuck in a backward pass is one of four that train, with a deadline of
-30 s; there the time counts from the start, too.
+processes of four virtual devices each. Times count from the signal to the other process's line; for processes that
+differ or are missing, from their start, of which the imports of JAX and Levanter take most; for a process that is
+stuck, from the beginning of the phase, with `deadline.step` 5. Process 1 that is stuck in a backward pass is one of
+four that train, with a deadline of 30 s; there the time counts from the start, too. Left behind would be files of
+incomplete results, and processes that outlive the run by {ORPHAN_S:.0f} s.
 
 """
     text += "\n".join(lines) + "\n"
