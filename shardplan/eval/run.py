@@ -182,8 +182,8 @@ def _digests(determinants: Mapping[str, Any]) -> dict[str, str]:
 
 def _other_determinants(part: str, process: int, value: str | None, expected: str | None) -> ConfigError:
     return ConfigError(
-        f"{part} of process {process} and of process 0 differ; give all processes the same configuration, checkpoint "
-        "and texts"
+        f"the digest of {part} is {value} in process {process} and {expected} in process 0; give all processes the "
+        "same configuration, checkpoint and texts"
     )
 
 

@@ -145,7 +145,9 @@ def test_headers_of_copies_are_read_by_every_process(group, tmp_path):
 def test_different_values_are_an_error_that_names_the_part(group):
     processes, answers = group
     answers[Kind.AGREE, "test/checkpoint"] = {"process": 2, "part": "a.bin", "values": ["v2", "v1"]}
-    with pytest.raises(CheckpointError, match=r"^process 2 reads a different a\.bin than process 0; make all"):
+    with pytest.raises(
+        CheckpointError, match=r"^the version of a\.bin is v2 in process 2 and v1 in process 0; make all"
+    ):
         processes.agree("checkpoint", lambda: None, lambda _: {"a.bin": "v1"})
 
 

@@ -145,6 +145,6 @@ def check_equal(packed: PackedRequests) -> None:
 
 def _other_requests(part: str, process: int, value: str | None, expected: str | None) -> ConfigError:
     return ConfigError(
-        f"process {process} has other {part} than process 0; give all the same arguments, and remove the files "
-        "of --use_cache if an earlier run was interrupted"
+        f"the digest of {part} is {value} in process {process} and {expected} in process 0; give all the same "
+        "arguments, and remove the files of --use_cache if an earlier run was interrupted"
     )

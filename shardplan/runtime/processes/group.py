@@ -39,7 +39,8 @@ _phases_begun = 0
 
 def _other_checkpoint(part: str, process: int, value: str | None, expected: str | None) -> ShardplanError:
     return CheckpointError(
-        f"process {process} reads a different {part} than process 0; make all processes read the same checkpoint"
+        f"the version of {part} is {value} in process {process} and {expected} in process 0; make all processes read "
+        "the same checkpoint"
     )
 
 
