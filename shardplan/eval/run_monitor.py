@@ -59,8 +59,10 @@ class RunMonitor:
             self._earlier = json.loads(records.read(GOODPUT) or "{}").get(ATTEMPTS, [])
         self._stages: dict[str, MemoryUse] = {}
         self._written = time.monotonic()
+        self._slowness: str | None = None
+        """Why the run is to be stopped, as process 0 has judged it and the others learn before the next shard."""
         self.too_slow: str | None = None
-        """Why the run is to be stopped, if it is."""
+        """Why all processes have stopped the run before its end, if they have."""
 
     def start(self) -> None:
         """Record what all processes run on."""
@@ -112,10 +114,10 @@ class RunMonitor:
             is_stopped: whether this process has been asked to stop.
         """
         answer = self._processes.maximum(
-            f"before shard {shard}", TOO_SLOW if self.too_slow is not None else int(is_stopped)
+            f"before shard {shard}", TOO_SLOW if self._slowness is not None else int(is_stopped)
         )
         if answer == TOO_SLOW:
-            self.too_slow = self._processes.broadcast("too slow", lambda: self.too_slow)
+            self.too_slow = self._processes.broadcast("too slow", lambda: self._slowness)
         return answer == 0
 
     def record_time(self, statistics: LoopStatistics, is_completed: bool) -> None:
@@ -132,10 +134,9 @@ class RunMonitor:
         problem = describe_slowness(statistics.step_seconds, self._plan, least, self._attempt(statistics, False))
         if problem is None:
             return
+        logger.warning("%s", problem)
         if self._stops:
-            self.too_slow = problem
-        else:
-            logger.warning("%s", problem)
+            self._slowness = problem
 
     def _attempt(self, statistics: LoopStatistics, is_completed: bool) -> Attempt:
         return Attempt(

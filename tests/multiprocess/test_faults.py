@@ -236,6 +236,21 @@ def test_preemption_as_jax_announces_it(checkpoint, long_text, tmp_path):
 
 
 @pytest.mark.with_levanter_12
+@pytest.mark.parametrize(("shard", "code"), [(8, 7), (10_000, 0)])
+def test_a_run_that_is_too_slow(checkpoint, tmp_path, shard, code):
+    """Process 0 judges it: all end before the same shard, or none where no shard is left."""
+    text, results = tmp_path / "text.txt", tmp_path / "r"
+    text.write_text(" ".join(f"t{i % 256}" for i in range(1000)))
+    argv = arguments(checkpoint, text, results, *LANES, "--gate.factor", 1e9, "--gate.stop", "true")
+    codes, errors = finish(start([*argv, "--workload.position", 8, "--task.shard", shard], 2))
+    assert codes == [code] * 2, errors
+    assert "WARNING" in errors[0] and "below gate.factor 1e+09" in errors[0]
+    assert (results / "summary.json").exists() == (code == 0)
+    for error in errors if code else ():
+        assert re.search(r"stopped: .* below gate\.factor 1e\+09; .*; the same command goes on from", line_of(error))
+
+
+@pytest.mark.with_levanter_12
 def test_stacks_on_demand(checkpoint, long_text, tmp_path):
     """SIGUSR1 has them written, and the run goes on, here until SIGTERM ends it after the shard under way."""
     results = tmp_path / "r"
