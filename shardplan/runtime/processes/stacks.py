@@ -1,23 +1,27 @@
-"""The stacks of all threads of a process, for when it is stuck: what each line of its code waits for.
-
-They are written by `faulthandler`, which needs neither the GIL nor memory, on SIGUSR1, when a run is found to be stuck,
-and when no Python code of the process has run for a while.
-"""
+"""The stacks of all threads of a process, for when it is stuck: what each line of its code waits for."""
 
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from shardplan.errors import one_line
 from shardplan.runtime.processes.activity import Activity
+from shardplan.runtime.processes.places import THREAD_PREFIX
 
 GIL_S = 15.0
 """Seconds without Python code, which sends signs of life every two, after which the stacks are written."""
+WRITE_S = 3.0
+"""Most seconds to wait for the disk of the stacks, before the line is printed that names their file."""
+logger = logging.getLogger(__name__)
 
 
 class Stacks:
@@ -26,39 +30,58 @@ class Stacks:
     def __init__(self, path: Path):
         """Open the file at `path`, which is created if it is not there."""
         self._path, self._lock = path, threading.Lock()
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-        self._register()
+        # without a buffer, which would be written again when the file is closed
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        if _is_main_thread():
+            faulthandler.register(signal.SIGUSR1, self._file)
 
     @property
     def path(self) -> str:
         """Path of the file."""
         return str(self._path)
 
-    def write(self, reason: str, activity: Activity, device_lines: Callable[[], list[str]]) -> None:
-        """Write the stacks of all threads, what the process was doing, and then what is known of its devices."""
-        doing = f" ({activity.doing})" if activity.doing else ""
-        seconds = time.monotonic() - activity.since
-        self._print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}")
-        self._print(f"this process was {activity.phase}{doing}; its last progress was {seconds:.0f} s ago")
-        faulthandler.dump_traceback(self._file, all_threads=True)
-        for line in device_lines():
-            self._print(line)
+    def write(self, reason: str, activity: Activity, device_lines: Callable[[], list[str]]) -> str:
+        """Write the stacks of all threads, what the process was doing, and then what is known of its devices.
+
+        Returns:
+            A clause that says where they are, or why they are not: the disk may be full, or not answer.
+        """
+        failure = f"it does not answer for {WRITE_S:.0f} s"
+
+        def write() -> None:
+            nonlocal failure
+            try:
+                self._write(_describe(reason, activity))
+                self._write("".join(f"{line}\n" for line in device_lines()))
+            except Exception as error:  # whatever it is, the reason is to be printed
+                failure = one_line(error)
+            else:
+                failure = ""
+
+        thread = threading.Thread(target=write, name=f"{THREAD_PREFIX}stacks", daemon=True)
+        thread.start()
+        thread.join(WRITE_S)
+        if failure:
+            return f"what this process was doing could not all be written to {self._path} ({failure})"
+        return f"what this process was doing is in {self._path}"
+
+    def move(self, path: Path) -> None:
+        """Go on in another file, such as one in the folder of the run; stay in this one if that cannot be written."""
+        try:
+            with open(path, "ab") as file:
+                file.write(self._path.read_bytes())
+                file.flush()
+                os.dup2(file.fileno(), self._file.fileno(), inheritable=False)
+            before, self._path = self._path, path
+            before.unlink()
+        except OSError as error:
+            logger.warning("stacks of a process that is stuck are written to %s: %s", self._path, one_line(error))
 
     def arm(self) -> None:
         """Have them written unless this is called again in time."""
         with self._lock:
             if not self._file.closed:
                 faulthandler.dump_traceback_later(GIL_S, file=self._file)
-
-    def move(self, path: Path) -> None:
-        """Go on in another file, such as one in the folder of the run."""
-        with self._lock:
-            file, before = self._file, self._path
-            self._file, self._path = open(path, "a", encoding="utf-8"), path  # noqa: SIM115
-            self._register()
-            file.close()
-            self._print(before.read_text(encoding="utf-8"), end="")
-            before.unlink()
 
     def close(self) -> None:
         """Write no more; a file in which nothing is, is removed."""
@@ -67,16 +90,35 @@ class Stacks:
             if _is_main_thread():
                 faulthandler.unregister(signal.SIGUSR1)
             self._file.close()
+        with contextlib.suppress(OSError):  # somebody has removed it already
             if self._path.stat().st_size == 0:
                 self._path.unlink()
 
-    def _register(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        if _is_main_thread():
-            faulthandler.register(signal.SIGUSR1, self._file)
+    def _write(self, text: str) -> None:
+        data = memoryview(text.encode())
+        while data:
+            data = data[self._file.write(data) :]
 
-    def _print(self, line: str, end: str = "\n") -> None:
-        print(line, end=end, file=self._file, flush=True)
+
+def _describe(reason: str, activity: Activity) -> str:
+    """Return why this process writes, what it was doing, and the stacks of its threads.
+
+    Not by `faulthandler`, which keeps the GIL while it waits for a disk.
+    """
+    doing = f" ({activity.doing})" if activity.doing else ""
+    seconds = time.monotonic() - activity.since
+    lines = [
+        f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}",
+        f"this process was {activity.phase}{doing}; its last progress was {seconds:.0f} s ago",
+    ]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        lines += ["", f"Thread {names.get(ident, ident)} (most recent call first):"]
+        lines += [
+            f'  File "{each.f_code.co_filename}", line {number} in {each.f_code.co_name}'
+            for each, number in traceback.walk_stack(frame)
+        ]
+    return "\n".join([*lines, "", ""])
 
 
 _stacks: Stacks | None = None

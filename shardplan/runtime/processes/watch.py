@@ -95,8 +95,8 @@ class Watch:
         """Keep why this process cannot go on, and act on it while its main thread may be stuck."""
         stacks = current_stacks()
         if self._depth > 0 and stacks is not None:  # before the main thread goes on
-            stacks.write(str(problem), self.activity, self.device_lines)
-            problem = type(problem)(f"{problem}; what this process was doing is in {stacks.path}")
+            place = stacks.write(str(problem), self.activity, self.device_lines)
+            problem = type(problem)(f"{problem}; {place}")
         with self._changed:
             if self._problem is not None:
                 return
