@@ -8,6 +8,7 @@ A process writes the name of each phase that it begins to stderr. FAULT is one o
 | io | when results are written, the main thread reads from a pipe that nobody writes to |
 | lock | then it takes a lock of Python that it has already |
 | collective | then it begins a sum over the devices of all processes, which no other process begins |
+| gil | then it calls a function of C that keeps the GIL, and does not return |
 | connect | it is killed once the processes have met, before JAX connects them |
 | version | it says that it has another version of jax |
 | cpus | it says that it has 8 times as many processors |
@@ -15,6 +16,7 @@ A process writes the name of each phase that it begins to stderr. FAULT is one o
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -42,7 +44,11 @@ def enter_collective(*_):
     multihost_utils.sync_global_devices("never")
 
 
-STUCK = {"io": read_pipe, "lock": take_lock, "collective": enter_collective}
+def keep_gil(*_):
+    ctypes.PyDLL(None).pause()
+
+
+STUCK = {"io": read_pipe, "lock": take_lock, "collective": enter_collective, "gil": keep_gil}
 """Fault -> what the main thread does instead of writing results."""
 
 

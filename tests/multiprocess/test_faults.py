@@ -222,6 +222,22 @@ def test_a_main_thread_that_is_stuck(checkpoint, long_text, tmp_path, count, stu
     assert json.loads((results / "env.json").read_text())["plan"]["slice"] == "cpu-8"
 
 
+@pytest.mark.with_levanter_12
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.whole)])
+def test_a_process_that_is_frozen(checkpoint, long_text, tmp_path, count):
+    """No Python code of it can run, such as that which would say so; it ends all the same."""
+    address = f"127.0.0.1:{free_port()}"
+    argv = [*arguments(checkpoint, long_text, tmp_path / "r", *LANES), "--task.shard", 16, "--deadline.step", 5]
+    faults = ["none"] * (count - 1) + ["gil"]
+    codes, errors = finish([
+        start([each, *argv], count, [i], address, "faulty_eval", PYTHONPATH=HERE)[0] for i, each in enumerate(faults)
+    ])  # fmt: skip
+    assert codes == [5, 1][-count:], errors
+    assert re.search(r"Timeout \(0:00:.*most recent call first.* in keep_gil\n", errors[-1], re.DOTALL), errors
+    if count == 2:
+        assert re.search(r"process 1 is stuck while evaluating.* its code does not let Python run", line_of(errors[0]))
+
+
 def test_preemption_as_jax_announces_it(checkpoint, long_text, tmp_path):
     """Both processes stop before the same shard, though one of them has received SIGTERM, and JAX handles it."""
     argv = [*arguments(checkpoint, long_text, tmp_path / "r", *LANES), "--task.shard", 16]

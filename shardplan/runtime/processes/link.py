@@ -108,6 +108,9 @@ class Link(Watch):
             self._fail(PeerError(LOST_HUB))
         self._was_silent = is_silent
 
+    def _seconds_left(self) -> float:
+        return SILENCE_S
+
     def _receive(self) -> None:
         """Keep what the hub sends for those who wait for it."""
         while True:

@@ -17,8 +17,6 @@ from shardplan.errors import one_line
 from shardplan.runtime.processes.activity import Activity
 from shardplan.runtime.processes.places import THREAD_PREFIX
 
-GIL_S = 15.0
-"""Seconds without Python code, which sends signs of life every two, after which the stacks are written."""
 WRITE_S = 3.0
 """Most seconds to wait for the disk of the stacks, before the line is printed that names their file."""
 logger = logging.getLogger(__name__)
@@ -29,7 +27,7 @@ class Stacks:
 
     def __init__(self, path: Path):
         """Open the file at `path`, which is created if it is not there."""
-        self._path, self._lock = path, threading.Lock()
+        self._path = path
         # without a buffer, which would be written again when the file is closed
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         if _is_main_thread():
@@ -77,19 +75,11 @@ class Stacks:
         except OSError as error:
             logger.warning("stacks of a process that is stuck are written to %s: %s", self._path, one_line(error))
 
-    def arm(self) -> None:
-        """Have them written unless this is called again in time."""
-        with self._lock:
-            if not self._file.closed:
-                faulthandler.dump_traceback_later(GIL_S, file=self._file)
-
     def close(self) -> None:
         """Write no more; a file in which nothing is, is removed."""
-        with self._lock:
-            faulthandler.cancel_dump_traceback_later()
-            if _is_main_thread():
-                faulthandler.unregister(signal.SIGUSR1)
-            self._file.close()
+        if _is_main_thread():
+            faulthandler.unregister(signal.SIGUSR1)
+        self._file.close()
         with contextlib.suppress(OSError):  # somebody has removed it already
             if self._path.stat().st_size == 0:
                 self._path.unlink()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from shardplan.errors import PeerError, ShardplanError, one_line
 from shardplan.runtime.environment import STARTED
 from shardplan.runtime.processes.activity import Activity, describe_stall, is_stalled
+from shardplan.runtime.processes.frozen import expect_python
 from shardplan.runtime.processes.places import THREAD_PREFIX, find_place
 from shardplan.runtime.processes.stacks import current_stacks
 
@@ -65,7 +66,10 @@ class Watch:
             raise
         finally:
             self._leave(problem)
-            self._depth -= 1
+            with self._changed:
+                self._depth -= 1
+                if self._depth == 0:
+                    expect_python(None)
 
     def set_activity(self, activity: Activity) -> None:
         """Say what this process does now."""
@@ -78,6 +82,7 @@ class Watch:
         self.activity = replace(activity, since=now if has_progress else before.since)
         if activity.number != before.number:
             self._report()
+            self._expect_python()
 
     def _enter(self) -> None:
         """Tell the others that they may count on this process."""
@@ -90,6 +95,16 @@ class Watch:
         now, activities = time.monotonic(), {0: self.activity}
         if self._depth > 0 and is_stalled(activities, now):
             self._fail(PeerError(f"{describe_stall(activities, {0: find_place()}, now)}; start it again"))
+
+    def _expect_python(self) -> None:
+        """Say when this process is to end unless Python code runs: others may count on it."""
+        with self._changed:
+            if self._depth > 0:
+                expect_python(self._seconds_left())
+
+    def _seconds_left(self) -> float:
+        """Return the seconds in which Python code of this process must run."""
+        return self.activity.deadline_s - (time.monotonic() - self.activity.since)
 
     def _fail(self, problem: ShardplanError) -> None:
         """Keep why this process cannot go on, and act on it while its main thread may be stuck."""
@@ -111,9 +126,7 @@ class Watch:
     def _beat(self) -> None:
         while self._problem is None:
             self._report()
-            stacks = current_stacks()
-            if stacks is not None:
-                stacks.arm()
+            self._expect_python()
             time.sleep(BEAT_S)
 
 
