@@ -28,6 +28,7 @@ def work(
     from shardplan.monitoring.heartbeat import write_heartbeats
     from shardplan.monitoring.records import RunRecords
     from shardplan.runtime.devices import start_devices
+    from shardplan.runtime.processes.frozen import end_if_frozen
     from shardplan.runtime.processes.group import open_process_group
     from shardplan.runtime.processes.stacks import record_stacks
 
@@ -35,6 +36,7 @@ def work(
     records = RunRecords(folder, index)
     with (
         record_stacks(),
+        end_if_frozen(),
         open_process_group() as processes,
         write_heartbeats(processes.watch, records),
         processes.phase("evaluating", 300.0) as advance,

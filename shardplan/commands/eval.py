@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
             check_fits(verdicts[0][1])
 
     stops = threading.Event()
-    with record_stacks(), end_if_frozen(), ExitStack() as until_the_end:
+    with record_stacks() as stacks, stacks.on_signal(), end_if_frozen(), ExitStack() as until_the_end:
 
         def on_plan(plan: Plan) -> None:
             # now that JAX has started: to connect its processes it installs a handler of its own

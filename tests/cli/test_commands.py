@@ -1,9 +1,11 @@
 """The commands as a user runs them: exit codes, one clear line for bad input, data on stdout."""
 
+import faulthandler
 import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from shardplan.__main__ import COMMANDS
 from shardplan.errors import ConfigError
 from shardplan.model.levanter_compat import IS_MARIN, LEVANTER_PACKAGES
 from shardplan.plan.plan import Plan
+from shardplan.runtime.processes import frozen
 from shardplan.runtime.processes.stacks import current_stacks
 
 LEVANTER_EXAMPLE = f"levanter_example{'' if IS_MARIN else '_flat'}.yaml"
@@ -112,14 +115,18 @@ except ConfigError as error:
 
 
 def test_an_evaluation_in_a_program_records_its_stacks(tmp_path, monkeypatch):
-    """So that an error of a process that is stuck names the file with them."""
+    """So that an error of a process that is stuck names the file; signals and the end are the program's."""
     import shardplan.eval.run
 
     (tmp_path / "text.txt").write_text("some text")
     recorded = []
-    monkeypatch.setattr(shardplan.eval.run, "run_evaluation", lambda *_: recorded.append(current_stacks()))
+
+    def record(*_):
+        recorded.extend([current_stacks(), faulthandler.unregister(signal.SIGUSR1), frozen._is_allowed])
+
+    monkeypatch.setattr(shardplan.eval.run, "run_evaluation", record)
     evaluate(model={"ref": "org/model"}, data={"path": str(tmp_path / "text.txt")}, output=str(tmp_path / "results"))
-    assert recorded[0] is not None and current_stacks() is None
+    assert recorded[0] is not None and recorded[1:] == [False, False] and current_stacks() is None
 
 
 def test_several_batches_have_a_speed(checkpoint, tmp_path):

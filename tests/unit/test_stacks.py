@@ -3,6 +3,10 @@
 import os
 import queue
 import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -99,3 +103,39 @@ def test_a_folder_of_the_run_that_takes_nothing(tmp_path, caplog, target):
     written.write("later", Activity(), list)
     assert re.search(r"earlier\n.* later\n", first.read_text(), re.DOTALL)
     written.close()
+
+
+def test_stacks_on_a_signal(tmp_path):
+    """The handler of before is called, too, and alone when the block has ended."""
+    written, handled = Stacks(tmp_path / "stacks.txt"), []
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.append(Path(written.path).stat().st_size))
+    try:
+        with written.on_signal():
+            signal.raise_signal(signal.SIGUSR1)
+            written.move(tmp_path / "moved.txt")
+            signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        written.close()
+    assert len(handled) == 3 and handled[0] > 0 and handled[1] == handled[2] > handled[0]
+
+
+ON_SIGNAL = """
+import signal, sys
+from pathlib import Path
+from shardplan.runtime.processes.stacks import Stacks
+
+with Stacks(Path(sys.argv[1])).on_signal():
+    signal.raise_signal(signal.SIGUSR1)
+print("goes on", flush=True)
+signal.raise_signal(signal.SIGUSR1)
+"""
+
+
+def test_the_default_handler_of_the_signal(tmp_path):
+    """It would end the process, and does so when the block has ended."""
+    path = tmp_path / "stacks.txt"
+    done = subprocess.run([sys.executable, "-c", ON_SIGNAL, path], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGUSR1, "goes on\n"), done.stderr
+    assert "most recent call first" in path.read_text()

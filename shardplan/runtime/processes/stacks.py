@@ -30,8 +30,6 @@ class Stacks:
         self._path = path
         # without a buffer, which would be written again when the file is closed
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        if _is_main_thread():
-            faulthandler.register(signal.SIGUSR1, self._file)
 
     @property
     def path(self) -> str:
@@ -63,6 +61,19 @@ class Stacks:
             return f"what this process was doing could not all be written to {self._path} ({failure})"
         return f"what this process was doing is in {self._path}"
 
+    @contextlib.contextmanager
+    def on_signal(self) -> Iterator[None]:
+        """Have the stacks written on SIGUSR1 as well, until the block ends; for commands.
+
+        That needs no GIL. Then the handler of before is called, but for the default one, which would end the process.
+        """
+        has_handler = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+        faulthandler.register(signal.SIGUSR1, self._file, chain=has_handler)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+
     def move(self, path: Path) -> None:
         """Go on in another file, such as one in the folder of the run; stay in this one if that cannot be written."""
         try:
@@ -77,8 +88,6 @@ class Stacks:
 
     def close(self) -> None:
         """Write no more; a file in which nothing is, is removed."""
-        if _is_main_thread():
-            faulthandler.unregister(signal.SIGUSR1)
         self._file.close()
         with contextlib.suppress(OSError):  # somebody has removed it already
             if self._path.stat().st_size == 0:
@@ -127,11 +136,6 @@ def record_stacks() -> Iterator[Stacks]:
     finally:
         _stacks.close()
         _stacks = before
-
-
-def _is_main_thread() -> bool:
-    """Whether this is the thread that may install handlers of signals."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def current_stacks() -> Stacks | None:
