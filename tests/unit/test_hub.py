@@ -176,6 +176,24 @@ def test_a_port_of_another_program():
             open_link(f"127.0.0.1:{server.getsockname()[1]}", member(1, 2), print, 5.0)
 
 
+def test_a_hub_that_is_silent_while_processes_are_missing(monkeypatch):
+    """As one on a host whose network is cut: the connection does not end, and nothing comes."""
+    monkeypatch.setattr(link, "MEETING_SILENCE_S", 0.5)
+    monkeypatch.setattr(hub, "LINE_INTERVAL_S", 0.2)
+    address, _ = serve(2)
+    lines = []
+
+    def report(line):
+        lines.append(line)
+        if len(lines) == 5:
+            monkeypatch.setattr(HubServer, "_send", lambda *_: None)
+
+    message = "the hub of the run sent nothing for 0 s while processes were missing: the network to the host of process"
+    with pytest.raises(PeerError, match=message):
+        open_link(address, member(1, 2), report, SECONDS)
+    assert len(lines) == 5
+
+
 def test_a_process_that_ended_while_it_waited_may_come_again():
     """Other programs that connect, such as scanners of ports, change nothing."""
     address, _ = serve(2)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from shardplan import errors
 from shardplan.errors import ConfigError, PeerError, ShardplanError, one_line
 from shardplan.runtime.environment import ADDRESS, PROCESS_ID
-from shardplan.runtime.processes.hub import AGAIN, SILENCE_S, Member
+from shardplan.runtime.processes.hub import AGAIN, LINE_INTERVAL_S, SILENCE_S, Member
 from shardplan.runtime.processes.messages import Kind, Lines, Message, decode, encode, host_and_port, listen
 from shardplan.runtime.processes.places import THREAD_PREFIX, find_place
 from shardplan.runtime.processes.watch import BEAT_S, Watch
@@ -28,6 +28,8 @@ PROBLEM_KNOWN_S = SILENCE_S + 2 * BEAT_S
 """Seconds after which the hub knows that a process was lost."""
 LINE_S = 5.0
 """Seconds between lines that say that the hub is not there."""
+MEETING_SILENCE_S = LINE_INTERVAL_S + SILENCE_S
+"""Seconds without a line of the hub, while processes are missing, after which it counts as lost."""
 READ_BYTES = 2**20
 END = "end"
 """Name of the exchange in which a process waits for the others at its end."""
@@ -218,12 +220,19 @@ def _meet(connection: socket.socket, report: Report) -> Link | None:
     """Wait until all processes are there; None if the hub has gone.
 
     Raises:
-        ShardplanError: the run does not start.
+        ShardplanError: the run does not start, or the hub sends nothing any more.
     """
     lines = Lines()
-    connection.settimeout(None)
+    connection.settimeout(MEETING_SILENCE_S)
     while True:
-        data = connection.recv(READ_BYTES)
+        try:
+            data = connection.recv(READ_BYTES)
+        except TimeoutError:
+            connection.close()
+            raise PeerError(
+                f"the hub of the run sent nothing for {MEETING_SILENCE_S:.0f} s while processes were missing: the "
+                f"network to the host of process 0 is cut, or another program listens there; {AGAIN}"
+            ) from None
         if not data:
             connection.close()
             return None
