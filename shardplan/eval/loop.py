@@ -239,7 +239,8 @@ class Loop:
         started = time.perf_counter()
         if waiting and not all(job.done() for job in jobs.values()):
             jax.block_until_ready(waiting[-1][0].array)
-            started = time.perf_counter()
+            waited, started = started, time.perf_counter()
+            self.statistics.blocked_seconds += started - waited
         rows = {lane: job.result() for lane, job in jobs.items()}
         if self.statistics.steps:
             self.statistics.waiting_seconds += time.perf_counter() - started

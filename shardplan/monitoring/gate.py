@@ -32,6 +32,6 @@ def describe_slowness(step_seconds: float, plan: Plan, least: float, attempt: At
     return (
         f"{tokens / step_seconds:,.0f} tokens/s is {ratio:.2g} of the {tokens / plan.cost.step_seconds:,.0f} that the "
         f"plan predicts, below gate.factor {least:g}; in {attempt.steps:.1f} s of steps the host waited "
-        f"{attempt.blocked:.1f} s for the devices, and these {attempt.waiting:.1f} s for inputs; stalls took "
-        f"{attempt.stalled:.1f} s"
+        f"{attempt.blocked:.1f} s for the devices, and these {attempt.waiting:.1f} s for inputs; its own work took "
+        f"{attempt.host:.1f} s, and stalls {attempt.stalled:.1f} s; compiling took {attempt.compiling:.1f} s before"
     )

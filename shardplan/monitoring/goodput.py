@@ -29,6 +29,16 @@ class Attempt:
     is_completed: bool = False
 
     @property
+    def compiling(self) -> float:
+        """Time in which the program of a step was compiled."""
+        return self.phases.get("compiling", 0.0)
+
+    @property
+    def host(self) -> float:
+        """Time of steps in which the host did its own work, such as writing results."""
+        return max(0.0, self.steps - self.blocked - self.waiting)
+
+    @property
     def useful(self) -> float:
         """Time in which devices computed steps at their usual speed."""
         return max(0.0, self.steps - self.waiting - self.stalled)

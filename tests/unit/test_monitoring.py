@@ -19,7 +19,8 @@ from shardplan.runtime.processes.activity import Activity
 from shardplan.runtime.processes.watch import Watch
 from shardplan.search.make_plan import make_plan
 
-ATTEMPT = Attempt("now", {"loading": 20.0, "evaluating": 60.0}, steps=55.0, waiting=40.0, blocked=12.0, stalled=3.0)
+PHASES = {"loading": 15.0, "compiling": 5.0, "evaluating": 60.0}
+ATTEMPT = Attempt("now", PHASES, steps=55.0, waiting=40.0, blocked=10.0, stalled=3.0)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +44,8 @@ def test_a_slow_run_says_where_its_time_goes(plan):
     assert describe_slowness(step / 0.31, plan, 0.3, ATTEMPT) is None
     assert describe_slowness(step / 0.25, plan, 0.3, ATTEMPT) == (
         f"{tokens / step / 4:,.0f} tokens/s is 0.25 of the {tokens / step:,.0f} that the plan predicts, below "
-        "gate.factor 0.3; in 55.0 s of steps the host waited 12.0 s for the devices, and these 40.0 s for inputs; "
-        "stalls took 3.0 s"
+        "gate.factor 0.3; in 55.0 s of steps the host waited 10.0 s for the devices, and these 40.0 s for inputs; "
+        "its own work took 5.0 s, and stalls 3.0 s; compiling took 5.0 s before"
     )
 
 
