@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 OF_OTHERS = (
     "The TPU is already in use", "could not determine TPU", "PyTorch was not found", "RESOURCE_EXHAUSTED",
-    "DuplicateSpecError", "is partitioned", "Resource axis", "DEADLINE_EXCEEDED",
+    "DuplicateSpecError", "is partitioned", "Resource axis", "DEADLINE_EXCEEDED", "Timeout (",
 )  # fmt: skip
-"""Beginnings of the messages of JAX, libtpu and transformers."""
+"""Beginnings of the messages of Python, JAX, libtpu and transformers."""
 MESSAGES = [message for message in re.findall(r"^### `(.+)`$", PAGE, re.MULTILINE) if not message.startswith(OF_OTHERS)]
 
 
