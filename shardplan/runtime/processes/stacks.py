@@ -31,11 +31,6 @@ class Stacks:
         # without a buffer, which would be written again when the file is closed
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
 
-    @property
-    def path(self) -> str:
-        """Path of the file."""
-        return str(self._path)
-
     def write(self, reason: str, activity: Activity, device_lines: Callable[[], list[str]]) -> str:
         """Write the stacks of all threads, what the process was doing, and then what is known of its devices.
 
