@@ -58,7 +58,7 @@ class ModelInfo:
     vocab: str = "vocab"
     """Logical axis of the vocabulary."""
     unsharded_in_kernels: list[str] = field(default_factory=lambda: ["q_heads_per_group", "head_size"])
-    """Logical axes of heads whose sharding Levanter's splash attention ignores."""
+    """Logical axes of attention heads that must be unsharded for Levanter's splash attention to be right."""
 
     @property
     def name(self) -> str:

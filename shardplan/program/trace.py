@@ -31,7 +31,7 @@ APPROXIMATIONS = {
 EXCHANGES = (
     "slices, sorts and scans along batch or positions, of which the exchange along a sharded axis is not counted"
 )
-"""What is counted of activations whose elements move along an axis of the tokens."""
+"""The approximation that applies where elements of activations move along batch or positions."""
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,13 @@ import time
 from collections import deque
 
 from shardplan.errors import PeerError, one_line
-from shardplan.runtime.processes.hub import Hub, Reply
+from shardplan.runtime.processes.hub import SILENCE_S, Hub, Reply
 from shardplan.runtime.processes.messages import Kind, Lines, decode, encode, listen, problem_values
 
 TICK_S = 0.5
 """Seconds between two looks at the time."""
 SEND_S = 5.0
 """Most seconds without taking anything of a message; a process that does not receive it then is lost."""
-CUT_MS = 20_000
-"""Milliseconds after which a network that confirms nothing is cut: no process would ever close such a connection."""
 READ_BYTES = 2**20
 
 
@@ -36,8 +34,8 @@ class _Connection:
         """Take over a connection that was accepted."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, CUT_MS)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; without it nothing closes a connection whose network is broken
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * SILENCE_S))
         self.socket, self.lines = connection, Lines()
         self.unsent: deque[memoryview] = deque()
         self.sent_at = 0.0

@@ -97,7 +97,7 @@ class Watch:
             self._fail(PeerError(f"{describe_stall(activities, {0: find_place()}, now)}; start it again"))
 
     def _expect_python(self) -> None:
-        """Say when this process is to end unless Python code runs: others may count on it."""
+        """Have this process end if none of its Python code runs within the limit, while others may count on it."""
         with self._changed:
             if self._depth > 0:
                 expect_python(self._seconds_left())
