@@ -120,7 +120,7 @@ class HubOfFleet:
         facts = {f"workload.key_{i}": "a value" for i in range(60)}
         return self.from_all(
             Kind.HELLO, lambda i: {"index": i, "count": self.count, "host": f"host-{i}", "pid": i, "facts": facts}
-        ) + self.from_all(Kind.ENTER, lambda i: {})
+        ) + self.from_all(Kind.ENTER, lambda i: {"is_end": False})
 
     def agree(self) -> float:
         """Have all processes agree on the versions of the files of a checkpoint."""
@@ -128,8 +128,8 @@ class HubOfFleet:
         return self.from_all(Kind.AGREE, lambda i: {"name": "checkpoint", "parts": parts, "problem": None})
 
     def broadcast(self, text: str) -> float:
-        """Have process 0 send a text to all."""
-        return self.send([(0, Kind.BROADCAST, {"name": "headers", "value": text})])
+        """Have process 0 send a text to all, which wait for it."""
+        return self.from_all(Kind.BROADCAST, lambda i: {"name": "headers", **({} if i else {"value": text})})
 
     def beat(self, seconds: float) -> float:
         """Have all processes give signs of life for a while; returns the seconds of the hub, with its looks at them."""

@@ -30,12 +30,10 @@ def work(
     from shardplan.runtime.devices import start_devices
     from shardplan.runtime.processes.frozen import end_if_frozen
     from shardplan.runtime.processes.group import open_process_group
-    from shardplan.runtime.processes.stacks import record_stacks
 
     start_devices("cpu-2", 2, True)
     records = RunRecords(folder, index)
     with (
-        record_stacks(),
         end_if_frozen(),
         open_process_group() as processes,
         write_heartbeats(processes.watch, records),

@@ -9,10 +9,11 @@ A process writes the name of each phase that it begins to stderr. FAULT is one o
 | lock | then it takes a lock of Python that it has already |
 | collective | then it begins a sum over the devices of all processes, which no other process begins |
 | gil | then it calls a function of C that keeps the GIL, and does not return |
+| tokenizer | the tokenizer is read from a pipe that nobody writes to |
 | connect | it is killed once the processes have met, before JAX connects them |
 | version | it says that it has another version of jax |
 | cpus | it says that it has 8 times as many processors |
-| pause | it waits for 2 s in every phase, so that a signal reaches it there |
+| pause | it waits for 2 s in each of `PAUSES`, so that a signal reaches it there |
 """
 
 import contextlib
@@ -50,30 +51,25 @@ def keep_gil(*_):
 
 STUCK = {"io": read_pipe, "lock": take_lock, "collective": enter_collective, "gil": keep_gil}
 """Fault -> what the main thread does instead of writing results."""
+PAUSES = ("planning", "loading", "compiling", "evaluating")
+"""Phases."""
 
 
 def announce_phases(pause_s):
-    """Write phases to stderr, planning among them, and pause in each."""
-    from shardplan.checkpoint import session
+    """Write phases to stderr, and pause in some."""
     from shardplan.runtime.processes.group import ProcessGroup
 
-    phase, make_plan = ProcessGroup.phase, session.make_plan
-
-    def announce(name):
-        print(f"phase: {name}", file=sys.stderr, flush=True)
-        time.sleep(pause_s)
+    phase = ProcessGroup.phase
 
     @contextlib.contextmanager
     def announced(group, name, *arguments):
         with phase(group, name, *arguments) as advance:
-            announce(name)
+            print(f"phase: {name}", file=sys.stderr, flush=True)
+            if name in PAUSES:
+                time.sleep(pause_s)
             yield advance
 
-    def announced_plan(*arguments, **named):
-        announce("planning")
-        return make_plan(*arguments, **named)
-
-    ProcessGroup.phase, session.make_plan = announced, announced_plan
+    ProcessGroup.phase = announced
 
 
 def inject(fault):
@@ -83,6 +79,10 @@ def inject(fault):
         from shardplan.eval.results_folder import ResultsFolder
 
         ResultsFolder.write_part = STUCK[fault]
+    elif fault == "tokenizer":
+        from shardplan.eval import run
+
+        run.read_tokenizer = read_pipe
     elif fault == "connect":
         import jax
 

@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 from fault_runs import HUNG_S, MESH, ORPHAN_S, ROOT, WAITING, Outcome, Run, two_hosts
+from faulty_eval import PAUSES
 
 DEMO = ROOT / "build" / "demo"
-PHASES = ("planning", "loading", "compiling", "evaluating")
 
 Fault = Callable[[Run], Outcome]
 
@@ -39,7 +39,7 @@ def killed(number: int, index: int, phase: str) -> Fault:
 
     def act(run: Run) -> Outcome:
         run.start(("pause", "pause"))
-        for each in run.processes[:1] if phase == "planning" else run.processes:  # process 0 plans for both
+        for each in run.processes:
             each.wait_for(f"phase: {phase}")
         time.sleep(0.5)
         at = time.monotonic()
@@ -172,7 +172,7 @@ def make_faults(folder: Path) -> dict[str, tuple[Fault, set[int]]]:
         "process 1 of 4 is stuck in a backward pass": (stuck_in_training, {5}),
     }
     for index in (0, 1):
-        for phase in PHASES:
+        for phase in PAUSES:
             faults[f"SIGKILL of process {index} while {phase}"] = (killed(signal.SIGKILL, index, phase), {-9, 5})
         faults[f"SIGSTOP of process {index} while evaluating"] = (killed(signal.SIGSTOP, index, "evaluating"), {-9, 5})
         faults[f"SIGINT to process {index} while evaluating"] = (killed(signal.SIGINT, index, "evaluating"), {130, 5})
@@ -182,6 +182,12 @@ def make_faults(folder: Path) -> dict[str, tuple[Fault, set[int]]]:
         )  # fmt: skip
         for place in ("io", "lock", "collective"):
             faults[f"process {index} is stuck in {place}"] = (stuck(place, index), {5})
+        faults[f"process {index} cannot read the tokenizer"] = (
+            different(
+                tuple("tokenizer" if i == index else "none" for i in range(2)), [("--deadline.loading", "5")] * 2
+            ),
+            {5},
+        )
     return faults
 
 

@@ -35,6 +35,7 @@ from shardplan.model.inspect import named_leaves
 from shardplan.model.levanter_compat import CHECKPOINT_FILES, CHECKPOINT_MODEL
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_progress import shared_progress
+from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group
 from shardplan.runtime.progress import BYTES
 from shardplan.storage.writing import OutputFolder
@@ -43,8 +44,8 @@ FILE_BYTES = 5 * 10**9
 """About the bytes of tensors in a file; the size that transformers uses."""
 MAX_UNWRITTEN_TENSORS = 2
 """Most tensors of one process that are gathered and not yet written."""
-LEVANTER_TIMEOUT_S = 3600
-"""Seconds that processes wait for each other's part of a Levanter checkpoint."""
+SLOWEST_BYTES_PER_S = 20e6
+"""Rate at which a process writes its part of a Levanter checkpoint, at least; a slower one counts as stuck."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -80,13 +81,17 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
         # arrays of an interrupted run may have other types, and tensorstore does not replace these
         claim = claim_target(ref, (CONFIG, LEVANTER_METADATA, *CHECKPOINT_FILES), processes, is_levanter=True)
         target = claim.folder
-        manager = GlobalAsyncCheckpointManager(timeout_secs=LEVANTER_TIMEOUT_S)
-        try:
-            save_checkpoint(tree, step=0, checkpoint_path=target.ref, manager=manager, is_temporary=False)
-            manager.wait_until_finished()
-        except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(f"{target.ref} cannot be written to: {one_line(error)}") from error
-        processes.wait_for_all("saved")
+        own_bytes = sum(shard.data.nbytes for array in jax.tree.leaves(tree) for shard in array.addressable_shards)
+        # tensorstore does not say how far it is
+        limit_s = DEADLINE_S + own_bytes / SLOWEST_BYTES_PER_S
+        manager = GlobalAsyncCheckpointManager(timeout_secs=round(limit_s))
+        with processes.phase("saving", limit_s):
+            try:
+                save_checkpoint(tree, step=0, checkpoint_path=target.ref, manager=manager, is_temporary=False)
+                manager.wait_until_finished()
+            except (OSError, ValueError, ImportError) as error:
+                raise ConfigError(f"{target.ref} cannot be written to: {one_line(error)}") from error
+            processes.wait_for_all("saved")
         if is_first_process():
             write_file(target, CONFIG, json.dumps(config, indent=2).encode())
         complete_target(claim, processes)
@@ -201,7 +206,10 @@ def _write_files(
 ) -> None:
     """Write one file per process at a time: all processes gather a tensor of each of these files in turn."""
     names = [*files]
-    with shared_progress(sum(tensor.nbytes for tensor in tensors.values()), "saving", BYTES) as progress:
+    with (
+        shared_progress(sum(tensor.nbytes for tensor in tensors.values()), "saving", BYTES) as progress,
+        processes.phase("saving") as advance,
+    ):
         for first in range(0, len(names), processes.process_count):
             group = names[first : first + processes.process_count]
             own_file = group[processes.process_index] if processes.process_index < len(group) else None
@@ -220,6 +228,7 @@ def _write_files(
                         if len(writes) > MAX_UNWRITTEN_TENSORS:
                             writes.popleft().result()
                         progress.update(tensors[name].nbytes)
+                        advance(progress.done, name)
                 for write in writes:
                     write.result()
 

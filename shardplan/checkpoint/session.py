@@ -16,8 +16,9 @@ from shardplan.model.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import start_devices
+from shardplan.runtime.generation import check_generation
 from shardplan.runtime.processes.activity import DEADLINE_S
-from shardplan.runtime.processes.group import open_process_group, short_text
+from shardplan.runtime.processes.group import ProcessGroup, open_process_group, short_text
 from shardplan.search.given_plan import check_model
 from shardplan.search.make_plan import make_plan
 from shardplan.step.device_mesh import make_mesh
@@ -52,8 +53,11 @@ class Session:
         return stream_checkpoint(template, self.folder, self.mesh, mapping, dtype, budget, config.checksum, deadline_s)
 
 
-def prepare(config: LoadingConfig, plan: Plan | None) -> Session:
+def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLINE_S) -> Session:
     """Start JAX on the configured slice, open the checkpoint, and make a plan if `plan` is None.
+
+    Args:
+        deadline_s: most seconds for reading the model's configuration, and for a plan.
 
     Raises:
         ConfigError: JAX has other devices, the checkpoint is not named or does not exist, or processes have different
@@ -65,10 +69,16 @@ def prepare(config: LoadingConfig, plan: Plan | None) -> Session:
         raise ConfigError("model.ref is not set; name a checkpoint, because this command loads its weights")
     hardware = parse_slice(config.hardware.slice)
     start_devices(hardware.name, hardware.devices, hardware.is_cpu, config.facts)
-    folder = open_folder(config.model.ref)
-    model = build_model(read_config(config.model.config, folder, config.model.levanter_class), config.workload.position)
-    plan = _agree_on_plan(plan, lambda: make_plan(config, model))
-    check_model(plan, model)
+    check_generation(hardware)
+    with open_process_group() as processes, processes.phase("planning", deadline_s):
+
+        def open_model() -> tuple[Folder, Model]:
+            folder = open_folder(config.model.ref)
+            hf_config = read_config(config.model.config, folder, config.model.levanter_class)
+            return folder, build_model(hf_config, config.workload.position)
+
+        folder, model = processes.agree("model", open_model, lambda _: {})
+        plan = _agree_on_plan(processes, plan, lambda: make_plan(config, model), lambda plan: check_model(plan, model))
     return Session(config, folder, model, plan, make_mesh(plan))
 
 
@@ -76,26 +86,33 @@ PLAN_PARTS = ("mesh", "compute_mapping", "param_mapping", "workload", "attention
 """Elements of a Plan file that decide which programs run."""
 
 
-def _agree_on_plan(given: Plan | None, make: Callable[[], Plan]) -> Plan:
+def _agree_on_plan(
+    processes: ProcessGroup, given: Plan | None, make: Callable[[], Plan], check: Callable[[Plan], None]
+) -> Plan:
     """Return the plan of this run, which all processes have: with another one, a process would wait for ever.
 
     Process 0 makes it for all of them: what fits depends on the memory of its host if the devices are CPU devices.
 
     Args:
         given: the plan that this process was started with.
+        check: raises if a plan is not for the model.
 
     Raises:
-        ConfigError: two processes were started with different ones.
+        ConfigError: two processes were started with different ones, or it is for another model.
         InfeasibleError: no plan fits.
     """
-    with open_process_group() as processes:
-        first = processes.broadcast("plan", lambda: (given or make()).to_json())
+    first = processes.broadcast("plan", lambda: (given or make()).to_json())
 
-        def describe(plan: Plan) -> dict[str, str]:
-            values = plan.to_json()
-            return {name: short_text(json.dumps(values[name], sort_keys=True)) for name in PLAN_PARTS}
+    def describe(plan: Plan) -> dict[str, str]:
+        values = plan.to_json()
+        return {name: short_text(json.dumps(values[name], sort_keys=True)) for name in PLAN_PARTS}
 
-        return processes.agree("own plan", lambda: given or Plan.from_json(first), describe, _other_plan)
+    def take() -> Plan:
+        plan = given or Plan.from_json(first)
+        check(plan)
+        return plan
+
+    return processes.agree("own plan", take, describe, _other_plan)
 
 
 def _other_plan(part: str, process: int, value: str | None, expected: str | None) -> ConfigError:

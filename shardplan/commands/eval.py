@@ -17,8 +17,6 @@ from shardplan.config.sections import TaskKind
 from shardplan.errors import ConfigError
 from shardplan.eval.evaluate import draw_extraction, make_task, open_inputs, with_windows
 from shardplan.plan.plan import Plan
-from shardplan.runtime.processes.frozen import end_if_frozen
-from shardplan.runtime.processes.stacks import record_stacks
 from shardplan.runtime.stop_signal import set_on_sigterm
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
             check_fits(verdicts[0][1])
 
     stops = threading.Event()
-    with record_stacks() as stacks, stacks.on_signal(), end_if_frozen(), ExitStack() as until_the_end:
+    with ExitStack() as until_the_end:
 
         def on_plan(plan: Plan) -> None:
             # now that JAX has started: to connect its processes it installs a handler of its own

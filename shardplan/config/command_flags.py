@@ -25,7 +25,10 @@ from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
 from shardplan.plan.serialization import flatten
 from shardplan.plan.workload import AUTO_POSITION, Workload, raise_first
 
-SHARED_KEYS = ("hardware", "mesh", "workload", "pin", "forbid", "expressible", "load", "checksum", "task")
+SHARED_KEYS = (
+    "hardware", "mesh", "workload", "pin", "forbid", "expressible", "load", "checksum", "task", "tracker", "gate",
+    "deadline", "verify", "precision_study",
+)  # fmt: skip
 """Sections and keys that all processes of a run must have alike."""
 
 

@@ -11,7 +11,6 @@ from shardplan.config.sections import TaskKind
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, raise_first
-from shardplan.runtime.processes.stacks import record_stacks
 
 if TYPE_CHECKING:
     from shardplan.eval.task import Task
@@ -50,8 +49,7 @@ def evaluate(*files: str, **sections: Any) -> dict[str, Any] | None:
     store = open_inputs(config)
     from shardplan.eval.run import run_evaluation
 
-    with record_stacks():
-        summary = run_evaluation(config, make_task(config), store, config.output, lambda _: None, config)
+    summary = run_evaluation(config, make_task(config), store, config.output, lambda _: None, config)
     if summary and config.task.kind is TaskKind.EXTRACTION:
         draw_extraction(config.output, summary, store)
     return summary

@@ -23,6 +23,18 @@ MIN_REGULAR, STALL_FACTOR = 3, 3.0
 """Steps from which on the usual time is known, and how many times that a step is a stall."""
 SHARDS_AHEAD = 2
 """Shards whose sequences are made before the devices need them."""
+MIN_DEADLINE_S, DEADLINE_FACTOR = 300.0, 30.0
+"""Seconds without the results of a step after which a run counts as stuck: at least these, and so many times what the
+plan predicts."""
+
+
+def step_deadline(predicted_s: float) -> float:
+    """Return the seconds without the results of a step after which a run counts as stuck.
+
+    Args:
+        predicted_s: seconds that a step takes by the plan.
+    """
+    return max(MIN_DEADLINE_S, DEADLINE_FACTOR * predicted_s)
 
 
 @dataclass(frozen=True)

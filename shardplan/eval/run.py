@@ -4,6 +4,7 @@ A run goes on where an earlier one with the same results folder ended. Results a
 are those of the earlier run; on other devices they differ as floating-point sums in another order do.
 """
 
+import contextlib
 import itertools
 import logging
 import os
@@ -23,13 +24,13 @@ from shardplan.checkpoint.session import Session, prepare
 from shardplan.config.command_flags import LoadingConfig, MonitoringConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError, SlowError
-from shardplan.eval.loop import Lanes, Loop, LoopStatistics, Scored, find_lanes
+from shardplan.eval.loop import Lanes, Loop, LoopStatistics, Scored, find_lanes, step_deadline
 from shardplan.eval.results_folder import ResultsFolder, digest_of, read_windows
 from shardplan.eval.run_monitor import open_monitor
 from shardplan.eval.shards import Shards
 from shardplan.eval.task import Task
 from shardplan.eval.texts.encoding import make_tokenizer
-from shardplan.eval.texts.reader import Source, make_source, special_tokens
+from shardplan.eval.texts.reader import Source, SpecialTokens, make_source, special_tokens
 from shardplan.eval.texts.store import TextStore
 from shardplan.eval.texts.tokenizer import check_tokens, read_tokenizer
 from shardplan.eval.windows import Count, Windows
@@ -45,13 +46,11 @@ from shardplan.runtime.process_progress import shared_progress
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group
 from shardplan.runtime.progress import print_note
 from shardplan.step import specialize
+from shardplan.storage import Folder
 
 logger = logging.getLogger(__name__)
 
 MONITORING = MonitoringConfig()
-MIN_STEP_DEADLINE_S, STEP_FACTOR = 300.0, 30.0
-"""Seconds without the results of a step after which a run counts as stuck: at least these, and so many times what the
-plan predicts."""
 
 
 def run_evaluation(
@@ -85,24 +84,30 @@ def run_evaluation(
     stops = stops or threading.Event()
     config, given = load_given_plan(config)
     task.check_workload(config.workload)
-    session = prepare(config, given)
+    deadlines = monitoring.deadline
+    session = prepare(config, given, deadlines.loading)
     plan = session.plan
-    on_plan(plan)
-    data, name = read_tokenizer(session.folder), f"{session.folder.ref}/tokenizer.json"
-    special = special_tokens(make_tokenizer(data, name))
-    source = make_source(store, data, name)
-    results = ResultsFolder(output, task.schema)
+    results, name = ResultsFolder(output, task.schema), f"{session.folder.ref}/tokenizer.json"
 
     def check(largest_token: int) -> None:
         check_tokens(largest_token, session.model, session.folder)
 
-    count = max(1, (os.cpu_count() or 2) - 1)
-    with open_process_group() as processes, open_workers(source, count) as workers:
-        determinants = _determinants(session, store, data) | task.determinants(plan)
-        processes.agree("determinants", lambda: determinants, _digests, _other_determinants)
-        processes.broadcast("claim", lambda: results.claim(determinants))
-        processes.agree("shared results", results.check_shared, lambda _: {})
-        deadlines = monitoring.deadline
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(open_process_group())
+        with processes.phase("showing the plan", deadlines.compiling):  # which may compile its program
+            processes.agree("shown", lambda: on_plan(plan), lambda _: {})
+        with processes.phase("preparing", deadlines.loading):
+            data, special = processes.agree("tokenizer", lambda: _read_tokenizer(name, session.folder), lambda _: {})
+            determinants = processes.agree(
+                "determinants",
+                lambda: _determinants(session, store, data) | task.determinants(plan),
+                _digests,
+                _other_determinants,
+            )
+            processes.broadcast("claim", lambda: results.claim(determinants))
+            processes.agree("shared results", results.check_shared, lambda _: {})
+        source = make_source(store, data, name)
+        workers = stack.enter_context(open_workers(source, max(1, (os.cpu_count() or 2) - 1)))
         pieces = _count_all(source, workers, processes, check, deadlines.loading) if task.counts_tokens else []
         windows = task.divide(store, pieces, special, plan)
         if is_first_process():
@@ -129,10 +134,9 @@ def run_evaluation(
             with processes.phase("compiling", deadlines.compiling):
                 loop = Loop(module, program, plan.compiler_options, task.outputs, lanes)
             monitor.record_memory(COMPILED)
-            step_deadline = deadlines.step or max(MIN_STEP_DEADLINE_S, STEP_FACTOR * plan.cost.step_seconds)
             with (
                 shared_progress(total, "evaluating", "windows") as progress,
-                processes.phase("evaluating", step_deadline) as advance,
+                processes.phase("evaluating", deadlines.step or step_deadline(plan.cost.step_seconds)) as advance,
             ):
                 progress.update(sum(ranges[shard][1] - ranges[shard][0] for shard in finished))
 
@@ -161,6 +165,12 @@ def run_evaluation(
         if not completed:
             return None
         return _finish(results, store, task, plan, loop.statistics, load, windows, processes)
+
+
+def _read_tokenizer(name: str, folder: Folder) -> tuple[bytes, SpecialTokens]:
+    """Return the tokenizer of a checkpoint, as it is stored, and its special tokens."""
+    data = read_tokenizer(folder)
+    return data, special_tokens(make_tokenizer(data, name))
 
 
 def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[str, Any]:
@@ -287,5 +297,6 @@ def _finish(
         summary.update(load=load, task=asdict(task.config), plan=plan.to_json(), versions=plan.versions)
         results.write_summary(summary)
 
-    processes.broadcast("summary", finish)
+    with processes.phase("merging results"):
+        processes.broadcast("summary", finish)
     return summary

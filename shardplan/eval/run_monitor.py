@@ -32,7 +32,7 @@ from shardplan.monitoring.records import AUDIT, ENVIRONMENT, GOODPUT, MEMORY, ST
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.processes.group import ProcessGroup
-from shardplan.runtime.processes.stacks import current_stacks
+from shardplan.runtime.processes.stacks import process_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -159,9 +159,8 @@ def open_monitor(config: MonitoringConfig, output: str, plan: Plan, processes: P
         tracker = stack.enter_context(open_tracker(config.tracker, output, plan))
         records = RunRecords(output, jax.process_index())
         stack.callback(records.close)
-        stacks = current_stacks()
-        if stacks is not None and records.is_local:  # a process that is stuck cannot upload them
-            stacks.move(records.own_file(STACKS))
+        if records.is_local:  # a process that is stuck cannot upload them
+            stack.enter_context(process_stacks().in_file(records.own_file(STACKS)))
         stack.enter_context(write_heartbeats(processes.watch, records))
         monitor = RunMonitor(config, plan, processes, records, tracker)
         stack.callback(monitor.stop_profile)

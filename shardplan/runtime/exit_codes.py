@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 from shardplan.errors import ConfigError, ShardplanError
 from shardplan.runtime.environment import check_environment
 from shardplan.runtime.interrupts import interrupts_after_imports
+from shardplan.runtime.processes.frozen import end_if_frozen
 from shardplan.runtime.processes.link import end_together, has_peers
+from shardplan.runtime.processes.stacks import process_stacks
 from shardplan.runtime.processes.watch import handle_problem
 
 STDOUT, STDERR = 1, 2
@@ -42,7 +44,10 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
         _exit(problem.exit_code)
 
     try:
-        with handle_problem(end), _separate_streams(), interrupts_after_imports():
+        with (
+            handle_problem(end), process_stacks().on_signal(), end_if_frozen(), _separate_streams(),
+            interrupts_after_imports(),
+        ):  # fmt: skip
             check_environment()
             main([argument for argument in argv if argument not in flags])
             end_together()

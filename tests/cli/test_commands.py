@@ -22,7 +22,6 @@ from shardplan.errors import ConfigError
 from shardplan.model.levanter_compat import IS_MARIN, LEVANTER_PACKAGES
 from shardplan.plan.plan import Plan
 from shardplan.runtime.processes import frozen
-from shardplan.runtime.processes.stacks import current_stacks
 
 LEVANTER_EXAMPLE = f"levanter_example{'' if IS_MARIN else '_flat'}.yaml"
 PLANNING = ("--workload.batch=4", "--workload.position=64", "--workload.param_dtype=float32",
@@ -114,19 +113,19 @@ except ConfigError as error:
     assert "none.json" in done.stdout and done.stdout.endswith("False\n"), done.stdout
 
 
-def test_an_evaluation_in_a_program_records_its_stacks(tmp_path, monkeypatch):
-    """So that an error of a process that is stuck names the file; signals and the end are the program's."""
+def test_an_evaluation_in_a_program_handles_no_signal(tmp_path, monkeypatch):
+    """Signals, and whether it ends, are the program's."""
     import shardplan.eval.run
 
     (tmp_path / "text.txt").write_text("some text")
     recorded = []
 
     def record(*_):
-        recorded.extend([current_stacks(), faulthandler.unregister(signal.SIGUSR1), frozen._is_allowed])
+        recorded.extend([faulthandler.unregister(signal.SIGUSR1), frozen._is_allowed])
 
     monkeypatch.setattr(shardplan.eval.run, "run_evaluation", record)
     evaluate(model={"ref": "org/model"}, data={"path": str(tmp_path / "text.txt")}, output=str(tmp_path / "results"))
-    assert recorded[0] is not None and recorded[1:] == [False, False] and current_stacks() is None
+    assert recorded == [False, False]
 
 
 def test_several_batches_have_a_speed(checkpoint, tmp_path):

@@ -33,7 +33,7 @@ def main(address: str, index: int, count: int) -> None:
         if index == 0:
             link.send(Kind.BROADCAST, name="broadcast", value="x" * 10**6)
         else:
-            received.append({"length": len(link.wait_for(Kind.BROADCAST, "broadcast")["value"])})
+            received.append({"length": len(str(ask(Kind.BROADCAST, "broadcast")["value"]))})
         time.sleep(1.5 * BEAT_S)
         received.append(ask(Kind.AGREE, "end", parts={}, problem=None))
     print(json.dumps(received))

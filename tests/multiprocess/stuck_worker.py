@@ -1,10 +1,12 @@
 """Train steps of several processes, in one of which process 1 gets stuck: `python stuck_worker.py PLACE DEADLINE`.
 
 PLACE is `io` (it reads from a pipe that nobody writes to), `lock` (of Python), `backward` (a callback in the backward
-pass, before the gradient is summed), or `collective` (that the others never enter).
+pass, before the gradient is summed), or `collective` (that the others never enter). With `late` it begins after the
+deadline, and with `absent` not at all.
 """
 
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,10 @@ def main(place, deadline):
         jax.shard_map(gradient_of, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P(), check_vma=False)
     )
     weights, batch = jnp.eye(SIZE), jax.device_put(jnp.ones((SIZE, SIZE)), jax.NamedSharding(mesh, P("data")))
+    if is_stuck and place == "absent":
+        return
+    if is_stuck and place == "late":
+        time.sleep(deadline + 2)
     with shardplan.watch("training", deadline, shardplan.end_process) as advance:
         for number in range(STEPS):
             advance(number, f"step {number}")

@@ -186,6 +186,30 @@ def test_a_train_step_in_which_one_process_is_stuck(place, line):
     assert all(re.search(reason, error) for error in errors), errors
 
 
+@pytest.mark.parametrize(("place", "codes"), [("late", [0, 0]), ("absent", [5, 0])])
+def test_a_process_that_does_not_begin_with_the_others(place, codes):
+    """The deadline counts from when all have begun; one that never will is named at once."""
+    processes = start([place, 3], 2, module="stuck_worker", PYTHONPATH=HERE)
+    actual, errors = finish(processes)
+    assert actual == codes, errors
+    message = "process 1 of 2 has come to its end, and process 0 begins work that needs all of them; call the same"
+    assert (message in errors[0]) == (place == "absent"), errors
+
+
+@pytest.mark.with_levanter_12
+def test_a_file_that_is_not_read_on_one_host(checkpoint, tmp_path):
+    """As on a file system that hangs: the others wait for values of this process, and it is named."""
+    argv = [*arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r"), "--deadline.loading", 5]
+    address = f"127.0.0.1:{free_port()}"
+    codes, errors = finish([
+        start([each, *argv], 2, [i], address, "faulty_eval", PYTHONPATH=HERE)[0]
+        for i, each in enumerate(("none", "tokenizer"))
+    ])  # fmt: skip
+    assert codes == [5, 5], errors
+    message = r"process 1 is stuck while preparing, without progress for \d s, at faulty_eval\.py:\d+ in read_pipe; "
+    assert all(re.search(f"{message}process 0 only waits for it", line_of(error)) for error in errors), errors
+
+
 @pytest.mark.with_levanter_12
 @pytest.mark.parametrize(
     ("count", "stuck", "place", "line"),

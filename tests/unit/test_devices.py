@@ -1,5 +1,6 @@
 """Arrangement of devices as a mesh: TPUs by their torus coordinates, other devices by id."""
 
+import contextlib
 import random
 from dataclasses import dataclass
 from itertools import product
@@ -11,6 +12,7 @@ import pytest
 from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, parse_slice, place_mesh
 from shardplan.runtime.devices import arrange, slice_from
+from shardplan.runtime.generation import check_generation
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,15 @@ def test_virtual_devices_are_ordered_by_id(name):
     devices = [Cpu(i) for i in (3, 1, 2, 0, 7, 5, 6, 4)]
     mesh = arrange(devices, parse_slice(name), sizes(1, 4, 2))
     assert [device.id for device in mesh.devices.flat] == list(range(8))
+
+
+def test_devices_of_another_generation_are_refused(monkeypatch):
+    """As many of them have other memory and speed than the plan counts with; a kind without data passes."""
+    message = r"hardware\.slice v4-8 is of v4, JAX sees 4 devices of v5p \(TPU v5\); run on that slice, plan with"
+    for kind in ("TPU v4", "TPU v9", "TPU v5"):
+        monkeypatch.setattr(jax, "devices", lambda kind=kind: [SimpleNamespace(device_kind=kind)] * 4)
+        with pytest.raises(ConfigError, match=message) if kind == "TPU v5" else contextlib.nullcontext():
+            check_generation(parse_slice("v4-8"))
 
 
 def test_slice_of_devices():

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 
+import jax
 import pytest
 from bench_fleet import BEAT_S, HubOfFleet
 
@@ -16,12 +17,13 @@ from shardplan.runtime.processes.hub import Hub, Member
 from shardplan.runtime.processes.hub_process import HubServer
 from shardplan.runtime.processes.link import open_link
 from shardplan.runtime.processes.messages import Kind, Lines, encode, listen
+from shardplan.runtime.processes.stacks import Stacks
 
 SECONDS = 10.0
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def quick(monkeypatch, tmp_path):
     """Lines, attempts and signs of life follow each other faster, and this process has no peers after the test."""
     monkeypatch.setattr(link, "_current", None)
     monkeypatch.setattr(hub, "LINES_AT_S", (0.2, 0.4))
@@ -33,6 +35,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(watch, "BEAT_S", 0.1)
     monkeypatch.setattr(hub, "LOCATE_S", 1.0)
     monkeypatch.setattr("shardplan.runtime.processes.hub_process.TICK_S", 0.05)
+    monkeypatch.setattr(watch, "process_stacks", lambda: Stacks(tmp_path / "stacks.txt"))
 
 
 def serve(count, limit_s=SECONDS):
@@ -109,6 +112,47 @@ def test_without_a_hub():
     with pytest.raises(PeerError, match=r"process 0 did not answer at 127\.0\.0\.1:\d+ within 0 s; start it"):
         open_link(f"127.0.0.1:{port}", member(1, 2), lines.append, limit_s=0.4)
     assert lines[0].startswith(f"waiting for process 0 at 127.0.0.1:{port}")
+
+
+class Store:
+    """JAX's key-value store, in which process 0 has said nothing yet."""
+
+    def __init__(self, error="DEADLINE_EXCEEDED: GetKeyValue() timed out"):
+        self.values, self.error = {}, error
+
+    def key_value_set(self, key, value, allow_overwrite):
+        self.values[key] = value
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        if key not in self.values:
+            time.sleep(timeout_ms / 1000)
+            raise jax.errors.JaxRuntimeError(self.error)
+        return self.values[key]
+
+
+def test_processes_that_jax_has_connected(monkeypatch, capsys):
+    """They wait for process 0, which says where the hub is, or why there is none; not for ever."""
+    monkeypatch.setattr(start, "LINE_S", 0.1)
+    monkeypatch.setattr(start, "START_LIMIT_S", 0.5)
+    store = Store()
+    with pytest.raises(PeerError, match=r"process 0 has begun no work that needs all processes within \d s; call the"):
+        start._hub_address(store)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 2
+    assert lines[0] == "waiting for process 0, which has begun no work that needs all processes yet, 0 s"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNAVAILABLE"):
+        start._hub_address(Store("UNAVAILABLE: connection is closed"))
+    monkeypatch.setattr(start, "key_value_store", lambda: store)
+    monkeypatch.setattr(jax, "process_count", lambda: 8192)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    with pytest.raises(ConfigError, match=r"^the host of process 0 allows a process to open 4096 files"):
+        start._open_through_store()
+    with pytest.raises(ConfigError, match=r"^process 0: the host of process 0 allows a process to open 4096 files"):
+        start._hub_address(store)
+    monkeypatch.setattr(start, "start_hub", lambda *_, has_service: "host:1")
+    monkeypatch.setattr(start, "open_link", lambda address, *_: address)
+    monkeypatch.setattr(start.atexit, "register", lambda _: None)
+    assert start._open_through_store() == start._hub_address(store) == "host:1"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +256,7 @@ def work(each, act):
         with each.work():
             return act(each)
     except PeerError as error:
-        return str(error)
+        return str(error).partition("; what this process was doing is in ")[0]
 
 
 def wait(each):
@@ -262,7 +306,7 @@ def test_a_process_that_is_silent(monkeypatch):
     opened = links(3)
     monkeypatch.setattr(opened[2], "send", lambda *args, **values: None)
     opened[2]._depth = 1
-    opened[2]._connection.sendall(encode(Kind.ENTER))
+    opened[2]._connection.sendall(encode(Kind.ENTER, is_end=False))
     results = together(*(lambda i=i: work(opened[i], wait) for i in range(2)))
     assert set(results) == {
         "process 2 on a (pid 102) of 3 was lost while starting: no sign of life for 1 s; start the run again"
@@ -280,6 +324,97 @@ def test_a_process_that_is_stuck():
         r"processes 0, 2 only wait for it; start the run again"
     )
     assert all(re.fullmatch(message, result) for result in results)
+
+
+def ask(each, name="value"):
+    each.send(Kind.GATHER, name=name, value=None)
+    return each.wait_for(Kind.GATHER, name)["values"]
+
+
+def test_waiting_for_a_process_that_goes_on():
+    """The one that waits may have a deadline that has long passed: the other one makes progress."""
+    opened = links(2)
+
+    def go_on(each):
+        for done in range(12):
+            each.set_activity(Activity("counting", 2, done, deadline_s=0.5))
+            time.sleep(0.1)
+        return ask(each)
+
+    opened[0].set_activity(Activity("counting", 2, 0, deadline_s=0.5))
+    assert together(lambda: work(opened[0], ask), lambda: work(opened[1], go_on)) == [[None, None]] * 2
+
+
+def test_work_of_its_own_before_the_next_work():
+    """Hours between two blocks of work, as of a program that trains in its own way, are no stall."""
+    opened = links(2)
+    for each in opened:
+        each.set_activity(Activity("training", 2, 0, deadline_s=0.5))
+    time.sleep(1.0)
+    assert together(*(lambda each=each: work(each, ask) for each in opened)) == [[None, None]] * 2
+
+
+def test_a_process_that_others_wait_for_in_vain():
+    """It has not begun the work, and is named, not those that wait."""
+    opened = links(3)
+    for each in opened:
+        each.set_activity(Activity("training", 2, 0, deadline_s=0.5))
+    time.sleep(1.0)
+    results = together(*(lambda i=i: work(opened[i], ask) for i in (0, 2)))
+    message = (
+        r"process 1 is stuck while working on its own, without progress for \d s, at .*; processes 0, 2 only wait for "
+        "it; start the run again"
+    )
+    assert all(re.fullmatch(message, result) for result in results), results
+
+
+def test_a_process_at_its_end(monkeypatch):
+    """As after `if jax.process_index() == 0: save_pretrained(...)`: the others would wait for ever."""
+    opened = links(3)
+
+    def end(each):
+        with each.work(is_end=True):
+            return ask(each, link.END)
+
+    def come_to_the_end(each):
+        with pytest.raises(PeerError) as raised:
+            end(each)
+        return str(raised.value).partition("; what this process was doing is in ")[0]
+
+    results = together(
+        lambda: work(opened[0], ask), lambda: come_to_the_end(opened[1]), lambda: come_to_the_end(opened[2])
+    )
+    assert len({*results}) == 1
+    assert re.fullmatch(
+        r"process [12] of 3 has come to its end, and process 0 begins work that needs all of them; call the same "
+        "functions of shardplan in every process, and start the run again", results[0]
+    )  # fmt: skip
+
+
+def test_work_after_a_failure():
+    """Others have been told: neither they nor the process itself begin anything that would wait for ever."""
+    opened = links(2)
+
+    def fail(each):
+        raise ValueError("no memory")
+
+    assert isinstance(together(lambda: work(opened[1], fail))[0], ValueError)
+    time.sleep(0.5)
+    expected = [
+        "process 1 of 2 failed: no memory; start the run again",
+        "this process failed before (no memory), and the others know; start the run again",
+    ]
+    assert [work(each, ask) for each in opened] == expected
+
+
+def test_a_hub_that_takes_nothing(monkeypatch):
+    """As one that is stopped: what sends to it, such as the thread that watches this process, goes on."""
+    monkeypatch.setattr(link, "SILENCE_S", 1.0)
+    opened = links(2)
+    monkeypatch.setattr(HubServer, "_read", lambda *_: time.sleep(0.1))
+    started = time.monotonic()
+    opened[1].send(Kind.GATHER, name="much", value="x" * 2**26)
+    assert time.monotonic() - started < 5.0
 
 
 def test_a_hub_that_is_silent(monkeypatch):
@@ -321,21 +456,29 @@ OWN, DEVICES = Place("data.py:31 in read", False), Place("train.py:9 in step", T
          "progress for 40 s, at train.py:9 in step, which waits for the devices; process 1 only waits for it"),
         ([(1, 3, 40, False), (1, 3, 41, False)], {0: OWN, 1: OWN}, "processes 0-1 are stuck while x (step 4), without "
          "progress for 41 s, process 0 at data.py:31 in read"),
+        # two that read unequal parts of a checkpoint: the one that has read less has no more to read
+        ([(1, 9, 40, False), (1, 3, 41, False)], {0: OWN, 1: DEVICES}, "process 0 is stuck while x (step 4), without "
+         "progress for 40 s, at data.py:31 in read; process 1 only waits for it"),
         ([(1, 3, 40, True), (1, 3, 41, True)], {0: OWN, 1: OWN}, "processes 0-1 are stuck while x (step 4), without "
          "progress for 41 s, process 0 at data.py:31 in read"),
     ],
 )  # fmt: skip
 def test_who_is_stuck(states, places, stuck):
     activities = {
-        i: Activity("x", number, done, 30.0, "step 4", is_waiting, 100.0 - seconds)
-        for i, (number, done, seconds, is_waiting) in enumerate(states)
+        i: Activity("x", number, done, 30.0, "step 4", 100.0 - seconds)
+        for i, (number, done, seconds, _) in enumerate(states)
     }
-    assert is_stalled(activities, 100.0) and describe_stall(activities, places, 100.0) == stuck
+    waiting = {i for i, (*_, is_waiting) in enumerate(states) if is_waiting}
+    assert is_stalled(activities, waiting, 100.0)
+    assert describe_stall(activities, waiting, places, 100.0) == stuck
 
 
 def test_a_stall_is_a_deadline_that_has_passed():
-    assert not is_stalled({0: Activity(deadline_s=30.0, since=70.0)}, 100.0)
-    assert is_stalled({0: Activity(deadline_s=30.0, since=99.0), 1: Activity(deadline_s=30.0, since=69.0)}, 100.0)
+    """Of a process that does not wait for others, unless all do."""
+    assert not is_stalled({0: Activity(deadline_s=30.0, since=70.0)}, set(), 100.0)
+    activities = {0: Activity(deadline_s=30.0, since=99.0), 1: Activity(deadline_s=30.0, since=69.0)}
+    stalled = [is_stalled(activities, waiting, 100.0) for waiting in (set(), {0}, {1}, {0, 1})]
+    assert stalled == [True, True, False, True]
 
 
 def test_names_of_many_processes():
@@ -392,7 +535,7 @@ def test_the_end_of_a_fleet_that_failed():
     assert [reply.kind for reply in fleet.hub.tick(99.0)] == [Kind.ALIVE]
     assert time.process_time() - started < 1.0
     # one that goes on after its own failure learns that the others have ended
-    [answer] = fleet.hub.receive(5, {"kind": Kind.ENTER}, 1.0)
+    [answer] = fleet.hub.receive(5, {"kind": Kind.ENTER, "is_end": True}, 1.0)
     assert "has ended, and does not take part" in answer.values["text"]
 
 
@@ -412,9 +555,10 @@ def test_a_process_that_takes_nothing(monkeypatch):
     with socket.create_connection((host, int(port))) as deaf:
         deaf.sendall(encode(Kind.HELLO, **vars(member(2, 3))))
         opened = together(*(lambda i=i: open_link(address, member(i, 3), print) for i in range(2)))
-        deaf.sendall(encode(Kind.ENTER))
+        deaf.sendall(encode(Kind.ENTER, is_end=False))
         for each in opened:
-            each.send(Kind.ENTER)
+            each.send(Kind.ENTER, is_end=False)
+        opened[1].send(Kind.BROADCAST, name="much")
         opened[0].send(Kind.BROADCAST, name="much", value="x" * 2**25)
         assert len(opened[1].wait_for(Kind.BROADCAST, "much")["value"]) == 2**25
         with pytest.raises(PeerError, match=r"process 2 on a \(pid 102\) of 3 was lost while starting"):

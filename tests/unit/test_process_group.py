@@ -1,6 +1,5 @@
 """What the processes of a group exchange, agree on, or disagree about."""
 
-import contextlib
 import json
 
 import ml_dtypes
@@ -29,7 +28,7 @@ class Answers(Link):
         self.activity, self.answers = Activity(), {}
 
     def send(self, kind, name, **values):
-        if kind is Kind.BROADCAST:
+        if kind is Kind.BROADCAST and values:
             self.answers[kind, name] = values
 
     def wait_for(self, kind, name):
@@ -167,25 +166,25 @@ def test_errors_of_a_process_keep_their_class_in_all(group):
     assert own.value.is_shared
 
 
-def test_process_0_plans_for_hosts_with_other_memory(group, golden, monkeypatch):
+def test_process_0_plans_for_hosts_with_other_memory(group, golden):
     """On the host of process 1 nothing would fit; it takes the plan of process 0, and both compare what they have."""
     processes, answers = group
-    monkeypatch.setattr(session, "open_process_group", lambda: contextlib.nullcontext(processes))
     answers[Kind.AGREE, "test/own plan"] = {}
     plan = make_plan(parse_config([f"--model.ref={golden / 'llama'}", "--workload.position=64"]))
-    assert session._agree_on_plan(None, lambda: plan) == plan
+    assert session._agree_on_plan(processes, None, lambda: plan, lambda _: None) == plan
     answers[Kind.BROADCAST, "test/plan"] = json.loads(json.dumps(answers[Kind.BROADCAST, "test/plan"]))
     processes.process_index = 1
-    assert session._agree_on_plan(None, lambda: pytest.fail("process 1 makes no plan")) == plan
+    checked = []
+    make = lambda: pytest.fail("process 1 makes no plan")  # noqa: E731
+    assert session._agree_on_plan(processes, None, make, checked.append) == plan and checked == [plan]
 
 
-def test_another_plan_file_than_that_of_process_0(group, golden, monkeypatch):
+def test_another_plan_file_than_that_of_process_0(group, golden):
     """The values of both are shown, for what decides the programs, which attention does too."""
     plan = make_plan(parse_config([f"--model.ref={golden / 'llama'}", "--workload.position=64"]))
     processes, answers = group
     answers[Kind.BROADCAST, "test/plan"] = {"value": plan.to_json()}
     answers[Kind.AGREE, "test/own plan"] = {"process": 1, "part": "attention", "values": ["b", "a"]}
     processes.process_index = 1
-    monkeypatch.setattr(session, "open_process_group", lambda: contextlib.nullcontext(processes))
     with pytest.raises(ConfigError, match=r"^attention of the plan is b in process 1 and a in process 0; give all"):
-        session._agree_on_plan(plan, lambda: pytest.fail("a plan is given"))
+        session._agree_on_plan(processes, plan, lambda: pytest.fail("a plan is given"), lambda _: None)

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -25,14 +26,13 @@ def quick(monkeypatch):
 def get_stuck(monkeypatch, path, device_lines=list):
     """The line of a process that is stuck, whose stacks are written to `path`."""
     written, problems = Stacks(path), queue.Queue()
-    monkeypatch.setattr(stacks, "_stacks", written)
+    written.device_lines = device_lines
+    monkeypatch.setattr(watch, "process_stacks", lambda: written)
     with handle_problem(problems.put):
         process = Watch()
-        process.device_lines = device_lines
         with process.work():
             process.set_activity(Activity("loading", 1, 0.0, 0.1, "lm_head"))
             problem = problems.get(timeout=10)
-    written.close()
     assert process.problem is problem
     match = re.fullmatch(r"process 0 is stuck while loading \(lm_head\), .*; start it again; (.*)", str(problem))
     return match[1]
@@ -79,14 +79,26 @@ def test_devices_that_say_nothing(tmp_path, monkeypatch):
     assert "MainThread" in path.read_text()
 
 
-def test_stacks_move_to_the_folder_of_the_run(tmp_path):
-    written, first, second = Stacks(tmp_path / "first"), tmp_path / "first", tmp_path / "second"
-    written.write("earlier", Activity(), list)
-    written.move(second)
-    assert written.write("later", Activity(), list) == f"what this process was doing is in {second}"
-    assert not first.exists()
-    assert re.search(r"earlier\n.* later\n", second.read_text(), re.DOTALL)
-    written.close()
+def test_work_after_a_stall_that_has_passed(tmp_path, monkeypatch):
+    """A program or a notebook goes on, and is watched as before."""
+    monkeypatch.setattr(watch, "process_stacks", lambda: Stacks(tmp_path / "stacks.txt"))
+    process, problems = Watch(), queue.Queue()
+    with handle_problem(problems.put):
+        for done in range(2):
+            with process.work():
+                process.set_activity(Activity("evaluating", 1 + done, 0.0, 0.1))
+                assert problems.get(timeout=10) is process.problem
+
+
+def test_stacks_in_the_folder_of_a_run(tmp_path):
+    """And before and after the run in the file of this process; a file in which nothing is, is not there."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    written = Stacks(first)
+    with written.in_file(second):
+        assert not second.exists()
+        assert written.write("later") == f"what this process was doing is in {second}"
+    assert not first.exists() and written.write("at last") == f"what this process was doing is in {first}"
+    assert "later" in second.read_text() and "at last" in first.read_text()
 
 
 @pytest.mark.parametrize("target", ["/dev/full", "/dev/null/folder"])
@@ -95,31 +107,66 @@ def test_a_folder_of_the_run_that_takes_nothing(tmp_path, caplog, target):
     first, second = tmp_path / "first", tmp_path / "second"
     second.symlink_to(target)
     written = Stacks(first)
-    written.write("earlier", Activity(), list)
-    written.move(second)
-    [warning] = caplog.messages
-    assert warning.startswith(f"stacks of a process that is stuck are written to {first}: ")
-    written.write("later", Activity(), list)
-    assert re.search(r"earlier\n.* later\n", first.read_text(), re.DOTALL)
-    written.close()
+    with written.in_file(second):
+        line = written.write("stuck")
+    if target == "/dev/full":
+        assert line.endswith(f"could not all be written to {second} ([Errno 28] No space left on device)")
+    else:
+        [warning] = caplog.messages
+        assert warning.startswith(f"stacks of a process that is stuck are written to {first}: ")
+        assert line == f"what this process was doing is in {first}"
 
 
 def test_stacks_on_a_signal(tmp_path):
-    """The handler of before is called, too, and alone when the block has ended."""
-    written, handled = Stacks(tmp_path / "stacks.txt"), []
-    before = signal.signal(
-        signal.SIGUSR1, lambda *_: handled.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+    """With what the process is doing, and its devices; the handler of before is called, too, and alone in the end."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    written, handled = Stacks(first), []
+    written.activity_lines, written.device_lines = lambda: ["this process was loading"], lambda: ["TPU_0: 1.00 GiB"]
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.append(first.exists() + second.exists()))
+    complete = re.compile(
+        r"^Stack \(most.*\n\S+ \S+ SIGUSR1\nthis .* loading\n\nThread .*\n\nTPU_0: 1.00 GiB\n", re.DOTALL
     )
+
+    def wait_for(path):
+        deadline = time.monotonic() + 10
+        while not complete.search(path.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert complete.search(path.read_text())
+
     try:
         with written.on_signal():
+            with written.in_file(second):
+                signal.raise_signal(signal.SIGUSR1)
+                wait_for(second)
             signal.raise_signal(signal.SIGUSR1)
-            written.move(tmp_path / "moved.txt")
-            signal.raise_signal(signal.SIGUSR1)
+            wait_for(first)
+        assert signal.set_wakeup_fd(-1) == -1
         signal.raise_signal(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)
-        written.close()
-    assert len(handled) == 3 and handled[0] > 0 and handled[1] == handled[2] > handled[0]
+    assert handled == [1, 2, 2]
+
+
+STUCK = """
+import ctypes, signal, sys, threading, time
+from pathlib import Path
+from shardplan.runtime.processes.stacks import Stacks
+
+written = Stacks(Path(sys.argv[1]))
+written.activity_lines = lambda: ["this process was loading"]
+with written.on_signal():
+    threading.Timer(0.5, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)).start()
+    ctypes.CDLL(None).usleep(700_000)  # ends with the signal
+    ctypes.CDLL(None).usleep(700_000)
+    text = Path(sys.argv[1]).read_text()
+print(text)
+"""
+
+
+def test_a_signal_while_the_main_thread_is_in_c(tmp_path):
+    """As in a collective, where no handler in Python could run; here a thread ends at the same time."""
+    done = subprocess.run([sys.executable, "-c", STUCK, tmp_path / "stacks.txt"], capture_output=True, text=True)
+    assert re.search(r"^Stack \(most.*SIGUSR1\nthis process was loading\n.*MainThread", done.stdout, re.DOTALL), done
 
 
 ON_SIGNAL = """

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from shardplan.checkpoint.session import Session
 from shardplan.errors import ConfigError
 from shardplan.eval.harness.requests import PackedRequests
-from shardplan.eval.loop import Loop, LoopStatistics, Scored, find_lanes
+from shardplan.eval.loop import Loop, LoopStatistics, Scored, find_lanes, step_deadline
 from shardplan.eval.shards import Shards
 from shardplan.eval.texts.tokenizer import check_tokens
 from shardplan.eval.windows import Count, Rows
@@ -44,7 +44,8 @@ class RequestScorer:
         module, _ = session.load(model.template)
         program = score_program(model, plan, session.mesh, is_packed=True)
         self._lanes = find_lanes(program)
-        self._loop = Loop(module, program, plan.compiler_options, TokenScores._fields, self._lanes)
+        with open_process_group() as processes, processes.phase("compiling"):
+            self._loop = Loop(module, program, plan.compiler_options, TokenScores._fields, self._lanes)
 
     @property
     def statistics(self) -> LoopStatistics:
@@ -85,10 +86,15 @@ class RequestScorer:
                     on_scored(requests, log_probs[requests], is_greedy[requests])
 
         with (
-            open_process_group(),
+            open_process_group() as processes,
             shared_progress(len(packed.start), "scoring", "requests") as progress,
+            processes.phase("scoring", step_deadline(self._session.plan.cost.step_seconds)) as advance,
             ThreadPoolExecutor(1) as threads,
         ):
+
+            def on_step(scored: Count) -> None:
+                progress.update(scored.windows)
+                advance(progress.done, f"step {self.statistics.steps}")
 
             def make(first: int, last: int) -> Future[Rows]:
                 return threads.submit(lambda: Rows(packed.fill(first, last - first), {}))
@@ -100,7 +106,7 @@ class RequestScorer:
                 count,
                 on_shard,
                 goes_on=lambda _: True,
-                on_step=lambda scored: progress.update(scored.windows),
+                on_step=on_step,
                 check_token=lambda _: None,  # checked before, so that all processes end alike
             )
             if jax.process_count() > 1:  # each has the requests of its lanes, and zeros

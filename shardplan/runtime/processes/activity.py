@@ -1,6 +1,6 @@
 """What a process of a run is doing, and which process is stuck when nothing goes on. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,10 +22,8 @@ class Activity:
     """Most seconds without progress."""
     doing: str = ""
     """What it has begun last in this phase, such as `step 12`."""
-    is_waiting: bool = False
-    """Whether it has given a value, and waits for those of others."""
     since: float = 0.0
-    """When it last made progress, by the clock of the hub."""
+    """When it last made progress, began or ended work with the others, or an exchange; by the clock of the hub."""
 
     def updated(self, values: Mapping[str, Any], now: float) -> "Activity":
         """Return the activity that a process reports, with the time of its last progress."""
@@ -50,37 +48,53 @@ class Place:
     """Whether no thread runs its own code: the main thread waits in JAX, most likely in a collective."""
 
 
-def is_stalled(activities: Mapping[int, Activity], now: float) -> bool:
-    """Return whether a process has made no progress within the deadline of its phase."""
-    return any(now - each.since > each.deadline_s for each in activities.values())
-
-
-def describe_stall(activities: Mapping[int, Activity], places: Mapping[int, Place], now: float) -> str:
-    """Return who is stuck, in which phase, where and since when, and who only waits for it.
-
-    Of all processes those are stuck that are furthest behind: the others wait in a collective that these have not
-    entered, or for their values. Of those that are equally far, the ones that are not in JAX are stuck.
+def is_stalled(activities: Mapping[int, Activity], waiting: Set[int], now: float) -> bool:
+    """Return whether a process has made no progress within the deadline of its phase.
 
     Args:
         activities: process -> what it does.
+        waiting: processes that have given a value, and wait for those of others: these may take as long as they make
+            progress. If all of them wait, they do so for different values, and the deadlines count.
+    """
+    return any(now - each.since > each.deadline_s for each in _busy(activities, waiting).values())
+
+
+def describe_stall(
+    activities: Mapping[int, Activity], waiting: Set[int], places: Mapping[int, Place], now: float
+) -> str:
+    """Return who is stuck, in which phase, where and since when, and who only waits for it.
+
+    Of the processes that wait for no value, those are stuck that are in the earliest phase: the others wait in a
+    collective that these have not entered. Of several, it is those that are not in JAX, and of these the ones that have
+    done least.
+
+    Args:
+        activities, waiting: as for `is_stalled`.
         places: process -> where it is; without those that do not say so, because their Python code does not run.
     """
-    busy = {index: each for index, each in activities.items() if not each.is_waiting} or activities
-    behind = min((each.number, each.done) for each in busy.values())
-    stuck = sorted(index for index, each in busy.items() if (each.number, each.done) == behind)
-    stuck = [index for index in stuck if index not in places or not places[index].is_in_jax] or stuck
+    busy = _busy(activities, waiting)
+    first = min(each.number for each in busy.values())
+    behind = sorted(index for index, each in busy.items() if each.number == first)
+    behind = [index for index in behind if index not in places or not places[index].is_in_jax] or behind
+    least = min(busy[index].done for index in behind)
+    stuck = [index for index in behind if busy[index].done == least]
     others = sorted({*activities} - {*stuck})
-    first = activities[stuck[0]]
+    shown = activities[stuck[0]]
     seconds = now - min(activities[index].since for index in stuck)
-    doing = f" ({first.doing})" if first.doing else ""
+    doing = f" ({shown.doing})" if shown.doing else ""
     text = (
-        f"{names_of(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck while {first.phase}{doing}, without progress "
+        f"{names_of(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck while {shown.phase}{doing}, without progress "
         f"for {seconds:.0f} s, {_place_text(stuck, places)}"
     )
     if not others:
         return text
     them = "it" if len(stuck) == 1 else "them"
     return f"{text}; {names_of(others)} only wait{'s' if len(others) == 1 else ''} for {them}"
+
+
+def _busy(activities: Mapping[int, Activity], waiting: Set[int]) -> Mapping[int, Activity]:
+    """Return the activities of those that do not wait for others; all of them if every process waits."""
+    return {index: each for index, each in activities.items() if index not in waiting} or activities
 
 
 def _place_text(stuck: Sequence[int], places: Mapping[int, Place]) -> str:

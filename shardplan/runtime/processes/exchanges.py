@@ -1,6 +1,6 @@
 """Values that processes give the hub, until all have given theirs. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from shardplan.runtime.processes.messages import Kind, Message
@@ -12,32 +12,51 @@ class Exchanges:
     """The exchanges of a run that are under way."""
 
     def __init__(self, count: int):
-        """Expect the values of `count` processes in each exchange."""
+        """Expect a message of each of `count` processes in each exchange."""
         self._count = count
         self._messages: dict[str, dict[int, Message]] = {}
+        self._waiting = set[int]()
+
+    @property
+    def waiting(self) -> Set[int]:
+        """The processes that wait for those that have not sent their message yet."""
+        return self._waiting
 
     def add(self, process: int, message: Message) -> Mapping[int, Answer]:
-        """Keep the value of a process; once all have given theirs, return process -> what it gets."""
-        name = message["name"]
+        """Keep the message of a process; return process -> its answer, of those that can be answered now."""
+        name, kind = message["name"], message["kind"]
         given = self._messages.setdefault(name, {})
-        first = next(iter(given.values()), message)
-        given[process] = first if first == message else message  # nearly always equal, and kept once
-        if len(given) < self._count:
-            return {}
-        del self._messages[name]
-        messages = dict(sorted(given.items()))
-        if message["kind"] is Kind.EXCHANGE:
-            return dict(_sort_by_receiver(name, messages))
-        answer = message["kind"], {"name": name, **_answer_all(message["kind"], messages)}
-        return dict.fromkeys(messages, answer)
+        answers: Mapping[int, Answer] = {}
+        if kind is Kind.BROADCAST:
+            is_waiting = process != 0 and 0 not in given
+            given[process] = {}
+            if process == 0:
+                values = {key: value for key, value in message.items() if key != "kind"}
+                answers = dict.fromkeys(range(1, self._count), (kind, values))
+        else:
+            first = next(iter(given.values()), message)
+            given[process] = first if first == message else message  # nearly always equal, and kept once
+            is_waiting = len(given) < self._count
+            if not is_waiting:
+                answers = _answer_all(name, kind, dict(sorted(given.items())))
+        if len(given) == self._count:
+            del self._messages[name]
+        if is_waiting:
+            self._waiting.add(process)
+        self._waiting -= answers.keys()
+        return answers
 
 
-def _answer_all(kind: Kind, messages: Mapping[int, Message]) -> Mapping[str, Any]:
-    """Return the elements of the answer that all processes get."""
+def _answer_all(name: str, kind: Kind, messages: Mapping[int, Message]) -> Mapping[int, Answer]:
+    """Return what each process gets once all have given their values."""
+    if kind is Kind.EXCHANGE:
+        return dict(_sort_by_receiver(name, messages))
     if kind is Kind.AGREE:
-        return _disagreement(messages)
-    values = [each["value"] for each in messages.values()]
-    return {"value": max(values)} if kind is Kind.MAXIMUM else {"values": values}
+        values: Mapping[str, Any] = _disagreement(messages)
+    else:
+        given = [each["value"] for each in messages.values()]
+        values = {"value": max(given)} if kind is Kind.MAXIMUM else {"values": given}
+    return dict.fromkeys(messages, (kind, {"name": name, **values}))
 
 
 def _sort_by_receiver(name: str, messages: Mapping[int, Message]) -> Iterator[tuple[int, Answer]]:

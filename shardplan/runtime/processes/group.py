@@ -171,7 +171,7 @@ class ProcessGroup:
                 raise _shared(error) from None
             self._link.send(Kind.BROADCAST, name=key, value=value)
             return value
-        answer = self._link.wait_for(Kind.BROADCAST, key)
+        answer = self._ask(Kind.BROADCAST, name)
         if "problem" in answer:
             other = error_of(answer["problem"])
             raise _shared(type(other)(f"process 0: {other}"))
@@ -191,7 +191,7 @@ class ProcessGroup:
         return {int(process): message for process, message in received.items()}
 
     def _ask(self, kind: Kind, name: str, **values: Any) -> dict[str, Any]:
-        """Send a message, and return the answer, which comes when all processes have sent theirs."""
+        """Send a message, and return the answer, which comes when the others have sent theirs."""
         assert self._link is not None
         key = f"{self._name}/{name}"
         self._link.send(kind, name=key, **values)
@@ -216,7 +216,7 @@ def open_process_group() -> Iterator[ProcessGroup]:
     Every process must enter the block, and equally often.
 
     Raises:
-        PeerError: another process was lost, failed, or is stuck.
+        PeerError: another process was lost, failed, or is stuck, now or before.
     """
     global _groups_opened
     _groups_opened += 1
@@ -241,8 +241,9 @@ def watch(
 ) -> Iterator[Advance]:
     """Watch the processes of a run while they do work that needs all of them, such as the steps of a training.
 
-    Every process must enter the block, and equally often. In another thread, because the main one may be in a
-    collective that never returns, each process learns if another one is lost, fails, or is stuck, and which it is.
+    Every process must enter the block, and equally often; they begin together. In another thread, because the main one
+    may be in a collective that never returns, each process learns if another one is lost, fails, or is stuck, and which
+    it is.
 
     Args:
         phase: what they do, such as `training`.
@@ -259,4 +260,5 @@ def watch(
         if on_problem is not None:
             stack.enter_context(handle_problem(on_problem))
         processes = stack.enter_context(open_process_group())
+        processes.wait_for_all("begin")
         yield stack.enter_context(processes.phase(phase, deadline_s))

@@ -7,7 +7,7 @@ Its work for an exchange is in proportion to the number of processes, and for a 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ ALIVE_S = 5.0
 """Seconds between two signs of life of the hub."""
 LOCATE_S = 3.0
 """Seconds in which every process whose Python code runs says where it is."""
+OWN_WORK = "working on its own"
+"""What a process does that the others wait for: words that follow `while`."""
 AGAIN = "start the run again"
 SHOWN = 3
 """Most hosts, and most differences, that a message names."""
@@ -80,6 +82,21 @@ class _Peer:
     entered: int = 0
     """How many it has entered: all processes enter the same ones."""
 
+    def progress(self, now: float) -> None:
+        """Note that it has gone on."""
+        self.activity = replace(self.activity, since=now)
+
+
+@dataclass
+class _Entry:
+    """The process that was the first to enter a block of work."""
+
+    process: int
+    is_end: bool
+    """Whether it has come to its end; all of them have, then."""
+    count: int = 0
+    """How many have entered the block."""
+
 
 class Hub:
     """The hub of one run."""
@@ -99,8 +116,10 @@ class Hub:
         """Connections of processes that are lost, though they have not ended."""
         self._ended: _Peer | None = None
         """Of the processes that have ended, the one that had entered the fewest blocks of work."""
-        self._most_entered = 0
-        """How many blocks of work the process that is furthest ahead has entered."""
+        self._most_entered, self._ahead_at = 0, now
+        """How many blocks of work the process that is furthest ahead has entered, and when it entered the last one."""
+        self._entries: dict[int, _Entry] = {}
+        """Number of a block that not all have entered -> who entered it first."""
         self._has_failed = False
         """Whether processes have been told of a problem: that they end then is none."""
         self._exchanges = Exchanges(count)
@@ -142,23 +161,21 @@ class Hub:
                 peer.activity = peer.activity.updated(message["activity"], now)
                 return [self._progress(connection, peer.activity)] if index == 0 else []
             case Kind.ENTER:
-                peer.depth, peer.entered = peer.depth + 1, peer.entered + 1
-                self._most_entered = max(self._most_entered, peer.entered)
-                gone = self._ended
-                return [self._has_ended(connection, gone)] if gone and gone.entered < peer.entered else []
+                peer.progress(now)
+                return self._enter(connection, peer, message["is_end"], now)
             case Kind.LEAVE:
+                peer.progress(now)
                 peer.depth -= 1
                 if message["problem"] is None:
                     return []
                 return self._tell_others(index, f"process {index} of {self._count} failed: {message['problem']}")
-            case Kind.BROADCAST:
-                return self._broadcast(index, message)
             case Kind.PLACE:
                 if self._places is not None:
                     self._places[index] = Place(**message["place"])
                 return []
             case _:
-                return self._exchange(index, message)
+                peer.progress(now)
+                return self._exchange(index, message, now)
 
     def close(self, connection: int, now: float) -> list[Reply]:
         """Return what the others are told when a process has closed its connection, or ended."""
@@ -168,12 +185,12 @@ class Hub:
         peer = self._peers.pop(index)
         if self._state is not _State.RUNNING:  # it is missing again
             return []
+        if self._ended is None or peer.entered < self._ended.entered:
+            self._ended = peer
         if peer.depth > 0 and not self._has_failed:
             return self._tell_others(
                 index, f"{peer.member} of {self._count} was lost while {peer.activity.phase}: its connection is closed"
             )
-        if self._ended is None or peer.entered < self._ended.entered:
-            self._ended = peer
         if self._most_entered <= peer.entered:  # nobody waits for it; a fleet that ends asks this thousands of times
             return []
         return [
@@ -278,11 +295,35 @@ class Hub:
             f"0 to {self._count - 1}, or set {PROCESS_COUNT} to the number of processes"
         )
 
-    def _exchange(self, index: int, message: Message) -> list[Reply]:
-        """Keep the value of a process; once all have given theirs, return what each of them gets."""
+    def _enter(self, connection: int, peer: _Peer, is_end: bool, now: float) -> list[Reply]:
+        """Note that a process begins work that needs all of them, or has come to its end."""
+        peer.depth, peer.entered = peer.depth + 1, peer.entered + 1
+        if peer.entered > self._most_entered:
+            self._most_entered, self._ahead_at = peer.entered, now
+        if self._ended is not None and self._ended.entered < peer.entered:
+            return [self._has_ended(connection, self._ended)]
+        index = peer.member.index
+        first = self._entries.setdefault(peer.entered, _Entry(index, is_end))
+        first.count += 1
+        if first.count == self._count:
+            del self._entries[peer.entered]
+        if first.is_end == is_end or self._has_failed:
+            return []
+        ended, other = (index, first.process) if is_end else (first.process, index)
+        self._has_failed = True
+        error = PeerError(
+            f"process {ended} of {self._count} has come to its end, and process {other} begins work that needs all of "
+            f"them; call the same functions of shardplan in every process, and {AGAIN}"
+        )
+        return self._to_all(Kind.PROBLEM, problem_values(error))
+
+    def _exchange(self, index: int, message: Message, now: float) -> list[Reply]:
+        """Keep the value of a process, and return the answers that can be given now."""
         answers = self._exchanges.add(index, message)
         if not answers:
             return []
+        for process in answers.keys() & self._peers.keys():
+            self._peers[process].progress(now)
         return [Reply(to, *answers[process]) for to, process in self._connections.items() if process in answers]
 
     def _progress(self, connection: int, own: Activity) -> Reply:
@@ -291,11 +332,6 @@ class Hub:
         return Reply(
             connection, Kind.PROGRESS, {"done": sum(done.values()), "slowest": min(done, key=lambda i: done[i])}
         )
-
-    def _broadcast(self, index: int, message: Message) -> list[Reply]:
-        """Pass on what process 0 has computed."""
-        values = {name: value for name, value in message.items() if name != "kind"}
-        return [Reply(to, Kind.BROADCAST, values) for to, process in self._connections.items() if process != index]
 
     def _watch(self, now: float) -> list[Reply]:
         """Tell all processes of one that is silent, or of a stall."""
@@ -310,18 +346,32 @@ class Hub:
                 )
                 self.silent.update(to for to, process in self._connections.items() if process == index)
                 return self._tell_others(index, text)
-        activities = {index: peer.activity for index, peer in working.items()}
-        if not is_stalled(activities, now):
+        activities = {index: peer.activity for index, peer in working.items()} | self._expected(working)
+        waiting = self._exchanges.waiting
+        if not is_stalled(activities, waiting, now):
             self._places = None  # it has gone on meanwhile
             return []
         if self._places is None:
             self._places, self._places_due = {}, now + LOCATE_S
             return self._to_all(Kind.LOCATE, {})
-        if not working.keys() <= self._places.keys() and now < self._places_due:
+        if not activities.keys() <= self._places.keys() and now < self._places_due:
             return []
-        stall = describe_stall(activities, self._places, now)
+        stall = describe_stall(activities, waiting, self._places, now)
         self._has_failed = True
         return self._to_all(Kind.PROBLEM, problem_values(PeerError(f"{stall}; {AGAIN}")))
+
+    def _expected(self, working: Mapping[int, _Peer]) -> dict[int, Activity]:
+        """Return the activities of those that have not begun the work in which others count on them.
+
+        They do something of their own, and may have done so for hours before the others began.
+        """
+        if not working:
+            return {}
+        return {
+            index: replace(peer.activity, phase=OWN_WORK, since=max(peer.activity.since, self._ahead_at))
+            for index, peer in self._peers.items()
+            if peer.depth == 0 and peer.entered < self._most_entered
+        }
 
     def _tell_others(self, index: int, text: str) -> list[Reply]:
         """Tell all but one process of a problem."""

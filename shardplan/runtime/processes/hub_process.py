@@ -18,7 +18,7 @@ from collections import deque
 
 from shardplan.errors import PeerError, one_line
 from shardplan.runtime.processes.hub import SILENCE_S, Hub, Reply
-from shardplan.runtime.processes.messages import Kind, Lines, decode, encode, listen, problem_values
+from shardplan.runtime.processes.messages import Kind, Lines, decode, encode, listen, problem_values, set_options
 
 TICK_S = 0.5
 """Seconds between two looks at the time."""
@@ -33,9 +33,7 @@ class _Connection:
     def __init__(self, connection: socket.socket):
         """Take over a connection that was accepted."""
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; without it nothing closes a connection whose network is broken
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * SILENCE_S))
+        set_options(connection, SILENCE_S)
         self.socket, self.lines = connection, Lines()
         self.unsent: deque[memoryview] = deque()
         self.sent_at = 0.0

@@ -16,7 +16,16 @@ from shardplan import errors
 from shardplan.errors import ConfigError, PeerError, ShardplanError, one_line
 from shardplan.runtime.environment import ADDRESS, PROCESS_ID
 from shardplan.runtime.processes.hub import AGAIN, LINE_INTERVAL_S, SILENCE_S, Member
-from shardplan.runtime.processes.messages import Kind, Lines, Message, decode, encode, host_and_port, listen
+from shardplan.runtime.processes.messages import (
+    Kind,
+    Lines,
+    Message,
+    decode,
+    encode,
+    host_and_port,
+    listen,
+    set_options,
+)
 from shardplan.runtime.processes.places import THREAD_PREFIX, find_place
 from shardplan.runtime.processes.watch import BEAT_S, Watch
 
@@ -62,7 +71,6 @@ class Link(Watch):
         self._answers: dict[tuple[Kind, str], Message] = {}
         self.progress: Progress | None = None
         """How much all processes have done in the phase of this one; known in process 0 only."""
-        self._is_waiting = False
         self._heard, self._was_silent = time.monotonic(), False
         connection.settimeout(None)
         super().__init__()
@@ -80,9 +88,7 @@ class Link(Watch):
             PeerError: another process was lost, failed, or is stuck.
         """
         with self._changed:
-            self._is_waiting = True
             self._changed.wait_for(lambda: (kind, name) in self._answers or self._problem is not None)
-            self._is_waiting = False
             answer = self._answers.pop((kind, name), None)
             if answer is None:
                 assert self._problem is not None
@@ -95,16 +101,19 @@ class Link(Watch):
             self._changed.wait_for(lambda: self._problem is not None, PROBLEM_KNOWN_S)
             return self._problem
 
-    def _enter(self) -> None:
-        self.send(Kind.ENTER)
+    def _enter(self, is_end: bool) -> None:
+        if self._problem is not None:
+            raise self._problem
+        self.send(Kind.ENTER, is_end=is_end)
 
     def _leave(self, problem: str | None) -> None:
         self.send(Kind.LEAVE, problem=problem)
+        if problem is not None and self._problem is None:
+            self._problem = PeerError(f"this process failed before ({problem}), and the others know; {AGAIN}")
 
     def _report(self) -> None:
         """Send a sign of life, by which the hub sees whether this process is stuck."""
-        activity = dataclasses.replace(self.activity, is_waiting=self._is_waiting)
-        self.send(Kind.BEAT, activity=activity.report())
+        self.send(Kind.BEAT, activity=self.activity.report())
         is_silent = time.monotonic() - self._heard > SILENCE_S
         if is_silent and self._was_silent:  # at the first time this process may not have run for a while
             self._fail(PeerError(LOST_HUB))
@@ -161,7 +170,7 @@ def open_link(address: str, own: Member, report: Report, limit_s: float = START_
     while True:
         with contextlib.suppress(OSError):
             connection = socket.create_connection((host, port), timeout=CONNECT_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_options(connection, SILENCE_S)
             connection.sendall(encode(Kind.HELLO, **dataclasses.asdict(own)))
             link = _meet(connection, report)
             if link is not None:
@@ -275,6 +284,6 @@ def end_together() -> None:
     if _current is None or _has_ended:
         return
     _has_ended = True
-    with _current.work():
+    with _current.work(is_end=True):
         _current.send(Kind.AGREE, name=END, parts={}, problem=None)
         _current.wait_for(Kind.AGREE, END)

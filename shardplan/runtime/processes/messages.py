@@ -35,7 +35,7 @@ class Kind(StrEnum):
     GATHER = "gather"
     """A process gives its value: `name`, `value`; the hub answers with `values` by process."""
     BROADCAST = "broadcast"
-    """Process 0 gives a value, the others ask for it: `name`, `value` or `problem`."""
+    """Process 0 gives `name` and `value`, or `problem`, which the others get; they send `name` when they wait."""
     MAXIMUM = "maximum"
     """A process gives a number: `name`, `value`; the hub answers with the greatest one, as `value`."""
     EXCHANGE = "exchange"
@@ -43,7 +43,7 @@ class Kind(StrEnum):
     AGREE = "agree"
     """A process gives digests: `name`, `parts` or `problem`; the hub answers with what differs, or nothing."""
     ENTER = "enter"
-    """A process begins work that needs all of them."""
+    """A process begins work that needs all of them; `is_end`: it has come to its end, and waits for the others."""
     LEAVE = "leave"
     """A process has ended that work: `problem` if it failed."""
 
@@ -103,6 +103,13 @@ def listen(port: int) -> socket.socket:
     has_both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if has_both else socket.AF_INET
     return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=has_both)
+
+
+def set_options(connection: socket.socket, silence_s: float) -> None:
+    """Have messages sent at once, and the connection closed if the network carries nothing for `silence_s`."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; without it nothing closes a connection whose network is broken
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))
 
 
 def problem_values(error: Exception) -> Mapping[str, str]:

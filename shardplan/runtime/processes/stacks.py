@@ -2,6 +2,8 @@
 
 import contextlib
 import faulthandler
+import functools
+import io
 import logging
 import os
 import signal
@@ -10,11 +12,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from shardplan.errors import one_line
-from shardplan.runtime.processes.activity import Activity
 from shardplan.runtime.processes.places import THREAD_PREFIX
 
 WRITE_S = 3.0
@@ -23,16 +25,20 @@ logger = logging.getLogger(__name__)
 
 
 class Stacks:
-    """The file to which the stacks of this process are written."""
+    """Where the stacks of this process are written: a file that is made once there is something to write."""
 
     def __init__(self, path: Path):
-        """Open the file at `path`, which is created if it is not there."""
+        """Write to the file at `path`."""
         self._path = path
-        # without a buffer, which would be written again when the file is closed
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._signal_file: io.FileIO | None = None
+        """The file for the handler of a signal, which cannot open one."""
+        self.activity_lines: Callable[[], list[str]] = list
+        """Returns what this process is doing."""
+        self.device_lines: Callable[[], list[str]] = list
+        """Returns what is known of its devices."""
 
-    def write(self, reason: str, activity: Activity, device_lines: Callable[[], list[str]]) -> str:
-        """Write the stacks of all threads, what the process was doing, and then what is known of its devices.
+    def write(self, reason: str) -> str:
+        """Write what the process is doing, the stacks of all threads, and then what is known of its devices.
 
         Returns:
             A clause that says where they are, or why they are not: the disk may be full, or not answer.
@@ -42,8 +48,7 @@ class Stacks:
         def write() -> None:
             nonlocal failure
             try:
-                self._write(_describe(reason, activity))
-                self._write("".join(f"{line}\n" for line in device_lines()))
+                self._describe(reason)
             except Exception as error:  # whatever it is, the reason is to be printed
                 failure = one_line(error)
             else:
@@ -58,81 +63,114 @@ class Stacks:
 
     @contextlib.contextmanager
     def on_signal(self) -> Iterator[None]:
-        """Have the stacks written on SIGUSR1 as well, until the block ends; for commands.
+        """Have the same written on SIGUSR1, until the block ends; for commands.
 
-        That needs no GIL. Then the handler of before is called, but for the default one, which would end the process.
+        The handler writes the stack of the main thread, for which it needs no GIL, and a thread everything. The handler
+        of before is called as well, but for the default one, which would end the process. Without effect outside the
+        main thread.
         """
-        has_handler = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
-        faulthandler.register(signal.SIGUSR1, self._file, chain=has_handler)
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        try:
+            file = self._signal_file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            logger.warning("stacks are not written on SIGUSR1: %s", one_line(error))
+            yield
+            return
+        before = signal.getsignal(signal.SIGUSR1)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if callable(before):
+                before(number, frame)
+
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.signal(signal.SIGUSR1, handle)
+        # Python's handler in C writes to it at once, also while the main thread is in a collective
+        other_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        # of all threads it would end the process if one of them ends meanwhile
+        faulthandler.register(signal.SIGUSR1, file, all_threads=False, chain=True)
+        name = f"{THREAD_PREFIX}signals"
+        thread = threading.Thread(target=self._read_signals, args=(reader,), name=name, daemon=True)
+        thread.start()
         try:
             yield
         finally:
             faulthandler.unregister(signal.SIGUSR1)
+            signal.set_wakeup_fd(other_writer)
+            signal.signal(signal.SIGUSR1, before)
+            os.close(writer)
+            thread.join(WRITE_S)
+            file.close()
+            self._signal_file = None
+            _remove_if_empty(self._path)
 
-    def move(self, path: Path) -> None:
-        """Go on in another file, such as one in the folder of the run; stay in this one if that cannot be written."""
+    def _read_signals(self, reader: int) -> None:
+        """Write what the process is doing after each SIGUSR1."""
+        with open(reader, "rb", buffering=0) as signals:
+            while numbers := signals.read(1):
+                if numbers[0] == signal.SIGUSR1:
+                    with contextlib.suppress(Exception):  # of a disk that is full, or of devices that do not answer
+                        self._describe("SIGUSR1")
+
+    @contextlib.contextmanager
+    def in_file(self, path: Path) -> Iterator[None]:
+        """Write to another file until the block ends, such as one in the folder of a run; not if that is impossible."""
+        before = self._path
         try:
-            with open(path, "ab") as file:
-                file.write(self._path.read_bytes())
-                file.flush()
-                os.dup2(file.fileno(), self._file.fileno(), inheritable=False)
-            before, self._path = self._path, path
-            before.unlink()
+            self._switch(path)
         except OSError as error:
-            logger.warning("stacks of a process that is stuck are written to %s: %s", self._path, one_line(error))
+            logger.warning("stacks of a process that is stuck are written to %s: %s", before, one_line(error))
+            yield
+            return
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it stays where it is
+                self._switch(before)
 
-    def close(self) -> None:
-        """Write no more; a file in which nothing is, is removed."""
-        self._file.close()
-        with contextlib.suppress(OSError):  # somebody has removed it already
-            if self._path.stat().st_size == 0:
-                self._path.unlink()
+    def _switch(self, path: Path) -> None:
+        """Write to another file from now on; that of the signal keeps its number, which faulthandler has been given."""
+        before, is_new = self._path, not path.exists()
+        with open(path, "ab", buffering=0) as new:
+            if self._signal_file is not None:
+                os.dup2(new.fileno(), self._signal_file.fileno(), inheritable=False)
+        self._path = path
+        if self._signal_file is not None:
+            _remove_if_empty(before)
+        elif is_new:
+            _remove_if_empty(path)
 
-    def _write(self, text: str) -> None:
-        data = memoryview(text.encode())
-        while data:
-            data = data[self._file.write(data) :]
+    def _describe(self, reason: str) -> None:
+        """Write everything; what may fail comes last."""
+        self._write([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}", *self.activity_lines(), *_stack_lines(), ""])
+        self._write(self.device_lines())
+
+    def _write(self, lines: Iterable[str]) -> None:
+        data = memoryview("".join(f"{line}\n" for line in lines).encode())
+        with open(self._path, "ab", buffering=0) as file:  # a buffer would be written again when the file is closed
+            while data:
+                data = data[file.write(data) :]
 
 
-def _describe(reason: str, activity: Activity) -> str:
-    """Return why this process writes, what it was doing, and the stacks of its threads.
+def _remove_if_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):  # somebody has removed it already
+        if path.stat().st_size == 0:
+            path.unlink()
 
-    Not by `faulthandler`, which keeps the GIL while it waits for a disk.
-    """
-    doing = f" ({activity.doing})" if activity.doing else ""
-    seconds = time.monotonic() - activity.since
-    lines = [
-        f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}",
-        f"this process was {activity.phase}{doing}; its last progress was {seconds:.0f} s ago",
-    ]
+
+def _stack_lines() -> Iterator[str]:
+    """Yield the stacks of the threads, not by `faulthandler`, which keeps the GIL while it waits for a disk."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
-        lines += ["", f"Thread {names.get(ident, ident)} (most recent call first):"]
-        lines += [
-            f'  File "{each.f_code.co_filename}", line {number} in {each.f_code.co_name}'
-            for each, number in traceback.walk_stack(frame)
-        ]
-    return "\n".join([*lines, "", ""])
+        yield ""
+        yield f"Thread {names.get(ident, ident)} (most recent call first):"
+        for each, number in traceback.walk_stack(frame):
+            yield f'  File "{each.f_code.co_filename}", line {number} in {each.f_code.co_name}'
 
 
-_stacks: Stacks | None = None
-
-
-@contextlib.contextmanager
-def record_stacks() -> Iterator[Stacks]:
-    """Have the stacks of this process written to a file in the folder for temporary files.
-
-    Its name is `shardplan-stacks-PID.txt`.
-    """
-    global _stacks
-    before, _stacks = _stacks, Stacks(Path(tempfile.gettempdir()) / f"shardplan-stacks-{os.getpid()}.txt")
-    try:
-        yield _stacks
-    finally:
-        _stacks.close()
-        _stacks = before
-
-
-def current_stacks() -> Stacks | None:
-    """Return where the stacks of this process are written; None if nobody asked for them."""
-    return _stacks
+@functools.cache
+def process_stacks() -> Stacks:
+    """Return where the stacks of this process are written: `shardplan-stacks-PID.txt` in the temporary folder."""
+    return Stacks(Path(tempfile.gettempdir()) / f"shardplan-stacks-{os.getpid()}.txt")

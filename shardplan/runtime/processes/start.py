@@ -2,23 +2,27 @@
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import platform
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from importlib import metadata
+from typing import Any
 
 import jax
 
-from shardplan.errors import ShardplanError
+from shardplan.errors import PeerError, ShardplanError
 from shardplan.runtime.device_memory import describe_device_memory
 from shardplan.runtime.environment import ProcessVariables
 from shardplan.runtime.private_jax import abandon_coordination, coordinator_address, key_value_store
-from shardplan.runtime.processes.hub import Member
-from shardplan.runtime.processes.link import Link, end_together, open_link, start_hub
-from shardplan.runtime.processes.messages import host_and_port
+from shardplan.runtime.processes.hub import AGAIN, Member
+from shardplan.runtime.processes.link import LINE_S, START_LIMIT_S, Link, end_together, error_of, open_link, start_hub
+from shardplan.runtime.processes.messages import host_and_port, problem_values
+from shardplan.runtime.processes.stacks import process_stacks
 from shardplan.runtime.processes.watch import Watch
 from shardplan.runtime.progress import print_note
 
@@ -31,8 +35,8 @@ SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_p
 """Settings of JAX that change programs, from the environment or not."""
 COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Variables of the environment with flags of the compiler."""
-STORE_KEY, STORE_LIMIT_S = "shardplan/hub", 300
-"""Where process 0 says how to reach the hub, if JAX has connected the processes already; and how long others wait."""
+STORE_KEY = "shardplan/hub"
+"""Where process 0 says how to reach the hub, if JAX has connected the processes already."""
 logger = logging.getLogger(__name__)
 _link: Link | None = None
 _watch: Watch | None = None
@@ -69,13 +73,12 @@ def connect_processes(variables: ProcessVariables, facts: Mapping[str, str]) -> 
 def current_watch() -> Watch:
     """Return the watch over this process: its connection to the hub if it is one of several."""
     global _link, _watch
+    process_stacks().device_lines = describe_device_memory
     if jax.process_count() == 1:
         _watch = _watch or Watch()
-        _watch.device_lines = describe_device_memory
         return _watch
     if _link is None:  # connected by the caller, or by the cluster
         _link = _open_through_store()
-    _link.device_lines = describe_device_memory
     return _link
 
 
@@ -101,13 +104,45 @@ def _open_through_store() -> Link:
     member, store = _member(index, count, {}), key_value_store()
     if index == 0:
         host, _ = host_and_port(coordinator_address() or f"{socket.gethostname()}:0")
-        address = start_hub(host, 0, count, has_service=False)
-        store.key_value_set(STORE_KEY, address)
+        try:
+            address = start_hub(host, 0, count, has_service=False)
+        except ShardplanError as error:
+            store.key_value_set(STORE_KEY, json.dumps(dict(problem_values(error))), allow_overwrite=True)
+            raise
+        store.key_value_set(STORE_KEY, json.dumps({"address": address}), allow_overwrite=True)
     else:
-        address = store.blocking_key_value_get(STORE_KEY, STORE_LIMIT_S * 1000)
+        address = _hub_address(store)
     link = open_link(address, member, print_note)
     atexit.register(_end)
     return link
+
+
+def _hub_address(store: Any) -> str:
+    """Wait for the address of the hub, which process 0 starts.
+
+    Raises:
+        PeerError: process 0 has not started one in time.
+        ConfigError: it could not.
+    """
+    started = time.monotonic()
+    while True:
+        try:
+            found = json.loads(store.blocking_key_value_get(STORE_KEY, round(1000 * LINE_S)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        else:
+            if "address" in found:
+                return str(found["address"])
+            problem = error_of(found)
+            raise type(problem)(f"process 0: {problem}")
+        seconds = time.monotonic() - started
+        if seconds >= START_LIMIT_S:
+            raise PeerError(
+                f"process 0 has begun no work that needs all processes within {seconds:.0f} s; call the same functions "
+                f"of shardplan in every process, and {AGAIN}"
+            )
+        print_note(f"waiting for process 0, which has begun no work that needs all processes yet, {seconds:.0f} s")
 
 
 def package_versions() -> dict[str, str]:

@@ -12,7 +12,7 @@ from shardplan.runtime.environment import STARTED
 from shardplan.runtime.processes.activity import Activity, describe_stall, is_stalled
 from shardplan.runtime.processes.frozen import expect_python
 from shardplan.runtime.processes.places import THREAD_PREFIX, find_place
-from shardplan.runtime.processes.stacks import current_stacks
+from shardplan.runtime.processes.stacks import process_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +27,12 @@ class Watch:
         """Begin to watch."""
         self.activity = Activity(since=time.monotonic())
         """What this process is doing."""
-        self.device_lines: Callable[[], list[str]] = list
-        """Returns what is known of the devices, for the file of stacks."""
         self._problem: ShardplanError | None = None
         self._changed = threading.Condition()
         self._depth = 0
         self._phase_started = STARTED
         self._seconds: dict[str, float] = {}
+        process_stacks().activity_lines = self._activity_lines
         threading.Thread(target=self._beat, name=f"{THREAD_PREFIX}watch", daemon=True).start()
 
     @property
@@ -50,10 +49,18 @@ class Watch:
         return self._seconds.get(self.activity.phase, 0.0) + now - self._phase_started
 
     @contextlib.contextmanager
-    def work(self) -> Iterator[None]:
-        """Take part in work that needs all processes: until the block ends, the others count on this one."""
+    def work(self, *, is_end: bool = False) -> Iterator[None]:
+        """Take part in work that needs all processes: until the block ends, the others count on this one.
+
+        Args:
+            is_end: whether this process has done all of its work, and waits for the others.
+
+        Raises:
+            PeerError: the run has failed before.
+        """
+        self._enter(is_end)
+        self._note_progress()
         self._depth += 1
-        self._enter()
         problem: str | None = None
         try:
             yield
@@ -66,6 +73,7 @@ class Watch:
             raise
         finally:
             self._leave(problem)
+            self._note_progress()
             with self._changed:
                 self._depth -= 1
                 if self._depth == 0:
@@ -84,8 +92,13 @@ class Watch:
             self._report()
             self._expect_python()
 
-    def _enter(self) -> None:
-        """Tell the others that they may count on this process."""
+    def _note_progress(self) -> None:
+        """Note that this process has gone on."""
+        self.activity = replace(self.activity, since=time.monotonic())
+
+    def _enter(self, is_end: bool) -> None:
+        """Tell the others that they may count on this process. Without others, no earlier stall counts any more."""
+        self._problem = None
 
     def _leave(self, problem: str | None) -> None:
         """Tell the others that they may no longer count on this process, and why it failed if it did."""
@@ -93,8 +106,8 @@ class Watch:
     def _report(self) -> None:
         """See whether this process is stuck."""
         now, activities = time.monotonic(), {0: self.activity}
-        if self._depth > 0 and is_stalled(activities, now):
-            self._fail(PeerError(f"{describe_stall(activities, {0: find_place()}, now)}; start it again"))
+        if self._depth > 0 and is_stalled(activities, set(), now):
+            self._fail(PeerError(f"{describe_stall(activities, set(), {0: find_place()}, now)}; start it again"))
 
     def _expect_python(self) -> None:
         """Have this process end if none of its Python code runs within the limit, while others may count on it."""
@@ -106,12 +119,16 @@ class Watch:
         """Return the seconds in which Python code of this process must run."""
         return self.activity.deadline_s - (time.monotonic() - self.activity.since)
 
+    def _activity_lines(self) -> list[str]:
+        """Return what this process is doing, for the file of stacks."""
+        activity, seconds = self.activity, time.monotonic() - self.activity.since
+        doing = f" ({activity.doing})" if activity.doing else ""
+        return [f"this process was {activity.phase}{doing}; its last progress was {seconds:.0f} s ago"]
+
     def _fail(self, problem: ShardplanError) -> None:
         """Keep why this process cannot go on, and act on it while its main thread may be stuck."""
-        stacks = current_stacks()
-        if self._depth > 0 and stacks is not None:  # before the main thread goes on
-            place = stacks.write(str(problem), self.activity, self.device_lines)
-            problem = type(problem)(f"{problem}; {place}")
+        if self._depth > 0:  # before the main thread goes on
+            problem = type(problem)(f"{problem}; {process_stacks().write(str(problem))}")
         with self._changed:
             if self._problem is not None:
                 return
@@ -124,9 +141,10 @@ class Watch:
                 _on_problem(problem)
 
     def _beat(self) -> None:
-        while self._problem is None:
-            self._report()
-            self._expect_python()
+        while True:
+            if self._problem is None:
+                self._report()
+                self._expect_python()
             time.sleep(BEAT_S)
 
 

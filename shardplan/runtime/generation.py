@@ -1,0 +1,24 @@
+"""Whether the devices of this run are of the generation that a plan is for."""
+
+import jax
+
+from shardplan.errors import ConfigError
+from shardplan.hardware import Slice
+from shardplan.runtime.devices import GENERATION_OF_DEVICE_KIND
+
+
+def check_generation(hardware: Slice) -> None:
+    """Check that JAX's devices are of the generation of a slice: as many of another one have other memory and speed.
+
+    Devices of a kind that has no hardware data pass.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    kind = jax.devices()[0].device_kind
+    generation = GENERATION_OF_DEVICE_KIND.get(kind)
+    if generation not in (None, hardware.generation.name):
+        raise ConfigError(
+            f"hardware.slice {hardware.name} is of {hardware.generation.name}, JAX sees {hardware.devices} devices of "
+            f"{generation} ({kind}); run on that slice, plan with --dry_run, or name a slice of {generation}"
+        )
