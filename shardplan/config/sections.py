@@ -152,7 +152,7 @@ class DeadlineConfig:
     """After how many seconds without progress a run counts as stuck."""
 
     loading: float = 600.0
-    """While a plan is made, texts are tokenized, or the checkpoint is read."""
+    """While planning, tokenizing, or reading the checkpoint."""
     compiling: float = 3600.0
     """While the program of a step is compiled."""
     step: float | None = None
