@@ -23,7 +23,7 @@ _reader: TextReader
 def _start_worker(source: Source) -> None:
     """Prepare this worker; it ends with the process that started it, whatever signal ends that one."""
     global _reader
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _reader = TextReader(source)

@@ -290,15 +290,30 @@ def test_a_run_that_is_too_slow(checkpoint, tmp_path, shard, code):
         assert re.search(r"stopped: .* below gate\.factor 1e\+09; .*; the same command goes on from", line_of(error))
 
 
+def is_part_of(path, address):
+    """Whether a process of this machine is one of a run, the hub, or one that makes inputs."""
+    try:
+        environment, argv = (path / "environ").read_bytes(), (path / "cmdline").read_bytes()
+    except OSError:
+        return False
+    return f"JAX_COORDINATOR_ADDRESS={address}\0".encode() in environment and re.search(b"shardplan|spawn_main", argv)
+
+
 @pytest.mark.with_levanter_12
 def test_stacks_on_demand(checkpoint, long_text, tmp_path):
-    """SIGUSR1 has them written, and the run goes on, here until SIGTERM ends it after the shard under way."""
-    results = tmp_path / "r"
-    [process] = start([*arguments(checkpoint, long_text, results), "--task.shard", 16], 1)
-    read_until(process, "evaluating: ")
-    process.send_signal(signal.SIGUSR1)
-    read_until(process, "evaluating: ")
-    assert re.search(r"most recent call first.*eval/loop\.py", (results / "stacks-0.txt").read_text(), re.DOTALL)
-    process.send_signal(signal.SIGTERM)
-    codes, [error] = finish([process])
-    assert codes == [0] and "stopped after a whole shard" in error, error
+    """SIGUSR1 to all processes has them written, and the run goes on, here until SIGTERM ends it after a shard."""
+    results, address = tmp_path / "r", f"127.0.0.1:{free_port()}"
+    processes = start([*arguments(checkpoint, long_text, results, *LANES), "--task.shard", 16], 2, address=address)
+    read_until(processes[0], "evaluating: ")
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*") if is_part_of(path, address)]
+    assert len(pids) >= 5  # two processes, a hub, and at least one worker of each
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR1)
+    read_until(processes[0], "evaluating: ")
+    time.sleep(2)
+    for i in range(2):
+        text = (results / f"stacks-{i}.txt").read_text()
+        assert re.search(r"SIGUSR1\nthis process was evaluating \(step.*most recent.*eval/loop\.py", text, re.DOTALL)
+    processes[0].send_signal(signal.SIGTERM)
+    codes, errors = finish(processes)
+    assert codes == [0, 0] and "stopped after a whole shard" in errors[0], errors

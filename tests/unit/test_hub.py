@@ -407,6 +407,33 @@ def test_work_after_a_failure():
     assert [work(each, ask) for each in opened] == expected
 
 
+def test_a_process_that_exits_inside_of_the_work():
+    """As all of them do with `sys.exit()`: one that does it a little later has not to fear the first."""
+    opened = links(2)
+
+    def exit(each, seconds):
+        time.sleep(seconds)
+        raise SystemExit
+
+    def run(each, seconds):
+        with pytest.raises(SystemExit):
+            work(each, lambda each: exit(each, seconds))
+        return each.problem
+
+    assert together(lambda: run(opened[0], 0.0), lambda: run(opened[1], 0.5)) == [None, None]
+
+
+def test_all_learn_which_process_has_ended():
+    """Also one that does something of its own, and begins to wait when another has ended because of the first."""
+    opened = links(3)
+    opened[0]._connection.shutdown(socket.SHUT_RDWR)
+    expected = "process 0 on a (pid 100) of 3 has ended, and does not take part; start the run again"
+    assert together(lambda: work(opened[1], ask)) == [expected]
+    opened[1]._connection.shutdown(socket.SHUT_RDWR)
+    time.sleep(0.5)
+    assert together(lambda: work(opened[2], ask)) == [expected]
+
+
 def test_a_hub_that_takes_nothing(monkeypatch):
     """As one that is stopped: what sends to it, such as the thread that watches this process, goes on."""
     monkeypatch.setattr(link, "SILENCE_S", 1.0)

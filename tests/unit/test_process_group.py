@@ -89,6 +89,18 @@ def test_phases_are_numbered_alike(group):
     assert numbers == list(range(numbers[0], numbers[0] + 4))
 
 
+def test_phases_in_a_phase(group):
+    """What is done after it counts as later than it, as in processes that have done nothing since."""
+    processes, _ = group
+    link = processes.watch
+    with processes.phase("training", 30.0) as advance:
+        with processes.phase("saving", 30.0):
+            inside = link.activity.number
+        after = link.activity.number
+        advance(7)
+        assert (link.activity.phase, link.activity.number) == ("training", after) and after > inside
+
+
 class Shared:
     """A shared folder that counts what is opened."""
 

@@ -6,7 +6,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +79,29 @@ def test_devices_that_say_nothing(tmp_path, monkeypatch):
     path = tmp_path / "stacks.txt"
     assert get_stuck(monkeypatch, path, fail).endswith(f"could not all be written to {path} (no TPU)")
     assert "MainThread" in path.read_text()
+
+
+def test_a_process_without_another_thread(tmp_path, monkeypatch):
+    """As many as it may have are there, or Python is about to end; the line comes all the same."""
+    path, start = tmp_path / "stacks.txt", threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.endswith("stacks"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert get_stuck(monkeypatch, path).endswith(f"could not all be written to {path} (can't start new thread)")
+
+
+def test_no_temporary_folder(monkeypatch):
+    """Commands that need none, such as doctor, run."""
+
+    def fail():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(stacks.tempfile, "gettempdir", fail)
+    assert stacks.process_stacks.__wrapped__()._path.parent == Path("/tmp")
 
 
 def test_work_after_a_stall_that_has_passed(tmp_path, monkeypatch):

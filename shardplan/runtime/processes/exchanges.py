@@ -43,7 +43,7 @@ class Exchanges:
             del self._messages[name]
         if is_waiting:
             self._waiting.add(process)
-        self._waiting -= answers.keys()
+        self._waiting.difference_update(answers)
         return answers
 
 

@@ -74,7 +74,8 @@ class ProcessGroup:
         self.watch.set_activity(activity)
 
         def advance(done: float, doing: str = "") -> None:
-            self.watch.set_activity(dataclasses.replace(activity, done=done, doing=doing))
+            # not the number that it began with: phases inside of it may have begun and ended meanwhile
+            self.watch.set_activity(dataclasses.replace(activity, number=_phases_begun, done=done, doing=doing))
 
         try:
             yield advance

@@ -193,16 +193,21 @@ class Hub:
             )
         if self._most_entered <= peer.entered:  # nobody waits for it; a fleet that ends asks this thousands of times
             return []
-        return [
-            self._has_ended(to, peer)
-            for to, other in self._connections.items()
-            if self._peers[other].depth > 0 and self._peers[other].entered > peer.entered
-        ]
+        for to, index in self._connections.items():
+            other = self._peers[index]
+            if other.depth > 0 and other.entered > peer.entered:
+                return self._tell_of_end(peer, to)
+        return []
 
-    def _has_ended(self, to: int, peer: _Peer) -> Reply:
-        """Tell a process, in work that needs all of them, that another one has ended before it."""
-        error = PeerError(f"{peer.member} of {self._count} has ended, and does not take part; {AGAIN}")
-        return Reply(to, Kind.PROBLEM, problem_values(error))
+    def _tell_of_end(self, peer: _Peer, to: int) -> list[Reply]:
+        """Tell all processes that one has ended before work that needs it; if all know of a problem, one of them."""
+        problem = problem_values(
+            PeerError(f"{peer.member} of {self._count} has ended, and does not take part; {AGAIN}")
+        )
+        if self._has_failed:
+            return [Reply(to, Kind.PROBLEM, problem)]
+        self._has_failed = True
+        return self._to_all(Kind.PROBLEM, problem)
 
     def tick(self, now: float) -> list[Reply]:
         """Return what processes are told because of the time."""
@@ -301,7 +306,7 @@ class Hub:
         if peer.entered > self._most_entered:
             self._most_entered, self._ahead_at = peer.entered, now
         if self._ended is not None and self._ended.entered < peer.entered:
-            return [self._has_ended(connection, self._ended)]
+            return self._tell_of_end(self._ended, connection)
         index = peer.member.index
         first = self._entries.setdefault(peer.entered, _Entry(index, is_end))
         first.count += 1

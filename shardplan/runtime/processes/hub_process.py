@@ -227,7 +227,8 @@ def raise_file_limit() -> None:
 def main() -> None:
     """Serve one run."""
     raise_file_limit()
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the processes of the run, with which the hub ends
+    # they are for the processes of the run, with which the hub ends
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     count, limit_s, host = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     server = HubServer(socket.socket(fileno=0), Hub(count, limit_s, time.monotonic(), _Service(host, count).start))

@@ -55,8 +55,11 @@ class Stacks:
                 failure = ""
 
         thread = threading.Thread(target=write, name=f"{THREAD_PREFIX}stacks", daemon=True)
-        thread.start()
-        thread.join(WRITE_S)
+        try:
+            thread.start()
+            thread.join(WRITE_S)
+        except RuntimeError as error:  # too many threads, or, in Python 3.12.0 to 3.12.2, the program is at its end
+            failure = one_line(error)
         if failure:
             return f"what this process was doing could not all be written to {self._path} ({failure})"
         return f"what this process was doing is in {self._path}"
@@ -173,4 +176,8 @@ def _stack_lines() -> Iterator[str]:
 @functools.cache
 def process_stacks() -> Stacks:
     """Return where the stacks of this process are written: `shardplan-stacks-PID.txt` in the temporary folder."""
-    return Stacks(Path(tempfile.gettempdir()) / f"shardplan-stacks-{os.getpid()}.txt")
+    try:
+        folder = tempfile.gettempdir()
+    except OSError:  # there is no folder that can be written to, which nothing but stacks needs
+        folder = "/tmp"
+    return Stacks(Path(folder) / f"shardplan-stacks-{os.getpid()}.txt")

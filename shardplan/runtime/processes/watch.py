@@ -58,9 +58,13 @@ class Watch:
         Raises:
             PeerError: the run has failed before.
         """
-        self._enter(is_end)
         self._note_progress()
-        self._depth += 1
+        self._depth += 1  # before anything can be told that must be acted on
+        try:
+            self._enter(is_end)
+        except ShardplanError:
+            self._end_work()
+            raise
         problem: str | None = None
         try:
             yield
@@ -69,15 +73,19 @@ class Watch:
             raise
         except BaseException as error:
             is_known = error is self._problem or getattr(error, "is_shared", False)
-            problem = None if is_known else one_line(error) or type(error).__name__
+            is_exit = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+            problem = None if is_known or is_exit else one_line(error) or type(error).__name__
             raise
         finally:
             self._leave(problem)
             self._note_progress()
-            with self._changed:
-                self._depth -= 1
-                if self._depth == 0:
-                    expect_python(None)
+            self._end_work()
+
+    def _end_work(self) -> None:
+        with self._changed:
+            self._depth -= 1
+            if self._depth == 0:
+                expect_python(None)
 
     def set_activity(self, activity: Activity) -> None:
         """Say what this process does now."""
