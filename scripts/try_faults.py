@@ -35,7 +35,7 @@ Fault = Callable[[Run], Outcome]
 
 
 def killed(number: int, index: int, phase: str) -> Fault:
-    """A signal to a process in a phase; the time is that of the other process's line."""
+    """A signal to a process in a phase; the time is that of the other's line, or of process 0's if both stop."""
 
     def act(run: Run) -> Outcome:
         run.start(("pause", "pause"))
@@ -44,7 +44,9 @@ def killed(number: int, index: int, phase: str) -> Fault:
         time.sleep(0.5)
         at = time.monotonic()
         run.processes[index].process.send_signal(number)
-        return run.end(at, [index] if number == signal.SIGSTOP else [], heard=1 - index)
+        return run.end(
+            at, [index] if number == signal.SIGSTOP else [], heard=0 if number == signal.SIGTERM else 1 - index
+        )
 
     return act
 
@@ -293,11 +295,12 @@ def main() -> None:
     text = f"""# Faults of runs of two processes
 
 `python scripts/try_faults.py --runs {given.runs} --output docs/benchmarks/faults.md`: the demo's evaluation in two
-processes of four virtual devices each. Times count from the signal to the other process's line; for processes that
-differ or are missing, from their start, of which the imports of JAX and Levanter take most; for a process that is
-stuck, from the beginning of the phase, with `deadline.step` 5. Process 1 that is stuck in a backward pass is one of
-four that train, with a deadline of 30 s; there the time counts from the start, too. Left behind would be files of
-incomplete results, and processes that outlive the run by {ORPHAN_S:.0f} s.
+processes of four virtual devices each. Times count from the signal to the other process's line (of SIGTERM, which stops
+both, to that of process 0); for processes that differ or are missing, from their start, of which the imports of JAX and
+Levanter take most; for a process that is stuck, from the beginning of the phase, with `deadline.step` 5, and
+`deadline.loading` 5 while it reads the tokenizer, there from the start. Process 1 that is stuck in a backward pass is one
+of four that train, with a deadline of 30 s, also from the start. Left behind would be files of incomplete results, and
+processes that outlive the run by {ORPHAN_S:.0f} s.
 
 """
     text += "\n".join(lines) + "\n"
