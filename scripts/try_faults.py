@@ -298,9 +298,9 @@ def main() -> None:
 processes of four virtual devices each. Times count from the signal to the other process's line (of SIGTERM, which stops
 both, to that of process 0); for processes that differ or are missing, from their start, of which the imports of JAX and
 Levanter take most; for a process that is stuck, from the beginning of the phase, with `deadline.step` 5, and
-`deadline.loading` 5 while it reads the tokenizer, there from the start. Process 1 that is stuck in a backward pass is one
-of four that train, with a deadline of 30 s, also from the start. Left behind would be files of incomplete results, and
-processes that outlive the run by {ORPHAN_S:.0f} s.
+`deadline.loading` 5 while it reads the tokenizer, there from the start. Process 1 that is stuck in a backward pass is
+one of four that train, with a deadline of 30 s, also from the start. Left behind would be files of incomplete results,
+and processes that outlive the run by {ORPHAN_S:.0f} s.
 
 """
     text += "\n".join(lines) + "\n"
