@@ -23,6 +23,7 @@ from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
+from shardplan.runtime.processes.watch import Watch
 from shardplan.storage import open_folder, writing
 
 MAPPING = {"embed": "data", "mlp": "model", "vocab": "model", "experts": "replica"}
@@ -168,6 +169,26 @@ def test_an_interrupted_copy_is_replaced(golden, tmp_path, monkeypatch):
     }  # fmt: skip
     assert_same(tensors(tmp_path), tensors(golden / "llama"))
     fails(run("checkpoint", "convert", *arguments), 2, f"{tmp_path} holds config.json already; name another folder")
+
+
+def test_saving_is_watched(golden, tmp_path, monkeypatch):
+    """By its progress: the hours before it, in which a program may have trained in its own way, do not count."""
+    seen, set_activity = [], Watch.set_activity
+
+    def record(watch, activity):
+        seen.append(activity)
+        set_activity(watch, activity)
+
+    monkeypatch.setattr(Watch, "set_activity", record)
+    with jax.set_mesh(mesh_of(1, 2, 2)):
+        module = load_pretrained(golden / "llama")
+    for save_model in (save_pretrained, save_levanter):
+        seen.clear()
+        save_model(module, str(tmp_path / save_model.__name__), {})
+        saving = [each for each in seen if each.phase == "saving"]
+        assert all(each.deadline_s >= 3600 for each in saving)
+        done = [each.done for each in saving]
+        assert len(done) == 1 if save_model is save_levanter else len(done) > 2 and done == sorted({*done})
 
 
 def test_two_runs_into_one_folder_are_noticed(golden, tmp_path, monkeypatch):

@@ -233,6 +233,14 @@ def test_help_lists_the_keys_of_the_command(capsys, name, cls):
     assert len(text.splitlines()) <= limit, "help takes more than three screens"
 
 
+def test_what_processes_must_have_alike():
+    """What decides which programs run, what is waited for, and when a run ends; not paths, which differ by host."""
+    config = parse_config(["--model.ref", "a", "--data.path", "b", "--output", "c"], EvalCommand)
+    sections = {name.partition(".")[0] for name in config.facts}
+    assert {"mesh", "task", "tracker", "gate", "deadline", "verify", "precision_study"} <= sections
+    assert not sections & {"model", "data", "output", "plan", "profile"}
+
+
 def test_shipped_configs_are_valid():
     files = sorted(CONFIGS.glob("*.yaml"))
     assert len(files) >= 5
