@@ -17,6 +17,7 @@ from conftest import ROOT, fails, run
 
 from shardplan.errors import ConfigError
 from shardplan.eval.harness import INSTALL_LM_EVAL, ShardplanLM
+from shardplan.runtime.processes.watch import Watch
 
 CHOICES, DOCUMENTS = TASKS
 
@@ -127,6 +128,23 @@ def test_the_cache_keeps_results(make_model, tmp_path):
     first = cached.loglikelihood(requests)
     steps = model._scorer.statistics.steps
     assert cached.loglikelihood(requests) == first and model._scorer.statistics.steps == steps
+
+
+def test_scoring_is_watched(make_model, monkeypatch):
+    """By its steps, whose deadline follows from the plan: it may go on for hours."""
+    seen, set_activity = [], Watch.set_activity
+
+    def record(watch, activity):
+        seen.append(activity)
+        set_activity(watch, activity)
+
+    monkeypatch.setattr(Watch, "set_activity", record)
+    model = make_model("gpt2")
+    model.loglikelihood(as_requests(texts()))
+    scoring = [each for each in seen if each.phase == "scoring"]
+    assert len(scoring) == 1 + model._scorer.statistics.steps > 2
+    assert scoring[-1].done == len(texts()) and {each.deadline_s for each in scoring} == {300.0}
+    assert "compiling" in {each.phase for each in seen}
 
 
 def test_tokens_are_those_of_hf(make_model):
