@@ -13,7 +13,7 @@ A process writes the name of each phase that it begins to stderr. FAULT is one o
 | connect | it is killed once the processes have met, before JAX connects them |
 | version | it says that it has another version of jax |
 | cpus | it says that it has 8 times as many processors |
-| pause | it waits for 2 s in each of `PAUSES`, so that a signal reaches it there |
+| pause | it waits for 2 s in each of `PHASES`, so that a signal reaches it there |
 """
 
 import contextlib
@@ -51,8 +51,8 @@ def keep_gil(*_):
 
 STUCK = {"io": read_pipe, "lock": take_lock, "collective": enter_collective, "gil": keep_gil}
 """Fault -> what the main thread does instead of writing results."""
-PAUSES = ("planning", "loading", "compiling", "evaluating")
-"""Phases."""
+PHASES = ("planning", "loading", "compiling", "evaluating")
+"""Phases in which `pause` waits."""
 
 
 def announce_phases(pause_s):
@@ -65,7 +65,7 @@ def announce_phases(pause_s):
     def announced(group, name, *arguments):
         with phase(group, name, *arguments) as advance:
             print(f"phase: {name}", file=sys.stderr, flush=True)
-            if name in PAUSES:
+            if name in PHASES:
                 time.sleep(pause_s)
             yield advance
 

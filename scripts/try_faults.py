@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 from fault_runs import HUNG_S, MESH, ORPHAN_S, ROOT, WAITING, Outcome, Run, two_hosts
-from faulty_eval import PAUSES
+from faulty_eval import PHASES
 
 DEMO = ROOT / "build" / "demo"
 
@@ -174,7 +174,7 @@ def make_faults(folder: Path) -> dict[str, tuple[Fault, set[int]]]:
         "process 1 of 4 is stuck in a backward pass": (stuck_in_training, {5}),
     }
     for index in (0, 1):
-        for phase in PAUSES:
+        for phase in PHASES:
             faults[f"SIGKILL of process {index} while {phase}"] = (killed(signal.SIGKILL, index, phase), {-9, 5})
         faults[f"SIGSTOP of process {index} while evaluating"] = (killed(signal.SIGSTOP, index, "evaluating"), {-9, 5})
         faults[f"SIGINT to process {index} while evaluating"] = (killed(signal.SIGINT, index, "evaluating"), {130, 5})

@@ -31,7 +31,7 @@ APPROXIMATIONS = {
 EXCHANGES = (
     "slices, sorts and scans along batch or positions, of which the exchange along a sharded axis is not counted"
 )
-"""The approximation that applies where elements of activations move along batch or positions."""
+"""What a plan says of a program that moves elements of activations along batch or positions."""
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ import time
 
 import jax
 import pytest
-from bench_fleet import BEAT_S, HubOfFleet
 
 from shardplan.errors import ConfigError, PeerError
 from shardplan.runtime.processes import hub, link, start, watch
-from shardplan.runtime.processes.activity import Activity, Place, describe_stall, is_stalled, names_of
+from shardplan.runtime.processes.activity import Activity
 from shardplan.runtime.processes.hub import Hub, Member
 from shardplan.runtime.processes.hub_process import HubServer
 from shardplan.runtime.processes.link import open_link
@@ -464,113 +463,17 @@ def test_the_hub_ends_with_the_last_process():
     assert not thread.is_alive()
 
 
-OWN, DEVICES = Place("data.py:31 in read", False), Place("train.py:9 in step", True)
-
-
-@pytest.mark.parametrize(
-    ("states", "places", "stuck"),
-    [
-        # process -> phase number, done, seconds without progress, whether it waits for the values of others
-        ([(1, 3, 40, False), (1, 2, 41, False)], {1: OWN}, "process 1 is stuck while x (step 4), without progress for "
-         "41 s, at data.py:31 in read; process 0 only waits for it"),
-        ([(2, 0, 40, False), (1, 9, 41, False)], {}, "process 1 is stuck while x (step 4), without progress for 41 s, "
-         "and does not answer: its code does not let Python run, or its network is cut; process 0 only waits for it"),
-        ([(1, 3, 40, True), (2, 0, 40, False)], {1: DEVICES}, "process 1 is stuck while x (step 4), without progress "
-         "for 40 s, at train.py:9 in step, which waits for the devices; process 0 only waits for it"),
-        ([(1, 3, 40, False)] * 3, {0: DEVICES, 1: OWN, 2: DEVICES}, "process 1 is stuck while x (step 4), without "
-         "progress for 40 s, at data.py:31 in read; processes 0, 2 only wait for it"),
-        ([(1, 3, 40, False), (1, 3, 41, True)], {0: DEVICES, 1: OWN}, "process 0 is stuck while x (step 4), without "
-         "progress for 40 s, at train.py:9 in step, which waits for the devices; process 1 only waits for it"),
-        ([(1, 3, 40, False), (1, 3, 41, False)], {0: OWN, 1: OWN}, "processes 0-1 are stuck while x (step 4), without "
-         "progress for 41 s, process 0 at data.py:31 in read"),
-        # two that read unequal parts of a checkpoint: the one that has read less has no more to read
-        ([(1, 9, 40, False), (1, 3, 41, False)], {0: OWN, 1: DEVICES}, "process 0 is stuck while x (step 4), without "
-         "progress for 40 s, at data.py:31 in read; process 1 only waits for it"),
-        ([(1, 3, 40, True), (1, 3, 41, True)], {0: OWN, 1: OWN}, "processes 0-1 are stuck while x (step 4), without "
-         "progress for 41 s, process 0 at data.py:31 in read"),
-    ],
-)  # fmt: skip
-def test_who_is_stuck(states, places, stuck):
-    activities = {
-        i: Activity("x", number, done, 30.0, "step 4", 100.0 - seconds)
-        for i, (number, done, seconds, _) in enumerate(states)
-    }
-    waiting = {i for i, (*_, is_waiting) in enumerate(states) if is_waiting}
-    assert is_stalled(activities, waiting, 100.0)
-    assert describe_stall(activities, waiting, places, 100.0) == stuck
-
-
-def test_a_stall_is_a_deadline_that_has_passed():
-    """Of a process that does not wait for others, unless all do."""
-    assert not is_stalled({0: Activity(deadline_s=30.0, since=70.0)}, set(), 100.0)
-    activities = {0: Activity(deadline_s=30.0, since=99.0), 1: Activity(deadline_s=30.0, since=69.0)}
-    stalled = [is_stalled(activities, waiting, 100.0) for waiting in (set(), {0}, {1}, {0, 1})]
-    assert stalled == [True, True, False, True]
-
-
-def test_names_of_many_processes():
-    assert names_of([0, 1, 2, 5, 7, 8]) == "processes 0-2, 5, 7-8" and names_of([4]) == "process 4"
-
-
 def test_lines_arrive_in_pieces():
     lines = Lines()
     assert [*lines.add(b"ab")] == [] and next(lines.add(b"c\nd\ne")) == b"abc"
     assert [*lines.add(b"f\n")] == [b"d", b"ef"] and lines.unfinished == b""
 
 
-FLEET = 8192
-
-
-def test_the_hub_of_a_fleet_is_far_from_busy(monkeypatch):
-    """8,192 processes: each message is answered by as many as there are receivers, and signs of life cost little.
-
-    The limits are four times what was measured (docs/benchmarks/fleet.md).
-    """
-    monkeypatch.setattr(hub, "SILENCE_S", 20.0)
-    fleet, seconds = HubOfFleet(FLEET), 10.0
-    assert fleet.meet() < 2.0 and fleet.replies == FLEET
-    assert fleet.agree() < 2.5 and fleet.replies == 2 * FLEET
-    assert fleet.broadcast("x" * 100_000) < 0.2 and fleet.replies == 3 * FLEET - 1
-    before = fleet.replies
-    assert fleet.beat(seconds) < 0.25 * seconds
-    assert fleet.replies - before == seconds / BEAT_S  # to process 0
-    before = fleet.replies
-    fleet.from_all(Kind.EXCHANGE, lambda i: {"name": "x", "values": {str(i * 7 % FLEET): i, "1": i}})
-    assert fleet.replies - before == FLEET
-    assert fleet.end() < 0.5
-
-
-def test_a_fleet_learns_of_what_differs():
-    fleet = HubOfFleet(FLEET)
-    fleet.meet()
-    answers = []
-    for i in range(FLEET):
-        message = {"kind": Kind.AGREE, "name": "a", "parts": {"x": str(i == 77)}, "problem": None}
-        answers += fleet.hub.receive(i, message, 0.0)
-    assert {each.to for each in answers} == {*range(FLEET)}
-    assert answers[0].values == {"name": "a", "process": 77, "part": "x", "values": ["True", "False"]}
-
-
-def test_the_end_of_a_fleet_that_failed():
-    """All are told once, and then end one by one while they count on each other; nobody is told of each of them."""
-    fleet = HubOfFleet(FLEET)
-    fleet.meet()
-    told = fleet.hub.receive(5, {"kind": Kind.LEAVE, "problem": "no memory"}, 0.0)
-    assert len(told) == FLEET - 1
-    started = time.process_time()
-    assert not any(fleet.hub.close(i, 0.0) for i in range(FLEET) if i != 5)
-    assert [reply.kind for reply in fleet.hub.tick(99.0)] == [Kind.ALIVE]
-    assert time.process_time() - started < 1.0
-    # one that goes on after its own failure learns that the others have ended
-    [answer] = fleet.hub.receive(5, {"kind": Kind.ENTER, "is_end": True}, 1.0)
-    assert "has ended, and does not take part" in answer.values["text"]
-
-
 def test_too_few_open_files(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     message = r"allows a process to open 4096 files, and the hub of 8192 processes needs 8256; raise the limit"
     with pytest.raises(ConfigError, match=message):
-        link.start_hub("localhost", 0, FLEET, has_service=False)
+        link.start_hub("localhost", 0, 8192, has_service=False)
 
 
 def test_a_process_that_takes_nothing(monkeypatch):

@@ -25,6 +25,11 @@ class Activity:
     since: float = 0.0
     """When it last made progress, began or ended work with the others, or an exchange; by the clock of the hub."""
 
+    @property
+    def text(self) -> str:
+        """What it is doing, such as `evaluating (step 12)`."""
+        return f"{self.phase} ({self.doing})" if self.doing else self.phase
+
     def updated(self, values: Mapping[str, Any], now: float) -> "Activity":
         """Return the activity that a process reports, with the time of its last progress."""
         new = replace(self, **values)
@@ -81,9 +86,8 @@ def describe_stall(
     others = sorted({*activities} - {*stuck})
     shown = activities[stuck[0]]
     seconds = now - min(activities[index].since for index in stuck)
-    doing = f" ({shown.doing})" if shown.doing else ""
     text = (
-        f"{names_of(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck while {shown.phase}{doing}, without progress "
+        f"{names_of(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck while {shown.text}, without progress "
         f"for {seconds:.0f} s, {_place_text(stuck, places)}"
     )
     if not others:

@@ -146,7 +146,7 @@ class Stacks:
             _remove_if_empty(path)
 
     def _describe(self, reason: str) -> None:
-        """Write everything; what may fail comes last."""
+        """Write what the process is doing and its stacks, and then its devices, whose runtime may have failed."""
         self._write([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}", *self.activity_lines(), *_stack_lines(), ""])
         self._write(self.device_lines())
 

@@ -127,14 +127,14 @@ def _hub_address(store: Any) -> str:
     started = time.monotonic()
     while True:
         try:
-            found = json.loads(store.blocking_key_value_get(STORE_KEY, round(1000 * LINE_S)))
+            message = json.loads(store.blocking_key_value_get(STORE_KEY, round(1000 * LINE_S)))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
         else:
-            if "address" in found:
-                return str(found["address"])
-            problem = error_of(found)
+            if "address" in message:
+                return str(message["address"])
+            problem = error_of(message)
             raise type(problem)(f"process 0: {problem}")
         seconds = time.monotonic() - started
         if seconds >= START_LIMIT_S:

@@ -129,9 +129,9 @@ class Watch:
 
     def _activity_lines(self) -> list[str]:
         """Return what this process is doing, for the file of stacks."""
-        activity, seconds = self.activity, time.monotonic() - self.activity.since
-        doing = f" ({activity.doing})" if activity.doing else ""
-        return [f"this process was {activity.phase}{doing}; its last progress was {seconds:.0f} s ago"]
+        activity = self.activity
+        seconds = time.monotonic() - activity.since
+        return [f"this process was {activity.text}; its last progress was {seconds:.0f} s ago"]
 
     def _fail(self, problem: ShardplanError) -> None:
         """Keep why this process cannot go on, and act on it while its main thread may be stuck."""

@@ -1,0 +1,55 @@
+"""The hub of thousands of processes has little to do, and tells each of them no more than it needs."""
+
+import time
+
+from bench_fleet import BEAT_S, HubOfFleet
+
+from shardplan.runtime.processes import hub
+from shardplan.runtime.processes.messages import Kind
+
+FLEET = 8192
+
+
+def test_the_hub_of_a_fleet_is_far_from_busy(monkeypatch):
+    """8,192 processes: each message is answered by as many as there are receivers, and signs of life cost little.
+
+    The limits are four times what was measured (docs/benchmarks/fleet.md).
+    """
+    monkeypatch.setattr(hub, "SILENCE_S", 20.0)
+    fleet, seconds = HubOfFleet(FLEET), 10.0
+    assert fleet.meet() < 2.0 and fleet.replies == FLEET
+    assert fleet.agree() < 2.5 and fleet.replies == 2 * FLEET
+    assert fleet.broadcast("x" * 100_000) < 0.2 and fleet.replies == 3 * FLEET - 1
+    before = fleet.replies
+    assert fleet.beat(seconds) < 0.25 * seconds
+    assert fleet.replies - before == seconds / BEAT_S  # to process 0
+    before = fleet.replies
+    fleet.from_all(Kind.EXCHANGE, lambda i: {"name": "x", "values": {str(i * 7 % FLEET): i, "1": i}})
+    assert fleet.replies - before == FLEET
+    assert fleet.end() < 0.5
+
+
+def test_a_fleet_learns_of_what_differs():
+    fleet = HubOfFleet(FLEET)
+    fleet.meet()
+    answers = []
+    for i in range(FLEET):
+        message = {"kind": Kind.AGREE, "name": "a", "parts": {"x": str(i == 77)}, "problem": None}
+        answers += fleet.hub.receive(i, message, 0.0)
+    assert {each.to for each in answers} == {*range(FLEET)}
+    assert answers[0].values == {"name": "a", "process": 77, "part": "x", "values": ["True", "False"]}
+
+
+def test_the_end_of_a_fleet_that_failed():
+    """All are told once, and then end one by one while they count on each other; nobody is told of each of them."""
+    fleet = HubOfFleet(FLEET)
+    fleet.meet()
+    told = fleet.hub.receive(5, {"kind": Kind.LEAVE, "problem": "no memory"}, 0.0)
+    assert len(told) == FLEET - 1
+    started = time.process_time()
+    assert not any(fleet.hub.close(i, 0.0) for i in range(FLEET) if i != 5)
+    assert [reply.kind for reply in fleet.hub.tick(99.0)] == [Kind.ALIVE]
+    assert time.process_time() - started < 1.0
+    # one that goes on after its own failure learns that the others have ended
+    [answer] = fleet.hub.receive(5, {"kind": Kind.ENTER, "is_end": True}, 1.0)
+    assert "has ended, and does not take part" in answer.values["text"]
