@@ -7,10 +7,8 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from haliax.partitioning import auto_sharded
 
-BLOCK = "block"
-"""Logical axis that numbers the blocks of positions whose logits are in memory one after the other."""
+from shardplan.model.logit_blocks import map_blocks, prepare_head
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def score_next_tokens(
     """
     position = tokens.axes[-1]
     targets = hax.roll(tokens, -1, position.name)
-    head = auto_sharded(module.get_lm_head())  # before the loop, so that stored shards are gathered once
+    head = prepare_head(module, settings.blocks)
 
     def score(activations: NamedArray, targets: NamedArray) -> TokenScores:
         logits = hax.dot(activations, head, axis=module.Embed, preferred_element_type=jnp.float32)
@@ -58,16 +56,8 @@ def score_next_tokens(
             logits = soft_cap * hax.tanh(logits / soft_cap)
         return _score_logits(logits, module.Vocab, targets, settings)
 
-    if settings.blocks == 1:
-        return score(activations, targets)
-    # blocks take turns in the positions, so that devices that share the positions share those of every block
-    block = Axis(BLOCK, settings.blocks)
-    parts = (position.resize(position.size // settings.blocks), block)
-    scores: TokenScores = hax.map(lambda pair: score(*pair), block)(
-        (activations.unflatten_axis(position, parts), targets.unflatten_axis(position, parts))
-    )
-    batch = [axis for axis in tokens.axes if axis.name != position.name]
-    return TokenScores(*(each.rearrange((*batch, *parts)).flatten_axes(parts, position) for each in scores))
+    scores: TokenScores = map_blocks(score, position, settings.blocks, activations, targets)
+    return scores
 
 
 def _score_logits(logits: NamedArray, vocab: Axis, targets: NamedArray, settings: ScoreSettings) -> TokenScores:

@@ -53,8 +53,8 @@ class Workload:
     window: int | None = None
     """Of score: tokens of each of the windows that are packed into a sequence; null for one window per sequence."""
     logit_blocks: int | None = None
-    """Of score: parts of the positions whose logits are in memory one after the other; null for as few as keep them
-    within 256 MiB per device."""
+    """Of eval and score: parts of the positions whose logits are in memory one after the other; null for as few as keep
+    them within 256 MiB per device."""
 
     @property
     def is_training(self) -> bool:
@@ -77,6 +77,16 @@ class Workload:
         return self.batch * self.position
 
     @property
+    def has_logit_blocks(self) -> bool:
+        """Whether the step computes its logits in blocks that the planner chooses; training has Levanter's."""
+        return self.kind in ("eval", "score")
+
+    @property
+    def num_logit_blocks(self) -> int:
+        """The number of logit blocks; 1 where the workload leaves it open."""
+        return self.logit_blocks or 1
+
+    @property
     def num_microbatches(self) -> int:
         """The number of microbatches; 1 where the workload leaves it open."""
         return self.microbatches or 1
@@ -88,16 +98,16 @@ class Workload:
 
     def with_logit_blocks(self, vocab: int, devices: int) -> "Workload":
         """This workload with the number of its logit blocks, for `vocab` tokens and a number of devices."""
-        if not self.is_scoring or self.logit_blocks is not None:
+        if not self.has_logit_blocks or self.logit_blocks is not None:
             return self
         total = self.tokens * vocab * 4
         fitting = (n for n in range(1, self.position) if self.position % n == 0 and total / n <= devices * LOGIT_BYTES)
         return replace(self, logit_blocks=next(fitting, self.position))
 
-    def training_text(self) -> str:
-        """The settings of a training step in words; empty for other kinds."""
+    def settings_text(self) -> str:
+        """The settings of a step in words; empty where there are none to name."""
         if not self.is_training:
-            return ""
+            return f"logits in {self.logit_blocks} blocks of positions" if self.num_logit_blocks > 1 else ""
         resolved = self.resolve()
         parts = "one microbatch" if resolved.microbatches == 1 else f"{resolved.microbatches} microbatches"
         return f"{self.optimizer}, {parts}, gradient checkpointing {resolved.gradient_checkpointing}"
@@ -123,9 +133,10 @@ class Workload:
 
     def score_problems(self) -> Iterator[str]:
         """Every value that no scoring step can have, and what is set for other kinds."""
-        for key, value in (("window", self.window), ("logit_blocks", self.logit_blocks)):
-            if value is not None and not self.is_scoring:
-                yield f"workload.{key} is for workload.kind score, and the kind is {self.kind}; leave it out"
+        if self.window is not None and not self.is_scoring:
+            yield f"workload.window is for workload.kind score, and the kind is {self.kind}; leave it out"
+        if self.logit_blocks is not None and not self.has_logit_blocks:
+            yield f"workload.logit_blocks is for workload.kind eval and score, not {self.kind}; leave it out"
         if not 0 <= self.top_k <= MAX_SIZE:
             yield f"workload.top_k is {self.top_k}; it must be 0 to {MAX_SIZE}"
         is_open = self.position == AUTO_POSITION

@@ -396,10 +396,11 @@ class _Sequence:
         else:
             operands, results = self._arrays(reads), self._arrays(writes)
         is_matmul = operation.kind == OperationKind.CONTRACTION
+        uses_weights = is_matmul or operation.kind == OperationKind.RESHARD
         is_attention = is_matmul and any(map(is_scores, (*operands, *results)))
         weights = [array.weight for array in operands if array.weight is not None]
         first_used = tuple(weight for weight in weights if weight not in self.used_weights)
-        self.used_weights |= set(weights) if is_matmul else set()
+        self.used_weights |= set(weights) if uses_weights else set()
         return Task(
             kind=TaskKind.ATTENTION if is_attention else TASK_KINDS[operation.kind],
             operands=operands,
@@ -409,7 +410,9 @@ class _Sequence:
             groups=operation.groups,
             executions=self.executions,
             first_used_weights=first_used,
-            reduces_partial_sums=not is_matmul or fusion.reduces_partial_sums(operation.results[0]),
+            reduces_partial_sums=not is_matmul
+            or (not operation.is_local and fusion.reduces_partial_sums(operation.results[0])),
+            is_local=operation.is_local,
             routed=frozenset(
                 self.arrays[value]
                 for value in (*reads, *writes)

@@ -168,9 +168,12 @@ def _choice_reasons(
     if unrestricted is not None:
         reasons.append(describe_expressible(plan.step_seconds, unrestricted))
     if runner_up is not None:
-        training, other_training = (each.config.workload.training_text() for each in (ranked, runner_up))
-        other_training = other_training if other_training != training else ""
-        reasons.append(describe_runner_up(ranked.candidate, runner_up.candidate, other_training))
+        settings, other_settings = (each.config.workload.settings_text() for each in (ranked, runner_up))
+        if other_settings == settings:
+            other_settings = ""
+        elif not other_settings:
+            other_settings = "all logits at once"
+        reasons.append(describe_runner_up(ranked.candidate, runner_up.candidate, other_settings))
     return reasons + sorted(f"excluded: {describe_indivisible(each)}" for each in statistics.indivisible.values())
 
 

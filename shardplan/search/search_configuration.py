@@ -162,9 +162,17 @@ def _unsatisfiable(rules: Rules, meshes: list[dict[str, int]]) -> list[str]:
 
 
 def _variants(config: PlanConfig, vocab: int) -> Iterator[list[PlanConfig]]:
-    """Yield, for every kind of gradient checkpointing, configurations with increasing numbers of microbatches."""
+    """Yield groups of configurations, for what the workload leaves open.
+
+    An evaluation computes all logits at once, or in blocks, which take less memory, and time for their loop. A group of
+    a training step has one kind of gradient checkpointing, with increasing numbers of microbatches.
+    """
     hardware = parse_slice(config.hardware.slice)
     work = config.workload.with_logit_blocks(vocab, hardware.devices)
+    if work.kind == "eval" and config.workload.logit_blocks is None:
+        for blocks in sorted({1, work.num_logit_blocks}):
+            yield [replace(config, workload=replace(work, logit_blocks=blocks, microbatches=1))]
+        return
     kinds: tuple[str, ...] = (work.gradient_checkpointing,)
     if work.gradient_checkpointing == "auto":
         kinds = AUTO_CHECKPOINTING if work.is_training else ("default",)

@@ -171,13 +171,14 @@ def test_logit_blocks_keep_logits_within_their_limit():
     work = Workload(kind="score", batch=128, position=512)
     blocks = work.with_logit_blocks(128256, 16).logit_blocks
     assert 128 * 512 * 128256 * 4 / 16 / blocks <= 256 * 2**20 < 128 * 512 * 128256 * 4 / 16 / (blocks // 2)
-    assert Workload().with_logit_blocks(128256, 1).logit_blocks is None
+    assert Workload(kind="prefill").with_logit_blocks(128256, 1).logit_blocks is None
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"window": 5}, "workload.window is for workload.kind score, and the kind is eval"),
+        ({"kind": "train", "logit_blocks": 2}, "workload.logit_blocks is for workload.kind eval and score, not train"),
         (
             {"kind": "score", "window": 99, "position": 64},
             "workload.window is 99; it must be 2 to workload.position, 64",

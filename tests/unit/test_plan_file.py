@@ -188,6 +188,7 @@ def test_positions_that_a_plan_cannot_have(sequence_plan):
     ):
         changed = json.loads(json.dumps(values))
         changed["attention"] = {"strategy": "ring", "ulysses": 1, "ring": 8, "layout": "zigzag"}
+        changed["workload"]["logit_blocks"] = None
         put(changed, key, value)
         with pytest.raises(ConfigError, match=re.escape(message)):
             Plan.from_json(changed)
