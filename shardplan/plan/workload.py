@@ -54,7 +54,7 @@ class Workload:
     """Of score: tokens of each of the windows that are packed into a sequence; null for one window per sequence."""
     logit_blocks: int | None = None
     """Of eval and score: parts of the positions whose logits are in memory one after the other; null for as few as keep
-    them within 256 MiB per device."""
+    them within 256 MiB per device, of eval only where all logits at once do not fit, or make a slower plan."""
 
     @property
     def is_training(self) -> bool:

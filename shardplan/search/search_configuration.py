@@ -170,7 +170,8 @@ def _variants(config: PlanConfig, vocab: int) -> Iterator[list[PlanConfig]]:
     hardware = parse_slice(config.hardware.slice)
     work = config.workload.with_logit_blocks(vocab, hardware.devices)
     if work.kind == "eval" and config.workload.logit_blocks is None:
-        for blocks in sorted({1, work.num_logit_blocks}):
+        choices = [None] if work.num_logit_blocks == 1 else [None, work.logit_blocks]
+        for blocks in choices:
             yield [replace(config, workload=replace(work, logit_blocks=blocks, microbatches=1))]
         return
     kinds: tuple[str, ...] = (work.gradient_checkpointing,)
@@ -197,6 +198,7 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
     is_training, is_packed = config.workload.is_training, config.workload.window is not None
     space = Space(
         step=plan_step(model, config.workload.resolve()),
+        logit_blocks=config.workload.num_logit_blocks,
         batch=BATCH_AXIS,
         position=axes.position,
         residual=axes.residual,

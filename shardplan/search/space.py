@@ -88,6 +88,8 @@ class Space:
     """Bytes per device that a plan may use."""
     rules: Rules
     """What the user pins or forbids."""
+    logit_blocks: int = 1
+    """Parts of the positions whose logits are in memory one after the other."""
     position_choices: tuple[MeshAxes, ...] = POSITION_CHOICES
     """Mesh axes that positions may be mapped to, unless they are pinned."""
     requires_kernel: bool = True
