@@ -176,7 +176,7 @@ def _read_tokenizer(name: str, folder: Folder) -> tuple[bytes, SpecialTokens]:
 def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[str, Any]:
     """Return what determines the results of every task."""
     workload = session.plan.workload
-    files = {tensor.file.name.rpartition("/")[2]: tensor.file.version for tensor in read_index(session.folder).values()}
+    files = {tensor.file_name: tensor.file.version for tensor in read_index(session.folder).values()}
     return {
         "texts": {text.id: text.digest for text in store.texts},
         "tokenizer": digest_of(tokenizer),

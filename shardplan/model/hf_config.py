@@ -9,6 +9,7 @@ from shardplan.model.bundled_configs import read_config_file
 from shardplan.model.levanter_compat import FIXED_VALUES
 from shardplan.model.own_model import CLASS_KEY
 from shardplan.storage import Folder, read_bytes
+from shardplan.storage.contents import describe_contents, describe_folder
 
 POSITIVE_INTEGER_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -34,11 +35,12 @@ def read_config(path: str | None, folder: Folder | None, own_class: str | None =
     where = path or f"{folder.ref if folder else ''}/config.json"
     data = read_config_file(path) if path is not None else read_bytes(folder, "config.json") if folder else None
     if data is None:
-        raise ConfigError(f"{where} does not exist; model.ref must be a Hugging Face checkpoint folder")
+        kind = describe_folder(folder.ref, folder) if folder else None
+        raise ConfigError(f"{where} does not exist; {kind or 'model.ref must be a Hugging Face checkpoint folder'}")
     try:
         loaded = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {one_line(error)}") from error
+        raise ConfigError(f"{where} is not JSON: {describe_contents(data) or one_line(error)}") from error
     if not isinstance(loaded, dict) or not isinstance(loaded.get("model_type"), str):
         raise ConfigError(f"{where} has no 'model_type'; it is not the config.json of a Hugging Face model")
     loaded.pop(CLASS_KEY, None)  # which code is imported is not for a checkpoint to say
