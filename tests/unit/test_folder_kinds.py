@@ -139,3 +139,13 @@ def test_references_that_name_nothing(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_folder("~/models").ref == str(tmp_path / "models")
+
+
+def test_a_bundled_model_whose_repository_is_not_reached(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for repository in ("meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B-Instruct@main"):
+        with pytest.raises(ConfigError, match=r"; llama-3.1-8b is bundled: plan with --model llama-3.1-8b$"):
+            read_config(None, open_folder(repository))
+    with pytest.raises(ConfigError, match=r"bundled model with model.config$"):
+        read_config(None, open_folder("org/other"))
