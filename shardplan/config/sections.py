@@ -202,6 +202,8 @@ class LoadConfig:
 
     gib: float = 2.0
     """Maximum host memory of a process beyond the model, GiB."""
+    strict: bool = False
+    """Refuse a checkpoint with tensors that the model has no use for; by default a warning names them."""
 
     def __post_init__(self) -> None:
         check_minimum("load.gib", self.gib, MIN_LOAD_GIB)

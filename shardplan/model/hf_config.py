@@ -5,10 +5,11 @@ from typing import Any
 
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.axes import MAX_SIZE
-from shardplan.model.bundled_configs import read_config_file
+from shardplan.model.bundled_configs import BUNDLED, read_config_file
 from shardplan.model.levanter_compat import FIXED_VALUES
 from shardplan.model.own_model import CLASS_KEY
 from shardplan.storage import Folder, read_bytes
+from shardplan.storage.contents import describe_contents, describe_folder
 
 POSITIVE_INTEGER_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -32,13 +33,14 @@ def read_config(path: str | None, folder: Folder | None, own_class: str | None =
         ConfigError: there is none, or it is not the configuration of a model.
     """
     where = path or f"{folder.ref if folder else ''}/config.json"
-    data = read_config_file(path) if path is not None else read_bytes(folder, "config.json") if folder else None
+    data = read_config_file(path) if path is not None else _read_from(folder) if folder else None
     if data is None:
-        raise ConfigError(f"{where} does not exist; model.ref must be a Hugging Face checkpoint folder")
+        kind = describe_folder(folder.ref, folder) if folder else None
+        raise ConfigError(f"{where} does not exist; {kind or 'model.ref must be a Hugging Face checkpoint folder'}")
     try:
         loaded = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {one_line(error)}") from error
+        raise ConfigError(f"{where} is not JSON: {describe_contents(data) or one_line(error)}") from error
     if not isinstance(loaded, dict) or not isinstance(loaded.get("model_type"), str):
         raise ConfigError(f"{where} has no 'model_type'; it is not the config.json of a Hugging Face model")
     loaded.pop(CLASS_KEY, None)  # which code is imported is not for a checkpoint to say
@@ -46,6 +48,22 @@ def read_config(path: str | None, folder: Folder | None, own_class: str | None =
         return {**loaded, CLASS_KEY: own_class}  # its keys mean what the class says
     _check(loaded, where)
     return _with_rope_keys(loaded, where)
+
+
+def _read_from(folder: Folder) -> bytes | None:
+    """Return the config.json of a folder; None if it has none.
+
+    Raises:
+        ConfigError: the folder cannot be read; the message names the bundled model that it is of, if there is one.
+    """
+    try:
+        return read_bytes(folder, "config.json")
+    except ConfigError as error:
+        name = folder.ref.partition("@")[0].rpartition("/")[2].lower().removeprefix("meta-")
+        bundled = max((each for each in BUNDLED if name.startswith(each)), key=len, default=None)
+        if bundled is None:
+            raise
+        raise ConfigError(f"{error}; {bundled} is bundled: plan with --model {bundled}") from error
 
 
 def _check(values: dict[str, Any], where: str) -> None:

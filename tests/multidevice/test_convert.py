@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from shardplan import load_pretrained
 from shardplan.checkpoint import convert, save, target
 from shardplan.checkpoint.format.index import read_index
-from shardplan.checkpoint.load import match_tensors
+from shardplan.checkpoint.match import match_tensors
 from shardplan.checkpoint.save import save_levanter, save_pretrained
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.hf_config import read_config

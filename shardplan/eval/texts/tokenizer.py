@@ -1,6 +1,6 @@
 """The tokenizer of a checkpoint folder."""
 
-from shardplan.checkpoint.format.index import read_index
+from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.errors import CheckpointError
 from shardplan.model.registry import Model
@@ -43,7 +43,7 @@ def check_tokens(largest: int, model: Model, folder: Folder) -> None:
 
 def _embedding_rows(model: Model, folder: Folder) -> int:
     """Return the number of rows of the stored tensors that have a row per token; that of config.json without any."""
-    size, tensors = model.vocab.size, read_index(folder)
+    size, tensors = model.vocab.size, read_tensor_index(folder).tensors
     names = [name for name, shape in expected_tensors(model.template).items() if shape[:1] == (size,)]
     rows = {
         tensor.shape[0]
