@@ -59,7 +59,8 @@ def patched_levanter(monkeypatch):
 
     from shardplan import levanter_patch
 
-    monkeypatch.setattr(HFCheckpointConverter, "load_pretrained", HFCheckpointConverter.load_pretrained)
+    for name in ("load_pretrained", "save_pretrained"):
+        monkeypatch.setattr(HFCheckpointConverter, name, getattr(HFCheckpointConverter, name))
     monkeypatch.setattr(loss, levanter_patch.FUSED_LOSS, getattr(loss, levanter_patch.FUSED_LOSS, None), raising=False)
     levanter_patch.patch_levanter()
 
