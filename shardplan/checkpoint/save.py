@@ -244,6 +244,9 @@ def make_gather(sharding: Sharding, shape: Shape, box: Shape) -> Callable[[jax.A
         return jax.jit(partial(jax.lax.dynamic_slice, slice_sizes=box))
     mesh, spec = sharding.mesh, (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
     picked = [d for d, axes in enumerate(spec) if axes and box[d] == 1 < shape[d]]
+    picked_axes: list[str] = []
+    for d in picked:
+        picked_axes += [spec[d]] if isinstance(spec[d], str) else spec[d]
     replicated = NamedSharding(mesh, PartitionSpec())
     if not picked:
         return jax.jit(partial(jax.lax.dynamic_slice, slice_sizes=box), out_shardings=replicated)
@@ -259,7 +262,7 @@ def make_gather(sharding: Sharding, shape: Shape, box: Shape) -> Callable[[jax.A
         # as bits: a floating-point sum with zeros would lose the sign of -0.0
         bits = jax.lax.bitcast_convert_type(shard, f"uint{8 * shard.dtype.itemsize}")
         local = jnp.where(is_local, jax.lax.dynamic_slice(bits, start, sizes), 0)
-        result = jax.lax.psum(local, [spec[d] for d in picked])
+        result = jax.lax.psum(local, picked_axes)
         return jax.lax.bitcast_convert_type(result, shard.dtype)
 
     def gather(array: jax.Array, first: Sequence[np.int32]) -> jax.Array:

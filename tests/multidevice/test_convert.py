@@ -349,9 +349,12 @@ def test_bad_input(golden, tmp_path):
     assert done.returncode == 0 and "PartitionSpec" in done.stdout and not (tmp_path / "out").exists()
 
 
-def test_one_expert_is_gathered_without_the_others():
+@pytest.mark.parametrize(
+    "spec", [(None, "model", "data", None), (None, ("data", "model"), None, None), (None, ("model",), ("data",), None)]
+)
+def test_one_expert_is_gathered_without_the_others(spec):
     """Only the devices that hold an expert send it; a slice along the sharded dimension would gather all experts."""
-    sharding = NamedSharding(mesh_of(1, 2, 4), PartitionSpec(None, "model", "data", None))
+    sharding = NamedSharding(mesh_of(1, 2, 4), PartitionSpec(*spec))
     shape, box = (4, 8, 64, 64), (1, 1, 64, 64)
     values = np.random.default_rng(0).integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)  # NaN and -0.0 too
     array = jax.device_put(values, sharding)
