@@ -1,4 +1,4 @@
-"""Makes Levanter's own scripts stream checkpoints, and compute right losses where `vocab` is sharded."""
+"""Makes Levanter's own scripts stream and save checkpoints as shardplan does, and compute right losses."""
 
 import sys
 
@@ -8,10 +8,11 @@ from shardplan.checkpoint.load import HFCheckpointConverter
 from shardplan.errors import ConfigError
 from shardplan.model.levanter_compat import INSTALLED_SCHEMA, loss_takes_sharded_vocab
 from shardplan.model.levanter_loss import FUSED_LOSS, LEVANTERS_FUSED_LOSS, fused_loss
+from shardplan.model.soft_cap import cap_gemma2_logits
 
 
 def patch_levanter() -> None:
-    """Make Levanter, used as it is, stream checkpoints as shardplan does, and compute right losses under every mapping.
+    """Make Levanter, used as it is, stream and save checkpoints as shardplan does, and compute right losses.
 
     Call it before a script of Levanter runs; `scripts/levanter_main.py` does so.
 
@@ -19,6 +20,8 @@ def patch_levanter() -> None:
         ConfigError: this version of Levanter computes its losses in another way.
     """
     LevanterConverter.load_pretrained = HFCheckpointConverter.load_pretrained
+    LevanterConverter.save_pretrained = HFCheckpointConverter.save_pretrained
+    cap_gemma2_logits()
     if not loss_takes_sharded_vocab(INSTALLED_SCHEMA):
         if LEVANTERS_FUSED_LOSS is None:
             raise ConfigError(

@@ -60,7 +60,8 @@ def patched_levanter(monkeypatch):
     from shardplan import levanter_patch
     from shardplan.model.levanter_loss import FUSED_LOSS
 
-    monkeypatch.setattr(HFCheckpointConverter, "load_pretrained", HFCheckpointConverter.load_pretrained)
+    for name in ("load_pretrained", "save_pretrained"):
+        monkeypatch.setattr(HFCheckpointConverter, name, getattr(HFCheckpointConverter, name))
     monkeypatch.setattr(loss, FUSED_LOSS, getattr(loss, FUSED_LOSS, None), raising=False)
     levanter_patch.patch_levanter()
 

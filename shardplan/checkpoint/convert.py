@@ -32,13 +32,13 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
     """
     session = prepare(*load_given_plan(config))
     config_json = _read_config_json(session)
-    module, program = session.load(session.model.template)
+    module, _ = session.load(session.model.template)
     match file_format:
         case Format.LEVANTER:
             save_levanter(module, to, config_json)
         case Format.HF:
             files = _read_copied_files(session.folder) if is_first_process() else {}
-            save_pretrained(module, to, config_json, program, files)
+            save_pretrained(module, to, config_json, extra_files=files)
         case _:
             assert_never(file_format)
     return f"{session.folder.ref} written to {to}: {file_format}, {session.plan.workload.param_dtype}"

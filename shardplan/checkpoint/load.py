@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from haliax.partitioning import ResourceMapping, current_thread_local_mapping, pspec_for_axis
 from jax.sharding import Mesh, PartitionSpec
-from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
 from levanter.compat.hf_checkpoints import RepoRef
 
 from shardplan.checkpoint.best_effort import best_effort_sharding
@@ -23,6 +22,7 @@ from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import TensorIndex, read_tensor_index
 from shardplan.checkpoint.format.integrity import CheckedFolder, check_files
 from shardplan.checkpoint.format.shared_index import read_shared_index
+from shardplan.checkpoint.levanter_converter.saving import SavingConverter
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
 from shardplan.checkpoint.mapping.unneeded import kinds_text
 from shardplan.checkpoint.mapping.views import View
@@ -105,8 +105,8 @@ def load_pretrained(
     return model
 
 
-class HFCheckpointConverter(LevanterConverter):
-    """Levanter's converter with `load_pretrained` replaced: change the import, keep the script."""
+class HFCheckpointConverter(SavingConverter):
+    """Levanter's converter with other ways to load and save: change the import, keep the script."""
 
     def load_pretrained(
         self,

@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -25,9 +25,18 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from levanter.checkpoint import save_checkpoint
 
-from shardplan.checkpoint.format.header import DTYPES
-from shardplan.checkpoint.format.index import INDEX, SINGLE, check_tensors, read_index
-from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
+from shardplan.checkpoint.format.casting import copy_cast
+from shardplan.checkpoint.format.written_config import count_bytes_by_dtype, describe_written
+from shardplan.checkpoint.format.written_files import (
+    DTYPE_NAMES,
+    assign_files,
+    check_files_written,
+    check_small_files_written,
+    encode_header,
+    encode_index,
+)
+from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
+from shardplan.checkpoint.mapping.type_names import trace_type_names
 from shardplan.checkpoint.mapping.views import Piece, Shape
 from shardplan.checkpoint.target import CONFIG, LEVANTER_METADATA, claim_target, complete_target, write_file
 from shardplan.errors import CheckpointError, ConfigError, one_line
@@ -40,13 +49,10 @@ from shardplan.runtime.processes.group import ProcessGroup, open_process_group
 from shardplan.runtime.progress import BYTES
 from shardplan.storage.writing import OutputFolder
 
-FILE_BYTES = 5 * 10**9
-"""About the bytes of tensors in a file; the size that transformers uses."""
 MAX_UNWRITTEN_TENSORS = 2
 """Most tensors of one process that are gathered and not yet written."""
 SLOWEST_BYTES_PER_S = 20e6
 """Rate at which a process writes its part of a Levanter checkpoint, at least; a slower one counts as stuck."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,8 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{target.ref} cannot be written to: {one_line(error)}") from error
             processes.wait_for_all("saved")
         if is_first_process():
-            write_file(target, CONFIG, json.dumps(config, indent=2).encode())
+            described = describe_written(config, model, count_bytes_by_dtype(model))
+            write_file(target, CONFIG, json.dumps(described, indent=2).encode())
         complete_target(claim, processes)
 
 
@@ -103,33 +110,45 @@ def save_pretrained(
     config: Mapping[str, Any],
     program: StateDictProgram | None = None,
     extra_files: Mapping[str, bytes] | None = None,
+    *,
+    dtype: Any = None,
+    max_file_bytes: int | None = None,
+    replace: bool = False,
 ) -> None:
-    """Write `model` as a Hugging Face checkpoint, in the types of its arrays.
+    """Write `model` as a Hugging Face checkpoint.
+
+    Names, shapes and types of what was written are read back before the checkpoint counts as complete.
 
     Args:
         model: a Levanter model, sharded in any way; every process calls this.
         ref: folder, local or of an object store; the same folder for all processes.
-        config: content of config.json.
-        program: gives the names of the tensors, as in the checkpoint that the model was loaded from; default:
-            Levanter's names.
+        config: content of config.json, in which the type of the weights, the size of the vocabulary, whether the head
+            is the embedding, and the name of the architecture are set to what is written.
+        program: gives other names to the tensors than the model type of `config` has.
         extra_files: more files that the first process writes, name -> content.
+        dtype: type that floating-point arrays are cast to; default: the types of the arrays.
+        max_file_bytes: most bytes of a file that has more than one tensor; default: 5 GB.
+        replace: whether a checkpoint that the folder holds is replaced, and not refused.
 
     Raises:
-        ConfigError: the folder holds a checkpoint already, or cannot be written to.
-        CheckpointError: a tensor cannot be made of the model's arrays.
+        ConfigError: the folder holds a checkpoint already, or cannot be written to; a value is too large for `dtype`.
+        CheckpointError: a tensor cannot be made of the model's arrays, or was not written as it should be.
     """
-    program = program or trace_program(eqx.filter_eval_shape(lambda: model))
-    tensors = make_output_tensors(model, program)
-    dtype_key = "dtype" if "dtype" in config else "torch_dtype"
-    config_json = {**config, dtype_key: str(next(iter(tensors.values())).dtype)}
+    program = program or trace_type_names(eqx.filter_eval_shape(lambda: model), config.get("model_type"))
+    tensors = make_output_tensors(model, program, dtype)
+    bytes_by_dtype: Counter[np.dtype] = Counter()
+    for tensor in tensors.values():
+        bytes_by_dtype[tensor.dtype] += tensor.nbytes
+    config_json = describe_written(config, model, bytes_by_dtype)
     with open_process_group() as processes:
-        files = assign_files({name: tensor.nbytes for name, tensor in tensors.items()}, processes.process_count)
+        sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+        files = assign_files(sizes, processes.process_count, max_file_bytes)
         small_files = {
             **(extra_files or {}),
             CONFIG: json.dumps(config_json, indent=2).encode(),
-            **_encode_index(files, tensors),
+            **encode_index(files, tensors),
         }
-        claim = claim_target(ref, (*files, *small_files), processes)
+        claim = claim_target(ref, (*files, *small_files), processes, replace=replace)
         target = claim.folder
         _write_files(target, files, tensors, processes)
         processes.wait_for_all("written")
@@ -137,16 +156,24 @@ def save_pretrained(
             for name, text in small_files.items():
                 write_file(target, name, text)
         processes.wait_for_all("small files written")
-        processes.agree(
-            "result",
-            lambda: check_tensors(read_index(target.open_for_reading()), program.tensors, target.ref),
-            lambda _: {},
-        )
+
+        def check() -> None:
+            folder = target.open_for_reading()
+            # each process reads the files of another one: it may not see its own as others do
+            names = [*files][(processes.process_index + 1) % processes.process_count :: processes.process_count]
+            check_files_written(folder, {name: files[name] for name in names}, tensors)
+            if is_first_process():
+                check_small_files_written(folder, small_files)
+
+        processes.agree("result", check, lambda _: {})
         complete_target(claim, processes)
 
 
-def make_output_tensors(model: Any, program: StateDictProgram) -> dict[str, OutputTensor]:
+def make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = None) -> dict[str, OutputTensor]:
     """Return tensor name -> the boxes of the model's arrays that it is made of.
+
+    Args:
+        dtype: type of all floating-point tensors; default: the types of the arrays.
 
     Raises:
         CheckpointError: a tensor has elements that no array holds, or a type that safetensors files do not have.
@@ -160,45 +187,13 @@ def make_output_tensors(model: Any, program: StateDictProgram) -> dict[str, Outp
     for name, shape in program.tensors.items():
         if not parts[name] or sum(piece.size for _, piece in parts[name]) < math.prod(shape):
             raise CheckpointError(f"{name} {list(shape)} cannot be written: the model does not hold all of it")
-        dtype = np.dtype(functools.reduce(jnp.promote_types, (array.dtype for array, _ in parts[name])))
-        if dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name} cannot be written: safetensors files have no type {dtype}")
-        tensors[name] = OutputTensor(shape, dtype, tuple(parts[name]))
+        kind = np.dtype(functools.reduce(jnp.promote_types, (array.dtype for array, _ in parts[name])))
+        if dtype is not None and jnp.issubdtype(kind, jnp.floating):
+            kind = np.dtype(dtype)
+        if kind not in DTYPE_NAMES:
+            raise CheckpointError(f"{name} cannot be written: safetensors files have no type {kind}")
+        tensors[name] = OutputTensor(shape, kind, tuple(parts[name]))
     return tensors
-
-
-def assign_files(sizes: Mapping[str, int], processes: int) -> dict[str, list[str]]:
-    """Assign tensors to files of about equal size, the same number of files for each process.
-
-    Args:
-        sizes: tensor name -> bytes.
-
-    Returns:
-        File name -> its tensors in order.
-    """
-    total = max(1, sum(sizes.values()))
-    count = -(-total // (FILE_BYTES * processes)) * processes
-    files: defaultdict[int, list[str]] = defaultdict(list)
-    for (name, size), stop in zip(sizes.items(), itertools.accumulate(sizes.values()), strict=True):
-        files[(stop - size // 2) * count // (total + 1)].append(name)
-    if len(files) == 1:
-        return {SINGLE: [*sizes]}
-    return {
-        f"model-{i + 1:05}-of-{len(files):05}.safetensors": names for i, (_, names) in enumerate(sorted(files.items()))
-    }
-
-
-def _encode_header(tensors: Mapping[str, OutputTensor]) -> bytes:
-    """Encode the header of a safetensors file with these tensors."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        offsets = [offset, offset + tensor.nbytes]
-        entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        offset += tensor.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligns the tensors
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write_files(
@@ -216,7 +211,7 @@ def _write_files(
             with target.create(own_file) if own_file else nullcontext() as writer, ThreadPoolExecutor(1) as pool:
                 writes: deque[Future[int]] = deque()
                 if writer is not None and own_file is not None:
-                    writer.write(_encode_header({name: tensors[name] for name in files[own_file]}))
+                    writer.write(encode_header({name: tensors[name] for name in files[own_file]}))
                 for in_turn in itertools.zip_longest(*(files[file] for file in group)):
                     for file, name in zip(group, in_turn, strict=True):
                         if name is None:
@@ -249,6 +244,9 @@ def make_gather(sharding: Sharding, shape: Shape, box: Shape) -> Callable[[jax.A
         return jax.jit(partial(jax.lax.dynamic_slice, slice_sizes=box))
     mesh, spec = sharding.mesh, (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
     picked = [d for d, axes in enumerate(spec) if axes and box[d] == 1 < shape[d]]
+    picked_axes: list[str] = []
+    for d in picked:
+        picked_axes += [spec[d]] if isinstance(spec[d], str) else spec[d]
     replicated = NamedSharding(mesh, PartitionSpec())
     if not picked:
         return jax.jit(partial(jax.lax.dynamic_slice, slice_sizes=box), out_shardings=replicated)
@@ -264,7 +262,7 @@ def make_gather(sharding: Sharding, shape: Shape, box: Shape) -> Callable[[jax.A
         # as bits: a floating-point sum with zeros would lose the sign of -0.0
         bits = jax.lax.bitcast_convert_type(shard, f"uint{8 * shard.dtype.itemsize}")
         local = jnp.where(is_local, jax.lax.dynamic_slice(bits, start, sizes), 0)
-        result = jax.lax.psum(local, [spec[d] for d in picked])
+        result = jax.lax.psum(local, picked_axes)
         return jax.lax.bitcast_convert_type(result, shard.dtype)
 
     def gather(array: jax.Array, first: Sequence[np.int32]) -> jax.Array:
@@ -284,16 +282,5 @@ def _assemble_bytes(tensor: OutputTensor, boxes: Sequence[jax.Array]) -> np.ndar
             values = values.astype(np.float32) / np.float32(piece.scale)
         strides = [k * data.itemsize for k in piece.strides]
         window: Any = np.lib.stride_tricks.as_strided(data[piece.offset :], piece.shape, strides)
-        np.copyto(window, values, casting="unsafe")
+        copy_cast(window, values, piece, tensor.shape)
     return data.view(np.uint8)
-
-
-def _encode_index(files: Mapping[str, list[str]], tensors: Mapping[str, OutputTensor]) -> dict[str, bytes]:
-    """Return the index as file name -> content; no file if there is a single safetensors file."""
-    if SINGLE in files:
-        return {}
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": {name: file for file, names in files.items() for name in names},
-    }
-    return {INDEX: json.dumps(index, indent=2).encode()}

@@ -37,11 +37,12 @@ class Claim:
     """The content of the mark; only process 0 writes and compares it."""
 
 
-def open_target(ref: str, is_levanter: bool = False) -> OutputFolder:
+def open_target(ref: str, is_levanter: bool = False, replace: bool = False) -> OutputFolder:
     """Open the folder that `ref` names to write a checkpoint to.
 
     Args:
         is_levanter: whether it is a Levanter checkpoint.
+        replace: whether it may hold a complete checkpoint.
 
     Raises:
         ConfigError: the folder holds a complete checkpoint already, or cannot be written to.
@@ -52,7 +53,7 @@ def open_target(ref: str, is_levanter: bool = False) -> OutputFolder:
             f"{ref}: Levanter's checkpoints are written to local folders, gs:// and s3://, not {scheme}://"
         )
     target = OutputFolder(ref)
-    if target.has_file(INCOMPLETE):
+    if replace or target.has_file(INCOMPLETE):
         return target
     for name in (CONFIG, INDEX, SINGLE, LEVANTER_METADATA):
         if target.has_file(name):
@@ -60,20 +61,26 @@ def open_target(ref: str, is_levanter: bool = False) -> OutputFolder:
     return target
 
 
-def claim_target(ref: str, names: Iterable[str], processes: "ProcessGroup", is_levanter: bool = False) -> Claim:
+def claim_target(
+    ref: str, names: Iterable[str], processes: "ProcessGroup", is_levanter: bool = False, replace: bool = False
+) -> Claim:
     """Open a target, mark it as incomplete, and check that all processes see the mark.
 
     Each process may have a disk of its own on which a folder of that name exists.
 
     Args:
         names: the files and folders (with `/` at the end) that all processes together are going to write.
+        replace: whether a complete checkpoint in the folder is removed, and not refused.
     """
-    folder = processes.agree("target", lambda: open_target(ref, is_levanter), lambda _: {})
-    mark = json.dumps({"run": uuid.uuid4().hex, "files": [*names]}).encode()
+    folder = processes.agree("target", lambda: open_target(ref, is_levanter, replace), lambda _: {})
+    mark = b""
     if processes.process_index == 0:
-        for name in _marked_files(folder):
-            folder.remove(name)
+        old = _marked_files(folder) if folder.has_file(INCOMPLETE) else list_checkpoint_files(folder) if replace else []
+        # marked before they are removed: a run that is interrupted here leaves no checkpoint that seems complete
+        mark = json.dumps({"run": uuid.uuid4().hex, "files": [*dict.fromkeys([*names, *old])]}).encode()
         write_file(folder, INCOMPLETE, mark)
+        for name in old:
+            folder.remove(name)
     processes.wait_for_all("claimed")
 
     def check_shared() -> None:
@@ -111,17 +118,32 @@ def write_file(target: OutputFolder, name: str, text: bytes) -> None:
 
 
 def _marked_files(folder: OutputFolder) -> list[str]:
-    """Return the files and folders that an interrupted run was to write; none if the folder is not marked.
+    """Return the files and folders that an interrupted run was to write.
 
     Raises:
         ConfigError: the mark is not one that a run writes.
     """
-    if not folder.has_file(INCOMPLETE):
-        return []
     try:
         names = json.loads(read_bytes(folder.open_for_reading(), INCOMPLETE) or b"")["files"]
-        if all(isinstance(name, str) and ".." not in name and not name.startswith("/") for name in names):
+        if _are_inside(names):
             return list(names)
     except (ValueError, KeyError, TypeError):
         pass
     raise ConfigError(f"{folder.ref} holds a damaged {INCOMPLETE}; look at the folder, and remove that file")
+
+
+def list_checkpoint_files(folder: OutputFolder) -> list[str]:
+    """Return the files of the Hugging Face checkpoint that a folder holds: config.json, index and weights."""
+    names = [name for name in (CONFIG, SINGLE, INDEX) if folder.has_file(name)]
+    if INDEX not in names:
+        return names
+    try:
+        shards = set(json.loads(read_bytes(folder.open_for_reading(), INDEX) or b"")["weight_map"].values())
+        return [*names, *sorted(shards)] if _are_inside(shards) else names
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return names  # no index that names files
+
+
+def _are_inside(names: Iterable[object]) -> bool:
+    """Whether all names are those of files in the folder or below."""
+    return all(isinstance(name, str) and ".." not in name and not name.startswith("/") for name in names)

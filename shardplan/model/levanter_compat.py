@@ -196,9 +196,34 @@ def _apply_gemma_attention(config: Any, hf: Any) -> Any:
     return corrected(**{item.name: getattr(config, item.name) for item in dataclasses.fields(config) if item.init})
 
 
+def _apply_gemma2_limits(config: Any, hf: Any) -> Any:
+    """Set the soft caps and the window, which Levanter does not read from config.json: it writes its defaults again."""
+    return dataclasses.replace(
+        config,
+        final_logit_softcapping=hf.final_logit_softcapping,
+        attn_logit_softcapping=hf.attn_logit_softcapping,
+        sliding_window=hf.sliding_window,
+    )
+
+
+def write_tokenizer(tokenizer: Any, folder: str, chat_template: str | None) -> None:
+    """Write the files of a converter's tokenizer as the installed Levanter does.
+
+    Args:
+        chat_template: replaces the one of the tokenizer.
+    """
+    hf_checkpoints = import_module("levanter.compat.hf_checkpoints")
+    if IS_MARIN:
+        hf_checkpoints._save_tokenizer_pretrained(tokenizer, folder, chat_template=chat_template)
+        return
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+
+
 CORRECTIONS: dict[str, tuple[Callable[[Any, Any], Any], ...]] = {
     "gemma": (_apply_gemma_attention,),
-    "gemma2": (_apply_gemma_attention,),
+    "gemma2": (_apply_gemma_attention, _apply_gemma2_limits),
     "llama": (_apply_head_dim,),
     "mistral": (_apply_head_dim,),
     "mixtral": (_apply_head_dim,),

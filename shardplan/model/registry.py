@@ -12,6 +12,7 @@ from levanter.layers.attention import Attention
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.model.levanter_compat import correct_levanter_config, max_positions, prepare_hf_config, sliding_window
 from shardplan.model.own_model import CLASS_KEY, load_own_class
+from shardplan.model.soft_cap import cap_gemma2_logits
 from shardplan.positions.pattern import Pattern
 
 SUPPORTED_MODELS = {
@@ -74,6 +75,8 @@ def own_class_name(config_class: type) -> str | None:
 
 def abstract_module(config: Any, vocab: hax.Axis) -> Any:
     """Make the module of a Levanter configuration with a `jax.ShapeDtypeStruct` for every array, computing nothing."""
+    if hasattr(config, "final_logit_softcapping"):
+        cap_gemma2_logits()
     key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     return eqx.filter_eval_shape(config.model_type.init, vocab, config, key=key)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import conftest
 import equinox as eqx
@@ -12,19 +13,19 @@ from conftest import MODEL_TYPES, fails, run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.checkpoint import load_checkpoint
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from shardplan import load_pretrained
 from shardplan.checkpoint import convert, save, target
-from shardplan.checkpoint.format.index import read_index
-from shardplan.checkpoint.match import match_tensors
+from shardplan.checkpoint.format import written_files
+from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.save import save_levanter, save_pretrained
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
 from shardplan.runtime.processes.watch import Watch
-from shardplan.storage import open_folder, writing
+from shardplan.storage import writing
 
 MAPPING = {"embed": "data", "mlp": "model", "vocab": "model", "experts": "replica"}
 
@@ -83,19 +84,19 @@ def test_levanter_and_back(golden, tmp_path, sizes):
 
 def test_types_and_several_files(golden, tmp_path, monkeypatch):
     """A checkpoint in bfloat16 is split into files of 200 kB with an index; headers are aligned for lazy reads."""
-    monkeypatch.setattr(save, "FILE_BYTES", 200_000)
+    monkeypatch.setattr(written_files, "MAX_FILE_BYTES", 200_000)
     with jax.set_mesh(mesh_of(2, 2, 2)):
         module = load_pretrained(str(golden / "mixtral"), axis_mapping=MAPPING, dtype="bfloat16")
-    folder = open_folder(str(golden / "mixtral"))
-    program = match_tensors(eqx.filter_eval_shape(lambda: module), read_index(folder), folder.ref)
-    save_pretrained(module, str(tmp_path), {"model_type": "mixtral"}, program)
+    save_pretrained(module, str(tmp_path), {"model_type": "mixtral"})
     files = sorted(tmp_path.glob("*.safetensors"))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     expected = tensors(golden / "mixtral")
     assert index["weight_map"].keys() == expected.keys()
     assert index["metadata"]["total_size"] == sum(value.size * 2 for value in expected.values())
     assert len(files) > 2 and {file.name for file in files} == set(index["weight_map"].values())
-    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "mixtral", "torch_dtype": "bfloat16"}
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "model_type": "mixtral", "torch_dtype": "bfloat16", "architectures": ["MixtralForCausalLM"], "vocab_size": 256,
+    }  # fmt: skip
     assert_same(tensors(tmp_path), {name: value.astype(jax.numpy.bfloat16) for name, value in expected.items()})
     with safe_open(files[0], "numpy") as file:
         assert file.metadata() == {"format": "pt"}
@@ -103,13 +104,95 @@ def test_types_and_several_files(golden, tmp_path, monkeypatch):
         assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
 
 
+def test_names_and_config_are_those_of_the_model_type(golden, tmp_path):
+    """Whatever the source had: GPT-2 as the hub has it, without `transformer.`, and keys that no longer hold."""
+    source = tmp_path / "source"
+    source.mkdir()
+    expected = tensors(golden / "gpt2")
+    save_file({name.removeprefix("transformer."): v for name, v in expected.items()}, source / "model.safetensors")
+    config = json.loads((golden / "gpt2" / "config.json").read_text())
+    stale = {"architectures": ["GPT2Model"], "dtype": "float32", "torch_dtype": "float32", "quantization_config": None}
+    (source / "config.json").write_text(json.dumps({**config, **stale}))
+    arguments = [f"--model={source}", "--hardware.slice=cpu-8", "--workload.batch=8", "--workload.position=8"]
+    done = run("checkpoint", "convert", *arguments, "--workload.param_dtype=float16", f"--to={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stderr
+    assert_same(tensors(tmp_path / "out"), {name: value.astype(np.float16) for name, value in expected.items()})
+    types = {"dtype": "float16", "torch_dtype": "float16"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, **types}
+
+
+def test_a_config_says_what_is_written(golden, tmp_path):
+    """Of a model whose vocabulary was resized and whose head is its own, with a config.json of before that."""
+    config = json.loads((golden / "llama" / "config.json").read_text())
+    with jax.set_mesh(mesh_of(1, 1, 2)):
+        module = load_pretrained(str(golden / "llama")).resize_vocab(300)
+        save_pretrained(module, str(tmp_path), {**config, "tie_word_embeddings": True, "architectures": ["LlamaModel"]})
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["vocab_size"], written["tie_word_embeddings"]) == (300, False)
+    assert written["architectures"] == ["LlamaForCausalLM"] and config["vocab_size"] == 256
+    assert tensors(tmp_path)["lm_head.weight"].shape == (300, config["hidden_size"])
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 1e5), ("float16", -65520.0), ("bfloat16", 3.4e38)])
+def test_a_value_too_large_for_the_type_is_an_error(golden, tmp_path, dtype, value):
+    """Of every format, before anything is written; an infinite value of the source is none."""
+    source = tmp_path / "source"
+    shutil.copytree(golden / "llama", source)
+    name = "model.layers.1.mlp.down_proj.weight"
+    file = next(file for file in source.glob("*.safetensors") if name in load_file(file))
+    weights = load_file(file)
+    weights[name][5, 7] = value
+    weights[name][0, 0], weights[name][2, 1] = np.inf, np.nan
+    save_file(weights, file)
+    arguments = [f"--model={source}", "--hardware.slice=cpu-8", "--workload.batch=8", "--workload.position=8"]
+    arguments += [f"--workload.param_dtype={dtype}", f"--to={tmp_path / 'out'}"]
+    for kind in ("hf", "levanter"):
+        done = run("checkpoint", "convert", *arguments, f"--format={kind}")
+        assert done.returncode == 2 and not (tmp_path / "out").exists()
+        assert f"{name}[5, 7] is {value:g}, which {dtype} cannot hold (at most " in done.stderr
+    weights[name][5, 7] = 1.0
+    save_file(weights, file)
+    done = run("checkpoint", "convert", *arguments)
+    assert done.returncode == 0, done.stderr
+    written = tensors(tmp_path / "out")[name]
+    assert np.isposinf(written[0, 0]) and np.isnan(written[2, 1]) and (~np.isfinite(written)).sum() == 2
+
+
+def test_what_was_written_is_read_back(golden, tmp_path, monkeypatch):
+    """Before the mark is removed: a file with another tensor, and a config.json that the store has not kept."""
+    encode = save.encode_header
+
+    def lose_content(folder, name, text):
+        target.write_file(folder, name, b"{}")
+
+    with jax.set_mesh(mesh_of(1, 2, 2)):
+        module = load_pretrained(golden / "llama")
+        with monkeypatch.context() as patch:
+            patch.setattr(save, "encode_header", lambda described: encode({**described}).replace(b"F32", b"I32", 1))
+            with pytest.raises(
+                CheckpointError, match=r"model\.safetensors is not what was written: .* is .*int32.*, not"
+            ):
+                save_pretrained(module, str(tmp_path), {})
+        with monkeypatch.context() as patch:
+            patch.setattr(save, "write_file", lose_content)
+            with pytest.raises(CheckpointError, match=r"config\.json is not what was written: its content"):
+                save_pretrained(module, str(tmp_path), {})
+        assert (tmp_path / target.INCOMPLETE).exists()
+        save_pretrained(module, str(tmp_path), {})
+    assert not (tmp_path / target.INCOMPLETE).exists()
+    assert_same(tensors(tmp_path), tensors(golden / "llama"))
+
+
 def test_files_have_even_sizes():
     sizes = {f"layer {i}": 100 + i % 7 for i in range(97)}
     for processes in (1, 2, 3, 5):
-        files = save.assign_files(sizes, processes)
+        files = written_files.assign_files(sizes, processes)
         assert [name for names in files.values() for name in names] == [*sizes]
         weights = [sum(sizes[name] for name in names) for names in files.values()]
         assert len(files) == processes and max(weights) - min(weights) <= 2 * 106
+    for limit in (100, 250, 1000):  # bytes
+        files = written_files.assign_files(sizes, 2, limit)
+        assert all(len(names) == 1 or sum(sizes[name] for name in names) <= limit for names in files.values())
 
 
 def test_what_cannot_be_written(golden, tmp_path):
@@ -122,9 +205,9 @@ def test_what_cannot_be_written(golden, tmp_path):
     with pytest.raises(ConfigError, match=r"written to local folders, gs:// and s3://, not az://"):
         save_levanter(module, "az://container/folder", {})
     with pytest.raises(CheckpointError, match=r"lm_head\.weight \[256, 96\] cannot be written"):
-        program = save.trace_program(eqx.filter_eval_shape(lambda: module))
+        program = trace_program(eqx.filter_eval_shape(lambda: module))
         views = {path: view for path, view in program.views.items() if "lm_head" not in path}
-        save_pretrained(module, str(tmp_path / "out"), {}, save.StateDictProgram(program.tensors, views))
+        save_pretrained(module, str(tmp_path / "out"), {}, StateDictProgram(program.tensors, views))
     assert not (tmp_path / "out").exists()
 
 
@@ -143,7 +226,7 @@ def test_a_target_that_cannot_be_written_to_is_refused_before_the_load(golden, t
 
 def test_an_interrupted_copy_is_replaced(golden, tmp_path, monkeypatch):
     """No file is seen before it is complete; the next run removes what an interrupted one left, and nothing else."""
-    monkeypatch.setattr(save, "FILE_BYTES", 200_000)
+    monkeypatch.setattr(written_files, "MAX_FILE_BYTES", 200_000)
     arguments = [f"--model={golden / 'llama'}", "--hardware.slice=cpu-8", "--workload.param_dtype=float32"]
     arguments += ["--workload.batch=8", "--workload.position=64", f"--to={tmp_path}"]
     (tmp_path / "notes.txt").write_text("mine")
@@ -161,7 +244,7 @@ def test_an_interrupted_copy_is_replaced(golden, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "shardplan.incomplete", first_file}
     # what a killed run leaves, too
     (tmp_path / "model-00002-of-00004.safetensors.partial").write_text("part")
-    monkeypatch.setattr(save, "FILE_BYTES", 10**9)
+    monkeypatch.setattr(written_files, "MAX_FILE_BYTES", 10**9)
     done = run("checkpoint", "convert", *arguments)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -266,9 +349,12 @@ def test_bad_input(golden, tmp_path):
     assert done.returncode == 0 and "PartitionSpec" in done.stdout and not (tmp_path / "out").exists()
 
 
-def test_one_expert_is_gathered_without_the_others():
+@pytest.mark.parametrize(
+    "spec", [(None, "model", "data", None), (None, ("data", "model"), None, None), (None, ("model",), ("data",), None)]
+)
+def test_one_expert_is_gathered_without_the_others(spec):
     """Only the devices that hold an expert send it; a slice along the sharded dimension would gather all experts."""
-    sharding = NamedSharding(mesh_of(1, 2, 4), PartitionSpec(None, "model", "data", None))
+    sharding = NamedSharding(mesh_of(1, 2, 4), PartitionSpec(*spec))
     shape, box = (4, 8, 64, 64), (1, 1, 64, 64)
     values = np.random.default_rng(0).integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)  # NaN and -0.0 too
     array = jax.device_put(values, sharding)

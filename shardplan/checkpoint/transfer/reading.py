@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.checkpoint.format.casting import copy_cast
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
 from shardplan.checkpoint.transfer.byte_ranges import find_runs, merge_boxes
@@ -82,7 +83,11 @@ def plan_reads(
 
 
 def run_read(read: Read) -> int:
-    """Read a range, copy it into the targets, and return the number of bytes read."""
+    """Read a range, copy it into the targets, and return the number of bytes read.
+
+    Raises:
+        ConfigError: a value is too large for the type of the target.
+    """
     low, _ = read.span
     tensor = read.tensor
     itemsize = tensor.dtype.itemsize
@@ -100,7 +105,7 @@ def run_read(read: Read) -> int:
         source: Any = np.lib.stride_tricks.as_strided(staging[piece.offset - low :], piece.shape, strides)
         if piece.scale != 1:
             source = source.astype(np.float32) * np.float32(piece.scale)
-        np.copyto(_target_box(target, piece), source, casting="unsafe")
+        copy_cast(_target_box(target, piece), source, piece, tensor.shape)
     return read.nbytes
 
 

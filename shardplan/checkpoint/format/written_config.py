@@ -1,0 +1,59 @@
+"""The config.json of a checkpoint that is written: that of the source, corrected to say what the files hold.
+
+A config.json is copied from a checkpoint, or made from a Levanter configuration. Either may have another type, another
+head or other names in mind than those of the tensors that are written beside it.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardplan.model.inspect import named_leaves
+from shardplan.model.registry import SUPPORTED_MODELS, transformers_config
+
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""Keys that say how stored weights were quantised; those that are written never are."""
+DTYPE_KEYS = ("dtype", "torch_dtype")
+"""Key of the type of the weights in transformers 5, and in older versions."""
+
+
+def describe_written(config: Mapping[str, Any], model: Any, dtypes: Mapping[np.dtype, int]) -> dict[str, Any]:
+    """Return `config` with the keys corrected that do not describe `model` as it is written.
+
+    Args:
+        config: content of a config.json.
+        model: the Levanter model; only shapes and types of its arrays are used.
+        dtypes: type -> bytes that are written in it; a config.json names one, the most frequent.
+    """
+    result = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    written = str(max(dtypes, key=lambda dtype: dtypes[dtype]))
+    for key in [key for key in DTYPE_KEYS if key in config] or ["torch_dtype"]:
+        result[key] = written
+    model_type = config.get("model_type")
+    if model_type not in SUPPORTED_MODELS:
+        return result
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    read = transformers_config(copy.deepcopy(result))  # transformers adds keys to nested mappings
+    expected = {
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
+        "tie_word_embeddings": getattr(model, "lm_head", None) is None,
+        "vocab_size": model.Vocab.size,
+    }
+    for key, value in expected.items():
+        if getattr(read, key, None) != value:
+            result[key] = value
+    return result
+
+
+def count_bytes_by_dtype(model: Any) -> Counter[np.dtype]:
+    """Return the type of a model's arrays -> their bytes."""
+    counts: Counter[np.dtype] = Counter()
+    for _, leaf in named_leaves(model):
+        array: jax.Array = getattr(leaf, "array", leaf)
+        counts[np.dtype(array.dtype)] += array.nbytes
+    return counts

@@ -1,0 +1,1 @@
+"""The drop-in for Levanter's converter: its side that saves."""

@@ -1,0 +1,103 @@
+"""The config.json of a model that a Levanter converter saves.
+
+Levanter makes it from its own configuration, which has no place for some keys of Hugging Face. So where the model has
+the sizes of the converter's reference checkpoint, the keys are those of the reference, and only what was changed since
+is taken from Levanter.
+"""
+
+import json
+from enum import Enum
+from typing import Any
+
+from shardplan.errors import ConfigError
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import SUPPORTED_MODELS, build_model
+from shardplan.storage import open_folder
+
+SIZE_KEYS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "num_local_experts", "n_embd", "n_layer", "n_head",
+)  # fmt: skip
+"""Keys of a config.json that two checkpoints of one architecture have in common."""
+LEGACY_ROPE_KEYS = ("rope_theta", "rope_scaling")
+"""Keys for what transformers 5 writes as `rope_parameters`; older versions and other programs read these."""
+
+
+def make_hf_config(converter: Any, model: Any) -> dict[str, Any]:
+    """Return the content of config.json for `model`.
+
+    Args:
+        converter: a Levanter `HFCheckpointConverter`, whose tokenizer and `config_overrides` have a say.
+        model: a Levanter model.
+    """
+    values = _to_json(converter._build_hf_config_dict(model))
+    own = _to_json(model.config.to_hf_config(model.Vocab.size).to_dict())
+    reference, reference_config = _read_reference(converter)
+    result = dict(values)
+    if reference_config is None:
+        result |= _left_out(own, model.config)
+    else:
+        unchanged = _to_json(reference_config.to_hf_config(model.Vocab.size).to_dict())
+        if any(own.get(key) != unchanged.get(key) for key in SIZE_KEYS):
+            result |= _left_out(own, model.config)
+        else:
+            # a key that neither the converter nor a training has set is as the reference has it
+            same = [key for key in reference if values.get(key) == own.get(key) == unchanged.get(key)]
+            result |= {key: reference[key] for key in same}
+    return _with_legacy_rope_keys(result)
+
+
+def _to_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values as they are read again from a config.json."""
+
+    def encode(value: Any) -> str:
+        if isinstance(value, Enum):  # an activation function of Levanter
+            return value.name
+        raise TypeError(f"{value!r} is not a value of a config.json")
+
+    result: dict[str, Any] = json.loads(json.dumps(values, default=encode))
+    return result
+
+
+def _read_reference(converter: Any) -> tuple[dict[str, Any], Any]:
+    """Return the config.json of the reference checkpoint, and Levanter's configuration of it.
+
+    The latter is None without a reference of a type that shardplan knows, which the model cannot be compared with.
+    """
+    if converter.reference_checkpoint is None:
+        return {}, None
+    try:
+        values = converter.default_hf_config.to_dict()
+        if values["model_type"] not in SUPPORTED_MODELS:
+            return {}, None
+        hf_config = read_config(None, open_folder(str(converter.reference_checkpoint)))
+        return _to_json(values), build_model(hf_config, position=1).config
+    except (ConfigError, OSError):  # another model, or a hub that does not answer: Levanter saves all the same
+        return {}, None
+
+
+def _left_out(own: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return the keys that describe a Levanter configuration, and that its `to_hf_config` leaves out."""
+    result: dict[str, Any] = {}
+    if hasattr(config, "attention_config") and "hidden_size" in own:
+        head_dim = config.attention_config().head_size
+        implied = own.get("head_dim") or own["hidden_size"] // own["num_attention_heads"]
+        if head_dim != implied:
+            result["head_dim"] = head_dim
+    theta, scaling = config.rope.to_hf_config() if getattr(config, "rope", None) else (None, None)
+    if scaling:  # Mistral and Mixtral
+        rope = own.get("rope_parameters")
+        result["rope_scaling"] = scaling
+        if rope is not None:
+            result["rope_parameters"] = {**scaling, "rope_theta": theta}
+    return result
+
+
+def _with_legacy_rope_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Make the older keys of rotary embeddings say what `rope_parameters` says, if it is there."""
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        return values
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    is_scaled = scaling.get("rope_type", "default") != "default"
+    return {**values, "rope_theta": rope["rope_theta"], "rope_scaling": scaling if is_scaled else None}

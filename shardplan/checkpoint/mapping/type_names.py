@@ -1,0 +1,66 @@
+"""The names that transformers gives the tensors of a model type in its files; Levanter's converter may write others."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, expected_tensors, trace_program
+from shardplan.checkpoint.mapping.views import Shape, View
+
+BASE_MODEL_PREFIXES = {"gpt2": "transformer"}
+"""Model type -> what transformers writes before every name of the base model, and Levanter does not."""
+MLP_OF_EXPERTS, MIXTRAL_MLP = ".mlp.", ".block_sparse_moe."
+"""Part of the names of Mixtral's experts in memory, which marin-levanter writes, and in the files of transformers."""
+
+
+def trace_type_names(template: Any, model_type: object) -> StateDictProgram:
+    """Trace the conversion of a checkpoint whose tensors have the names that transformers writes.
+
+    Args:
+        template: the Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
+        model_type: that of config.json; the names of a type that is not in the tables are those that Levanter writes.
+    """
+    expected = expected_tensors(template)
+    if model_type == "mixtral":
+        expected = _separate_experts(expected)
+    program = trace_program(template, expected)
+    prefix = BASE_MODEL_PREFIXES.get(str(model_type))
+    return program if prefix is None else _rename(program, lambda name: _add_prefix(name, prefix))
+
+
+def _separate_experts(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Name a tensor for each matrix of each expert, instead of one for all experts of a layer."""
+    result: dict[str, Shape] = {}
+    for name, shape in tensors.items():
+        layer, separator, part = name.partition(MLP_OF_EXPERTS)
+        if not separator:
+            result[name] = shape
+            continue
+        for expert in range(shape[0] if part.startswith("experts.") else 0):
+            stem = f"{layer}{MIXTRAL_MLP}experts.{expert}"
+            if part == "experts.gate_up_proj":  # of shape (experts, 2 * mlp, embed)
+                half = (shape[1] // 2, shape[2])
+                result |= {f"{stem}.w1.weight": half, f"{stem}.w3.weight": half}
+            else:
+                result[f"{stem}.w2.weight"] = shape[1:]
+        if part.startswith("gate."):
+            result[f"{layer}{MIXTRAL_MLP}{part}"] = shape
+    return result
+
+
+def _add_prefix(name: str, prefix: str) -> str:
+    """Return the name of a tensor of the base model; the head is beside the base model."""
+    return name if name.startswith("lm_head.") else f"{prefix}.{name}"
+
+
+def _rename(program: StateDictProgram, rename: Callable[[str], str]) -> StateDictProgram:
+    """Give every tensor of a program another name."""
+
+    def rename_pieces(view: View) -> View:
+        pieces = [piece._replace(tensor=rename(piece.tensor)) for piece in view.pieces]
+        return dataclasses.replace(view, pieces=tuple(pieces))
+
+    return StateDictProgram(
+        {rename(name): shape for name, shape in program.tensors.items()},
+        {path: rename_pieces(view) for path, view in program.views.items()},
+    )

@@ -1,0 +1,47 @@
+"""The final soft cap of Gemma 2, which Levanter's configuration has and its model does not apply.
+
+The methods of Levanter's class are replaced. A subclass would be another type of module, and the state of an optimizer
+that was made for the first would not fit it.
+"""
+
+import logging
+from typing import Any
+
+import haliax as hax
+from haliax import NamedArray
+
+logger = logging.getLogger(__name__)
+
+
+def cap_gemma2_logits() -> None:
+    """Make Levanter's Gemma 2 apply `final_logit_softcapping` of its configuration to logits and losses.
+
+    It is called where a Gemma 2 is built or loaded, and does nothing the second time, or if Levanter has a `__call__`
+    of its own for Gemma 2.
+    """
+    from levanter.models.gemma import Gemma2LMHeadModel
+
+    if "__call__" in vars(Gemma2LMHeadModel):
+        return
+    base: Any = Gemma2LMHeadModel.__mro__[1]  # LmHeadModel
+
+    def call(self: Any, *arguments: Any, **settings: Any) -> NamedArray:
+        """Compute the logits of the next tokens, with the soft cap of the configuration."""
+        logits = base.__call__(self, *arguments, **settings)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * hax.tanh(logits / cap)
+
+    def compute_next_token_loss(self: Any, example: Any, **settings: Any) -> Any:
+        """Compute the loss as Levanter does, with the soft cap of the configuration unless another one is given."""
+        if settings.get("logit_soft_cap") is None:
+            settings["logit_soft_cap"] = self.config.final_logit_softcapping
+        return base.compute_next_token_loss(self, example, **settings)
+
+    Gemma2LMHeadModel.__call__ = call
+    if hasattr(base, "compute_next_token_loss"):
+        Gemma2LMHeadModel.compute_next_token_loss = compute_next_token_loss
+    else:
+        logger.warning(
+            "compute_next_token_loss of this Levanter leaves out the final soft cap of Gemma 2; pass "
+            "logit_soft_cap=model.config.final_logit_softcapping"
+        )
