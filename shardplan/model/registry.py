@@ -9,23 +9,12 @@ import haliax as hax
 import jax
 from levanter.layers.attention import Attention
 
-from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.errors import ConfigError, one_line
+from shardplan.model.hf_config import check_config
 from shardplan.model.levanter_compat import correct_levanter_config, max_positions, prepare_hf_config, sliding_window
+from shardplan.model.model_types import SUPPORTED_MODELS
 from shardplan.model.own_model import CLASS_KEY, load_own_class
 from shardplan.positions.pattern import Pattern
-
-SUPPORTED_MODELS = {
-    "gemma": ("levanter.models.gemma", "GemmaConfig"),
-    "gemma2": ("levanter.models.gemma", "Gemma2Config"),
-    "gpt2": ("levanter.models.gpt2", "Gpt2Config"),
-    "llama": ("levanter.models.llama", "LlamaConfig"),
-    "mistral": ("levanter.models.mistral", "MistralConfig"),
-    "mixtral": ("levanter.models.mixtral", "MixtralConfig"),
-    "olmo2": ("levanter.models.olmo", "Olmo2Config"),
-    "qwen2": ("levanter.models.qwen", "QwenConfig"),
-    "qwen3": ("levanter.models.qwen", "Qwen3Config"),
-}
-"""Hugging Face `model_type` -> module and name of the Levanter configuration class."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,18 +83,16 @@ def build_model(hf_config: dict[str, Any], position: int) -> Model:
             positions than the model has.
     """
     model_type, own_class = hf_config["model_type"], hf_config.get(CLASS_KEY)
-    if model_type not in SUPPORTED_MODELS and own_class is None:
-        raise ConfigError(
-            f"config.json: model_type {model_type!r} is not supported; {nearest(str(model_type), SUPPORTED_MODELS)} "
-            f"(supported: {', '.join(sorted(SUPPORTED_MODELS))}; for your own model, set model.levanter_class)"
-        )
+    if own_class is None:
+        hf_config = check_config(hf_config, "config.json")  # again, because a caller may have changed keys
     try:
         hf = transformers_config(hf_config)
         if own_class is None:
             config = correct_levanter_config(
                 levanter_config_class(model_type).from_hf_config(prepare_hf_config(hf)), hf
             )
-            window, soft_cap = sliding_window(hf, position), getattr(hf, "final_logit_softcapping", None)
+            window = sliding_window(hf, position)
+            soft_cap = hf.final_logit_softcapping if model_type == "gemma2" else None
         else:
             config = load_own_class(own_class).from_hf_config(hf)
             window, soft_cap = getattr(config, "mask_window", None), getattr(config, "logit_soft_cap", None)
@@ -114,9 +101,7 @@ def build_model(hf_config: dict[str, Any], position: int) -> Model:
     except ConfigError:
         raise
     except Exception as error:  # Levanter and transformers raise anything for an odd configuration
-        raise ConfigError(
-            f"config.json: Levanter cannot express this {model_type} ({type(error).__name__}: {one_line(error)})"
-        ) from error
+        raise ConfigError(f"config.json: Levanter cannot express this {model_type}: {one_line(error)}") from error
     if position > positions:
         raise ConfigError(f"workload.position is {position}; the model has {positions} positions, use at most that")
     return Model(model_type, config, template, window, soft_cap)
