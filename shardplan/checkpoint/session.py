@@ -12,15 +12,14 @@ from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
 from shardplan.config.command_flags import LoadingConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice
-from shardplan.model.hf_config import read_config
-from shardplan.model.registry import Model, build_model
+from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import start_devices
 from shardplan.runtime.generation import check_generation
 from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group, short_text
 from shardplan.search.given_plan import check_model
-from shardplan.search.make_plan import make_plan
+from shardplan.search.make_plan import make_plan, model_in_folder
 from shardplan.step.device_mesh import make_mesh
 from shardplan.storage import Folder, open_folder
 
@@ -74,8 +73,7 @@ def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLI
 
         def open_model() -> tuple[Folder, Model]:
             folder = open_folder(config.model.ref)
-            hf_config = read_config(config.model.config, folder, config.model.levanter_class)
-            return folder, build_model(hf_config, config.workload.position)
+            return folder, model_in_folder(config, folder)
 
         folder, model = processes.agree("model", open_model, lambda _: {})
         plan = _agree_on_plan(processes, plan, lambda: make_plan(config, model), lambda plan: check_model(plan, model))

@@ -78,7 +78,7 @@ FOREIGN_KEYS = {
     "kv_lora_rank": ForeignKey(_is_true, LATENT),
     "q_lora_rank": ForeignKey(_is_true, LATENT),
     "qk_rope_head_dim": ForeignKey(_is_true, LATENT),
-    "layer_types": ForeignKey(_has_windows, WINDOWS, ("gemma2", "qwen2", "qwen3")),
+    "layer_types": ForeignKey(_has_windows, "layers of several kinds"),
     "sliding_window_pattern": ForeignKey(_is_given, WINDOWS),
     "_sliding_window_pattern": ForeignKey(_is_given, WINDOWS),
     "attention_chunk_size": ForeignKey(_is_given, "attention within chunks"),
@@ -149,8 +149,10 @@ def _is_neutral(name: str, config: Config, model_type: str) -> bool:
     match name:
         case "query_pre_attn_scalar":  # attention is scaled by the head size
             return bool(config[name] == config.get("head_dim", 256 if model_type == "gemma" else None))
-        case "layer_types":  # every layer has the window that the type has anyway
-            return model_type in ("mistral", "mixtral") and set(config[name]) == {"sliding_attention"}
+        case "layer_types" if model_type in ("gemma2", "qwen2", "qwen3"):
+            return set(config[name]) <= {"full_attention", "sliding_attention"}
+        case "layer_types" if model_type in ("mistral", "mixtral"):  # every layer has the window
+            return set(config[name]) == {"sliding_attention"}
         case "sliding_window_pattern":  # every second layer of Gemma 2 has a window
             return model_type == "gemma2" and config[name] == 2
         case _:

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.axes import MAX_SIZE
-from shardplan.model.bundled_configs import read_config_file
+from shardplan.model.bundled_configs import bundled_name, read_config_file
 from shardplan.model.levanter_compat import ACTIVATION_KEYS, ACTIVATIONS, FIXED_VALUES
 from shardplan.model.own_model import CLASS_KEY
 from shardplan.model.rope_keys import read_rope
@@ -46,7 +46,7 @@ def read_config(path: str | None, folder: Folder | None, own_class: str | None =
         ConfigError: there is none, it is not the configuration of a model, or that model is not supported.
     """
     where = path or f"{folder.ref if folder else ''}/config.json"
-    data = read_config_file(path) if path is not None else read_bytes(folder, "config.json") if folder else None
+    data = read_config_file(path) if path is not None else _read_in_folder(folder)
     if data is None:
         raise ConfigError(f"{where} does not exist; model.ref must be a Hugging Face checkpoint folder")
     try:
@@ -66,6 +66,21 @@ def read_config(path: str | None, folder: Folder | None, own_class: str | None =
             "model.levanter_class)"
         )
     return check_config(*read_text_part(loaded, where))
+
+
+def _read_in_folder(folder: Folder | None) -> bytes | None:
+    """Read the config.json of a checkpoint folder; None if there is none.
+
+    Raises:
+        ConfigError: the folder cannot be read; of a model that is bundled, the message says so.
+    """
+    try:
+        return read_bytes(folder, "config.json") if folder else None
+    except ConfigError as error:
+        name = bundled_name(folder.ref) if folder else None
+        if name is None:
+            raise
+        raise ConfigError(f"{error}; to plan without weights, use --model {name}, which is bundled") from error
 
 
 def check_config(values: dict[str, Any], where: str) -> dict[str, Any]:

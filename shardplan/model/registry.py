@@ -31,6 +31,8 @@ class Model:
     """Width in tokens of the attention window of every layer; None for full attention."""
     logit_soft_cap: float | None
     """Bound of the logits, applied as `cap * tanh(logits / cap)` (Gemma 2)."""
+    positions: int
+    """The number of positions that the model has."""
 
     @property
     def uses_levanter_attention(self) -> bool:
@@ -75,8 +77,11 @@ def transformers_config(hf_config: dict[str, Any]) -> Any:
     return AutoConfig.for_model(**hf_config) if is_known else PretrainedConfig(**hf_config)
 
 
-def build_model(hf_config: dict[str, Any], position: int) -> Model:
+def build_model(hf_config: dict[str, Any], position: int, shorten: bool = False) -> Model:
     """Build the Levanter model of the config.json `hf_config`, for sequences of `position` tokens.
+
+    Args:
+        shorten: if the model has fewer positions, build it for these instead of raising.
 
     Raises:
         ConfigError: an unsupported model type, a configuration that Levanter's model cannot express, or more
@@ -91,12 +96,15 @@ def build_model(hf_config: dict[str, Any], position: int) -> Model:
             config = correct_levanter_config(
                 levanter_config_class(model_type).from_hf_config(prepare_hf_config(hf)), hf
             )
+            positions = max_positions(config)
+            position = min(position, positions) if shorten else position
             window = sliding_window(hf, position)
             soft_cap = hf.final_logit_softcapping if model_type == "gemma2" else None
         else:
             config = load_own_class(own_class).from_hf_config(hf)
+            positions = max_positions(config)
+            position = min(position, positions) if shorten else position
             window, soft_cap = getattr(config, "mask_window", None), getattr(config, "logit_soft_cap", None)
-        positions = max_positions(config)
         template = abstract_module(config, hax.Axis("vocab", hf.vocab_size))
     except ConfigError:
         raise
@@ -104,4 +112,4 @@ def build_model(hf_config: dict[str, Any], position: int) -> Model:
         raise ConfigError(f"config.json: Levanter cannot express this {model_type}: {one_line(error)}") from error
     if position > positions:
         raise ConfigError(f"workload.position is {position}; the model has {positions} positions, use at most that")
-    return Model(model_type, config, template, window, soft_cap)
+    return Model(model_type, config, template, window, soft_cap, positions)
