@@ -15,14 +15,14 @@ from shardplan.config.command_flags import LoadingConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model.hf_config import read_config
-from shardplan.model.registry import Model, build_model
+from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import start_devices
 from shardplan.runtime.generation import check_generation
 from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group, short_text
 from shardplan.search.given_plan import check_model
-from shardplan.search.make_plan import make_plan
+from shardplan.search.make_plan import build_configured, make_plan
 from shardplan.step.device_mesh import make_mesh
 from shardplan.storage import Folder, open_folder
 
@@ -79,11 +79,11 @@ def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLI
         def open_model() -> tuple[Folder, dict[str, Any], Model]:
             folder = open_folder(config.model.ref)
             hf_config = read_config(config.model.config, folder, config.model.levanter_class)
-            return folder, hf_config, build_model(hf_config, config.workload.position)
+            return folder, hf_config, build_configured(config, hf_config)
 
         folder, hf_config, model = processes.agree("model", open_model, lambda _: {})
         if is_tied(model.template) and has_own_head(model.template, folder, processes):
-            model = build_model({**hf_config, **UNTIED}, config.workload.position)
+            model = build_configured(config, {**hf_config, **UNTIED})
 
         def check(plan: Plan) -> None:
             check_model(plan, model)

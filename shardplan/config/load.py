@@ -26,7 +26,7 @@ def load_config(*files: str, **sections: Any) -> PlanConfig:
     """The configuration in YAML files, of which later ones win, with the keys that are given here.
 
     As in `load_config("configs/8b.yaml", workload={"batch": 4}, pin=["mlp=model"])`. Keys that only a command has are
-    checked and left out.
+    checked and left out. `model="x"` means what `--model x` does on the command line, in a file as well.
 
     Raises:
         ConfigError: a file that cannot be read, an unknown key, or a value of the wrong type.
@@ -38,7 +38,9 @@ def load_command(cls: type[C], files: Sequence[str], sections: Mapping[str, Any]
     """The configuration `cls` of a command, in files and with keys as `load_config` takes them."""
     keys = keys_of(cls)
     values = _read_files(files, keys)
-    overrides = flatten({name: list(value) if isinstance(value, tuple) else value for name, value in sections.items()})
+    overrides = _spell_out_model(
+        flatten({name: list(value) if isinstance(value, tuple) else value for name, value in sections.items()})
+    )
     _check(overrides, keys, where="keyword arguments")
     return _build(cls, {**values, **overrides}, files)
 
@@ -65,7 +67,7 @@ def parse_config(argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: 
     arguments = {name: value for name, value in vars(known).items() if value is not None and name not in LOGGING_FLAGS}
     files, model = arguments.pop("config", []), arguments.pop("model", None)
     if model is not None:
-        arguments["model.ref" if _is_checkpoint(model) else "model.config"] = model
+        arguments[_model_key(model)] = model
     overrides = {name: _interpret(keys[name], _value(keys[name], text)) for name, text in arguments.items()}
     _check(overrides, keys, where="command line")
     return _build(cls, {**_read_files(files, keys), **overrides}, files)
@@ -102,9 +104,19 @@ def _read_files(files: Sequence[str], keys: Mapping[str, Key]) -> dict[str, Any]
     return values
 
 
-def _is_checkpoint(model: str) -> bool:
-    """Whether `model` means a checkpoint: a folder, org/model or a URL; else a config.json or a bundled model."""
-    return not model.endswith(".json") and ("/" in model or Path(model).is_dir())
+def _model_key(model: str) -> str:
+    """The key that `model` is a value of: a folder, org/model or a URL is a checkpoint, other texts a config.json."""
+    is_checkpoint = not model.endswith(".json") and ("/" in model or Path(model).is_dir())
+    return "model.ref" if is_checkpoint else "model.config"
+
+
+def _spell_out_model(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of keys with `model: x` in place of its section as on the command line, `--model x`."""
+    model = values.get("model")
+    if not isinstance(model, str) or not model:
+        return values
+    others = {name: value for name, value in values.items() if name != "model"}
+    return {**others, _model_key(os.path.expanduser(model)): model}
 
 
 def _normalize(token: str) -> str:
@@ -179,7 +191,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
             f"config file {path} is one of Levanter: it has a section trainer; check it with `plan --lint {path}`"
         )
     try:
-        values = flatten(loaded)
+        values = _spell_out_model(flatten(loaded))
     except RecursionError as error:
         raise ConfigError(f"config file {path}: a section contains itself, through an alias") from error
     sections = {name.partition(".")[0] for cls in COMMANDS.values() for name in keys_of(cls) if "." in name}

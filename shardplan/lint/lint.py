@@ -24,7 +24,7 @@ from shardplan.plan.plan import Plan
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
 from shardplan.search.given_plan import plan_given_mappings
-from shardplan.search.make_plan import model_from_config
+from shardplan.search.make_plan import fit_position, model_from_config
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def target_of(config: PlanConfig, model_section: ModelSection = NO_MODEL_SECTION
                 f"model.{key} is {size} in the file, and {own} in {config.model.config or config.model.ref}; lint the "
                 "file with the model that it is for"
             )
-    return LintTarget(config, model, inspect_model(model), hardware, model_section)
+    return LintTarget(fit_position(config, model), model, inspect_model(model), hardware, model_section)
 
 
 def lint_trainer(trainer: Mapping[str, Any], target: LintTarget) -> LintResult:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from shardplan.config import PlanConfig
 from shardplan.cost.calibration import usable_bytes
@@ -15,6 +16,7 @@ from shardplan.model.registry import Model, build_model
 from shardplan.plan.attention_plan import Strategy
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Caveat, Plan, RunnerUp, SearchInfo
+from shardplan.plan.workload import Workload
 from shardplan.search.assignment_to_plan import StepCost, build_plan, estimate_cost
 from shardplan.search.fastest_batch import choose_batch
 from shardplan.search.plan_details import evaluated_candidates
@@ -31,8 +33,9 @@ from shardplan.search.reasons import (
     describe_trace,
 )
 from shardplan.search.search_configuration import RankedCandidate, SearchResult, search_configuration
-from shardplan.storage import open_folder
+from shardplan.storage import Folder, open_folder
 
+C = TypeVar("C", bound=PlanConfig)
 OFFLOAD = "offload"
 """Kind of gradient checkpointing that copies activations to the host."""
 
@@ -68,7 +71,7 @@ def rank_plans(
     open; nor in the method of attention, where several components have attention.
     """
     model = model or model_from_config(config)
-    config = choose_batch(config, model, own_attention)
+    config = choose_batch(fit_position(config, model), model, own_attention)
     result = search_configuration(config, model, count + 1, own_attention)
     if not result.fits and not nearest_miss:
         raise _infeasible_error(result.ranked[0])
@@ -83,7 +86,34 @@ def rank_plans(
 def model_from_config(config: PlanConfig) -> Model:
     """Build the model that the configuration names, without weights."""
     folder = open_folder(config.model.ref) if config.model.config is None else None
-    return build_model(read_config(config.model.config, folder, config.model.levanter_class), config.workload.position)
+    return model_in_folder(config, folder)
+
+
+def model_in_folder(config: PlanConfig, folder: Folder | None) -> Model:
+    """Build the model that the configuration names, without weights, from a folder that has been opened."""
+    return build_configured(config, read_config(config.model.config, folder, config.model.levanter_class))
+
+
+def build_configured(config: PlanConfig, hf_config: dict[str, Any]) -> Model:
+    """Build the model of a config.json, without weights, for the positions of the workload.
+
+    Where no number of positions is set, a model with fewer than the default is built for as many as it has.
+    """
+    return build_model(hf_config, config.workload.position, shorten=_has_default_position(config))
+
+
+def fit_position(config: C, model: Model) -> C:
+    """Return the configuration with as many positions as the model has, where none are set and it has fewer."""
+    position = config.workload.position
+    if not _has_default_position(config) or position <= model.positions:
+        return config
+    return replace(config, workload=replace(config.workload, position=model.positions))
+
+
+def _has_default_position(config: PlanConfig) -> bool:
+    """Whether the number of positions was left to its default."""
+    work = config.workload
+    return "workload.position" not in config.given and work.window is None and work.position == Workload.position
 
 
 def _infeasible_error(smallest: RankedCandidate) -> InfeasibleError:

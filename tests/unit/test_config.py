@@ -247,3 +247,20 @@ def test_shipped_configs_are_valid():
     for path in files:
         for cls in COMMANDS.values():
             parse_config(["--config", str(path)], cls)
+
+
+@pytest.mark.parametrize(
+    ("model", "key"), [("llama-3.1-8b", "config"), ("my/config.json", "config"), ("org/model@v1", "ref")]
+)
+def test_a_model_by_its_name_alone(tmp_path, model, key):
+    """In files and in Python `model: x` means what `--model x` does."""
+    path = write(tmp_path, "a.yaml", f"model: {model}\nworkload: {{batch: 3}}\n")
+    for loaded in (
+        load_config(path),
+        load_config(model=model, workload={"batch": 3}),
+        parse_config(["--config", path]),
+    ):
+        assert getattr(loaded.model, key) == model and loaded.workload.batch == 3
+        assert f"model.{key}" in loaded.given
+    with pytest.raises(ConfigError, match=r"a\.yaml: model is a section, not a value"):
+        load_config(write(tmp_path, "a.yaml", "model: [llama-3.1-8b]"))

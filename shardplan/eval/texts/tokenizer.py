@@ -3,20 +3,21 @@
 from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.errors import CheckpointError
+from shardplan.eval.texts.added_tokens import with_added_tokens
 from shardplan.model.registry import Model
 from shardplan.storage import Folder, read_bytes
 
 
 def read_tokenizer(folder: Folder) -> bytes:
-    """Return the tokenizer.json of a checkpoint folder.
+    """Return the tokenizer.json of a checkpoint folder, with the tokens that other files of the folder add to it.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: it has none, or one of the files is damaged.
     """
     data = read_bytes(folder, "tokenizer.json")
     if data is None:
         raise CheckpointError(f"{folder.ref} has no tokenizer.json; save a fast tokenizer there with transformers")
-    return data
+    return with_added_tokens(data, folder)
 
 
 def check_tokens(largest: int, model: Model, folder: Folder) -> None:
