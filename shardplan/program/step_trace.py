@@ -83,7 +83,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
             if workload.kind == "prefill":
                 return compute_next_logits(model, module, tokens)
             if workload.is_scoring:
-                settings = ScoreSettings(workload.top_k, workload.logit_blocks or 1)
+                settings = ScoreSettings(workload.top_k, workload.logit_blocks or 1, temperature=workload.temperature)
                 return compute_scores(model, module, tokens, equal_windows(tokens.axes[-1], workload.window), settings)
             return compute_losses(model, module, tokens, predicted)
 

@@ -69,7 +69,7 @@ def score_program(model: Model, plan: Plan, mesh: Mesh, is_packed: bool = False)
     """
     workload = plan.workload
     vocab_shards = mesh_size(plan.mesh, plan.compute_mapping.get(model.vocab.name, ()))
-    settings = ScoreSettings(workload.top_k, workload.logit_blocks or 1, vocab_shards)
+    settings = ScoreSettings(workload.top_k, workload.logit_blocks or 1, vocab_shards, workload.temperature)
 
     def score(module: Any, tokens: NamedArray, window_starts: NamedArray | None = None) -> TokenScores:
         with hax.axis_mapping(as_tuples(plan.compute_mapping)):

@@ -63,7 +63,7 @@ def read_settings(
         raise ConfigError(str(error).replace("command line:", "model_args:", 1)) from error
     if plan is None:
         parsed = replace(parsed, workload=_workload(parsed, max_length))
-    elif not plan.workload.is_scoring or plan.workload.window is None:
+    elif not plan.workload.is_scoring or plan.workload.window is None or plan.workload.temperature != 1:
         raise ConfigError(
             f"plan {parsed.plan} is not for packed requests; plan with --workload.kind score, and --workload.window as "
             "large as --workload.position"
@@ -87,8 +87,8 @@ def _workload(config: LoadingConfig, max_length: int | None) -> Workload:
         position = -(-(max_length + 1) // block) * block
     batch = work.batch if "workload.batch" in given else AUTO_BATCH
     # a window as long as the row: planned like packed windows, whose positions are not sharded
-    changed = replace(work, kind="score", top_k=0, batch=batch, position=position, window=position)
-    for key in ("kind", "window"):
+    changed = replace(work, kind="score", top_k=0, temperature=1.0, batch=batch, position=position, window=position)
+    for key in ("kind", "temperature", "window"):
         configured, needed = getattr(work, key), getattr(changed, key)
         if f"workload.{key}" in given and configured not in (None, needed):
             raise ConfigError(f"workload.{key} is {configured}, lm_eval needs {needed}; leave it out")
