@@ -69,11 +69,11 @@ class ResultsFolder:
             raise ConfigError(f"output {self.ref} cannot be used: {one_line(error)}") from error
         self._folder.remove_partial_files()
         wanted = json.loads(json.dumps(determinants))
-        for name in wanted:
-            if known.get(name) != wanted[name]:
+        for name in {**wanted, **known}:  # a setting that one of them does not name has its default there
+            if known.get(name) != wanted.get(name):
                 raise ConfigError(
                     f"output {self.ref} holds the results of another run: its {name} is {_short(known.get(name))}, "
-                    f"this run's is {_short(wanted[name])}; name another folder, or remove it"
+                    f"this run's is {_short(wanted.get(name))}; name another folder, or remove it"
                 )
 
     def check_shared(self) -> None:

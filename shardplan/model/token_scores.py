@@ -21,13 +21,16 @@ class ScoreSettings:
     """A divisor of the number of positions; the logits of this fraction of them are in memory at a time."""
     vocab_shards: int = 1
     """Number of devices that share the vocabulary; each finds the most probable among its own tokens."""
+    temperature: float = 1.0
+    """Probabilities are those of the softmax of logits / temperature."""
 
 
 class TokenScores(NamedTuple):
     """Scores of the token after each position; the last position's token is the first of the sequence."""
 
     log_prob: NamedArray
-    """float32[batch, position]: its log-probability in nats, of the softmax over the whole vocabulary."""
+    """float32[batch, position]: its log-probability in nats, of the softmax of logits / temperature over the whole
+    vocabulary."""
     rank: NamedArray
     """int32[batch, position]: the number of tokens that are more probable, or as probable with a smaller id."""
     top_log_prob: NamedArray
@@ -64,9 +67,11 @@ def _score_logits(logits: NamedArray, vocab: Axis, targets: NamedArray, settings
     """Score `targets` by float32[..., vocab] logits."""
     ids, wanted = hax.arange(vocab), targets.broadcast_axis(vocab)
     target = hax.sum(hax.where(ids == wanted, logits, 0.0), vocab)
-    total = hax.nn.logsumexp(logits, vocab)
     precedes = (logits > target) | ((logits == target) & (ids < wanted))
     rank = hax.sum(precedes.astype(jnp.int32), vocab)
+    if settings.temperature != 1:  # ranks are those of the logits, of which a division may make equal ones
+        logits, target = logits / settings.temperature, target / settings.temperature
+    total = hax.nn.logsumexp(logits, vocab)
     if settings.top_k == 0:
         return TokenScores(target - total, rank, hax.zeros_like(total))
     shape = targets.array.shape

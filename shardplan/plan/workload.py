@@ -21,6 +21,8 @@ AUTO_POSITION = -1
 """The position in a configuration that leaves it to the windows."""
 KINDS = ("eval", "prefill", "score", "train")
 CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+"""Between these, float32 logits say enough of the probabilities of tokens."""
 MIN_POSITION = 2
 """Fewest tokens of a sequence: a single one predicts nothing."""
 
@@ -50,6 +52,8 @@ class Workload:
     """The optimizer of training, as optax names it: adamw, lion, sgd, ..."""
     top_k: int = 40
     """Of score: the number of most probable tokens whose probability is computed at every position; 0 for none."""
+    temperature: float = 1.0
+    """Of score: probabilities are those of softmax(logits / temperature)."""
     window: int | None = None
     """Of score: tokens of each of the windows that are packed into a sequence; null for one window per sequence."""
     logit_blocks: int | None = None
@@ -137,6 +141,10 @@ class Workload:
             yield f"workload.window is for workload.kind score, and the kind is {self.kind}; leave it out"
         if self.logit_blocks is not None and not self.has_logit_blocks:
             yield f"workload.logit_blocks is for workload.kind eval and score, not {self.kind}; leave it out"
+        if not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:  # also if it is no number
+            yield temperature_problem("workload.temperature", self.temperature)
+        if self.temperature != 1 and not self.is_scoring:
+            yield f"workload.temperature is for workload.kind score, and the kind is {self.kind}; leave it out"
         if not 0 <= self.top_k <= MAX_SIZE:
             yield f"workload.top_k is {self.top_k}; it must be 0 to {MAX_SIZE}"
         is_open = self.position == AUTO_POSITION
@@ -156,6 +164,14 @@ class Workload:
             yield f"workload.microbatches {parts} does not divide workload.batch {batch}; use {near}"
         if not self.is_training and parts != 1:
             yield f"workload.microbatches is {parts}: only training has them; set workload.kind to train"
+
+
+def temperature_problem(key: str, value: float) -> str:
+    """Return what is wrong with a temperature that is too low, too high or no number."""
+    return (
+        f"{key} is {value:g}; it must be {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} (ranks say what greedy decoding "
+        "produces, the limit of 0)"
+    )
 
 
 def raise_first(problems: Iterator[str]) -> None:

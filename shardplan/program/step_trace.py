@@ -84,7 +84,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
             if workload.kind == "prefill":
                 return compute_next_logits(model, module, tokens)
             if workload.is_scoring:
-                settings = ScoreSettings(workload.top_k, workload.num_logit_blocks)
+                settings = ScoreSettings(workload.top_k, workload.num_logit_blocks, temperature=workload.temperature)
                 return compute_scores(model, module, tokens, equal_windows(tokens.axes[-1], workload.window), settings)
             return compute_losses(model, module, tokens, predicted, blocks=workload.num_logit_blocks)
 

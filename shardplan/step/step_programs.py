@@ -72,7 +72,7 @@ def score_program(model: Model, plan: Plan, mesh: Mesh, is_packed: bool = False)
     """
     workload = plan.workload
     vocab_shards = mesh_size(plan.mesh, plan.compute_mapping.get(model.vocab.name, ()))
-    settings = ScoreSettings(workload.top_k, workload.num_logit_blocks, vocab_shards)
+    settings = ScoreSettings(workload.top_k, workload.num_logit_blocks, vocab_shards, workload.temperature)
 
     def score(module: Any, tokens: NamedArray, window_starts: NamedArray | None = None) -> TokenScores:
         with hax.axis_mapping(as_tuples(plan.compute_mapping)):

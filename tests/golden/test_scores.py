@@ -53,6 +53,17 @@ def test_scores_equal_those_of_transformers(golden, make_config, name, mesh, k, 
     check(*run(golden, make_config, name, mesh, score, **workload), k)
 
 
+@pytest.mark.parametrize(("name", "temperature", "blocks"), [("gemma2", 0.7, 4), ("llama", 2.0, 1)])
+def test_scores_at_a_temperature(golden, make_config, name, temperature, blocks):
+    """Those of the logits of transformers, divided in float64; after the soft cap of Gemma 2."""
+    workload = {
+        "workload_kind": "score", "workload_logit_blocks": blocks, "workload_temperature": temperature,
+    }  # fmt: skip
+    change = {"vocab": ["model"], "batch": ["replica"]}
+    result, logits = run(golden, make_config, name, (1, 4, 2), score, change_plan=change, **workload)
+    check(result, logits.astype(np.float64) / temperature, 40)
+
+
 @pytest.mark.parametrize("mesh_axes", [["model"], ["data", "model"], []])
 def test_scores_with_sharded_vocab(golden, make_config, mesh_axes):
     """Each device has fewer tokens of the vocabulary than k, or all."""

@@ -234,7 +234,7 @@ def test_a_plan_of_version_0_1_loads():
     assert written["cost"].pop("model_flops") is None and written["model"].pop("position") == "position"
     assert written["model"].pop("levanter_class") is None and written["model"].pop("vocab") == "vocab"
     assert written["model"].pop("unsharded_in_kernels") == ["q_heads_per_group", "head_size"]
-    for key, value in (("top_k", 40), ("window", None), ("logit_blocks", None)):
+    for key, value in (("top_k", 40), ("temperature", 1.0), ("window", None), ("logit_blocks", None)):
         assert written["workload"].pop(key) == value
     assert written.pop("checksum")
     assert written == values
