@@ -210,7 +210,7 @@ class Space:
             possible = strategies & {Strategy.HYBRID} or strategies & {Strategy.ALL_GATHER}
         # only a contiguous order lets a sliding window leave out hops of the ring
         is_even = self.sizes[self.position] % (2 * mesh_size(mesh, position_axes)) == 0
-        allows_zigzag = self.step.pattern.window is None and is_even
+        allows_zigzag = self.step.pattern.difference_bounds == (None, None) and is_even
         return [
             method for method in self.methods
             if method.strategy in possible and (allows_zigzag or method.order == SequenceOrder.CONTIGUOUS)
