@@ -49,7 +49,7 @@ class Workload:
     """Parts of the batch that a training step computes one after the other, adding up their gradients; null for the
     number that is fastest and fits."""
     optimizer: str = "adamw"
-    """The optimizer of training, as optax names it: adamw, lion, sgd, ..."""
+    """The optimizer of training, as optax names it: adamw, lion, sgd, ...; adamw+ema also averages the parameters."""
     top_k: int = 40
     """Of score: the number of most probable tokens whose probability is computed at every position; 0 for none."""
     temperature: float = 1.0
