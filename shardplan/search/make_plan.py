@@ -15,6 +15,7 @@ from shardplan.model.registry import Model, build_model
 from shardplan.plan.attention_plan import Strategy
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Caveat, Plan, RunnerUp, SearchInfo
+from shardplan.plan.workload import Workload
 from shardplan.search.assignment_to_plan import StepCost, build_plan, estimate_cost
 from shardplan.search.fastest_batch import choose_batch
 from shardplan.search.plan_details import evaluated_candidates
@@ -71,7 +72,7 @@ def rank_plans(
     config = choose_batch(config, model, own_attention)
     result = search_configuration(config, model, count + 1, own_attention)
     if not result.fits and not nearest_miss:
-        raise _infeasible_error(result.ranked[0])
+        raise _infeasible_error(result.ranked[0], config.workload)
     unrestricted = None
     if config.expressible and result.fits:
         free = search_configuration(replace(config, expressible=False), model, 1, own_attention)
@@ -86,12 +87,17 @@ def model_from_config(config: PlanConfig) -> Model:
     return build_model(read_config(config.model.config, folder, config.model.levanter_class), config.workload.position)
 
 
-def _infeasible_error(smallest: RankedCandidate) -> InfeasibleError:
-    """Return the error that no plan fits, which names the nearest miss and the missing memory."""
+def _infeasible_error(smallest: RankedCandidate, requested: Workload) -> InfeasibleError:
+    """Return the error that no plan fits, which names the nearest miss and the missing memory.
+
+    Args:
+        requested: the workload, with what it leaves to the search still open.
+    """
     candidate, hardware = smallest.candidate, smallest.candidate.space.hardware
     usable, available = usable_bytes(hardware) / GIB, hardware.generation.hbm_gib
     needed = candidate.peak_bytes / GIB
-    more = ", more workload.microbatches" if smallest.config.workload.is_training else ""
+    allows_more = requested.is_training and requested.microbatches is not None
+    more = ", more workload.microbatches" if allows_more else ""
     less = ", or leave out expressible" if smallest.config.expressible else ""
     return InfeasibleError(
         f"no plan fits {hardware.name}: the nearest miss, mesh {mesh_text(candidate.mesh)}, needs {needed:.2f} GiB per "
@@ -142,7 +148,7 @@ def _plan(
 
 def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:
     space = ranked.candidate.space
-    if not space.requires_kernel and not space.hardware.is_cpu:
+    if space.step.has_attention and not space.requires_kernel and not space.hardware.is_cpu:
         yield Caveat.NO_ATTENTION_KERNEL
     if ranked.config.workload.gradient_checkpointing == OFFLOAD:
         yield Caveat.OFFLOAD_NOT_PRICED
@@ -158,7 +164,8 @@ def _choice_reasons(
 ) -> list[str]:
     """Why the plan was chosen, and which shardings were impossible; the arguments are those of `_plan`."""
     plan, statistics = cost.plan, result.statistics
-    has_kernel = ranked.candidate.space.requires_kernel
+    space = ranked.candidate.space
+    has_kernel = space.step.has_attention and space.requires_kernel
     reasons = [
         describe_choice(fits=result.fits, evaluated=statistics.evaluated, has_kernel=has_kernel),
         describe_time(
