@@ -157,7 +157,11 @@ class PlanCommand(ReportingConfig):
     lint_seconds: int = 60
     """With lint, the search for edits ends after so many seconds, and says so."""
     rank_slices: tuple[str, ...] = ()
-    """Generations (v4, v5p, ..., or all) of which every named slice is planned for and ranked by tokens/s per chip."""
+    """Slices (v6e-8, 2xv6e-256), and generations (v4, v5p, ..., or all) of which every named slice is meant, to plan
+    for and to rank by tokens/s per chip."""
+    price: tuple[str, ...] = ()
+    """Of rank_slices: prices of a chip-hour in any currency, as v6e=2.70; ranks by cost of a step of training, or of a
+    million tokens of anything else."""
     list_slices: bool = False
     """Only print the slices of every generation; needs no model."""
     json: str | None = None
@@ -175,6 +179,8 @@ class PlanCommand(ReportingConfig):
             super().__post_init__()
         check_minimum("verify", int(self.verify), 0)
         check_minimum("lint_seconds", self.lint_seconds, 0)
+        if self.price and not self.rank_slices:
+            raise ConfigError("price is for ranking slices; name some with --rank_slices, or leave price out")
         if self.list_slices and self.report is not None:
             raise ConfigError("list_slices plans nothing; leave report out")
         if self.verdicts is not None and self.report is None:

@@ -14,7 +14,7 @@ from shardplan.plan.displayed import Displayed
 from shardplan.plan.plan import Plan
 from shardplan.search.fastest_batch import MAX_TOKENS
 from shardplan.search.make_plan import make_plan, model_from_config
-from shardplan.search.search_configuration import AUTO_CHECKPOINTING
+from shardplan.search.open_choices import AUTO_CHECKPOINTING
 
 CURVE_DOUBLINGS = 3
 """How often the batch of an evaluation is doubled, and halved."""
@@ -134,7 +134,8 @@ def _changes(config: PlanConfig, fits: bool) -> Iterator[list[tuple[str, PlanCon
     ]
     other = "bfloat16" if work.param_dtype == "float32" else "float32"
     yield [(f"workload.param_dtype {other}", with_work(param_dtype=other))]
-    counts = [n for n in range(2, work.batch + 1) if work.batch % n == 0 and n != parts] if work.is_training else []
+    is_given = work.is_training and parts is not None  # otherwise every number is tried already
+    counts = [n for n in range(2, work.batch + 1) if work.batch % n == 0 and n != parts] if is_given else []
     yield [(f"workload.microbatches {n}", with_work(microbatches=n)) for n in (counts[:1] if fits else counts)]
     yield [
         (f"workload.gradient_checkpointing {kind}", with_work(gradient_checkpointing=kind))

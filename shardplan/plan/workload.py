@@ -38,16 +38,15 @@ class Workload:
     """Sequences per step, over all devices; auto for the number with most tokens per second that fits."""
     position: int = field(default=2048, metadata={AUTO: AUTO_POSITION})
     """Tokens per sequence; auto for the length that windows fill best, where windows are packed."""
-    param_dtype: str = "bfloat16"
-    """Type of stored parameters: bfloat16, float16 or float32."""
+    param_dtype: str = None  # type: ignore[assignment]  # text from __post_init__ on
+    """Type of stored parameters: bfloat16, float16 or float32; default: float32 for training, else bfloat16."""
     compute_dtype: str = "bfloat16"
     """Type of activations and matrix products."""
     gradient_checkpointing: str = "default"
     """Which activations training keeps, as Levanter names it: default, recompute, nested, offload or save_all; auto for
     the fastest that fits, offload left out."""
-    microbatches: int | None = 1
-    """Parts of the batch that a training step computes one after the other, adding up their gradients; null for the
-    number that is fastest and fits."""
+    microbatches: int | None = None
+    """Parts of a training batch that are computed in turn; default: the fastest number that fits."""
     optimizer: str = "adamw"
     """The optimizer of training, as optax names it: adamw, lion, sgd, ...; adamw+ema also averages the parameters."""
     top_k: int = 40
@@ -59,6 +58,10 @@ class Workload:
     logit_blocks: int | None = None
     """Of eval and score: parts of the positions whose logits are in memory one after the other; null for as few as keep
     them within 256 MiB per device, of eval only where all logits at once do not fit, or make a slower plan."""
+
+    def __post_init__(self) -> None:
+        if self.param_dtype is None:
+            object.__setattr__(self, "param_dtype", default_param_dtype(self.kind))
 
     @property
     def is_training(self) -> bool:
@@ -172,6 +175,14 @@ def temperature_problem(key: str, value: float) -> str:
         f"{key} is {value:g}; it must be {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} (ranks say what greedy decoding "
         "produces, the limit of 0)"
     )
+
+
+def default_param_dtype(kind: str) -> str:
+    """The type of stored parameters where a workload does not name one.
+
+    Updates of an optimizer are smaller than the steps of bfloat16, so that training stores float32.
+    """
+    return "float32" if kind == "train" else "bfloat16"
 
 
 def raise_first(problems: Iterator[str]) -> None:

@@ -235,6 +235,11 @@ class Step:
         )  # fmt: skip
 
     @cached_property
+    def has_attention(self) -> bool:
+        """Whether the step computes attention, which a model without it, such as a state-space model, does not."""
+        return any(task.kind == TaskKind.ATTENTION for task in self.tasks)
+
+    @cached_property
     def attention_axes(self) -> tuple[AttentionAxes, ...]:
         """The axes of each kind of attention in the model."""
         kinds = []

@@ -74,7 +74,7 @@ def rank_plans(
     config = choose_batch(fit_position(config, model), model, own_attention)
     result = search_configuration(config, model, count + 1, own_attention)
     if not result.fits and not nearest_miss:
-        raise _infeasible_error(result.ranked[0])
+        raise _infeasible_error(result.ranked[0], config.workload)
     unrestricted = None
     if config.expressible and result.fits:
         free = search_configuration(replace(config, expressible=False), model, 1, own_attention)
@@ -116,12 +116,17 @@ def _has_default_position(config: PlanConfig) -> bool:
     return "workload.position" not in config.given and work.window is None and work.position == Workload.position
 
 
-def _infeasible_error(smallest: RankedCandidate) -> InfeasibleError:
-    """Return the error that no plan fits, which names the nearest miss and the missing memory."""
+def _infeasible_error(smallest: RankedCandidate, requested: Workload) -> InfeasibleError:
+    """Return the error that no plan fits, which names the nearest miss and the missing memory.
+
+    Args:
+        requested: the workload, with what it leaves to the search still open.
+    """
     candidate, hardware = smallest.candidate, smallest.candidate.space.hardware
     usable, available = usable_bytes(hardware) / GIB, hardware.generation.hbm_gib
     needed = candidate.peak_bytes / GIB
-    more = ", more workload.microbatches" if smallest.config.workload.is_training else ""
+    allows_more = requested.is_training and requested.microbatches is not None
+    more = ", more workload.microbatches" if allows_more else ""
     less = ", or leave out expressible" if smallest.config.expressible else ""
     return InfeasibleError(
         f"no plan fits {hardware.name}: the nearest miss, mesh {mesh_text(candidate.mesh)}, needs {needed:.2f} GiB per "
@@ -172,7 +177,7 @@ def _plan(
 
 def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:
     space = ranked.candidate.space
-    if not space.requires_kernel and not space.hardware.is_cpu:
+    if space.step.has_attention and not space.requires_kernel and not space.hardware.is_cpu:
         yield Caveat.NO_ATTENTION_KERNEL
     if ranked.config.workload.gradient_checkpointing == OFFLOAD:
         yield Caveat.OFFLOAD_NOT_PRICED
@@ -188,7 +193,8 @@ def _choice_reasons(
 ) -> list[str]:
     """Why the plan was chosen, and which shardings were impossible; the arguments are those of `_plan`."""
     plan, statistics = cost.plan, result.statistics
-    has_kernel = ranked.candidate.space.requires_kernel
+    space = ranked.candidate.space
+    has_kernel = space.step.has_attention and space.requires_kernel
     reasons = [
         describe_choice(fits=result.fits, evaluated=statistics.evaluated, has_kernel=has_kernel),
         describe_time(
