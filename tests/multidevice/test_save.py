@@ -1,0 +1,286 @@
+"""The drop-in for Levanter's converter saves the checkpoint that it loaded, sharded in any way."""
+
+import inspect
+import json
+import math
+from pathlib import Path
+
+import haliax as hax
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import MODEL_TYPES, levanter_config, word_tokenizer
+from jax.sharding import Mesh
+from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
+from levanter.compat.hf_checkpoints import save_hf_checkpoint_callback
+from levanter.layers.attention import AttentionMask
+from levanter.layers.rotary import Llama3RotaryEmbeddingsConfig
+from safetensors.numpy import load_file
+from transformers import PreTrainedTokenizerFast
+
+from shardplan import HFCheckpointConverter, load_pretrained
+from shardplan.checkpoint import target
+from shardplan.checkpoint.levanter_converter import upload
+from shardplan.errors import ConfigError
+from shardplan.model.hf_config import read_config
+from shardplan.model.inspect import named_leaves
+from shardplan.model.levanter_compat import IS_MARIN, LENGTH_FIELD
+from shardplan.model.registry import build_model, levanter_config_class
+
+MESHES = [
+    Mesh(np.array(jax.devices()), ("data",)),
+    Mesh(np.array(jax.devices()[:4]), ("model",)),
+    Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("replica", "data", "model")),
+    Mesh(np.array(jax.devices()[:3]), ("data",)),
+]
+CASES = [(name, MESHES[i % len(MESHES)]) for i, name in enumerate(MODEL_TYPES)]
+
+
+def tokenizer():
+    return PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(0))
+
+
+def make_converter(folder, kind=HFCheckpointConverter, **settings):
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    return kind(levanter_config_class(model_type), str(folder), tokenizer=tokenizer(), **settings)
+
+
+def tensors(folder) -> dict[str, np.ndarray]:
+    """Read all tensors of a folder with the official library."""
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def assert_same(actual, expected) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (actual[name].dtype, actual[name].shape) == (value.dtype, value.shape), name
+        assert actual[name].tobytes() == value.tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [pytest.param(*case, marks=[pytest.mark.whole] if i % 3 else []) for i, case in enumerate(CASES)],
+    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value.shape.values())),
+)
+def test_what_was_loaded_is_saved(golden, tmp_path, name, mesh):
+    """Every tensor has the bytes of the source, and config.json makes the same model, with what Levanter leaves out."""
+    converter = make_converter(golden / name)
+    with jax.set_mesh(mesh):
+        model = converter.load_pretrained(None)
+        assert any(not leaf.array.sharding.is_fully_replicated for _, leaf in named_leaves(model))
+        converter.save_pretrained(model, str(tmp_path))
+    assert_same(tensors(tmp_path), tensors(golden / name))
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {path.name for path in tmp_path.iterdir()}
+    before, after = (
+        build_model(read_config(str(folder / "config.json"), None), 8) for folder in (golden / name, tmp_path)
+    )
+    assert fields(before.config) == fields(after.config)
+    assert (before.sliding_window, before.logit_soft_cap) == (after.sliding_window, after.logit_soft_cap)
+    if hasattr(before.config, "attention_config"):
+        assert before.config.attention_config() == after.config.attention_config()
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == json.loads((golden / name / "config.json").read_text())["architectures"]
+
+
+def fields(config):
+    return type(config).__name__, vars(config)
+
+
+def test_with_levanters_arguments(golden, tmp_path, monkeypatch):
+    """A cast, files of some size, no tokenizer, a changed config; a second save replaces all weights of the first."""
+    converter = make_converter(golden / "llama").with_config_overrides({"custom": [1, 2]})
+    expected = {name: value.astype(jnp.bfloat16) for name, value in tensors(golden / "llama").items()}
+    with jax.set_mesh(MESHES[2]):
+        model = converter.load_pretrained(None)
+        converter.save_pretrained(
+            model, str(tmp_path), save_tokenizer=False, max_shard_size=100_000, dtype=jnp.bfloat16
+        )
+        names = {path.name for path in tmp_path.iterdir()}
+        assert len(names) > 4 and not any("tokenizer" in name for name in names)
+        assert all(
+            sum(v.nbytes for v in load_file(file).values()) <= 100_000 for file in tmp_path.glob("*.safetensors")
+        )
+        assert_same(tensors(tmp_path), expected)
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["custom"] == [1, 2]
+        assert {config[key] for key in ("dtype", "torch_dtype") if key in config} == {"bfloat16"}
+        (tmp_path / "notes.txt").write_text("mine")
+        generation = {"eos_token_id": [1, 2]}
+        converter.save_pretrained(model, str(tmp_path), generation_config=generation, chat_template="{{ messages }}")
+    assert {path.name for path in tmp_path.glob("*.safetensors*")} == {"model.safetensors"}
+    assert_same(tensors(tmp_path), tensors(golden / "llama"))
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == generation
+    assert (tmp_path / "notes.txt").exists()
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path).chat_template == "{{ messages }}"
+    with (
+        jax.set_mesh(MESHES[2]),
+        pytest.raises(ConfigError, match=r"is 100000, which float16 cannot hold \(at most 65504"),
+    ):
+        large = jax.tree.map(lambda array: array * 0 + 1e5, model)
+        converter.save_pretrained(large, str(tmp_path / "large"), dtype=jnp.float16)
+    assert (tmp_path / "large" / target.INCOMPLETE).exists()
+
+
+def test_a_replacement_that_is_interrupted_leaves_no_checkpoint(golden, tmp_path, monkeypatch):
+    converter = make_converter(golden / "llama")
+
+    def interrupt(*_):
+        assert not list(tmp_path.glob("*.safetensors"))
+        raise KeyboardInterrupt
+
+    with jax.set_mesh(MESHES[3]):
+        model = converter.load_pretrained(None)
+        converter.save_pretrained(model, str(tmp_path), max_shard_size=100_000)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("shardplan.checkpoint.save._assemble_bytes", interrupt)
+            converter.save_pretrained(model, str(tmp_path))
+        assert (tmp_path / target.INCOMPLETE).exists() and not (tmp_path / "config.json").exists()
+        converter.save_pretrained(model, str(tmp_path))
+    assert_same(tensors(tmp_path), tensors(golden / "llama"))
+
+
+def test_a_changed_configuration_is_saved(golden, tmp_path):
+    """What a training changed, beside what the reference has and Levanter has no place for."""
+    folder = golden / "gemma2"
+    converter = make_converter(folder)
+    config = build_model(read_config(str(folder / "config.json"), None), 8).config
+    longer = type(config)(**{**vars(config), LENGTH_FIELD: 512})
+    with jax.set_mesh(MESHES[0]):
+        model = converter.load_pretrained(None, config=longer)
+        converter.save_pretrained(model.resize_vocab(264), str(tmp_path))
+    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path))
+    assert (after["max_position_embeddings"], after["vocab_size"]) == (512, 264)
+    for key in ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+        assert after[key] == before[key], key
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_model_of_other_sizes_than_the_reference(golden, tmp_path, name):
+    """The reference gives the tokenizer alone; heads of another size, and scaled frequencies, are not lost."""
+    kind = levanter_config_class(name)
+    values = {"head_dim": 16} if name == "llama" else {"rope": Llama3RotaryEmbeddingsConfig()}
+    sizes = {"hidden_dim": 32, "intermediate_dim": 48, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
+    config = levanter_config(kind, 32, **sizes, **values)
+    converter = make_converter(golden / name)
+    with jax.set_mesh(MESHES[1]):
+        model = config.model_type.init(hax.Axis("vocab", 256), config, key=jax.random.PRNGKey(0))
+        converter.save_pretrained(model, str(tmp_path))
+        loaded = load_pretrained(str(tmp_path))
+    for (path, actual), (_, expected) in zip(named_leaves(loaded), named_leaves(model), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual.array), np.asarray(expected.array), err_msg=path)
+    assert loaded.config.attention_config().head_size == values.get("head_dim", 8)
+    assert loaded.config.rope == config.rope
+
+
+@pytest.mark.usefixtures("patched_levanter")
+def test_levanters_callback_and_converter(golden, tmp_path):
+    """Patched, Levanter's own converter saves alike, also through the callback of its trainers."""
+    converter = make_converter(golden / "qwen3", LevanterConverter)
+
+    class Step:
+        step = 7
+
+    with jax.set_mesh(MESHES[2]):
+        Step.eval_model = converter.load_pretrained(None)
+        callback = save_hf_checkpoint_callback(str(tmp_path), converter)
+        callback(Step)
+        callback(Step)  # a training that was resumed saves a step once more
+    assert_same(tensors(tmp_path / "step-7"), tensors(golden / "qwen3"))
+
+
+def test_arguments_are_those_of_levanter():
+    ours, theirs = (inspect.signature(kind.save_pretrained) for kind in (HFCheckpointConverter, LevanterConverter))
+    assert theirs.parameters.keys() <= ours.parameters.keys()
+    for name, parameter in theirs.parameters.items():
+        if name not in ("export_host_budget_bytes", "max_concurrent_shards"):
+            assert ours.parameters[name].default == parameter.default, name
+
+
+def test_upload(golden, tmp_path, monkeypatch):
+    """Exactly the files of the checkpoint, into a private repository that is made if there is none."""
+    calls = []
+    monkeypatch.setattr(huggingface_hub, "repo_exists", lambda *a, **k: False)
+    monkeypatch.setattr(huggingface_hub, "create_repo", lambda *a, **k: calls.append(("create", a, k)))
+    monkeypatch.setattr(huggingface_hub, "upload_folder", lambda **k: calls.append(("upload", k)))
+    (tmp_path / "notes.txt").write_text("mine")
+    converter = make_converter(golden / "gpt2")
+    with jax.set_mesh(MESHES[1]):
+        model = converter.load_pretrained(None)
+        converter.save_pretrained(model, str(tmp_path), upload_to_hf="me/model@draft", commit_message="Step 7")
+    (_, names, created), (_, uploaded) = calls
+    assert names == ("me/model",) and created["private"]
+    assert (uploaded["repo_id"], uploaded["revision"], uploaded["commit_message"]) == ("me/model", "draft", "Step 7")
+    assert uploaded["folder_path"] == str(tmp_path)
+    assert set(uploaded["allow_patterns"]) == {path.name for path in tmp_path.iterdir()} - {"notes.txt"}
+
+    def refuse(**_):
+        raise OSError("401: who are you?")
+
+    monkeypatch.setattr(huggingface_hub, "upload_folder", refuse)
+    with (
+        jax.set_mesh(MESHES[1]),
+        pytest.raises(ConfigError, match=r"is complete, and cannot be uploaded to me/model: 401"),
+    ):
+        converter.save_pretrained(model, str(tmp_path), upload_to_hf="me/model")
+    no_reference = HFCheckpointConverter(
+        levanter_config_class("gpt2"), None, HfConfigClass=converter.HfConfigClass, tokenizer=tokenizer()
+    )
+    with pytest.raises(ConfigError, match="upload_to_hf is True, and the converter has no reference_checkpoint"):
+        no_reference.save_pretrained(model, str(tmp_path), upload_to_hf=True)
+
+
+def test_upload_from_an_object_store(tmp_path, monkeypatch, store):
+    """One file at a time, because the folder is on no disk."""
+    client, _, _ = store
+    content = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"tokens", "notes.txt": b"mine"}
+    for name, data in content.items():
+        client.put_object(Bucket="models", Key=f"out/{name}", Body=data)
+    uploaded = {}
+
+    def upload_file(path_or_fileobj, path_in_repo, **_):
+        uploaded[path_in_repo] = Path(path_or_fileobj).read_bytes()
+
+    monkeypatch.setattr(huggingface_hub, "upload_file", upload_file)
+    repository = upload.find_repository(None, "me/model")
+    upload.upload_checkpoint("s3://models/out", ["tokenizer.json"], repository, 7, {})
+    assert uploaded == {name: data for name, data in content.items() if name != "notes.txt"}
+
+
+def test_weights_of_the_reference_are_not_copied(golden, tmp_path):
+    """The code that lies beside them is."""
+    reference = tmp_path / "reference"
+    (reference / "sub").mkdir(parents=True)
+    for file in (golden / "llama").iterdir():
+        (reference / file.name).write_bytes(file.read_bytes())
+    (reference / "modeling.py").write_text("code")
+    (reference / "sub" / "more.py").write_text("more")
+    converter = make_converter(reference)
+    with jax.set_mesh(MESHES[0]):
+        model = converter.load_pretrained(None)
+        converter.save_pretrained(model, str(tmp_path / "out"), save_reference_code=True, save_tokenizer=False)
+    assert (tmp_path / "out" / "sub" / "more.py").read_text() == "more"
+    assert {path.name for path in (tmp_path / "out").glob("*.s*")} == {"model.safetensors"}
+    assert_same(tensors(tmp_path / "out"), tensors(golden / "llama"))
+
+
+def test_a_gemma2_has_its_soft_cap(golden):
+    """Logits are those of transformers, and Levanter's loss is that of these logits."""
+    reference = np.load(golden / "gemma2" / "golden.npz")
+    logits, tokens = reference["logits"].astype(np.float64), reference["tokens"]
+    with jax.set_mesh(MESHES[3]):
+        model = make_converter(golden / "gemma2").load_pretrained(None, axis_mapping={})
+        named = hax.named(jnp.asarray(tokens), ("batch", "position"))
+        actual = model(named, AttentionMask.causal())
+        assert np.abs(np.asarray(actual.rearrange(("batch", "position", "vocab")).array) - logits).max() < 2e-5
+        if not IS_MARIN:
+            return  # its loss is a function that takes the cap from its caller
+        from levanter.models.lm_model import LmExample
+
+        example = LmExample(tokens=named, loss_weight=hax.ones(named.axes), attn_mask=AttentionMask.causal())
+        losses = model.compute_next_token_loss(example, reduction=None).rearrange(("batch", "position")).array
+    normalised = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = -np.take_along_axis(normalised[:, :-1], tokens[:, 1:, None].astype(int), -1)[..., 0]
+    np.testing.assert_allclose(np.asarray(losses)[:, :-1], expected, atol=2e-5)
+    assert math.isclose(model.config.final_logit_softcapping, 30.0)
