@@ -55,7 +55,8 @@ def match_checkpoint(template: Any, index: TensorIndex, where: str) -> Match:
     Raises:
         CheckpointError: the checkpoint does not match the model.
     """
-    expected, tensors = expected_tensors(template), index.tensors
+    expected = expected_tensors(template)
+    tensors = _without_second_set(expected, index, where)
     stored = find_stored_names(expected, tensors, where)
     program = trace_program(template, expected)
     head = None if any(name.startswith(HEAD) for name in expected) else stored.head
@@ -162,6 +163,15 @@ def _check_rivals(program: StateDictProgram, tensors: Mapping[str, Tensor], wher
                 f"{where}: {name} is in both {tensors[name].file_name} and {tensors[name].other_file}, and {INDEX} "
                 "lists neither; download the checkpoint again"
             )
+
+
+def _without_second_set(expected: Mapping[str, Shape], index: TensorIndex, where: str) -> Mapping[str, Tensor]:
+    """Return the tensors of a checkpoint; without `model.safetensors` if that and the other files are both complete."""
+    others = {name: tensor for name, tensor in index.tensors.items() if tensor.file_name != SINGLE}
+    sets = (index.single, others)
+    if index.single and all(find_stored_names(expected, each, where).names.keys() == expected.keys() for each in sets):
+        return others
+    return index.tensors
 
 
 def _second_set(
