@@ -5,6 +5,7 @@ matches the model with the tensors of the checkpoint; `transfer.stream.stream_ar
 """
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +27,7 @@ from shardplan.checkpoint.format.shared_index import read_shared_index
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, expected_tensors, trace_program
 from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, stream_arrays
-from shardplan.errors import CheckpointError, ConfigError
+from shardplan.errors import CheckpointError, ConfigError, check_argument
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
 from shardplan.model.levanter_compat import RESIZES_VOCAB
@@ -84,6 +85,7 @@ def load_pretrained(
         raise ConfigError(f"load_pretrained: plan is {plan!r}, not a Plan; read a file with Plan.load(path)")
     if plan is not None and axis_mapping is not None:
         raise ConfigError("load_pretrained takes a plan or an axis_mapping, not both")
+    check_argument("load_pretrained", "ref", ref, (str, RepoRef, os.PathLike), "a folder, org/model@revision or a URL")
     folder = open_folder(str(ref))
     own_class = None if config is None else own_class_name(type(config))
     template = _make_template(read_config(None, folder, own_class), config)

@@ -30,7 +30,7 @@ from shardplan.checkpoint.format.index import INDEX, SINGLE, check_tensors, read
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.mapping.views import Piece, Shape
 from shardplan.checkpoint.target import CONFIG, LEVANTER_METADATA, claim_target, complete_target, write_file
-from shardplan.errors import CheckpointError, ConfigError, one_line
+from shardplan.errors import CheckpointError, ConfigError, check_argument, one_line
 from shardplan.model.inspect import named_leaves
 from shardplan.model.levanter_compat import CHECKPOINT_FILES, CHECKPOINT_MODEL
 from shardplan.runtime.devices import is_first_process
@@ -118,6 +118,8 @@ def save_pretrained(
         ConfigError: the folder holds a checkpoint already, or cannot be written to.
         CheckpointError: a tensor cannot be made of the model's arrays.
     """
+    check_argument("save_pretrained", "model", model, eqx.Module, "a Levanter model with its arrays")
+    check_argument("save_pretrained", "config", config, Mapping, "the content of config.json, a mapping")
     program = program or trace_program(eqx.filter_eval_shape(lambda: model))
     tensors = make_output_tensors(model, program)
     dtype_key = "dtype" if "dtype" in config else "torch_dtype"

@@ -16,6 +16,7 @@ from shardplan.model.levanter_compat import (
     loss_takes_sharded_vocab,
     splash_takes_sharded_positions,
 )
+from shardplan.plan.arguments import check_plan
 from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, as_tuples, mesh_size
 from shardplan.plan.plan import Mapping, Plan
@@ -125,6 +126,7 @@ def trainer_yaml(plan: Plan, schema: TrainerSchema = INSTALLED_SCHEMA) -> str:
     Comments after the section give settings outside of it, and a TrainerConfig subclass if the flat schema cannot
     express the plan.
     """
+    check_plan("trainer_yaml", plan)
     comments = list(_settings_outside_trainer(plan, schema))
     python = trainer_python(plan, schema)
     if python is not None:

@@ -3,13 +3,15 @@
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardplan.config import PlanConfig
+from shardplan.config.arguments import check_config
 from shardplan.cost.calibration import usable_bytes
-from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.errors import ConfigError, InfeasibleError, check_argument
 from shardplan.hardware import parse_slice
 from shardplan.levanter_config.levanter_file import read_sections
 from shardplan.levanter_config.model_section import parse_model_section
@@ -73,6 +75,8 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
     Raises:
         ConfigError: it cannot be read.
     """
+    check_argument("review", "path", path, (str, os.PathLike), "the path of a Levanter configuration")
+    check_config("review", config)
     sections = read_sections(path)
     try:
         parse_nearest(sections["trainer"], parse_slice(config.hardware.slice))  # before the model is built

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardplan.config import PlanConfig
+from shardplan.config.arguments import check_config
 from shardplan.cost.calibration import usable_bytes
 from shardplan.cost.memory import estimate_memory
 from shardplan.cost.roofline import step_tasks
@@ -52,6 +53,7 @@ def make_plan(
         ConfigError: an unusable configuration.
         InfeasibleError: nothing fits; the message says how much memory is missing at least.
     """
+    check_config("make_plan", config)
     return rank_plans(config, 1, model, nearest_miss, own_attention)[0]
 
 

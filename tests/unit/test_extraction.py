@@ -190,6 +190,10 @@ def test_settings_of_scores_that_no_step_can_have(values, message):
     assert any(message in problem for problem in Workload(**values).problems())
 
 
+A, B = "a" * 64, "b" * 64
+"""Digests of texts."""
+
+
 def test_results_folders(tmp_path):
     """A folder with anything else, of another run, or that cannot be written is refused, and nothing in it changes."""
     (tmp_path / "notes.txt").write_text("mine")
@@ -204,6 +208,23 @@ def test_results_folders(tmp_path):
     assert sorted(path.name for path in folder.rglob("*")) == ["parts", "run.json"]
     with pytest.raises(ConfigError, match="results of another run: its stride is 5, this run's is 10; name another"):
         ResultsFolder(str(folder), SCHEMA).claim({"stride": 10})
+    for name, known, wanted, message in (
+        ("texts", {"a.txt": A, "b.txt": A, "c.txt": A}, {"a.txt": B, "c.txt": A}, "texts differ: a.txt, b.txt"),
+        (
+            "checkpoint",
+            {"one.safetensors": "v1"},
+            {"one.safetensors": "v2"},
+            "files of the checkpoint differ: one.safetensors",
+        ),
+        ("tokenizer", A, B, "its tokenizer differs from this run's"),
+        ("texts", {f"{i}.txt": A for i in range(7)}, {}, "texts differ: 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 2 more"),
+    ):
+        other = tmp_path / f"{name} {len(known)}"
+        ResultsFolder(str(other), SCHEMA).claim({name: known})
+        with pytest.raises(ConfigError) as error:
+            ResultsFolder(str(other), SCHEMA).claim({name: wanted})
+        expected = f"output {other} holds the results of another run: {message}; name another folder, or remove it"
+        assert str(error.value) == expected
     with pytest.raises(ConfigError, match="is a file, not a folder"):
         ResultsFolder(str(tmp_path / "notes.txt" / "x"), SCHEMA).claim({"stride": 5})
 

@@ -313,7 +313,8 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
         ((a,), f"compare needs two results folders or more, and 1 is named: {a}"),
         ((a, a), f"{a} is named twice; name each results folder once"),
         ((a, f"{a}/../a"), f"{a}/../a is named twice; name each results folder once"),
-        ((a, tmp_path / "stoped"), f"{tmp_path}/stoped does not exist; did you mean '"),
+        ((a, tmp_path / "dencer"), f"{tmp_path}/dencer does not exist; did you mean '{tmp_path}/denser'?"),
+        ((a, tmp_path / "results"), f"{tmp_path}/results does not exist"),
         ((a, tmp_path / "empty"), f"{tmp_path}/empty holds no results of an extraction, whose run.json is missing; "),
         ((a, a / "run.json"), f"{a}/run.json is a file; name the results folder, {a}"),
         ((a, tmp_path / "stopped"),
@@ -323,7 +324,7 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
         ((a, tmp_path / "denser"),
          f"{tmp_path}/denser has windows of another protocol than {a}: stride 1 instead of 5; compare runs of one "
          "protocol"),
-        ((a, tmp_path / "others"), "have no text in common, by id and content (run.json, texts); compare runs on the "),
+        ((a, tmp_path / "others"), "have no text in common, by id and content (run.json); texts differ: one; compare runs on the same data.path"),
         ((a, tmp_path / "b", "--output", "x.jpg"), "output 'x.jpg' does not end in a known format; "),
         ((a, tmp_path / "b", "--output", a / "run.json.png"), None),
     ):  # fmt: skip

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.errors import ConfigError, missing_path, nearest, one_line
 from shardplan.eval.extraction.pictures import model_name
 from shardplan.eval.extraction.probabilities import THRESHOLDS, total_of
-from shardplan.eval.results_folder import RUN, SUMMARY
+from shardplan.eval.results_folder import RUN, SUMMARY, differing_names
 from shardplan.storage import open_folder
 from shardplan.storage.folder import read_bytes
 
@@ -80,9 +80,10 @@ def compare(refs: Sequence[str]) -> Comparison:
     digests = [each.run["texts"] for each in runs]
     common = [id_ for id_, digest in digests[0].items() if all(each.get(id_) == digest for each in digests)]
     if not common:
+        other = next((each for each in digests[1:] if each != digests[0]), digests[0])
         raise ConfigError(
-            f"{', '.join(refs)} have no text in common, by id and content ({RUN}, texts); compare runs on the same "
-            "data.path"
+            f"{', '.join(refs)} have no text in common, by id and content ({RUN}); texts differ: "
+            f"{differing_names(digests[0], other)}; compare runs on the same data.path"
         )
     every = dict.fromkeys(id_ for each in digests for id_ in each)
     texts = {id_: [each.summary["texts"][id_] for each in runs] for id_ in common}
@@ -105,7 +106,9 @@ def _read(ref: str) -> Results:
         path = Path(ref)
         if path.is_file():
             raise ConfigError(f"{ref} is a file; name the results folder, {path.parent}")
-        raise ConfigError(f"{ref} does not exist; {_hint(path)}")
+        if not _results_near(path):
+            raise ConfigError(f"{ref} {missing_path(ref, [])}; {_hint(path)}")
+        raise ConfigError(f"{ref} {missing_path(ref, _results_near(path))}")
     folder = open_folder(ref)
     files = {name: read_bytes(folder, name) for name in (RUN, SUMMARY)}
     if files[RUN] is None:
@@ -130,10 +133,15 @@ def _read(ref: str) -> Results:
 
 def _hint(path: Path) -> str:
     """Return a hint to the results folders in or beside a path: that with the most similar name, or all."""
-    near = {*path.parent.glob(f"*/{SUMMARY}"), *path.glob(f"*/{SUMMARY}")}
+    near = _results_near(path)
     if not near:
         return f"name the output of `shardplan eval --task.kind extraction`, a folder with {SUMMARY}"
-    return nearest(str(path), [str(each.parent) for each in near])
+    return nearest(str(path), near)
+
+
+def _results_near(path: Path) -> list[str]:
+    """Return the results folders in or beside a path."""
+    return [str(each.parent) for each in {*path.parent.glob(f"*/{SUMMARY}"), *path.glob(f"*/{SUMMARY}")}]
 
 
 def _check_protocol(first: Results, other: Results) -> None:
