@@ -6,6 +6,7 @@ matches the model with the tensors of the checkpoint; `transfer.stream.stream_ar
 
 import functools
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.match import Match, check_values, is_tied, match_checkpoint
 from shardplan.checkpoint.output_head import UNTIED, check_head, has_own_head
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, stream_arrays
-from shardplan.errors import CheckpointError, ConfigError
+from shardplan.errors import CheckpointError, ConfigError, check_argument
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
 from shardplan.model.levanter_compat import RESIZES_VOCAB
@@ -92,6 +93,7 @@ def load_pretrained(
         raise ConfigError(f"load_pretrained: plan is {plan!r}, not a Plan; read a file with Plan.load(path)")
     if plan is not None and axis_mapping is not None:
         raise ConfigError("load_pretrained takes a plan or an axis_mapping, not both")
+    check_argument("load_pretrained", "ref", ref, (str, RepoRef, os.PathLike), "a folder, org/model@revision or a URL")
     folder = open_folder(str(ref))
     own_class = None if config is None else own_class_name(type(config))
     template = _make_template(read_config(None, folder, own_class), config, folder)

@@ -84,7 +84,8 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
     try:
         plan, verdicts = (given, ()) if given else _search(config, model)
         others = dataclasses.replace(others, workload=dataclasses.replace(others.workload, batch=plan.workload.batch))
-        show_plan(plan, config.json, config.levanter_schema)
+        if given is None or not (config.why or config.what_if):  # of a plan that is given only the answer is new
+            show_plan(plan, config.json, config.levanter_schema)
         explain(others, plan, model)
     finally:  # also without a plan: then other settings are of most interest
         if config.what_if and model:

@@ -12,12 +12,18 @@ from draccus.utils import deflatten
 
 from shardplan.config.command_flags import COMMANDS, PlanConfig
 from shardplan.config.help import LOGGING_FLAGS, add_config, add_key, add_keys, make_parser
+from shardplan.config.key_names import nearest_key, synonym_of
 from shardplan.config.keys import Key, keys_of
+from shardplan.config.python_values import plain_value
+from shardplan.config.variables import check_variables
 from shardplan.config.yaml_file import read_yaml
-from shardplan.errors import ConfigError, nearest
+from shardplan.errors import ConfigError, check_argument, missing_path
 from shardplan.plan.serialization import decode, flatten, value_kind
 
 C = TypeVar("C", bound=PlanConfig)
+SHELL_SECTION = "launch."
+"""Section whose texts are for shells, which expand variables."""
+YAML_FILES = "paths of YAML files, and keys by name, such as workload={'batch': 4}"
 EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
 """A number that YAML 1.1 takes for text, for want of a point."""
 
@@ -31,16 +37,21 @@ def load_config(*files: str, **sections: Any) -> PlanConfig:
     Raises:
         ConfigError: a file that cannot be read, an unknown key, or a value of the wrong type.
     """
-    return load_command(PlanConfig, files, sections)
+    return load_command(PlanConfig, files, sections, "load_config")
 
 
-def load_command(cls: type[C], files: Sequence[str], sections: Mapping[str, Any]) -> C:
-    """The configuration `cls` of a command, in files and with keys as `load_config` takes them."""
-    keys = keys_of(cls)
+def load_command(cls: type[C], files: Sequence[str], sections: Mapping[str, Any], function: str) -> C:
+    """The configuration `cls` of a command, in files and with keys as `load_config` takes them.
+
+    Args:
+        function: the public function that takes them, for messages.
+    """
+    for file in files:
+        check_argument(function, "its argument", file, (str, os.PathLike), YAML_FILES)
+    files, keys = [os.fspath(file) for file in files], keys_of(cls)
     values = _read_files(files, keys)
-    overrides = _spell_out_model(
-        flatten({name: list(value) if isinstance(value, tuple) else value for name, value in sections.items()})
-    )
+    given = {name: plain_value(value) for name, value in flatten(sections).items()}
+    overrides = {name: _interpret(keys.get(name), value) for name, value in _spell_out_model(given).items()}
     _check(overrides, keys, where="keyword arguments")
     return _build(cls, {**values, **overrides}, files)
 
@@ -133,17 +144,25 @@ def _refuse(token: str, keys: Mapping[str, Key], command: str) -> NoReturn:
     owners = [other for other, cls in COMMANDS.items() if name in keys_of(cls)]
     if owners:
         raise ConfigError(f"command line: {name} is a key of {', '.join(owners)}, not of {command}; leave it out")
-    raise ConfigError(f"command line: {_unknown_message(name, [*keys, 'config', 'model'])}")
+    known = [*keys, "config", "model"]
+    if nearest_key(name, known) is None:
+        for other, cls in COMMANDS.items():
+            meant = synonym_of(name, keys_of(cls))
+            if meant is not None:
+                raise ConfigError(f"command line: unknown key {name!r}; did you mean {meant!r}, a key of {other}?")
+    raise ConfigError(f"command line: {_unknown_message(name, known)}")
 
 
 def _unknown_message(name: str, keys: Collection[str]) -> str:
     """Return why `name` is not a key: it is a section, or unknown; then with the nearest key."""
     if any(key.startswith(f"{name}.") for key in keys):
         return f"{name} is a section, not a value; set a key in it"
-    full = next((key for key in keys if key.endswith(f".{name}")), None)
-    if full is not None:
-        return f"unknown key {name!r}; did you mean {full!r}?"
-    return f"unknown key {name!r}; {nearest(name, keys)}"
+    meant = nearest_key(name, keys)
+    if meant is not None:
+        return f"unknown key {name!r}; did you mean {meant!r}?"
+    section = name.partition(".")[0]
+    siblings = sorted(key for key in keys if key.startswith(f"{section}."))
+    return f"unknown key {name!r}" + (f"; valid: {', '.join(siblings)}" if siblings else "; `--help` lists the keys")
 
 
 def _value(key: Key, text: Any) -> Any:
@@ -168,7 +187,9 @@ def _interpret(key: Key | None, value: Any) -> Any:
         case str() if key is not None and float in key.types and EXPONENT.fullmatch(value):
             return float(value)
         case list():
-            return [_interpret(key, each) for each in value]
+            return [_interpret(None, each) for each in value]
+        case str() if key is not None and tuple in key.types and str not in key.types:
+            return [value]  # one text for a list of one
         case _:
             return value
 
@@ -182,7 +203,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     """
     if not path or not Path(path).exists():
         others = [str(file) for folder in {Path(path).parent, Path("configs")} for file in folder.glob("*.yaml")]
-        raise ConfigError(f"config file {path} does not exist; {nearest(path, others)}")
+        raise ConfigError(f"config file {path} {missing_path(path, others)}")
     loaded = read_yaml(path)
     if not isinstance(loaded, dict):
         raise ConfigError(f"config file {path} contains {value_kind(loaded)}, not keys with values")
@@ -206,3 +227,5 @@ def _check(values: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> No
         problem = keys[name].problem(value)
         if problem is not None:
             raise ConfigError(f"{where}: {name} is {value!r}; {problem}")
+        if not name.startswith(SHELL_SECTION):
+            check_variables(f"{where}: {name}", value)

@@ -41,7 +41,7 @@ def evaluate(*files: str, **sections: Any) -> dict[str, Any] | None:
         PeerError: a process of the run was lost, failed, or is stuck.
         SlowError: the run is slower than `gate` allows; the results so far are kept.
     """
-    config = load_command(EvalCommand, files, sections)
+    config = load_command(EvalCommand, files, sections, "evaluate")
     for key in COMMAND_ONLY_KEYS:
         if key in config.given:
             raise ConfigError(f"evaluate: {key} is a key of the command shardplan eval alone; leave it out")

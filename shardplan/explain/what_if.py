@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.config import PlanConfig
+from shardplan.config.arguments import check_config
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model.registry import Model
@@ -46,6 +47,7 @@ def what_if(config: PlanConfig, model: Model | None = None, report: Callable[[st
         model: the model, if it has been built already.
         report: called with what is planned next.
     """
+    check_config("what_if", config)
     model = model or model_from_config(config)
     report("as it is")
     start = _plan_variant("as it is", config, model)

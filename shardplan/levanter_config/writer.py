@@ -17,6 +17,7 @@ from shardplan.model.levanter_compat import (
     loss_takes_sharded_vocab,
     splash_takes_sharded_positions,
 )
+from shardplan.plan.arguments import check_plan
 from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, as_tuples, mesh_size
 from shardplan.plan.plan import Mapping, Plan
@@ -141,6 +142,7 @@ def trainer_yaml(
     Comments after the section give settings outside of it, and a TrainerConfig subclass if the flat schema cannot
     express the plan.
     """
+    check_plan("trainer_yaml", plan)
     comments = list(_settings_outside_trainer(plan, schema))
     python = trainer_python(plan, schema)
     if python is not None:

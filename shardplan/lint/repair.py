@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardplan.config import PlanConfig
-from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.config.arguments import check_config
+from shardplan.errors import ConfigError, InfeasibleError, check_argument
 from shardplan.levanter_config.levanter_file import LevanterFile
 from shardplan.levanter_config.model_section import parse_model_section
 from shardplan.levanter_config.training_extras import TrainingExtras, parse_extras
@@ -58,6 +60,8 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
     Raises:
         ConfigError: it cannot be read.
     """
+    check_argument("review", "path", path, (str, os.PathLike), "the path of a Levanter configuration")
+    check_config("review", config)
     report("asking Levanter's parser")
     prepared = prepare_file(path, config)
     try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.model.axes import MAX_SIZE
-from shardplan.plan.dtypes import DTYPES
+from shardplan.plan.dtypes import DTYPE_SYNONYMS, DTYPES
 
 BATCH_AXIS = "batch"
 """Logical axis of the sequences of a step, as Levanter's trainer calls it."""
@@ -20,6 +20,11 @@ AUTO_BATCH = -1
 AUTO_POSITION = -1
 """The position in a configuration that leaves it to the windows."""
 KINDS = ("eval", "prefill", "score", "train")
+KIND_SYNONYMS = {
+    "evaluation": "eval", "evaluate": "eval", "loss": "eval", "inference": "prefill", "training": "train",
+    "pretrain": "train", "finetune": "train", "sft": "train", "extraction": "score", "scoring": "score",
+}  # fmt: skip
+"""What else users call a kind of workload -> its name here."""
 CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Between these, float32 logits say enough of the probabilities of tokens."""
@@ -128,14 +133,13 @@ class Workload:
             if value is not None and not is_open and not minimum <= value <= MAX_SIZE:
                 bound = f"at most {MAX_SIZE}" if value > MAX_SIZE else f"at least {minimum}"
                 yield f"workload.{key} is {value}; it must be {bound}"
-        for key, valid in (
-            ("param_dtype", DTYPES), ("compute_dtype", DTYPES), ("kind", KINDS),
-            ("gradient_checkpointing", CHECKPOINTING),
+        for key, valid, synonyms in (
+            ("param_dtype", DTYPES, DTYPE_SYNONYMS), ("compute_dtype", DTYPES, DTYPE_SYNONYMS),
+            ("kind", KINDS, KIND_SYNONYMS), ("gradient_checkpointing", CHECKPOINTING, CHECKPOINTING_ALIASES),
         ):  # fmt: skip
             name = getattr(self, key)
             if name not in valid:
-                hint = CHECKPOINTING_ALIASES.get(name.lower()) if key == "gradient_checkpointing" else None
-                yield f"workload.{key} is {name!r}; {f'did you mean {hint!r}?' if hint else nearest(name, valid)}"
+                yield f"workload.{key} is {name!r}; {nearest(name, valid, synonyms)}"
         yield from self.score_problems()
 
     def score_problems(self) -> Iterator[str]:

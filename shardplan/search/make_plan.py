@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from shardplan.config import PlanConfig
+from shardplan.config.arguments import check_config
 from shardplan.cost.calibration import usable_bytes
 from shardplan.cost.memory import estimate_memory
 from shardplan.cost.roofline import step_tasks
@@ -55,6 +56,7 @@ def make_plan(
         ConfigError: an unusable configuration.
         InfeasibleError: nothing fits; the message says how much memory is missing at least.
     """
+    check_config("make_plan", config)
     return rank_plans(config, 1, model, nearest_miss, own_attention)[0]
 
 

@@ -165,6 +165,16 @@ def test_why_and_what_if():
     assert "What if" in done.stdout and "hardware.slice v4-128" in done.stdout
 
 
+def test_questions_about_a_given_plan_are_answered_alone(tmp_path):
+    """The plan itself is known, and is not printed once more."""
+    path = tmp_path / "plan.json"
+    planned = run("plan", "--config=configs/8b.yaml", "--hardware.slice=v5e-8", "--json", path)
+    assert planned.returncode == 0 and "PartitionSpec" in planned.stdout
+    done = run("plan", "--plan", path, "--why", "position=model")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("\nwhy not position=model?\n") and "PartitionSpec" not in done.stdout
+
+
 def test_what_if_is_printed_where_nothing_fits():
     done = run("plan", "--config=configs/70b.yaml", "--hardware.slice=v5e-4", "--what_if", "--json=-")
     assert done.returncode == 3 and done.stdout == ""

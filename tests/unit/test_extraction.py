@@ -300,6 +300,10 @@ def test_bos_counts_as_a_token_of_the_prefix(tmp_path, unit, prefix):
     assert len(expected) > 20 and expected[0][0] == tokenizer.token_to_id("<s>")
 
 
+A, B = "a" * 64, "b" * 64
+"""Digests of texts."""
+
+
 def test_results_folders(tmp_path):
     """A folder with anything else, of another run, or that cannot be written is refused, and nothing in it changes."""
     (tmp_path / "notes.txt").write_text("mine")
@@ -320,6 +324,23 @@ def test_results_folders(tmp_path):
     ResultsFolder(str(tmp_path / "sampled"), SCHEMA).claim({"stride": 5, "temperature": 0.7})
     with pytest.raises(ConfigError, match=r"its temperature is 0.7, this run's is null; name another folder"):
         ResultsFolder(str(tmp_path / "sampled"), SCHEMA).claim({"stride": 5})
+    for name, known, wanted, message in (
+        ("texts", {"a.txt": A, "b.txt": A, "c.txt": A}, {"a.txt": B, "c.txt": A}, "texts differ: a.txt, b.txt"),
+        (
+            "checkpoint",
+            {"one.safetensors": "v1"},
+            {"one.safetensors": "v2"},
+            "files of the checkpoint differ: one.safetensors",
+        ),
+        ("tokenizer", A, B, "its tokenizer differs from this run's"),
+        ("texts", {f"{i}.txt": A for i in range(7)}, {}, "texts differ: 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 2 more"),
+    ):
+        other = tmp_path / f"{name} {len(known)}"
+        ResultsFolder(str(other), SCHEMA).claim({name: known})
+        with pytest.raises(ConfigError) as error:
+            ResultsFolder(str(other), SCHEMA).claim({name: wanted})
+        expected = f"output {other} holds the results of another run: {message}; name another folder, or remove it"
+        assert str(error.value) == expected
     with pytest.raises(ConfigError, match="is a file, not a folder"):
         ResultsFolder(str(tmp_path / "notes.txt" / "x"), SCHEMA).claim({"stride": 5})
 
