@@ -324,7 +324,7 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
         ((a, tmp_path / "denser"),
          f"{tmp_path}/denser has windows of another protocol than {a}: stride 1 instead of 5; compare runs of one "
          "protocol"),
-        ((a, tmp_path / "others"), "have no text in common, by id and content (run.json); texts differ: one; compare runs on the same data.path"),
+        ((a, tmp_path / "others"), "have no text in common, by id and content (run.json); texts differ: one, two; "),
         ((a, tmp_path / "b", "--output", "x.jpg"), "output 'x.jpg' does not end in a known format; "),
         ((a, tmp_path / "b", "--output", a / "run.json.png"), None),
     ):  # fmt: skip
