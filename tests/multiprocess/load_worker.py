@@ -2,7 +2,8 @@
 
 python load_worker.py CHECKPOINT MAPPINGS [FAULT [OUTPUT]]: loads once for each mapping (JSON), compares every local
 shard with what the official library reads, and prints the bytes that it read from local files. Checksums are compared
-in the first load if the checkpoint is in a store. With OUTPUT, the model is written there in both formats.
+in the first load if the checkpoint is in a store. With OUTPUT, the model is written there in both formats, and by the
+drop-in for Levanter's converter.
 
 Faults: "killed" in its third read; "N processors", with little host memory; "other schedule"; "other mapping".
 """
@@ -28,9 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 from haliax.state_dict import from_torch_compatible_state_dict
 from jax.sharding import Mesh
+from levanter.models.llama import LlamaConfig
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
-from shardplan.checkpoint.load import stream_checkpoint
+from shardplan.checkpoint.load import HFCheckpointConverter, stream_checkpoint
 from shardplan.checkpoint.save import save_levanter, save_pretrained
 from shardplan.checkpoint.transfer import schedule, stream
 from shardplan.errors import ShardplanError
@@ -73,6 +78,10 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: s
         print(f"read {sum(read)}", flush=True)
     if output:
         save_pretrained(module, f"{output}/hf", {})
+        words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+        converter = HFCheckpointConverter(LlamaConfig, str(GOLDEN), tokenizer=words)
+        for max_shard_size in (50_000, 10**9):  # the second replaces the first
+            converter.save_pretrained(module, f"{output}/drop-in", max_shard_size=max_shard_size)
         save_levanter(module, f"{output}/levanter", {})
 
 

@@ -70,18 +70,25 @@ def test_processes_read_every_byte_once_and_write_one_checkpoint(golden, tmp_pat
         assert sum(read) <= 1.02 * size
         assert max(read) <= 1.1 * min(read)
     assert "loaded" in errors[0] and "of it by this process" in errors[0] and "host memory" in errors[0]
-    files = sorted((tmp_path / "hf").glob("*.safetensors"))
-    assert len(files) == count
-    saved, expected = ({k: v for f in each for k, v in load_file(f).items()} for each in (files, folder.glob("*.s*s")))
-    assert saved.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(saved[name], value, err_msg=name)
+    expected = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    for kind in ("hf", "drop-in"):
+        files = sorted((tmp_path / kind).glob("*.safetensors"))
+        assert len(files) == count
+        saved = {name: value for file in files for name, value in load_file(file).items()}
+        assert saved.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(saved[name], value, err_msg=name)
+    assert (tmp_path / "drop-in" / "tokenizer.json").is_file()
+    config, source = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "drop-in", folder))
+    assert {key: config[key] for key in ("architectures", "hidden_size", "vocab_size")} == {
+        key: source[key] for key in ("architectures", "hidden_size", "vocab_size")
+    }
     template = build_model(read_config(str(folder / "config.json"), None), 64).template
     with jax.set_mesh(Mesh(np.array(jax.devices()[:3]), ("data",))):
         module = load_checkpoint(template, str(tmp_path / "levanter"), subpath="model", axis_mapping={"embed": "data"})
         original = load_pretrained(str(folder), axis_mapping={})
-    for actual, expected in zip(jax.tree.leaves(module), jax.tree.leaves(original), strict=True):
-        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+    for actual, value in zip(jax.tree.leaves(module), jax.tree.leaves(original), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(value))
 
 
 @pytest.mark.with_levanter_12
