@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from levanter.checkpoint import save_checkpoint
 
 from shardplan.checkpoint.format.casting import copy_cast
+from shardplan.checkpoint.format.levanter_arrays import check_arrays_written
 from shardplan.checkpoint.format.written_config import count_bytes_by_dtype, describe_written
 from shardplan.checkpoint.format.written_files import (
     DTYPE_NAMES,
@@ -80,6 +81,7 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: the folder holds a checkpoint already, or cannot be written to.
+        CheckpointError: an array was not written as it should be.
     """
     # Levanter's `load_checkpoint` reads arrays only, and several processes cannot write Python values such as bools
     tree = {CHECKPOINT_MODEL: eqx.filter(model, eqx.is_array)}
@@ -98,6 +100,12 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
             except (OSError, ValueError, ImportError) as error:
                 raise ConfigError(f"{target.ref} cannot be written to: {one_line(error)}") from error
             processes.wait_for_all("saved")
+
+        def check() -> None:
+            if is_first_process():
+                check_arrays_written(target.ref, tree)
+
+        processes.agree("result", check, lambda _: {})
         if is_first_process():
             described = describe_written(config, model, count_bytes_by_dtype(model))
             write_file(target, CONFIG, json.dumps(described, indent=2).encode())

@@ -278,6 +278,20 @@ def write_tokenizer(tokenizer: Any, folder: str, chat_template: str | None) -> N
     tokenizer.save_pretrained(folder)
 
 
+def tensorstore_spec(root: str, path: str) -> dict[str, Any]:
+    """Return the tensorstore spec of an array in a Levanter checkpoint.
+
+    Args:
+        root: the checkpoint, a folder or a gs:// or s3:// reference.
+        path: name of the array, with `/` between its parts.
+    """
+    if IS_MARIN:
+        serialization = import_module("levanter.tensorstore_serialization")
+        return dict(serialization._create_ocdbt_spec(root, path))
+    serialization = import_module("jax.experimental.array_serialization.serialization")
+    return dict(serialization.get_tensorstore_spec(f"{root}/{path}"))
+
+
 CORRECTIONS: dict[str, tuple[Callable[[Any, Any], Any], ...]] = {
     "gemma": (_apply_gemma_attention,),
     "gemma2": (_apply_gemma_attention, _apply_gemma2_limits),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import MODEL_TYPES, fails, run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from levanter.checkpoint import load_checkpoint
+from levanter.checkpoint import load_checkpoint, save_checkpoint
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -297,6 +297,23 @@ def test_a_mark_that_no_run_writes_removes_nothing(golden, tmp_path, content):
     with jax.set_mesh(mesh_of(1, 2, 2)), pytest.raises(ConfigError, match=r"holds a damaged shardplan\.incomplete"):
         save_pretrained(load_pretrained(golden / "llama"), str(folder), {})
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda array: array.astype("float16"), r"is \(.*'float16'\), and was written as \(.*'float32'\)"),
+        (lambda array: None if array.ndim == 2 else array, r"has no array model\."),
+    ],
+)
+def test_a_levanter_checkpoint_is_read_back(golden, tmp_path, monkeypatch, change, error):
+    def save_other(tree, **settings):
+        return save_checkpoint(jax.tree.map(change, tree), **settings)
+
+    monkeypatch.setattr(save, "save_checkpoint", save_other)
+    with jax.set_mesh(mesh_of(1, 2, 2)), pytest.raises(CheckpointError, match=error):
+        save_levanter(load_pretrained(golden / "gpt2"), str(tmp_path), {})
+    assert (tmp_path / target.INCOMPLETE).exists()
 
 
 def test_an_interrupted_levanter_checkpoint_is_replaced(golden, tmp_path, monkeypatch):
