@@ -19,7 +19,7 @@ from shardplan.levanter_config.trainer_section import OWN_KEYS
 from shardplan.lint.corrections import correct_keys, parse_nearest
 from shardplan.lint.findings import Finding, FindingKind, Severity, names_text
 from shardplan.lint.parser.corrections import CorrectedSections, correct_sections
-from shardplan.lint.parser.problem import ParserVerdict, ProblemKind
+from shardplan.lint.parser.problem import ParserVerdict, Problem, ProblemKind
 from shardplan.lint.parser.run_worker import ParserStopped, shared_parser
 from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
 
@@ -139,5 +139,13 @@ def _ask(
             verdict = shared_parser().parse_values(sections, choice.program)
     except ParserStopped as stopped:
         return ParserVerdict(()), [f"that Levanter takes all keys: its parser could not be asked ({stopped})"]
+    if not choice.evidence:  # a fragment of a file, which need not have what an assumed program requires
+        kept = [problem for problem in verdict.problems if not _is_about_the_whole_file(problem)]
+        verdict = dataclasses.replace(verdict, problems=tuple(kept))
     missing = [problem for problem in verdict.problems if problem.kind == ProblemKind.NOT_INSTALLED]
     return verdict, [f"{'.'.join(problem.path)}, which is not installed here ({problem.text})" for problem in missing]
+
+
+def _is_about_the_whole_file(problem: Problem) -> bool:
+    """Whether the problem is that the file lacks a section, or is refused as a whole."""
+    return not problem.path or (problem.kind == ProblemKind.MISSING_KEY and len(problem.path) == 1)

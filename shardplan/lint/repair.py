@@ -72,9 +72,9 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
     target, assumed_model = file_target(prepared, levanter_model, extras)
     result = lint_trainer(prepared.sections["trainer"], target)
     assumed = [*prepared.notes, *assumed_model, *assumptions(result, target)]
-    limit = SearchLimit(float(getattr(config, "lint_seconds", SEARCH_SECONDS)))
     report("planning the best layout")
     best, why_no_best = _best_plan(result, target, extras)
+    limit = SearchLimit(float(getattr(config, "lint_seconds", SEARCH_SECONDS)))
     repair = faster = None
     if best is not None or extras.is_other_step:  # if no plan fits, no edit does
         repair = _find_repair(result, prepared, target, report, limit)
@@ -95,7 +95,7 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
         _repair_in_file(_with_corrections(faster, prepared), prepared.file),
         best,
         why_no_best,
-        prepared.converted,
+        _nest(prepared.converted, prepared.file),
         limit.seconds if limit.has_stopped else None,
     )
 
@@ -167,6 +167,13 @@ def _in_file(result: LintResult, file: LevanterFile) -> LintResult:
         return result
     findings = [_finding_in_file(finding, file) for finding in result.findings]
     return dataclasses.replace(result, findings=tuple(findings))
+
+
+def _nest(converted: Mapping[str, Any], file: LevanterFile) -> Mapping[str, Any]:
+    """Put converted sections into the section that holds Levanter's configuration."""
+    for name in reversed(file.inside if converted else ()):
+        converted = {name: converted}
+    return converted
 
 
 def _finding_in_file(finding: Finding, file: LevanterFile) -> Finding:

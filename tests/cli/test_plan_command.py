@@ -28,7 +28,9 @@ def test_lint_of_what_runs():
 
 def test_lint_of_what_does_not_run(tmp_path):
     path = tmp_path / "lint.json"
-    done = run("plan", CONFIG, FLAT, "--lint", "configs/levanter/405b-heads-mlp.yaml", "--json", path)
+    done = run(
+        "plan", CONFIG, FLAT, "--lint_seconds=600", "--lint", "configs/levanter/405b-heads-mlp.yaml", "--json", path
+    )
     assert done.returncode == 3 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
         "shardplan plan: configs/levanter/405b-heads-mlp.yaml cannot run as it is on v4-256: heads, memory, replicated"
@@ -53,7 +55,9 @@ def test_lint_of_what_does_not_run(tmp_path):
 
 def test_lint_reads_the_attention_backend_of_the_file(tmp_path):
     values = yaml.safe_load((ROOT / "configs" / "levanter" / "405b-q-heads.yaml").read_text())
-    (tmp_path / "levanter.yaml").write_text(yaml.safe_dump({**values, "model": {"attn_backend": "jax_flash"}}))
+    (tmp_path / "levanter.yaml").write_text(
+        yaml.safe_dump({**values, "model": {"type": "llama", "attn_backend": "jax_flash"}})
+    )
     done = run("plan", CONFIG, FLAT, "--lint", tmp_path / "levanter.yaml", "--json", "-")
     assert done.returncode == 0, done.stderr
     assert {finding["kind"] for finding in json.loads(done.stdout)["findings"]} == {"loading", "barely sharded"}

@@ -69,6 +69,7 @@ STARTS = {
           distributed: {coordinator_address: "localhost:1234", num_processes: 2, process_id: 0}
         optimizer: {}
         """,
+    "harness": "{eval_harness: {task_spec: [{task: hellaswag, num_fewshot: 5}], max_examples: 10}, optimizer: {}}",
     "adapter": "{adapter: {type: lora, r: 16, target_modules: [q_proj, v_proj]}, optimizer: {}}",
 }
 """Files of train_lm that marin-levanter parses, by what is in them."""

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import itertools
+import math
 
 import pytest
 import yaml
@@ -23,6 +24,12 @@ from shardplan.report.tables import console
 from shardplan.search.make_plan import make_plan
 
 pytestmark = pytest.mark.with_levanter_12
+
+
+@pytest.fixture(autouse=True)
+def unlimited(monkeypatch):
+    """Results must not depend on how busy the machine is."""
+    monkeypatch.setattr("shardplan.lint.repair.SEARCH_SECONDS", math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +190,9 @@ def test_no_edit_maps_the_axis_along_which_layers_are_stacked(target, trainer):
 def test_repair_tries_microbatches(tmp_path):
     """The file does not require the configuration's default of one microbatch; an explicit one is kept."""
     path = tmp_path / "levanter.yaml"
-    path.write_text("{trainer: {train_batch_size: 128, mp: 'p=f32,c=bf16'}, model: {gradient_checkpointing: false}}")
+    path.write_text(
+        "{trainer: {train_batch_size: 128, mp: 'p=f32,c=bf16'}, model: {type: llama, gradient_checkpointing: false}}"
+    )
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v5p-16", "--workload.kind=train"]
     reviewed = review(str(path), configuration.parse_config(argv))
     assert [error.kind for error in reviewed.lint.errors] == ["memory"] and reviewed.best is not None
@@ -227,7 +236,7 @@ def test_the_page_of_a_file_shows_its_memory_and_the_section_of_the_best_plan(tm
             ],
         ),
         (
-            "{trainer: {mp: bf16, qqq: 1}, model: {attn_backend: jax_flsh}}",
+            "{trainer: {mp: bf16, qqq: 1}, model: {type: llama, attn_backend: jax_flsh}}",
             ["-model.attn_backend: jax_flsh", "+model.attn_backend: jax_flash", "-trainer.qqq: 1"],
         ),
         # more keys than the search tries edits

@@ -98,7 +98,7 @@ def _quoted(text: str) -> str:
 
 def _correct(sections: dict[str, Any], problem: Problem) -> list[str]:
     """Change `sections` so that the problem is gone, and list the change; an empty list if there is no such change."""
-    if problem.kind == ProblemKind.MISSING_KEY:
+    if problem.kind == ProblemKind.MISSING_KEY or not problem.path:
         return []
     path = (*problem.path, "type") if problem.kind == ProblemKind.UNKNOWN_TYPE else problem.path
     parent, name = _parent(sections, path)

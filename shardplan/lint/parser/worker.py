@@ -58,6 +58,7 @@ def import_levanter() -> None:
 
     for name in ("datasets", "transformers.models"):  # whose `__init__` takes long, and is not needed
         defer_package(name)
+    sys.modules.setdefault("lm_eval", None)  # type: ignore[arg-type]  # Levanter parses alike without it, and sooner
     importlib.import_module("levanter.main.train_lm")
 
 
