@@ -101,7 +101,7 @@ class TaskConfig:
     """What is measured."""
 
     kind: TaskKind = TaskKind.LOSS
-    """loss (of every text), or extraction (how probable their windows are)."""
+    """loss (of every text), or extraction (how probable its windows are)."""
     prefix: int = 50
     """Of extraction: tokens of a window that are given."""
     suffix: int = 50

@@ -17,6 +17,7 @@ from conftest import ROOT, fails, run
 
 from shardplan.errors import ConfigError
 from shardplan.eval.harness import INSTALL_LM_EVAL, ShardplanLM
+from shardplan.eval.harness.tasks import flatten_tasks
 from shardplan.runtime.processes.watch import Watch
 
 CHOICES, DOCUMENTS = TASKS
@@ -293,7 +294,7 @@ class Both(ConfigurableTask):
 def test_tasks_that_cannot_be_run_are_left_out(make_model, tmp_path, caplog):
     """Before anything is loaded; the others have the results that they have alone."""
     import lm_eval
-    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks import TaskManager, get_task_dict
 
     tasks = tmp_path / "tasks"
     tasks.mkdir()
@@ -323,6 +324,12 @@ def test_tasks_that_cannot_be_run_are_left_out(make_model, tmp_path, caplog):
     expected = json.loads((FOLDER / "gpt2" / "hf.json").read_text())["metrics"]
     assert result["results"][CHOICES]["brier_score,none"] == pytest.approx(expected[f"{CHOICES} brier_score"], rel=1e-4)
     assert result["config"]["tasks_left_out"] == {"writes": "generate_until", "scores_and_writes": "generate_until"}
+    # the nested form that lm_eval.evaluate takes, too
+    nested = get_task_dict(["both", "scores_twice"], manager)
+    for task in flatten_tasks(nested)["tasks"].values():
+        task.set_config(key="num_fewshot", value=0)
+    again = lm_eval.evaluate(model, nested, bootstrap_iters=0)
+    assert again["results"] == result["results"]
     messages = [record.message for record in caplog.records]
     assert "left out, because shardplan only scores texts: writes and scores_and_writes (generate_until)" in messages
     assert "no result of the group both, of which tasks are left out" in messages

@@ -37,8 +37,9 @@ def select_tasks(evaluate: Callable[..., Any], is_own: Callable[[Any], Any]) -> 
     @wraps(evaluate)
     def select_and_evaluate(lm: Any, task_dict: Any, *args: Any, **kwargs: Any) -> Any:
         model = is_own(lm)
-        if model is not None and "tasks" in task_dict:
-            task_dict, model.left_out = split_tasks(task_dict)
+        if model is not None:
+            loaded = task_dict if "tasks" in task_dict else flatten_tasks(task_dict)
+            task_dict, model.left_out = split_tasks(loaded)
             left_out.update(model.left_out)
         return evaluate(lm, task_dict, *args, **kwargs)
 
@@ -80,6 +81,22 @@ def split_tasks(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
         logger.warning("no result of the group %s, of which tasks are left out", ", ".join(incomplete))
     children = {name: group.child_names for name, group in groups.items()}
     return {**loaded, "tasks": tasks, "groups": groups, "group_map": children}, refused
+
+
+def flatten_tasks(nested: dict[Any, Any]) -> dict[str, Any]:
+    """Return what `get_task_dict` of lm_eval makes, tasks by name within groups, as `TaskManager.load` has it."""
+    tasks: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
+    for key, value in nested.items():
+        if not isinstance(key, str):
+            groups[key.name] = key
+        if isinstance(value, dict):
+            inner = flatten_tasks(value)
+            tasks.update(inner["tasks"])
+            groups.update(inner["groups"])
+        else:
+            tasks[key] = value
+    return {"tasks": tasks, "groups": groups}
 
 
 def request_kinds(task: Any) -> set[str]:
