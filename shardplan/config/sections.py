@@ -206,7 +206,7 @@ class CompilerConfig:
     """How the TPU compiler is run."""
 
     program: CompiledProgram = CompiledProgram.STEP
-    """What to compile: step (of workload.kind), or load (by Levanter's loader)."""
+    """What to compile: step (of workload.kind), or load (Levanter's)."""
     jobs: int | None = None
     """Compiles at a time; default: one per processor."""
     seconds: int = 1200
@@ -228,7 +228,7 @@ class LoadConfig:
     gib: float = 2.0
     """Maximum host memory of a process beyond the model, GiB."""
     strict: bool = False
-    """Refuse a checkpoint with tensors that the model has no use for; by default a warning names them."""
+    """Refuse tensors that the model has no use for; a warning names them otherwise."""
 
     def __post_init__(self) -> None:
         check_minimum("load.gib", self.gib, MIN_LOAD_GIB)

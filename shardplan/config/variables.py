@@ -6,8 +6,9 @@ from typing import Any
 
 from shardplan.errors import ConfigError
 
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-[^}]*)?\}|([A-Za-z_]\w*))|\$\{([^}]*)\}")
-"""`$NAME`, `${NAME}`, `${NAME:-default}`, and what other tools interpolate, `${oc.env:NAME}`."""
+VARIABLE = re.compile(r"\$\{(\w+)(?::-[^}]*)?\}|(?:^|(?<=/))\$([A-Za-z_]\w*)|\$\{([^}]*)\}")
+"""`${NAME}`, `${NAME:-default}`, `$NAME` where a part of a path begins, and what other tools interpolate,
+`${oc.env:NAME}`."""
 
 
 def check_variables(where: str, value: Any) -> None:

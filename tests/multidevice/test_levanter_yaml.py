@@ -262,8 +262,9 @@ def test_printed_call_of_the_planned_attention(shrunken_config, attention, metho
 
 
 def test_printed_gradient_checkpointing(shrunken_config):
+    workload = {"workload_kind": "train", "workload_param_dtype": "bfloat16"}
     text = trainer_yaml(
-        make_plan(shrunken_config("llama-3.1-8b", workload_kind="train", workload_gradient_checkpointing="nested"))
+        make_plan(shrunken_config("llama-3.1-8b", workload_gradient_checkpointing="nested", **workload))
     )
     assert "# model.gradient_checkpointing must be nested, as planned." in text
 

@@ -558,15 +558,18 @@ def test_out_of_memory_names_the_largest_parts(lint_8b):
     )
 
 
-@pytest.mark.parametrize(("slice_name", "severity"), [("v5e-8", "error"), ("v5p-16", "warning")])
-def test_large_replicated_parameters(lint_8b, slice_name, severity):
+@pytest.mark.parametrize(
+    ("types", "slice_name", "severity", "gib"),
+    [("f32", "v5e-8", "error", "29."), ("bfloat16", "v5p-16", "warning", "14.")],
+)
+def test_large_replicated_parameters(lint_8b, types, slice_name, severity, gib):
     """They are an error if the step does not fit, because they are the reason."""
-    finding = only(lint_8b("{fsdp_axis: null}", slice_name).findings, "replicated")
+    finding = only(lint_8b(f"{{fsdp_axis: null, mp: {types}}}", slice_name).findings, "replicated")
     assert finding.severity == severity
-    assert finding.text.startswith("replicated on each of the 8 devices: 14.")
+    assert finding.text.startswith(f"replicated on each of the 8 devices: {gib}")
     assert finding.remedy.startswith("shard the stored parameters over more mesh axes; unmapped among their axes: ")
     assert set(finding.remedy.split("axes: ")[1].split(", ")) >= {"embed", "vocab", "mlp", "kv_head", "head_size"}
-    assert finding.parameters["lm_head.weight"] == 128256 * 4096 * 2
+    assert finding.parameters["lm_head.weight"] == 128256 * 4096 * (4 if types == "f32" else 2)
     assert not any("layernorm" in path for path in finding.parameters)
 
 

@@ -93,7 +93,10 @@ def test_a_converter_may_read_other_names_than_it_writes():
     )
 
     def tensors(**shapes):
-        return {name.replace("_", "."): Tensor(None, 0, shape, np.dtype("float32")) for name, shape in shapes.items()}
+        return {
+            name.replace("_", "."): Tensor(None, 0, shape, np.dtype("float32"), "a.safetensors")
+            for name, shape in shapes.items()
+        }
 
     assert match_tensors(template, tensors(weight=(4, 2)), "ck").tensors == {"weight": (4, 2)}
     program = match_tensors(template, tensors(old_0=(2, 2), old_1=(2, 2)), "ck")
