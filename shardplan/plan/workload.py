@@ -35,7 +35,8 @@ class Workload:
     batch: int = field(default=8, metadata={AUTO: AUTO_BATCH})
     """Sequences per step, over all devices; auto for the number with most tokens per second that fits."""
     position: int = field(default=2048, metadata={AUTO: AUTO_POSITION})
-    """Tokens per sequence; auto for the length that windows fill best, where windows are packed."""
+    """Tokens per sequence; auto for the length that windows fill best, where windows are packed. By default as many as
+    the model has, where these are fewer."""
     param_dtype: str = "bfloat16"
     """Type of stored parameters: bfloat16, float16 or float32."""
     compute_dtype: str = "bfloat16"
