@@ -87,6 +87,7 @@ def run_evaluation(
     deadlines = monitoring.deadline
     session = prepare(config, given, deadlines.loading)
     plan = session.plan
+    task.check_workload(plan.workload)  # whose positions may be fewer: those that the model has
     results, name = ResultsFolder(output, task.schema), f"{session.folder.ref}/tokenizer.json"
 
     def check(largest_token: int) -> None:

@@ -42,7 +42,7 @@ class Workload:
     batch: int = field(default=8, metadata={AUTO: AUTO_BATCH})
     """Sequences per step, over all devices; auto for the number with most tokens per second that fits."""
     position: int = field(default=2048, metadata={AUTO: AUTO_POSITION})
-    """Tokens per sequence; auto for the length that windows fill best, where windows are packed."""
+    """Tokens per sequence; auto for the length that packed windows fill best. Default: at most the model's."""
     param_dtype: str = None  # type: ignore[assignment]  # text from __post_init__ on
     """Of parameters: bfloat16, float16, float32; default: float32 to train, else bfloat16."""
     compute_dtype: str = "bfloat16"

@@ -191,6 +191,33 @@ def test_a_dry_run_says_how_long_the_texts_take(checkpoint, tmp_path):
     assert done.returncode == 0 and "no duration of the texts: data.path nowhere.txt does not exist" in done.stderr
 
 
+def test_positions_by_default_are_those_of_the_model(checkpoint, tmp_path):
+    """A stride is checked against the windows that there are, not those of the default."""
+    settings = [each for each in arguments(checkpoint, tmp_path) if "position" not in each]
+    done = run("eval", *settings, "--dry_run", "--json=-")
+    assert done.returncode == 0 and json.loads(done.stdout)["workload"]["position"] == 256, done.stderr
+    fails(run("eval", *settings, "--task.stride=300"), 2, "task.stride is 300, and windows have 256 tokens")
+
+
+def test_a_model_that_is_not_supported_is_refused_first(checkpoint, tmp_path):
+    """By every command, before anything is planned or read, and never with advice to take it for another."""
+    folder = tmp_path / "moe"
+    folder.mkdir()
+    config = json.loads((checkpoint / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_moe", "num_experts": 128}))
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    (tmp_path / "levanter.yaml").write_text("trainer: {model_axis_size: 2}")
+    text = f"--data.path={checkpoint / 'text.jsonl'}"
+    commands = (
+        ("plan",), ("plan", f"--lint={tmp_path / 'levanter.yaml'}"), ("verify", "--hardware.slice=v5e-8"),
+        ("eval", text), ("checkpoint", "--schedule"), ("checkpoint", "convert", f"--to={tmp_path / 'copy'}"),
+    )  # fmt: skip
+    for command, *flags in commands:
+        done = run(command, *flags, f"--model.ref={folder}")
+        fails(done, 2, "model_type 'qwen3_moe' is not supported; nearest is 'qwen3', which is another model: ")
+        assert "num_experts 128" in done.stderr and "did you mean" not in done.stderr
+
+
 def test_results_in_an_object_store(checkpoint, tmp_path, store):
     """They are written, merged, drawn and found again there; what two runs say is compared there."""
     client, _, _ = store
