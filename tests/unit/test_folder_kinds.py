@@ -145,7 +145,7 @@ def test_a_bundled_model_whose_repository_is_not_reached(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for repository in ("meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B-Instruct@main"):
-        with pytest.raises(ConfigError, match=r"use --model llama-3.1-8b, which is bundled$"):
+        with pytest.raises(ConfigError, match=r"; to plan without weights, use --model llama-3.1-8b, which is"):
             read_config(None, open_folder(repository))
     with pytest.raises(ConfigError, match=r"bundled model with model.config$"):
         read_config(None, open_folder("org/other"))
