@@ -206,7 +206,7 @@ class CompilerConfig:
     """How the TPU compiler is run."""
 
     program: CompiledProgram = CompiledProgram.STEP
-    """What to compile: step (of workload.kind), or load (by Levanter's loader)."""
+    """What to compile: step (of workload.kind), or load (Levanter's)."""
     jobs: int | None = None
     """Compiles at a time; default: one per processor."""
     seconds: int = 1200

@@ -44,14 +44,14 @@ class Workload:
     position: int = field(default=2048, metadata={AUTO: AUTO_POSITION})
     """Tokens per sequence; auto for the length that windows fill best, where windows are packed."""
     param_dtype: str = None  # type: ignore[assignment]  # text from __post_init__ on
-    """Type of stored parameters: bfloat16, float16 or float32; default: float32 for training, else bfloat16."""
+    """Type of stored parameters; default: float32 for training, else bfloat16."""
     compute_dtype: str = "bfloat16"
-    """Type of activations and matrix products."""
+    """Type of activations and products: bfloat16, float16 or float32."""
     gradient_checkpointing: str = "default"
-    """Which activations training keeps, as Levanter names it: default, recompute, nested, offload or save_all; auto for
-    the fastest that fits, offload left out."""
+    """Which activations training keeps: default, recompute, nested, offload or save_all; auto for the fastest that
+    fits, offload left out."""
     microbatches: int | None = None
-    """Parts of a training batch that are computed in turn; default: the fastest number that fits."""
+    """Parts of a training batch computed in turn; default: the fastest number that fits."""
     optimizer: str = "adamw"
     """The optimizer of training, as optax names it: adamw, lion, sgd, ...; adamw+ema also averages the parameters."""
     top_k: int = 40
@@ -61,8 +61,8 @@ class Workload:
     window: int | None = None
     """Of score: tokens of each of the windows that are packed into a sequence; null for one window per sequence."""
     logit_blocks: int | None = None
-    """Of eval and score: parts of the positions whose logits are in memory one after the other; null for as few as keep
-    them within 256 MiB per device, of eval only where all logits at once do not fit, or make a slower plan."""
+    """Of eval and score: parts of the positions whose logits are computed in turn; null for as few as keep them within
+    256 MiB per device, of eval only where that helps."""
 
     def __post_init__(self) -> None:
         if self.param_dtype is None:
