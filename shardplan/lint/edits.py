@@ -62,6 +62,8 @@ def diff_trainers(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
     return lines
 
 
+NO_ENTRY = "no entry"
+"""What a mapping has for a logical axis that it leaves out."""
 MAPPINGS = ("axis_resources", "compute_mapping", "param_mapping", "parameter_axis_resources", "shared_mapping")
 """Sections that map logical axes; an axis that they do not have is replicated, or sharded by another entry."""
 DEFAULTS = {
@@ -85,9 +87,10 @@ def explain_lines(lines: Sequence[str]) -> list[str]:
     for line in lines:
         key = line[1:].split(": ")[0]
         default = _default(key)
-        if default is None or key in keys["+" if line[0] == "-" else "-"]:
+        is_removed = line[0] == "-"
+        if default is None or key in keys["+" if is_removed else "-"] or (is_removed and default == NO_ENTRY):
             explained.append(line)
-        elif line[0] == "+":
+        elif not is_removed:
             explained.append(f"{line} (instead of {default})")
         else:
             explained.append(f"{line} (then it is {default})")
@@ -100,7 +103,7 @@ def _default(key: str) -> str | None:
     if name in DEFAULTS:
         return f"Levanter's default, {DEFAULTS[name]}"
     is_mapping = name is not None and name.rpartition(".")[0].rpartition(".")[2] in MAPPINGS
-    return "no entry" if is_mapping else None
+    return NO_ENTRY if is_mapping else None
 
 
 def value_text(value: Any) -> str:

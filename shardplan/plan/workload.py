@@ -46,10 +46,10 @@ class Workload:
     param_dtype: str = None  # type: ignore[assignment]  # text from __post_init__ on
     """Of parameters: bfloat16, float16, float32; default: float32 to train, else bfloat16."""
     compute_dtype: str = "bfloat16"
-    """Type of activations and matrix products."""
+    """Type of activations and products: bfloat16, float16 or float32."""
     gradient_checkpointing: str = "default"
-    """Which activations training keeps, as Levanter names it: default, recompute, nested, offload or save_all; auto for
-    the fastest that fits, offload left out."""
+    """Which activations training keeps: default, recompute, nested, offload or save_all; auto for the fastest that
+    fits, offload left out."""
     microbatches: int | None = None
     """Parts of a training batch, one after the other; default: the fastest that fits."""
     optimizer: str = "adamw"
