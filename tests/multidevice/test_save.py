@@ -190,6 +190,7 @@ def test_levanters_callback_and_converter(golden, tmp_path):
     assert_same(tensors(tmp_path / "step-7"), tensors(golden / "qwen3"))
 
 
+@pytest.mark.with_marin
 def test_arguments_are_those_of_levanter():
     ours, theirs = (inspect.signature(kind.save_pretrained) for kind in (HFCheckpointConverter, LevanterConverter))
     assert theirs.parameters.keys() <= ours.parameters.keys()
