@@ -1,5 +1,6 @@
 """The drop-in for Levanter's converter saves the checkpoint that it loaded, sharded in any way."""
 
+import dataclasses
 import inspect
 import json
 import math
@@ -154,6 +155,18 @@ def test_a_changed_configuration_is_saved(golden, tmp_path):
     assert (after["max_position_embeddings"], after["vocab_size"]) == (512, 264)
     for key in ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
         assert after[key] == before[key], key
+
+
+def test_frequencies_that_were_scaled_since_are_saved(golden, tmp_path):
+    """Of a type whose configuration Levanter writes without them."""
+    folder = golden / "mistral"
+    config = build_model(read_config(str(folder / "config.json"), None), 8).config
+    scaled = dataclasses.replace(config, rope=Llama3RotaryEmbeddingsConfig(theta=20_000))
+    converter = make_converter(folder)
+    with jax.set_mesh(MESHES[3]):
+        converter.save_pretrained(converter.load_pretrained(None, config=scaled), str(tmp_path))
+    assert build_model(read_config(str(tmp_path / "config.json"), None), 8).config.rope == scaled.rope
+    assert_same(tensors(tmp_path), tensors(folder))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
