@@ -19,9 +19,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
 
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.format.shared_index import DeferredFile, pack_tensors, unpack_tensors
-from shardplan.checkpoint.load import array_specs, match_tensors
+from shardplan.checkpoint.format.index import TensorIndex
+from shardplan.checkpoint.format.shared_index import DeferredFile, pack_index, unpack_index
+from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
+from shardplan.checkpoint.match import match_tensors
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource, find_byte_ranges, sum_ranges
 from shardplan.checkpoint.transfer.schedule import MAX_REREAD_BYTES, make_schedule, read_by_process, to_stored_order
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, transfer_limits
@@ -74,7 +76,7 @@ def make_checkpoint() -> Checkpoint:
 
 def plan_part(checkpoint: Checkpoint, packed: str, mesh: DeviceMesh, process: int) -> ReadVolume:
     """Do what one process does before its first read, except for its messages; returns what it will read."""
-    tensors = unpack_tensors(open_folder("."), packed)
+    tensors = unpack_index(open_folder("."), packed).tensors
     program = match_tensors(checkpoint.model.template, tensors, MODEL)
     sources = {
         name: TensorSource(tensor.file_name, tensor.offset, tensor.dtype.itemsize) for name, tensor in tensors.items()
@@ -181,7 +183,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     checkpoint = make_checkpoint()
-    packed = pack_tensors(checkpoint.tensors)
+    packed = pack_index(TensorIndex(checkpoint.tensors))
     size = sum(math.prod(tensor.shape) * 2 for tensor in checkpoint.tensors.values())
     lines = [
         "# Fleets of thousands of processes",

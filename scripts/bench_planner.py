@@ -93,7 +93,7 @@ STYLES: dict[str, tuple[int, int, dict[str, list[str]]]] = {
 
 
 def load(model: str, slice_name: str, kind: str, batch: int, position: int = POSITION) -> PlanConfig:
-    """The configuration of a training step, which stores everything in float32, or of an evaluation in bfloat16."""
+    """The configuration of a training step in one microbatch, stored in float32, or of an evaluation in bfloat16."""
     settings = {
         "model.config": model,
         "hardware.slice": slice_name,
@@ -101,6 +101,7 @@ def load(model: str, slice_name: str, kind: str, batch: int, position: int = POS
         "workload.batch": batch,
         "workload.position": position,
         "workload.param_dtype": "float32" if kind == "train" else "bfloat16",
+        "workload.microbatches": 1,
     }
     return configuration.parse_config([f"--{key}={value}" for key, value in settings.items()])
 

@@ -29,7 +29,7 @@ from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan
-from shardplan.search.search_configuration import AUTO_CHECKPOINTING
+from shardplan.search.open_choices import AUTO_CHECKPOINTING
 from shardplan.verify.case import Case
 
 RUNS = Path(__file__).with_name("published_runs.yaml")

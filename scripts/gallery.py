@@ -88,7 +88,14 @@ ENTRIES = (
     Entry("mixtral", ("--config", "configs/mixtral-8x7b.yaml"), draw_memory),
     Entry(
         "failing-layout",
-        ("--config", "configs/405b.yaml", "--lint", "configs/levanter/405b-heads-mlp.yaml"),
+        (
+            "--config",
+            "configs/405b.yaml",
+            "--levanter_schema",
+            "flat",
+            "--lint",
+            "configs/levanter/405b-heads-mlp.yaml",
+        ),
         draw_memory,
     ),
 )

@@ -1,9 +1,11 @@
 """python scripts/make_extraction_reference.py: windows scored by transformers in float64, for tests/golden/extraction.
 
 Needs torch, which shardplan does not. It shares nothing with shardplan but the checkpoints, texts and tokenizer:
-windows, probabilities, ranks and coverage are computed one by one, as the protocol says.
+windows, probabilities, ranks and coverage are computed one by one, as the protocol says. The results at other
+temperatures, and with a token of the beginning in the prefix, are in settings/.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -17,6 +19,10 @@ FOLDER = GOLDEN / "extraction"
 FAMILIES = ("llama", "gemma2", "gpt2", "mixtral", "qwen3")
 PREFIX, SUFFIX, TOP_K = 10, 6, 40
 STRIDES = {"tokens": 3, "characters": 17}
+SETTING_FAMILIES = ("llama", "gemma2")
+TEMPERATURES = (0.7, 1.0, 2.0)
+BOS_STRIDE = 29
+"""Tokens between the windows whose prefix has a token of the beginning, or has none."""
 THRESHOLDS = (0.001, 0.01, 0.1, 0.5, 0.75)
 
 
@@ -43,6 +49,9 @@ def main() -> None:
                 arrays[f"{unit} {column}"] = np.array([row[i] for row in rows])
         np.savez_compressed(FOLDER / f"{family}.npz", **arrays)
         (FOLDER / f"{family}.json").write_text(json.dumps(coverage, indent=1) + "\n")
+        if family in SETTING_FAMILIES:
+            (FOLDER / "settings").mkdir(exist_ok=True)
+            np.savez_compressed(FOLDER / "settings" / f"{family}.npz", **score_settings(model, texts))
         print(family, {unit: len(arrays[f"{unit} start"]) for unit in STRIDES})
 
 
@@ -56,11 +65,26 @@ def train_tokenizer(texts: list[str]) -> None:
     tokenizer.save(str(FOLDER / "tokenizer.json"))
 
 
-def by_tokens(tokenizer: Tokenizer, text: str, stride: int):
+def score_settings(model, texts: dict[str, str]) -> dict[str, np.ndarray]:
+    """Return the results at every temperature, without a token of the beginning and with one in the prefix."""
+    tokenizer = Tokenizer.from_file(str(GOLDEN / "lm_eval" / "llama" / "tokenizer.json"))
+    begin = tokenizer.token_to_id("<s>")
+    arrays = {}
+    for temperature, has_bos in itertools.product(TEMPERATURES, (False, True)):
+        rows = []
+        for name, text in texts.items():
+            for span, ids in by_tokens(tokenizer, text, BOS_STRIDE, PREFIX + SUFFIX - has_bos):
+                rows.append((name, *span, *score(model, [begin] * has_bos + ids, temperature)))
+        for i, column in enumerate(("text", "start", "end", "log_prob", "rank", "top_log_prob")):
+            arrays[f"{temperature} {has_bos} {column}"] = np.array([row[i] for row in rows])
+    return arrays
+
+
+def by_tokens(tokenizer: Tokenizer, text: str, stride: int, length: int = PREFIX + SUFFIX):
     """Yield ((start, end), ids) of every window that starts at a multiple of `stride` tokens."""
     encoding = tokenizer.encode(text, add_special_tokens=False)
-    for first in range(0, len(encoding.ids) - PREFIX - SUFFIX + 1, stride):
-        last = first + PREFIX + SUFFIX
+    for first in range(0, len(encoding.ids) - length + 1, stride):
+        last = first + length
         yield (encoding.offsets[first][0], encoding.offsets[last - 1][1]), encoding.ids[first:last]
 
 
@@ -73,10 +97,10 @@ def by_characters(tokenizer: Tokenizer, text: str, stride: int):
             yield (start, start + len(tokenizer.decode(ids, skip_special_tokens=False))), ids
 
 
-def score(model, ids: list[int]):
+def score(model, ids: list[int], temperature: float = 1.0):
     """Log-probability and rank of each token of the suffix, and the log of the probability of the top k."""
     with torch.no_grad():
-        log_probs = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
+        log_probs = torch.log_softmax(model(torch.tensor([ids])).logits[0].double() / temperature, -1).numpy()
     each, ranks, tops = [], [], []
     for position in range(PREFIX, PREFIX + SUFFIX):
         row, token = log_probs[position - 1], ids[position]

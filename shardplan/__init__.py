@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shardplan.checkpoint.save import save_pretrained
     from shardplan.config import load_config
     from shardplan.eval.evaluate import evaluate
+    from shardplan.explain.rank_slices import rank_slices
     from shardplan.explain.what_if import what_if
     from shardplan.explain.why_not import why_not
     from shardplan.levanter_config.writer import trainer_yaml
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "HFCheckpointConverter", "Plan", "audit", "best_effort_sharding", "end_process", "evaluate", "load_config",
-    "load_pretrained", "make_mesh", "make_plan", "patch_levanter", "review", "save_pretrained", "trainer_yaml",
-    "verify_plan", "watch", "what_if", "why_not",
+    "load_pretrained", "make_mesh", "make_plan", "patch_levanter", "rank_slices", "review", "save_pretrained",
+    "trainer_yaml", "verify_plan", "watch", "what_if", "why_not",
 ]  # fmt: skip
 
 _MODULES = {
@@ -44,6 +45,7 @@ _MODULES = {
     "make_mesh": "shardplan.step.device_mesh",
     "make_plan": "shardplan.search.make_plan",
     "patch_levanter": "shardplan.levanter_patch",
+    "rank_slices": "shardplan.explain.rank_slices",
     "review": "shardplan.lint.repair",
     "save_pretrained": "shardplan.checkpoint.save",
     "trainer_yaml": "shardplan.levanter_config.writer",

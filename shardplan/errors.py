@@ -17,11 +17,15 @@ Code 6 is neither 2 nor 3: the configuration is right, and with a higher limit t
 Every message is one line: what is wrong, where, the nearest valid value, and the remedy.
 """
 
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import Any
 
-SIMILAR = 0.5
-"""Similarity (`difflib.SequenceMatcher.ratio`) of a hint: `batch` for `batchsize`, which difflib's default misses."""
+SIMILAR = 0.6
+"""Similarity (`difflib.SequenceMatcher.ratio`) of a hint: `batch` for `batchsize`, and not `logs` for `launcher`."""
+NO_SYNONYMS: Mapping[str, str] = {}
 
 
 class ShardplanError(Exception):
@@ -68,16 +72,74 @@ class SlowError(ShardplanError):
     exit_code = 7
 
 
-def closest(name: str, valid: Iterable[str], cutoff: float = SIMILAR) -> str | None:
-    """Return the valid value most similar to `name`, or None if none is as similar as `cutoff`."""
-    return next(iter(get_close_matches(name, sorted(map(str, valid)), n=1, cutoff=cutoff)), None)
+def closest(
+    name: str, valid: Iterable[str], cutoff: float = SIMILAR, synonyms: Mapping[str, str] = NO_SYNONYMS
+) -> str | None:
+    """Return the valid value that `name` means, or None if none is near.
+
+    First the same letters and digits, then a synonym, then the most similar text. Other digits mean another thing:
+    bfloat16 is no misspelt float64.
+
+    Args:
+        synonyms: other name, as `fold` returns it -> the value that it means.
+    """
+    choices, folded = sorted(map(str, valid)), fold(name)
+    for choice in choices:
+        if fold(choice) == folded:
+            return choice
+    if synonyms.get(folded) in choices:
+        return synonyms[folded]
+    digits = re.sub("[^0-9]", "", name)
+    by_lower = {
+        choice.lower(): choice for choice in choices if re.sub("[^0-9]", "", choice) in ("", digits) or not digits
+    }
+    similar = get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[similar[0]] if similar else None
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return a hint for an error message: the valid value most similar to `name`, or all of them if none is similar."""
+def fold(name: str) -> str:
+    """Return the letters and digits of a name, in lower case."""
+    return re.sub(r"[\s\-_.]", "", name.lower())
+
+
+def nearest(name: str, valid: Iterable[str], synonyms: Mapping[str, str] = NO_SYNONYMS) -> str:
+    """Return a hint for an error message: the valid value that `name` means, or all of them if none is near."""
     choices = sorted(map(str, valid))
-    close = closest(name, choices)
+    close = closest(name, choices, synonyms=synonyms)
     return f"did you mean {close!r}?" if close else f"valid: {', '.join(choices) or 'none'}"
+
+
+def missing_path(path: str, others: Iterable[str]) -> str:
+    """Return for a message why a path cannot be opened: it is a dangling link, or does not exist; with a hint.
+
+    Args:
+        others: paths that exist and could be meant.
+    """
+    if os.path.islink(path):
+        return f"is a link to {os.readlink(path)}, which does not exist"
+    # names without endings, because paths into one folder are all similar, and so are short names of one kind
+    name, ending = os.path.splitext(os.path.basename(path))
+    by_name = {}
+    for other in sorted(others, key=lambda other: (other.endswith(ending), other)):
+        by_name[os.path.splitext(os.path.basename(other))[0]] = other
+    close = by_name.get(closest(name, by_name) or "")
+    return "does not exist" + (f"; did you mean {close!r}?" if close else "")
+
+
+def check_argument(function: str, name: str, value: Any, kind: type | tuple[type, ...], remedy: str) -> None:
+    """Check the type of an argument of a public function.
+
+    Args:
+        function, name: of the argument, for the message.
+        remedy: what to pass.
+
+    Raises:
+        ConfigError: it has another type.
+    """
+    if not isinstance(value, kind):
+        shown = " ".join(repr(value).split())
+        shown = shown if len(shown) <= 60 else f"{type(value).__name__}"
+        raise ConfigError(f"{function}: {name} is {shown}; pass {remedy}")
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

@@ -58,10 +58,11 @@ def patched_levanter(monkeypatch):
     from levanter.models import loss
 
     from shardplan import levanter_patch
+    from shardplan.model.levanter_loss import FUSED_LOSS
 
     for name in ("load_pretrained", "save_pretrained"):
         monkeypatch.setattr(HFCheckpointConverter, name, getattr(HFCheckpointConverter, name))
-    monkeypatch.setattr(loss, levanter_patch.FUSED_LOSS, getattr(loss, levanter_patch.FUSED_LOSS, None), raising=False)
+    monkeypatch.setattr(loss, FUSED_LOSS, getattr(loss, FUSED_LOSS, None), raising=False)
     levanter_patch.patch_levanter()
 
 

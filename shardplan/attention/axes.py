@@ -33,6 +33,8 @@ class AxisRoles:
     """Head size of queries and keys."""
     value_size: tuple[Axis, ...]
     """Head size of values."""
+    result: tuple[Axis, ...]
+    """Axes of the result, in the order of Levanter's attention: those of query but the head size, then value's."""
 
     @property
     def all(self) -> tuple[Axis, ...]:
@@ -78,6 +80,9 @@ def resolve_axis_roles(
         ConfigError: query and key positions have one name, queries or values miss an axis of keys, or keys miss one of
             heads.
     """
+    for name, axis in (("QPos", QPos), ("KPos", KPos), ("Key", Key)):
+        if not isinstance(axis, str | Axis):
+            raise ConfigError(f"attention: {name} is {axis!r}; it must be one axis, or its name")
     queries, keys, size = query.resolve_axis(QPos), key.resolve_axis(KPos), query.resolve_axis(Key)
     if queries.name == keys.name:
         raise ConfigError(
@@ -96,6 +101,7 @@ def resolve_axis_roles(
     for name in head_names:
         if name not in {axis.name for axis in shared}:
             raise ConfigError(f"attention: heads {name!r}: {nearest(name, [axis.name for axis in shared])}")
+    value_size = tuple(axis for axis in value.axes if axis not in shared and axis.name != keys.name)
     return AxisRoles(
         batch=tuple(axis for axis in shared if axis.name not in head_names),
         key_heads=tuple(axis for axis in shared if axis.name in head_names),
@@ -105,7 +111,8 @@ def resolve_axis_roles(
         queries=queries,
         keys=keys,
         head_size=size,
-        value_size=tuple(axis for axis in value.axes if axis not in shared and axis.name != keys.name),
+        value_size=value_size,
+        result=(*(axis for axis in query.axes if axis.name != size.name), *value_size),
     )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import AxisSelection, AxisSelector, NamedArray
 from haliax.partitioning import ResourceMapping, current_thread_local_mapping
-from levanter.layers.attention import AttentionMask
+from levanter.layers.attention import AttentionBackend, AttentionMask
 
 from shardplan.attention.auto_strategy import AUTO, choose_strategy
 from shardplan.attention.axes import (
@@ -24,7 +24,9 @@ from shardplan.attention.axes import (
 from shardplan.attention.kernels.blockwise import BlockwiseKernel
 from shardplan.attention.kernels.interface import AttentionKernel, KernelConfig
 from shardplan.attention.kernels.splash import SplashKernel
-from shardplan.attention.masking import mask_arrays, static_pattern
+from shardplan.attention.levanter_arguments import block_side, check_levanter_arguments
+from shardplan.attention.masking import mask_arrays, static_pattern, structured_mask
+from shardplan.attention.reverse_mode import refuse_forward_mode
 from shardplan.attention.strategies.device_attention import DeviceAttention
 from shardplan.attention.strategies.ring import Ring
 from shardplan.errors import ConfigError, nearest
@@ -46,6 +48,13 @@ def dot_product_attention(
     key: NamedArray,
     value: NamedArray,
     mask: AttentionMask | NamedArray | None = None,
+    bias: None = None,
+    attention_dtype: Any = None,
+    precision: Any = None,
+    use_flash: bool | None = None,
+    attn_backend: AttentionBackend | None = None,
+    flash_block_size: int | None = None,
+    dropout: float = 0.0,
     *,
     heads: AxisSelection | None = None,
     strategy: str = AUTO,
@@ -54,17 +63,19 @@ def dot_product_attention(
     prefix: int = 0,
     documents: Sequence[int] | None = None,
     axis_mapping: ResourceMapping | None = None,
-    attention_dtype: Any = None,
     scaling_factor: float | None = None,
     logits_soft_cap: float | None = None,
+    inference: bool = True,
+    prng: Any = None,
     attn_sink: NamedArray | None = None,
     kernel: str = KernelName.BLOCKWISE,
-    block: int = DEFAULT_BLOCK,
+    block: int | None = None,
     hardware: str | None = None,
 ) -> NamedArray:
     """Compute attention with QPos sharded over mesh axes: Levanter's function of this name, sequence-parallel.
 
-    It has no dropout and no biases.
+    It takes all arguments of Levanter's function, in their order, and refuses what it cannot do: biases, dropout, and
+    the choice of one of Levanter's implementations.
 
     Args:
         QPos: axis of the queries' positions. The mesh axes that `axis_mapping` gives it shard queries and keys.
@@ -73,8 +84,16 @@ def dot_product_attention(
         query: {..., heads, QPos, Key}; axes that key does not have are query heads of one key head.
         key: {..., key heads, KPos, Key}; axes that are no key heads are batch axes.
         value: {..., key heads, KPos, ...}; an axis that key does not have is its head size, which may differ from Key.
-        mask: which keys a query may attend to; default: all. Hops and blocks that a causal offset makes empty are
-            skipped if the offset is known while tracing: one number, and not an argument of jit.
+        mask: which keys a query may attend to; default: all. A causal offset may be an integer, traced or not, or a
+            named array of integers. Hops and blocks that it makes empty are skipped if it is known while tracing: one
+            number, and not an argument of jit.
+        bias: must be None.
+        attention_dtype: dtype that query, key and value are cast to; sums are in float32 in any case.
+        precision: of products; the blockwise kernel computes them at the highest, whatever it is.
+        use_flash: must not be False.
+        attn_backend: must be None or DEFAULT; see `kernel`.
+        flash_block_size: Levanter's name of `block`.
+        dropout: must be 0, except in inference.
         heads: axes of key heads; default: the last one of keys that queries have too, but Key. () for none.
         strategy: all_gather (of keys and values), ring, ulysses, hybrid (a ring of groups of `ulysses` neighbours), or
             auto: the fastest by `shardplan.attention.strategy_cost` for the mask, the layout and the hardware among
@@ -91,25 +110,29 @@ def dot_product_attention(
         documents: lengths of the documents of every sequence, if they are known while tracing: positions attend within
             their document, and keys that this makes unnecessary are not sent. A `SequenceLayout` has its own documents.
         axis_mapping: logical axis -> mesh axes; default: the current `hax.axis_mapping`.
-        attention_dtype: dtype that query, key and value are cast to; sums are in float32 in any case.
         scaling_factor: factor of the scores, known while tracing; default: 1 / sqrt(Key.size).
         logits_soft_cap: scores become soft_cap * tanh(scores / soft_cap).
+        inference, prng: only dropout needs them.
         attn_sink: {heads}: a score per head that takes weight and contributes no value.
         kernel: what computes attention on a device: blockwise (XLA), or splash (Pallas, TPUs only; head sizes from 64
             to 256, a multiple of 128 positions per ring index, no explicit masks and no traced offsets).
-        block: side of a block of scores in positions, for the blockwise kernel.
+        block: side of a block of scores in positions, for the blockwise kernel; default: 512.
         hardware: name of the slice, such as v5p-128, that `auto` chooses for; default: the slice of JAX's devices.
 
     Returns:
-        {..., heads, QPos, value's head size}; zero for a query that may attend to nothing.
+        The axes of query but Key, in their order, then value's head size; zero for a query that may attend to nothing.
+        It has reverse-mode derivatives.
 
     Raises:
-        ConfigError: an unknown strategy, layout or kernel; a degree or size that does not divide; a mesh with Explicit
-            axes; a mask that is traced where it must be known, is not bool, or has axes that queries and keys do not
-            have; no heads to exchange; a mask or length that the splash kernel does not support; or, for `auto`,
-            unknown hardware, or too little memory.
+        ConfigError: an argument that is not supported; an unknown strategy, layout or kernel; a degree or size that
+            does not divide; a mesh with Explicit axes; a mask that is traced where it must be known, is not bool, or
+            has axes that queries and keys do not have; no heads to exchange; a mask or length that the splash kernel
+            does not support; or, for `auto`, unknown hardware, or too little memory.
     """
-    _check_options(strategy, layout, kernel, block, scaling_factor, logits_soft_cap)
+    del prng
+    check_levanter_arguments(bias, precision, use_flash, attn_backend, dropout, inference, kernel)
+    block = block_side(block, flash_block_size, DEFAULT_BLOCK)
+    _check_options(strategy, layout, kernel, scaling_factor, logits_soft_cap)
     layout = layout if isinstance(layout, SequenceLayout) else SequenceOrder(layout)
     axes = resolve_axis_roles(QPos, KPos, Key, query, key, value, heads)
     if strategy in (Strategy.ULYSSES, Strategy.HYBRID) and not (axes.key_heads or axes.query_groups):
@@ -118,9 +141,7 @@ def dot_product_attention(
         )
     mapping = (current_thread_local_mapping() or {}) if axis_mapping is None else axis_mapping
     sharding = resolve_attention_sharding(axes, mapping)
-    if isinstance(mask, NamedArray):
-        mask = AttentionMask.explicit(mask)
-    mask = mask or AttentionMask()
+    mask = structured_mask(mask)
     pattern = static_pattern(mask, prefix)
     if strategy == AUTO:
         strategy, ulysses = choose_strategy(sharding, pattern, layout, documents, query.dtype.itemsize, hardware)
@@ -133,6 +154,7 @@ def dot_product_attention(
     inputs = {"q": query.rearrange(axes.query), "k": key.rearrange(axes.key), "v": value.rearrange(axes.value)}
     if attention_dtype is not None:
         inputs = {name: x.astype(attention_dtype) for name, x in inputs.items()}
+    inputs = {name: hax.named(refuse_forward_mode(x.array), x.axes) for name, x in inputs.items()}
     lengths = {axes.queries.name: layouts[0].padded_length, axes.keys.name: layouts[1].padded_length}
     inputs = {name: pad_axes(x, lengths) for name, x in (inputs | masks).items()}
 
@@ -150,21 +172,20 @@ def dot_product_attention(
     )
     out = _run_on_mesh(attention, sharding, inputs).astype(jnp.result_type(query.array, value.array))
     padded = hax.named(out, [axis.resize(lengths.get(axis.name, axis.size)) for axis in axes.output])
-    return padded[axes.queries.name, : axes.queries.size]
+    return padded[axes.queries.name, : axes.queries.size].rearrange(axes.result)
 
 
 def _check_options(
     strategy: str,
     layout: str | SequenceLayout,
     kernel: str,
-    block: int,
     scaling_factor: float | None,
     logits_soft_cap: float | None,
 ) -> None:
     """Check the options that are independent of the arrays.
 
     Raises:
-        ConfigError: an unknown name, a block without positions, or a traced number.
+        ConfigError: an unknown name, or a traced number.
     """
     kind = layout.kind if isinstance(layout, SequenceLayout) else layout
     options = {
@@ -175,8 +196,6 @@ def _check_options(
     for name, (given, valid) in options.items():
         if given not in valid:
             raise ConfigError(f"attention {name} is {given!r}; {nearest(given, valid)}")
-    if block < 1:
-        raise ConfigError(f"attention: block is {block}; it must be at least 1")
     for name, number in (("scaling_factor", scaling_factor), ("logits_soft_cap", logits_soft_cap)):
         if isinstance(number, jax.core.Tracer):
             raise ConfigError(

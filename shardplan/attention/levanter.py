@@ -15,7 +15,7 @@ from levanter.layers.attention import Attention, AttentionMask
 from levanter.models.olmo import Olmo2Attention
 
 from shardplan.attention.dot_product import dot_product_attention
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, check_argument
 from shardplan.model.levanter_compat import attention_window
 from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.plan import Plan
@@ -81,6 +81,8 @@ class SequenceParallelAttention(Attention):
         q, k, v = self._compute_qkv(x, key=None, pos_ids=pos_ids)
         k, v = (each.rename({POSITION: KEY_POSITION}) for each in (k, v))
         config = self.config
+        # the order of the kernels, so that neither queries nor outputs are transposed twice
+        q = q.rearrange((..., config.KVHeads, config.QHeadsPerGroup, POSITION, config.HeadSize))
         window = attention_window(config)
         if window is not None and isinstance(mask, AttentionMask):
             mask = mask.with_sliding_window(window)
@@ -135,6 +137,7 @@ def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
     Raises:
         ConfigError: the model has no `Attention` module of Levanter, or a subclass that does more.
     """
+    check_argument("with_sequence_parallel", "method", method, (Method, Plan), "Method('ring'), or a plan")
     if not any(map(_is_attention, jax.tree.leaves(module, is_leaf=_is_attention))):
         raise ConfigError(f"{type(module).__name__} does not use Levanter's Attention; its positions cannot be sharded")
     if isinstance(method, Plan):

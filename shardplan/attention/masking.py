@@ -1,6 +1,8 @@
 """Masks of attention: a static pattern of positions, known while tracing, and arrays for the rest."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import haliax as hax
 import jax
@@ -16,27 +18,59 @@ from shardplan.positions.pattern import PADDING, Pattern
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 
 
+def structured_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask:
+    """Return the mask of an attention as an `AttentionMask` whose causal offset is None, or a named array.
+
+    Levanter's own attention accepts offsets that are numbers, and ignores those of masks that are not causal.
+
+    Raises:
+        ConfigError: another type, or a causal offset that is no integer and no named array of integers.
+    """
+    if mask is None:
+        return AttentionMask()
+    if isinstance(mask, NamedArray):
+        return AttentionMask.explicit(mask)
+    if not isinstance(mask, AttentionMask):
+        raise ConfigError(
+            f"attention: the mask is a {type(mask).__name__}; it must be levanter.layers.attention.AttentionMask, or a "
+            "named array of bool"
+        )
+    offset: Any = mask.causal_offset
+    if offset is None or not mask.is_causal:
+        return replace(mask, causal_offset=None)
+    if not isinstance(offset, NamedArray):
+        values = np.asarray(offset) if isinstance(offset, int | float) else offset
+        if getattr(values, "shape", None) != ():
+            raise ConfigError(
+                f"attention: causal_offset is {offset!r}; it must be an integer, or a named array of integers"
+            )
+        offset = hax.named(values, ())
+    if not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise ConfigError(f"attention: causal_offset has dtype {offset.dtype}; it must be an integer")
+    return replace(mask, causal_offset=offset)
+
+
 def static_pattern(mask: AttentionMask, prefix: int) -> Pattern:
     """Return the part of a mask that is known while tracing.
 
     A causal offset that is traced, or that is not a single number, is left to `mask_arrays`.
 
     Args:
+        mask: as `structured_mask` returns it.
         prefix: with a causal mask, the number of first positions that all queries may attend to.
 
     Raises:
-        ConfigError: the prefix is not known while tracing, or the mask has a window to both sides.
+        ConfigError: the prefix is not known while tracing.
     """
-    if bidirectional_window(mask) is not None:
-        raise ConfigError("attention: windows to both sides of a query are not supported; use an explicit mask")
     if not isinstance(prefix, int | np.integer):
         raise ConfigError(
             "attention: prefix must be one number, known while tracing; use an explicit mask for other prefixes"
         )
+    window, radius = mask.sliding_window, bidirectional_window(mask)
     if not _has_static_offset(mask):
-        return Pattern(window=mask.sliding_window)
+        return Pattern(window=window, radius=radius)
     offset = 0 if mask.causal_offset is None else int(mask.causal_offset.array)
-    return Pattern(mask.is_causal, offset, mask.sliding_window, int(prefix))
+    return Pattern(mask.is_causal, offset, window, int(prefix), radius)
 
 
 def mask_arrays(
@@ -51,6 +85,7 @@ def mask_arrays(
     | explicit | any | an explicit mask, true where attention is allowed |
 
     Args:
+        mask: as `structured_mask` returns it.
         layouts: the layouts of queries and of keys.
 
     Raises:
@@ -88,7 +123,7 @@ def mask_arrays(
 
 
 def _has_static_offset(mask: AttentionMask) -> bool:
-    """Whether the mask is not causal, or its causal offset is one number, known while tracing."""
-    if not mask.is_causal or mask.causal_offset is None:
+    """Whether the causal offset is one number, known while tracing, or there is none."""
+    if mask.causal_offset is None:
         return True
     return mask.causal_offset.ndim == 0 and not isinstance(mask.causal_offset.array, jax.core.Tracer)

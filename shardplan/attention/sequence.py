@@ -10,12 +10,11 @@ import numpy as np
 from haliax import NamedArray
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
-from levanter.models.loss import cross_entropy_and_logsumexp_penalty
 
 from shardplan.attention.levanter import accept_layout
 from shardplan.errors import ConfigError
-from shardplan.model.forward import project_to_vocab
-from shardplan.model.levanter_compat import LOSS_WEIGHT_ARGUMENT, LOSS_WEIGHT_FIELD
+from shardplan.model.levanter_compat import LOSS_WEIGHT_FIELD
+from shardplan.model.logit_blocks import compute_target_losses
 from shardplan.positions.pattern import PADDING
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 
@@ -106,7 +105,9 @@ def sequence_activations(module: Any, sequence: ShardedSequence) -> NamedArray:
     return result[0] if isinstance(result, tuple) else result
 
 
-def next_token_losses(module: Any, sequence: ShardedSequence, soft_cap: float | None = None) -> NamedArray:
+def next_token_losses(
+    module: Any, sequence: ShardedSequence, soft_cap: float | None = None, blocks: int = 1
+) -> NamedArray:
     """Return float32[..., position]: nats of every next token, in the order of the layout; 0 where the loss is masked.
 
     The mean loss is their sum divided by the sum of `sequence.loss_mask`. A z-loss and a router's auxiliary loss are
@@ -116,16 +117,13 @@ def next_token_losses(module: Any, sequence: ShardedSequence, soft_cap: float | 
         module: a Levanter model with sequence-parallel attention of the sequence's layout
             (`shardplan.attention.levanter.with_sequence_parallel`).
         soft_cap: soft cap of the logits.
+        blocks: parts of the positions whose logits are in memory one after the other; a divisor of their number.
 
     Raises:
         ConfigError: the module's attention has another layout.
     """
-    logits = project_to_vocab(module, sequence_activations(module, sequence), soft_cap)
-    targets = hax.nn.one_hot(sequence.targets, module.Vocab, dtype=jnp.float32)
-    weights = {LOSS_WEIGHT_ARGUMENT: sequence.loss_mask}
-    return cross_entropy_and_logsumexp_penalty(
-        Vocab=module.Vocab, pred_y=logits, target_y=targets, reduction=None, **weights
-    )
+    activations = sequence_activations(module, sequence)
+    return compute_target_losses(module, activations, sequence.targets, sequence.loss_mask, soft_cap, blocks)
 
 
 def _has_documents(layout: SequenceLayout, segments: NamedArray, position: str) -> bool:

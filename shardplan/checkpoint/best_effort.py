@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardplan.errors import check_argument
+
 
 def best_effort_sharding(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Shard an array of `shape` over as many devices of `mesh` as its dimensions allow.
@@ -18,8 +20,16 @@ def best_effort_sharding(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> Nam
     Args:
         shape: the array's dimensions, or an array.
         mesh: any axis names and sizes.
+
+    Raises:
+        ConfigError: an argument of another type.
     """
-    dimensions = tuple(getattr(shape, "shape", shape))
+    shape = getattr(shape, "shape", shape)
+    check_argument(
+        "best_effort_sharding", "shape", shape, Sequence, "the sizes of dimensions, such as (8, 4), or an array"
+    )
+    check_argument("best_effort_sharding", "mesh", mesh, (Mesh, AbstractMesh), "a jax.sharding.Mesh")
+    dimensions = tuple(shape)
     axes = [(name, size) for name, size in mesh.shape.items() if size > 1]
     # dimension len(dimensions) stands for "not used"
     choices = itertools.product(range(len(dimensions) + 1), repeat=len(axes))

@@ -11,10 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardplan.checkpoint.format.index import read_index
-from shardplan.checkpoint.load import array_specs, match_tensors
+from shardplan.checkpoint.format.index import read_tensor_index
+from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.mapping.views import View
+from shardplan.checkpoint.match import match_checkpoint
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource
 from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedule, read_by_process, to_stored_order
 from shardplan.checkpoint.transfer.stream import choose_transfer_dtype, transfer_limits
@@ -119,8 +120,8 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
 
 def _read_checkpoint(ref: str, model: Model) -> _StoredModel:
     folder = open_folder(ref)
-    tensors = read_index(folder)
-    program = match_tensors(model.template, tensors, folder.ref)
+    index = read_tensor_index(folder)
+    tensors, program = index.tensors, match_checkpoint(model.template, index, folder.ref).program
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     locations = {name: (tensor.file.name, tensor.offset) for name, tensor in tensors.items()}
     return _StoredModel(folder.ref, program, dtypes, locations)

@@ -5,7 +5,8 @@ matches the model with the tensors of the checkpoint; `transfer.stream.stream_ar
 """
 
 import functools
-from collections import Counter
+import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,14 +20,17 @@ from levanter.compat.hf_checkpoints import RepoRef
 
 from shardplan.checkpoint.best_effort import best_effort_sharding
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.format.index import check_tensors, read_index
+from shardplan.checkpoint.format.index import TensorIndex, read_tensor_index
 from shardplan.checkpoint.format.integrity import CheckedFolder, check_files
 from shardplan.checkpoint.format.shared_index import read_shared_index
 from shardplan.checkpoint.levanter_converter.saving import SavingConverter
-from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, expected_tensors, trace_program
+from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
+from shardplan.checkpoint.mapping.unneeded import kinds_text
 from shardplan.checkpoint.mapping.views import View
+from shardplan.checkpoint.match import Match, check_values, is_tied, match_checkpoint
+from shardplan.checkpoint.output_head import UNTIED, check_head, has_own_head
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, stream_arrays
-from shardplan.errors import CheckpointError, ConfigError
+from shardplan.errors import CheckpointError, ConfigError, check_argument
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
 from shardplan.model.levanter_compat import RESIZES_VOCAB
@@ -45,6 +49,9 @@ from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import open_process_group
 from shardplan.step.device_mesh import make_mesh
 from shardplan.storage import Folder, open_folder
+from shardplan.storage.contents import find_adapter
+
+logger = logging.getLogger(__name__)
 
 
 def load_pretrained(
@@ -56,6 +63,7 @@ def load_pretrained(
     config: Any = None,
     budget: int = DEFAULT_BUDGET,
     checksum: bool = False,
+    strict: bool = False,
 ) -> Any:
     """Load a Hugging Face checkpoint into a Levanter model, every array streamed straight into its sharding.
 
@@ -72,6 +80,7 @@ def load_pretrained(
         config: a Levanter model configuration; default: the one that the checkpoint's config.json describes.
         budget: most host memory to use beyond the arrays themselves, bytes.
         checksum: compare the files with the checksums that their store recorded, if it recorded any.
+        strict: refuse a checkpoint with tensors that the model has no use for, instead of a warning.
 
     Returns:
         The Levanter model (an `LmHeadModel`), its arrays sharded over the plan's mesh or the current one.
@@ -84,16 +93,17 @@ def load_pretrained(
         raise ConfigError(f"load_pretrained: plan is {plan!r}, not a Plan; read a file with Plan.load(path)")
     if plan is not None and axis_mapping is not None:
         raise ConfigError("load_pretrained takes a plan or an axis_mapping, not both")
+    check_argument("load_pretrained", "ref", ref, (str, RepoRef, os.PathLike), "a folder, org/model@revision or a URL")
     folder = open_folder(str(ref))
     own_class = None if config is None else own_class_name(type(config))
-    template = _make_template(read_config(None, folder, own_class), config)
+    template = _make_template(read_config(None, folder, own_class), config, folder)
     if plan is not None:
         _check_plan(plan, template)
     mesh = make_mesh(plan) if plan is not None else _current_mesh()
     mapping = plan.param_mapping if plan is not None else _mapping_or_current(axis_mapping)
     if dtype is None and plan is not None:
         dtype = plan.workload.param_dtype
-    model, _ = stream_checkpoint(template, folder, mesh, mapping, dtype, budget, checksum)
+    model, _ = stream_checkpoint(template, folder, mesh, mapping, dtype, budget, checksum, strict=strict)
     return model
 
 
@@ -116,7 +126,8 @@ class HFCheckpointConverter(SavingConverter):
         del lm_model_cls  # Levanter ignores it too: the configuration names the class
         folder = open_folder(str(ref or self.reference_checkpoint))
         hf_config = read_config(None, folder, own_class_name(self.LevConfigClass))
-        template = _make_template(hf_config, config if config is not None else _custom_config(self, hf_config))
+        config = config if config is not None else _custom_config(self, hf_config)
+        template = _make_template(hf_config, config, folder)
         mapping = _mapping_or_current(axis_mapping)
         model, _ = stream_checkpoint(template, folder, _current_mesh(), mapping, dtype)
         if resize_vocab_to_match_tokenizer and model.Vocab.size != self.Vocab.size:
@@ -137,10 +148,18 @@ def _custom_config(converter: Any, hf_config: dict[str, Any]) -> Any:
     return converter.config_from_hf_config(converter.HfConfigClass(**values))
 
 
-def _make_template(hf_config: dict[str, Any], config: Any) -> Any:
-    """Make the model without weights, of a Levanter configuration, or of config.json if `config` is None."""
+def _make_template(hf_config: dict[str, Any], config: Any, folder: Folder) -> Any:
+    """Make the model without weights, of a Levanter configuration, or of config.json if `config` is None.
+
+    The latter has an output head of its own if the checkpoint in `folder` holds one.
+    """
     if config is None:
-        return build_model(hf_config, position=1).template
+        template = build_model(hf_config, position=1).template
+        if is_tied(template):
+            with open_process_group() as processes:
+                if has_own_head(template, folder, processes):
+                    return build_model({**hf_config, **UNTIED}, position=1).template
+        return template
     size = getattr(transformers_config(hf_config), "vocab_size", None)
     if type(size) is not int or size < 1:
         raise ConfigError(f"config.json: vocab_size is {size!r}; it must be a positive integer")
@@ -153,6 +172,7 @@ def _check_plan(plan: Plan, template: Any) -> None:
     Raises:
         ConfigError: one has not.
     """
+    check_head(plan, template)
     planned = {parameter.path: parameter.axes for parameter in plan.parameters}
     for own in parameters_of(template):
         if planned.get(own.path) != own.axes:
@@ -189,6 +209,7 @@ def stream_checkpoint(
     budget: int = DEFAULT_BUDGET,
     checksum: bool = False,
     deadline_s: float = DEADLINE_S,
+    strict: bool = False,
 ) -> tuple[Any, StateDictProgram]:
     """Stream the checkpoint in `folder` into the model `template`.
 
@@ -199,6 +220,7 @@ def stream_checkpoint(
         budget: most host memory to use beyond the arrays, bytes.
         checksum: compare the files with the checksums that their store recorded, if it recorded any.
         deadline_s: most seconds without progress.
+        strict: refuse a checkpoint with tensors that the model has no use for.
 
     Returns:
         The model with its arrays, and the program that maps the checkpoint's tensors to them.
@@ -210,12 +232,22 @@ def stream_checkpoint(
         folder = CheckedFolder(folder)
     with open_process_group() as processes:
 
-        def inspect() -> tuple[dict[str, Tensor], StateDictProgram]:
+        def inspect() -> tuple[TensorIndex, Match]:
             # the checksums of files are asked for in every process
-            tensors = read_index(folder) if checksum else read_shared_index(folder, processes)
-            return tensors, match_tensors(template, tensors, folder.ref)
+            index = read_tensor_index(folder) if checksum else read_shared_index(folder, processes)
+            match = match_checkpoint(template, index, folder.ref)
+            if strict and match.unneeded:
+                raise CheckpointError(f"{_unneeded_text(match)}; leave out load.strict to load it nevertheless")
+            return index, match
 
-        tensors, program = processes.agree("checkpoint", inspect, _file_versions)
+        index, match = processes.agree("checkpoint", inspect, _file_versions)
+        tensors, program = index.tensors, match.program
+        if match.head or match.second_set:
+            compared = processes.broadcast("values", lambda: check_values(match, tensors, template))
+        else:
+            compared = []
+        if processes.process_index == 0:
+            _warn(match, compared, folder)
         specs = _best_effort_specs(mesh, program) if mapping is None else array_specs(template, mapping, program)
         dtypes = _array_dtypes(program, tensors, dtype)
         arrays = stream_arrays(program.views, tensors, mesh, specs, dtypes, processes, budget, deadline_s=deadline_s)
@@ -232,58 +264,36 @@ def stream_checkpoint(
     return model, program
 
 
-def match_tensors(template: Any, tensors: Mapping[str, Tensor], where: str) -> StateDictProgram:
-    """Map the tensors of a checkpoint to the arrays of the model, and check that the two match.
+def _file_versions(checkpoint: tuple[TensorIndex, Match]) -> dict[str, str]:
+    """Return file of the checkpoint -> version of its content."""
+    index, _ = checkpoint
+    return {tensor.file_name: tensor.file.version for tensor in [*index.tensors.values(), *index.single.values()]}
+
+
+def _warn(match: Match, compared: list[str], folder: Folder) -> None:
+    """Log what a checkpoint holds beside the model, and what its index gets wrong.
 
     Args:
-        where: name of the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: the checkpoint does not match the model.
+        compared: the results of comparing values.
     """
-    expected = expected_tensors(template)
-    prefix = _find_prefix(tensors, expected)
-    prefixed = {f"{prefix}.{name}" if prefix else name: shape for name, shape in expected.items()}
-    program = trace_program(template, prefixed, prefix)
-    if not program.tensors.keys() <= tensors.keys():
-        program = _trace_stored_names(template, tensors, prefix) or program
-    # where the output head is the embedding, some checkpoints hold a copy of it
-    ignored = {"lm_head.weight"} if getattr(template, "lm_head", None) is None else set()
-    check_tensors(tensors, program.tensors, where, ignored)
-    return program
+    for note in match.notes:
+        logger.warning("%s: %s", match.where, note)
+    for note in compared:
+        logger.warning("%s", note)
+    if match.unneeded:
+        logger.warning("%s; ignored (load.strict refuses such a checkpoint)", _unneeded_text(match))
+    adapter = find_adapter(folder)
+    if adapter:
+        logger.warning(
+            "%s holds an adapter beside the model (%s), which is not applied; merge it with PEFT if it is meant",
+            match.where, adapter,
+        )  # fmt: skip
 
 
-def _trace_stored_names(template: Any, tensors: Mapping[str, Tensor], prefix: str | None) -> StateDictProgram | None:
-    """Trace the conversion of tensors by the names that they have; None if Levanter does not read these.
-
-    A converter may read more names than those that it writes, such as those of older checkpoints.
-    """
-    try:
-        program = trace_program(template, {name: tensor.shape for name, tensor in tensors.items()}, prefix)
-    except (CheckpointError, TypeError, ValueError):  # of Haliax and JAX: tensors of other shapes
-        return None
-    if any(program.views[p.path].shape != tuple(p.axes.values()) for p in parameters_of(template)):
-        return None
-    read = {piece.tensor for view in program.views.values() for piece in view.pieces}
-    return StateDictProgram({name: shape for name, shape in program.tensors.items() if name in read}, program.views)
-
-
-def _file_versions(checkpoint: tuple[dict[str, Tensor], StateDictProgram]) -> dict[str, str]:
-    """Return file of the checkpoint -> version of its content."""
-    tensors, _ = checkpoint
-    return {tensor.file_name: tensor.file.version for tensor in tensors.values()}
-
-
-def _find_prefix(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> str | None:
-    """Return what the checkpoint puts before every expected name, as "transformer" in GPT-2; None for nothing."""
-    if expected.keys() <= tensors.keys():
-        return None
-    prefixes = Counter(
-        name.removesuffix(f".{suffix}") for suffix in expected for name in tensors if name.endswith(f".{suffix}")
-    )
-    usual, count = prefixes.most_common(1)[0] if prefixes else (None, 0)
-    # a prefix must match more of the tensors than no prefix does
-    return usual if count > len(expected.keys() & tensors.keys()) else None
+def _unneeded_text(match: Match) -> str:
+    count = len(match.unneeded)
+    tensors = "a tensor" if count == 1 else f"{count} tensors"
+    return f"{match.where} holds {tensors} that the model has no use for ({kinds_text(match.unneeded)})"
 
 
 def array_specs(template: Any, mapping: ResourceMapping, program: StateDictProgram) -> dict[str, tuple[MeshAxes, ...]]:

@@ -40,7 +40,7 @@ from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
 from shardplan.checkpoint.mapping.type_names import trace_type_names
 from shardplan.checkpoint.mapping.views import Piece, Shape
 from shardplan.checkpoint.target import CONFIG, LEVANTER_METADATA, claim_target, complete_target, write_file
-from shardplan.errors import CheckpointError, ConfigError, one_line
+from shardplan.errors import CheckpointError, ConfigError, check_argument, one_line
 from shardplan.model.inspect import named_leaves
 from shardplan.model.levanter_compat import CHECKPOINT_FILES, CHECKPOINT_MODEL
 from shardplan.runtime.devices import is_first_process
@@ -142,6 +142,8 @@ def save_pretrained(
         ConfigError: the folder holds a checkpoint already, or cannot be written to; a value is too large for `dtype`.
         CheckpointError: a tensor cannot be made of the model's arrays, or was not written as it should be.
     """
+    check_argument("save_pretrained", "model", model, eqx.Module, "a Levanter model with its arrays")
+    check_argument("save_pretrained", "config", config, Mapping, "the content of config.json, a mapping")
     program = program or trace_type_names(eqx.filter_eval_shape(lambda: model), config.get("model_type"))
     tensors = make_output_tensors(model, program, dtype)
     bytes_by_dtype: Counter[np.dtype] = Counter()

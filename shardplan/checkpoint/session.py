@@ -9,18 +9,20 @@ from jax.sharding import Mesh
 
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
+from shardplan.checkpoint.match import is_tied
+from shardplan.checkpoint.output_head import UNTIED, check_head, has_own_head
 from shardplan.config.command_flags import LoadingConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model.hf_config import read_config
-from shardplan.model.registry import Model, build_model
+from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import start_devices
 from shardplan.runtime.generation import check_generation
 from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group, short_text
 from shardplan.search.given_plan import check_model
-from shardplan.search.make_plan import make_plan
+from shardplan.search.make_plan import build_configured, make_plan
 from shardplan.step.device_mesh import make_mesh
 from shardplan.storage import Folder, open_folder
 
@@ -50,7 +52,9 @@ class Session:
         """
         config, dtype = self.config, self.plan.workload.param_dtype
         mapping, budget = self.plan.param_mapping, int(config.load.gib * GIB)
-        return stream_checkpoint(template, self.folder, self.mesh, mapping, dtype, budget, config.checksum, deadline_s)
+        return stream_checkpoint(
+            template, self.folder, self.mesh, mapping, dtype, budget, config.checksum, deadline_s, config.load.strict
+        )
 
 
 def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLINE_S) -> Session:
@@ -72,13 +76,20 @@ def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLI
     check_generation(hardware)
     with open_process_group() as processes, processes.phase("planning", deadline_s):
 
-        def open_model() -> tuple[Folder, Model]:
+        def open_model() -> tuple[Folder, dict[str, Any], Model]:
             folder = open_folder(config.model.ref)
             hf_config = read_config(config.model.config, folder, config.model.levanter_class)
-            return folder, build_model(hf_config, config.workload.position)
+            return folder, hf_config, build_configured(config, hf_config)
 
-        folder, model = processes.agree("model", open_model, lambda _: {})
-        plan = _agree_on_plan(processes, plan, lambda: make_plan(config, model), lambda plan: check_model(plan, model))
+        folder, hf_config, model = processes.agree("model", open_model, lambda _: {})
+        if is_tied(model.template) and has_own_head(model.template, folder, processes):
+            model = build_configured(config, {**hf_config, **UNTIED})
+
+        def check(plan: Plan) -> None:
+            check_model(plan, model)
+            check_head(plan, model.template)
+
+        plan = _agree_on_plan(processes, plan, lambda: make_plan(config, model), check)
     return Session(config, folder, model, plan, make_mesh(plan))
 
 

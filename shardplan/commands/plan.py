@@ -84,7 +84,8 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
     try:
         plan, verdicts = (given, ()) if given else _search(config, model)
         others = dataclasses.replace(others, workload=dataclasses.replace(others.workload, batch=plan.workload.batch))
-        show_plan(plan, config.json, config.levanter_schema)
+        if given is None or not (config.why or config.what_if):  # of a plan that is given only the answer is new
+            show_plan(plan, config.json, config.levanter_schema)
         explain(others, plan, model)
     finally:  # also without a plan: then other settings are of most interest
         if config.what_if and model:
@@ -185,7 +186,11 @@ def lint(config: PlanCommand, path: str, judgements: "Sequence[Judgement]" = ())
     conflicts = [f"--{name}" for name in others if getattr(config, name)]
     if conflicts:
         raise ConfigError(f"lint checks the file as it is, and plans by itself; leave out {' and '.join(conflicts)}")
-    check_model_config(config)
+    if config.model.ref or config.model.config:
+        check_model_config(config)
+    from shardplan.lint.parser.run_worker import shared_parser
+
+    shared_parser()  # it imports Levanter while this process imports JAX
     from shardplan.lint.repair import review
     from shardplan.report.lint import print_review, review_json
     from shardplan.report.tables import console
@@ -202,7 +207,7 @@ def lint(config: PlanCommand, path: str, judgements: "Sequence[Judgement]" = ())
     errors = reviewed.lint.errors
     if errors:
         kinds = ", ".join(dict.fromkeys(error.kind for error in errors))
-        raise InfeasibleError(f"{path} cannot run as it is on {config.hardware.slice}: {kinds}")
+        raise InfeasibleError(f"{path} cannot run as it is on {reviewed.lint.subject.hardware.name}: {kinds}")
 
 
 def _report_review(target: str, reviewed: "Review", judgements: "Sequence[Judgement]") -> None:

@@ -68,11 +68,16 @@ class PlanConfig:
         raise_first(self.workload.problems())
         if self.plan is None:  # a given plan decides these values
             raise_first(self.workload.microbatch_problems())
-            if not self.model.ref and not self.model.config:
+            if not self.model.ref and not self.model.config and not self.has_other_model:
                 raise ConfigError(
                     "no model: name one with --model, or set model.ref to a Hugging Face folder, or model.config to a "
                     "config.json"
                 )
+
+    @property
+    def has_other_model(self) -> bool:
+        """Whether a file that is read later may name the model."""
+        return False
 
     @property
     def makes_windows(self) -> bool:
@@ -149,8 +154,14 @@ class PlanCommand(ReportingConfig):
     the one that the compiler finds fastest is taken."""
     lint: str | None = None
     """A Levanter configuration whose hand-written trainer section is checked and repaired."""
+    lint_seconds: int = 60
+    """With lint, the search for edits ends after so many seconds, and says so."""
     rank_slices: tuple[str, ...] = ()
-    """Generations (v4, v5p, ..., or all) of which every named slice is planned for and ranked by tokens/s per chip."""
+    """Slices (v6e-8, 2xv6e-256), and generations (v4, v5p, ..., or all) of which every named slice is meant, to plan
+    for and to rank by tokens/s per chip."""
+    price: tuple[str, ...] = ()
+    """Of rank_slices: prices of a chip-hour in any currency, as v6e=2.70; ranks by cost of a step of training, or of a
+    million tokens of anything else."""
     list_slices: bool = False
     """Only print the slices of every generation; needs no model."""
     json: str | None = None
@@ -158,10 +169,18 @@ class PlanCommand(ReportingConfig):
     verdicts: str | None = None
     """Verdicts that `verify --json` wrote, to be shown in the report."""
 
+    @property
+    def has_other_model(self) -> bool:
+        """Whether the Levanter configuration may describe the model."""
+        return self.lint is not None
+
     def __post_init__(self) -> None:
         if not self.list_slices:
             super().__post_init__()
         check_minimum("verify", int(self.verify), 0)
+        check_minimum("lint_seconds", self.lint_seconds, 0)
+        if self.price and not self.rank_slices:
+            raise ConfigError("price is for ranking slices; name some with --rank_slices, or leave price out")
         if self.list_slices and self.report is not None:
             raise ConfigError("list_slices plans nothing; leave report out")
         if self.verdicts is not None and self.report is None:

@@ -16,7 +16,7 @@ MODEL_FLAG = "a checkpoint (model.ref), or a config.json or bundled model to pla
 """Help of the two flags that are no keys."""
 WITHOUT_CONFIGURATION = {
     "plan diff": "Print what differs between two Plan files.",
-    "eval compare": "Print the extraction results of several models side by side.",
+    "eval compare": "Print the losses or the extraction of several models side by side.",
     "lm_eval": "Run the command line of lm-evaluation-harness, with the model shardplan.",
 }
 """Commands that have arguments instead of keys, and what each does."""

@@ -12,12 +12,18 @@ from draccus.utils import deflatten
 
 from shardplan.config.command_flags import COMMANDS, PlanConfig
 from shardplan.config.help import LOGGING_FLAGS, add_config, add_key, add_keys, make_parser
+from shardplan.config.key_names import nearest_key, synonym_of
 from shardplan.config.keys import Key, keys_of
+from shardplan.config.python_values import plain_value
+from shardplan.config.variables import check_variables
 from shardplan.config.yaml_file import read_yaml
-from shardplan.errors import ConfigError, nearest
+from shardplan.errors import ConfigError, check_argument, missing_path
 from shardplan.plan.serialization import decode, flatten, value_kind
 
 C = TypeVar("C", bound=PlanConfig)
+SHELL_SECTION = "launch."
+"""Section whose texts are for shells, which expand variables."""
+YAML_FILES = "paths of YAML files, and keys by name, such as workload={'batch': 4}"
 EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
 """A number that YAML 1.1 takes for text, for want of a point."""
 
@@ -26,19 +32,26 @@ def load_config(*files: str, **sections: Any) -> PlanConfig:
     """The configuration in YAML files, of which later ones win, with the keys that are given here.
 
     As in `load_config("configs/8b.yaml", workload={"batch": 4}, pin=["mlp=model"])`. Keys that only a command has are
-    checked and left out.
+    checked and left out. `model="x"` means what `--model x` does on the command line, in a file as well.
 
     Raises:
         ConfigError: a file that cannot be read, an unknown key, or a value of the wrong type.
     """
-    return load_command(PlanConfig, files, sections)
+    return load_command(PlanConfig, files, sections, "load_config")
 
 
-def load_command(cls: type[C], files: Sequence[str], sections: Mapping[str, Any]) -> C:
-    """The configuration `cls` of a command, in files and with keys as `load_config` takes them."""
-    keys = keys_of(cls)
+def load_command(cls: type[C], files: Sequence[str], sections: Mapping[str, Any], function: str) -> C:
+    """The configuration `cls` of a command, in files and with keys as `load_config` takes them.
+
+    Args:
+        function: the public function that takes them, for messages.
+    """
+    for file in files:
+        check_argument(function, "its argument", file, (str, os.PathLike), YAML_FILES)
+    files, keys = [os.fspath(file) for file in files], keys_of(cls)
     values = _read_files(files, keys)
-    overrides = flatten({name: list(value) if isinstance(value, tuple) else value for name, value in sections.items()})
+    given = {name: plain_value(value) for name, value in flatten(sections).items()}
+    overrides = {name: _interpret(keys.get(name), value) for name, value in _spell_out_model(given).items()}
     _check(overrides, keys, where="keyword arguments")
     return _build(cls, {**values, **overrides}, files)
 
@@ -65,7 +78,7 @@ def parse_config(argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: 
     arguments = {name: value for name, value in vars(known).items() if value is not None and name not in LOGGING_FLAGS}
     files, model = arguments.pop("config", []), arguments.pop("model", None)
     if model is not None:
-        arguments["model.ref" if _is_checkpoint(model) else "model.config"] = model
+        arguments[_model_key(model)] = model
     overrides = {name: _interpret(keys[name], _value(keys[name], text)) for name, text in arguments.items()}
     _check(overrides, keys, where="command line")
     return _build(cls, {**_read_files(files, keys), **overrides}, files)
@@ -102,9 +115,19 @@ def _read_files(files: Sequence[str], keys: Mapping[str, Key]) -> dict[str, Any]
     return values
 
 
-def _is_checkpoint(model: str) -> bool:
-    """Whether `model` means a checkpoint: a folder, org/model or a URL; else a config.json or a bundled model."""
-    return not model.endswith(".json") and ("/" in model or Path(model).is_dir())
+def _model_key(model: str) -> str:
+    """The key that `model` is a value of: a folder, org/model or a URL is a checkpoint, other texts a config.json."""
+    is_checkpoint = not model.endswith(".json") and ("/" in model or Path(model).is_dir())
+    return "model.ref" if is_checkpoint else "model.config"
+
+
+def _spell_out_model(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of keys with `model: x` in place of its section as on the command line, `--model x`."""
+    model = values.get("model")
+    if not isinstance(model, str) or not model:
+        return values
+    others = {name: value for name, value in values.items() if name != "model"}
+    return {**others, _model_key(os.path.expanduser(model)): model}
 
 
 def _normalize(token: str) -> str:
@@ -121,17 +144,25 @@ def _refuse(token: str, keys: Mapping[str, Key], command: str) -> NoReturn:
     owners = [other for other, cls in COMMANDS.items() if name in keys_of(cls)]
     if owners:
         raise ConfigError(f"command line: {name} is a key of {', '.join(owners)}, not of {command}; leave it out")
-    raise ConfigError(f"command line: {_unknown_message(name, [*keys, 'config', 'model'])}")
+    known = [*keys, "config", "model"]
+    if nearest_key(name, known) is None:
+        for other, cls in COMMANDS.items():
+            meant = synonym_of(name, keys_of(cls))
+            if meant is not None:
+                raise ConfigError(f"command line: unknown key {name!r}; did you mean {meant!r}, a key of {other}?")
+    raise ConfigError(f"command line: {_unknown_message(name, known)}")
 
 
 def _unknown_message(name: str, keys: Collection[str]) -> str:
     """Return why `name` is not a key: it is a section, or unknown; then with the nearest key."""
     if any(key.startswith(f"{name}.") for key in keys):
         return f"{name} is a section, not a value; set a key in it"
-    full = next((key for key in keys if key.endswith(f".{name}")), None)
-    if full is not None:
-        return f"unknown key {name!r}; did you mean {full!r}?"
-    return f"unknown key {name!r}; {nearest(name, keys)}"
+    meant = nearest_key(name, keys)
+    if meant is not None:
+        return f"unknown key {name!r}; did you mean {meant!r}?"
+    section = name.partition(".")[0]
+    siblings = sorted(key for key in keys if key.startswith(f"{section}."))
+    return f"unknown key {name!r}" + (f"; valid: {', '.join(siblings)}" if siblings else "; `--help` lists the keys")
 
 
 def _value(key: Key, text: Any) -> Any:
@@ -156,7 +187,9 @@ def _interpret(key: Key | None, value: Any) -> Any:
         case str() if key is not None and float in key.types and EXPONENT.fullmatch(value):
             return float(value)
         case list():
-            return [_interpret(key, each) for each in value]
+            return [_interpret(None, each) for each in value]
+        case str() if key is not None and tuple in key.types and str not in key.types:
+            return [value]  # one text for a list of one
         case _:
             return value
 
@@ -170,7 +203,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     """
     if not path or not Path(path).exists():
         others = [str(file) for folder in {Path(path).parent, Path("configs")} for file in folder.glob("*.yaml")]
-        raise ConfigError(f"config file {path} does not exist; {nearest(path, others)}")
+        raise ConfigError(f"config file {path} {missing_path(path, others)}")
     loaded = read_yaml(path)
     if not isinstance(loaded, dict):
         raise ConfigError(f"config file {path} contains {value_kind(loaded)}, not keys with values")
@@ -179,7 +212,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
             f"config file {path} is one of Levanter: it has a section trainer; check it with `plan --lint {path}`"
         )
     try:
-        values = flatten(loaded)
+        values = _spell_out_model(flatten(loaded))
     except RecursionError as error:
         raise ConfigError(f"config file {path}: a section contains itself, through an alias") from error
     sections = {name.partition(".")[0] for cls in COMMANDS.values() for name in keys_of(cls) if "." in name}
@@ -194,3 +227,5 @@ def _check(values: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> No
         problem = keys[name].problem(value)
         if problem is not None:
             raise ConfigError(f"{where}: {name} is {value!r}; {problem}")
+        if not name.startswith(SHELL_SECTION):
+            check_variables(f"{where}: {name}", value)

@@ -7,6 +7,7 @@ from enum import StrEnum
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model.axes import MAX_SIZE
+from shardplan.plan.workload import MAX_TEMPERATURE, MIN_TEMPERATURE, temperature_problem
 
 MIN_LOAD_GIB = 0.0625
 JOB_NAME = "[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
@@ -100,21 +101,25 @@ class TaskConfig:
     """What is measured."""
 
     kind: TaskKind = TaskKind.LOSS
-    """loss (of every text), or extraction (how probable the model finds the texts, window by window)."""
+    """loss (of every text), or extraction (how probable its windows are)."""
     prefix: int = 50
     """Of extraction: tokens of a window that are given."""
     suffix: int = 50
     """Of extraction: tokens of a window whose probability is measured."""
     stride: int | None = None
-    """Distance between the starts of two windows; smaller ones give tokens more context. Default: 5 for extraction, and
-    for loss one less than workload.position, with which nothing is computed twice."""
+    """Distance between the starts of two windows. Default: 5 for extraction, and for loss one less than
+    workload.position, with which nothing is computed twice."""
     stride_unit: StrideUnit = StrideUnit.TOKENS
     """Of extraction: tokens or characters."""
     top_k: int = 40
-    """Of extraction: also the probability if only this many most probable tokens are sampled; 0 for not."""
+    """Of extraction: also if only the top k tokens are sampled; 0 for not."""
+    temperature: float = 1.0
+    """Of extraction: tokens are sampled from softmax(logits / temperature)."""
     special_tokens: bool | None = None
     """Whether the tokenizer's special tokens are added, such as that of the beginning: of loss to every text (default:
     true), of extraction to every window (default: false)."""
+    bos_in_prefix: bool = False
+    """Of extraction: whether windows begin with BOS, as one of the prefix tokens."""
     shard: int | None = None
     """Windows whose results are written together, about: what a run that is killed loses, at most; default: 4096 for
     extraction, 256 for loss."""
@@ -122,6 +127,26 @@ class TaskConfig:
     def __post_init__(self) -> None:
         for key, minimum in (("prefix", 1), ("suffix", 1), ("stride", 1), ("top_k", 0), ("shard", 1)):
             check_minimum(f"task.{key}", getattr(self, key), minimum)
+        if not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:  # also if it is no number
+            raise ConfigError(temperature_problem("task.temperature", self.temperature))
+        if self.bos_in_prefix and self.special_tokens is False:
+            raise ConfigError("task.bos_in_prefix is true, and task.special_tokens false; leave one of them out")
+        for key, default in (("temperature", 1.0), ("bos_in_prefix", False)):
+            if self.kind is not TaskKind.EXTRACTION and getattr(self, key) != default:
+                raise ConfigError(
+                    f"task.{key} is for task.kind extraction, and the kind is {self.kind}; leave it out, or set "
+                    "task.kind to extraction"
+                )
+
+    @property
+    def begins_windows(self) -> bool:
+        """Whether each window of an extraction begins with the tokenizer's token of the beginning."""
+        return bool(self.special_tokens) or self.bos_in_prefix
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens of a window of an extraction, with the token of the beginning."""
+        return self.prefix + self.suffix + (self.begins_windows and not self.bos_in_prefix)
 
 
 class TrackerKind(StrEnum):
@@ -202,6 +227,8 @@ class LoadConfig:
 
     gib: float = 2.0
     """Maximum host memory of a process beyond the model, GiB."""
+    strict: bool = False
+    """Refuse a checkpoint with tensors that the model has no use for; by default a warning names them."""
 
     def __post_init__(self) -> None:
         check_minimum("load.gib", self.gib, MIN_LOAD_GIB)

@@ -159,8 +159,8 @@ def _grouped_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Itera
 
 def _collective_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
     """Yield the collective that a shard_map names, over its mesh axes: the sum of a gradient, or an exchange."""
-    axes = tuple(axis for axis, size in assignment.mesh.items() if size > 1 and axis in task.mesh_axes)
-    if not axes:
+    axes = _collective_axes(task, assignment)
+    if not axes or _sums_gradient(task, assignment):
         return
     # where the step is traced, mesh axes have size 1: results have the shapes of operands, and the better names
     size, count = sum(assignment.bytes(array, assignment.compute) for array in task.results), task.executions
@@ -181,6 +181,29 @@ def _collective_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[
             raise ValueError(f"no rule for the collective {kind}")
 
 
+def _collective_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
+    """Mesh axes of several devices that a collective spans.
+
+    What each device has computed by itself is summed along all mesh axes that do not shard the result: the traced
+    program, in which logical axes stand for mesh axes, names every other one.
+    """
+    sharding = assignment.mesh_axes(task.results[0].factors) if task.is_local else ()
+    named = [axis for axis in task.mesh_axes if axis not in sharding]
+    return tuple(axis for axis, size in assignment.mesh.items() if size > 1 and axis in named)
+
+
+def _sums_gradient(task: Task, assignment: ShardingAssignment) -> bool:
+    """Whether a collective sums what each device has computed by itself of the gradient of a parameter."""
+    is_sum = task.is_local and task.collective == CollectiveKind.ALL_REDUCE
+    return is_sum and assignment.is_stored_like_a_parameter(task.results[0])
+
+
+def _parameter_collective_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the sum of the gradient of a parameter, of which each device has computed a part by itself."""
+    if _sums_gradient(task, assignment):
+        yield from _gradient_sum_traffic(task, _collective_axes(task, assignment), assignment)
+
+
 def _matmul_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
     """Yield the traffic of a matmul's activations: resharded operands, and partial sums; none of a grouped matmul."""
     if task.groups > 1:
@@ -199,16 +222,27 @@ def _parameter_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Ite
     if task.groups > 1:
         yield from _grouped_matmul_traffic(task, assignment)
         return
-    result, count = task.results[0], task.executions
+    yield from _weight_gather_traffic(task, assignment)
+    partial = _partial_sum_axes(task, assignment)
+    if partial and assignment.is_stored_like_a_parameter(task.results[0]):
+        yield from _gradient_sum_traffic(task, partial, assignment)
+
+
+def _weight_gather_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the gather of each parameter that a task is the first to use."""
     for operand in task.operands:
         gather = gather_of(operand, task, assignment)
         if gather:
             subject = str(operand.weight)
             overlap = Overlap.REORDERED if gather.num_dimensions > 1 else Overlap.INDEPENDENT
-            yield all_gather_traffic(gather.bytes, assignment, gather.axes, count, Purpose.WEIGHTS, subject, overlap)
-    partial = _partial_sum_axes(task, assignment)
-    if not partial or not assignment.is_stored_like_a_parameter(result):
-        return
+            yield all_gather_traffic(
+                gather.bytes, assignment, gather.axes, task.executions, Purpose.WEIGHTS, subject, overlap
+            )
+
+
+def _gradient_sum_traffic(task: Task, partial: MeshAxes, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the sum of a parameter's gradient along the mesh axes `partial`; each device keeps a shard of it."""
+    result, count = task.results[0], task.executions
     # each device needs its shard of a gradient along the mesh axes that shard it, and the sum along all others
     size = assignment.bytes(result, assignment.compute)
     stored = assignment.mesh_axes(result.factors, assignment.params)
@@ -339,8 +373,8 @@ PARAM_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.ATTENTION: None,
     TaskKind.LOOKUP: _lookup_traffic,
     TaskKind.SCATTER_ADD: _scatter_add_traffic,
-    TaskKind.RESHARD: None,
-    TaskKind.COLLECTIVE: None,
+    TaskKind.RESHARD: _weight_gather_traffic,
+    TaskKind.COLLECTIVE: _parameter_collective_traffic,
     TaskKind.ELEMENTWISE: None,
 }
 """Kind of task -> its collectives that depend on the mapping of parameters too; None where its cost does not."""

@@ -176,6 +176,8 @@ def _part_of(buffer: LiveBuffer, step: Step, assignment: ShardingAssignment) -> 
         return part
     if buffer.array.weight is not None:
         return MemoryPart.CAST_PARAMETERS
+    if buffer.array.is_local and not any(axis in step.activation_axes for axis in buffer.array.axes):
+        return MemoryPart.GATHERED_WEIGHTS  # a device's copy of a parameter in a shard_map, or the gradient of one
     if step.has_gradients and assignment.is_stored_like_a_parameter(buffer.array):
         return MemoryPart.GRADIENTS
     return MemoryPart.LOGITS if step.vocab in buffer.array.axes else MemoryPart.ACTIVATIONS

@@ -41,7 +41,7 @@ def evaluate(*files: str, **sections: Any) -> dict[str, Any] | None:
         PeerError: a process of the run was lost, failed, or is stuck.
         SlowError: the run is slower than `gate` allows; the results so far are kept.
     """
-    config = load_command(EvalCommand, files, sections)
+    config = load_command(EvalCommand, files, sections, "evaluate")
     for key in COMMAND_ONLY_KEYS:
         if key in config.given:
             raise ConfigError(f"evaluate: {key} is a key of the command shardplan eval alone; leave it out")
@@ -97,15 +97,23 @@ def with_windows(config: EvalCommand) -> EvalCommand:
     from shardplan.plan.packing import packed_length  # imports numpy
 
     task, work = config.task, config.workload
-    length = task.prefix + task.suffix + bool(task.special_tokens)
+    length = task.window_tokens
     is_cpu = parse_slice(config.hardware.slice).is_cpu  # whose attention needs no kernel
     position = length if is_cpu else packed_length(length)
     if "workload.position" in config.given:
         position = packed_length(length) if work.position == AUTO_POSITION else work.position
     window = length if position != length else None
     batch = work.batch if "workload.batch" in config.given else AUTO_BATCH
-    changed = replace(work, kind="score", top_k=task.top_k, batch=batch, position=position, window=window)
-    for key in ("kind", "top_k", "window"):
+    changed = replace(
+        work,
+        kind="score",
+        top_k=task.top_k,
+        temperature=task.temperature,
+        batch=batch,
+        position=position,
+        window=window,
+    )
+    for key in ("kind", "top_k", "temperature", "window"):
         given, needed = getattr(work, key), getattr(changed, key)
         if f"workload.{key}" in config.given and given != needed:
             raise ConfigError(f"workload.{key} is {given}, task.kind extraction needs {needed}; leave it out")

@@ -34,6 +34,11 @@ from shardplan.storage.writing import PARTIAL_SUFFIX, OutputFolder
 RUN, PARTS, WINDOWS, SUMMARY = "run.json", "parts", "windows.parquet", "summary.json"
 READ_BYTES = 2**20
 """Bytes that are read from a file of results at a time."""
+DIGESTS = ("texts", "checkpoint")
+"""Determinants with a digest or version of each of several files."""
+DIGEST = re.compile("[0-9a-f]{64}")
+SHOWN = 5
+"""Most names in a message."""
 PART = re.compile(r"(\d{12})-(\d{12})\.parquet")
 
 
@@ -69,11 +74,11 @@ class ResultsFolder:
             raise ConfigError(f"output {self.ref} cannot be used: {one_line(error)}") from error
         self._folder.remove_partial_files()
         wanted = json.loads(json.dumps(determinants))
-        for name in wanted:
-            if known.get(name) != wanted[name]:
+        for name in {**wanted, **known}:  # a setting that one of them does not name has its default there
+            if known.get(name) != wanted.get(name):
                 raise ConfigError(
-                    f"output {self.ref} holds the results of another run: its {name} is {_short(known.get(name))}, "
-                    f"this run's is {_short(wanted[name])}; name another folder, or remove it"
+                    f"output {self.ref} holds the results of another run: "
+                    f"{_difference(name, known.get(name), wanted.get(name))}; name another folder, or remove it"
                 )
 
     def check_shared(self) -> None:
@@ -197,6 +202,29 @@ def _part(first: int, last: int) -> str:
 def digest_of(data: bytes) -> str:
     """Return the SHA-256 of some bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
+
+
+def differing_names(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Return the names whose values differ, or that only one of two mappings has, as a list for a message."""
+    names = [name for name in {**known, **wanted} if known.get(name) != wanted.get(name)]
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+def _difference(name: str, known: Any, wanted: Any) -> str:
+    """Return how a determinant of an earlier run differs from that of this run; digests say nothing to a reader."""
+    if isinstance(known, dict) and isinstance(wanted, dict):
+        values = [*known.values(), *wanted.values()]
+        if name in DIGESTS or all(_is_digest(value) for value in values):
+            noun = name if name.endswith("s") else f"files of the {name}"
+            return f"{noun} differ: {differing_names(known, wanted)}"
+    if _is_digest(known) and _is_digest(wanted):
+        return f"its {name} differs from this run's"
+    return f"its {name} is {_short(known)}, this run's is {_short(wanted)}"
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and DIGEST.fullmatch(value) is not None
 
 
 def _short(value: Any) -> str:

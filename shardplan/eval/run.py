@@ -19,7 +19,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from shardplan.checkpoint.format.index import read_index
+from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.session import Session, prepare
 from shardplan.config.command_flags import LoadingConfig, MonitoringConfig
 from shardplan.config.given_plan import load_given_plan
@@ -176,7 +176,8 @@ def _read_tokenizer(name: str, folder: Folder) -> tuple[bytes, SpecialTokens]:
 def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[str, Any]:
     """Return what determines the results of every task."""
     workload = session.plan.workload
-    files = {tensor.file.name.rpartition("/")[2]: tensor.file.version for tensor in read_index(session.folder).values()}
+    tensors = read_tensor_index(session.folder).tensors
+    files = {tensor.file_name: tensor.file.version for tensor in tensors.values()}
     return {
         "texts": {text.id: text.digest for text in store.texts},
         "tokenizer": digest_of(tokenizer),

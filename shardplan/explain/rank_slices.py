@@ -1,26 +1,43 @@
-"""Which slice to use: a plan for every named slice of some generations, and its speed per chip."""
+"""Which slice to use: a plan for each of some slices, ranked by its speed per chip, or by what its work costs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.config import PlanConfig
 from shardplan.config.sections import HardwareConfig
+from shardplan.cost.calibration import STEP_ERROR
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.explain.what_if import Variant
-from shardplan.hardware import GENERATIONS, standard_slices
+from shardplan.hardware import parse_slice
+from shardplan.hardware.slice_selection import check_prices, select_slices
 from shardplan.model.registry import Model
+from shardplan.plan.displayed import Displayed
 from shardplan.plan.plan import Plan
-from shardplan.search.make_plan import make_plan
+from shardplan.search.make_plan import make_plan, model_from_config
+
+SECONDS_PER_HOUR = 3600
+MILLION = 1_000_000
 
 
 @dataclass(frozen=True)
 class RankedSlice:
     """A slice on which a plan fits."""
 
-    chips: int
     plan: Plan
     is_smallest: bool
-    """Whether no smaller named slice of its generation fits."""
+    """Whether no smaller slice of its generation that was planned for fits."""
+    price: float | None = None
+    """Price of a chip-hour, in the currency that was given; None without one."""
+
+    @property
+    def generation(self) -> str:
+        """The name of its generation."""
+        return parse_slice(self.plan.hardware.slice).generation.name
+
+    @property
+    def chips(self) -> int:
+        """The number of chips of all its slices."""
+        return self.plan.hardware.devices // parse_slice(self.plan.hardware.slice).generation.devices_per_chip
 
     @property
     def tokens_per_second(self) -> float:
@@ -32,37 +49,95 @@ class RankedSlice:
         """Tokens per second, divided by the number of chips."""
         return self.tokens_per_second / self.chips
 
+    @property
+    def cost_per_step(self) -> float | None:
+        """Price of all chips for the time of a step; None without a price."""
+        if self.price is None:
+            return None
+        return self.price * self.chips * self.plan.cost.step_seconds / SECONDS_PER_HOUR
+
+    @property
+    def cost_per_million_tokens(self) -> float | None:
+        """Price of all chips for the time of a million tokens; None without a price."""
+        cost = self.cost_per_step
+        return None if cost is None else cost * MILLION / self.plan.workload.tokens
+
+    @property
+    def disadvantage(self) -> float:
+        """What the ranking minimizes: cost per token where there is a price, else chip-seconds per token."""
+        cost = self.cost_per_million_tokens
+        return 1 / self.tokens_per_second_per_chip if cost is None else cost
+
 
 @dataclass(frozen=True)
-class SliceRanking:
-    """The slices of some generations."""
+class SliceRanking(Displayed):
+    """Some slices, ranked."""
 
     ranked: list[RankedSlice]
-    """Those on which a plan fits, by tokens per second per chip, the best first."""
+    """Those on which a plan fits, the best first: by cost per token those with a price, then the others by tokens per
+    second per chip."""
     failed: list[list[Variant]]
     """The others of each generation, smallest first."""
+    unused_prices: list[str]
+    """Generations that have a price, and no slice in the ranking."""
+
+    @property
+    def best(self) -> list[RankedSlice]:
+        """The first slice, and those that the estimates do not tell from it, because of their error."""
+        if not self.ranked:
+            return []
+        first = self.ranked[0]
+        comparable = [each for each in self.ranked if (each.price is None) == (first.price is None)]
+        return [each for each in comparable if each.disadvantage <= first.disadvantage * (1 + STEP_ERROR)]
 
 
 def rank_slices(
-    config: PlanConfig, model: Model, generations: Sequence[str], report: Callable[[str], None] = lambda _: None
+    config: PlanConfig,
+    names: Sequence[str],
+    prices: Mapping[str, float] | None = None,
+    model: Model | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> SliceRanking:
-    """Plan `config` for every slice of `generations` that has a name on Cloud TPU.
+    """Plan `config` for each of some slices, and rank them by tokens per second per chip, or by cost.
 
     Args:
+        config: model, mesh and workload; its slice does not matter.
+        names: slices such as `v6e-8`, and generations, of which every slice is meant that has a name on Cloud TPU.
+        prices: generation -> price of a chip-hour, in any currency.
+        model: the model, if it has been built already.
         report: called with what is planned next.
+
+    Raises:
+        ConfigError: an unknown name, a price that is no positive number, or a configuration that no slice can run.
+
+    Example:
+        >>> from shardplan import load_config, rank_slices
+        >>> ranking = rank_slices(load_config(model={"config": "llama-3.1-8b"}), ["v6e-8", "v5e-1"], {"v6e": 2.7})
+        >>> [each.plan.hardware.slice for each in ranking.ranked], len(ranking.failed)
+        (['v6e-8'], 2)
     """
+    prices = prices or {}
+    check_prices(prices)
+    selected = select_slices(names)
+    model = model or model_from_config(config)
     ranked: list[RankedSlice] = []
     failed: list[list[Variant]] = []
-    for name in generations:
-        generation, has_fitted = GENERATIONS[name], False
+    errors: list[ConfigError | InfeasibleError] = []
+    for slices in selected:
+        has_fitted = False
         failed.append([])
-        for each in standard_slices(generation):
+        for each in slices:
             report(f"{len(ranked)} slices planned, now {each.name}")
             try:
                 plan = make_plan(replace(config, hardware=HardwareConfig(each.name)), model)
             except (ConfigError, InfeasibleError) as error:
                 failed[-1].append(Variant(f"slice {each.name}", None, str(error)))
+                errors.append(error)
                 continue
-            ranked.append(RankedSlice(each.devices // generation.devices_per_chip, plan, not has_fitted))
+            ranked.append(RankedSlice(plan, not has_fitted, prices.get(each.generation.name)))
             has_fitted = True
-    return SliceRanking(sorted(ranked, key=lambda each: -each.tokens_per_second_per_chip), failed)
+    if not ranked and isinstance(errors[0], ConfigError) and len(set(map(str, errors))) == 1:
+        raise errors[0]  # what is wrong has nothing to do with the slices
+    unused = [name for name in prices if name not in {slices[0].generation.name for slices in selected}]
+    ranked.sort(key=lambda each: (each.price is None, each.disadvantage))
+    return SliceRanking(ranked, failed, unused)

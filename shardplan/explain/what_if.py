@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.config import PlanConfig
+from shardplan.config.arguments import check_config
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model.registry import Model
@@ -14,7 +15,7 @@ from shardplan.plan.displayed import Displayed
 from shardplan.plan.plan import Plan
 from shardplan.search.fastest_batch import MAX_TOKENS
 from shardplan.search.make_plan import make_plan, model_from_config
-from shardplan.search.search_configuration import AUTO_CHECKPOINTING
+from shardplan.search.open_choices import AUTO_CHECKPOINTING
 
 CURVE_DOUBLINGS = 3
 """How often the batch of an evaluation is doubled, and halved."""
@@ -46,6 +47,7 @@ def what_if(config: PlanConfig, model: Model | None = None, report: Callable[[st
         model: the model, if it has been built already.
         report: called with what is planned next.
     """
+    check_config("what_if", config)
     model = model or model_from_config(config)
     report("as it is")
     start = _plan_variant("as it is", config, model)
@@ -134,7 +136,8 @@ def _changes(config: PlanConfig, fits: bool) -> Iterator[list[tuple[str, PlanCon
     ]
     other = "bfloat16" if work.param_dtype == "float32" else "float32"
     yield [(f"workload.param_dtype {other}", with_work(param_dtype=other))]
-    counts = [n for n in range(2, work.batch + 1) if work.batch % n == 0 and n != parts] if work.is_training else []
+    is_given = work.is_training and parts is not None  # otherwise every number is tried already
+    counts = [n for n in range(2, work.batch + 1) if work.batch % n == 0 and n != parts] if is_given else []
     yield [(f"workload.microbatches {n}", with_work(microbatches=n)) for n in (counts[:1] if fits else counts)]
     yield [
         (f"workload.gradient_checkpointing {kind}", with_work(gradient_checkpointing=kind))

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, replace
 
 from shardplan.config import PlanConfig
-from shardplan.errors import InfeasibleError
+from shardplan.config.arguments import check_config
+from shardplan.errors import InfeasibleError, check_argument
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
+from shardplan.plan.arguments import check_plan
 from shardplan.plan.displayed import Displayed
 from shardplan.plan.pins import MeshSize, parse_pin
 from shardplan.plan.plan import Plan
@@ -44,6 +46,9 @@ def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model | None = N
     Raises:
         ConfigError: `choice` is not a pin.
     """
+    check_argument("why_not", "choice", choice, str, "a choice written like a pin, such as 'mlp=model'")
+    check_plan("why_not", plan)
+    check_config("why_not", config)
     model = model or model_from_config(config)
     axes = inspect_model(model)
     rules = parse_pin(choice, axes, "why")

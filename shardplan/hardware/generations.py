@@ -66,6 +66,7 @@ _3D = (
     (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8),
     (8, 8, 8), (8, 8, 16), (8, 16, 16), (16, 16, 16), (16, 16, 24),
 )  # fmt: skip
+_V4 = _3D[:-1]  # a pod of v4 has 4096 chips
 _2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _2D_V3 = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
 # Machines of v5e and v6e have 8 chips (2x4), but in a slice of several machines each host has 4 of them.
@@ -75,7 +76,7 @@ GENERATIONS = {
     row.name: row
     for row in (
         Generation("v3", 2, 2, 15.48, 6.1e13, 4.5e11, 7.0e10, 4.2e11, Wraparound.POD, 6.25e9, 0.94e9, _HOST, _2D_V3),
-        Generation("v4", 1, 2, 30.75, 2.75e14, 1.2e12, 4.5e10, 0, Wraparound.CUBES, 6.25e9, 1.05e9, _HOST, _3D),
+        Generation("v4", 1, 2, 30.75, 2.75e14, 1.2e12, 4.5e10, 0, Wraparound.CUBES, 6.25e9, 1.05e9, _HOST, _V4),
         Generation("v5e", 1, 1, 15.75, 1.97e14, 8.1e11, 4.5e10, 0, Wraparound.SIDE, 3.125e9, 1.5e9, _HOST, _2D),
         Generation("v5p", 1, 2, 95.74, 4.59e14, 2.765e12, 9.0e10, 0, Wraparound.CUBES, 6.25e9, 1.75e9, _HOST, _3D),
         Generation("v6e", 1, 1, 31.25, 9.18e14, 1.638e12, 9.0e10, 0, Wraparound.SIDE, 1.25e10, 1.75e9, _HOST, _2D),

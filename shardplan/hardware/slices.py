@@ -16,6 +16,7 @@ from typing import assert_never
 
 from shardplan.errors import ConfigError
 from shardplan.hardware.generations import GENERATIONS, Generation, Wraparound
+from shardplan.hardware.slice_spelling import CLOUD_SPELLINGS, NAME, spelled_generation, standard_spelling
 
 GIB = 2**30
 MAX_CPU_DEVICES = 4096
@@ -88,25 +89,50 @@ def parse_slice(name: str) -> Slice:
             along each torus dimension (`v4:4x4x8`); a prefix `Kx` means K slices.
 
     Raises:
-        ConfigError: the generation is unknown, or has no slice of that size.
+        ConfigError: the generation is unknown, has no slice of that size, or the name is spelled in another way.
     """
-    if name != name.strip():
-        raise ConfigError(f"hardware.slice {name!r}: did you mean {name.strip()!r}?")
-    match = re.fullmatch(r"(?:([0-9]{1,9})x)?([a-z0-9]+?)(?:-([0-9]{1,9})|:([0-9]{1,9}(?:x[0-9]{1,9})*))", name)
-    copies, generation_name, count, chips = match.groups() if match else (None, re.split("[-:]", name)[0], None, None)
+    match = NAME.fullmatch(name)
+    if match is None or match["generation"] not in (*GENERATIONS, *CLOUD_SPELLINGS, "cpu"):
+        spelled = standard_spelling(name)
+        if spelled is None:
+            raise ConfigError(f"hardware.slice {name!r}: {_spelling_problem(name)}")
+        _parse(spelled, name)
+        raise ConfigError(f"hardware.slice {name!r}: did you mean {spelled!r}?")
+    return _parse(name, name)
+
+
+def _spelling_problem(name: str) -> str:
+    """Return what is wrong with a name that no spelling explains: its size is missing, or its generation is unknown."""
+    generation_name = spelled_generation(name)
+    if generation_name is None:
+        valid = ", ".join(sorted((*GENERATIONS, "cpu")))
+        return f"unknown generation {re.split('[-:]', name.strip())[0]!r}; valid: {valid}"
+    if generation_name == "cpu":
+        return "the size is missing; write for example 'cpu-8'"
+    generation = GENERATIONS[generation_name]
+    torus = generation.sizes[1]
+    cores = math.prod(torus) * generation.name_counts_per_chip
+    return (
+        f"the size is missing; write for example '{generation.name}-{cores}' or "
+        f"'{generation.name}:{_format_torus(torus)}'"
+    )
+
+
+def _parse(spelled: str, name: str) -> Slice:
+    """Parse a name that matches `NAME`, of a known generation.
+
+    Args:
+        name: what the user wrote, for messages.
+
+    Raises:
+        ConfigError: see `parse_slice`.
+    """
+    match = NAME.fullmatch(spelled)
+    assert match is not None
+    copies, generation_name, count, chips = match.groups()
     if generation_name == "cpu":
         return _make_cpu_slice(name, int(count or 0), copies)
-    generation = GENERATIONS.get({"v5litepod": "v5e"}.get(generation_name, generation_name))
-    if generation is None:
-        valid = ", ".join(sorted((*GENERATIONS, "cpu")))
-        raise ConfigError(f"hardware.slice {name!r}: unknown generation {generation_name!r}; valid: {valid}")
-    if match is None:
-        torus = generation.sizes[1]
-        cores = math.prod(torus) * generation.name_counts_per_chip
-        raise ConfigError(
-            f"hardware.slice {name!r}: the size is missing; write for example '{generation.name}-{cores}' or "
-            f"'{generation.name}:{_format_torus(torus)}'"
-        )
+    generation = GENERATIONS[CLOUD_SPELLINGS.get(generation_name, generation_name)]
     slices = int(copies or 1)
     if not 1 <= slices <= MAX_SLICES:
         raise ConfigError(
@@ -133,38 +159,50 @@ def _find_standard_torus(name: str, prefix: str, generation: Generation, count: 
 
 
 def _validate_torus(name: str, prefix: str, generation: Generation, torus: tuple[int, ...]) -> tuple[int, ...]:
-    """Return `torus` if chips of the generation can be connected that way; raise ConfigError otherwise."""
-    pod, hosts = generation.sizes[-1], generation.host_chips[: len(generation.sizes[-1])]
+    """Return `torus` if the generation has this topology; raise ConfigError otherwise."""
+    pod = generation.sizes[-1]
     if len(torus) != len(pod):
         problem = f"a {generation.name} torus has {len(pod)} dimensions, not {len(torus)}"
-    elif torus not in generation.sizes and any(n < 1 or n % host for n, host in zip(torus, hosts, strict=True)):
-        problem = f"{generation.name} slices consist of complete hosts of {_format_torus(hosts)} chips"
-    elif not _fits_in_pod(torus, pod):
-        problem = f"the largest {generation.name} pod is {_format_torus(pod)}"
-    else:
+    elif _is_topology(torus, generation):
         return torus
+    elif math.prod(torus) > math.prod(pod):
+        problem = f"the largest {generation.name} slice is {_format_torus(pod)}"
+    else:
+        problem = f"{generation.name} has no topology {_format_torus(torus)}"
     closest = _nearest_size(generation, torus)
     raise ConfigError(
-        f"hardware.slice {name!r}: {problem}; did you mean '{prefix}{generation.name}:{_format_torus(closest)}'?"
+        f"hardware.slice {name!r}: {problem}; did you mean '{prefix}{generation.name}:{_format_torus(closest)}'? "
+        f"(topologies: {_describe_topologies(generation)})"
     )
 
 
-def _nearest_size(generation: Generation, torus: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the available shape that is most similar to `torus`: side by side, or by chips if no pod contains it."""
+def _is_topology(torus: tuple[int, ...], generation: Generation) -> bool:
+    """Whether Google Cloud has such slices, in any order of their sides: listed ones, and 3D tori made of cubes."""
+    if sorted(torus) in [sorted(size) for size in generation.sizes]:
+        return True
+    has_cubes = len(torus) == 3 and all(n > 0 and n % _CUBE == 0 for n in torus)
+    return has_cubes and math.prod(torus) <= math.prod(generation.sizes[-1])
 
-    def difference(size: tuple[int, ...]) -> float:
-        if len(torus) != len(size) or not _fits_in_pod(torus, generation.sizes[-1]):
-            return abs(math.log(math.prod(size) / max(1, math.prod(torus))))
-        return sum(abs(math.log(side / max(1, n))) for side, n in zip(size, torus, strict=True))
+
+def _describe_topologies(generation: Generation) -> str:
+    """Return the topologies of a generation in words."""
+    if len(generation.sizes[-1]) == 2:
+        return ", ".join(map(_format_torus, generation.sizes))
+    small = [_format_torus(size) for size in generation.sizes if any(n % _CUBE for n in size)]
+    return f"{', '.join(small)}, and multiples of 4x4x4 up to {math.prod(generation.sizes[-1])} chips"
+
+
+def _nearest_size(generation: Generation, torus: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the listed topology nearest to `torus`: in its number of chips, then side by side."""
+
+    def ratio(n: int, other: int) -> float:
+        return abs(math.log(n / max(1, other)))
+
+    def difference(size: tuple[int, ...]) -> tuple[float, float]:
+        sides = zip(size, torus, strict=True) if len(size) == len(torus) else ()
+        return ratio(math.prod(size), math.prod(torus)), sum(ratio(*each) for each in sides)
 
     return min(generation.sizes, key=difference)
-
-
-def _fits_in_pod(torus: tuple[int, ...], pod: tuple[int, ...]) -> bool:
-    """Whether `torus` is a sub-torus of the pod, or can be assembled from its cubes."""
-    is_part = all(n <= side for n, side in zip(sorted(torus), sorted(pod), strict=True))
-    has_cubes = len(pod) == 3 and all(n % _CUBE == 0 for n in torus)
-    return is_part or (has_cubes and math.prod(torus) <= math.prod(pod))
 
 
 def _format_torus(sizes: tuple[int, ...]) -> str:

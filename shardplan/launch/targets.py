@@ -22,7 +22,6 @@ REQUIRED = {
     },
 }
 """Launcher -> its keys in the section `launch`, and what they are."""
-LIST_SLICES = "shardplan plan --list_slices"
 
 
 def check_target(target: Target, job: Job) -> None:
@@ -46,8 +45,6 @@ def _problems(target: Target, job: Job) -> Iterator[str]:
             yield f"{slice_}: {hardware.generation.name} has no TPU VMs, only Kubernetes clusters; use --to xpk"
         elif target is Target.XPK and hardware.generation.name == "v3":
             yield f"{slice_}: xpk has v4 and later; use --to gcloud"
-        elif job.accelerator_type is None and len(hardware.torus) < 3:
-            yield f"{slice_}: Google Cloud has no slice of {job.topology} chips; list those that it has: {LIST_SLICES}"
         elif job.accelerator_type is None and target is Target.SKYPILOT:
             yield f"{slice_}: skypilot has no name for a slice of {job.topology} chips; use --to gcloud"
     if hardware.slices > 1 and target not in MULTISLICE:

@@ -1,7 +1,7 @@
 """Parses the mesh schema of Levanter's trainer section: `mesh.axes`, `mesh.shared_mapping`, ...
 
 marin-levanter has this schema. A logical axis is mapped to a mesh axis, to a list of mesh axes, or to null, which
-replicates it.
+replicates it. Mesh axes other than those of a plan are accepted if they have one device.
 """
 
 import math
@@ -40,9 +40,12 @@ def parse_mesh_schema(section: SectionReader, devices: int, slices: int) -> Pars
         ConfigError: a value of the wrong type, or a mesh that is not replica x data x model.
     """
     section.check_keys(MESH_KEYS, "unknown key")
-    within = _sizes_within_slice(section.subsection("axes"), devices, slices)
-    across = _sizes_across_slices(section.subsection("dcn_axes"), slices)
-    names = (*MESH_AXES, *dict.fromkeys((DCN_AXES["replica"], *section.subsection("dcn_axes").values)))
+    axes, single_axes = _without_single_axes(section.subsection("axes"), MESH_AXES)
+    dcn_axes, single_dcn_axes = _without_single_axes(section.subsection("dcn_axes"), tuple(DCN_AXES.values()))
+    within = _sizes_within_slice(axes, devices, slices)
+    across = _sizes_across_slices(dcn_axes, slices)
+    single = (*single_axes, *single_dcn_axes)
+    names = (*MESH_AXES, *dict.fromkeys((DCN_AXES["replica"], *dcn_axes.values)), *single)
     defaults = [MappingEntry(f"{section.name}.shared_mapping.{axis}", axis, ["model"]) for axis in DEFAULT_SHARED_AXES]
     shared = defaults + section.mapping_entries("shared_mapping", {}, names)
     own = section.mapping_entries("compute_mapping", {}, names)
@@ -55,7 +58,11 @@ def parse_mesh_schema(section: SectionReader, devices: int, slices: int) -> Pars
     params = section.mapping_entries("param_mapping", {"embed": ["data"]}, names)
 
     def merge(entries: list[MappingEntry]) -> list[MappingEntry]:
-        return [replace(e, mesh_axes=_merge_dcn(e.axis, e.mesh_axes, within, across)) for e in entries]
+        merged = []
+        for entry in entries:
+            mesh_axes = [mesh_axis for mesh_axis in entry.mesh_axes if mesh_axis not in single]
+            merged.append(replace(entry, mesh_axes=_merge_dcn(entry.axis, mesh_axes, within, across)))
+        return merged
 
     batch_axis = batch_axis or "batch"
     is_batch_mapped = bool(merge_entries(shared + batch + own).get(batch_axis))
@@ -63,6 +70,13 @@ def parse_mesh_schema(section: SectionReader, devices: int, slices: int) -> Pars
     mesh = {axis: size * across.get(axis, 1) for axis, size in within.items()}
     batch_shards = math.prod(mesh[mesh_axis] for mesh_axis in sharded_axes(compute).get(batch_axis, []))
     return ParsedSchema(mesh, compute, params, batch_axis, is_batch_mapped, batch_shards)
+
+
+def _without_single_axes(axes: SectionReader, known: tuple[str, ...]) -> tuple[SectionReader, tuple[str, ...]]:
+    """Leave out further mesh axes of size 1, which shard nothing; also return their names."""
+    single = tuple(str(name) for name, size in axes.values.items() if name not in known and size == 1)
+    kept = {name: size for name, size in axes.values.items() if str(name) not in single}
+    return SectionReader(axes.name, kept), single
 
 
 def _sizes_across_slices(dcn_axes: SectionReader, slices: int) -> dict[str, int]:

@@ -81,6 +81,16 @@ DTYPE_ROLES = {"p": "p", "params": "p", "c": "c", "compute": "c", "o": "o", "out
 
 
 @dataclass(frozen=True)
+class BatchStage:
+    """One stage of a schedule of batches."""
+
+    start: int
+    """The first training step with this batch."""
+    size: int
+    """Sequences per step."""
+
+
+@dataclass(frozen=True)
 class TrainerSection:
     """The mesh, mappings, batch and types that a trainer section gives Levanter."""
 
@@ -106,13 +116,19 @@ class TrainerSection:
     compute_entries: tuple[MappingEntry, ...]
     """Entries that make `compute_mapping`; of several for one logical axis the last one wins."""
     param_entries: tuple[MappingEntry, ...]
-    """Entries that make `param_mapping`, likewise."""
+    """Entries that make `param_mapping`; of several for one logical axis the last one wins."""
+    stages: tuple[BatchStage, ...] = ()
+    """The stages of a schedule of batches; empty for one batch size."""
+    allows_padding: bool = False
+    """Whether Levanter's data loader pads a batch that its shards do not divide."""
+    eval_batch: int | None = None
+    """Sequences per step of an evaluation, if the file gives them per device."""
 
     def apply_to(self, workload: Workload) -> Workload:
         """Return `workload` with the batch, microbatches and types of this section."""
         return replace(
             workload,
-            batch=self.batch or workload.batch,
+            batch=(self.batch if workload.is_training else self.eval_batch or self.batch) or workload.batch,
             param_dtype=self.param_dtype,
             compute_dtype=self.compute_dtype,
             microbatches=self.microbatches if workload.is_training else 1,
@@ -154,6 +170,9 @@ def parse_trainer_section(values: Any, devices: int, slices: int = 1) -> Trainer
             assert_never(schema)
     param_dtype, compute_dtype = _dtypes(trainer)
     per_device = trainer.size("per_device_parallelism", -1, allow_minus_one=True)
+    per_device_eval = trainer.size("per_device_eval_parallelism", per_device, allow_minus_one=True)
+    if per_device_eval == -1:
+        per_device_eval = per_device
     return TrainerSection(
         parsed.mesh,
         sharded_axes(parsed.compute),
@@ -167,6 +186,9 @@ def parse_trainer_section(values: Any, devices: int, slices: int = 1) -> Trainer
         parsed.batch_shards,
         tuple(parsed.compute),
         tuple(parsed.params),
+        tuple(_stages(trainer)),
+        trainer.values.get("allow_nondivisible_batch_size") is True,
+        None if per_device_eval == -1 else per_device_eval * parsed.batch_shards,
     )
 
 
@@ -188,10 +210,9 @@ def schema_of(trainer: Mapping[str, Any]) -> TrainerSchema:
 
 def _batch(trainer: SectionReader, shards: int) -> int | None:
     """Read the number of sequences per step, where the batch has `shards` shards; None if the file omits it."""
-    value = trainer.values.get("train_batch_size")
-    if isinstance(value, list) and value:
-        steps = [SectionReader(f"trainer.train_batch_size[{index}]", step) for index, step in enumerate(value)]
-        return max(step.size("value", None) for step in steps)
+    stages = _stages(trainer)
+    if stages:
+        return max(stage.size for stage in stages)
     if "train_batch_size" not in trainer.values:
         return None
     batch = trainer.size("train_batch_size", None, allow_minus_one=True)
@@ -201,6 +222,19 @@ def _batch(trainer: SectionReader, shards: int) -> int | None:
     if per_device == -1:
         raise ConfigError("trainer.train_batch_size and trainer.per_device_parallelism are both -1; set one of them")
     return per_device * shards
+
+
+def _stages(trainer: SectionReader) -> list[BatchStage]:
+    """Read the stages of a schedule of batches; none if the file has one batch size."""
+    value = trainer.values.get("train_batch_size")
+    if not isinstance(value, list):
+        return []
+    stages = []
+    for index, step in enumerate(value):
+        stage = SectionReader(f"trainer.train_batch_size[{index}]", step)
+        start = 0 if stage.values.get("start") == 0 else stage.size("start", None)
+        stages.append(BatchStage(start, stage.size("value", None)))
+    return stages
 
 
 def _dtypes(trainer: SectionReader) -> tuple[str, str]:

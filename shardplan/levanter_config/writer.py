@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterator
+from collections.abc import Mapping as AnyMapping
 from typing import Any, assert_never
 
 import yaml
@@ -16,8 +17,9 @@ from shardplan.model.levanter_compat import (
     loss_takes_sharded_vocab,
     splash_takes_sharded_positions,
 )
+from shardplan.plan.arguments import check_plan
 from shardplan.plan.attention_plan import KernelName, Strategy
-from shardplan.plan.mapping import AxisMapping, MeshAxes, as_tuples, mesh_size
+from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, as_tuples, mesh_size
 from shardplan.plan.plan import Mapping, Plan
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
@@ -33,17 +35,22 @@ def flat_trainer_section(plan: Plan) -> dict[str, Any]:
     unless `parameter_axis_resources` says otherwise, and an evaluation has as many sequences as a training step.
     """
     replica_slices, replica = _replica_sizes(plan)
-    compute = {axis: mesh_axes for axis, mesh_axes in plan.compute_mapping.items() if axis != BATCH_AXIS}
-    stored_replicated = dict.fromkeys(axis for axis in compute if axis not in plan.param_mapping)
-    return {
-        "mp": _precision_policy(plan),
-        "replica_dcn_axis_size": replica_slices,
-        "replica_ici_axis_size": replica,
-        "model_axis_size": plan.mesh["model"],
-        **_batch_sizes(plan),
+    keys = flat_keys(replica_slices, replica, plan.mesh["model"], plan.compute_mapping, plan.param_mapping)
+    return {"mp": _precision_policy(plan), **keys[0], **_batch_sizes(plan), **keys[1]}
+
+
+def flat_keys(
+    replica_slices: int, replica: int, model: int, compute_mapping: Mapping, param_mapping: Mapping
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write a mesh and mappings in the flat schema: the keys of sizes, and those of mappings, without the batch."""
+    compute = {axis: mesh_axes for axis, mesh_axes in compute_mapping.items() if axis != BATCH_AXIS}
+    params = {axis: mesh_axes for axis, mesh_axes in param_mapping.items() if axis != BATCH_AXIS}
+    stored_replicated = dict.fromkeys(axis for axis in compute if axis not in params)
+    sizes = {"replica_dcn_axis_size": replica_slices, "replica_ici_axis_size": replica, "model_axis_size": model}
+    return sizes, {
         "fsdp_axis": None,
         "axis_resources": _yaml_values(compute),
-        "parameter_axis_resources": {**_yaml_values(plan.param_mapping), **stored_replicated},
+        "parameter_axis_resources": {**_yaml_values(params), **stored_replicated},
     }
 
 
@@ -53,8 +60,16 @@ def mesh_trainer_section(plan: Plan) -> dict[str, Any]:
     A replicated axis is null, but for the batch: Levanter's data loader needs a mesh axis there, and gets one of a
     single device. (Only if every axis has several, within and across slices, is it null too, and Levanter refuses it.)
     """
-    across = dict(zip(plan.mesh, slices_by_axis(parse_slice(plan.hardware.slice).slices, plan.mesh), strict=True))
-    within = {axis: size // across[axis] for axis, size in plan.mesh.items()}
+    mesh = mesh_keys(parse_slice(plan.hardware.slice).slices, plan.mesh, plan.compute_mapping, plan.param_mapping)
+    return {"mp": _precision_policy(plan), **_batch_sizes(plan), "mesh": mesh}
+
+
+def mesh_keys(
+    slices: int, mesh: MeshShape, compute_mapping: Mapping, param_mapping: Mapping, batch_axis: str = BATCH_AXIS
+) -> dict[str, Any]:
+    """Write a mesh over `slices` slices and its mappings as the section `mesh` of the mesh schema."""
+    across = dict(zip(mesh, slices_by_axis(slices, mesh), strict=True))
+    within = {axis: size // across[axis] for axis, size in mesh.items()}
     parts = {
         axis: [name for name, size in ((dcn, across[axis]), (axis, within[axis])) if size > 1] or [axis]
         for axis, dcn in DCN_AXES.items()
@@ -63,25 +78,22 @@ def mesh_trainer_section(plan: Plan) -> dict[str, Any]:
     def rename(mapping: Mapping) -> dict[str, str | list[str] | None]:
         return _yaml_values({axis: [n for m in axes for n in parts.get(m, [m])] for axis, axes in mapping.items()})
 
-    compute, params = rename(plan.compute_mapping), rename(plan.param_mapping)
-    shared = {axis: value for axis, value in compute.items() if axis != BATCH_AXIS and params.get(axis) == value}
+    compute, params = rename(compute_mapping), rename(param_mapping)
+    shared = {axis: value for axis, value in compute.items() if axis != batch_axis and params.get(axis) == value}
     replicated = dict.fromkeys(axis for axis in DEFAULT_SHARED_AXES if axis not in shared)
     dcn_sizes = {dcn: across[axis] for axis, dcn in DCN_AXES.items() if across[axis] > 1}
-    if compute.get(BATCH_AXIS) is None:
+    if compute.get(batch_axis) is None:
         singles = [dcn for axis, dcn in DCN_AXES.items() if across[axis] == 1]
         unsharded = next(iter((*singles, *(axis for axis in within if within[axis] == 1))), None)
-        compute = {**compute, BATCH_AXIS: unsharded}
+        compute = {**compute, batch_axis: unsharded}
         dcn_sizes |= dict.fromkeys(singles[:1], 1)
     return {
-        "mp": _precision_policy(plan),
-        **_batch_sizes(plan),
-        "mesh": {
-            "axes": within,
-            **({"dcn_axes": dcn_sizes} if dcn_sizes else {}),
-            "shared_mapping": {**shared, **replicated},
-            "compute_mapping": {a: value for a, value in compute.items() if a not in shared},
-            "param_mapping": {axis: value for axis, value in params.items() if axis not in shared},
-        },
+        "axes": within,
+        **({"dcn_axes": dcn_sizes} if dcn_sizes else {}),
+        **({} if batch_axis == BATCH_AXIS else {"batch_axis_name": batch_axis}),
+        "shared_mapping": {**shared, **replicated},
+        "compute_mapping": {a: value for a, value in compute.items() if a not in shared},
+        "param_mapping": {axis: value for axis, value in params.items() if axis not in shared},
     }
 
 
@@ -119,12 +131,18 @@ def trainer_section(plan: Plan, schema: TrainerSchema) -> dict[str, Any]:
             assert_never(schema)
 
 
-def trainer_yaml(plan: Plan, schema: TrainerSchema = INSTALLED_SCHEMA) -> str:
+def trainer_yaml(
+    plan: Plan, schema: TrainerSchema = INSTALLED_SCHEMA, schedule: list[dict[str, int]] | None = None
+) -> str:
     """Write the trainer section as text to paste.
+
+    Args:
+        schedule: the stages of a schedule of batches, which the section has in place of the plan's batch.
 
     Comments after the section give settings outside of it, and a TrainerConfig subclass if the flat schema cannot
     express the plan.
     """
+    check_plan("trainer_yaml", plan)
     comments = list(_settings_outside_trainer(plan, schema))
     python = trainer_python(plan, schema)
     if python is not None:
@@ -138,12 +156,26 @@ def trainer_yaml(plan: Plan, schema: TrainerSchema = INSTALLED_SCHEMA) -> str:
             "",
             *python.splitlines(),
         ]
-    return section_yaml(trainer_section(plan, schema)) + "".join(f"# {line}".rstrip() + "\n" for line in comments)
+    section = trainer_section(plan, schema)
+    if schedule is not None:
+        section["train_batch_size"] = schedule
+    return section_yaml(section) + "".join(f"# {line}".rstrip() + "\n" for line in comments)
+
+
+def batch_divisor(plan: Plan) -> int:
+    """Return the number that Levanter's trainer divides a batch by: shards times sequences of a microbatch in each."""
+    per_device = _batch_sizes(plan).get("per_device_parallelism", 1)
+    return per_device * mesh_size(plan.mesh, _batch_mesh_axes(plan))
 
 
 def section_yaml(section: dict[str, Any]) -> str:
     """Write the content of a `trainer:` section as text to paste."""
-    text: str = yaml.safe_dump({"trainer": section}, sort_keys=False, default_flow_style=None, width=YAML_WIDTH)
+    return sections_yaml({"trainer": section})
+
+
+def sections_yaml(sections: AnyMapping[str, Any]) -> str:
+    """Write sections of a configuration as text to paste."""
+    text: str = yaml.safe_dump(dict(sections), sort_keys=False, default_flow_style=None, width=YAML_WIDTH)
     return text
 
 

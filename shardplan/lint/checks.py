@@ -6,6 +6,7 @@ from collections.abc import Callable
 from shardplan.errors import closest, nearest
 from shardplan.hardware import GIB
 from shardplan.levanter_config.model_section import ATTENTION_BACKENDS
+from shardplan.lint.batch import check_batch, check_replicated_batch
 from shardplan.lint.findings import (
     Finding,
     FindingKind,
@@ -20,7 +21,6 @@ from shardplan.lint.subject import Subject
 from shardplan.model.levanter_compat import TrainerSchema, loss_takes_sharded_vocab, splash_takes_sharded_positions
 from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mesh_axes import MESH_AXES
-from shardplan.plan.workload import BATCH_AXIS
 
 OTHER_BACKENDS = frozenset(ATTENTION_BACKENDS) - {"default", "splash"}
 """Values of `model.attn_backend` with which Levanter does not use splash attention on a TPU."""
@@ -245,55 +245,6 @@ def check_vocabulary(s: Subject) -> Findings:
             f"{product_text(s.section.mesh, s.rounding_mapping[vocab])}: Levanter rounds it up to {s.rounded_vocab}, "
             "and the added tokens take part in the softmax, which changes the losses",
             f"shard {vocab} over at most {math.gcd(length, devices)} devices, or leave it replicated",
-        )
-
-
-def check_batch(s: Subject) -> Findings:
-    """Find a batch that its shards or microbatches do not divide."""
-    name, size, mesh = s.section.batch_axis, s.workload.batch, s.section.mesh
-    mesh_axes = s.compute.get(name, ())
-    shards, trainer_shards = s.devices(mesh_axes), s.section.batch_shards
-    key = "trainer.train_batch_size" if s.section.batch else "workload.batch"
-    refused_by_trainer = s.section.batch is not None and size % trainer_shards != 0
-    if size % shards or refused_by_trainer:
-        parts = trainer_shards if refused_by_trainer else shards
-        around = (size // parts * parts, (size // parts + 1) * parts)
-        yield Finding(
-            Severity.ERROR,
-            FindingKind.BATCH,
-            (key, s.size_key("model")),
-            f"{size} sequences are not divisible by the {parts} batch shards "
-            + (f"of {product_text(mesh, mesh_axes)}" if size % shards else "that Levanter assumes (replica x data)"),
-            f"use {' or '.join(str(n) for n in around if n)} sequences, or a larger model axis",
-            axes=frozenset({name, *MESH_AXES}),
-        )
-    elif s.section.microbatch is not None and size % s.section.microbatch:
-        yield Finding(
-            Severity.ERROR,
-            FindingKind.BATCH,
-            (key, "trainer.per_device_parallelism", s.size_key("model")),
-            f"{size} sequences are not a multiple of the microbatch of {s.section.microbatch}, "
-            f"{s.section.microbatch // trainer_shards} in each of {trainer_shards} batch shards",
-            f"make per_device_parallelism a divisor of {size // trainer_shards}",
-            axes=frozenset({name, *MESH_AXES}),
-        )
-
-
-def check_replicated_batch(s: Subject) -> Findings:
-    """Find a batch that no mesh axis shards."""
-    name, size, mesh = s.section.batch_axis, s.workload.batch, s.section.mesh
-    is_sharded, is_mapped = s.devices(s.compute.get(name, ())) > 1, s.section.is_batch_mapped
-    if not is_mapped or (not is_sharded and mesh["replica"] * mesh["data"] > 1):
-        yield Finding(
-            Severity.WARNING if is_mapped else Severity.ERROR,
-            FindingKind.BATCH,
-            s.keys([name])
-            or ("trainer.batch_axis" if s.schema == TrainerSchema.FLAT else "trainer.mesh.batch_axis_name",),
-            f"{name!r} is replicated: every device computes all {size} sequences"
-            if is_mapped
-            else f"{name!r} is mapped to no mesh axis, and Levanter's data loader fails",
-            "leave the batch axis at its default, which maps it to replica and data",
-            axes=frozenset({name, BATCH_AXIS}),
         )
 
 

@@ -9,13 +9,13 @@ from typing import Any
 from shardplan.errors import closest
 from shardplan.hardware import divisors
 from shardplan.levanter_config.flat_schema import DEFAULT_FSDP_AXIS
+from shardplan.lint.batch import BATCH_KEY, PER_DEVICE_KEY, nearest_multiples, stage_divisor
 from shardplan.lint.subject import Subject
 from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.serialization import flatten
 
 TRAINER_PREFIX = "trainer."
-BATCH_KEY, PER_DEVICE_KEY = "trainer.train_batch_size", "trainer.per_device_parallelism"
 SECTIONS_WITH_DEFAULT = ("trainer.mesh.param_mapping",)
 """Mappings that have a default if the file omits them, so that an empty one means something else."""
 
@@ -56,15 +56,61 @@ def diff_trainers(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
     lines = []
     for key in dict.fromkeys((*old, *new)):
         if key in old and (key not in new or new[key] != old[key]):
-            lines.append(f"-{key}: {_text(old[key])}")
+            lines.append(f"-{key}: {value_text(old[key])}")
         if key in new and (key not in old or new[key] != old[key]):
-            lines.append(f"+{key}: {_text(new[key])}")
+            lines.append(f"+{key}: {value_text(new[key])}")
     return lines
 
 
-def _text(value: Any) -> str:
+MAPPINGS = ("axis_resources", "compute_mapping", "param_mapping", "parameter_axis_resources", "shared_mapping")
+"""Sections that map logical axes; an axis that they do not have is replicated, or sharded by another entry."""
+DEFAULTS = {
+    "batch_axis": "batch", "fsdp_axis": DEFAULT_FSDP_AXIS, "mesh.axes.data": "-1", "mesh.axes.model": "1",
+    "mesh.axes.replica": "1", "mesh.batch_axis_name": "batch", "mesh.dcn_axes.replica_dcn": "-1",
+    "mesh.param_mapping.embed": "data", "mesh.shared_mapping.heads": "model", "mesh.shared_mapping.mlp": "model",
+    "model_axis_size": "1", "per_device_parallelism": "-1", "replica_dcn_axis_size": "1",
+    "replica_ici_axis_size": "1", "train_batch_size": "512",
+}  # fmt: skip
+"""Key of the trainer section -> Levanter's value if the file omits it."""
+
+
+def explain_lines(lines: Sequence[str]) -> list[str]:
+    """Say in lines of a diff what replaces what, where only one of the two lines is there.
+
+    >>> explain_lines(["+trainer.per_device_parallelism: 2"])
+    ["+trainer.per_device_parallelism: 2 (instead of Levanter's default, -1)"]
+    """
+    keys = {sign: {line[1:].split(": ")[0] for line in lines if line[0] == sign} for sign in "-+"}
+    explained = []
+    for line in lines:
+        key = line[1:].split(": ")[0]
+        default = _default(key)
+        if default is None or key in keys["+" if line[0] == "-" else "-"]:
+            explained.append(line)
+        elif line[0] == "+":
+            explained.append(f"{line} (instead of {default})")
+        else:
+            explained.append(f"{line} (then it is {default})")
+    return explained
+
+
+def _default(key: str) -> str | None:
+    """Describe what holds if the file does not have a key; None if that is not known."""
+    name = key.rpartition(TRAINER_PREFIX)[2] if TRAINER_PREFIX in key else None
+    if name in DEFAULTS:
+        return f"Levanter's default, {DEFAULTS[name]}"
+    is_mapping = name is not None and name.rpartition(".")[0].rpartition(".")[2] in MAPPINGS
+    return "no entry" if is_mapping else None
+
+
+def value_text(value: Any) -> str:
+    """Write a value of the file as YAML on one line."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {value_text(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     return "null" if value is None else str(value)
 
 
@@ -72,8 +118,8 @@ def candidate_edits(trainer: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
     """Yield every single edit that a repair tries: sizes of mesh and batch, entries changed, removed and added."""
     written = flatten(trainer, TRAINER_PREFIX)
     yield from _corrections(written, s)
+    yield from _batch_edits(written, s)  # early, because they repair most, should a limit of time stop the search
     yield from _mesh_size_edits(written, s)
-    yield from _batch_edits(written, s)
     yield from _entry_edits(written, s)
     yield from _new_entries(written, s)
     if s.schema == TrainerSchema.FLAT:
@@ -106,7 +152,10 @@ def _mesh_size_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
 
 def _batch_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
     """Divisible batches near an indivisible one in the file; for training, other sizes of the microbatch."""
-    size, section = s.workload.batch, s.section
+    if s.section.stages:
+        yield from _schedule_edits(written, s)
+        return
+    size, section = s.section.batch or s.workload.batch, s.section
     shards = math.lcm(section.batch_shards, s.devices(s.compute.get(section.batch_axis, ())))
     axes = frozenset({section.batch_axis})
     if size % shards and written.get(BATCH_KEY) == size:
@@ -119,6 +168,25 @@ def _batch_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
     smaller = divisors(per_device)[:-1] if size % section.batch_shards == 0 else ()
     current = written.get(PER_DEVICE_KEY, -1)
     for number in (-1, *smaller):  # -1 is the whole batch at once
+        if number != current:
+            yield Edit({PER_DEVICE_KEY: number}, axes=axes)
+
+
+def _schedule_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+    """Schedules whose stages are all divisible, with the same starts; other sizes of the microbatch."""
+    section, divisor = s.section, stage_divisor(s)
+    axes = frozenset({section.batch_axis})
+    if any(stage.size % divisor for stage in section.stages):
+        for which in (0, -1):  # the multiple below, and the one above
+            steps = []
+            for step, stage in zip(written[BATCH_KEY], section.stages, strict=True):
+                is_kept = stage.size % divisor == 0
+                steps.append({**step, "value": stage.size if is_kept else nearest_multiples(stage, divisor)[which]})
+            yield Edit({BATCH_KEY: steps}, axes=axes)
+    common = math.gcd(*(stage.size for stage in section.stages))
+    numbers = divisors(common // section.batch_shards) if common % section.batch_shards == 0 else ()
+    current = written.get(PER_DEVICE_KEY, -1)
+    for number in (-1, *numbers):
         if number != current:
             yield Edit({PER_DEVICE_KEY: number}, axes=axes)
 

@@ -11,12 +11,14 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import Slice, parse_slice
 from shardplan.levanter_config.model_section import NO_MODEL_SECTION, ModelSection
 from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, TrainerSection
+from shardplan.levanter_config.training_extras import TrainingExtras
 from shardplan.lint.activation_axes import is_activation_axis
 from shardplan.lint.checks import BLOCKING, OTHERS
 from shardplan.lint.corrections import correct_attention_backend, parse_nearest
 from shardplan.lint.findings import Finding, Severity
 from shardplan.lint.memory import check_large_parameters, check_memory
 from shardplan.lint.subject import Subject
+from shardplan.lint.training import check_extras, count_extras, with_optimizer
 from shardplan.model.axes import ModelAxes
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
@@ -24,7 +26,9 @@ from shardplan.plan.plan import Plan
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
 from shardplan.search.given_plan import plan_given_mappings
-from shardplan.search.make_plan import model_from_config
+from shardplan.search.make_plan import fit_position, model_from_config
+
+NO_EXTRAS = TrainingExtras()
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,13 @@ class LintTarget:
     hardware: Slice
     model_section: ModelSection = NO_MODEL_SECTION
     """The `model` section of the Levanter configuration."""
+    extras: TrainingExtras = NO_EXTRAS
+    """What the file trains besides all parameters with Adam."""
+
+    @property
+    def is_optimizer_given(self) -> bool:
+        """Whether the user names the optimizer, which then is not that of the file."""
+        return "workload.optimizer" in self.config.given
 
 
 @dataclass(frozen=True)
@@ -63,14 +74,24 @@ class LintResult:
         return self.plan.memory.peak if self.plan else self.subject.stored_bytes
 
 
-def target_of(config: PlanConfig, model_section: ModelSection = NO_MODEL_SECTION) -> LintTarget:
+def target_of(
+    config: PlanConfig,
+    model_section: ModelSection = NO_MODEL_SECTION,
+    extras: TrainingExtras = NO_EXTRAS,
+    model: Model | None = None,
+) -> LintTarget:
     """Build the model of `config`, and override its workload by `model_section`.
+
+    Args:
+        model: the model, if it is not that of `config`.
 
     Raises:
         ConfigError: it names no model or slice, one that is not supported, or another model than `model_section`.
     """
     config = dataclasses.replace(config, workload=model_section.apply_to(config.workload))
     hardware = parse_slice(config.hardware.slice)
+    if model is not None:
+        return LintTarget(config, model, inspect_model(model), hardware, model_section, extras)
     model = model_from_config(config)
     for key, size in model_section.sizes.items():
         own = getattr(model.config, key, size)
@@ -79,7 +100,7 @@ def target_of(config: PlanConfig, model_section: ModelSection = NO_MODEL_SECTION
                 f"model.{key} is {size} in the file, and {own} in {config.model.config or config.model.ref}; lint the "
                 "file with the model that it is for"
             )
-    return LintTarget(config, model, inspect_model(model), hardware, model_section)
+    return LintTarget(fit_position(config, model), model, inspect_model(model), hardware, model_section, extras)
 
 
 def lint_trainer(trainer: Mapping[str, Any], target: LintTarget) -> LintResult:
@@ -89,7 +110,9 @@ def lint_trainer(trainer: Mapping[str, Any], target: LintTarget) -> LintResult:
         ConfigError: a value of the wrong type, or a mesh that is not replica x data x model.
     """
     section, findings, corrected = parse_nearest(trainer, target.hardware)
-    workload = section.apply_to(target.config.workload)
+    workload = with_optimizer(section.apply_to(target.config.workload), target.extras, target.is_optimizer_given)
+    # Levanter never has all logits in memory; its blocks are of the vocabulary, ours of positions
+    workload = workload.with_logit_blocks(target.model.vocab.size, target.hardware.devices)
     step = plan_step(target.model, workload.resolve())
     backend, backend_findings = correct_attention_backend(target.model_section.attention_backend)
     activation_only = _activation_only(section, target)
@@ -100,6 +123,7 @@ def lint_trainer(trainer: Mapping[str, Any], target: LintTarget) -> LintResult:
     if not any(finding.severity == Severity.ERROR for finding in blocking):
         plan = _plan(subject, target)
         findings += [*check_memory(subject, plan), *check_large_parameters(subject, plan)]
+    findings += check_extras(target.extras, workload, target.is_optimizer_given)
     return LintResult(trainer, subject, tuple(sorted(findings, key=lambda f: f.severity != Severity.ERROR)), plan)
 
 
@@ -107,14 +131,18 @@ def assumptions(result: LintResult, target: LintTarget) -> list[str]:
     """List what the prediction takes from shardplan's configuration because the Levanter configuration omits it."""
     work, model_section = result.subject.workload, target.model_section
     assumed = []
-    if result.subject.section.batch is None:
+    section = result.subject.section
+    if section.batch is None and (work.is_training or section.eval_batch is None):
         assumed.append(f"batch {work.batch} (Levanter's default is {DEFAULT_TRAIN_BATCH_SIZE})")
+    if len(section.stages) > 1:
+        assumed.append(f"the step of the schedule with most sequences, {work.batch}")
     if model_section.position is None:
         assumed.append(f"{work.position} tokens per sequence")
     if work.is_training:
         if model_section.gradient_checkpointing is None:
             assumed.append(f"gradient checkpointing {work.resolve().gradient_checkpointing} (default in Levanter)")
-        assumed.append(f"optimizer {work.optimizer}, whatever the section optimizer says")
+        if target.is_optimizer_given:
+            assumed.append(f"optimizer {work.optimizer}, whatever the section optimizer says")
     return assumed
 
 
@@ -129,4 +157,5 @@ def _plan(s: Subject, target: LintTarget) -> Plan:
 
     config = dataclasses.replace(target.config, workload=s.workload)
     compute, params = rename_batch(s.section.compute_mapping), rename_batch(s.section.param_mapping)
-    return plan_given_mappings(config, target.model, s.section.mesh, compute, params)
+    plan = plan_given_mappings(config, target.model, s.section.mesh, compute, params)
+    return count_extras(plan, config, target.model, target.hardware, target.extras)

@@ -1,59 +1,42 @@
-"""Finds the smallest edit of a hand-written trainer section that leaves no error, and the best plan to compare with."""
+"""Reviews a hand-written configuration: its findings, the smallest edit that leaves no error, and the best plan."""
 
 import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardplan.config import PlanConfig
-from shardplan.cost.calibration import usable_bytes
-from shardplan.errors import ConfigError, InfeasibleError
-from shardplan.hardware import parse_slice
-from shardplan.levanter_config.levanter_file import read_sections
+from shardplan.config.arguments import check_config
+from shardplan.errors import ConfigError, InfeasibleError, check_argument
+from shardplan.levanter_config.levanter_file import LevanterFile
 from shardplan.levanter_config.model_section import parse_model_section
-from shardplan.levanter_config.writer import section_yaml
-from shardplan.lint.corrections import correct_attention_backend, correct_keys, parse_nearest
-from shardplan.lint.edits import TRAINER_PREFIX, candidate_edits, diff_trainers
-from shardplan.lint.findings import FindingKind
-from shardplan.lint.lint import LintResult, LintTarget, assumptions, lint_trainer, target_of
+from shardplan.levanter_config.training_extras import TrainingExtras, parse_extras
+from shardplan.lint.findings import Finding, Severity
+from shardplan.lint.lint import LintResult, LintTarget, assumptions, lint_trainer
+from shardplan.lint.prepare import PreparedFile, prepare_file
+from shardplan.lint.smallest_edit import Repair, SearchLimit, find_smallest_edit, plan_seconds, result_seconds
+from shardplan.lint.target import file_target
 from shardplan.plan.displayed import Displayed
 from shardplan.plan.plan import Plan
-from shardplan.plan.serialization import flatten
 from shardplan.search.make_plan import make_plan
-from shardplan.search.ranking import TIME_RESOLUTION
 
-MAX_EDITS = 8
-BEAM_WIDTH = 100
-"""How many of the unfinished trainer sections are edited further, for each number of edits."""
+__all__ = ["NEAR_BEST", "Repair", "Review", "find_smallest_edit", "review"]
+
 NEAR_BEST = 1.1
 """A step is near the best plan's if it takes at most this many times as long."""
-
-
-@dataclass(frozen=True)
-class Repair:
-    """A trainer section without errors, a few edits away from one with errors."""
-
-    edits: int
-    """Number of keys that were changed, added, removed or renamed."""
-    lines: list[str]
-    """The keys that differ, as lines of a unified diff."""
-    lint: LintResult
-    """The result for the edited section: it may have warnings."""
-
-    @property
-    def trainer_yaml(self) -> str:
-        """The edited trainer section, as text to paste."""
-        return section_yaml(dict(self.lint.trainer))
+SEARCH_SECONDS = 60.0
+"""The limit of time of the search for edits, if the configuration has none."""
 
 
 @dataclass(frozen=True)
 class Review(Displayed):
-    """A hand-written trainer section with its findings, its repair, and the best plan to compare with."""
+    """A hand-written configuration with its findings, its repair, and the best plan to compare with."""
 
     path: str
     lint: LintResult
+    """Its findings include those on the other sections of the file."""
     assumed: list[str]
     """What the prediction takes from shardplan's configuration because the file omits it."""
     repair: Repair | None
@@ -62,6 +45,10 @@ class Review(Displayed):
     """If the step is not `NEAR_BEST`: the smallest edit after which it is, or else the fastest result of any edit."""
     best: Plan | None
     why_no_best: str = ""
+    converted: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Section -> its content for the installed Levanter, of sections that are in the schema of another version."""
+    stopped_after: float | None = None
+    """Seconds after which the search for edits was stopped; None if it was not."""
 
 
 def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda _: None) -> Review:
@@ -73,38 +60,82 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
     Raises:
         ConfigError: it cannot be read.
     """
-    sections = read_sections(path)
+    check_argument("review", "path", path, (str, os.PathLike), "the path of a Levanter configuration")
+    check_config("review", config)
+    report("asking Levanter's parser")
+    prepared = prepare_file(path, config)
     try:
-        parse_nearest(sections["trainer"], parse_slice(config.hardware.slice))  # before the model is built
-        levanter_model = parse_model_section(sections)
+        levanter_model = parse_model_section(prepared.sections)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    target = target_of(config, levanter_model)
-    result = lint_trainer(sections["trainer"], target)
-    assumed = assumptions(result, target)
-    work = result.subject.workload
+    extras = parse_extras(prepared.sections, prepared.choice.program)
+    target, assumed_model = file_target(prepared, levanter_model, extras)
+    result = lint_trainer(prepared.sections["trainer"], target)
+    assumed = [*prepared.notes, *assumed_model, *assumptions(result, target)]
+    report("planning the best layout")
+    best, why_no_best = _best_plan(result, target, extras)
+    limit = SearchLimit(float(getattr(config, "lint_seconds", SEARCH_SECONDS)))
+    repair = faster = None
+    if best is not None or extras.is_other_step:  # if no plan fits, no edit does
+        repair = _find_repair(result, prepared, target, report, limit)
+    if best is not None:
+        best = _fastest_plan(best, repair, lambda batch: _plan_batch(result, target, batch))
+        near, runnable = NEAR_BEST * plan_seconds(best), repair.lint if repair else result
+        if runnable.plan and result_seconds(runnable) > near:
+            faster = find_smallest_edit(result, target, near, report, limit)
+            if faster and result_seconds(faster.lint) * NEAR_BEST > result_seconds(runnable):
+                faster = None  # too small a gain
+        best = _fastest_plan(best, faster, lambda batch: _plan_batch(result, target, batch))
+    whole = _with_findings(result, prepared)
+    return Review(
+        path,
+        _in_file(whole, prepared.file),
+        assumed,
+        _repair_in_file(repair, prepared.file),
+        _repair_in_file(_with_corrections(faster, prepared), prepared.file),
+        best,
+        why_no_best,
+        _nest(prepared.converted, prepared.file),
+        limit.seconds if limit.has_stopped else None,
+    )
+
+
+def _best_plan(result: LintResult, target: LintTarget, extras: TrainingExtras) -> tuple[Plan | None, str]:
+    """Return the best plan for the batch of the file, or why there is none."""
+    if extras.is_other_step:
+        return None, "no best plan: a plan is made for training all parameters on single sequences"
+    try:
+        return _plan_batch(result, target, result.subject.workload.batch), ""
+    except (ConfigError, InfeasibleError) as error:
+        return None, str(error)
+
+
+def _plan_batch(result: LintResult, target: LintTarget, batch: int) -> Plan:
+    """Plan the workload of the file with another batch, and any number of microbatches unless the user gives it."""
+    config, work = target.config, dataclasses.replace(result.subject.workload, batch=batch)
     is_given = "workload.microbatches" in config.given and config.workload.microbatches is not None
     if work.is_training and (result.subject.section.microbatch or not is_given):  # edits change them too
         work = dataclasses.replace(work, microbatches=None)
+    return make_plan(dataclasses.replace(config, workload=work), target.model, own_attention=True)
 
-    def plan_batch(batch: int) -> Plan:
-        changed = dataclasses.replace(config, workload=dataclasses.replace(work, batch=batch))
-        return make_plan(changed, target.model, own_attention=True)
 
-    report("planning the best layout")
-    try:
-        best = plan_batch(work.batch)
-    except (ConfigError, InfeasibleError) as error:  # if no plan fits, no edit does
-        return Review(path, result, assumed, None, None, None, str(error))
-    repair = find_smallest_edit(result, target, report=report) if result.errors else None
-    best = _fastest_plan(best, repair, plan_batch)
-    runnable = repair.lint if repair else result
-    faster, near = None, NEAR_BEST * _plan_seconds(best)
-    if runnable.plan and _seconds(runnable) > near:
-        faster = find_smallest_edit(result, target, near, report)
-        if faster and _seconds(faster.lint) * NEAR_BEST > _seconds(runnable):
-            faster = None  # too small a gain
-    return Review(path, result, assumed, repair, faster, _fastest_plan(best, faster, plan_batch))
+def _find_repair(
+    result: LintResult, prepared: PreparedFile, target: LintTarget, report: Callable[[str], None], limit: SearchLimit
+) -> Repair | None:
+    """Find the smallest edit that removes the errors of the trainer section, with the corrections of all sections."""
+    if not prepared.corrected.is_complete:
+        return None
+    if not result.errors:
+        return _with_corrections(Repair(0, [], result), prepared) if prepared.corrected.lines else None
+    return _with_corrections(find_smallest_edit(result, target, report=report, limit=limit), prepared)
+
+
+def _with_corrections(repair: Repair | None, prepared: PreparedFile) -> Repair | None:
+    """Add what Levanter's parser requires to a repair of the trainer section."""
+    if repair is None:
+        return None
+    corrected = prepared.corrected
+    return dataclasses.replace(repair, edits=repair.edits + corrected.edits, lines=[*corrected.lines, *repair.lines])
 
 
 def _fastest_plan(best: Plan, repair: Repair | None, plan_batch: Callable[[int], Plan]) -> Plan:
@@ -119,116 +150,38 @@ def _fastest_plan(best: Plan, repair: Repair | None, plan_batch: Callable[[int],
     if plan.workload.batch != best.workload.batch:
         with contextlib.suppress(ConfigError, InfeasibleError):
             plans.append(plan_batch(plan.workload.batch))
-    return min((*plans, plan), key=_plan_seconds)
+    return min((*plans, plan), key=plan_seconds)
 
 
-def find_smallest_edit(
-    start: LintResult, target: LintTarget, max_seconds: float = math.inf, report: Callable[[str], None] = lambda _: None
-) -> Repair | None:
-    """Find the fewest edits that leave no error and take at most `max_seconds` per sequence.
-
-    If none are that fast, this returns the fastest repair that was seen; if none removes all errors, None. Among
-    repairs with the same number of edits, those with the fewest warnings about the edited keys win; then the fastest
-    per sequence, since edits can change the batch; and among those that tie to `TIME_RESOLUTION`, the lowest peak.
-
-    Names that Levanter does not have are corrected first, since no repair keeps them. Then the beam search goes by
-    number of edits. While there are errors, it tries only edits of an axis of the first one, since one of those has to
-    change. It edits further only the `BEAM_WIDTH` sections that are closest to done, so a repair of many edits may not
-    be the smallest.
-    """
-    target, lines = _correct_model_section(target)
-    trainer, unknown_keys = correct_keys(start.trainer, target.hardware)
-    corrections = len(unknown_keys) + bool(lines)
-    states = [lint_trainer(trainer, target) if corrections else start]
-    seen = {_identity(trainer)}
-    usable = usable_bytes(target.hardware)
-    fastest: Repair | None = None
-    for edits in range(corrections, corrections + MAX_EDITS + 1):
-        finished = [state for state in states if _fits(state) and _seconds(state) <= max_seconds]
-        runnable = finished or [state for state in states if not state.errors]
-        if runnable:
-            best = _choose(start, runnable)
-            if fastest is None or _seconds(best) < _seconds(fastest.lint):
-                fastest = Repair(edits, [*lines, *diff_trainers(start.trainer, best.trainer)], best)
-        if finished:
-            return fastest
-        goal = "removes all errors" if max_seconds == math.inf else "is nearly as fast as the best plan"
-        report(f"looking for an edit that {goal}: number of edits {edits + 1}, layouts checked {len(seen)}")
-        beam = sorted(states, key=lambda state: _distance(state, usable))[:BEAM_WIDTH]
-        states = list(_lint_edits(beam, seen, target))
-    return fastest
+def _with_findings(result: LintResult, prepared: PreparedFile) -> LintResult:
+    """Add the findings on the file to those on its trainer section, errors first; of two on one key, the latter."""
+    known = {finding.where for finding in result.errors}
+    added = [finding for finding in prepared.findings if finding.where not in known]
+    findings = sorted((*added, *result.findings), key=lambda finding: finding.severity != Severity.ERROR)
+    return dataclasses.replace(result, findings=tuple(findings))
 
 
-def _correct_model_section(target: LintTarget) -> tuple[LintTarget, list[str]]:
-    """Correct the model section of `target`, and list the change as lines of a unified diff."""
-    section = target.model_section
-    backend, findings = correct_attention_backend(section.attention_backend)
-    if not findings:
-        return target, []
-    (key,) = findings[0].where
-    lines = [f"-{key}: {section.attention_backend}", *([f"+{key}: {backend}"] if backend else [])]
-    return dataclasses.replace(target, model_section=dataclasses.replace(section, attention_backend=backend)), lines
+def _in_file(result: LintResult, file: LevanterFile) -> LintResult:
+    """Write keys as they are in the file, where Levanter's configuration is in a section of it."""
+    if not file.inside:
+        return result
+    findings = [_finding_in_file(finding, file) for finding in result.findings]
+    return dataclasses.replace(result, findings=tuple(findings))
 
 
-def _lint_edits(states: Iterable[LintResult], seen: set[str], target: LintTarget) -> Iterator[LintResult]:
-    """Yield the result of every single edit of `states` that is not in `seen`, and add it there."""
-    for state in states:
-        for trainer in _edit(state):
-            identity = _identity(trainer)
-            if identity in seen:
-                continue
-            seen.add(identity)
-            with contextlib.suppress(ConfigError):
-                yield lint_trainer(trainer, target)
+def _nest(converted: Mapping[str, Any], file: LevanterFile) -> Mapping[str, Any]:
+    """Put converted sections into the section that holds Levanter's configuration."""
+    for name in reversed(file.inside if converted else ()):
+        converted = {name: converted}
+    return converted
 
 
-def _choose(start: LintResult, results: list[LintResult]) -> LintResult:
-    """Return the result with fewest new warnings and, among the fastest of these, least memory."""
-    warnings = [_new_warnings(start, result) for result in results]
-    results = [result for result, count in zip(results, warnings, strict=True) if count == min(warnings)]
-    tied = min(map(_seconds, results)) * (1 + TIME_RESOLUTION)
-    return min(
-        (result for result in results if _seconds(result) <= tied),
-        key=lambda result: (result.needed_bytes, _seconds(result), len(result.findings)),
-    )
+def _finding_in_file(finding: Finding, file: LevanterFile) -> Finding:
+    return dataclasses.replace(finding, where=tuple(file.key(key) for key in finding.where))
 
 
-def _new_warnings(start: LintResult, state: LintResult) -> int:
-    """Number of warnings about keys that the edits after `start` wrote, for example an unused mesh axis."""
-    before = flatten(start.trainer, TRAINER_PREFIX)
-    after = flatten(state.trainer, TRAINER_PREFIX)
-    written = {key for key, value in after.items() if key not in before or before[key] != value}
-    # a LOADING finding depends on the size of the model, whatever key it names
-    return sum(bool(written & {*f.where}) for f in state.findings if f.kind != FindingKind.LOADING)
-
-
-def _fits(state: LintResult) -> bool:
-    return not state.errors and state.plan is not None and state.plan.memory.fits
-
-
-def _seconds(state: LintResult) -> float:
-    """Predicted time per sequence."""
-    return _plan_seconds(state.plan) if state.plan else math.inf
-
-
-def _plan_seconds(plan: Plan) -> float:
-    return plan.cost.step_seconds / plan.workload.batch
-
-
-def _edit(state: LintResult) -> Iterable[dict[str, Any]]:
-    axes = state.errors[0].axes if state.errors else None
-    for edit in candidate_edits(state.trainer, state.subject):
-        if not axes or axes & edit.axes:
-            yield edit.apply(state.trainer)
-
-
-def _identity(trainer: Mapping[str, Any]) -> str:
-    return repr(sorted(flatten(trainer).items(), key=lambda item: item[0]))
-
-
-def _distance(state: LintResult, usable: float) -> tuple[int, float]:
-    """Distance from done: the number of errors, counting too much memory as one, then the bytes; or else the time."""
-    if _fits(state):
-        return 0, _seconds(state)
-    needed = state.needed_bytes
-    return sum(bool(error.axes) for error in state.errors) + (needed > usable), needed
+def _repair_in_file(repair: Repair | None, file: LevanterFile) -> Repair | None:
+    if repair is None or not file.inside:
+        return repair
+    lines = [f"{line[0]}{file.key(line[1:])}" for line in repair.lines]
+    return dataclasses.replace(repair, lines=lines, lint=_in_file(repair.lint, file))

@@ -65,7 +65,7 @@ class Subject:
     @cached_property
     def weight_axes(self) -> list[str]:
         """Logical axes of the weights in matrix products, except those along which experts are stacked."""
-        used = dict.fromkeys(name for _, weight in self.step.weight_matmuls for name in weight.logical_axes)
+        used = dict.fromkeys(name for weight in self.step.used_weights for name in weight.logical_axes)
         return [name for name in used if name not in self.step.expert_axes]
 
     @cached_property

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from levanter.layers.attention import AttentionMask
-from levanter.models.loss import next_token_loss
 from levanter.utils.tree_utils import inference_mode
 
+from shardplan.model.levanter_loss import next_token_losses
+from shardplan.model.logit_blocks import compute_target_losses, project_to_vocab
 from shardplan.model.registry import Model
 from shardplan.model.token_scores import ScoreSettings, TokenScores, score_next_tokens
 
@@ -42,17 +43,16 @@ def compute_activations(
 
 def compute_logits(model: Model, module: Any, activations: NamedArray) -> NamedArray:
     """Compute float32[..., vocab] logits from activations [..., embed], with the model's soft cap."""
-    return project_to_vocab(module, activations, model.logit_soft_cap)
-
-
-def project_to_vocab(module: Any, activations: NamedArray, soft_cap: float | None) -> NamedArray:
-    """Compute float32[..., vocab] logits from activations [..., embed], as `soft_cap * tanh(logits / soft_cap)`."""
-    logits = hax.dot(activations, module.get_lm_head(), axis=module.Embed).astype(jnp.float32)
-    return logits if soft_cap is None else soft_cap * hax.tanh(logits / soft_cap)
+    return project_to_vocab(activations, module.get_lm_head(), module.Embed, model.logit_soft_cap)
 
 
 def compute_losses(
-    model: Model, module: Any, tokens: NamedArray, predicted: NamedArray, window_starts: NamedArray | None = None
+    model: Model,
+    module: Any,
+    tokens: NamedArray,
+    predicted: NamedArray,
+    window_starts: NamedArray | None = None,
+    blocks: int = 1,
 ) -> NamedArray:
     """Compute the loss, float32[batch, position] in nats, of the token after each position.
 
@@ -60,11 +60,14 @@ def compute_losses(
         tokens: int32[batch, position].
         predicted: bool[batch, position]; where it is False the loss is 0.
         window_starts: as for `compute_activations`.
+        blocks: parts of the positions whose logits are in memory one after the other.
     """
     activations = compute_activations(model, module, tokens, window_starts)
-    weights = predicted.astype(jnp.float32)
-    logits = compute_logits(model, module, activations)
-    return next_token_loss(module.Pos, module.Vocab, logits, tokens, weights, reduction=None)
+    position = tokens.axes[-1]
+    has_target = 1 - hax.nn.one_hot(-1, position, dtype=jnp.float32)
+    weights = predicted.astype(jnp.float32) * has_target
+    targets = hax.roll(tokens, -1, position)
+    return compute_target_losses(module, activations, targets, weights, model.logit_soft_cap, blocks)
 
 
 def compute_scores(
@@ -90,6 +93,8 @@ def loss_and_gradients(
 ) -> tuple[jax.Array, Any]:
     """Compute the mean loss of the `predicted` tokens, in nats, and its gradients.
 
+    The loss is Levanter's own, with the auxiliary loss of routers, as its trainer has it.
+
     Args:
         tokens: int32[batch, position]; or int32[microbatch, batch, position], whose microbatches are computed one
             after the other and whose losses and gradients are summed.
@@ -100,7 +105,10 @@ def loss_and_gradients(
     count = predicted.sum().array
 
     def loss_of(module: Any, tokens: NamedArray, predicted: NamedArray) -> jax.Array:
-        return compute_losses(model, cast_for_compute(module, dtype), tokens, predicted).sum().array / count
+        mask = AttentionMask.causal(sliding_window=model.sliding_window)
+        losses = next_token_losses(cast_for_compute(module, dtype), tokens, predicted, mask, model.logit_soft_cap)
+        # an auxiliary loss stands at every position
+        return (losses * predicted).sum().array / count
 
     differentiate = eqx.filter_value_and_grad(loss_of)
     if tokens.ndim == 2:

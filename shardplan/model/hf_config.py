@@ -5,17 +5,30 @@ from typing import Any
 
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.axes import MAX_SIZE
-from shardplan.model.bundled_configs import read_config_file
-from shardplan.model.levanter_compat import FIXED_VALUES
+from shardplan.model.bundled_configs import bundled_name, read_config_file
+from shardplan.model.levanter_compat import ACTIVATION_KEYS, ACTIVATIONS, FIXED_VALUES
 from shardplan.model.own_model import CLASS_KEY
+from shardplan.model.rope_keys import read_rope
+from shardplan.model.support import check_supported
+from shardplan.model.text_part import read_text_part
 from shardplan.storage import Folder, read_bytes
+from shardplan.storage.contents import describe_contents, describe_folder
 
 POSITIVE_INTEGER_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "num_local_experts",
-    "num_experts_per_tok", "n_embd", "n_layer", "n_head", "n_positions", "n_inner",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "num_local_experts", "num_experts_per_tok", "n_embd",
+    "n_layer", "n_head", "n_positions", "n_inner",
 )  # fmt: skip
 """Keys whose value, if present and not null, must be a positive integer."""
+WINDOW_TYPES = ("gemma2", "mistral", "mixtral", "qwen2", "qwen3")
+"""Model types that have `sliding_window`; transformers ignores the key in others."""
+HEAD_DIM_TYPES = ("gemma", "gemma2", "qwen3")
+"""Model types whose head size does not follow from other keys."""
+SIZE_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions",
+)  # fmt: skip
+"""Keys that may be absent, for the default of the model type, but not null."""
 BOOLEAN_KEYS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "scale_attn_by_inverse_layer_idx")
 """Keys whose value, if present and not null, must be true or false."""
 POSITIVE_NUMBER_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar")
@@ -25,68 +38,95 @@ POSITIVE_NUMBER_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "que
 def read_config(path: str | None, folder: Folder | None, own_class: str | None = None) -> dict[str, Any]:
     """Read the config.json at `path`, which may be the name of a bundled model, or else the one in `folder`.
 
+    Of a model of images and text, the part of the text is returned.
+
     Args:
         own_class: name of the Levanter configuration class of a model that shardplan does not know, which is added.
 
     Raises:
-        ConfigError: there is none, or it is not the configuration of a model.
+        ConfigError: there is none, it is not the configuration of a model, or that model is not supported.
     """
     where = path or f"{folder.ref if folder else ''}/config.json"
-    data = read_config_file(path) if path is not None else read_bytes(folder, "config.json") if folder else None
+    data = read_config_file(path) if path is not None else _read_in_folder(folder)
     if data is None:
-        raise ConfigError(f"{where} does not exist; model.ref must be a Hugging Face checkpoint folder")
+        kind = describe_folder(folder.ref, folder) if folder else None
+        raise ConfigError(f"{where} does not exist; {kind or 'model.ref must be a Hugging Face checkpoint folder'}")
     try:
         loaded = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {one_line(error)}") from error
-    if not isinstance(loaded, dict) or not isinstance(loaded.get("model_type"), str):
-        raise ConfigError(f"{where} has no 'model_type'; it is not the config.json of a Hugging Face model")
+        raise ConfigError(f"{where} is not JSON: {describe_contents(data) or one_line(error)}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{where} holds no keys; it is not the config.json of a Hugging Face model")
     loaded.pop(CLASS_KEY, None)  # which code is imported is not for a checkpoint to say
     if own_class is not None:
-        return {**loaded, CLASS_KEY: own_class}  # its keys mean what the class says
-    _check(loaded, where)
-    return _with_rope_keys(loaded, where)
+        # its keys mean what the class says; without a model type, the class is named instead
+        name = own_class.rpartition(":")[2]
+        return {"model_type": name, **loaded, CLASS_KEY: own_class}
+    if not isinstance(loaded.get("model_type"), str):
+        raise ConfigError(
+            f"{where} has no 'model_type'; it is not the config.json of a Hugging Face model (of your own model, set "
+            "model.levanter_class)"
+        )
+    return check_config(*read_text_part(loaded, where))
 
 
-def _check(values: dict[str, Any], where: str) -> None:
+def _read_in_folder(folder: Folder | None) -> bytes | None:
+    """Read the config.json of a checkpoint folder; None if there is none.
+
+    Raises:
+        ConfigError: the folder cannot be read; of a model that is bundled, the message says so.
+    """
+    try:
+        return read_bytes(folder, "config.json") if folder else None
+    except ConfigError as error:
+        name = bundled_name(folder.ref) if folder else None
+        if name is None:
+            raise
+        raise ConfigError(f"{error}; to plan without weights, use --model {name}, which is bundled") from error
+
+
+def check_config(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check the configuration of a supported model, and return it with its rotary embeddings in one form.
+
+    Raises:
+        ConfigError: the model is not supported, or a value is not valid.
+    """
+    check_supported(values, where)
+    _check_values(values, where)
+    return values if values["model_type"] == "gpt2" else read_rope(values, where)
+
+
+def _check_values(values: dict[str, Any], where: str) -> None:
     """Check sizes and numbers, and the settings of which Levanter supports only one value; missing keys are valid.
 
     Raises:
         ConfigError: a value is not valid or not supported.
     """
-    for key in POSITIVE_INTEGER_KEYS:
+    model_type = values["model_type"]
+    window = ("sliding_window",) if model_type in WINDOW_TYPES else ()
+    for key in (*POSITIVE_INTEGER_KEYS, *window):
         value = values.get(key)
         if value is not None and (type(value) is not int or not 1 <= value <= MAX_SIZE):
             raise ConfigError(f"{where}: {key} is {value!r}; it must be a positive integer of at most {MAX_SIZE}")
+        if value is None and key in values and key in SIZE_KEYS:
+            raise ConfigError(f"{where}: {key} is null; it must be a positive integer")
     for key in BOOLEAN_KEYS:
         if not isinstance(values.get(key), bool | None):
             raise ConfigError(f"{where}: {key} is {values[key]!r}; it must be true or false")
+    if "head_dim" in values and values["head_dim"] is None and model_type in HEAD_DIM_TYPES:
+        raise ConfigError(f"{where}: head_dim is null; a {model_type} needs a number, which is not hidden_size / heads")
     if "head_dim" in values and (values["head_dim"] or 0) % 2:
         raise ConfigError(f"{where}: head_dim is {values['head_dim']}; rotary embeddings need an even number")
-    if values.get("quantization_config"):
-        raise ConfigError(
-            f"{where}: it has a quantization_config, and quantized checkpoints are not supported; use the checkpoint "
-            "that was quantized, or plan without this key"
-        )
     for key in POSITIVE_NUMBER_KEYS:
         value = values.get(key)
         if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):
             raise ConfigError(f"{where}: {key} is {value!r}; it must be a positive number")
-    for model_type in ("", values["model_type"]):
-        for key, fixed in FIXED_VALUES.get(model_type, {}).items():
-            if values.get(key, fixed) not in (None, fixed):
-                raise ConfigError(
-                    f"{where}: {key} is {values[key]!r}; Levanter's {values['model_type']} supports only {fixed!r}"
-                )
-
-
-def _with_rope_keys(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Replace `rope_parameters`, which transformers 5 writes, with `rope_theta` and `rope_scaling`."""
-    rope = values.get("rope_parameters")
-    if rope is None:
-        return values
-    if not isinstance(rope, dict) or not isinstance(rope.get("rope_theta"), int | float):
-        raise ConfigError(f"{where}: rope_parameters {rope!r} have no single rope_theta, which Levanter's models need")
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    unscaled = scaling.get("rope_type", "default") == "default"
-    return {**values, "rope_theta": rope["rope_theta"], "rope_scaling": None if unscaled else scaling}
+    for key, supported in FIXED_VALUES.get(model_type, {}).items():
+        if values.get(key) is not None and values[key] not in supported:
+            raise ConfigError(
+                f"{where}: {key} is {values[key]!r}; Levanter's {model_type} supports only "
+                f"{' or '.join(repr(each) for each in supported)}"
+            )
+    key = ACTIVATION_KEYS.get(model_type)
+    if key is not None and values.get(key) is not None and values[key] not in ACTIVATIONS:
+        raise ConfigError(f"{where}: {key} is {values[key]!r}; Levanter has only {', '.join(sorted(ACTIVATIONS))}")

@@ -59,15 +59,35 @@ LIBTPU_FUSES_ALL_GATHERS = not IS_MARIN
 """Whether libtpu fuses asynchronous all-gathers with matmuls; later than 0.0.42 it does on v5e alone, and refuses to
 compile with that option elsewhere ("Continuation fusion for AllGather ... is not supported")."""
 
-FIXED_VALUES: dict[str, dict[str, Any]] = {
-    "": {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0},
-    "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
-    "gpt2": {"scale_attn_weights": True},
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new",
+    "gelu_fast": "gelu_new", "gelu_accurate": "gelu_new", "quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu",
+    "swish": "silu", "tanh": "tanh",
+}  # fmt: skip
+"""Name of an activation function in transformers -> its name in Levanter."""
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
+"""Names of the approximation of GELU by tanh."""
+ACTIVATION_KEYS = {
+    "gemma2": "hidden_activation", "gpt2": "activation_function", "llama": "hidden_act", "mistral": "hidden_act",
+    "mixtral": "hidden_act", "olmo2": "hidden_act", "qwen2": "hidden_act", "qwen3": "hidden_act",
+}  # fmt: skip
+"""Model type -> the key of its activation function; that of Gemma is fixed."""
+
+FIXED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
+    # transformers reads "gelu" as its approximation here, as Gemma was trained
+    "gemma": {"attention_bias": (False,), "hidden_act": ("gelu", *TANH_GELU), "hidden_activation": TANH_GELU},
+    "gemma2": {"attention_bias": (False,)},
+    "gpt2": {"scale_attn_weights": (True,)},
+    "llama": {"attention_bias": (False,), "mlp_bias": (False,)},
+    "olmo2": {"attention_bias": (False,)},
+    "qwen3": {"attention_bias": (False,)},
 }
-"""Model type ("" for every type) -> keys that Levanter's models ignore, and the only value that they implement."""
+"""Model type -> keys that its model in transformers reads and Levanter's ignores, and the values that this one has."""
 
 UNIFORM_WINDOW_TYPES = ("mistral", "mixtral")
-"""Model types with `sliding_window` in every layer; Levanter's models have no window in some layers only."""
+"""Model types with `sliding_window` in every layer."""
+LAYER_WINDOW_TYPES = ("gemma2", "qwen2", "qwen3")
+"""Model types with `sliding_window` in the layers that `layer_types` calls "sliding_attention"."""
 
 
 def splash_takes_sharded_positions(schema: TrainerSchema) -> bool:
@@ -92,9 +112,15 @@ def prepare_hf_config(hf: Any) -> Any:
     """Give the transformers configuration `hf` the attributes that Levanter reads.
 
     Raises:
-        ConfigError: Levanter's model has another MLP size.
+        ConfigError: Levanter's model has another MLP size, or heads that cannot be divided.
     """
     hf.rope_theta, _ = rope_of(hf)  # GemmaConfig reads this attribute, which transformers 5 does not set
+    _check_heads(hf)
+    if hf.model_type == "gemma":
+        hf.hidden_activation = "gelu_pytorch_tanh"  # an attribute that transformers 5 does not set
+    else:
+        key = ACTIVATION_KEYS[hf.model_type]
+        setattr(hf, key, ACTIVATIONS[getattr(hf, key)])
     if hf.model_type == "qwen2":
         # QwenConfig.from_hf_config reads `no_bias`, which Qwen2Config never had. Qwen 2 has biases on q, k and v
         # (QwenConfig.attention_config adds those by itself) and none elsewhere.
@@ -106,13 +132,28 @@ def prepare_hf_config(hf: Any) -> Any:
     return hf
 
 
+def _check_heads(hf: Any) -> None:
+    """Check that heads divide what they share.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    heads, groups = hf.num_attention_heads, getattr(hf, "num_key_value_heads", None)
+    if groups is not None and heads % groups:
+        raise ConfigError(
+            f"config.json: num_attention_heads is {heads}, which num_key_value_heads = {groups} does not divide"
+        )
+    if getattr(hf, "head_dim", None) is None and hf.hidden_size % heads:
+        raise ConfigError(f"config.json: the hidden size {hf.hidden_size} is not divisible by {heads} attention heads")
+
+
 def correct_levanter_config(config: Any, hf: Any) -> Any:
     """Apply every correction for its model type to the Levanter configuration `config`, read from `hf`.
 
     Raises:
         ConfigError: Levanter's model cannot express what `hf` says.
     """
-    for correct in (_apply_rope_scaling, *CORRECTIONS.get(hf.model_type, ())):
+    for correct in (_apply_rope_scaling, _leave_windows_to_mask, *CORRECTIONS.get(hf.model_type, ())):
         config = correct(config, hf)
     return config
 
@@ -124,14 +165,21 @@ def sliding_window(hf: Any, position: int) -> int | None:
         ConfigError: only some layers have the window.
     """
     window = getattr(hf, "sliding_window", None)
-    if window is None or window >= position or not getattr(hf, "use_sliding_window", True):
+    if window is None or window >= position:
         return None
     if hf.model_type in UNIFORM_WINDOW_TYPES:
         return window
-    raise ConfigError(
-        f"workload.position is {position}; some layers of {hf.model_type} attend to {window} tokens only, which "
-        f"Levanter's model does not implement; use at most {window}"
-    )
+    if hf.model_type not in LAYER_WINDOW_TYPES:
+        return None  # transformers ignores the key
+    layers = hf.num_hidden_layers
+    windowed = sum(kind == "sliding_attention" for kind in hf.layer_types[:layers])
+    if 0 < windowed < layers:
+        raise ConfigError(
+            f"workload.position is {position}; {windowed} of {layers} layers of this {hf.model_type} attend to "
+            f"{window} tokens only (sliding_window), and Levanter's model has the same window in all layers; use at "
+            f"most {window}"
+        )
+    return window if windowed else None
 
 
 def rope_of(hf: Any) -> tuple[float | None, dict[str, Any] | None]:
@@ -159,12 +207,20 @@ def bidirectional_window(mask: Any) -> int | None:
 
 
 def _apply_rope_scaling(config: Any, hf: Any) -> Any:
-    """Set `rope`: Mistral and Mixtral configurations drop the scaling."""
+    """Set `rope`: Mistral and Mixtral configurations drop the scaling, and Levanter's YaRN is another one."""
     theta, scaling = rope_of(hf)
     if scaling is None or not hasattr(config, "rope"):
         return config
+    if scaling["rope_type"] == "yarn":
+        yarn = import_module("shardplan.model.rotary").YarnConfig
+        return dataclasses.replace(config, rope=yarn.make_from_hf_config(theta, scaling))
     rotary = import_module("levanter.layers.rotary")
     return dataclasses.replace(config, rope=rotary.RotaryEmbeddingsConfig.from_hf_config(theta, scaling))
+
+
+def _leave_windows_to_mask(config: Any, hf: Any) -> Any:
+    """Unset `use_sliding_window`: Qwen's layers refuse sequences longer than it, and the mask has the window."""
+    return dataclasses.replace(config, use_sliding_window=False) if hasattr(config, "use_sliding_window") else config
 
 
 def _apply_head_dim(config: Any, hf: Any) -> Any:
@@ -183,13 +239,14 @@ def _apply_head_dim(config: Any, hf: Any) -> Any:
 def _apply_gemma_attention(config: Any, hf: Any) -> Any:
     """Pass `head_dim`, `query_pre_attn_scalar` and the soft cap to the attention, which Gemma configurations do not."""
     base = type(config)
+    has_caps = hf.model_type == "gemma2"  # transformers ignores these keys in a Gemma
 
     def attention_config(self: Any) -> Any:
         return dataclasses.replace(
             base.attention_config(self),
             head_dim=self.head_dim,
-            scaling_factor=float(getattr(hf, "query_pre_attn_scalar", hf.head_dim)) ** -0.5,
-            logits_soft_cap=getattr(hf, "attn_logit_softcapping", None),
+            scaling_factor=float(hf.query_pre_attn_scalar if has_caps else hf.head_dim) ** -0.5,
+            logits_soft_cap=hf.attn_logit_softcapping if has_caps else None,
         )
 
     corrected = type(base.__name__, (base,), {"attention_config": attention_config})

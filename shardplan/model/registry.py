@@ -9,24 +9,13 @@ import haliax as hax
 import jax
 from levanter.layers.attention import Attention
 
-from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.errors import ConfigError, one_line
+from shardplan.model.hf_config import check_config
 from shardplan.model.levanter_compat import correct_levanter_config, max_positions, prepare_hf_config, sliding_window
+from shardplan.model.model_types import SUPPORTED_MODELS
 from shardplan.model.own_model import CLASS_KEY, load_own_class
 from shardplan.model.soft_cap import cap_gemma2_logits
 from shardplan.positions.pattern import Pattern
-
-SUPPORTED_MODELS = {
-    "gemma": ("levanter.models.gemma", "GemmaConfig"),
-    "gemma2": ("levanter.models.gemma", "Gemma2Config"),
-    "gpt2": ("levanter.models.gpt2", "Gpt2Config"),
-    "llama": ("levanter.models.llama", "LlamaConfig"),
-    "mistral": ("levanter.models.mistral", "MistralConfig"),
-    "mixtral": ("levanter.models.mixtral", "MixtralConfig"),
-    "olmo2": ("levanter.models.olmo", "Olmo2Config"),
-    "qwen2": ("levanter.models.qwen", "QwenConfig"),
-    "qwen3": ("levanter.models.qwen", "Qwen3Config"),
-}
-"""Hugging Face `model_type` -> module and name of the Levanter configuration class."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +32,8 @@ class Model:
     """Width in tokens of the attention window of every layer; None for full attention."""
     logit_soft_cap: float | None
     """Bound of the logits, applied as `cap * tanh(logits / cap)` (Gemma 2)."""
+    positions: int
+    """The number of positions that the model has."""
 
     @property
     def uses_levanter_attention(self) -> bool:
@@ -89,37 +80,39 @@ def transformers_config(hf_config: dict[str, Any]) -> Any:
     return AutoConfig.for_model(**hf_config) if is_known else PretrainedConfig(**hf_config)
 
 
-def build_model(hf_config: dict[str, Any], position: int) -> Model:
+def build_model(hf_config: dict[str, Any], position: int, shorten: bool = False) -> Model:
     """Build the Levanter model of the config.json `hf_config`, for sequences of `position` tokens.
+
+    Args:
+        shorten: if the model has fewer positions, build it for these instead of raising.
 
     Raises:
         ConfigError: an unsupported model type, a configuration that Levanter's model cannot express, or more
             positions than the model has.
     """
     model_type, own_class = hf_config["model_type"], hf_config.get(CLASS_KEY)
-    if model_type not in SUPPORTED_MODELS and own_class is None:
-        raise ConfigError(
-            f"config.json: model_type {model_type!r} is not supported; {nearest(str(model_type), SUPPORTED_MODELS)} "
-            f"(supported: {', '.join(sorted(SUPPORTED_MODELS))}; for your own model, set model.levanter_class)"
-        )
+    if own_class is None:
+        hf_config = check_config(hf_config, "config.json")  # again, because a caller may have changed keys
     try:
         hf = transformers_config(hf_config)
         if own_class is None:
             config = correct_levanter_config(
                 levanter_config_class(model_type).from_hf_config(prepare_hf_config(hf)), hf
             )
-            window, soft_cap = sliding_window(hf, position), getattr(hf, "final_logit_softcapping", None)
+            positions = max_positions(config)
+            position = min(position, positions) if shorten else position
+            window = sliding_window(hf, position)
+            soft_cap = hf.final_logit_softcapping if model_type == "gemma2" else None
         else:
             config = load_own_class(own_class).from_hf_config(hf)
+            positions = max_positions(config)
+            position = min(position, positions) if shorten else position
             window, soft_cap = getattr(config, "mask_window", None), getattr(config, "logit_soft_cap", None)
-        positions = max_positions(config)
         template = abstract_module(config, hax.Axis("vocab", hf.vocab_size))
     except ConfigError:
         raise
     except Exception as error:  # Levanter and transformers raise anything for an odd configuration
-        raise ConfigError(
-            f"config.json: Levanter cannot express this {model_type} ({type(error).__name__}: {one_line(error)})"
-        ) from error
+        raise ConfigError(f"config.json: Levanter cannot express this {model_type}: {one_line(error)}") from error
     if position > positions:
         raise ConfigError(f"workload.position is {position}; the model has {positions} positions, use at most that")
-    return Model(model_type, config, template, window, soft_cap)
+    return Model(model_type, config, template, window, soft_cap, positions)

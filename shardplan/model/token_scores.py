@@ -7,10 +7,8 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from haliax.partitioning import auto_sharded
 
-BLOCK = "block"
-"""Logical axis that numbers the blocks of positions whose logits are in memory one after the other."""
+from shardplan.model.logit_blocks import map_blocks, prepare_head
 
 
 @dataclass(frozen=True)
@@ -23,13 +21,16 @@ class ScoreSettings:
     """A divisor of the number of positions; the logits of this fraction of them are in memory at a time."""
     vocab_shards: int = 1
     """Number of devices that share the vocabulary; each finds the most probable among its own tokens."""
+    temperature: float = 1.0
+    """Probabilities are those of the softmax of logits / temperature."""
 
 
 class TokenScores(NamedTuple):
     """Scores of the token after each position; the last position's token is the first of the sequence."""
 
     log_prob: NamedArray
-    """float32[batch, position]: its log-probability in nats, of the softmax over the whole vocabulary."""
+    """float32[batch, position]: its log-probability in nats, of the softmax of logits / temperature over the whole
+    vocabulary."""
     rank: NamedArray
     """int32[batch, position]: the number of tokens that are more probable, or as probable with a smaller id."""
     top_log_prob: NamedArray
@@ -49,7 +50,7 @@ def score_next_tokens(
     """
     position = tokens.axes[-1]
     targets = hax.roll(tokens, -1, position.name)
-    head = auto_sharded(module.get_lm_head())  # before the loop, so that stored shards are gathered once
+    head = prepare_head(module, settings.blocks)
 
     def score(activations: NamedArray, targets: NamedArray) -> TokenScores:
         logits = hax.dot(activations, head, axis=module.Embed, preferred_element_type=jnp.float32)
@@ -58,25 +59,19 @@ def score_next_tokens(
             logits = soft_cap * hax.tanh(logits / soft_cap)
         return _score_logits(logits, module.Vocab, targets, settings)
 
-    if settings.blocks == 1:
-        return score(activations, targets)
-    # blocks take turns in the positions, so that devices that share the positions share those of every block
-    block = Axis(BLOCK, settings.blocks)
-    parts = (position.resize(position.size // settings.blocks), block)
-    scores: TokenScores = hax.map(lambda pair: score(*pair), block)(
-        (activations.unflatten_axis(position, parts), targets.unflatten_axis(position, parts))
-    )
-    batch = [axis for axis in tokens.axes if axis.name != position.name]
-    return TokenScores(*(each.rearrange((*batch, *parts)).flatten_axes(parts, position) for each in scores))
+    scores: TokenScores = map_blocks(score, position, settings.blocks, activations, targets)
+    return scores
 
 
 def _score_logits(logits: NamedArray, vocab: Axis, targets: NamedArray, settings: ScoreSettings) -> TokenScores:
     """Score `targets` by float32[..., vocab] logits."""
     ids, wanted = hax.arange(vocab), targets.broadcast_axis(vocab)
     target = hax.sum(hax.where(ids == wanted, logits, 0.0), vocab)
-    total = hax.nn.logsumexp(logits, vocab)
     precedes = (logits > target) | ((logits == target) & (ids < wanted))
     rank = hax.sum(precedes.astype(jnp.int32), vocab)
+    if settings.temperature != 1:  # ranks are those of the logits, of which a division may make equal ones
+        logits, target = logits / settings.temperature, target / settings.temperature
+    total = hax.nn.logsumexp(logits, vocab)
     if settings.top_k == 0:
         return TokenScores(target - total, rank, hax.zeros_like(total))
     shape = targets.array.shape

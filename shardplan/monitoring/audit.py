@@ -7,12 +7,14 @@ fails: JAX runs the same program, slowly or until memory is full.
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, check_argument
 from shardplan.hardware import GIB
 from shardplan.model.inspect import axes_of, named_leaves
+from shardplan.plan.arguments import check_plan
 from shardplan.plan.displayed import Displayed
 from shardplan.plan.plan import ParameterPlan, Plan
 
@@ -50,6 +52,8 @@ def audit(model: Any, plan: Plan) -> Audit:
     Raises:
         ConfigError: an array has other axes, another type or another sharding, or is missing; the line names it.
     """
+    check_plan("audit", plan)
+    check_argument("audit", "model", model, eqx.Module, "a Levanter model with its arrays")
     arrays = audit_arrays(model, plan)
     problems = [f"{each.path} {each.difference}" for each in arrays if each.difference]
     missing = {each.path for each in plan.parameters} - {each.path for each in arrays}

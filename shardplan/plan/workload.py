@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.model.axes import MAX_SIZE
-from shardplan.plan.dtypes import DTYPES
+from shardplan.plan.dtypes import DTYPE_SYNONYMS, DTYPES
 
 BATCH_AXIS = "batch"
 """Logical axis of the sequences of a step, as Levanter's trainer calls it."""
@@ -20,7 +20,14 @@ AUTO_BATCH = -1
 AUTO_POSITION = -1
 """The position in a configuration that leaves it to the windows."""
 KINDS = ("eval", "prefill", "score", "train")
+KIND_SYNONYMS = {
+    "evaluation": "eval", "evaluate": "eval", "loss": "eval", "inference": "prefill", "training": "train",
+    "pretrain": "train", "finetune": "train", "sft": "train", "extraction": "score", "scoring": "score",
+}  # fmt: skip
+"""What else users call a kind of workload -> its name here."""
 CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+"""Between these, float32 logits say enough of the probabilities of tokens."""
 MIN_POSITION = 2
 """Fewest tokens of a sequence: a single one predicts nothing."""
 
@@ -36,25 +43,30 @@ class Workload:
     """Sequences per step, over all devices; auto for the number with most tokens per second that fits."""
     position: int = field(default=2048, metadata={AUTO: AUTO_POSITION})
     """Tokens per sequence; auto for the length that windows fill best, where windows are packed."""
-    param_dtype: str = "bfloat16"
-    """Type of stored parameters: bfloat16, float16 or float32."""
+    param_dtype: str = None  # type: ignore[assignment]  # text from __post_init__ on
+    """Type of stored parameters: bfloat16, float16 or float32; default: float32 for training, else bfloat16."""
     compute_dtype: str = "bfloat16"
     """Type of activations and matrix products."""
     gradient_checkpointing: str = "default"
     """Which activations training keeps, as Levanter names it: default, recompute, nested, offload or save_all; auto for
     the fastest that fits, offload left out."""
-    microbatches: int | None = 1
-    """Parts of the batch that a training step computes one after the other, adding up their gradients; null for the
-    number that is fastest and fits."""
+    microbatches: int | None = None
+    """Parts of a training batch that are computed in turn; default: the fastest number that fits."""
     optimizer: str = "adamw"
-    """The optimizer of training, as optax names it: adamw, lion, sgd, ..."""
+    """The optimizer of training, as optax names it: adamw, lion, sgd, ...; adamw+ema also averages the parameters."""
     top_k: int = 40
     """Of score: the number of most probable tokens whose probability is computed at every position; 0 for none."""
+    temperature: float = 1.0
+    """Of score: probabilities are those of softmax(logits / temperature)."""
     window: int | None = None
     """Of score: tokens of each of the windows that are packed into a sequence; null for one window per sequence."""
     logit_blocks: int | None = None
-    """Of score: parts of the positions whose logits are in memory one after the other; null for as few as keep them
-    within 256 MiB per device."""
+    """Of eval and score: parts of the positions whose logits are in memory one after the other; null for as few as keep
+    them within 256 MiB per device, of eval only where all logits at once do not fit, or make a slower plan."""
+
+    def __post_init__(self) -> None:
+        if self.param_dtype is None:
+            object.__setattr__(self, "param_dtype", default_param_dtype(self.kind))
 
     @property
     def is_training(self) -> bool:
@@ -77,6 +89,16 @@ class Workload:
         return self.batch * self.position
 
     @property
+    def has_logit_blocks(self) -> bool:
+        """Whether the step computes its logits in blocks that the planner chooses; training has Levanter's."""
+        return self.kind in ("eval", "score")
+
+    @property
+    def num_logit_blocks(self) -> int:
+        """The number of logit blocks; 1 where the workload leaves it open."""
+        return self.logit_blocks or 1
+
+    @property
     def num_microbatches(self) -> int:
         """The number of microbatches; 1 where the workload leaves it open."""
         return self.microbatches or 1
@@ -88,16 +110,16 @@ class Workload:
 
     def with_logit_blocks(self, vocab: int, devices: int) -> "Workload":
         """This workload with the number of its logit blocks, for `vocab` tokens and a number of devices."""
-        if not self.is_scoring or self.logit_blocks is not None:
+        if not self.has_logit_blocks or self.logit_blocks is not None:
             return self
         total = self.tokens * vocab * 4
         fitting = (n for n in range(1, self.position) if self.position % n == 0 and total / n <= devices * LOGIT_BYTES)
         return replace(self, logit_blocks=next(fitting, self.position))
 
-    def training_text(self) -> str:
-        """The settings of a training step in words; empty for other kinds."""
+    def settings_text(self) -> str:
+        """The settings of a step in words; empty where there are none to name."""
         if not self.is_training:
-            return ""
+            return f"logits in {self.logit_blocks} blocks of positions" if self.num_logit_blocks > 1 else ""
         resolved = self.resolve()
         parts = "one microbatch" if resolved.microbatches == 1 else f"{resolved.microbatches} microbatches"
         return f"{self.optimizer}, {parts}, gradient checkpointing {resolved.gradient_checkpointing}"
@@ -111,21 +133,25 @@ class Workload:
             if value is not None and not is_open and not minimum <= value <= MAX_SIZE:
                 bound = f"at most {MAX_SIZE}" if value > MAX_SIZE else f"at least {minimum}"
                 yield f"workload.{key} is {value}; it must be {bound}"
-        for key, valid in (
-            ("param_dtype", DTYPES), ("compute_dtype", DTYPES), ("kind", KINDS),
-            ("gradient_checkpointing", CHECKPOINTING),
+        for key, valid, synonyms in (
+            ("param_dtype", DTYPES, DTYPE_SYNONYMS), ("compute_dtype", DTYPES, DTYPE_SYNONYMS),
+            ("kind", KINDS, KIND_SYNONYMS), ("gradient_checkpointing", CHECKPOINTING, CHECKPOINTING_ALIASES),
         ):  # fmt: skip
             name = getattr(self, key)
             if name not in valid:
-                hint = CHECKPOINTING_ALIASES.get(name.lower()) if key == "gradient_checkpointing" else None
-                yield f"workload.{key} is {name!r}; {f'did you mean {hint!r}?' if hint else nearest(name, valid)}"
+                yield f"workload.{key} is {name!r}; {nearest(name, valid, synonyms)}"
         yield from self.score_problems()
 
     def score_problems(self) -> Iterator[str]:
         """Every value that no scoring step can have, and what is set for other kinds."""
-        for key, value in (("window", self.window), ("logit_blocks", self.logit_blocks)):
-            if value is not None and not self.is_scoring:
-                yield f"workload.{key} is for workload.kind score, and the kind is {self.kind}; leave it out"
+        if self.window is not None and not self.is_scoring:
+            yield f"workload.window is for workload.kind score, and the kind is {self.kind}; leave it out"
+        if self.logit_blocks is not None and not self.has_logit_blocks:
+            yield f"workload.logit_blocks is for workload.kind eval and score, not {self.kind}; leave it out"
+        if not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:  # also if it is no number
+            yield temperature_problem("workload.temperature", self.temperature)
+        if self.temperature != 1 and not self.is_scoring:
+            yield f"workload.temperature is for workload.kind score, and the kind is {self.kind}; leave it out"
         if not 0 <= self.top_k <= MAX_SIZE:
             yield f"workload.top_k is {self.top_k}; it must be 0 to {MAX_SIZE}"
         is_open = self.position == AUTO_POSITION
@@ -145,6 +171,22 @@ class Workload:
             yield f"workload.microbatches {parts} does not divide workload.batch {batch}; use {near}"
         if not self.is_training and parts != 1:
             yield f"workload.microbatches is {parts}: only training has them; set workload.kind to train"
+
+
+def temperature_problem(key: str, value: float) -> str:
+    """Return what is wrong with a temperature that is too low, too high or no number."""
+    return (
+        f"{key} is {value:g}; it must be {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} (ranks say what greedy decoding "
+        "produces, the limit of 0)"
+    )
+
+
+def default_param_dtype(kind: str) -> str:
+    """The type of stored parameters where a workload does not name one.
+
+    Updates of an optimizer are smaller than the steps of bfloat16, so that training stores float32.
+    """
+    return "float32" if kind == "train" else "bfloat16"
 
 
 def raise_first(problems: Iterator[str]) -> None:

@@ -39,6 +39,17 @@ class Pattern:
     """A query at i may attend to the keys i - window + 1 to i."""
     prefix: int = 0
     """If `causal`, every query may also attend to keys before this position."""
+    radius: int | None = None
+    """A query at i may attend to the keys i - radius to i + radius: a window to both sides."""
+
+    @property
+    def difference_bounds(self) -> tuple[int | None, int | None]:
+        """The smallest and largest difference of query and key position that the windows allow; None for any."""
+        if self.radius is None:
+            return (None, None) if self.window is None else (0, self.window - 1)
+        if self.window is None:
+            return -self.radius, self.radius
+        return max(0, -self.radius), min(self.window - 1, self.radius)
 
     def mask(self, queries: Any, keys: Any) -> Any:
         """Return bool[query, key] for positions int[query] and int[key]: whether the query may attend to the key."""
@@ -46,8 +57,9 @@ class Pattern:
         allowed = (i != PADDING) & (j != PADDING)
         if self.causal:
             allowed = allowed & ((j <= i + self.causal_offset) | (j < self.prefix))
-        if self.window is not None:
-            allowed = allowed & (j <= i) & (j > i - self.window)
+        low, high = self.difference_bounds
+        if low is not None and high is not None:
+            allowed = allowed & (j <= i - low) & (j >= i - high)
         return allowed
 
     def allows_block(self, q_min: Any, q_max: Any, k_min: Any, k_max: Any) -> tuple[Any, Any]:
@@ -57,19 +69,18 @@ class Pattern:
             q_min, q_max: first and last position of the queries.
             k_min, k_max: first and last position of the keys.
         """
-        min_difference, max_difference = q_min - k_max, q_max - k_min  # of query minus key
-        all_allowed, any_allowed = np.asarray(True), np.asarray(True)
-        if self.causal:
-            all_allowed = (min_difference >= -self.causal_offset) | (k_max < self.prefix)
-            any_allowed = (max_difference >= -self.causal_offset) | (k_min < self.prefix)
-        if self.window is not None:
-            all_allowed = all_allowed & (min_difference >= 0) & (max_difference < self.window)
-            any_allowed = any_allowed & (max_difference >= 0) & (min_difference < self.window)
-        return all_allowed, any_allowed
+        low, high = self.difference_bounds
+        if not self.causal:
+            return _compare_differences(q_min, q_max, k_min, k_max, low, high)
+        causal_low = -self.causal_offset if low is None else max(low, -self.causal_offset)
+        all_causal, any_causal = _compare_differences(q_min, q_max, k_min, k_max, causal_low, high)
+        last = np.minimum(k_max, self.prefix - 1)
+        all_prefix, any_prefix = _compare_differences(q_min, q_max, k_min, last, low, high)
+        return all_causal | (all_prefix & (k_max < self.prefix)), any_causal | (any_prefix & (k_min < self.prefix))
 
     def allows_any(self, queries: PositionRun, keys: PositionRun) -> Any:
         """Return whether any query of one run may attend to any key of another: bool, broadcast over arrays of runs."""
-        low, high = (0, self.window - 1) if self.window is not None else (None, None)
+        low, high = self.difference_bounds
         if not self.causal:
             result = _has_difference(queries, keys, low, high)
         else:
@@ -86,8 +97,9 @@ class Pattern:
         if self.causal:
             last = np.clip(np.maximum(i + self.causal_offset, self.prefix - 1), -1, length - 1)
         first = np.zeros(length, int)
-        if self.window is not None:
-            first, last = np.maximum(0, i - self.window + 1), np.minimum(last, i)
+        low, high = self.difference_bounds
+        if low is not None and high is not None:
+            first, last = np.maximum(0, i - high), np.minimum(last, i - low)
         return float(np.maximum(0, last - first + 1).sum() / length**2)
 
 
@@ -108,6 +120,14 @@ def position_runs(positions: np.ndarray, documents: np.ndarray | None = None, st
     return [
         PositionRun(int(kept[start]), stop - start, step, int(ids[start])) for start, stop in itertools.pairwise(bounds)
     ]
+
+
+def _compare_differences(q_min: Any, q_max: Any, k_min: Any, k_max: Any, low: Any, high: Any) -> tuple[Any, Any]:
+    """Return whether all, and whether any, differences of two ranges of positions lie in [low, high]; None is open."""
+    min_difference, max_difference = q_min - k_max, q_max - k_min  # of query minus key
+    first = min_difference if low is None else np.maximum(min_difference, low)
+    last = max_difference if high is None else np.minimum(max_difference, high)
+    return (first == min_difference) & (last == max_difference), np.asarray(first <= last)
 
 
 def _has_difference(queries: PositionRun, keys: PositionRun, low: int | None, high: int | None) -> Any:

@@ -50,13 +50,15 @@ class TracedArray:
     """Bytes per element."""
     weight: str | None = None
     """Path of the parameter that the value is, or that it is a cast, a scaled copy or a slice of."""
+    is_local: bool = False
+    """Whether it is a device's own part of an array, in a `shard_map`: it is sharded as computations are."""
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.dims, self.itemsize, self.weight))
+        return hash((self.dims, self.itemsize, self.weight, self.is_local))
 
     @cached_property
     def factors(self) -> Dim:
@@ -102,6 +104,8 @@ def is_parameter_like(array: TracedArray, activation_axes: tuple[str, ...]) -> b
     Args:
         activation_axes: the logical axes that number tokens.
     """
+    if array.is_local:
+        return False
     if array.weight is not None:
         return True
     return all(name is not None and base_axis(name) not in activation_axes for name, n in array.factors if n > 1)

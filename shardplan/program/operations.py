@@ -52,6 +52,8 @@ class Operation:
     """Of a collective: its kind."""
     mesh_axes: MeshAxes = ()
     """Of a collective: the mesh axes that it names."""
+    is_local: bool = False
+    """Whether each device computes it with its own part of the operands alone, in a `shard_map`."""
     body: tuple["Operation", ...] = ()
     """Of a loop: its operations."""
     trips: int = 1

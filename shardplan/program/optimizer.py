@@ -1,4 +1,7 @@
-"""The optimizers of optax that a training step can use, and the shapes of their state."""
+"""The optimizers of optax that a training step can use, and the shapes of their state.
+
+`adamw+ema` is adamw that also keeps a moving average of the parameters, as Levanter's `model_averaging` does.
+"""
 
 import inspect
 from typing import Any
@@ -11,18 +14,38 @@ from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.model.inspect import named_leaves
 
 LEARNING_RATE = 1e-5
+EMA_SUFFIX = "+ema"
+"""End of the name of an optimizer that also keeps a moving average of the parameters."""
+EMA_DECAY = 0.999
 
 
 def make_optimizer(name: str) -> optax.GradientTransformation:
-    """The optax optimizer `name` with a constant learning rate.
+    """The optax optimizer `name` with a constant learning rate; with `+ema` it averages the parameters as well.
 
     Raises:
         ConfigError: optax has no optimizer `name` that needs only a learning rate.
     """
+    if name.endswith(EMA_SUFFIX):
+        return with_average(make_optimizer(name.removesuffix(EMA_SUFFIX)))
     optimizers = {each: function for each, function in vars(optax).items() if _is_optimizer(each, function)}
     if name not in optimizers:
         raise ConfigError(f"workload.optimizer {name!r} is not an optimizer of optax; {nearest(name, optimizers)}")
     return optimizers[name](LEARNING_RATE)
+
+
+def with_average(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `optimizer` with a further state: the exponential moving average of the parameters after each update."""
+
+    def init(parameters: Any) -> tuple[Any, Any]:
+        return optimizer.init(parameters), parameters
+
+    def update(gradients: Any, state: tuple[Any, Any], parameters: Any = None) -> tuple[Any, tuple[Any, Any]]:
+        inner, average = state
+        updates, inner = optimizer.update(gradients, inner, parameters)
+        updated = optax.apply_updates(parameters, updates)
+        return updates, (inner, optax.incremental_update(updated, average, 1 - EMA_DECAY))
+
+    return optax.GradientTransformation(init, update)
 
 
 def _is_optimizer(name: str, function: Any) -> bool:

@@ -28,7 +28,7 @@ RESIZING_PRIMITIVES = {"slice", "dynamic_slice", "concatenate", "pad", "split"}
 """Primitives that change the size of some dimensions and keep the names of all others."""
 SOURCE_PRIMITIVES = {
     "iota", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
-    "axis_index", "empty", "create_token", "rng_bit_generator", "threefry2x32",
+    "axis_index", "empty", "empty2", "create_token", "platform_index", "rng_bit_generator", "threefry2x32",
 }  # fmt: skip
 """Primitives whose results have no operand to take names from."""
 ELEMENTWISE_PRIMITIVES = {
@@ -47,7 +47,7 @@ VIEW_LIKE_PRIMITIVES = {
 }  # fmt: skip
 """Primitives whose results are their operands, as far as the step's work is concerned."""
 ORDERING_PRIMITIVES = {
-    "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "dynamic_update_slice", "rev", "scatter", "sort",
+    "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "rev", "scatter", "sort",
 }  # fmt: skip
 """Primitives that read and write arrays of their operands' shape, which is all that is counted of them."""
 
@@ -85,6 +85,8 @@ class AxisNaming:
     """Primitive without a rule -> how often it occurs."""
     resized_axes: set[str] = field(default_factory=set)
     """Logical axes of which slices are taken: if they were sharded, their elements would have to move."""
+    is_local: bool = False
+    """Whether each device computes by itself, in a `shard_map`: it takes slices of its own part of an array."""
 
     def apply(self, primitive: str, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
         """The results of one equation; of a primitive without a rule as if it were elementwise."""
@@ -111,16 +113,18 @@ class AxisNaming:
         return OperationKind.ELEMENTWISE, results, {}
 
     def resize(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
-        """Keep the names of the dimensions whose size does not change."""
+        """Keep the names of the dimensions whose size does not change; in a shard_map those of all dimensions."""
         results = []
         for v in equation.outvars:
             dims = _unnamed_dims(v)
             for array in arrays:
                 if len(array.dims) == len(dims):
                     dims = tuple(
-                        most_named((new, old)) if size_of(new) == size_of(old) else new
+                        most_named((new, old)) if size_of(new) == size_of(old) else self._resized(new, old)
                         for new, old in zip(dims, array.dims, strict=True)
                     )
+                    if self.is_local:
+                        continue
                     self.resized_axes |= {
                         name
                         for new, old in zip(dims, array.dims, strict=True)
@@ -129,6 +133,18 @@ class AxisNaming:
                     }
             results.append(TracedArray(dims, itemsize_of(v)))
         return OperationKind.ELEMENTWISE, results, {}
+
+    def _resized(self, new: Dim, old: Dim) -> Dim:
+        """A dimension `new` that is a slice of `old`, or `old` with padding: it keeps a name in a shard_map alone."""
+        return ((old[0][0], size_of(new)),) if self.is_local and len(old) == 1 else new
+
+    def update_slice(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
+        """Write a slice into an array, whose unnamed dimensions get the names of the slice's in a shard_map."""
+        kind, results, extra = self.elementwise(equation, arrays)
+        if self.is_local:
+            update = replace(arrays[1], dims=tuple(map(self._resized, results[0].dims, arrays[1].dims)))
+            results = [adopt_names(results[0], update.dims)]
+        return kind, results, extra
 
     def broadcast(self, equation: Any, arrays: list[TracedArray]) -> "RuleResult":
         v = equation.outvars[0]
@@ -319,6 +335,7 @@ RULES: dict[str, Callable[[AxisNaming, Any, list[TracedArray]], RuleResult]] = {
     **dict.fromkeys(
         SOURCE_PRIMITIVES | ELEMENTWISE_PRIMITIVES | VIEW_LIKE_PRIMITIVES | ORDERING_PRIMITIVES, AxisNaming.elementwise
     ),
+    "dynamic_update_slice": AxisNaming.update_slice,
     "pallas_call": AxisNaming.elementwise,  # its approximation is reported
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"),

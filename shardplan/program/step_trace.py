@@ -24,6 +24,7 @@ from shardplan.model.forward import (
     loss_and_gradients,
 )
 from shardplan.model.inspect import axes_of, named_leaves
+from shardplan.model.levanter_loss import one_block_of_tokens
 from shardplan.model.registry import Model, abstract_module
 from shardplan.model.token_scores import ScoreSettings
 from shardplan.plan.mesh_axes import MESH_AXES
@@ -83,13 +84,13 @@ def trace_step(model: Model, workload: Workload) -> Trace:
             if workload.kind == "prefill":
                 return compute_next_logits(model, module, tokens)
             if workload.is_scoring:
-                settings = ScoreSettings(workload.top_k, workload.logit_blocks or 1)
+                settings = ScoreSettings(workload.top_k, workload.num_logit_blocks, temperature=workload.temperature)
                 return compute_scores(model, module, tokens, equal_windows(tokens.axes[-1], workload.window), settings)
-            return compute_losses(model, module, tokens, predicted)
+            return compute_losses(model, module, tokens, predicted, blocks=workload.num_logit_blocks)
 
     mesh_axes = (*mapping.values(), *MESH_AXES)
     mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
-    with jax.sharding.use_abstract_mesh(mesh), _without_optimization():
+    with jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens():
         jaxpr = jax.make_jaxpr(step)(arrays)
     arguments = []
     for i, part in enumerate(arrays):

@@ -48,8 +48,8 @@ class Task:
     executions: int
     """Executions per step."""
     first_used_weights: tuple[str, ...]
-    """Paths of the operands that are parameters and that no earlier matmul of the loop's body uses: a gather for this
-    task serves the rest of the body too."""
+    """Paths of the operands that are parameters and that no earlier matmul or change of sharding of the loop's body
+    uses: a gather for this task serves the rest of the body too."""
     reduces_partial_sums: bool
     """Of a matmul: whether partial sums in its result are added up over devices here; False where the result is first
     added to those of later matmuls."""
@@ -67,6 +67,9 @@ class Task:
     is_on_parameters: bool = False
     """Of elementwise work: whether all arrays are parameters, copies of them or gradients, which have the stored
     sharding between matmuls."""
+    is_local: bool = False
+    """Whether each device computes it by itself, in a `shard_map`: a collective there sums what devices have computed,
+    along the mesh axes that do not shard its result."""
 
     @cached_property
     def stored_arrays(self) -> frozenset[TracedArray]:
@@ -211,6 +214,13 @@ class Step:
         )
 
     @cached_property
+    def used_weights(self) -> tuple[TracedArray, ...]:
+        """Parameters of matmuls, among them those that each device multiplies by itself in a `shard_map`."""
+        kinds = (TaskKind.CONTRACTION, TaskKind.RESHARD)
+        operands = (array for task in self.tasks if task.kind in kinds for array in task.operands)
+        return tuple(array for array in operands if array.weight is not None)
+
+    @cached_property
     def computed_axes(self) -> frozenset[str]:
         """Logical axes of the arrays of tasks, except those along which layers are stacked."""
         arrays = (array for task in self.tasks for array in (*task.operands, *task.results))
@@ -223,6 +233,11 @@ class Step:
             name for task, array in self.weight_matmuls if task.groups > 1 for name, size in array.factors
             if isinstance(name, str) and size == task.groups and name not in task.results[0].axes
         )  # fmt: skip
+
+    @cached_property
+    def has_attention(self) -> bool:
+        """Whether the step computes attention, which a model without it, such as a state-space model, does not."""
+        return any(task.kind == TaskKind.ATTENTION for task in self.tasks)
 
     @cached_property
     def attention_axes(self) -> tuple[AttentionAxes, ...]:

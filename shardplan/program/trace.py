@@ -108,7 +108,7 @@ class _Tracer:
 
     def add_value(self, array: TracedArray) -> int:
         """Add a value; returns its index."""
-        self.arrays.append(array)
+        self.arrays.append(replace(array, is_local=True) if self.naming.is_local else array)
         return len(self.arrays) - 1
 
     def add_unnamed(self, atom: Any) -> int:
@@ -135,20 +135,18 @@ class _Tracer:
         name = equation.primitive.name
         if name == "scan":
             return self.trace_scan(equation, operands, out, label)
-        if name in APPROXIMATIONS:
+        if name in APPROXIMATIONS and not _is_choice_of_platform(equation):
             self.approximations[APPROXIMATIONS[name]] += 1
         called = _called_jaxpr(equation)
         if called is not None:
             body, operand_count = called
-            p = equation.params
             if name == "shard_map":
-                operands = self.reshard(operands, p["in_specs"], out, label)
-            results = self.run(body, operands[len(operands) - operand_count :], out, label)
-            return self.reshard(results, p["out_specs"], out, label) if name == "shard_map" else results
+                return self.trace_shard_map(equation, body, operands, out, label)
+            return self.run(body, operands[len(operands) - operand_count :], out, label)
         arrays = [self.arrays[operand] for operand in operands]
         if name in ("mul", "div") and is_one(equation.invars[-1]):
             name = "copy"
-        moved = moved_axes(equation, arrays)
+        moved = () if self.naming.is_local else moved_axes(equation, arrays)
         if any(axis in self.input_axes and not self.input_axes.issuperset(each.logical_axes) for axis, each in moved):
             self.approximations[EXCHANGES] += 1
         kind, named, extra = self.naming.apply(name, equation, arrays)
@@ -165,7 +163,11 @@ class _Tracer:
             self.views[results[0]] = operands[0], np.argsort(equation.params["permutation"]).tolist()
         elif kind == OperationKind.COLLECTIVE:
             self.summed.update(results)
-        out.append(Operation(kind, tuple(operands), tuple(results), label, name, **extra))
+            for result in results:  # what devices have summed is no longer one device's own
+                self.arrays[result] = replace(self.arrays[result], is_local=False)
+        out.append(
+            Operation(kind, tuple(operands), tuple(results), label, name, is_local=self.naming.is_local, **extra)
+        )
         if equation.params.get("mode") == GatherScatterMode.FILL_OR_DROP and kind == OperationKind.LOOKUP:
             # a second pass over the rows puts the fill value in place of rows out of bounds
             filled = self.add_value(named[0])
@@ -173,11 +175,54 @@ class _Tracer:
             return [filled]
         return results
 
+    def trace_shard_map(
+        self, equation: Any, body: Any, operands: list[int], out: list[Operation], label: str
+    ) -> list[int]:
+        """Append a shard_map: changes of sharding before and after it, and what each device computes by itself.
+
+        That is marked as local where it has matmuls. Grouped ones have rules of their own for parameters and sums
+        (`shardplan.cost.gspmd`).
+        """
+        p = equation.params
+        inputs = self.reshard(operands, p["in_specs"], out, label)
+        if not _has_primitive(body, "dot_general") or _has_primitive(body, "ragged_dot_general"):
+            return self.reshard(self.run(body, inputs, out, label), p["out_specs"], out, label)
+        inputs = [self.gather_parameter(value, out, label) for value in inputs]
+        is_outer = not self.naming.is_local
+        self.naming.is_local = True
+        results = self.run(body, inputs, out, label)
+        self.naming.is_local = not is_outer
+        results = self.reshard(results, p["out_specs"], out, label)
+        return [self.leave_device(value, out, label) for value in results] if is_outer else results
+
+    def gather_parameter(self, value: int, out: list[Operation], label: str) -> int:
+        """Append the gather of a parameter at the start of a shard_map; returns each device's own copy."""
+        array = self.arrays[value]
+        if array.weight is None:
+            return value
+        local = self.add_value(replace(array, weight=None, is_local=True))
+        out.append(Operation(OperationKind.RESHARD, (value,), (local,), label))
+        return local
+
+    def leave_device(self, value: int, out: list[Operation], label: str) -> int:
+        """Append a view of what a device has computed, as a value of the program around the shard_map."""
+        if not self.arrays[value].is_local:
+            return value
+        result = self.add_value(replace(self.arrays[value], is_local=False))
+        out.append(Operation(OperationKind.ELEMENTWISE, (value,), (result,), label, "copy"))
+        return result
+
     def reshard(self, values: list[int], specs: Sequence[Any], out: list[Operation], label: str) -> list[int]:
-        """Reshard values to the specs of a shard_map; dimensions without a mesh axis in the spec become replicated."""
+        """Reshard values to the specs of a shard_map; dimensions without a mesh axis in the spec become replicated.
+
+        A dimension with several mesh axes belongs to a value that JAX keeps for the gradients, which stays as it is.
+        """
         results = []
         for value, spec in zip(values, specs, strict=True):
             array = self.arrays[value]
+            if any(isinstance(entry, tuple) for entry in spec):
+                results.append(value)
+                continue
             local = replace(array, dims=dims_of_spec(spec, shape_of(array)))
             if local == array:
                 results.append(value)
@@ -277,13 +322,34 @@ def _called_jaxpr(equation: Any) -> tuple[Any, int] | None:
     if equation.primitive.name == "while":
         return p["body_jaxpr"].jaxpr, len(p["body_jaxpr"].jaxpr.invars)
     if equation.primitive.name == "cond":
-        return p["branches"][-1].jaxpr, len(equation.invars) - 1
+        branch = _branch_of_tpu(p["branches_platforms"]) if _is_choice_of_platform(equation) else -1
+        return p["branches"][branch].jaxpr, len(equation.invars) - 1
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in p and equation.primitive.name != "pallas_call":
             body = getattr(p[key], "jaxpr", p[key])
             if equation.primitive.name == "shard_map" or _shapes(body.invars) == _shapes(equation.invars):
                 return body, len(equation.invars)
     return None
+
+
+def _is_choice_of_platform(equation: Any) -> bool:
+    """Whether an equation chooses between branches for different kinds of devices."""
+    return equation.params.get("branches_platforms") is not None
+
+
+def _branch_of_tpu(platforms: Sequence[Sequence[str] | None]) -> int:
+    """Index of the branch that TPUs run: the one that names them, or else the one for every other platform."""
+    named = [i for i, names in enumerate(platforms) if names is not None and "tpu" in names]
+    return named[0] if named else [names is None for names in platforms].index(True)
+
+
+def _has_primitive(jaxpr: Any, name: str) -> bool:
+    """Whether a jaxpr, or one that it calls, has an equation of the primitive `name`."""
+    return any(
+        equation.primitive.name == name
+        or any(_has_primitive(called, name) for called in jex.jaxprs_in_params(equation.params))
+        for equation in jaxpr.eqns
+    )
 
 
 def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...] | None]:

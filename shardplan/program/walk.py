@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from shardplan.hardware import CollectiveKind
 from shardplan.program.fusion import Fusion
+from shardplan.program.hoisting import invariant_copies
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.operations import Operation, OperationKind
@@ -108,6 +109,10 @@ class _Sequence:
         self._live_buffers: dict[int, LiveBuffer] = {}
         self.used_weights: set[str] = set()
         """Parameters that a matmul has used so far."""
+        self.hoisted = frozenset[int]()
+        """Values of a loop's body that are computed before the loop, and are in memory throughout."""
+        self.outer_executions = executions
+        """How often what is computed before the loop is executed."""
 
     def run(self, carried: Set[int], outside: Counter[LiveBuffer]) -> list[_LabelledPoint]:
         """Add the tasks of the sequence; returns the live buffers at each of its program points.
@@ -144,7 +149,7 @@ class _Sequence:
                 here.update(held.from_start)
             if reordered[i]:  # before the operation writes its results
                 points.append(_LabelledPoint(label, here + buffers + reordered[i]))
-            new = (stacks | {result for result in operation.results if result in fusion.written}) - live
+            new = (stacks | {result for result in operation.results if result in fusion.written}) - live - self.hoisted
             live |= new
             buffers.update(map(self._live_buffer, new))
             if is_loop:
@@ -305,7 +310,11 @@ class _Sequence:
         elsewhere = {self.fusion.base_of(value) for before, _, _, after in loop.carried for value in (before, after)}
         fusion = fuse_with_siblings(loop.body, self.arrays, ends, writes_outputs=True)
         body = _Sequence(fusion, self.tasks, self.executions * loop.trips, frozenset(), self.first_weights)
-        throughout = Counter([*map(self._live_buffer, sorted(live - elsewhere)), *self._copied(loop)])
+        body.hoisted = frozenset(invariant_copies(loop, self.arrays) & fusion.written)
+        body.outer_executions = self.executions
+        # gathered once, what the gradients gather again
+        hoisted = dict.fromkeys(map(body._live_buffer, sorted(body.hoisted)))
+        throughout = Counter([*map(self._live_buffer, sorted(live - elsewhere)), *self._copied(loop), *hoisted])
         return body.run(starts, outside + throughout)
 
     def _copied_by_next_loop(self) -> list[list[LiveBuffer]]:
@@ -396,10 +405,11 @@ class _Sequence:
         else:
             operands, results = self._arrays(reads), self._arrays(writes)
         is_matmul = operation.kind == OperationKind.CONTRACTION
+        uses_weights = is_matmul or operation.kind == OperationKind.RESHARD
         is_attention = is_matmul and any(map(is_scores, (*operands, *results)))
         weights = [array.weight for array in operands if array.weight is not None]
         first_used = tuple(weight for weight in weights if weight not in self.used_weights)
-        self.used_weights |= set(weights) if is_matmul else set()
+        self.used_weights |= set(weights) if uses_weights else set()
         return Task(
             kind=TaskKind.ATTENTION if is_attention else TASK_KINDS[operation.kind],
             operands=operands,
@@ -407,9 +417,11 @@ class _Sequence:
             contracted=operation.contracted,
             batched=operation.batched,
             groups=operation.groups,
-            executions=self.executions,
+            executions=self.outer_executions if self.hoisted.intersection(operation.results) else self.executions,
             first_used_weights=first_used,
-            reduces_partial_sums=not is_matmul or fusion.reduces_partial_sums(operation.results[0]),
+            reduces_partial_sums=not is_matmul
+            or (not operation.is_local and fusion.reduces_partial_sums(operation.results[0])),
+            is_local=operation.is_local,
             routed=frozenset(
                 self.arrays[value]
                 for value in (*reads, *writes)

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.text import Text
 
 from shardplan.hardware import GIB
-from shardplan.levanter_config.writer import trainer_python, trainer_section, trainer_yaml
-from shardplan.lint.findings import Finding, Severity
+from shardplan.levanter_config.writer import batch_divisor, sections_yaml, trainer_python, trainer_section, trainer_yaml
+from shardplan.lint.edits import explain_lines
+from shardplan.lint.findings import Finding, FindingKind, Severity
 from shardplan.lint.repair import NEAR_BEST, Repair, Review
-from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.report.summary import print_estimate, speed_text
@@ -35,11 +35,19 @@ def print_review(review: Review, out: Console) -> None:
         _print_finding(finding, subject.default_keys, out)
     if not review.lint.findings:
         out.print("no findings")
-    if review.best and review.lint.errors and review.repair is None:
+    if review.converted:
+        out.print()
+        print_wrapped(":", out, Text("the same for the installed Levanter", "bold"))
+        out.print(sections_yaml(review.converted).rstrip(), markup=False, highlight=False, soft_wrap=True)
+    if review.stopped_after is not None:
+        out.print()
+        print_wrapped(stopped_text(review), out, indent="  ")
+    elif review.best and needs_edit(review) and review.repair is None:
         out.print()
         print_wrapped(": start from the best plan", out, Text("no small edit removes all errors", "bold"), indent="  ")
     if review.repair is not None:
-        _print_repair("the smallest edit that removes all errors", review.repair, out)
+        of = "of the converted section " if review.converted else ""
+        _print_repair(f"the smallest edit {of}that removes all errors", review.repair, out)
     if review.faster is not None:
         _print_repair(
             f"the smallest edit for a step within {NEAR_BEST:g} times the best plan's, if possible", review.faster, out
@@ -50,7 +58,32 @@ def print_review(review: Review, out: Console) -> None:
     else:
         out.print()
         print_wrapped(f": {_estimate_text(review.best)}", out, Text("the best plan", "bold"), indent="  ")
-        out.print(trainer_yaml(review.best, subject.schema), markup=False, highlight=False, soft_wrap=True)
+        text = trainer_yaml(review.best, subject.schema, kept_schedule(review, review.best))
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def needs_edit(review: Review) -> bool:
+    """Whether there are errors that the converted section does not remove."""
+    return any(error.kind != FindingKind.SCHEMA for error in review.lint.errors)
+
+
+def kept_schedule(review: Review, plan: Plan) -> list[dict[str, int]] | None:
+    """Return the file's schedule of batches for the section of `plan`, each stage a multiple of what the plan needs.
+
+    None if the file has no schedule.
+    """
+    stages, divisor = review.lint.subject.section.stages, batch_divisor(plan)
+    if not stages:
+        return None
+    return [{"start": stage.start, "value": -(-stage.size // divisor) * divisor} for stage in stages]
+
+
+def stopped_text(review: Review) -> str:
+    """Say that the search for edits was stopped, and what that leaves open."""
+    seconds = f"{review.stopped_after:.0f} s (lint_seconds)"
+    if review.repair is None and needs_edit(review):
+        return f"the search for an edit that removes all errors was stopped after {seconds}, before one was found"
+    return f"the search for a faster edit was stopped after {seconds}: there may be one"
 
 
 def _print_outcome(review: Review, out: Console) -> None:
@@ -81,13 +114,17 @@ def review_json(review: Review) -> dict[str, Any]:
         "repair": _repair_json(review.repair),
         "faster": _repair_json(review.faster),
         "why_no_best": review.why_no_best or None,
-        "best": best and {**_estimate_json(best), **_trainer_json(best, review.lint.subject.schema)},
+        "converted": dict(review.converted) or None,
+        "search_stopped_after": review.stopped_after,
+        "best": best and {**_estimate_json(best), **_best_json(review, best)},
     }
 
 
-def _trainer_json(plan: Plan, schema: TrainerSchema) -> dict[str, Any]:
-    """Return the trainer section, and the Python that it needs in the flat schema."""
-    return {"trainer": trainer_section(plan, schema), "python": trainer_python(plan, schema)}
+def _best_json(review: Review, best: Plan) -> dict[str, Any]:
+    """Return the trainer section of the best plan, and the Python that it needs in the flat schema."""
+    schema, schedule = review.lint.subject.schema, kept_schedule(review, best)
+    section = trainer_section(best, schema) | ({"train_batch_size": schedule} if schedule else {})
+    return {"trainer": section, "python": trainer_python(best, schema)}
 
 
 def _print_finding(finding: Finding, default_keys: Container[str], out: Console) -> None:
@@ -106,7 +143,7 @@ def _print_repair(title: str, repair: Repair, out: Console) -> None:
     count = f"{repair.edits} {'edit' if repair.edits == 1 else 'edits'}"
     out.print()
     print_wrapped(f": {count}; {_estimate_text(plan)}", out, Text(title, "bold"), indent="  ")
-    for line in repair.lines:
+    for line in explain_lines(repair.lines):
         print_wrapped(line, out, "  ", indent="    ", style="red" if line.startswith("-") else "green")
 
 

@@ -1,12 +1,13 @@
-"""The tables of a loss run: nats per token, bits per byte and perplexity of every text."""
+"""The tables of loss runs: nats per token, bits per byte and perplexity of every text; and differences of runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardplan.report.extraction.file_names import short_label
 from shardplan.report.text import make_table, print_first_fitting, print_wrapped
 
 
@@ -35,6 +36,41 @@ def _text_table(rows: Mapping[str, Mapping[str, Any]], columns: int) -> Table:
         )
         table.add_row(Text(id_), *measures[:columns])
     return table
+
+
+def print_loss_comparison(
+    labels: Sequence[str], texts: Mapping[str, Mapping[str, Any]], total: Mapping[str, Any], out: Console
+) -> None:
+    """Print the loss of every text in each run, and its difference from the first run; then all texts together.
+
+    Args:
+        labels: names of the runs.
+        texts, total: see `shardplan.eval.loss.compare.ComparedText`.
+    """
+    columns = ("tokens", "loss/token", "difference", "s.e.")
+    table = make_table("Loss per token in nats, and how it differs", ["text, model"], columns, is_narrow=True)
+    for id_, text in {**texts, f"all {len(texts):,} texts": total}.items():
+        table.add_section()
+        table.add_row(Text(short_label(id_), "bold"), f"{text['tokens']:,}")
+        for number, (label, each) in enumerate(zip(labels, text["runs"], strict=True)):
+            error = each["standard_error"]
+            table.add_row(
+                Text(f"  {label}"),
+                "",
+                _number(each["loss_per_token"], 4),
+                "" if number == 0 else _signed(each["difference"]),
+                "" if number == 0 else "-" if error is None else f"{error:.2g}",
+            )
+    print_first_fitting([table], out)
+    print_wrapped(
+        "s.e. = sqrt(m / (m - 1) x sum (d - difference x n)^2) / sum n, where d is the difference of the losses in "
+        "nats and n the number of tokens: of the m windows of a text, and for all texts together of the m texts",
+        out,
+    )
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.5f}"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -1,76 +1,182 @@
-"""Prints the slices on which a plan fits by their speed per chip, and turns the ranking into JSON."""
+"""Prints the slices on which a plan fits by their speed per chip or by cost, and turns the ranking into JSON."""
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
+from shardplan.cost.calibration import STEP_ERROR
 from shardplan.explain.rank_slices import RankedSlice, SliceRanking
 from shardplan.explain.what_if import summarize_failures
 from shardplan.hardware import GIB
 from shardplan.plan.mapping import mesh_text
+from shardplan.plan.workload import Workload
+from shardplan.report.tables import workload_text
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped
 
-COLUMNS = (
-    ("chips", "mesh", "GiB of available", "tokens/s", "tokens/s per chip"),
-    ("chips", "GiB", "tokens/s per chip"),
-)
-"""Columns of the table, from the fullest form to the narrowest."""
+SPEED = "tokens/s per chip"
+COST_PER_STEP = "cost per step"
+COST_PER_MILLION = "cost per million tokens"
+MESH_SIZES = "mesh sizes"
+NARROW_TITLES = {
+    MESH_SIZES: "mesh",
+    "microbatches": "micro-\nbatches",
+    SPEED: "tokens/s\nper chip",
+    COST_PER_STEP: "cost per\nstep",
+    COST_PER_MILLION: "cost per\nM tokens",
+}
+"""Titles of columns in the narrowest table, on two lines where they are long."""
 
 
 def print_slice_ranking(ranking: SliceRanking, out: Console) -> None:
-    """Print the best slice per chip and the smallest one, a row per slice, then why the others have no plan."""
+    """Print the best and the smallest slices, the workload, a row per slice, and why the others have no plan."""
     if ranking.ranked:
-        best = ranking.ranked[0]
-        smallest = " and ".join(each.plan.hardware.slice for each in ranking.ranked if each.is_smallest)
-        print_wrapped(
-            f" has the most tokens/s per chip: {best.tokens_per_second_per_chip:,.0f}; smallest that fits: {smallest}",
-            out,
-            Text(best.plan.hardware.slice, "bold"),
-            indent="  ",
-        )
-        tables = []
-        for columns in COLUMNS:
-            table = make_table("slices by tokens/s per chip", ("slice",), columns)
-            for each in ranking.ranked:
-                cells = _cells(each)
-                table.add_row(Text(cells["slice"]), *(cells[column] for column in columns))
-            tables.append(table)
-        print_first_fitting(tables, out)
-    print_bullets((sentence for failed in ranking.failed for sentence in summarize_failures(failed)), out)
+        _print_headline(ranking, out)
+        print_first_fitting(_tables(ranking.ranked), out)
+    print_bullets(_notes(ranking), out)
 
 
 def ranking_json(ranking: SliceRanking) -> dict[str, Any]:
     """The ranking as JSON values; memory in bytes per device, time in seconds."""
     return {
+        "best": [each.plan.hardware.slice for each in ranking.best],
+        "step_error": STEP_ERROR,
         "slices": [
             {
                 "slice": each.plan.hardware.slice,
                 "chips": each.chips,
                 "is_smallest": each.is_smallest,
+                "workload": vars(each.plan.workload),
                 "mesh": each.plan.mesh,
                 "peak": each.plan.memory.peak,
                 "available": each.plan.memory.available,
                 "step_seconds": each.plan.cost.step_seconds,
                 "tokens_per_second": each.tokens_per_second,
                 "tokens_per_second_per_chip": each.tokens_per_second_per_chip,
+                "price_per_chip_hour": each.price,
+                "cost_per_step": each.cost_per_step,
+                "cost_per_million_tokens": each.cost_per_million_tokens,
             }
             for each in ranking.ranked
         ],
         "without_plan": {each.change.split()[-1]: each.obstacle for failed in ranking.failed for each in failed},
+        "unused_prices": ranking.unused_prices,
     }
+
+
+def _print_headline(ranking: SliceRanking, out: Console) -> None:
+    """Print which slices are best, which are the smallest, and what was planned: a line each."""
+    best, first = ranking.best, ranking.ranked[0]
+    merit = "most tokens/s per chip" if first.price is None else f"lowest {_cost_title(first.plan.workload)}"
+    values = [_merit_text(each) for each in best]
+    value = values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
+    tie = f" (no further apart than the error of the estimates, {STEP_ERROR:.0%})" if len(best) > 1 else ""
+    verb = "have" if len(best) > 1 else "has"
+    names = _join(each.plan.hardware.slice for each in best)
+    print_wrapped(f" {verb} the {merit}: {value}{tie}", out, Text(names, "bold"), indent="  ")
+    smallest = _join(each.plan.hardware.slice for each in ranking.ranked if each.is_smallest)
+    print_wrapped(f"smallest of these that fits: {smallest}", out, indent="  ")
+    print_wrapped(_workloads_text([each.plan.workload for each in ranking.ranked]), out, indent="  ")
+
+
+def _merit_text(each: RankedSlice) -> str:
+    cost = _cost(each)
+    return f"{each.tokens_per_second_per_chip:,.0f}" if cost is None else _significant(cost)
+
+
+def _cost(each: RankedSlice) -> float | None:
+    """What a step of training costs, or a million tokens of anything else."""
+    return each.cost_per_step if each.plan.workload.is_training else each.cost_per_million_tokens
+
+
+def _cost_title(workload: Workload) -> str:
+    return COST_PER_STEP if workload.is_training else COST_PER_MILLION
+
+
+def _workloads_text(workloads: Sequence[Workload]) -> str:
+    """The workload of the plans in words; of what the planner chose for each slice, the range."""
+    first = workloads[0]
+    if all(each == first for each in workloads):
+        return workload_text(first)
+    parts = [
+        first.kind,
+        f"batch {_range(each.batch for each in workloads)} x {first.position} tokens",
+        f"{first.param_dtype} parameters",
+        f"{first.compute_dtype} compute",
+    ]
+    if first.is_training:
+        kinds = dict.fromkeys(each.gradient_checkpointing for each in workloads)
+        parts += [
+            first.optimizer,
+            f"{_range(each.num_microbatches for each in workloads)} microbatches",
+            f"gradient checkpointing {_join(kinds, 'or')}",
+        ]
+    return ", ".join(parts)
+
+
+def _range(numbers: Iterable[int]) -> str:
+    values = sorted(numbers)
+    return f"{values[0]} to {values[-1]}" if values[0] != values[-1] else str(values[0])
+
+
+def _join(names: Iterable[str], word: str = "and") -> str:
+    """Join names with commas, and with `word` before the last."""
+    *others, last = names
+    return f"{', '.join(others)} {word} {last}" if others else last
+
+
+def _tables(ranked: Sequence[RankedSlice]) -> Iterator[Table]:
+    """Yield tables of the ranked slices, from the fullest to the narrowest."""
+    workload = ranked[0].plan.workload
+    parts = ["microbatches"] if workload.is_training else []
+    costs = [_cost_title(workload)] if ranked[0].price is not None else []
+    title, mesh_axes = f"slices by {costs[0] if costs else SPEED}", " x ".join(ranked[0].plan.mesh)
+    full = ["chips", "batch", *parts, "mesh", "GiB of available", "tokens/s", SPEED, *costs]
+    yield _fill(make_table(title, ("slice",), full), ranked, full)
+    narrow = ["chips", "batch", *parts, MESH_SIZES, "GiB", SPEED, *costs]
+    titles = [NARROW_TITLES.get(column, column) for column in narrow]
+    yield _fill(make_table(f"{title} (mesh: {mesh_axes})", ("slice",), titles, is_narrow=True), ranked, narrow)
+
+
+def _fill(table: Table, ranked: Sequence[RankedSlice], columns: Sequence[str]) -> Table:
+    """Add a row per slice, and return the table."""
+    for each in ranked:
+        cells = _cells(each)
+        table.add_row(Text(each.plan.hardware.slice), *(cells[column] for column in columns))
+    return table
 
 
 def _cells(each: RankedSlice) -> dict[str, str]:
     """Return the cells of a slice by column."""
-    plan = each.plan
+    plan, cost = each.plan, _cost(each)
     peak = f"{plan.memory.peak / GIB:.2f}"
     return {
-        "slice": plan.hardware.slice + (" (smallest)" if each.is_smallest else ""),
         "chips": str(each.chips),
+        "batch": str(plan.workload.batch),
+        "microbatches": str(plan.workload.num_microbatches),
         "mesh": mesh_text(plan.mesh),
+        MESH_SIZES: " x ".join(map(str, plan.mesh.values())),
         "GiB of available": f"{peak} of {plan.memory.available / GIB:.2f}",
         "GiB": peak,
         "tokens/s": f"{each.tokens_per_second:,.0f}",
-        "tokens/s per chip": f"{each.tokens_per_second_per_chip:,.0f}",
+        SPEED: f"{each.tokens_per_second_per_chip:,.0f}",
+        _cost_title(plan.workload): "-" if cost is None else _significant(cost),
     }
+
+
+def _significant(cost: float) -> str:
+    """A cost with three significant digits, and no exponent where it has at most six decimals."""
+    return f"{cost:,.2f}" if cost >= 1 else f"{cost:.3g}"
+
+
+def _notes(ranking: SliceRanking) -> Iterator[str]:
+    """Yield what has no price, prices without a slice, and why slices have no plan: a sentence each."""
+    unpriced = dict.fromkeys(each.generation for each in ranking.ranked if each.price is None)
+    if unpriced and any(each.price is not None for each in ranking.ranked):
+        yield f"no price for {_join(unpriced)}: these slices are ranked last, by tokens/s per chip"
+    if ranking.unused_prices:
+        yield f"the price of {_join(ranking.unused_prices)} is not used: none of its slices is ranked"
+    for failed in ranking.failed:
+        yield from summarize_failures(failed)

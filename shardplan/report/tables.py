@@ -54,7 +54,7 @@ def workload_text(workload: Workload) -> str:
                 f"batch {workload.batch} x {workload.position} tokens",
                 f"{workload.param_dtype} parameters",
                 f"{workload.compute_dtype} compute",
-                workload.training_text(),
+                workload.settings_text(),
             ),
         )
     )

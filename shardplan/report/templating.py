@@ -6,7 +6,7 @@ from functools import cache
 from importlib import resources
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 
 @cache
@@ -15,8 +15,23 @@ def environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("shardplan.report"), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
+    environment.filters.update(prose=prose, ended=ended)
     environment.policies["json.dumps_kwargs"] = {}  # the default sorts keys, and the order of mesh axes matters
     return environment
+
+
+def prose(text: str) -> Markup:
+    """Return a message of the terminal for a page: what stands between backticks is code."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # a backtick without a second one
+        return escape(text)
+    marked = [Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts)]
+    return Markup("").join(marked)
+
+
+def ended(text: str) -> Markup:
+    """Return a message as `prose`, with a full stop unless it ends in a mark already."""
+    return prose(text if text.endswith((".", "?", "!")) else f"{text}.")
 
 
 def template_text(name: str) -> Markup:

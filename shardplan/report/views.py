@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from shardplan.explain.rank_slices import SliceRanking
 from shardplan.explain.what_if import WhatIf
 from shardplan.explain.why_not import WhyNot
 from shardplan.lint.repair import Review
@@ -21,6 +22,7 @@ from shardplan.report.explain import print_what_if, print_why
 from shardplan.report.lint import print_review
 from shardplan.report.page.short import plan_html, verdict_html, verdict_lines
 from shardplan.report.page.short_parameters import audit_html, tiles_html, tiles_lines
+from shardplan.report.slice_ranking import print_slice_ranking
 from shardplan.report.summary import print_estimate
 from shardplan.report.tables import print_plan
 from shardplan.verify.verdict import Verdict
@@ -83,6 +85,7 @@ VIEWS: dict[type, View] = {
     Audit: View(lambda audit, out: _print_lines([format_audit(audit.arrays)], out), picture=audit_html),
     WhyNot: View(lambda answer, out: print_why([answer], out)),
     WhatIf: View(lambda answer, out: print_what_if(answer.variants, out)),
+    SliceRanking: View(print_slice_ranking),
     Review: View(print_review),
 }
 """Class -> how its objects show themselves."""

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from shardplan.errors import ConfigError, ShardplanError
+from shardplan.errors import ConfigError, ShardplanError, check_argument
 from shardplan.runtime.environment import check_environment
 from shardplan.runtime.interrupts import interrupts_after_imports
 from shardplan.runtime.processes.frozen import end_if_frozen
@@ -73,6 +73,7 @@ def end_process(problem: ShardplanError) -> NoReturn:
 
     For programs that hand it to `shardplan.watch`: their main thread may be in a collective that never returns.
     """
+    check_argument("end_process", "problem", problem, ShardplanError, "the problem that shardplan.watch reports")
     with contextlib.suppress(OSError):
         print(f"shardplan: {problem}", file=sys.stderr)
     _exit(problem.exit_code)

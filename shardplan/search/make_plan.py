@@ -3,8 +3,10 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from shardplan.config import PlanConfig
+from shardplan.config.arguments import check_config
 from shardplan.cost.calibration import usable_bytes
 from shardplan.cost.memory import estimate_memory
 from shardplan.cost.roofline import step_tasks
@@ -15,6 +17,7 @@ from shardplan.model.registry import Model, build_model
 from shardplan.plan.attention_plan import Strategy
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Caveat, Plan, RunnerUp, SearchInfo
+from shardplan.plan.workload import Workload
 from shardplan.search.assignment_to_plan import StepCost, build_plan, estimate_cost
 from shardplan.search.fastest_batch import choose_batch
 from shardplan.search.plan_details import evaluated_candidates
@@ -31,8 +34,9 @@ from shardplan.search.reasons import (
     describe_trace,
 )
 from shardplan.search.search_configuration import RankedCandidate, SearchResult, search_configuration
-from shardplan.storage import open_folder
+from shardplan.storage import Folder, open_folder
 
+C = TypeVar("C", bound=PlanConfig)
 OFFLOAD = "offload"
 """Kind of gradient checkpointing that copies activations to the host."""
 
@@ -52,6 +56,7 @@ def make_plan(
         ConfigError: an unusable configuration.
         InfeasibleError: nothing fits; the message says how much memory is missing at least.
     """
+    check_config("make_plan", config)
     return rank_plans(config, 1, model, nearest_miss, own_attention)[0]
 
 
@@ -68,10 +73,10 @@ def rank_plans(
     open; nor in the method of attention, where several components have attention.
     """
     model = model or model_from_config(config)
-    config = choose_batch(config, model, own_attention)
+    config = choose_batch(fit_position(config, model), model, own_attention)
     result = search_configuration(config, model, count + 1, own_attention)
     if not result.fits and not nearest_miss:
-        raise _infeasible_error(result.ranked[0])
+        raise _infeasible_error(result.ranked[0], config.workload)
     unrestricted = None
     if config.expressible and result.fits:
         free = search_configuration(replace(config, expressible=False), model, 1, own_attention)
@@ -83,15 +88,47 @@ def rank_plans(
 def model_from_config(config: PlanConfig) -> Model:
     """Build the model that the configuration names, without weights."""
     folder = open_folder(config.model.ref) if config.model.config is None else None
-    return build_model(read_config(config.model.config, folder, config.model.levanter_class), config.workload.position)
+    return model_in_folder(config, folder)
 
 
-def _infeasible_error(smallest: RankedCandidate) -> InfeasibleError:
-    """Return the error that no plan fits, which names the nearest miss and the missing memory."""
+def model_in_folder(config: PlanConfig, folder: Folder | None) -> Model:
+    """Build the model that the configuration names, without weights, from a folder that has been opened."""
+    return build_configured(config, read_config(config.model.config, folder, config.model.levanter_class))
+
+
+def build_configured(config: PlanConfig, hf_config: dict[str, Any]) -> Model:
+    """Build the model of a config.json, without weights, for the positions of the workload.
+
+    Where no number of positions is set, a model with fewer than the default is built for as many as it has.
+    """
+    return build_model(hf_config, config.workload.position, shorten=_has_default_position(config))
+
+
+def fit_position(config: C, model: Model) -> C:
+    """Return the configuration with as many positions as the model has, where none are set and it has fewer."""
+    position = config.workload.position
+    if not _has_default_position(config) or position <= model.positions:
+        return config
+    return replace(config, workload=replace(config.workload, position=model.positions))
+
+
+def _has_default_position(config: PlanConfig) -> bool:
+    """Whether the number of positions was left to its default."""
+    work = config.workload
+    return "workload.position" not in config.given and work.window is None and work.position == Workload.position
+
+
+def _infeasible_error(smallest: RankedCandidate, requested: Workload) -> InfeasibleError:
+    """Return the error that no plan fits, which names the nearest miss and the missing memory.
+
+    Args:
+        requested: the workload, with what it leaves to the search still open.
+    """
     candidate, hardware = smallest.candidate, smallest.candidate.space.hardware
     usable, available = usable_bytes(hardware) / GIB, hardware.generation.hbm_gib
     needed = candidate.peak_bytes / GIB
-    more = ", more workload.microbatches" if smallest.config.workload.is_training else ""
+    allows_more = requested.is_training and requested.microbatches is not None
+    more = ", more workload.microbatches" if allows_more else ""
     less = ", or leave out expressible" if smallest.config.expressible else ""
     return InfeasibleError(
         f"no plan fits {hardware.name}: the nearest miss, mesh {mesh_text(candidate.mesh)}, needs {needed:.2f} GiB per "
@@ -142,7 +179,7 @@ def _plan(
 
 def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:
     space = ranked.candidate.space
-    if not space.requires_kernel and not space.hardware.is_cpu:
+    if space.step.has_attention and not space.requires_kernel and not space.hardware.is_cpu:
         yield Caveat.NO_ATTENTION_KERNEL
     if ranked.config.workload.gradient_checkpointing == OFFLOAD:
         yield Caveat.OFFLOAD_NOT_PRICED
@@ -158,7 +195,8 @@ def _choice_reasons(
 ) -> list[str]:
     """Why the plan was chosen, and which shardings were impossible; the arguments are those of `_plan`."""
     plan, statistics = cost.plan, result.statistics
-    has_kernel = ranked.candidate.space.requires_kernel
+    space = ranked.candidate.space
+    has_kernel = space.step.has_attention and space.requires_kernel
     reasons = [
         describe_choice(fits=result.fits, evaluated=statistics.evaluated, has_kernel=has_kernel),
         describe_time(
@@ -168,9 +206,12 @@ def _choice_reasons(
     if unrestricted is not None:
         reasons.append(describe_expressible(plan.step_seconds, unrestricted))
     if runner_up is not None:
-        training, other_training = (each.config.workload.training_text() for each in (ranked, runner_up))
-        other_training = other_training if other_training != training else ""
-        reasons.append(describe_runner_up(ranked.candidate, runner_up.candidate, other_training))
+        settings, other_settings = (each.config.workload.settings_text() for each in (ranked, runner_up))
+        if other_settings == settings:
+            other_settings = ""
+        elif not other_settings:
+            other_settings = "all logits at once"
+        reasons.append(describe_runner_up(ranked.candidate, runner_up.candidate, other_settings))
     return reasons + sorted(f"excluded: {describe_indivisible(each)}" for each in statistics.indivisible.values())
 
 

@@ -8,7 +8,11 @@ from shardplan.plan.mapping import MeshAxes
 from shardplan.search.space import AttentionMethod, Space
 
 TIME_RESOLUTION = 1e-2
-"""Relative difference of step times below which two plans tie; of tied plans the one with less peak memory wins."""
+"""Relative difference of step times below which two plans tie; of tied plans the one with less peak memory wins.
+
+Plans that compute all logits at once win against those that do so in blocks: the loop of an 8B model takes 0.6% of a
+step as compiled (docs/log.md), which the estimate does not resolve.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Ranking:
         tie_limit = min(c.seconds for each in self._groups for c in each) * (1 + TIME_RESOLUTION)
         best = sorted(
             (_smallest(each, tie_limit) for each in self._groups),
-            key=lambda c: (c.seconds > tie_limit, c.seconds if c.seconds > tie_limit else c.peak_bytes, c.seconds),
+            key=lambda c: _order(c, tie_limit),
         )
         self.candidates = []
         for candidate in best:
@@ -67,6 +71,13 @@ class Ranking:
                 _is_equivalent(candidate, kept) for kept in self.candidates
             ):
                 self.candidates.append(candidate)
+
+
+def _order(candidate: Candidate, tie_limit: float) -> tuple[bool, int, float, float]:
+    """Sort key of a candidate: those that tie by blocks of logits and memory, then the others by time."""
+    if candidate.seconds > tie_limit:
+        return (True, 0, candidate.seconds, candidate.seconds)
+    return (False, candidate.space.logit_blocks, candidate.peak_bytes, candidate.seconds)
 
 
 def _smallest(group: list[Candidate], tie_limit: float) -> Candidate:

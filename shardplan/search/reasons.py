@@ -124,17 +124,17 @@ def describe_time(step: float, compute: float, weight_gathers: float, other_coll
     return f"step {step:.3g} s: compute {compute:.3g} s, other collectives {others}, {gathers}"
 
 
-def describe_runner_up(best: Candidate, other: Candidate, training: str) -> str:
+def describe_runner_up(best: Candidate, other: Candidate, settings: str) -> str:
     """How the runner-up `other` differs from the best candidate: time, memory, mesh, and mappings axis by axis.
 
     Args:
-        training: its settings of a training step; empty if they are those of the best.
+        settings: the settings of its step; empty if they are those of the best.
     """
     parts = (
         f"runner-up: mesh {mesh_text(other.mesh)}, {_difference_text(best, other.seconds, other.peak_bytes)}",
         _changes_text("compute mapping", best.assignment.compute, other.assignment.compute),
         _changes_text("param mapping", best.params, other.params),
-        training,
+        settings,
     )
     return "; ".join(filter(None, parts))
 

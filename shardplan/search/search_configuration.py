@@ -3,14 +3,13 @@
 import itertools
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplan.config import PlanConfig
 from shardplan.cost.calibration import compiler_quirks, load_calibration, usable_bytes
 from shardplan.errors import ConfigError, InfeasibleError
-from shardplan.hardware import divisors, parse_slice
+from shardplan.hardware import parse_slice
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import MeshAxes
@@ -19,12 +18,10 @@ from shardplan.plan.pins import Rules, parse_rules, restrict_to_expressible
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
+from shardplan.search.open_choices import enumerate_variants
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import SearchStatistics, describe_indivisible
 from shardplan.search.space import METHODS, Space, mesh_shapes
-
-AUTO_CHECKPOINTING = ("save_all", "default", "nested", "recompute")
-"""Kinds of gradient checkpointing tried for `auto`; `offload` is left out, as copies to the host have no price yet."""
 
 UNSHARDED_POSITIONS: tuple[MeshAxes, ...] = ((),)
 """The choice of mesh axes for positions where they stay on one device: in training, and of packed windows."""
@@ -53,7 +50,7 @@ class SearchResult:
     """The fastest first; if nothing fits, only the candidate with the smallest peak memory."""
     fits: bool
     is_exhaustive: bool
-    """Whether only candidates were left out that a bound excludes: not numbers of microbatches after a slower one."""
+    """Whether only candidates were left out that a bound excludes: not multiples of a number that is too slow."""
     statistics: SearchStatistics
     seconds: float
     """Duration of the search, without tracing."""
@@ -75,38 +72,37 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
     if config.expressible:
         rules = restrict_to_expressible(rules, inspect_model(model))
     meshes = [mesh for mesh in mesh_shapes(hardware, _pinned_sizes(config, rules)) if rules.allows(mesh)]
-    variants = list(_variants(config, model.vocab.size))
+    variants = list(enumerate_variants(config, model.vocab.size))
     ranking, statistics = Ranking(keep), SearchStatistics()
     searched: dict[int, PlanConfig] = {}
     seconds, is_exhaustive = 0.0, True
     for group in variants:
-        too_slow: list[int] = []
+        too_slow: list[tuple[int, ...]] = []
         for variant in group:
-            parts = variant.workload.num_microbatches
-            # more microbatches gather weights more often, and leave a device no more to compute at once: no proof
-            if any(parts % fewer == 0 for fewer in too_slow):
+            # more parts gather weights more often, and leave a device no more to compute at once: no proof
+            if any(map(variant.is_multiple_of, too_slow)):
                 is_exhaustive = False
                 continue
-            space = _build_space(variant, model, rules, own_attention)
-            searched[id(space)] = variant
+            space = _build_space(variant.config, model, rules, own_attention)
+            searched[id(space)] = variant.config
             started = time.perf_counter()
             if not search_meshes(space, meshes, ranking, statistics):
-                too_slow.append(parts)
+                too_slow.append(variant.numbers)
             seconds += time.perf_counter() - started
     smallest: RankedCandidate | None = None
     for relaxation in RELAXATIONS:
-        for variant in itertools.chain(*variants) if not ranking.candidates else ():
-            space = replace(_build_space(variant, model, rules, own_attention), **relaxation)
-            if variant.workload.window is not None:
+        for choice, _ in itertools.chain(*variants) if not ranking.candidates else ():
+            space = replace(_build_space(choice, model, rules, own_attention), **relaxation)
+            if choice.workload.window is not None:
                 space = replace(space, position_choices=UNSHARDED_POSITIONS)
             started = time.perf_counter()
             limit_bytes = math.inf if smallest is None else smallest.candidate.peak_bytes
             candidate = find_smallest(space, meshes, limit_bytes, statistics)
             if candidate is not None and candidate.peak_bytes <= space.available_bytes:
-                searched[id(space)] = variant
+                searched[id(space)] = choice
                 search_meshes(space, meshes, ranking, statistics)
             elif candidate is not None:
-                smallest = RankedCandidate(variant, candidate)
+                smallest = RankedCandidate(choice, candidate)
             seconds += time.perf_counter() - started
     if ranking.candidates:
         ranked = [RankedCandidate(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
@@ -161,21 +157,6 @@ def _unsatisfiable(rules: Rules, meshes: list[dict[str, int]]) -> list[str]:
     ]
 
 
-def _variants(config: PlanConfig, vocab: int) -> Iterator[list[PlanConfig]]:
-    """Yield, for every kind of gradient checkpointing, configurations with increasing numbers of microbatches."""
-    hardware = parse_slice(config.hardware.slice)
-    work = config.workload.with_logit_blocks(vocab, hardware.devices)
-    kinds: tuple[str, ...] = (work.gradient_checkpointing,)
-    if work.gradient_checkpointing == "auto":
-        kinds = AUTO_CHECKPOINTING if work.is_training else ("default",)
-    numbers = divisors(work.batch) if work.is_training else (1,)
-    for kind in kinds:
-        yield [
-            replace(config, workload=replace(work, gradient_checkpointing=kind, microbatches=n))
-            for n in (numbers if work.microbatches is None else (work.microbatches,))
-        ]
-
-
 def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: bool) -> Space:
     """Build the search space of one configuration, whose workload leaves nothing open.
 
@@ -189,6 +170,7 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
     is_training, is_packed = config.workload.is_training, config.workload.window is not None
     space = Space(
         step=plan_step(model, config.workload.resolve()),
+        logit_blocks=config.workload.num_logit_blocks,
         batch=BATCH_AXIS,
         position=axes.position,
         residual=axes.residual,

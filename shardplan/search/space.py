@@ -88,6 +88,8 @@ class Space:
     """Bytes per device that a plan may use."""
     rules: Rules
     """What the user pins or forbids."""
+    logit_blocks: int = 1
+    """Parts of the positions whose logits are in memory one after the other."""
     position_choices: tuple[MeshAxes, ...] = POSITION_CHOICES
     """Mesh axes that positions may be mapped to, unless they are pinned."""
     requires_kernel: bool = True
@@ -208,7 +210,7 @@ class Space:
             possible = strategies & {Strategy.HYBRID} or strategies & {Strategy.ALL_GATHER}
         # only a contiguous order lets a sliding window leave out hops of the ring
         is_even = self.sizes[self.position] % (2 * mesh_size(mesh, position_axes)) == 0
-        allows_zigzag = self.step.pattern.window is None and is_even
+        allows_zigzag = self.step.pattern.difference_bounds == (None, None) and is_even
         return [
             method for method in self.methods
             if method.strategy in possible and (allows_zigzag or method.order == SequenceOrder.CONTIGUOUS)

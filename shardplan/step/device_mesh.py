@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
+from shardplan.plan.arguments import check_plan
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import arrange
 
@@ -17,6 +18,7 @@ def make_mesh(plan: Plan) -> Mesh:
     Raises:
         ConfigError: JAX has more or fewer devices than the mesh.
     """
+    check_plan("make_mesh", plan)
     required, available = math.prod(plan.mesh.values()), jax.device_count()
     if required != available:
         raise ConfigError(

@@ -37,16 +37,20 @@ def compute_losses_in_layout(
     predicted: NamedArray,
     window_starts: NamedArray | None,
     layout: SequenceLayout | None,
+    blocks: int,
 ) -> NamedArray:
     """Compute the loss of every next token, as `shardplan.model.forward.compute_losses`.
 
     Args:
         layout: the order during compute, for sequences of one window; None for the order of the sequence.
+        blocks: parts of the positions whose logits are in memory one after the other.
     """
     if layout is None:
-        return forward.compute_losses(model, module, tokens, predicted, window_starts)
+        return forward.compute_losses(model, module, tokens, predicted, window_starts, blocks)
     sequence = _shard_tokens(model, tokens, predicted, layout)
-    return restore_order(next_token_losses(module, sequence, model.logit_soft_cap), sequence)
+    length = sequence.tokens.axes[-1].size  # with padding, which the number of blocks need not divide
+    blocks = next(n for n in range(blocks, length + 1) if length % n == 0)
+    return restore_order(next_token_losses(module, sequence, model.logit_soft_cap, blocks), sequence)
 
 
 def compute_logits_in_layout(

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from shardplan.model.forward import cast_for_compute, equal_windows, loss_and_gradients
 from shardplan.model.inspect import axes_of
+from shardplan.model.levanter_loss import block_sizes_of
 from shardplan.model.registry import Model
 from shardplan.model.token_scores import ScoreSettings, TokenScores
 from shardplan.plan.mapping import as_tuples, mesh_size
@@ -50,7 +51,9 @@ def loss_program(model: Model, plan: Plan, mesh: Mesh, is_packed: bool = False) 
     ) -> NamedArray:
         with hax.axis_mapping(as_tuples(plan.compute_mapping)):
             module = cast_for_compute(module, plan.workload.compute_dtype)
-            return compute_losses_in_layout(model, module, tokens, predicted, window_starts, planned_layout(plan))
+            return compute_losses_in_layout(
+                model, module, tokens, predicted, window_starts, planned_layout(plan), plan.workload.num_logit_blocks
+            )
 
     tokens, predicted = _abstract_batch(model, plan, mesh)
     arguments = (_abstract_module(model, plan, mesh), tokens, predicted, *([tokens] if is_packed else []))
@@ -69,7 +72,7 @@ def score_program(model: Model, plan: Plan, mesh: Mesh, is_packed: bool = False)
     """
     workload = plan.workload
     vocab_shards = mesh_size(plan.mesh, plan.compute_mapping.get(model.vocab.name, ()))
-    settings = ScoreSettings(workload.top_k, workload.logit_blocks or 1, vocab_shards)
+    settings = ScoreSettings(workload.top_k, workload.num_logit_blocks, vocab_shards, workload.temperature)
 
     def score(module: Any, tokens: NamedArray, window_starts: NamedArray | None = None) -> TokenScores:
         with hax.axis_mapping(as_tuples(plan.compute_mapping)):
@@ -115,15 +118,17 @@ def train_program(model: Model, plan: Plan, mesh: Mesh) -> Program:
     """Return the train step: (module, state, tokens, predicted) -> (module, state, mean loss in nats).
 
     Module and optimizer state are updated in place. Parameters, gradients and optimizer state are stored in the
-    parameter sharding and dtype; the loss is computed in the compute dtype. The model's `gradient_checkpointing`
+    parameter sharding and dtype; the loss is Levanter's own, with the blocks that it has on the devices of the mesh, in
+    the compute dtype. The model's `gradient_checkpointing`
     decides which activations are kept for the gradient. With several microbatches the tokens are
     int32[microbatch, batch, position].
     """
     transformation, dtype = make_optimizer(plan.workload.optimizer), plan.workload.compute_dtype
+    device_kind = mesh.devices.flat[0].device_kind
 
     def train(module: Any, state: Any, tokens: NamedArray, predicted: NamedArray) -> tuple[Any, Any, jax.Array]:
         """Compute one update of the module and the optimizer's state, and the mean loss."""
-        with hax.axis_mapping(as_tuples(plan.compute_mapping)):
+        with hax.axis_mapping(as_tuples(plan.compute_mapping)), block_sizes_of(device_kind):
             loss, gradients = loss_and_gradients(
                 model, module, tokens, predicted, dtype, lambda tree: _shard_as_stored(tree, plan)
             )

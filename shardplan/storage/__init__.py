@@ -8,12 +8,13 @@
 | other schemes that fsspec knows | fsspec |
 """
 
+import os
 import re
 from pathlib import Path
 
 from fsspec.registry import known_implementations, registry
 
-from shardplan.errors import ConfigError, nearest
+from shardplan.errors import ConfigError, closest, nearest
 from shardplan.storage.folder import File, Folder, read_bytes
 
 __all__ = ["File", "Folder", "is_local", "open_folder", "read_bytes"]
@@ -29,6 +30,13 @@ def open_folder(ref: str) -> Folder:
     Raises:
         ConfigError: the folder does not exist, or its scheme is not supported.
     """
+    if "${" in ref:
+        raise ConfigError(
+            f"model.ref {ref!r}: variables are replaced by the shell, not in a file; write out the value, or give "
+            "--model on the command line"
+        )
+    if ref.startswith("~"):
+        ref = os.path.expanduser(ref)
     if ref.startswith("hf://") and re.fullmatch(REPOSITORY, ref.removeprefix("hf://")):
         from shardplan.storage.hub import HubFolder
 
@@ -55,9 +63,22 @@ def open_folder(ref: str) -> Folder:
         return HubFolder(ref)
     if Path(ref).is_file():
         raise ConfigError(f"model.ref {ref} is a file; name the folder of the checkpoint")
-    parent = Path(ref).parent
-    siblings = [str(entry) for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
-    raise ConfigError(f"checkpoint folder {ref} does not exist; {nearest(ref, siblings)}")
+    raise ConfigError(f"checkpoint folder {ref} does not exist; {_missing_part(Path(ref))}")
+
+
+def _missing_part(path: Path) -> str:
+    """Say which part of a path does not exist, and what is near it."""
+    missing = path
+    while not missing.parent.exists() and not missing.is_symlink():
+        missing = missing.parent
+    if missing.is_symlink():
+        return f"{missing} is a link to {os.readlink(missing)}, which does not exist"
+    siblings = [entry.name for entry in missing.parent.iterdir() if entry.is_dir()] if missing.parent.is_dir() else []
+    close = closest(missing.name, siblings)
+    if close:
+        return f"did you mean {str(missing.parent / close)!r}?"
+    parent = missing.parent.resolve()
+    return f"nothing in {parent} has a similar name" if missing == path else f"{parent} has no {missing.name!r}"
 
 
 def is_local(ref: str) -> bool:

@@ -12,6 +12,29 @@ LISTED_STORES = ("gs", "s3", "az")
 WEB = ("http", "https")
 
 
+def list_names(ref: str) -> list[str] | None:
+    """Return the names of the files and folders (with a slash at the end) in a folder, in order; None if not known.
+
+    Subfolders are those of local folders and of object stores alone; `ref` may be a repository of the hub.
+    """
+    scheme, separator, _ = ref.partition("://")
+    try:
+        if not separator and not Path(ref).is_dir():
+            import huggingface_hub
+
+            repository, _, revision = ref.partition("@")
+            return sorted(huggingface_hub.HfApi().list_repo_files(repository, revision=revision or None))
+        if not separator:
+            return sorted(f"{path.name}/" if path.is_dir() else path.name for path in Path(ref).iterdir())
+        if scheme in LISTED_STORES:
+            listed = obstore.list_with_delimiter(open_store(ref))
+            folders = [f"{prefix.rstrip('/').rpartition('/')[2]}/" for prefix in listed["common_prefixes"]]
+            return sorted([*(entry["path"].rpartition("/")[2] for entry in listed["objects"]), *folders])
+        return list_files(ref)
+    except Exception:  # every store has its own; the name of the folder's kind is only a hint
+        return None
+
+
 def list_files(ref: str) -> list[str]:
     """Return the names of the files in a folder, without those of its subfolders, in order.
 

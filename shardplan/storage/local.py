@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from shardplan.errors import CheckpointError
 from shardplan.storage.checksums import Checksum, ChecksumAlgorithm
 from shardplan.storage.folder import File, ReadTuning, changed_error, truncated_error
 
@@ -75,4 +76,8 @@ class LocalFolder:
     def open(self, name: str) -> File | None:
         """See `Folder.open`."""
         path = Path(self.ref) / name
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(
+                f"{path} is a link to {os.readlink(path)}, which does not exist; download the file again"
+            )
         return LocalFile(path) if path.is_file() else None

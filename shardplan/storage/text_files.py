@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardplan.errors import ConfigError, closest
+from shardplan.errors import ConfigError, missing_path
 from shardplan.storage import File, open_folder
 from shardplan.storage.listing import list_files
 
@@ -22,15 +22,20 @@ def open_text_files(path: str) -> list[tuple[str, File]]:
     if path.lower().endswith(ENDINGS):
         if "://" not in path and not Path(path).is_file():
             texts = (str(file) for file in Path(path).parent.glob("*") if file.name.lower().endswith(ENDINGS))
-            close = closest(path, texts)
-            raise ConfigError(f"data.path {path} does not exist" + (f"; did you mean {close!r}?" if close else ""))
+            raise ConfigError(f"data.path {path} {missing_path(path, texts)}")
         file = open_folder(folder_ref or (str(Path(path).parent))).open(name)
         if file is None:
             raise ConfigError(f"data.path {path} does not exist")
         return [(name, file)]
     if "://" not in path and not Path(path).is_dir():
-        problem = f"ends in none of {', '.join(ENDINGS)}" if Path(path).exists() else "does not exist"
-        raise ConfigError(f"data.path {path} {problem}; name a file with one of these endings, or a folder of them")
+        if not Path(path).exists():
+            siblings = Path(path).parent.glob("*")
+            others = [str(each) for each in siblings if each.is_dir() or each.name.lower().endswith(ENDINGS)]
+            raise ConfigError(f"data.path {path} {missing_path(path, others)}")
+        raise ConfigError(
+            f"data.path {path} ends in none of {', '.join(ENDINGS)}; name a file with one of these endings, or a "
+            "folder of them"
+        )
     folder = open_folder(path)
     names = [name for name in list_files(path) if name.lower().endswith(ENDINGS)]
     files = [(name, file) for name in names if (file := folder.open(name)) is not None]

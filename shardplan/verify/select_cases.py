@@ -76,14 +76,15 @@ def _other_case(path: str, config: CompilingConfig) -> Case:
 
 def _levanter_case(path: str, config: CompilingConfig) -> Case:
     """A hand-written mesh and mappings, for the model, the slice and the positions of `config`."""
-    from shardplan.model.registry import build_model
     from shardplan.search.given_plan import plan_given_mappings
+    from shardplan.search.make_plan import fit_position, model_from_config
 
     hardware = parse_slice(config.hardware.slice)
     layout = read_trainer_section(path, hardware.devices, hardware.slices)
     workload = parse_model_section(read_sections(path)).apply_to(layout.apply_to(config.workload))
     config = dataclasses.replace(config, workload=workload)
-    model = build_model(_hf_config(config), config.workload.position)
+    model = model_from_config(config)
+    config = fit_position(config, model)
     plan = plan_given_mappings(config, model, layout.mesh, layout.compute_mapping, layout.param_mapping)
     return build_case(config, plan, path)
 

@@ -2,6 +2,7 @@
 
 from shardplan.config.command_flags import CompilingConfig
 from shardplan.config.sections import CompilerConfig, ModelConfig
+from shardplan.plan.arguments import check_plan
 from shardplan.plan.plan import Plan
 from shardplan.verify.run import verify
 from shardplan.verify.select_cases import build_case
@@ -22,6 +23,7 @@ def verify_plan(plan: Plan, compiler: CompilerConfig | None = None) -> Verdict:
     Raises:
         ConfigError: libtpu is not installed, or the plan is not for a TPU slice.
     """
+    check_plan("verify_plan", plan)
     compiler = compiler or CompilerConfig()
     model = ModelConfig(ref=plan.model.ref, config=plan.model.config, levanter_class=plan.model.levanter_class)
     (verdict,) = verify([build_case(CompilingConfig(model=model, compiler=compiler), plan)], compiler)

@@ -286,8 +286,8 @@ def test_slurm(stand_ins):
         (["--to=skypilot", "--hardware.slice=v4:4x4x12"],
          "hardware.slice v4:4x4x12: skypilot has no name for a slice of 4x4x12 chips; use --to gcloud"),
         (["--to=gcloud", "--hardware.slice=v5e:4x12", "--launch.zone=z"],
-         "hardware.slice v5e:4x12: Google Cloud has no slice of 4x12 chips; list those that it has: shardplan plan "
-         "--list_slices"),
+         "hardware.slice 'v5e:4x12': v5e has no topology 4x12; did you mean 'v5e:8x8'? (topologies: 1x1, 2x2, 2x4, "
+         "4x4, 4x8, 8x8, 8x16, 16x16)"),
         (["--to=slurm", "--launch.hosts=3"], "launch.hosts 3 does not divide the devices of cpu-8; use 2"),
         (["--to=slurm", "--launch.hosts=3", "--hardware.slice=v4-64"],
          "launch.hosts is 3, and v4-64 has 8 hosts; leave launch.hosts out"),

@@ -10,13 +10,16 @@ from conftest import ROOT, fails, run
 
 from shardplan.hardware import GENERATIONS
 from shardplan.model.hf_config import read_config
+from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
 from shardplan.plan.plan import Plan
 
 CONFIG = "--config=configs/405b.yaml"
+FLAT = "--levanter_schema=flat"
+"""The files of configs/levanter are for levanter 1.2, whichever is installed."""
 
 
 def test_lint_of_what_runs():
-    done = run("plan", CONFIG, "--lint", "configs/levanter/405b-usual.yaml")
+    done = run("plan", CONFIG, FLAT, "--lint", "configs/levanter/405b-usual.yaml")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "fits v4-256: 6.64 of 30.75 GiB per device, 24.11 GiB free" and "a step, " in lines[1]
@@ -25,7 +28,9 @@ def test_lint_of_what_runs():
 
 def test_lint_of_what_does_not_run(tmp_path):
     path = tmp_path / "lint.json"
-    done = run("plan", CONFIG, "--lint", "configs/levanter/405b-heads-mlp.yaml", "--json", path)
+    done = run(
+        "plan", CONFIG, FLAT, "--lint_seconds=600", "--lint", "configs/levanter/405b-heads-mlp.yaml", "--json", path
+    )
     assert done.returncode == 3 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
         "shardplan plan: configs/levanter/405b-heads-mlp.yaml cannot run as it is on v4-256: heads, memory, replicated"
@@ -34,7 +39,9 @@ def test_lint_of_what_does_not_run(tmp_path):
     assert "error heads at trainer.axis_resources.heads" in lines
     at = lines.index("  -trainer.model_axis_size: 128")
     assert lines[at - 1].startswith("the smallest edit that removes all errors: 2 edits; peak ")
-    assert lines[at + 1 : at + 3] == ["  +trainer.model_axis_size: 8", "  +trainer.axis_resources.kv_head: model"]
+    assert lines[at + 1 : at + 3] == [
+        "  +trainer.model_axis_size: 8", "  +trainer.axis_resources.kv_head: model (instead of no entry)",
+    ]  # fmt: skip
     best = yaml.safe_load(done.stdout.split("GiB per device")[-1].partition("\n")[2])
     assert best["trainer"]["model_axis_size"] == 8
     values = json.loads(path.read_text())
@@ -48,8 +55,10 @@ def test_lint_of_what_does_not_run(tmp_path):
 
 def test_lint_reads_the_attention_backend_of_the_file(tmp_path):
     values = yaml.safe_load((ROOT / "configs" / "levanter" / "405b-q-heads.yaml").read_text())
-    (tmp_path / "levanter.yaml").write_text(yaml.safe_dump({**values, "model": {"attn_backend": "jax_flash"}}))
-    done = run("plan", CONFIG, "--lint", tmp_path / "levanter.yaml", "--json", "-")
+    (tmp_path / "levanter.yaml").write_text(
+        yaml.safe_dump({**values, "model": {"type": "llama", "attn_backend": "jax_flash"}})
+    )
+    done = run("plan", CONFIG, FLAT, "--lint", tmp_path / "levanter.yaml", "--json", "-")
     assert done.returncode == 0, done.stderr
     assert {finding["kind"] for finding in json.loads(done.stdout)["findings"]} == {"loading", "barely sharded"}
 
@@ -58,7 +67,7 @@ def test_lint_of_names_that_levanter_does_not_have(tmp_path):
     path = tmp_path / "levanter.yaml"
     path.write_text("trainer: {mp: bf16, qqq: 1, model_axis_size: 2, axis_resources: {mlp: modle}}")
     argv = ["--model=llama-3.1-8b", "--hardware.slice=v4-16", "--workload.batch=16"]
-    done = run("plan", *argv, "--lint", path)
+    done = run("plan", *argv, FLAT, "--lint", path)
     assert done.returncode == 3 and "Traceback" not in done.stderr
     assert done.stderr.endswith(f"{path} cannot run as it is on v4-16: unknown key, unknown mesh axis\n")
     text = " ".join(done.stdout.split())
@@ -84,6 +93,22 @@ def test_lint_of_unreadable_files(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     fails(run("plan", CONFIG, "--lint", path), 2, message)
+
+
+def test_lint_of_a_file_for_another_levanter(tmp_path):
+    """It is an error, and the converted section is one that the installed Levanter starts with."""
+    flat = "{trainer: {mp: bf16, model_axis_size: 8, axis_resources: {mlp: model, kv_head: model}}}"
+    mesh = "{trainer: {mp: bf16, mesh: {axes: {model: 8}, shared_mapping: {kv_head: model, heads: null}}}}"
+    path = tmp_path / "levanter.yaml"
+    path.write_text(flat if INSTALLED_SCHEMA == TrainerSchema.MESH else mesh)
+    argv = ["--model=llama-3.1-8b", "--hardware.slice=v4-16", "--workload.batch=16"]
+    done = run("plan", *argv, "--lint", path)
+    assert done.returncode == 3 and done.stderr.endswith(f"{path} cannot run as it is on v4-16: schema\n")
+    converted = done.stdout.split("the same for the installed Levanter:\n")[1].split("\n\n")[0]
+    path.write_text(converted)
+    again = run("plan", *argv, "--lint", path)
+    assert again.returncode == 0, again.stdout
+    assert "mesh replica 1 x data 1 x model 8" in " ".join(again.stdout.split())
 
 
 @pytest.mark.parametrize("other", ["--verify", "--plan=plan.json", "--why=mlp="])
@@ -142,6 +167,16 @@ def test_why_and_what_if():
     assert done.returncode == 0, done.stderr
     assert "why not position=?" in done.stdout and " s: compute" in done.stdout
     assert "What if" in done.stdout and "hardware.slice v4-128" in done.stdout
+
+
+def test_questions_about_a_given_plan_are_answered_alone(tmp_path):
+    """The plan itself is known, and is not printed once more."""
+    path = tmp_path / "plan.json"
+    planned = run("plan", "--config=configs/8b.yaml", "--hardware.slice=v5e-8", "--json", path)
+    assert planned.returncode == 0 and "PartitionSpec" in planned.stdout
+    done = run("plan", "--plan", path, "--why", "position=model")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("\nwhy not position=model?\n") and "PartitionSpec" not in done.stdout
 
 
 def test_what_if_is_printed_where_nothing_fits():

@@ -54,7 +54,7 @@ def test_the_page_of_a_layout_that_fails(tmp_path):
         ("{mlp: model, kv_head: model, head_size: model}", "the smallest edit without errors", 3),
     ):
         layout.write_text(f"trainer: {{model_axis_size: 8, train_batch_size: 8, mp: bf16, axis_resources: {axes}}}")
-        done = run("plan", *ARGUMENTS, "--lint", layout, "--report", page)
+        done = run("plan", *ARGUMENTS, "--levanter_schema=flat", "--lint", layout, "--report", page)
         text = page.read_text()
         assert f"The other panels show {shown}." in text and "Remedy:" in text and "best plan" in text
         assert done.returncode == exit_code, done.stderr

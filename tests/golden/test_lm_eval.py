@@ -17,6 +17,7 @@ from conftest import ROOT, fails, run
 
 from shardplan.errors import ConfigError
 from shardplan.eval.harness import INSTALL_LM_EVAL, ShardplanLM
+from shardplan.eval.harness.tasks import flatten_tasks
 from shardplan.runtime.processes.watch import Watch
 
 CHOICES, DOCUMENTS = TASKS
@@ -64,13 +65,38 @@ def test_tasks_have_the_results_of_hf(make_model, family, capsys):
     assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-4)
     differences = largest_differences(result, expected)
     assert differences["greedy"] == 0
+    # contexts of the last documents are longer than 63 tokens
+    assert list(model.get_model_info()["requests_truncated"]) == [CHOICES]
     # a continuation has up to 63 tokens, a document 1,000
     assert differences["continuations"] < 63 * 2e-5 and differences["documents"] < 1000 * 2e-5
     for own, other in zip(result["requests"][CHOICES], expected["requests"][CHOICES], strict=True):
         np.testing.assert_allclose([x for x, _ in own], [x for x, _ in other], rtol=2e-5, atol=2e-5)
     assert capsys.readouterr().err.count("forward programs compiled so far: 1 (") == 2
+    check_joins(model, json.loads((FOLDER / family / "hf_requests.json").read_text(encoding="utf-8"))["joins"], capsys)
     info = model.get_model_info()
     assert info["programs_compiled"] == 1 and info["plan"]["workload"]["kind"] == "score"
+
+
+def check_joins(model, expected, capsys):
+    """Contexts and continuations that meet within a word have the results of `hf`.
+
+    Where it would end, because no token begins after the context, the continuation is encoded by itself.
+    """
+    before = model.get_model_info()
+    requests = as_requests([(each["context"], each["continuation"]) for each in expected], "joins")
+    results = model.loglikelihood(requests, disable_tqdm=True)
+    assert [greedy for _, greedy in results] == [each["result"][1] for each in expected]
+    np.testing.assert_allclose([x for x, _ in results], [each["result"][0] for each in expected], rtol=2e-5, atol=2e-5)
+    # a context of spaces is no context at all, which a tokenizer without BOS has no token for
+    spaces = [each["is_alone"] for each in expected if each["context"] == "  "] == [True]
+    alone = sum(each["is_alone"] for each in expected) - spaces
+    notes = capsys.readouterr().err
+    assert alone > 3 and f"{alone} of {len(expected)} requests had no token that begins after the context" in notes
+    assert f"1 of {len(expected)} requests had contexts that lost their beginnings, because max_length is 63" in notes
+    assert ("had contexts without tokens (spaces alone)" in notes) == spaces
+    info = model.get_model_info()
+    assert info["requests_continuation_encoded_alone"] == {"joins": alone}
+    assert info["requests_truncated"] == {**before["requests_truncated"], "joins": 1}
 
 
 def texts():
@@ -78,10 +104,10 @@ def texts():
     return [(row["query"], f" {choice}") for row in rows for choice in row["choices"]]
 
 
-def as_requests(arguments):
+def as_requests(arguments, task=None):
     from lm_eval.api.instance import Instance
 
-    return [Instance("loglikelihood", {}, each, i) for i, each in enumerate(arguments)]
+    return [Instance("loglikelihood", {}, each, i, (task, i, 1)) for i, each in enumerate(arguments)]
 
 
 def test_results_do_not_depend_on_the_packing(make_model):
@@ -157,8 +183,156 @@ def test_tokens_are_those_of_hf(make_model):
     assert make_model("gpt2", prefix_token_id=7).prefix_token_id == 7
 
 
+def test_requests_that_cannot_be_scored_name_their_task(make_model):
+    model = make_model("gpt2")
+    with pytest.raises(ConfigError, match="task joins: a continuation has no tokens: its text is empty"):
+        model.loglikelihood(as_requests([("a", "")], "joins"), disable_tqdm=True)
+    with pytest.raises(ConfigError, match="task joins: a continuation has no tokens"):
+        model.loglikelihood(as_requests([("", "")], "joins"), disable_tqdm=True)
+    with pytest.raises(ConfigError, match="task joins: a continuation has 80 tokens, and max_length is 63; raise"):
+        model.loglikelihood(as_requests([("a", " b" * 80)], "joins"), disable_tqdm=True)
+    assert model._scorer is None
+
+
+def test_prompts_of_chats_are_those_of_hf(make_model, caplog):
+    """Also where the template refuses system messages."""
+    for family in FAMILIES:
+        expected = json.loads((FOLDER / family / "hf_requests.json").read_text(encoding="utf-8"))["chats"]
+        model = make_model(family)
+        for each in expected:
+            model.tokenizer.chat_template = each["template"]
+            assert model.apply_chat_template(each["messages"]) == each["prompt"]
+        # said once, not for every document
+        (record,) = [each for each in caplog.records if "refuses system messages" in each.message]
+        assert "System role not supported" in record.message
+        # a prompt that begins with the BOS token gets no second one
+        bos, prompt = model.tokenizer.bos_token_id, expected[0]["prompt"]
+        assert prompt.startswith(model.tokenizer.bos_token) and model.tok_encode(prompt).count(bos) == 1
+        caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "llama has no chat template; leave --apply_chat_template out, or save one there as chat_template.jinja"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "refuses messages with the roles user: roles must alternate;",
+        ),
+        ("{{ messages | nothing }}", "refuses messages with the roles user: No filter named 'nothing'."),
+        ("{{ messages[0].content + 1 }}", "refuses messages with the roles system, user: can only concatenate str"),
+    ],
+)
+def test_chat_templates_that_cannot_be_used(make_model, template, message):
+    model = make_model("llama")
+    model.tokenizer.chat_template = template
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is it free?"}]
+    with pytest.raises(ConfigError) as error:
+        model.apply_chat_template(chat)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_chat_template_of_another_name(make_model):
+    model = make_model("llama")
+    model.tokenizer.chat_template = {"default": "a", "tools": "b"}
+    with pytest.raises(ConfigError, match="apply_chat_template: The specified chat template 'tool' is not available"):
+        model.chat_template("tool")
+    assert model.chat_template("tools") == "b"
+
+
+def test_variables_of_the_chat_template(make_model):
+    model = make_model("llama", chat_template_args={"mood": "calm"}, enable_thinking=False)
+    model.tokenizer.chat_template = "{{ mood }} {{ enable_thinking }} {{ messages[0].content }}"
+    assert model.apply_chat_template([{"role": "user", "content": "Hi"}]) == "calm False Hi"
+
+
+def test_arguments_of_hf(make_model, tmp_path):
+    """`pretrained` and `dtype` instead of the keys, and the tokenizer of another folder."""
+    arguments = {"model.ref": None, "workload.param_dtype": None, "workload.compute_dtype": None}
+    other = make_checkpoint("gpt2", tmp_path / "other")
+    model = make_model("llama", **arguments, pretrained=str(tmp_path / "llama"), dtype="float32", tokenizer=str(other))
+    assert model._settings.model.ref == str(tmp_path / "llama")
+    work = model._settings.workload
+    assert (work.param_dtype, work.compute_dtype) == ("float32", "float32")
+    assert model.tokenizer.bos_token == "<|endoftext|>"
+
+
 def test_documents_without_tokens(make_model):
     assert make_model("gpt2").loglikelihood_rolling(as_requests([("",)])) == [0.0]
+
+
+def write_task(folder, name, **settings):
+    """Write a task of generation with the documents of the multiple choice; settings override it."""
+    task = {
+        "task": name, "dataset_path": "json", "test_split": "test", "output_type": "generate_until",
+        "dataset_kwargs": {"data_files": {"test": str(FOLDER / "choices.jsonl")}},
+        "doc_to_text": "{{query}}", "doc_to_target": "{{choices[answer]}}", "metric_list": [{"metric": "exact_match"}],
+        **settings,
+    }  # fmt: skip
+    (folder / f"{name}.yaml").write_text(json.dumps(task))
+
+
+OWN_REQUESTS = """
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+
+class Both(ConfigurableTask):
+    def __init__(self, config):
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+
+    def construct_requests(self, doc, ctx, **kwargs):
+        kwargs = {"metadata": kwargs["metadata"]}
+        first = Instance("loglikelihood", doc, (ctx or "a", " b"), 0, **kwargs)
+        return [first, Instance(SECOND, doc, (ctx or "a", " c"), 1, **kwargs)]
+
+    def process_results(self, doc, results):
+        return {"acc": results[0][0] < 0}
+"""
+"""A task whose requests its output type, which is that of generation, does not tell."""
+
+
+def test_tasks_that_cannot_be_run_are_left_out(make_model, tmp_path, caplog):
+    """Before anything is loaded; the others have the results that they have alone."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager, get_task_dict
+
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    write_task(tasks, "writes")
+    for name, second in (("scores_twice", "loglikelihood"), ("scores_and_writes", "generate_until")):
+        (tasks / f"{name}.py").write_text(OWN_REQUESTS.replace("SECOND", repr(second)))
+        write_task(tasks, name, metric_list=[{"metric": "acc"}])
+        (tasks / f"{name}.yaml").write_text(
+            f"class: !function {name}.Both\n"
+            + "\n".join(
+                f"{key}: {json.dumps(value)}" for key, value in json.loads((tasks / f"{name}.yaml").read_text()).items()
+            )
+        )
+    (tasks / "group.yaml").write_text(
+        json.dumps({"group": "both", "task": [CHOICES, "writes"], "aggregate_metric_list": [{"metric": "acc"}]})
+    )
+    manager = TaskManager(include_path=[str(FOLDER), str(tasks)], include_defaults=False)
+    model = make_model("gpt2")
+    common = {"model": model, "task_manager": manager, "bootstrap_iters": 0}
+    with pytest.raises(
+        ConfigError, match=r"does not generate any; .* \(writes and scores_and_writes \(generate_until\)\)"
+    ):
+        lm_eval.simple_evaluate(tasks=["writes", "scores_and_writes"], **common)
+    assert model._session is None
+    result = lm_eval.simple_evaluate(tasks=["both", "scores_and_writes", "scores_twice"], **common)
+    assert set(result["results"]) == {CHOICES, "scores_twice"}
+    expected = json.loads((FOLDER / "gpt2" / "hf.json").read_text())["metrics"]
+    assert result["results"][CHOICES]["brier_score,none"] == pytest.approx(expected[f"{CHOICES} brier_score"], rel=1e-4)
+    assert result["config"]["tasks_left_out"] == {"writes": "generate_until", "scores_and_writes": "generate_until"}
+    # the nested form that lm_eval.evaluate takes, too
+    nested = get_task_dict(["both", "scores_twice"], manager)
+    for task in flatten_tasks(nested)["tasks"].values():
+        task.set_config(key="num_fewshot", value=0)
+    again = lm_eval.evaluate(model, nested, bootstrap_iters=0)
+    assert again["results"] == result["results"]
+    messages = [record.message for record in caplog.records]
+    assert "left out, because shardplan only scores texts: writes and scores_and_writes (generate_until)" in messages
+    assert "no result of the group both, of which tasks are left out" in messages
 
 
 def test_generation_is_refused(make_model):
@@ -183,8 +357,15 @@ def test_the_documented_command(tmp_path):
     argv = documented_command()
     at = argv.index("--model_args") + 1
     argv[at] += f",model.ref={checkpoint},workload.param_dtype=float32,workload.position=64,workload.batch=16"
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    write_task(tasks, "writes")
+    argv[argv.index("--tasks") + 1] += f",{tasks / 'writes.yaml'}"
     done = run("lm_eval", *argv, "--output_path", tmp_path / "results")
-    assert done.returncode == 0, done.stderr
+    # the others have their results
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    message = "the results lack tasks that were left out: writes (generate_until); run these with another model"
+    assert done.stderr.splitlines()[-1] == f"shardplan lm_eval: {message}"
     expected = json.loads((FOLDER / "llama" / "hf.json").read_text())["metrics"]
     for name in expected:
         task, metric = name.split()
@@ -193,6 +374,7 @@ def test_the_documented_command(tmp_path):
     results = json.loads(path.read_text())
     measured = {name: results["results"][name.split()[0]][f"{name.split()[1]},none"] for name in expected}
     assert measured == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert results["config"]["tasks_left_out"] == {"writes": "generate_until"}
     assert "forward programs compiled so far: 1 (" in done.stderr
     assert sys.argv[0] != "lm_eval"
 

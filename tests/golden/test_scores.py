@@ -53,12 +53,60 @@ def test_scores_equal_those_of_transformers(golden, make_config, name, mesh, k, 
     check(*run(golden, make_config, name, mesh, score, **workload), k)
 
 
+@pytest.mark.parametrize(("name", "temperature", "blocks"), [("gemma2", 0.7, 4), ("llama", 2.0, 1)])
+def test_scores_at_a_temperature(golden, make_config, name, temperature, blocks):
+    """Those of the logits of transformers, divided in float64; after the soft cap of Gemma 2."""
+    workload = {
+        "workload_kind": "score", "workload_logit_blocks": blocks, "workload_temperature": temperature,
+    }  # fmt: skip
+    change = {"vocab": ["model"], "batch": ["replica"]}
+    result, logits = run(golden, make_config, name, (1, 4, 2), score, change_plan=change, **workload)
+    check(result, logits.astype(np.float64) / temperature, 40)
+
+
 @pytest.mark.parametrize("mesh_axes", [["model"], ["data", "model"], []])
 def test_scores_with_sharded_vocab(golden, make_config, mesh_axes):
     """Each device has fewer tokens of the vocabulary than k, or all."""
     workload = {"workload_kind": "score", "workload_logit_blocks": 2}
     change = {"vocab": mesh_axes, "batch": ["replica"]}
     check(*run(golden, make_config, "gemma2", (1, 4, 2), score, change_plan=change, **workload), 40)
+
+
+def losses(module, model, plan, mesh, tokens):
+    """(tokens, losses) of int32[batch, position] `tokens`, of which every second one is predicted."""
+    program = loss_program(model, plan, mesh)
+    predicted = np.arange(tokens.shape[1]) % 2 == np.zeros((len(tokens), 1), int)
+    arrays = [
+        hax.named(jax.make_array_from_callback(array.shape, like.array.sharding, lambda i, a=array: a[i]), like.axes)
+        for array, like in zip((tokens, predicted), program.arguments[1:], strict=True)
+    ]
+    result = program.compile(plan.compiler_options)(module, *arrays)
+    return tokens, predicted, np.asarray(result.rearrange(program.arguments[1].axes).array)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "mapping", "method"),
+    [
+        ("gemma2", (1, 4, 2), {"vocab": ["model"], "batch": ["data"]}, None),
+        ("llama", (1, 2, 4), SHARDED_POSITIONS, AttentionPlan("ring", 1, 4, "zigzag")),
+    ],
+)
+def test_losses_in_blocks_equal_those_of_transformers(golden, make_config, name, mesh, mapping, method):
+    workload = {"workload_kind": "eval", "workload_logit_blocks": 4}
+    result, logits = run(
+        golden,
+        make_config,
+        name,
+        mesh,
+        losses,
+        change_plan=mapping,
+        **({"attention": method} if method else {}),
+        **workload,
+    )
+    tokens, predicted, actual = result
+    expected = -reference_scores(logits, tokens, 1)[0] * predicted[:, :-1]
+    np.testing.assert_allclose(actual[:, :-1], expected, atol=TOLERANCE)
+    assert not actual[:, -1].any()
 
 
 def test_scores_with_sharded_positions(golden, make_config):

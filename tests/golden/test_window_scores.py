@@ -20,12 +20,12 @@ TOLERANCE = 2e-5
 """Nats per token."""
 
 
-def extract(golden, folder, family, unit, *arguments):
+def extract(golden, folder, family, unit, *arguments, tokenizer=REFERENCE / "tokenizer.json"):
     """Run the command, and return the columns of its windows and its summary."""
     checkpoint = folder / family
     if not checkpoint.exists():
         shutil.copytree(golden / family, checkpoint)
-        shutil.copy(REFERENCE / "tokenizer.json", checkpoint)
+        shutil.copy(tokenizer, checkpoint)
     output = folder / "results"
     code = main(
         "eval",
@@ -67,3 +67,39 @@ def test_windows_equal_those_of_transformers(golden, tmp_path, family, unit, arg
     for text, each in summary["texts"].items():
         assert each["coverage"] == pytest.approx(coverage[f"{unit} {text}"], abs=1e-9)
     assert summary["run"]["programs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "temperature", "has_bos", "arguments"),
+    [
+        ("llama", 0.7, True, ()),
+        ("gemma2", 2.0, False, ("--workload.position=50",)),
+        *(
+            pytest.param(family, temperature, has_bos, (), marks=pytest.mark.whole)
+            for family in ("llama", "gemma2")
+            for temperature in (0.7, 1.0, 2.0)
+            for has_bos in (False, True)
+        ),
+    ],
+)
+def test_windows_at_a_temperature_and_with_bos_in_the_prefix(golden, tmp_path, family, temperature, has_bos, arguments):
+    """Of a tokenizer that adds a BOS token; BOS counts as the first of the 10 tokens of the prefix."""
+    settings = ["--task.stride=29", f"--task.temperature={temperature:g}", *arguments]
+    if has_bos:
+        settings.append("--task.bos_in_prefix=true")
+    tokenizer = ROOT / "tests" / "golden" / "lm_eval" / "llama" / "tokenizer.json"
+    columns, summary = extract(golden, tmp_path, family, "tokens", *settings, tokenizer=tokenizer)
+    references = np.load(REFERENCE / "settings" / f"{family}.npz")
+    expected = {
+        name: references[f"{temperature} {has_bos} {name}"]
+        for name in columns
+        if name not in ("window", "suffix_start")
+    }
+    for name in ("text", "start", "end"):
+        np.testing.assert_array_equal(columns[name], expected[name])
+    for name in ("log_prob", "top_log_prob"):
+        np.testing.assert_allclose(columns[name], expected[name], atol=TOLERANCE / temperature)
+    differs = columns["rank"] != expected["rank"]
+    assert differs.mean() <= 0.002 and np.abs(columns["rank"] - expected["rank"]).max() <= 1
+    assert summary["plan"]["workload"]["temperature"] == temperature
+    assert summary["plan"]["workload"]["position"] == (50 if arguments else 16)

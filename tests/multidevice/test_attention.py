@@ -28,10 +28,15 @@ Q = ("batch", "kv_head", "q_heads_per_group", "position", "head_size")
 K = ("batch", "kv_head", "key_position", "head_size")
 V = ("batch", "kv_head", "key_position", "value_size")
 HEADS = {"32q/4kv": (4, 8), "12q/2kv": (2, 6), "28q/7kv": (7, 4), "8q/1kv": (1, 8), "16q/16kv": (16, 1)}
+HAS_BIDIRECTIONAL_WINDOW = hasattr(AttentionMask, "bidirectional_window")
 MASKS = (
     "causal", "full", "window", "documents", "known documents", "explicit", "prefix", "window and documents",
-    "causal and explicit", "offset", "offset by sequence",
+    "causal and explicit", "offset", "offset by sequence", "integer offset", "traced integer offset", "traced offset",
+    "offset, not causal", "window, not causal",
+    *(["window to both sides", "window to both sides and documents"] if HAS_BIDIRECTIONAL_WINDOW else []),
 )  # fmt: skip
+TRACED_MASKS = ("traced integer offset", "traced offset")
+"""Masks that are arguments of jit."""
 EXTRAS = ("", "sink", "soft cap")
 SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names("shardplan_attention")
 STRATEGIES = {
@@ -77,6 +82,15 @@ def cases():
     yield Case(4, "hybrid", 2, "window and documents", "12q/2kv", 48, "zigzag")
     yield Case(3, "ring", 1, "known documents", "12q/2kv", 48, "documents")
     yield Case(6, "auto", 1, "window", "12q/2kv", 37)
+    # masks that only Levanter's constructor makes
+    yield Case(3, "ring", 1, "integer offset", "8q/1kv", 37)
+    yield Case(4, "hybrid", 2, "traced integer offset", "12q/2kv", 48, "zigzag")
+    yield Case(5, "all_gather", 1, "traced offset", "8q/1kv", 37)
+    yield Case(4, "ring", 1, "offset, not causal", "8q/1kv", 48, "zigzag")
+    yield Case(3, "ring", 1, "window, not causal", "8q/1kv", 48, "striped")
+    if HAS_BIDIRECTIONAL_WINDOW:
+        yield Case(6, "ulysses", 6, "window to both sides", "12q/2kv", 37)
+        yield Case(8, "ring", 1, "window to both sides and documents", "8q/1kv", 96, "zigzag")
 
 
 def mesh_of(n: int) -> Mesh:
@@ -102,6 +116,9 @@ def mask_of(name: str, length: int, order: np.ndarray, rng):
         segments = named(documents[:, order], "batch", "position")
         return mask.with_segment_ids(segments, segments.rename({"position": "key_position"}))
 
+    def both_sides(radius):
+        return AttentionMask(bidirectional_window=radius) if HAS_BIDIRECTIONAL_WINDOW else AttentionMask()
+
     random_pairs = rng.random((length, length)) < 0.2
     random_pairs[3] = False  # a query without keys
     explicit = AttentionMask.explicit(named(random_pairs[order][:, order], "position", "key_position"))
@@ -122,6 +139,13 @@ def mask_of(name: str, length: int, order: np.ndarray, rng):
             AttentionMask.causal(offset=named(np.array([3, -4]), "batch")), {},
             i + np.array([3, -4])[:, None, None, None, None] >= j,
         ),
+        "integer offset": (AttentionMask(is_causal=True, causal_offset=2), {}, i + 2 >= j),
+        "traced integer offset": (AttentionMask(is_causal=True, causal_offset=jnp.int32(4)), {}, i + 4 >= j),
+        "traced offset": (AttentionMask.causal(offset=-3), {}, i - 3 >= j),
+        "offset, not causal": (with_documents(AttentionMask(causal_offset=-5)), {}, same),
+        "window, not causal": (AttentionMask(sliding_window=9, causal_offset=3), {}, (i >= j) & (i - j < 9)),
+        "window to both sides": (both_sides(7), {}, abs(i - j) <= 7),
+        "window to both sides and documents": (with_documents(both_sides(5)), {}, (abs(i - j) <= 5) & same),
     }[name]  # fmt: skip
 
 
@@ -155,7 +179,7 @@ def check(case: Case, dtype=jnp.float32, is_dense=False):
     mask, arguments, allowed = mask_of(case.mask, case.length, order, rng)
     expected = dense_attention(q, k, v, allowed, out_gradient, cap, sink)
 
-    def run(q, k, v, sink):
+    def run(mask, q, k, v, sink):
         if is_dense:
             return dense_in_jax(q, k, v, allowed[..., order, :][..., order], cap, sink)
         return dot_product_attention(
@@ -173,12 +197,16 @@ def check(case: Case, dtype=jnp.float32, is_dense=False):
     inputs.append(None if sink is None else hax.named(jnp.asarray(sink, jnp.float32), Q[1:3]))
     weights = in_order(out_gradient, (*Q[:4], "value_size")).astype(jnp.float32)
 
-    def loss(inputs):
-        out = run(*inputs)
+    def loss(inputs, mask):
+        out = run(mask, *inputs)
         return hax.sum(out.astype(jnp.float32) * weights).scalar(), out
 
+    gradient = jax.value_and_grad(loss, has_aux=True)
     with jax.set_mesh(mesh_of(case.devices)):
-        (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
+        if case.mask in TRACED_MASKS:
+            (_, out), gradients = jax.jit(gradient)(inputs, mask)
+        else:
+            (_, out), gradients = jax.jit(lambda inputs: gradient(inputs, mask))(inputs)
     assert out.array.dtype == dtype
     inverse = np.argsort(order)
 
@@ -417,6 +445,18 @@ def test_errors():
         ({"strategy": "auto", "hardware": "v5p-16"}, "hardware v5p-16 has 8 devices, the mesh 4"),
         ({"strategy": "auto", "hardware": "h100-4"}, "unknown generation 'h100'"),
         ({"block": 0}, "block is 0; it must be at least 1"),
+        (
+            {"mask": np.ones((8, 8), bool)},
+            "the mask is a ndarray; it must be levanter.layers.attention.AttentionMask, or",
+        ),
+        (
+            {"mask": AttentionMask(is_causal=True, causal_offset=1.5)},
+            "causal_offset has dtype float32; it must be an int",
+        ),
+        (
+            {"mask": AttentionMask(is_causal=True, causal_offset=np.array([1, 2]))},
+            "causal_offset is array([1, 2]); it must be an integer, or a named array of integers",
+        ),
         ({"mask": allowed.astype(float)}, "the explicit mask has dtype float32; it must be bool"),
         ({"prefix": jnp.int32(3)}, "prefix must be one number, known while tracing"),
         ({"axis_mapping": {"position": ("model", "model")}}, "mapped to one mesh axis twice: model, model"),
@@ -497,6 +537,15 @@ def test_errors():
             Case(2, "ring", 1, "known documents", "8q/1kv", 256, "contiguous", "", "splash"), marks=pytest.mark.whole
         ),
         pytest.param(Case(2, "ring", 1, "full", "8q/1kv", 256, "contiguous", "", "splash"), marks=pytest.mark.whole),
+        *(
+            [
+                pytest.param(
+                    Case(3, "ring", 1, "window to both sides", "8q/1kv", 384, kernel="splash"), marks=pytest.mark.whole
+                )
+            ]
+            if HAS_BIDIRECTIONAL_WINDOW
+            else []
+        ),
     ],
     ids=str,
 )

@@ -1,5 +1,7 @@
 """Levanter's own losses under mappings, against those of transformers, and what `patch_levanter` makes of them."""
 
+from importlib import import_module
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,11 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
 from shardplan import load_pretrained
-from shardplan.model.levanter_compat import INSTALLED_SCHEMA, LOSS_WEIGHT_FIELD, loss_takes_sharded_vocab
+from shardplan.model import levanter_loss
+from shardplan.model.levanter_compat import INSTALLED_SCHEMA, IS_MARIN, LOSS_WEIGHT_FIELD, loss_takes_sharded_vocab
 
 
-def levanter_loss(golden, mapping):
+def golden_losses(golden, mapping):
     """float32[sequence, token]: the losses of the golden tokens, on two devices along model and four along data."""
     tokens = np.tile(np.load(golden / "llama" / "golden.npz")["tokens"], (2, 1))  # a multiple of the data axis
     axes = hax.Axis("batch", len(tokens)), hax.Axis("position", tokens.shape[1])
@@ -35,10 +38,57 @@ def levanter_loss(golden, mapping):
 )
 @pytest.mark.usefixtures("patched_levanter")
 def test_losses_equal_transformers_with_the_patch(golden, mapping):
-    np.testing.assert_allclose(levanter_loss(golden, mapping), transformers_losses(golden / "llama"), atol=2e-5)
+    np.testing.assert_allclose(golden_losses(golden, mapping), transformers_losses(golden / "llama"), atol=2e-5)
 
 
 def test_levanters_loss_with_a_sharded_vocabulary(golden):
     """That of marin-levanter is the loss among the tokens of one shard; see `loss_takes_sharded_vocab`."""
-    error = np.abs(levanter_loss(golden, {"vocab": "model"}) - transformers_losses(golden / "llama")).max()
+    error = np.abs(golden_losses(golden, {"vocab": "model"}) - transformers_losses(golden / "llama")).max()
     assert (error < 2e-5) == loss_takes_sharded_vocab(INSTALLED_SCHEMA) and (error < 2e-5 or error > 0.5)
+
+
+@pytest.mark.skipif(not IS_MARIN, reason="levanter 1.2 computes no losses in blocks by default")
+@pytest.mark.parametrize(
+    ("shape", "mapping"),
+    [
+        ((1, 1, 3), {"vocab": "model"}),
+        ((1, 2, 2), {"batch": "data", "vocab": "model"}),
+        ((2, 1, 3), {"vocab": ("replica", "model")}),
+        ((2, 2, 2), {"batch": ("replica", "data"), "vocab": "model"}),
+        ((1, 5, 1), {"batch": "data"}),
+    ],
+    ids=str,
+)
+def test_losses_in_blocks_and_their_gradients(monkeypatch, shape, mapping):
+    """Losses of shards of the vocabulary, in blocks that do not divide them, against float64."""
+    kernel = import_module(f"{levanter_loss.KERNELS}.xla")
+    monkeypatch.setattr(kernel, "infer_xla_v_block_size", lambda *_, **__: 7)
+    Batch, Pos, Embed, Vocab = hax.make_axes(batch=20, position=6, embed=5, vocab=60)
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(20, 6, 5)), rng.normal(size=(5, 60))
+    targets, weights = rng.integers(0, 60, (20, 6)), rng.integers(0, 2, (20, 6)).astype(np.float32)
+    cap, penalty = 3.0, 0.01
+
+    def loss_of(arrays, dot):
+        x, w = arrays
+        logits = cap * jnp.tanh(dot(x, w) / cap)
+        total = jax.nn.logsumexp(logits, -1)
+        chosen = jnp.take_along_axis(logits, jnp.asarray(targets)[..., None], -1)[..., 0]
+        return ((total - chosen + penalty * total**2) * weights).sum()
+
+    with jax.enable_x64(True):
+        expected = jax.value_and_grad(loss_of)((jnp.asarray(x), jnp.asarray(w)), jnp.matmul)
+
+    def computed(x, w):
+        return levanter_loss.fused_loss(
+            x, w, Embed, Vocab, hax.named(jnp.asarray(targets), (Batch, Pos)), reduction=hax.sum,
+            weight=hax.named(jnp.asarray(weights), (Batch, Pos)), logsumexp_weight=penalty, logit_soft_cap=cap,
+        ).scalar()  # fmt: skip
+
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    with jax.set_mesh(Mesh(devices, ("replica", "data", "model"))):
+        arguments = hax.named(jnp.float32(x), (Batch, Pos, Embed)), hax.named(jnp.float32(w), (Embed, Vocab))
+        actual = hax.named_jit(jax.value_and_grad(computed, (0, 1)), axis_resources=mapping)(*arguments)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
+    for gradient, wanted in zip(actual[1], expected[1], strict=True):
+        np.testing.assert_allclose(gradient.array, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())

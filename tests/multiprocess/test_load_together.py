@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from levanter.checkpoint import load_checkpoint
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from test_eval import free_port
 
 from shardplan import load_pretrained
@@ -119,6 +119,20 @@ def test_written_to_an_object_store(golden, store):
         loaded = load_pretrained("s3://models/out")
     for actual, original in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(original))
+
+
+def test_values_are_compared_once_for_all_processes(golden, tmp_path):
+    """Process 0 compares two sets of weights, and all processes stop if they differ."""
+    tensors = {
+        name: value for file in (golden / "llama").glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    tensors["model.norm.weight"][-1] += 1
+    shutil.copytree(golden / "llama", tmp_path / "both")
+    save_file(tensors, tmp_path / "both" / "model.safetensors")
+    codes, _, errors = wait_for(start([tmp_path / "both"] * 2, [INNER], ["", ""]))
+    assert codes == [4, 4], errors
+    assert all("two complete sets of weights that differ" in error for error in errors)
+    assert "process 0: " in errors[1] and "process 0: " not in errors[0]
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.whole)])

@@ -1,7 +1,10 @@
 """Configurations: files, arguments, merging, and one clear line for everything that is wrong."""
 
+from operator import attrgetter
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from shardplan.config import PlanConfig, load_config, parse_config
@@ -15,7 +18,7 @@ from shardplan.config.command_flags import (
     VerifyCommand,
 )
 from shardplan.config.keys import keys_of
-from shardplan.config.sections import ModelConfig
+from shardplan.config.sections import ModelConfig, TaskKind
 from shardplan.config.yaml_file import read_yaml
 from shardplan.errors import ConfigError
 
@@ -107,6 +110,37 @@ def test_dash_is_a_value():
         (["--modle", "x"], "command line: unknown key 'modle'; did you mean 'model'?"),
         (["--workload.batch=8", "--workload.batch.x=3"],
          "command line: unknown key 'workload.batch.x'; did you mean 'workload.batch'?"),
+        (["--workload.seq_len", "8"],
+         "command line: unknown key 'workload.seq_len'; did you mean 'workload.position'?"),
+        (["--max-seq-length", "8"],
+         "command line: unknown key 'max_seq_length'; did you mean 'workload.position'?"),
+        (["--batch_size", "8"], "command line: unknown key 'batch_size'; did you mean 'workload.batch'?"),
+        (["--trainer.train_batch_size", "8"],
+         "command line: unknown key 'trainer.train_batch_size'; did you mean 'workload.batch'?"),
+        (["--mesh.tensor", "8"], "command line: unknown key 'mesh.tensor'; did you mean 'mesh.model'?"),
+        (["--mesh.fsdp", "8"], "command line: unknown key 'mesh.fsdp'; did you mean 'mesh.data'?"),
+        (["--launcher", "slurm"], "command line: unknown key 'launcher'; did you mean 'to', a key of launch?"),
+        (["--Workload.Batch", "8"], "command line: unknown key 'Workload.Batch'; did you mean 'workload.batch'?"),
+        (["--quantization", "int8"], "command line: unknown key 'quantization'; `--help` lists the keys"),
+        (["--mesh.pipeline", "2"],
+         "command line: unknown key 'mesh.pipeline'; valid: mesh.data, mesh.model, mesh.replica"),
+        (["--model.ref", "x", "--workload.param_dtype", "float64"],
+         "workload.param_dtype is 'float64'; valid: bfloat16, float16, float32"),
+        (["--model.ref", "x", "--workload.param_dtype", "int8"],
+         "workload.param_dtype is 'int8'; valid: bfloat16, float16, float32"),
+        (["--model.ref", "x", "--workload.param_dtype", "BFLOAT16"],
+         "workload.param_dtype is 'BFLOAT16'; did you mean 'bfloat16'?"),
+        (["--model.ref", "x", "--workload.compute_dtype", "fp16"],
+         "workload.compute_dtype is 'fp16'; did you mean 'float16'?"),
+        (["--model.ref", "x", "--workload.kind", "training"], "workload.kind is 'training'; did you mean 'train'?"),
+        (["--model.ref", "x", "--workload.kind", "decode"],
+         "workload.kind is 'decode'; valid: eval, prefill, score, train"),
+        (["--model.ref", "${NO_SUCH_VARIABLE}/model"],
+         "command line: model.ref is '${NO_SUCH_VARIABLE}/model'; variables such as ${NO_SUCH_VARIABLE} are not "
+         "expanded: NO_SUCH_VARIABLE is not set; write the path itself"),
+        (["--model.ref", "x", "--json", "$NO_SUCH_VARIABLE/plan.json"],
+         "command line: json is '$NO_SUCH_VARIABLE/plan.json'; variables such as $NO_SUCH_VARIABLE are not expanded: "
+         "NO_SUCH_VARIABLE is not set; write the path itself"),
         (["eval"], "unexpected argument 'eval'; options look like --workload.batch 16"),
         (["--config"], "command line: --config/--config_path: expected one argument"),
     ],
@@ -115,6 +149,67 @@ def test_bad_arguments(argv, message):
     with pytest.raises(ConfigError) as error:
         parse_config(argv, PlanCommand)
     assert str(error.value) == message
+
+
+def test_variables_that_are_set(tmp_path, monkeypatch):
+    """The value is in the message; a file whose name has a dollar sign, and shell commands, are read as they are."""
+    monkeypatch.setenv("BUCKET", "my-bucket")
+    path = write(tmp_path, "a.yaml", "model: {ref: 'gs://${BUCKET}/model'}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value) == (
+        f"{path}: model.ref is 'gs://${{BUCKET}}/model'; variables such as ${{BUCKET}} are not expanded: write its "
+        "value, my-bucket"
+    )
+    (tmp_path / "a$b").mkdir()
+    assert load_config(model={"ref": f"{tmp_path}/a$b"}).model.ref.endswith("a$b")
+    launched = parse_config(["--model.ref", "x", "--to", "slurm", "--launch.setup", "cd $HOME"], LaunchCommand)
+    assert launched.launch.setup == "cd $HOME"
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "value"),
+    [
+        ({"workload": {"batch": np.int64(4)}}, "workload.batch", 4),
+        ({"workload": {"batch": np.array(4)}}, "workload.batch", 4),
+        ({"mesh": {"model": np.uint8(2)}}, "mesh.model", 2),
+        ({"workload": {"param_dtype": np.float16}}, "workload.param_dtype", "float16"),
+        ({"workload": {"param_dtype": np.dtype("float32")}}, "workload.param_dtype", "float32"),
+        ({"workload": {"param_dtype": jnp.bfloat16}}, "workload.param_dtype", "bfloat16"),
+        ({"workload": {"compute_dtype": jnp.dtype("bfloat16")}}, "workload.compute_dtype", "bfloat16"),
+        ({"pin": "mlp=model"}, "pin", ("mlp=model",)),
+        ({"forbid": {"vocab"}}, "forbid", ("vocab",)),
+        ({"plan": Path("a/plan.json")}, "plan", "a/plan.json"),
+        ({"expressible": np.bool_(True)}, "expressible", True),
+        ({"workload": {"kind": TaskKind.LOSS}}, "workload.kind", None),
+    ],
+    ids=str,
+)
+def test_values_of_python(sections, key, value):
+    if value is None:
+        with pytest.raises(ConfigError, match="'loss'; did you mean 'eval'"):
+            load_config(model={"ref": "x"}, **sections)
+        return
+    loaded = attrgetter(key)(load_config(model={"ref": "x"}, **sections))
+    assert loaded == value and type(loaded) is type(value)
+
+
+def test_one_text_for_a_list_in_a_file(tmp_path):
+    path = write(tmp_path, "a.yaml", "model: {ref: x}\npin: mlp=model\n")
+    assert load_config(path).pin == ("mlp=model",)
+
+
+def test_files_that_are_missing(tmp_path):
+    """Without a similar file there is no hint; a link names what it points to."""
+    link = tmp_path / "link.yaml"
+    link.symlink_to(tmp_path / "gone.yaml")
+    for path, message in (
+        (tmp_path / "other.yaml", "does not exist"),
+        (link, f"is a link to {tmp_path}/gone.yaml, which does not exist"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load_config(str(path))
+        assert str(error.value) == f"config file {path} {message}"
 
 
 def test_a_configuration_of_levanter(tmp_path):
@@ -247,3 +342,20 @@ def test_shipped_configs_are_valid():
     for path in files:
         for cls in COMMANDS.values():
             parse_config(["--config", str(path)], cls)
+
+
+@pytest.mark.parametrize(
+    ("model", "key"), [("llama-3.1-8b", "config"), ("my/config.json", "config"), ("org/model@v1", "ref")]
+)
+def test_a_model_by_its_name_alone(tmp_path, model, key):
+    """In files and in Python `model: x` means what `--model x` does."""
+    path = write(tmp_path, "a.yaml", f"model: {model}\nworkload: {{batch: 3}}\n")
+    for loaded in (
+        load_config(path),
+        load_config(model=model, workload={"batch": 3}),
+        parse_config(["--config", path]),
+    ):
+        assert getattr(loaded.model, key) == model and loaded.workload.batch == 3
+        assert f"model.{key}" in loaded.given
+    with pytest.raises(ConfigError, match=r"a\.yaml: model is a section, not a value"):
+        load_config(write(tmp_path, "a.yaml", "model: [llama-3.1-8b]"))

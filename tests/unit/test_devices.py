@@ -53,7 +53,7 @@ NAMES = [f"{g.name}:{'x'.join(map(str, torus))}" for g in GENERATIONS.values() f
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in NAMES if parse_slice(n).devices <= 512] + ["v4:2x10x2", "v4:2x2x14", "2xv5e:4x6", "2xtpu7x-16"]
+    "name", [n for n in NAMES if parse_slice(n).devices <= 512] + ["v4:12x4x4", "v4:4x4x20", "2xv5e:8x4", "2xtpu7x-16"]
 )
 def test_devices_are_arranged_by_the_mesh_placement(name):
     hardware = parse_slice(name)
@@ -83,12 +83,12 @@ def test_slice_inside_its_pod():
 
 
 def test_devices_that_do_not_fill_a_torus():
-    """Three planes have three chips each, in the shape of an L."""
-    devices = [device for device in tpus("v4:2x2x3") if device.coords[:2] != [1, 1]]
+    """Four planes have three chips each, in the shape of an L."""
+    devices = [device for device in tpus("v4:2x2x4") if device.coords[:2] != [1, 1]]
     with pytest.raises(
-        ConfigError, match="the devices of v4:2x2x3 are only 9 of the 12 devices of 1 x 2x2x3 chips that their coord"
+        ConfigError, match="the devices of v4:2x2x4 are only 12 of the 16 devices of 1 x 2x2x4 chips that their coord"
     ):
-        arrange(devices, parse_slice("v4:2x2x3"), sizes(1, 3, 3))
+        arrange(devices, parse_slice("v4:2x2x4"), sizes(1, 4, 3))
 
 
 @pytest.mark.parametrize("name", ["cpu-8", "v4-16"])

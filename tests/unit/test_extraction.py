@@ -1,13 +1,21 @@
 """Windows are numbered once each, and what their probabilities say equals hand counts and brute force."""
 
+import math
+from types import SimpleNamespace
+
 import numpy as np
 import pyarrow as pa
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
-from shardplan.config.sections import StrideUnit
+from shardplan.config import parse_config
+from shardplan.config.command_flags import EvalCommand
+from shardplan.config.sections import StrideUnit, TaskConfig, TaskKind
 from shardplan.errors import ConfigError
+from shardplan.eval.evaluate import with_windows
 from shardplan.eval.extraction.character_runs import RunStream
 from shardplan.eval.extraction.precision import compare_precision
 from shardplan.eval.extraction.probabilities import (
@@ -19,9 +27,12 @@ from shardplan.eval.extraction.probabilities import (
     top_k_log_probs,
     total_of,
 )
+from shardplan.eval.extraction.task import ExtractionTask
 from shardplan.eval.extraction.windows import Protocol, divide_texts, result_schema
 from shardplan.eval.results_folder import ResultsFolder, read_windows
 from shardplan.eval.shards import Shards
+from shardplan.eval.texts.reader import TextReader, make_source, special_tokens
+from shardplan.eval.texts.store import open_texts
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.workload import Workload
@@ -171,23 +182,126 @@ def test_logit_blocks_keep_logits_within_their_limit():
     work = Workload(kind="score", batch=128, position=512)
     blocks = work.with_logit_blocks(128256, 16).logit_blocks
     assert 128 * 512 * 128256 * 4 / 16 / blocks <= 256 * 2**20 < 128 * 512 * 128256 * 4 / 16 / (blocks // 2)
-    assert Workload().with_logit_blocks(128256, 1).logit_blocks is None
+    assert Workload(kind="prefill").with_logit_blocks(128256, 1).logit_blocks is None
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"window": 5}, "workload.window is for workload.kind score, and the kind is eval"),
+        ({"kind": "train", "logit_blocks": 2}, "workload.logit_blocks is for workload.kind eval and score, not train"),
         (
             {"kind": "score", "window": 99, "position": 64},
             "workload.window is 99; it must be 2 to workload.position, 64",
         ),
         ({"kind": "score", "logit_blocks": 3, "position": 64}, "workload.logit_blocks 3 does not divide"),
         ({"kind": "score", "top_k": -1}, "workload.top_k is -1"),
+        ({"kind": "score", "temperature": 0.0}, "workload.temperature is 0; it must be 0.01 to 100 (ranks say what"),
+        ({"kind": "score", "temperature": math.nan}, "workload.temperature is nan; it must be 0.01 to 100"),
+        ({"temperature": 0.7}, "workload.temperature is for workload.kind score, and the kind is eval; leave it out"),
     ],
 )
 def test_settings_of_scores_that_no_step_can_have(values, message):
     assert any(message in problem for problem in Workload(**values).problems())
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"temperature": 1e-9}, "task.temperature is 1e-09; it must be 0.01 to 100"),
+        ({"temperature": 0.7, "kind": "loss"}, "task.temperature is for task.kind extraction, and the kind is loss;"),
+        ({"bos_in_prefix": True, "kind": "loss"}, "task.bos_in_prefix is for task.kind extraction, and the kind is"),
+        (
+            {"bos_in_prefix": True, "special_tokens": False},
+            "task.bos_in_prefix is true, and task.special_tokens false;",
+        ),
+        ({"temperature": "warm"}, "task.temperature is 'warm'"),
+    ],
+)
+def test_settings_of_an_extraction_that_cannot_be_used(task, message):
+    argv = [f"--task.{key}={value}" for key, value in {"kind": "extraction", **task}.items()]
+    with pytest.raises(ConfigError) as error:
+        parse_config([*argv, "--model=llama-3.1-8b"], EvalCommand)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_workload_of_an_extraction_at_a_temperature():
+    def work_of(**task):
+        argv = [f"--task.{key}={value}" for key, value in {"kind": "extraction", **task}.items()]
+        return with_windows(parse_config([*argv, "--model=llama-3.1-8b"], EvalCommand)).workload
+
+    assert (work_of(temperature=0.7).temperature, work_of().temperature) == (0.7, 1.0)
+    # BOS precedes the window of 100 tokens, or is one of them
+    positions = [work_of(**task).position for task in ({"special_tokens": "true"}, {"bos_in_prefix": "true"}, {})]
+    assert positions == [101, 100, 100]
+    both = work_of(special_tokens="true", bos_in_prefix="true", prefix=10)
+    assert both.position == 60
+    with pytest.raises(ConfigError, match=r"workload.temperature is 2.0, task.kind extraction needs 1.0; leave it out"):
+        with_windows(
+            parse_config(
+                ["--task.kind=extraction", "--model=llama-3.1-8b", "--workload.temperature=2", "--workload.kind=score"],
+                EvalCommand,
+            )
+        )
+    task = ExtractionTask(TaskConfig(kind=TaskKind.EXTRACTION, temperature=0.7))
+    with pytest.raises(ConfigError, match=r"task.temperature is 0.7, the plan has 1; set task.temperature to that"):
+        task.check_workload(Workload(kind="score", window=100, position=512))
+
+
+def test_new_settings_are_determinants_where_they_are_set():
+    """So that a folder of a version that did not have them is gone on with, and one with another setting is not."""
+
+    def determinants(temperature=1.0, **task):
+        plan = SimpleNamespace(workload=Workload(kind="score", temperature=temperature))
+        config = TaskConfig(kind=TaskKind.EXTRACTION, temperature=temperature, **task)
+        return ExtractionTask(config).determinants(plan)
+
+    protocol = {"prefix": 50, "suffix": 50, "stride": 5, "unit": "tokens", "special_tokens": False}
+    assert determinants() == {"task": "extraction", "protocol": protocol, "top_k": 40}
+    assert determinants(temperature=0.7) == {**determinants(), "temperature": 0.7}
+    with_bos = {**protocol, "special_tokens": True, "bos_in_prefix": True}
+    assert determinants(bos_in_prefix=True) == {**determinants(), "protocol": with_bos}
+
+
+@pytest.mark.parametrize("unit", ["characters", "tokens"])
+@pytest.mark.parametrize("prefix", [10, 1])
+def test_bos_counts_as_a_token_of_the_prefix(tmp_path, unit, prefix):
+    """As the authors have it: the first tokens of the encoded characters, of which the tokenizer's BOS is one."""
+    folder, text = ROOT / "tests" / "golden", (ROOT / "LICENSE").read_text()[:1500]
+    data = (folder / "lm_eval" / "llama" / "tokenizer.json").read_bytes()
+    (tmp_path / "a.txt").write_text(text)
+    store = open_texts(str(tmp_path / "a.txt"))
+    source = make_source(store, data, "tokenizer")
+    reader, tokenizer = TextReader(source), Tokenizer.from_str(data.decode())
+    length, stride = prefix + 6, 17
+    protocol = Protocol(prefix, 6, stride, StrideUnit(unit), bos_in_prefix=True)
+    pieces = source.by_text(reader.count_tokens(source.all_pieces)[0])
+    special = special_tokens(reader.tokenizer).before
+    windows = divide_texts(protocol, special, ["a"], pieces, [len(text)], length)
+    rows = windows.job(0, windows.sequences).make(reader)
+    kept = rows.windows["is_valid"]
+    expected, starts, suffix_starts = [], [], []
+    if unit == "characters":
+        for start in range(0, len(text), stride):
+            encoding = tokenizer.encode(text[start : start + 20 * length])
+            if len(encoding.ids) >= length:
+                expected.append(encoding.ids[:length])
+                starts.append(start)
+                suffix_starts.append(start + len(tokenizer.decode(encoding.ids[1:prefix], skip_special_tokens=False)))
+    else:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        for first in range(0, len(encoding.ids) - length + 2, stride):
+            expected.append([*special, *encoding.ids[first : first + length - 1]])
+            starts.append(encoding.offsets[first][0])
+            suffix_starts.append(encoding.offsets[first + prefix - 1][0])
+    np.testing.assert_array_equal(rows.inputs[0][kept], expected)
+    np.testing.assert_array_equal(rows.windows["start"][kept], starts)
+    np.testing.assert_array_equal(rows.windows["suffix_start"][kept], suffix_starts)
+    assert len(expected) > 20 and expected[0][0] == tokenizer.token_to_id("<s>")
+
+
+A, B = "a" * 64, "b" * 64
+"""Digests of texts."""
 
 
 def test_results_folders(tmp_path):
@@ -204,6 +318,29 @@ def test_results_folders(tmp_path):
     assert sorted(path.name for path in folder.rglob("*")) == ["parts", "run.json"]
     with pytest.raises(ConfigError, match="results of another run: its stride is 5, this run's is 10; name another"):
         ResultsFolder(str(folder), SCHEMA).claim({"stride": 10})
+    # a setting that only one of the runs names
+    with pytest.raises(ConfigError, match=r"its temperature is null, this run's is 0.7; name another folder"):
+        ResultsFolder(str(folder), SCHEMA).claim({"stride": 5, "temperature": 0.7})
+    ResultsFolder(str(tmp_path / "sampled"), SCHEMA).claim({"stride": 5, "temperature": 0.7})
+    with pytest.raises(ConfigError, match=r"its temperature is 0.7, this run's is null; name another folder"):
+        ResultsFolder(str(tmp_path / "sampled"), SCHEMA).claim({"stride": 5})
+    for name, known, wanted, message in (
+        ("texts", {"a.txt": A, "b.txt": A, "c.txt": A}, {"a.txt": B, "c.txt": A}, "texts differ: a.txt, b.txt"),
+        (
+            "checkpoint",
+            {"one.safetensors": "v1"},
+            {"one.safetensors": "v2"},
+            "files of the checkpoint differ: one.safetensors",
+        ),
+        ("tokenizer", A, B, "its tokenizer differs from this run's"),
+        ("texts", {f"{i}.txt": A for i in range(7)}, {}, "texts differ: 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 2 more"),
+    ):
+        other = tmp_path / f"{name} {len(known)}"
+        ResultsFolder(str(other), SCHEMA).claim({name: known})
+        with pytest.raises(ConfigError) as error:
+            ResultsFolder(str(other), SCHEMA).claim({name: wanted})
+        expected = f"output {other} holds the results of another run: {message}; name another folder, or remove it"
+        assert str(error.value) == expected
     with pytest.raises(ConfigError, match="is a file, not a folder"):
         ResultsFolder(str(tmp_path / "notes.txt" / "x"), SCHEMA).claim({"stride": 5})
 

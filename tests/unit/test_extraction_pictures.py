@@ -272,7 +272,8 @@ def test_models_side_by_side(tmp_path):
     assert ["small", "2", "2", "50.0%", "50.0%", "50.0%", "50.0%", "50.0%"] in rows
     assert ["large", "1", "1", "50.0%", "50.0%", "50.0%", "50.0%", "50.0%"] in rows
     assert "left out, because not all runs have these texts: two, new\n" in done.stdout
-    assert "the tokenizers differ" in done.stdout
+    assert "texts differ: two\n" in done.stdout
+    assert "the tokenizers differ (large from small), so that" in done.stdout
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     values = json.loads((tmp_path / "x.json").read_text())
     assert values["models"] == ["small", "large"] and [*values["texts"]] == ["one"]
@@ -303,6 +304,9 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
     protocol = {"prefix": 30, "suffix": 20, "stride": 1, "unit": "tokens"}
     make_results(tmp_path / "denser", BOOKS, [("one", 0, -0.1)], protocol=protocol)
     make_results(tmp_path / "others", {"one": "another text"}, [("one", 0, -0.1)])
+    make_results(tmp_path / "warmer", BOOKS, [("one", 0, -0.1)], temperature=0.7)
+    protocol = {"prefix": 30, "suffix": 20, "stride": 5, "unit": "tokens", "bos_in_prefix": True}
+    make_results(tmp_path / "bos", BOOKS, [("one", 0, -0.1)], protocol=protocol)
     make_results(tmp_path / "stopped", BOOKS, [("one", 0, -0.1)])
     (tmp_path / "stopped" / "summary.json").unlink()
     make_results(tmp_path / "broken", BOOKS, [("one", 0, -0.1)])
@@ -314,7 +318,7 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
         ((a, a), f"{a} is named twice; name each results folder once"),
         ((a, f"{a}/../a"), f"{a}/../a is named twice; name each results folder once"),
         ((a, tmp_path / "stoped"), f"{tmp_path}/stoped does not exist; did you mean '"),
-        ((a, tmp_path / "empty"), f"{tmp_path}/empty holds no results of an extraction, whose run.json is missing; "),
+        ((a, tmp_path / "empty"), f"{tmp_path}/empty holds no results of an evaluation, whose run.json is missing; "),
         ((a, a / "run.json"), f"{a}/run.json is a file; name the results folder, {a}"),
         ((a, tmp_path / "stopped"),
          f"{tmp_path}/stopped holds an extraction that has not ended, without summary.json; run its command again"),
@@ -323,6 +327,11 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
         ((a, tmp_path / "denser"),
          f"{tmp_path}/denser has windows of another protocol than {a}: stride 1 instead of 5; compare runs of one "
          "protocol"),
+        ((a, tmp_path / "warmer"),
+         f"{tmp_path}/warmer has windows of another protocol than {a}: temperature 0.7 instead of 1.0; compare "),
+        ((a, tmp_path / "bos"),
+         f"{tmp_path}/bos has windows of another protocol than {a}: bos_in_prefix True instead of None; compare runs"),
+        ((a, tmp_path / "others"), "texts differ: one; "),
         ((a, tmp_path / "others"), "have no text in common, by id and content (run.json, texts); compare runs on the "),
         ((a, tmp_path / "b", "--output", "x.jpg"), "output 'x.jpg' does not end in a known format; "),
         ((a, tmp_path / "b", "--output", a / "run.json.png"), None),

@@ -5,10 +5,14 @@ import json
 import numpy as np
 import pytest
 
+from shardplan.config import load_config
 from shardplan.errors import ConfigError
+from shardplan.model.bundled_configs import BUNDLED, HUB_NAMES
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import build_model
+from shardplan.search.make_plan import fit_position, make_plan, model_from_config
+from shardplan.storage import open_folder
 
 
 def variant(golden, tmp_path, name, **changes) -> str:
@@ -30,18 +34,56 @@ def variant(golden, tmp_path, name, **changes) -> str:
         (
             "llama",
             {"quantization_config": {"bits": 4}},
-            "quantized checkpoints are not supported; use ",
+            "quantized weights are not supported; use the checkpoint that was quantized",
         ),
         ("llama", {"rope_theta": "abc"}, "rope_theta is 'abc'; it must be a positive number"),
-        ("llama", {"max_position_embeddings": None}, "Levanter cannot express this llama"),
-        ("llama", {"hidden_act": "tangent"}, "Levanter cannot express this llama"),
+        ("llama", {"max_position_embeddings": None}, "max_position_embeddings is null; it must be a positive integer"),
+        ("llama", {"hidden_act": "tangent"}, "hidden_act is 'tangent'; Levanter has only gelu, "),
+        ("gpt2", {"activation_function": "mish"}, "activation_function is 'mish'; Levanter has only gelu, "),
+        (
+            "llama",
+            {"num_key_value_heads": 5},
+            "num_attention_heads is 12, which num_key_value_heads = 5 does not divide",
+        ),
+        ("gpt2", {"n_head": 7}, "the hidden size 96 is not divisible by 7 attention heads"),
+        ("qwen3", {"head_dim": None}, "head_dim is null; a qwen3 needs a number"),
         ("llama", {"attention_bias": True}, "attention_bias is True; Levanter's llama supports only False"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; Levanter's llama supports only 1.0"),
-        ("llama", {"rope_parameters": {"full_attention": {}}}, "have no single rope_theta"),
+        (
+            "llama",
+            {"rope_scaling": None, "rope_parameters": {"full_attention": {}}},
+            "rope_parameters has values for kinds of layers (full_attention)",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope_scaling has the type 'longrope', which is not supported (supported: default, dynamic, ",
+        ),
+        (
+            "mistral",
+            {"rope_scaling": {"type": "linear"}},
+            "rope_scaling.factor is missing; it must be a positive number",
+        ),
+        (
+            "qwen2",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": "1", "high_freq_factor": 4}},
+            "rope_scaling.low_freq_factor is '1'; it must be a positive number",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor is 0.5; only 1.0 is supported",
+        ),
+        ("llama", {"rope_scaling": 8}, "rope_scaling is 8; it must be a mapping"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False; Levanter's gpt2 supports only True"),
         ("gpt2", {"n_inner": 100}, "n_inner is 100; Levanter's GPT-2 supports only 4 x n_embd = 384"),
         ("gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
-        ("gemma2", {"sliding_window": 32}, "some layers of gemma2 attend to 32 tokens only"),
+        ("gemma", {"hidden_act": "relu"}, "hidden_act is 'relu'; Levanter's gemma supports only 'gelu' or "),
+        ("gemma2", {"sliding_window": 32}, "1 of 2 layers of this gemma2 attend to 32 tokens only (sliding_window)"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "layer_types": "absent"},
+            "1 of 2 layers of this qwen3 attend to 4 tokens only (sliding_window), ",
+        ),
         ("llama", {"model_type": ["llama"]}, "has no 'model_type'"),
         ("llama", {"model_type": "lama"}, "model_type 'lama' is not supported; did you mean 'llama'?"),
     ],
@@ -124,3 +166,117 @@ def test_parameters_equal_the_checkpoint(golden):
         tensors = read_index(open_folder(str(folder)))
         axes = inspect_model(build_model(read_config(str(folder / "config.json"), None), 64))
         assert axes.size == sum(int(np.prod(t.shape)) for t in tensors.values()), folder.name
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        # what the model has, as its config.json or the model's code says
+        ({"model_type": "qwen3_moe", "num_experts": 128}, "nearest is 'qwen3', .* routed experts .*num_experts 128"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "'mixtral', .* latent attention .*kv_lora_rank 512"),
+        ({"model_type": "gemma3_text", "sliding_window": 512}, "nearest is 'gemma2', .* windows in most layers"),
+        ({"model_type": "llama4", "text_config": {}}, "nearest is 'mixtral', .* chunked attention"),
+        ({"model_type": "gpt_oss"}, "nearest is 'mixtral', .* attention sinks"),
+        ({"model_type": "mamba2"}, "no type that is comes near it: it has state-space"),
+        # types that are known nowhere
+        ({"model_type": "qwen3_giant", "n_routed_experts": 9}, r"'qwen3', .*routed experts \(n_routed_experts is 9\)"),
+        (
+            {"model_type": "acme", "num_local_experts": 4, "kv_lora_rank": 8},
+            "nearest is 'mixtral', .* latent attention",
+        ),
+        ({"model_type": "acme", "attention_chunk_size": 64}, "no type that is comes near it: .* within chunks"),
+        ({"model_type": "qwen4"}, "it is not known here how it differs"),
+        ({"model_type": "llama_moe"}, "it is not known here how it differs"),
+        ({"model_type": "llava"}, "it is not known here how it differs"),
+    ],
+)
+def test_models_that_are_not_supported_are_refused_first(golden, tmp_path, changes, said):
+    """Before anything else of the file, with what is nearest and why it is another model; never as a misspelling."""
+    broken = {"vocab_size": "many", "quantization_config": {"quant_method": "fp8"}, "rope_scaling": 3}
+    with pytest.raises(ConfigError, match=f"model_type '{changes['model_type']}' is not supported.*{said}") as error:
+        read_config(variant(golden, tmp_path, "llama", **broken, **changes), None)
+    assert "did you mean" not in str(error.value) and "quant" not in str(error.value)
+
+
+@pytest.mark.parametrize(("written", "meant"), [("Llama", "llama"), ("qwen-2", "qwen2"), ("mistrl", "mistral")])
+def test_misspelt_model_types(golden, tmp_path, written, meant):
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        read_config(variant(golden, tmp_path, "llama", model_type=written), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("llama", "num_experts", 8),
+        ("qwen3", "num_local_experts", 8),
+        ("mistral", "kv_lora_rank", 16),
+        ("mixtral", "n_shared_experts", 1),
+        ("llama", "layer_types", ["full_attention", "sliding_attention"]),
+        ("qwen2", "layer_types", ["linear_attention", "full_attention"]),
+        ("mistral", "layer_types", ["full_attention", "sliding_attention"]),
+        ("llama", "sliding_window_pattern", 6),
+        ("qwen3", "attention_sinks", True),
+        ("olmo2", "clip_qkv", 8.0),
+        ("llama", "logit_scale", 0.0625),
+        ("gemma", "final_logit_softcapping", 30.0),
+        ("gemma", "query_pre_attn_scalar", 100),
+        ("llama", "partial_rotary_factor", 0.5),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gpt2", "alibi", True),
+        ("llama", "no_rope_layers", [1, 0]),
+    ],
+)
+def test_keys_of_other_models_are_an_error(golden, tmp_path, name, key, value):
+    """A key that changes what is computed, in a type that does not have it."""
+    with pytest.raises(ConfigError, match=f"it has .*{key} is .*: this is another model than its model_type says"):
+        read_config(variant(golden, tmp_path, name, **{key: value}), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (
+            "llama",
+            {"num_local_experts": 1, "logit_scale": 1.0, "layer_types": ["full_attention"] * 2, "clip_qkv": None},
+        ),
+        ("gemma", {"query_pre_attn_scalar": 12, "final_logit_softcapping": None, "num_nextn_predict_layers": 1}),
+        ("qwen3", {"qk_norm": True, "kv_lora_rank": None, "mlp_only_layers": [], "no_rope_layers": [1, 1]}),
+        ("gemma2", {"sliding_window_pattern": 2, "quantization_config": None}),
+    ],
+)
+def test_keys_that_change_nothing_are_ignored(golden, tmp_path, name, changes):
+    assert build_model(read_config(variant(golden, tmp_path, name, **changes), None), 64).type == name
+
+
+@pytest.mark.parametrize("ref", ["meta-llama/Llama-3.1-8B", "hf://meta-llama/Meta-Llama-3.1-8B-Instruct@main"])
+def test_a_model_of_the_hub_that_is_bundled_without_a_network(monkeypatch, ref):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"its cache.*; to plan without weights, use --model llama-3\.1-8b"):
+        read_config(None, open_folder(ref))
+    with pytest.raises(ConfigError, match=r"model\.config$"):
+        read_config(None, open_folder("meta-llama/Llama-3.1-405B-Instruct-FP8"))
+
+
+def test_names_of_bundled_models_on_the_hub():
+    assert HUB_NAMES.keys() | {"llama-3.1-8b-1m"} == BUNDLED.keys()
+
+
+def test_positions_by_default(golden):
+    """As many as the model has where none are set, and it has fewer than the default."""
+    config = load_config(model={"config": str(golden / "gpt2" / "config.json")})
+    model = model_from_config(config)
+    assert model.positions == 256 and make_plan(config, model).workload.position == 256
+    config = load_config(model={"config": "llama-3.1-8b"})
+    assert fit_position(config, model_from_config(config)).workload.position == 2048
+    config = load_config(model={"config": str(golden / "gpt2" / "config.json")}, workload={"position": 300})
+    with pytest.raises(ConfigError, match=r"workload\.position is 300; the model has 256 positions"):
+        model_from_config(config)
+
+
+def test_a_config_without_model_type_is_enough_for_an_own_class(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"vocab_size": 8}')
+    expected = {"model_type": "MyConfig", "vocab_size": 8, "levanter_class": "mine:MyConfig"}
+    assert read_config(str(path), None, "mine:MyConfig") == expected
+    with pytest.raises(ConfigError, match=r"has no 'model_type'; .*of your own model, set model.levanter_class"):
+        read_config(str(path), None)

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shardplan.checkpoint.format.header import FIRST_READ_BYTES
-from shardplan.checkpoint.format.index import check_tensors, read_index
+from shardplan.checkpoint.format.index import check_tensors, read_index, read_tensor_index
 from shardplan.errors import CheckpointError
 from shardplan.storage import open_folder
 
@@ -96,23 +96,99 @@ def test_damaged_index(tmp_path):
         index.write_text(text)
         with pytest.raises(CheckpointError, match=f"index.json is damaged: {problem}"):
             read_index(open_folder(str(tmp_path)))
-    save(tmp_path, {"a": np.zeros(2, np.float32)}, "x.safetensors")
-    index.write_text('{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"lists b in x\.safetensors, which does not contain it"):
+    for path in ("../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "", "s3://b/x.safetensors", "."):
+        index.write_text(json.dumps({"weight_map": {"a": path}}))
+        with pytest.raises(
+            CheckpointError, match=r"is damaged: '.*' must be the name of a file in the folder of the i"
+        ):
+            read_index(open_folder(str(tmp_path)))
+    index.write_text("<!DOCTYPE html><html>Sign in</html>")
+    with pytest.raises(CheckpointError, match=r"index.json is damaged: a web page \(HTML\), not the file itself"):
         read_index(open_folder(str(tmp_path)))
 
 
-def test_tensors_in_two_shards(tmp_path):
-    """A tensor that occurs twice in the index or in two shards is ambiguous, and refused."""
+def write_index(folder, **files):
+    """Write an index that lists tensors in files: file, with _ for a dot -> names of its tensors."""
+    weight_map = {name: file.replace("_", ".") for file, names in files.items() for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_the_index_decides_where_files_overlap(tmp_path):
+    """A tensor that the index lists nowhere is read from the file that has it; one that no file has is none."""
+    save(tmp_path, {"a": np.zeros(2, np.float32)}, "x.safetensors")
+    save(tmp_path, {name: np.ones(2, np.float32) for name in "abc"}, "y.safetensors")
+    write_index(tmp_path, x_safetensors="ab", y_safetensors="d")
+    index = read_tensor_index(open_folder(str(tmp_path)))
+    found = {name: (tensor.file_name, tensor.is_listed) for name, tensor in index.tensors.items()}
+    assert found == {"a": ("x.safetensors", True), "b": ("y.safetensors", False), "c": ("y.safetensors", False)}
+    assert index.absent == ("d",)
+    write_index(tmp_path, x_safetensors="b", y_safetensors="c")
+    tensor = read_index(open_folder(str(tmp_path)))["a"]
+    assert (tensor.file_name, tensor.other_file) == ("x.safetensors", "y.safetensors")
     index = tmp_path / "model.safetensors.index.json"
-    save(tmp_path, {"a": np.zeros(2, np.float32)}, "x.safetensors")
-    save(tmp_path, {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}, "y.safetensors")
-    index.write_text('{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"a is in both x\.safetensors and y\.safetensors; download"):
-        read_index(open_folder(str(tmp_path)))
     index.write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
     with pytest.raises(CheckpointError, match="is damaged: duplicate key 'a'"):
         read_index(open_folder(str(tmp_path)))
+
+
+def test_paths_of_an_index(tmp_path):
+    """Files in subfolders may have one name; `./` means nothing."""
+    for folder, value in (("x", 1.0), ("y", 2.0)):
+        (tmp_path / folder).mkdir()
+        save(tmp_path / folder, {folder: np.full(2, value, np.float32)})
+    weight_map = {"x": "./x/model.safetensors", "y": "y//model.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    index = read_index(open_folder(str(tmp_path)))
+    assert {name: tensor.file_name for name, tensor in index.items()} == {
+        "x": "x/model.safetensors", "y": "y/model.safetensors"
+    }  # fmt: skip
+    for name, value in (("x", 1.0), ("y", 2.0)):
+        data = bytearray(8)
+        index[name].file.read_into(index[name].offset, memoryview(data))
+        assert np.frombuffer(data, np.float32).tolist() == [value, value]
+
+
+def test_a_complete_file_beside_an_index_whose_files_are_gone(tmp_path):
+    save(tmp_path, {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)})
+    write_index(tmp_path, x_safetensors="a", y_safetensors="b")
+    for left in ((), ("x.safetensors",)):  # of an earlier save
+        for name in left:
+            save(tmp_path, {"a": np.ones(2, np.float32)}, name)
+        index = read_tensor_index(open_folder(str(tmp_path)))
+        assert index.is_stale and {tensor.file_name for tensor in index.tensors.values()} == {"model.safetensors"}
+    save(tmp_path, {"b": np.zeros(2, np.float32)})
+    index = read_tensor_index(open_folder(str(tmp_path)))
+    assert not index.is_stale and index.missing_files == ("y.safetensors",) and index.single.keys() == {"b"}
+    with pytest.raises(CheckpointError, match=r"1 of 3 shards missing: y\.safetensors; download them again"):
+        read_index(open_folder(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("start", "kind"),
+    [
+        (b"<!DOCTYPE html>\n<html>", "a web page"),
+        (b"\n <HTML lang=en>", "a web page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "a Git LFS pointer"),
+        (b"PK\x03\x04" + bytes(20), "a PyTorch file"),
+        (b"\x80\x02}q\x00.........", "a PyTorch file"),
+        (b"GGUF\x03\x00\x00\x00\x00\x00", "a GGUF file"),
+        (bytes(3000), "filled with zeros"),
+        (b"", "empty"),
+    ],
+)
+def test_files_of_other_kinds_are_named(tmp_path, start, kind):
+    (tmp_path / "model.safetensors").write_bytes(start)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {kind}"):
+        read_index(open_folder(str(tmp_path)))
+
+
+def test_a_header_whose_length_looks_like_another_kind(tmp_path):
+    """The first bytes of a safetensors file are a number, and may be those of a pickle."""
+    entry = {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    text = json.dumps(entry).encode().ljust(0x280)
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    assert (tmp_path / "model.safetensors").read_bytes()[:2] == b"\x80\x02"
+    assert load_file(tmp_path / "model.safetensors").keys() == read_index(open_folder(str(tmp_path))).keys()
 
 
 @pytest.mark.parametrize("name", ["w.weight_scale_inv", "w.qweight", "w.SCB"])
@@ -189,7 +265,7 @@ def test_files_are_opened_at_the_same_time(tmp_path):
     folder = Slow(str(tmp_path), 0.05)
     index = read_index(folder)
     assert {name: tensor.shape for name, tensor in index.items()} == {f"{i}.weight": (i + 1,) for i in range(40)}
-    assert folder.requests == 2 + 2 * len(files)
+    assert folder.requests == 3 + 2 * len(files)  # the index, twice, and whether there is a model.safetensors
     assert folder.most_waiting == len(files)
 
 

@@ -409,7 +409,7 @@ def test_half_is_bfloat16(read):
             "trainer.mesh.axes: a plan's mesh is replica x data x model; not 'context'; valid: data, model, replica",
         ),
         (
-            {"mesh": {"dcn_axes": {"slice": 1}}},
+            {"mesh": {"dcn_axes": {"slice": 2}}},
             "trainer.mesh.dcn_axes: a plan's mesh is replica x data x model, across slices replica_dcn x data_dcn; "
             "not 'slice'; valid: data_dcn, replica_dcn",
         ),

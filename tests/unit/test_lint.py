@@ -3,18 +3,24 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import draccus
 import pytest
 import yaml
+from levanter.data.loader import DataLoader
 from levanter.layers.attention import AttentionBackend
+from levanter.schedule import BatchSchedule
 from levanter.trainer import TrainerConfig
 
 from shardplan.errors import ConfigError
 from shardplan.levanter_config.levanter_file import read_sections
 from shardplan.levanter_config.model_section import ATTENTION_BACKENDS, ModelSection, parse_model_section
+from shardplan.levanter_config.programs import PROGRAMS
 from shardplan.levanter_config.trainer_section import COMMON_KEYS, OWN_KEYS
+from shardplan.levanter_config.training_extras import TrainingExtras, parse_extras
 from shardplan.lint.lint import assumptions, lint_trainer, target_of
+from shardplan.lint.training import adapter_bytes
 from shardplan.model.hf_config import read_config
 from shardplan.model.levanter_compat import INSTALLED_SCHEMA, IS_MARIN, TrainerSchema
 
@@ -598,15 +604,16 @@ def test_prediction_uses_the_file_and_levanters_default_types():
     work = result.plan.workload
     assert (work.batch, work.position, work.gradient_checkpointing) == (32, 1024, "offload")
     assert (work.param_dtype, work.compute_dtype) == ("float32", "float32")
-    assert assumptions(result, target) == ["optimizer adamw, whatever the section optimizer says"]
+    assert assumptions(result, target) == []
 
     target = target_of(base)
     assert assumptions(lint_trainer({}, target), target) == [
         "batch 16 (Levanter's default is 512)",
         "2048 tokens per sequence",
         "gradient checkpointing default (default in Levanter)",
-        "optimizer adamw, whatever the section optimizer says",
     ]
+    given = target_of(config.parse_config([*argv, "--workload.optimizer=lion"]))
+    assert assumptions(lint_trainer({}, given), given)[-1] == "optimizer lion, whatever the section optimizer says"
 
 
 EXPECTED_ERRORS = {
@@ -643,3 +650,171 @@ def test_heads_finding_of_the_405b_configuration(target_405b):
     """126 layers x 16384 x 16384 x 4 bytes: the stacked projection that is replicated on every device."""
     replicated = only(lint_trainer(trainer_of("405b-heads-mlp"), target_405b).findings, "heads").parameters
     assert replicated["transformer.layers.stacked.self_attn.q_proj.weight"] == 135_291_469_824
+
+
+def schedule_of(*sizes):
+    return [{"start": 100 * index, "value": size} for index, size in enumerate(sizes)]
+
+
+SCHEDULES = [
+    {"train_batch_size": schedule_of(128, 1024), "per_device_parallelism": 4},
+    {"train_batch_size": schedule_of(256, 1024), "per_device_parallelism": 4},
+    {"train_batch_size": schedule_of(64, 96)},
+    {"train_batch_size": schedule_of(64, 128)},
+    {"train_batch_size": schedule_of(64, 96), "allow_nondivisible_batch_size": True},
+    {"train_batch_size": schedule_of(64, 96), "allow_nondivisible_batch_size": True, "per_device_parallelism": 1},
+    {"train_batch_size": 96, "allow_nondivisible_batch_size": True},
+    {"train_batch_size": 128, "per_device_parallelism": 2},
+    {"train_batch_size": 128, "per_device_parallelism": 4},
+]
+
+
+@pytest.mark.skipif(not IS_MARIN, reason="the sections are those of marin-levanter")
+@pytest.mark.parametrize("trainer", SCHEDULES, ids=str)
+def test_levanter_refuses_the_batches_that_are_errors(trainer, monkeypatch):
+    """Its trainer, and then its data loader, on 64 devices."""
+    from shardplan import config
+
+    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-128", "--workload.kind=train", "--workload.position=512"]
+    result = lint_trainer({"mp": "p=f32,c=bf16", **trainer}, target_of(config.parse_config(argv)))
+    monkeypatch.setattr("jax.device_count", lambda: 64)
+    levanter = draccus.decode(TrainerConfig, trainer)
+    levanter.__dict__["num_slices"] = 1
+    shards = levanter.data_axis_size
+    loader = SimpleNamespace(_data_axis_size=shards, scheduler=BatchSchedule(levanter.train_batch_size))
+    try:
+        levanter._validate_and_set_defaults()
+        if not levanter.allow_nondivisible_batch_size:
+            DataLoader._check_batch_size_divisibility(loader)
+        is_refused = False
+    except ValueError:
+        is_refused = True
+    assert shards == 64 and is_refused == bool([each for each in result.errors if each.kind == "batch"])
+
+
+def test_schedule_that_levanter_refuses(lint_8b):
+    from shardplan import config
+
+    argv = [f"--model.config={LLAMA}", "--hardware.slice=v5p-128", "--workload.kind=train"]
+    target = target_of(config.parse_config(argv))
+    trainer = {"per_device_parallelism": 4, "train_batch_size": schedule_of(128, 1024)}
+    finding = only(lint_trainer(trainer, target).findings, "batch")
+    assert finding.where[:2] == ("trainer.train_batch_size", "trainer.per_device_parallelism")
+    assert finding.text == (
+        "the 128 sequences from step 0 on are not divisible by 256 (per_device_parallelism 4 x 64 batch shards), and "
+        "Levanter stops before the first step"
+    )
+    assert finding.remedy == "use multiples of 256 (256), or a smaller per_device_parallelism"
+    unsorted = {"train_batch_size": [{"start": 10, "value": 64}, {"start": 5, "value": 128}]}
+    finding = only(lint_trainer(unsorted, target).findings, "batch")
+    assert (finding.severity, finding.remedy) == ("warning", "sort the stages, and start the first one at step 0")
+
+
+def test_an_evaluation_has_the_batch_that_the_file_gives_per_device(lint_8b):
+    """eval_lm takes per_device_eval_parallelism, or else per_device_parallelism, on each of 8 batch shards."""
+    assert lint_8b("{train_batch_size: 64, per_device_eval_parallelism: 3}").subject.workload.batch == 24
+    assert lint_8b("{train_batch_size: 64, per_device_parallelism: 2}").subject.workload.batch == 16
+    assert lint_8b("{train_batch_size: 64}").subject.workload.batch == 64
+
+
+@pytest.mark.parametrize("axis", ["context", "expert"])
+def test_a_further_mesh_axis_of_one_device_changes_nothing(lint_8b, axis):
+    plain = "{mesh: {axes: {model: 2}, shared_mapping: {kv_head: model}}}"
+    further = f"{{mesh: {{axes: {{model: 2, {axis}: 1}}, shared_mapping: {{kv_head: [{axis}, model], x: {axis}}}}}}}"
+    before, after = lint_8b(plain), lint_8b(further)
+    assert after.plan is not None and before.plan is not None
+    assert after.plan.mesh == before.plan.mesh and after.plan.memory == before.plan.memory
+    assert after.plan.compute_mapping == before.plan.compute_mapping
+    with pytest.raises(ConfigError, match=f"not '{axis}'"):
+        lint_8b(further.replace(f"{axis}: 1", f"{axis}: 2"))
+
+
+@pytest.fixture(scope="module")
+def train_8b():
+    """Lint the training of Llama-3.1-8B on eight devices, in float32, with some of `TrainingExtras`."""
+    from shardplan import config
+
+    argv = [f"--model.config={LLAMA}", "--hardware.slice=v5p-16", "--workload.kind=train", "--workload.position=1024"]
+    target = target_of(config.parse_config(argv))
+
+    def run(**extras):
+        changed = dataclasses.replace(target, extras=TrainingExtras(**extras))
+        return lint_trainer({"mp": "p=f32,c=bf16", "train_batch_size": 8}, changed)
+
+    run.model = target.model
+    return run
+
+
+PARAMETERS = 8_030_261_248
+"""Parameters of Llama-3.1-8B."""
+LORA_PARAMETERS = 20_971_520
+"""Parameters of its adapters of rank 8 on all linear layers but the head, as PEFT counts them."""
+
+
+def test_an_average_is_one_more_copy_of_the_parameters(train_8b):
+    """Adam keeps two copies, an average is a third; `embed` is sharded over all eight devices."""
+    plain, averaged = train_8b().plan.memory, train_8b(averages=True).plan.memory
+    assert averaged.optimizer - plain.optimizer == pytest.approx(PARAMETERS * 4 / 8, rel=1e-3)
+    assert averaged.peak - plain.peak == averaged.optimizer - plain.optimizer
+    lion = train_8b(optimizer="lion").plan.memory
+    assert lion.optimizer == pytest.approx(PARAMETERS * 4 / 8, rel=1e-3)
+
+
+def test_only_adapters_have_gradients_and_optimizer_state(train_8b):
+    result = train_8b(adapter_key="lora", lora={"r": 8})
+    memory, plain = result.plan.memory, train_8b().plan.memory
+    adapters = adapter_bytes(result.plan, train_8b.model, TrainingExtras(adapter_key="lora", lora={"r": 8}))
+    assert LORA_PARAMETERS * 4 / 8 <= adapters <= LORA_PARAMETERS * 4
+    assert memory.parameters == pytest.approx(PARAMETERS * 2 / 8 + adapters, rel=1e-3)  # frozen ones are in bfloat16
+    assert memory.gradients == adapters and memory.optimizer == 2 * adapters and memory.cast_parameters == 0
+    assert memory.peak < plain.peak - 2 * plain.parameters
+    finding = only(result.findings, "not counted")
+    assert (finding.severity, finding.where) == ("warning", ("lora",)) and "which is too high" in finding.text
+
+
+def test_dpo_has_a_second_model_and_two_sequences_of_each_example(train_8b):
+    plain = train_8b().plan.memory
+    pairs = train_8b(is_preference=True).plan.memory
+    reference = train_8b(is_preference=True, has_reference=True)
+    assert reference.plan.memory.peak - pairs.peak == pytest.approx(PARAMETERS * 2 / 8, rel=1e-3)
+    assert pairs.activations > plain.activations and pairs.optimizer == plain.optimizer
+    assert only(reference.findings, "not counted").where == ("reference",)
+
+
+@pytest.mark.parametrize(
+    ("extras", "where", "words"),
+    [
+        ({"optimizer": "muon"}, "optimizer.type", "with that of adamw, which is too high"),
+        ({"optimizer": "kron"}, "optimizer.type", "with that of adamw, which is too low"),
+        ({"quantization": True}, "trainer.quantization", "quantized matrix products are not counted"),
+    ],
+)
+def test_what_is_not_counted_is_said(train_8b, extras, where, words):
+    finding = only(train_8b(**extras).findings, "not counted")
+    assert finding.where == (where,) and words in finding.text
+
+
+@pytest.mark.parametrize(
+    ("sections", "program", "expected"),
+    [
+        ({"trainer": {"model_averaging": {"type": "ema"}}}, "train_lm", TrainingExtras(averages=True)),
+        ({"lora": {"r": 4, "alpha": 8}}, "lora_lm", TrainingExtras(adapter_key="lora", lora={"r": 4})),
+        (
+            {"adapter": {"type": "lora"}},
+            "train_lm",
+            TrainingExtras(adapter_key="adapter", lora={}),
+        ),
+        ({"adapter": {"type": "none"}}, "train_lm", TrainingExtras()),
+        ({"reference": {"type": "separate"}}, "train_dpo", TrainingExtras(is_preference=True, has_reference=True)),
+        (
+            {"reference": {"type": "adapter_base"}, "adapter": {"type": "lora", "r": 2}},
+            "train_dpo",
+            TrainingExtras(is_preference=True, adapter_key="adapter", lora={"r": 2}),
+        ),
+        ({"optimizer": {"type": "lion"}}, "train_lm", TrainingExtras(optimizer="lion")),
+        ({"trainer": {"model_averaging": {"type": "ema"}}}, "eval_lm", TrainingExtras()),
+    ],
+)
+def test_extras_of_a_file(sections, program, expected):
+    (chosen,) = (each for each in PROGRAMS if each.name == program)
+    assert parse_extras(sections, chosen) == expected

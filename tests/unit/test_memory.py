@@ -12,11 +12,13 @@ from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
 from shardplan.model.hf_config import read_config
+from shardplan.model.levanter_compat import IS_MARIN
 from shardplan.model.registry import build_model
 from shardplan.plan.workload import Workload
 from shardplan.program.live_buffers import BufferRole
 from shardplan.program.optimizer import abstract_optimizer_state, make_optimizer
 from shardplan.program.step_trace import plan_step
+from shardplan.program.tasks import TaskKind
 
 
 def test_memory_of_the_largest_point():
@@ -255,3 +257,26 @@ def test_activations_that_training_saves_in_every_layer(checkpointing):
     assert memory.optimizer == pytest.approx(2 * memory.parameters, rel=1e-3)
     saved = memory.activations / GIB
     assert (stream < saved < 3 * stream) if checkpointing == "default" else saved > everything
+
+
+@pytest.mark.skipif(not IS_MARIN, reason="levanter 1.2 computes no losses in blocks by default")
+def test_the_gathered_head_stays_while_microbatches_run():
+    """Levanter's loss needs it gathered, and padded to whole blocks: both are made once, before the loop."""
+    config = {**read_config("llama-3.1-8b", None), "num_hidden_layers": 2}
+    model = build_model(config, 1024)
+    mesh, params = {"replica": 1, "data": 8, "model": 1}, {"embed": ("data",)}
+    in_layers, gathers = {}, {}
+    for parts in (1, 2):
+        work = Workload("train", 8 * parts, 1024, "float32", "bfloat16", microbatches=parts)
+        step = plan_step(model, work)
+        assignment = ShardingAssignment(mesh, {"batch": ("data",)}, params, step.merged_axes, step.activation_axes)
+        in_layers[parts] = min(
+            sum(n * buffer_bytes(buffer, assignment) for buffer, n in point if buffer.array.axes == ("embed", "vocab"))
+            for point, label in zip(step.points, step.point_labels, strict=True)
+            if "layers" in label.text
+        )
+        heads = [task for task in step.tasks if "lm_head.weight" in (array.weight for array in task.operands)]
+        gathers[parts] = [task.executions for task in heads if task.kind == TaskKind.RESHARD]
+    head, padded = 4096 * 128256 * 2, 4096 * 131072 * 2
+    assert in_layers[1] < head and in_layers[2] >= head + padded
+    assert gathers == {1: [1, 1], 2: [1, 1]}  # the second is for the gradients, which find it gathered

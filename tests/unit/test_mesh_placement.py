@@ -1,13 +1,15 @@
 """Mesh placement on tori and the cost of collectives, compared with calculations by hand."""
 
 import math
+import re
 import time
 
 import numpy as np
 import pytest
 
 from shardplan.errors import ConfigError
-from shardplan.hardware import GENERATIONS, CollectiveKind, parse_slice, place_mesh
+from shardplan.hardware import GENERATIONS, CollectiveKind, Slice, place_mesh
+from shardplan.hardware import parse_slice as parse_named_slice
 from shardplan.hardware.mesh_placement import _place_mesh
 
 AXES = ("replica", "data", "model")
@@ -18,6 +20,14 @@ TPUS = [
     for torus in generation.sizes
 ]
 ODD = ["v4:2x10x2", "v4:2x2x14", "v5p:6x2x3", "v3:2x6", "v5e:4x6", "tpu7x:2x2x5", "2xv4:2x10x14", "4xtpu7x-128"]
+
+
+def parse_slice(name: str) -> Slice:
+    """The slice of a name; also one whose torus Google Cloud does not have, for which the arithmetic is the same."""
+    if name not in (*ODD, "v4:4x4x6") or "-" in name:
+        return parse_named_slice(name)
+    copies, generation, torus = re.fullmatch(r"(?:(\d+)x)?([a-z0-9]+):([0-9x]+)", name).groups()
+    return Slice(name, GENERATIONS[generation], tuple(map(int, torus.split("x"))), int(copies or 1))
 
 
 def mesh(*sizes: int) -> dict[str, int]:

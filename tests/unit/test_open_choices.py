@@ -6,6 +6,7 @@ from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.plan.packing import packed_length
 from shardplan.search.fastest_batch import TIE, batches
 from shardplan.search.make_plan import make_plan
+from shardplan.search.open_choices import enumerate_variants
 
 pytestmark = pytest.mark.with_levanter_12
 
@@ -28,15 +29,46 @@ def test_microbatches_can_be_chosen(llama_model, llama_config, batch):
 def test_microbatches_divide_the_batch_evenly_over_devices(llama_model, llama_config):
     """Each of 16 groups of devices gets equally many of 144 sequences in 3 microbatches, but not in 2."""
     settings = {"hardware_slice": "v5e-16", "workload_kind": "train", "workload_batch": 144, "mesh_data": 16}
+    settings["workload_param_dtype"] = "bfloat16"
     plan = make_plan(llama_config(pin=("batch=data",), workload_microbatches="null", **settings), llama_model)
     assert plan.workload.microbatches == 3
 
 
 def test_no_number_of_microbatches_fits(llama_model, llama_config):
-    with pytest.raises(InfeasibleError, match="the nearest miss, mesh"):
-        make_plan(
-            llama_config(hardware_slice="v5e-4", workload_kind="train", workload_microbatches="null"), llama_model
-        )
+    """More microbatches are advised where their number was given, not where all were tried."""
+    settings = {"hardware_slice": "v5e-4", "workload_kind": "train"}
+    for numbers, is_advised in (({}, False), ({"workload_microbatches": 1}, True)):
+        with pytest.raises(InfeasibleError, match="the nearest miss, mesh") as error:
+            make_plan(llama_config(**settings, **numbers), llama_model)
+        assert ("more workload.microbatches" in str(error.value)) is is_advised
+
+
+def test_defaults_follow_from_the_kind(make_config):
+    """Training stores float32 and leaves microbatches open; a value that is given stays."""
+    for kind, dtype in (("eval", "bfloat16"), ("score", "bfloat16"), ("prefill", "bfloat16"), ("train", "float32")):
+        work = make_config(model_config="llama-3.1-8b", workload_kind=kind).workload
+        assert (work.param_dtype, work.microbatches, work.num_microbatches) == (dtype, None, 1)
+    given = {"workload_kind": "train", "workload_param_dtype": "bfloat16", "workload_microbatches": 1}
+    work = make_config(model_config="llama-3.1-8b", **given).workload
+    assert (work.param_dtype, work.microbatches) == ("bfloat16", 1)
+
+
+def test_every_combination_of_open_values_is_tried_once(make_config):
+    """Numbers ascend for each kind of checkpointing; logits of 64 x 8192 tokens take blocks of 256 MiB per device."""
+    train = {"model_config": "llama-3.1-8b", "workload_kind": "train", "workload_batch": 12}
+    variants = list(enumerate_variants(make_config(**train), 128256))
+    assert [[each.config.workload.microbatches for each in group] for group in variants] == [[1, 2, 3, 4, 6, 12]]
+    assert [each.numbers for each in variants[0]][2] == (3, 1)
+    assert [each.is_multiple_of((2, 1)) for each in variants[0]] == [False, True, False, True, True, True]
+    auto = list(enumerate_variants(make_config(**train, workload_gradient_checkpointing="auto"), 128256))
+    kinds = [{each.config.workload.gradient_checkpointing for each in group} for group in auto]
+    assert kinds == [{"save_all"}, {"default"}, {"nested"}, {"recompute"}] and {*map(len, auto)} == {6}
+    score = {"model_config": "llama-3.1-8b", "workload_kind": "score", "workload_batch": 64, "hardware_slice": "v5e-8"}
+    ((only,),) = enumerate_variants(make_config(**score, workload_position=8192), 128256)
+    assert only.config.workload.logit_blocks == 128  # 250.5 GiB of logits over 8 devices, 250.5 MiB each
+    assert only.config.workload.microbatches == 1
+    ((given,),) = enumerate_variants(make_config(**score, workload_logit_blocks=4), 128256)
+    assert given.config.workload.logit_blocks == 4
 
 
 def test_checkpointing_can_be_chosen(llama_model, llama_config):

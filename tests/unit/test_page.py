@@ -39,6 +39,7 @@ from shardplan.report.page.timeline import costs_of_step, timeline_panel
 from shardplan.report.page.torus import draw_slice, make_tiling, mesh_coordinates, tilings_of
 from shardplan.report.page.units import LogAxis, gib_text, linear_ticks, rate_text, seconds_text
 from shardplan.report.tables import spec_text
+from shardplan.report.templating import ended, prose
 from shardplan.search.make_plan import make_plan
 from shardplan.verify.verdict import CompileError, ProgramKind
 
@@ -338,6 +339,31 @@ def test_a_plan_without_a_verdict_says_how_to_get_one(plan):
     assert memory_panel(plan, None).missing == [NO_VERDICT]
     on_cpu = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, slice="cpu-32"))
     assert memory_panel(on_cpu, None).missing == []
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("run `a --b x`, then `c`.", "run <code>a --b x</code>, then <code>c</code>."),
+        ("`<a>` & 'b'", "<code>&lt;a&gt;</code> &amp; &#39;b&#39;"),
+        ("one ` alone", "one ` alone"),
+    ],
+)
+def test_code_in_messages(text, html):
+    assert prose(text) == html
+
+
+@pytest.mark.parametrize(
+    ("text", "html"), [("did you mean 'x'?", "did you mean &#39;x&#39;?"), ("use 4", "use 4."), ("done.", "done.")]
+)
+def test_messages_end_in_one_mark(text, html):
+    assert ended(text) == html
+
+
+def test_pages_have_no_backticks(plan):
+    assert "`" not in re.sub(
+        "<(script|style).*?</(script|style)>", "", plan_page(plan, [], INSTALLED_SCHEMA), flags=re.DOTALL
+    )
 
 
 def test_a_given_layout_says_that_nothing_was_searched(plan):

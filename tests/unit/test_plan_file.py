@@ -188,6 +188,7 @@ def test_positions_that_a_plan_cannot_have(sequence_plan):
     ):
         changed = json.loads(json.dumps(values))
         changed["attention"] = {"strategy": "ring", "ulysses": 1, "ring": 8, "layout": "zigzag"}
+        changed["workload"]["logit_blocks"] = None
         put(changed, key, value)
         with pytest.raises(ConfigError, match=re.escape(message)):
             Plan.from_json(changed)
@@ -233,7 +234,7 @@ def test_a_plan_of_version_0_1_loads():
     assert written["cost"].pop("model_flops") is None and written["model"].pop("position") == "position"
     assert written["model"].pop("levanter_class") is None and written["model"].pop("vocab") == "vocab"
     assert written["model"].pop("unsharded_in_kernels") == ["q_heads_per_group", "head_size"]
-    for key, value in (("top_k", 40), ("window", None), ("logit_blocks", None)):
+    for key, value in (("top_k", 40), ("temperature", 1.0), ("window", None), ("logit_blocks", None)):
         assert written["workload"].pop(key) == value
     assert written.pop("checksum")
     assert written == values

@@ -127,29 +127,29 @@ def test_headers_of_shared_files_are_read_by_process_0(group, tmp_path):
     processes.process_index, other = 2, Shared(tmp_path)
     received = read_shared_index(other, processes)
     assert not other.opened
-    for name, tensor in own.items():
-        same = received[name]
+    for name, tensor in own.tensors.items():
+        same = received.tensors[name]
         assert (same.offset, same.shape, same.dtype) == (tensor.offset, tensor.shape, tensor.dtype)
         assert (same.file.size, same.file.version, same.file.tuning) == (
             tensor.file.size, tensor.file.version, tensor.file.tuning
         )  # fmt: skip
     data = bytearray(24)
-    received["a"].file.read_into(received["a"].offset, memoryview(data))
+    received.tensors["a"].file.read_into(received.tensors["a"].offset, memoryview(data))
     assert np.frombuffer(data, np.float32).tolist() == [0, 1, 2, 3, 4, 5] and other.opened == [FILE]
     save_file({"a": np.zeros(6, np.float32), "b": np.ones((2, 3), ml_dtypes.bfloat16)}, tmp_path / FILE)
     late = read_shared_index(Shared(tmp_path), processes)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: changed while it was being read \(.* here\)"):
-        late["a"].file.read_into(0, memoryview(data))
+        late.tensors["a"].file.read_into(0, memoryview(data))
     (tmp_path / FILE).unlink()
     with pytest.raises(CheckpointError, match=r"process 0 reads this file, here it is missing"):
-        read_shared_index(Shared(tmp_path), processes)["a"].file.read_into(0, memoryview(data))
+        read_shared_index(Shared(tmp_path), processes).tensors["a"].file.read_into(0, memoryview(data))
 
 
 def test_headers_of_copies_are_read_by_every_process(group, tmp_path):
     processes, _ = group
     save_file({"a": np.arange(6, dtype=np.float32)}, tmp_path / FILE)
     for processes.process_index in (0, 1):
-        [tensor] = read_shared_index(open_folder(str(tmp_path)), processes).values()
+        [tensor] = read_shared_index(open_folder(str(tmp_path)), processes).tensors.values()
         assert tensor.file.name == str(tmp_path / FILE)
 
 

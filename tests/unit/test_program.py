@@ -9,8 +9,8 @@ from haliax.state_dict import from_torch_compatible_state_dict
 from test_views import materialise
 
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.load import match_tensors
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors, trace_program
+from shardplan.checkpoint.match import match_tensors
 from shardplan.errors import CheckpointError
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves

@@ -4,6 +4,14 @@ import json
 import re
 from dataclasses import replace
 
+import equinox as eqx
+import haliax.nn as hnn
+import jax
+import pytest
+from haliax.nn.scan import Stacked
+from parallel_model import ParallelConfig, ParallelModel
+
+from shardplan import load_config
 from shardplan.plan.attention_plan import Strategy
 from shardplan.plan.plan import Caveat, Plan
 from shardplan.search.given_plan import plan_given_mappings
@@ -80,3 +88,53 @@ def test_a_mesh_axis_that_shards_no_tokens_shards_no_parameters(llama_model, lla
     assert not make_plan(config, llama_model).search.caveats
     sentence = CAVEATS[Caveat.SLICED_ACTIVATIONS]
     assert sentence in pinned.search.reasons and sentence in given.search.reasons
+
+
+class MlpBlock(eqx.Module):
+    """A layer without attention."""
+
+    norm: hnn.RmsNorm
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(config, *, key):
+        keys = jax.random.split(key, 2)
+        return MlpBlock(
+            hnn.RmsNorm.init(config.Embed, use_bias=False),
+            hnn.Linear.init(config.Embed, config.Ffn, key=keys[0], use_bias=False),
+            hnn.Linear.init(config.Ffn, config.Embed, key=keys[1], use_bias=False),
+        )
+
+    def __call__(self, x, mask):
+        return x + self.down(hnn.gelu(self.up(self.norm(x))))
+
+
+class MlpModel(ParallelModel):
+    @classmethod
+    def init(cls, Vocab, config, *, key):
+        model = super().init(Vocab, config, key=key)
+        blocks = Stacked.init(config.Layers, MlpBlock, gradient_checkpointing=True)
+        return eqx.tree_at(lambda each: each.blocks, model, blocks(config, key=jax.random.split(key, config.depth)))
+
+
+class MlpConfig(ParallelConfig):
+    @property
+    def model_type(self):
+        return MlpModel
+
+
+@pytest.mark.parametrize("workload", [{}, {"kind": "train", "microbatches": 1}, {"kind": "prefill", "batch": 1}])
+def test_kernels_are_said_of_models_that_have_some(tmp_path, workload):
+    """Neither in the reasons of the plan nor in what is printed of it; the same model with attention says it."""
+    sizes = {"width": 256, "depth": 2, "groups": 4, "queries": 2, "head_width": 128, "ffn": 512, "positions": 512}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "own", "vocab_size": 512, **sizes}))
+    settings = {"batch": 8, "position": 512, **workload}
+    texts = []
+    for name in (f"{__name__}:MlpConfig", "parallel_model:ParallelConfig"):
+        section = {"config": str(path), "levanter_class": name}
+        plan = make_plan(load_config(model=section, hardware={"slice": "v6e-4"}, workload=settings))
+        texts.append(f"{plan} {plan.search.reasons} {plan.search.caveats}")
+    assert "attention" not in texts[0]
+    assert "attention runs in a kernel" in texts[1]

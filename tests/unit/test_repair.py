@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import itertools
+import math
 
 import pytest
 import yaml
@@ -11,10 +12,11 @@ from test_lint import EXPECTED_ERRORS, LLAMA, ROOT, trainer_of
 from shardplan import config as configuration
 from shardplan.errors import ConfigError
 from shardplan.levanter_config.trainer_section import parse_trainer_section, read_trainer_section
-from shardplan.lint.edits import Edit, candidate_edits, diff_trainers
+from shardplan.lint.edits import Edit, candidate_edits, diff_trainers, explain_lines
 from shardplan.lint.lint import lint_trainer, target_of
-from shardplan.lint.repair import NEAR_BEST, _new_warnings, find_smallest_edit, review
-from shardplan.model.levanter_compat import INSTALLED_SCHEMA
+from shardplan.lint.repair import NEAR_BEST, find_smallest_edit, review
+from shardplan.lint.smallest_edit import SearchLimit, _new_warnings
+from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
 from shardplan.report.lint import print_review, review_json
 from shardplan.report.page.page import plan_page
 from shardplan.report.page.repair import AS_IT_IS, repair_panel
@@ -22,6 +24,12 @@ from shardplan.report.tables import console
 from shardplan.search.make_plan import make_plan
 
 pytestmark = pytest.mark.with_levanter_12
+
+
+@pytest.fixture(autouse=True)
+def unlimited(monkeypatch):
+    """Results must not depend on how busy the machine is."""
+    monkeypatch.setattr("shardplan.lint.repair.SEARCH_SECONDS", math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +190,9 @@ def test_no_edit_maps_the_axis_along_which_layers_are_stacked(target, trainer):
 def test_repair_tries_microbatches(tmp_path):
     """The file does not require the configuration's default of one microbatch; an explicit one is kept."""
     path = tmp_path / "levanter.yaml"
-    path.write_text("{trainer: {train_batch_size: 128, mp: 'p=f32,c=bf16'}, model: {gradient_checkpointing: false}}")
+    path.write_text(
+        "{trainer: {train_batch_size: 128, mp: 'p=f32,c=bf16'}, model: {type: llama, gradient_checkpointing: false}}"
+    )
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v5p-16", "--workload.kind=train"]
     reviewed = review(str(path), configuration.parse_config(argv))
     assert [error.kind for error in reviewed.lint.errors] == ["memory"] and reviewed.best is not None
@@ -226,7 +236,7 @@ def test_the_page_of_a_file_shows_its_memory_and_the_section_of_the_best_plan(tm
             ],
         ),
         (
-            "{trainer: {mp: bf16, qqq: 1}, model: {attn_backend: jax_flsh}}",
+            "{trainer: {mp: bf16, qqq: 1}, model: {type: llama, attn_backend: jax_flsh}}",
             ["-model.attn_backend: jax_flsh", "+model.attn_backend: jax_flash", "-trainer.qqq: 1"],
         ),
         # more keys than the search tries edits
@@ -271,6 +281,8 @@ def test_best_plan_has_the_schema_of_the_file(tmp_path, trainer, is_flat):
     path = tmp_path / "levanter.yaml"
     path.write_text(f"trainer: {trainer}")
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.batch=16"]
+    schema = "flat" if is_flat else "mesh"
+    argv.append(f"--levanter_schema={schema}")
     reviewed = review(str(path), configuration.parse_config(argv))
     assert reviewed.best is not None
     best = review_json(reviewed)["best"]["trainer"]
@@ -281,7 +293,13 @@ def test_best_plan_has_the_schema_of_the_file(tmp_path, trainer, is_flat):
     assert yaml.safe_load(text[text.index("\ntrainer:") :])["trainer"] == best
     shown = "trainer.mesh.shared_mapping.heads (Levanter's default)" in " ".join(text.split())
     assert shown != is_flat
-    assert "assumed, not in the file: batch 16 (Levanter's default is 512); 2048 tokens per sequence\n" in text
+    version = {TrainerSchema.FLAT: "levanter 1.2", TrainerSchema.MESH: "marin-levanter"}[TrainerSchema(schema)]
+    is_other = schema != INSTALLED_SCHEMA
+    note = f"that {version}, which is not installed here, takes all other keys; " if is_other else ""
+    assert (
+        f"assumed, not in the file: evaluation (workload.kind); {note}batch 16 (Levanter's default is 512); "
+        "2048 tokens per sequence"
+    ) in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -320,3 +338,53 @@ def test_an_edit_does_not_change_its_input():
         "+trainer.axis_resources.kv_head: model",
         "+trainer.parameter_axis_resources.embed: [model, data]",
     ]
+
+
+def test_lines_say_what_replaces_what():
+    """Where only one of the two lines is there, it says what holds instead."""
+    lines = [
+        "-trainer.model_axis_size: 3", "+trainer.model_axis_size: 2", "+trainer.per_device_parallelism: 2",
+        "-trainer.fsdp_axis: mlp", "+trainer.axis_resources.kv_head: model", "-trainer.qqq: 1",
+        "+train_config.trainer.mesh.axes.model: 4",
+    ]  # fmt: skip
+    assert explain_lines(lines) == [
+        "-trainer.model_axis_size: 3",
+        "+trainer.model_axis_size: 2",
+        "+trainer.per_device_parallelism: 2 (instead of Levanter's default, -1)",
+        "-trainer.fsdp_axis: mlp (then it is Levanter's default, embed)",
+        "+trainer.axis_resources.kv_head: model (instead of no entry)",
+        "-trainer.qqq: 1",
+        "+train_config.trainer.mesh.axes.model: 4 (instead of Levanter's default, 1)",
+    ]
+
+
+def test_a_search_that_is_stopped_says_so(target):
+    """The second number of edits is not tried."""
+    trainer = yaml.safe_load(
+        "{mp: bf16, model_axis_size: 8, axis_resources: {kv_head: model, q_heads_per_group: model, head_size: model}}"
+    )
+    start, limit = lint_trainer(trainer, target), SearchLimit(0.0)
+    assert start.errors and find_smallest_edit(start, target, limit=limit) is None and limit.has_stopped
+    unlimited = SearchLimit()
+    assert find_smallest_edit(start, target, limit=unlimited) is not None and not unlimited.has_stopped
+
+
+def test_repairs_keep_a_schedule():
+    """128 and 1024 sequences, on 64 batch shards with 4 sequences each."""
+    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-128", "--workload.kind=train", "--workload.position=512"]
+    target = target_of(configuration.parse_config(argv))
+    schedule = [{"start": 0, "value": 128}, {"start": 1000, "value": 1024}]
+    start = lint_trainer({"mp": "p=f32,c=bf16", "per_device_parallelism": 4, "train_batch_size": schedule}, target)
+    assert [error.kind for error in start.errors] == ["batch"]
+    edits = [
+        edit for edit in candidate_edits(start.trainer, start.subject)
+        if {"trainer.train_batch_size", "trainer.per_device_parallelism"} & edit.values.keys()
+    ]  # fmt: skip
+    schedules = [edit.values["trainer.train_batch_size"] for edit in edits if "trainer.train_batch_size" in edit.values]
+    assert [{"start": 0, "value": 256}, schedule[1]] in schedules
+    assert all([step["start"] for step in each] == [0, 1000] for each in schedules)
+    per_device = {edit.values.get("trainer.per_device_parallelism") for edit in edits}
+    assert {-1, 1, 2} <= per_device and 8 not in per_device
+    assert diff_trainers({"train_batch_size": schedule}, {"train_batch_size": schedules[0]})[0] == (
+        "-trainer.train_batch_size: [{start: 0, value: 128}, {start: 1000, value: 1024}]"
+    )

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -252,12 +253,26 @@ def test_the_size_of_an_axis_is_that_of_its_parameter():
 
 def test_a_chain_of_nearly_equal_candidates_does_not_drift():
     """Each candidate ties with the one before, but the last does not tie with the first."""
-    candidates = [Candidate(None, {}, {}, {}, None, *point) for point in ((1.0, 50.0), (1.0099, 40.0), (1.0195, 30.0))]
+    space, points = SimpleNamespace(logit_blocks=1), ((1.0, 50.0), (1.0099, 40.0), (1.0195, 30.0))
+    candidates = [Candidate(space, {}, {}, {}, None, *point) for point in points]
     for order in itertools.permutations(candidates):
         ranking = Ranking(2)
         for candidate in order:
             ranking.add([candidate])
         assert [c.peak_bytes for c in ranking.candidates] == [40, 50]
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(8, None), (16, 16)])
+def test_logits_are_in_blocks_where_that_makes_a_faster_plan(make_config, batch, expected):
+    """All logits of 16 sequences fit only if a device gathers a part of the parameters at a time, which is slower."""
+    workload = {"workload_batch": batch, "workload_position": 4096}
+    plan = make_plan(make_config(model_config="llama-3.1-8b", hardware_slice="v5e-8", **workload))
+    at_once = make_plan(
+        make_config(model_config="llama-3.1-8b", hardware_slice="v5e-8", workload_logit_blocks=1, **workload)
+    )
+    assert plan.workload.logit_blocks == expected
+    assert plan.cost.step_seconds <= at_once.cost.step_seconds
+    assert (plan.cost.step_seconds < 0.99 * at_once.cost.step_seconds) == (expected is not None)
 
 
 @settings(max_examples=10, deadline=None)

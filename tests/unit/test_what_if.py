@@ -27,7 +27,9 @@ def test_what_if_something_fits(llama_model, llama_config):
 
 def test_what_if_nothing_fits(llama_model, llama_config):
     """Each change is enlarged until a plan fits, and no further."""
-    answer = what_if(llama_config(hardware_slice="v5e-4", workload_kind="train", workload_batch=2), llama_model)
+    training = {"workload_kind": "train", "workload_batch": 2, "workload_param_dtype": "bfloat16"}
+    config = llama_config(hardware_slice="v5e-4", **training, workload_microbatches=1)
+    answer = what_if(config, llama_model)
     variants = answer.variants
     fits = {variant.change: variant.plan is not None for variant in variants}
     assert not fits["as it is"] and "missing" in variants[0].obstacle

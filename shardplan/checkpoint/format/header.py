@@ -18,12 +18,11 @@ import numpy as np
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError, one_line
 from shardplan.storage import File
+from shardplan.storage.contents import describe_contents
 
 MAX_HEADER_BYTES = 100_000_000
 FIRST_READ_BYTES = 256 * 1024
 """Bytes of a file that are read at once to have its header: nearly every header is shorter."""
-LFS_POINTER = b"version "
-"""How the text begins that Git leaves in place of a large file that was not fetched."""
 METADATA = "__metadata__"
 """Name of the header entry that is not a tensor: a mapping of names to strings."""
 ENTRY_KEYS = ("dtype", "shape", "data_offsets")
@@ -52,11 +51,17 @@ class Tensor:
     """Byte of the file where its data starts."""
     shape: Shape
     dtype: np.dtype
+    path: str = ""
+    """Path of its file in the folder of the checkpoint, if that is not the last part of the file's name."""
+    is_listed: bool = True
+    """Whether the index lists it in this file, or there is no index."""
+    other_file: str = ""
+    """Another file that holds a tensor of this name, where the index lists neither."""
 
     @property
     def file_name(self) -> str:
-        """Name of its file without the folder: one host may read from its cache what another streams."""
-        return self.file.name.rpartition("/")[2]
+        """Path of its file in the checkpoint's folder: one host may read from its cache what another streams."""
+        return self.path or self.file.name.rpartition("/")[2]
 
     @property
     def nbytes(self) -> int:
@@ -69,24 +74,29 @@ def header_end(start: bytes | bytearray | memoryview) -> int:
     return 8 + int.from_bytes(start[:8], "little")
 
 
-def read_header(file: File) -> dict[str, Tensor]:
+def read_header(file: File, path: str = "") -> dict[str, Tensor]:
     """Read the header of a safetensors file: tensor name -> tensor.
+
+    Args:
+        path: path of the file in the folder of the checkpoint; default: the last part of its name.
 
     Raises:
         CheckpointError: the file breaks a rule of the format; the message says which, and where.
     """
+    start = bytearray(min(file.size, FIRST_READ_BYTES))
+    if file.size:  # some stores take a request for nothing
+        file.read_into(0, memoryview(start))
+    other_kind = describe_contents(start) if start[8:9] != b"{" else None
+    if other_kind:
+        raise CheckpointError(f"{file.name}: {other_kind}")
     if file.size < 8:
         raise CheckpointError(f"{file.name}: {file.size} bytes is too short for a safetensors file; download it again")
-    start = bytearray(min(file.size, FIRST_READ_BYTES))
-    file.read_into(0, memoryview(start))
-    if start.startswith(LFS_POINTER):
-        raise CheckpointError(f"{file.name}: a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
     end = header_end(start)
     length = end - 8
     if length > min(file.size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(f"{file.name}: its header claims {length} bytes, the file has {file.size}")
     rest = bytearray(max(0, end - len(start)))
-    if rest:  # some stores take a request for nothing
+    if rest:
         file.read_into(len(start), memoryview(rest))
     text = (start + rest)[8:end]
     try:
@@ -94,7 +104,7 @@ def read_header(file: File) -> dict[str, Tensor]:
         if not isinstance(header, dict):
             raise ValueError("it must map names of tensors to their types, shapes and offsets")
         _check_metadata(header.pop(METADATA, None))
-        tensors = {name: _parse_tensor(file, end, name, entry) for name, entry in header.items()}
+        tensors = {name: _parse_tensor(file, path, end, name, entry) for name, entry in header.items()}
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.name}: damaged header: {one_line(error)}") from error
     position = end
@@ -130,7 +140,7 @@ def _check_metadata(metadata: Any) -> None:
         raise ValueError(f"{METADATA} must map names to strings")
 
 
-def _parse_tensor(file: File, data_start: int, name: str, entry: Any) -> Tensor:
+def _parse_tensor(file: File, path: str, data_start: int, name: str, entry: Any) -> Tensor:
     """Parse the header entry of one tensor.
 
     Args:
@@ -163,7 +173,7 @@ def _parse_tensor(file: File, data_start: int, name: str, entry: Any) -> Tensor:
         raise CheckpointError(f"{file.name}: {name} lies outside the file; it is truncated, download it again")
     if end - begin != size:
         raise CheckpointError(f"{file.name}: {name} has {end - begin} bytes for shape {tuple(shape)} of {type_name}")
-    return Tensor(file, data_start + begin, tuple(shape), dtype)
+    return Tensor(file, data_start + begin, tuple(shape), dtype, path)
 
 
 def _is_sizes(value: Any) -> bool:

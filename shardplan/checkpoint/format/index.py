@@ -1,88 +1,171 @@
-"""The tensors of a Hugging Face checkpoint and their locations, from its index and its safetensors files together."""
+"""The tensors of a Hugging Face checkpoint and their locations, from its index and its safetensors files together.
+
+Which file a tensor is read from:
+
+1. the file that the index lists it in, if that file holds it;
+2. otherwise the only file that holds it, among those that the index names, and then `model.safetensors`;
+3. without an index, or if none of the files that it names exist, `model.safetensors`.
+
+Whether two files hold the same is only asked where it matters: see `shardplan.checkpoint.matching`.
+"""
 
 import json
+import posixpath
 from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 from shardplan.checkpoint.format.header import Tensor, read_header, reject_duplicate_keys
+from shardplan.checkpoint.mapping.unneeded import classify_unexpected
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError, one_line
 from shardplan.storage import Folder, read_bytes
+from shardplan.storage.contents import describe_contents, describe_folder, find_unfinished
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONCURRENT_FILES = 64
 """Files that are opened at the same time: each takes two requests to a remote store, for its size and its header."""
-QUANTISATION_SUFFIXES = (
-    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale", ".qweight", ".qzeros", ".scales", ".g_idx",
-    ".SCB", ".weight_packed", ".weight_shape", ".weight.absmax", ".weight.quant_map",
-)  # fmt: skip
-"""Endings of tensors that quantisers save with weights or instead of them: scales, zero points, packed numbers."""
+
+
+@dataclass(frozen=True)
+class TensorIndex:
+    """The tensors of a checkpoint, and in what its index and its files differ."""
+
+    tensors: Mapping[str, Tensor]
+    """Tensor name -> tensor."""
+    single: Mapping[str, Tensor] = field(default_factory=dict)
+    """The tensors of `model.safetensors`, if it is not among the files of the index; these are in `tensors` too where
+    no file of the index holds them."""
+    missing_files: tuple[str, ...] = ()
+    """Files that the index names and that do not exist."""
+    absent: tuple[str, ...] = ()
+    """Tensors that the index lists and no file holds."""
+    is_stale: bool = False
+    """Whether no file of the index exists, so that all tensors are from `model.safetensors`."""
 
 
 def read_index(folder: Folder) -> dict[str, Tensor]:
     """Read the index and all headers of the checkpoint in `folder`: tensor name -> tensor.
 
     Raises:
-        CheckpointError: no safetensors file, a shard that is missing or does not contain a tensor of the index, a
-            tensor in two shards, or a damaged header.
+        CheckpointError: see `read_tensor_index`; or a file that the index names is missing.
     """
-    index = read_bytes(folder, INDEX)
-    if index is None:
-        file = folder.open(SINGLE)
+    index = read_tensor_index(folder)
+    if index.missing_files:
+        raise CheckpointError(missing_files_text(index, folder.ref))
+    return dict(index.tensors)
+
+
+def read_tensor_index(folder: Folder) -> TensorIndex:
+    """Read the index and all headers of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: no safetensors file, none of the files that the index names, or a damaged index or header.
+    """
+    text = read_bytes(folder, INDEX)
+    file = folder.open(SINGLE)
+    if text is None:
         if file is None:
-            raise CheckpointError(f"{folder.ref} has neither {INDEX} nor {SINGLE}; is it a safetensors checkpoint?")
-        return read_header(file)
+            raise CheckpointError(_no_weights_text(folder))
+        return TensorIndex(read_header(file, SINGLE))
     try:
-        weight_map = _parse_weight_map(index)
+        weight_map = _parse_weight_map(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder.ref}/{INDEX} is damaged: {one_line(error)}") from error
-    shards = sorted(set(weight_map.values()))
+        problem = describe_contents(text) or one_line(error)
+        raise CheckpointError(f"{folder.ref}/{INDEX} is damaged: {problem}") from error
+    paths = sorted(set(weight_map.values()) - {SINGLE})
     with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
-        files = dict(zip(shards, pool.map(folder.open, shards), strict=True))
-        missing = [shard for shard, file in files.items() if file is None]
-        if missing:
-            raise CheckpointError(
-                f"{folder.ref}: {len(missing)} of {len(shards)} shards missing: {', '.join(missing)}; download them "
-                "again"
-            )
-        present = {shard: file for shard, file in files.items() if file is not None}
-        headers = dict(zip(present, pool.map(read_header, present.values()), strict=True))
-    holders: dict[str, str] = {}
-    for shard, header in headers.items():
-        for name in header:
-            if holders.setdefault(name, shard) != shard:
-                raise CheckpointError(
-                    f"{folder.ref}: {name} is in both {holders[name]} and {shard}; download the checkpoint again"
-                )
-    absent = [name for name, shard in weight_map.items() if name not in headers[shard]]
-    if absent:
-        raise CheckpointError(
-            f"{folder.ref}: {INDEX} lists {absent[0]} in {weight_map[absent[0]]}, which does not contain it"
-        )
-    return {name: headers[shard][name] for name, shard in weight_map.items()}
+        opened = dict(zip(paths, pool.map(folder.open, paths), strict=True))
+        files = {path: shard for path, shard in opened.items() if shard is not None}
+        headers = dict(zip(files, pool.map(read_header, files.values(), files), strict=True))
+    missing = [path for path in paths if path not in files]
+    if file is None and not headers:
+        raise CheckpointError(missing_files_text(TensorIndex({}, missing_files=tuple(missing)), folder.ref))
+    single = read_header(file, SINGLE) if file is not None else {}
+    if single and missing and (not headers or weight_map.keys() <= single.keys()):
+        return TensorIndex(single, is_stale=True)
+    if single:
+        headers[SINGLE] = single
+    is_apart = SINGLE not in weight_map.values()
+    tensors = _choose_tensors(weight_map, headers)
+    absent = tuple(name for name in weight_map if name not in tensors)
+    return TensorIndex(tensors, single if is_apart else {}, tuple(missing), absent)
+
+
+def _choose_tensors(weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return tensor name -> the tensor that is read: the one that the index lists, or that of the first file with it.
+
+    Args:
+        headers: path of each file -> its tensors; `model.safetensors` last, unless the index names it.
+    """
+    chosen = {name: headers[path][name] for name, path in weight_map.items() if name in headers.get(path, ())}
+    unlisted: dict[str, Tensor] = {}
+    for path, header in headers.items():
+        for name, tensor in header.items():
+            if name in chosen:
+                continue
+            first = unlisted.get(name)
+            if first is None:
+                unlisted[name] = replace(tensor, is_listed=False)
+            elif path != SINGLE and not first.other_file:
+                unlisted[name] = replace(first, other_file=path)
+    return {**chosen, **unlisted}
+
+
+def missing_files_text(index: TensorIndex, where: str) -> str:
+    """Return the message for files that the index names and that do not exist."""
+    missing = index.missing_files
+    count = len({tensor.file_name for tensor in index.tensors.values()} | {*missing})
+    unfinished = find_unfinished(where)
+    begun = f" ({unfinished[0]} is an unfinished download)" if unfinished else ""
+    return f"{where}: {len(missing)} of {count} shards missing: {', '.join(missing)}; download them again{begun}"
+
+
+def _no_weights_text(folder: Folder) -> str:
+    """Return the message for a folder without safetensors files of the names that are read."""
+    kind = describe_folder(folder.ref, folder)
+    text = f"{folder.ref} has neither {INDEX} nor {SINGLE}"
+    return f"{text}: {kind}" if kind else f"{text}; is it a safetensors checkpoint?"
 
 
 def _parse_weight_map(index: bytes) -> dict[str, str]:
-    """Parse the content of an index: tensor name -> name of its file.
+    """Parse the content of an index: tensor name -> path of its file in the folder, without `./`.
 
     Raises:
-        ValueError: it is not JSON, or has no valid `weight_map`.
+        ValueError: it is not JSON, or has no valid `weight_map`, or names a file outside of the folder.
     """
     content = json.loads(index, object_pairs_hook=reject_duplicate_keys)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if weight_map is None:
         raise ValueError("it has no 'weight_map'")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(isinstance(path, str) for path in weight_map.values()):
         raise ValueError("its 'weight_map' must map the name of each tensor to the name of its file")
-    if any("/" in shard or shard.startswith(".") for shard in weight_map.values()):
-        raise ValueError("a shard must be the name of a file in the folder of the index")
-    return weight_map
+    return {name: _path_in_folder(path) for name, path in weight_map.items()}
+
+
+def _path_in_folder(path: str) -> str:
+    """Return the normal form of a path of an index.
+
+    >>> _path_in_folder("./weights//a.safetensors")
+    'weights/a.safetensors'
+
+    Raises:
+        ValueError: it leads out of the folder.
+    """
+    normal = posixpath.normpath(path)
+    if not path or "://" in path or "\\" in path or normal.startswith(("/", "..")) or normal == ".":
+        raise ValueError(f"{path!r} must be the name of a file in the folder of the index, or below it")
+    return normal
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], where: str, ignored: Set[str] = frozenset()
-) -> None:
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, Shape],
+    where: str,
+    ignored: Set[str] = frozenset(),
+    modules: Set[str] = frozenset(),
+) -> tuple[str, ...]:
     """Compare names and shapes of stored tensors with those that the model needs, and report all differences at once.
 
     Args:
@@ -90,30 +173,31 @@ def check_tensors(
         expected: shapes that the model needs, by tensor name.
         where: name of the checkpoint for the message.
         ignored: tensors that the model does not need but that may be stored.
+        modules: modules whose parameters change what the model computes, though none of them is expected.
+
+    Returns:
+        The tensors that the model has no use for.
 
     Raises:
-        CheckpointError: tensors that are missing, that have another shape, or that the model does not have.
+        CheckpointError: tensors that are missing, that have another shape, or that another model has.
     """
     missing = sorted(expected.keys() - tensors.keys())
-    unexpected = sorted(name for name in tensors.keys() - expected.keys() - ignored if not _is_buffer(name))
+    unexpected = classify_unexpected(tensors.keys() - expected.keys() - ignored, expected, modules)
     mismatched = sorted(name for name in expected.keys() & tensors.keys() if tensors[name].shape != expected[name])
-    quantised = [name for name in unexpected if name.endswith(QUANTISATION_SUFFIXES)]
     shapes = [f"{name} has {tensors[name].shape}, the model {expected[name]}" for name in mismatched]
+    # where tensors are missing, those of other names show why
+    unknown = sorted([*unexpected.foreign, *(unexpected.unneeded if missing or mismatched else ())])
     problems = [
         f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'} {problem} ({_abbreviate(names)})"
         for problem, names in (
-            ("missing", missing), ("that the model does not have", unexpected), ("with a different shape", shapes),
+            ("missing", missing), ("that the model does not have", unknown), ("with a different shape", shapes),
         )
         if names
     ]  # fmt: skip
     if problems:
-        advice = f"; it is quantised ({quantised[0]}): use one in bfloat16, or dequantise it first" if quantised else ""
+        advice = f"; {unexpected.advice}" if unexpected.advice else ""
         raise CheckpointError(f"{where} does not match the model of its config.json: {'; '.join(problems)}{advice}")
-
-
-def _is_buffer(name: str) -> bool:
-    """Whether a tensor is a constant that older transformers versions saved and every implementation recomputes."""
-    return name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
+    return unexpected.unneeded
 
 
 def _abbreviate(names: list[str], limit: int = 3) -> str:

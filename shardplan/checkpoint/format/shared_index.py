@@ -6,11 +6,12 @@ import threading
 import zlib
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.format.index import read_index
+from shardplan.checkpoint.format.index import TensorIndex, read_tensor_index
 from shardplan.errors import CheckpointError
 from shardplan.runtime.processes.group import ProcessGroup
 from shardplan.storage import File, Folder
@@ -52,51 +53,73 @@ class DeferredFile:
         return file.recorded_checksum()
 
 
-def read_shared_index(folder: Folder, processes: ProcessGroup) -> dict[str, Tensor]:
-    """Return tensor name -> tensor, as `read_index` does, from the headers that process 0 has read.
+def read_shared_index(folder: Folder, processes: ProcessGroup) -> TensorIndex:
+    """Return the tensors of a checkpoint, as `read_tensor_index` does, from the headers that process 0 has read.
 
     Every process calls this. Of files that are not shared each process has its own copy, and reads the headers itself.
 
     Raises:
-        CheckpointError: see `read_index`; raised in all processes.
+        CheckpointError: see `read_tensor_index`; raised in all processes.
     """
     if processes.process_count == 1:
-        return read_index(folder)
-    own: dict[str, Tensor] = {}
+        return read_tensor_index(folder)
+    own: list[TensorIndex] = []
 
     def read() -> str | None:
-        own.update(read_index(folder))
-        return pack_tensors(own) if all(tensor.file.is_shared for tensor in own.values()) else None
+        own.append(read_tensor_index(folder))
+        return pack_index(own[0]) if all(tensor.file.is_shared for tensor in own[0].tensors.values()) else None
 
     description = processes.broadcast("headers", read)
     if processes.process_index == 0:
-        return own
-    return read_index(folder) if description is None else unpack_tensors(folder, description)
+        return own[0]
+    return read_tensor_index(folder) if description is None else unpack_index(folder, description)
 
 
-def pack_tensors(tensors: Mapping[str, Tensor]) -> str:
+def pack_index(index: TensorIndex) -> str:
     """Describe tensors and their files in compressed JSON, which one host sends to thousands."""
-    files = {tensor.file_name: tensor.file for tensor in tensors.values()}
+    tensors = [*index.tensors.values(), *index.single.values()]
+    files = {tensor.file_name: tensor.file for tensor in tensors}
     description = {
         "files": {
             name: [file.size, file.version, file.tuning.bytes_per_read, file.tuning.concurrent_reads]
             for name, file in files.items()
         },
-        "tensors": {
-            name: [tensor.file_name, tensor.offset, tensor.shape, tensor.dtype.name] for name, tensor in tensors.items()
-        },
+        "tensors": _pack_tensors(index.tensors),
+        "single": _pack_tensors(index.single),
+        "missing_files": index.missing_files,
+        "absent": index.absent,
+        "is_stale": index.is_stale,
     }
     return base64.b64encode(zlib.compress(json.dumps(description).encode())).decode()
 
 
-def unpack_tensors(folder: Folder, text: str) -> dict[str, Tensor]:
-    """Return the inverse of `pack_tensors`; files are opened when they are first read from."""
+def _pack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    return {
+        name: [
+            tensor.file_name, tensor.offset, tensor.shape, tensor.dtype.name, tensor.is_listed, tensor.other_file
+        ]
+        for name, tensor in tensors.items()
+    }  # fmt: skip
+
+
+def unpack_index(folder: Folder, text: str) -> TensorIndex:
+    """Return the inverse of `pack_index`; files are opened when they are first read from."""
     description = json.loads(zlib.decompress(base64.b64decode(text)))
     files = {
         name: DeferredFile(folder, name, size, version, ReadTuning(*tuning))
         for name, (size, version, *tuning) in description["files"].items()
     }
-    return {
-        name: Tensor(files[file], offset, tuple(shape), np.dtype(dtype))
-        for name, (file, offset, shape, dtype) in description["tensors"].items()
-    }
+
+    def unpack(tensors: Mapping[str, list[Any]]) -> dict[str, Tensor]:
+        return {
+            name: Tensor(files[file], offset, tuple(shape), np.dtype(dtype), file, is_listed, other_file)
+            for name, (file, offset, shape, dtype, is_listed, other_file) in tensors.items()
+        }
+
+    return TensorIndex(
+        unpack(description["tensors"]),
+        unpack(description["single"]),
+        tuple(description["missing_files"]),
+        tuple(description["absent"]),
+        description["is_stale"],
+    )

@@ -32,6 +32,20 @@ class StateDictProgram:
     views: Mapping[str, View]
     """Array path in the model (as in `shardplan.model.inspect`) -> its elements as a view of tensors."""
 
+    def rename(self, names: Mapping[str, str]) -> "StateDictProgram":
+        """Return the program for tensors of other names.
+
+        Args:
+            names: name -> new name; tensors that are not in it keep theirs.
+        """
+
+        def rename_view(view: View) -> View:
+            pieces = (piece._replace(tensor=names.get(piece.tensor, piece.tensor)) for piece in view.pieces)
+            return View(view.shape, tuple(pieces))
+
+        tensors = {names.get(name, name): shape for name, shape in self.tensors.items()}
+        return StateDictProgram(tensors, {path: rename_view(view) for path, view in self.views.items()})
+
 
 def expected_tensors(template: Any) -> dict[str, Shape]:
     """Return name -> shape of the tensors that Levanter's converter writes for `template`, without prefix."""

@@ -1,34 +1,20 @@
-"""Reads the results of several extraction runs, and takes from them what can be compared."""
+"""What can be compared of several extraction runs: the covered part of each text at each threshold."""
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardplan.errors import ConfigError, nearest, one_line
-from shardplan.eval.extraction.pictures import model_name
 from shardplan.eval.extraction.probabilities import THRESHOLDS, total_of
-from shardplan.eval.results_folder import RUN, SUMMARY
-from shardplan.storage import open_folder
-from shardplan.storage.folder import read_bytes
-
-SUMMARY_PARTS = ("texts", "total", "plots", "plan")
-"""The parts of summary.json that are compared."""
-
-
-@dataclass(frozen=True)
-class Results:
-    """The results of one run."""
-
-    ref: str
-    summary: dict[str, Any]
-    """Its summary.json."""
-    run: dict[str, Any]
-    """Its run.json: what determines the results."""
+from shardplan.eval.finished_runs import (
+    FinishedRun,
+    MatchedTexts,
+    check_protocol,
+    labels_of,
+    match_texts,
+    other_tokenizers,
+)
 
 
 @dataclass(frozen=True)
@@ -41,13 +27,13 @@ class Comparison:
     """Text -> its summary in each run."""
     total: list[dict[str, Any]]
     """The summary of these texts together in each run."""
-    left_out: tuple[str, ...]
-    """Ids of texts that not all runs have, or that differ between them."""
+    matched: MatchedTexts
+    """Which texts can be compared."""
     thresholds: list[float]
     curves: list[list[float]]
     """Of each run, the covered part of all characters at each of `thresholds`."""
-    has_one_tokenizer: bool
-    """Whether the windows of all runs are the same parts of the texts."""
+    other_tokenizers: tuple[str, ...]
+    """The labels of the runs whose windows are other parts of the texts than those of the first."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
@@ -55,107 +41,35 @@ class Comparison:
             "models": list(self.labels),
             "total": self.total,
             "texts": self.texts,
-            "left_out": list(self.left_out),
+            "left_out": list(self.matched.left_out),
             "thresholds": self.thresholds,
             "curves": self.curves,
-            "one_tokenizer": self.has_one_tokenizer,
+            "one_tokenizer": not self.other_tokenizers,
         }
 
 
-def compare(refs: Sequence[str]) -> Comparison:
-    """Read results folders, and return what can be compared.
+def compare(runs: Sequence[FinishedRun]) -> Comparison:
+    """Return what can be compared of two extraction runs or more.
 
     Raises:
-        ConfigError: fewer than two folders, one that holds no finished results, another protocol, or no common text.
+        ConfigError: another protocol, or no common text.
     """
-    if len(refs) < 2:
-        raise ConfigError(f"compare needs two results folders or more, and {len(refs)} is named: {', '.join(refs)}")
-    paths = [ref.rstrip("/") if "://" in ref else os.path.realpath(ref) for ref in refs]
-    doubled = [ref for i, ref in enumerate(refs) if paths[i] in paths[:i]]
-    if doubled:
-        raise ConfigError(f"{doubled[0]} is named twice; name each results folder once")
-    runs = [_read(ref) for ref in refs]
     for other in runs[1:]:
-        _check_protocol(runs[0], other)
-    digests = [each.run["texts"] for each in runs]
-    common = [id_ for id_, digest in digests[0].items() if all(each.get(id_) == digest for each in digests)]
-    if not common:
-        raise ConfigError(
-            f"{', '.join(refs)} have no text in common, by id and content ({RUN}, texts); compare runs on the same "
-            "data.path"
-        )
-    every = dict.fromkeys(id_ for each in digests for id_ in each)
-    texts = {id_: [each.summary["texts"][id_] for each in runs] for id_ in common}
+        check_protocol(runs[0], other, _protocol(runs[0]), _protocol(other))
+    matched, labels = match_texts(runs), labels_of(runs)
+    texts = {id_: [each.summary["texts"][id_] for each in runs] for id_ in matched.common}
     total = [total_of([values[i] for values in texts.values()]) for i in range(len(runs))]
-    thresholds, curves = _curves(runs, common, total)
-    return Comparison(
-        labels=_labels(runs),
-        texts=texts,
-        total=total,
-        left_out=tuple(id_ for id_ in every if id_ not in {*common}),
-        thresholds=thresholds,
-        curves=curves,
-        has_one_tokenizer=len({each.run["tokenizer"] for each in runs}) == 1,
-    )
+    thresholds, curves = _curves(runs, matched.common, total)
+    return Comparison(labels, texts, total, matched, thresholds, curves, other_tokenizers(runs, labels))
 
 
-def _read(ref: str) -> Results:
-    """Read the results in a folder."""
-    if "://" not in ref and not Path(ref).is_dir():
-        path = Path(ref)
-        if path.is_file():
-            raise ConfigError(f"{ref} is a file; name the results folder, {path.parent}")
-        raise ConfigError(f"{ref} does not exist; {_hint(path)}")
-    folder = open_folder(ref)
-    files = {name: read_bytes(folder, name) for name in (RUN, SUMMARY)}
-    if files[RUN] is None:
-        hint = f"; {_hint(Path(ref))}" if "://" not in ref else ""
-        raise ConfigError(f"{ref} holds no results of an extraction, whose {RUN} is missing{hint}")
-    if files[SUMMARY] is None:
-        raise ConfigError(f"{ref} holds an extraction that has not ended, without {SUMMARY}; run its command again")
-    values = {}
-    for name, data in files.items():
-        needed = SUMMARY_PARTS if name == SUMMARY else ("texts", "protocol", "tokenizer")
-        try:
-            values[name] = json.loads(data or b"")
-            missing = [part for part in needed if part not in values[name]]
-            if name == SUMMARY and not missing and "thresholds" not in values[name]["plots"]:
-                missing = ["thresholds"]
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{ref}/{name} cannot be read: {one_line(error)}; run the evaluation again") from error
-        if missing:
-            raise ConfigError(f"{ref}/{name} is not that of an extraction, without {missing[0]!r}; name another folder")
-    return Results(ref, values[SUMMARY], values[RUN])
-
-
-def _hint(path: Path) -> str:
-    """Return a hint to the results folders in or beside a path: that with the most similar name, or all."""
-    near = {*path.parent.glob(f"*/{SUMMARY}"), *path.glob(f"*/{SUMMARY}")}
-    if not near:
-        return f"name the output of `shardplan eval --task.kind extraction`, a folder with {SUMMARY}"
-    return nearest(str(path), [str(each.parent) for each in near])
-
-
-def _check_protocol(first: Results, other: Results) -> None:
-    """Check that two runs have windows of the same protocol."""
-    expected, actual = first.run["protocol"], other.run["protocol"]
-    names = [name for name in expected if actual.get(name) != expected[name]]
-    if names:
-        differences = ", ".join(f"{name} {actual.get(name)} instead of {expected[name]}" for name in names)
-        raise ConfigError(
-            f"{other.ref} has windows of another protocol than {first.ref}: {differences}; compare runs of one protocol"
-        )
-
-
-def _labels(runs: Sequence[Results]) -> tuple[str, ...]:
-    """Return the names of the models if they differ, else those of the folders, else their references."""
-    models = tuple(model_name(each.summary) for each in runs)
-    folders = tuple(each.ref.rstrip("/").rpartition("/")[2] for each in runs)
-    return next((names for names in (models, folders) if len({*names}) == len(runs)), tuple(each.ref for each in runs))
+def _protocol(run: FinishedRun) -> dict[str, Any]:
+    """Return what decides which windows a run has, and what their probabilities are of."""
+    return {**run.run["protocol"], "temperature": run.run.get("temperature", 1.0)}
 
 
 def _curves(
-    runs: Sequence[Results], common: Sequence[str], total: Sequence[Mapping[str, Any]]
+    runs: Sequence[FinishedRun], common: Sequence[str], total: Sequence[Mapping[str, Any]]
 ) -> tuple[list[float], list[list[float]]]:
     """Return thresholds, and the coverage of the common texts at these for each run.
 

@@ -39,7 +39,7 @@ class ExtractionTask:
     def protocol(self) -> Protocol:
         """How texts are divided into windows."""
         task = self.config
-        return Protocol(task.prefix, task.suffix, task.stride or DEFAULT_STRIDE, task.stride_unit)
+        return Protocol(task.prefix, task.suffix, task.stride or DEFAULT_STRIDE, task.stride_unit, task.bos_in_prefix)
 
     @property
     def schema(self) -> pa.Schema:
@@ -58,12 +58,19 @@ class ExtractionTask:
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
         """Return what determines the results beside texts, tokenizer, weights and types."""
-        protocol = {"special_tokens": bool(self.config.special_tokens), **asdict(self.protocol)}
-        sample = {} if self.max_windows is None else {"max_windows": self.max_windows}
-        return {"task": "extraction", "protocol": protocol, "top_k": plan.workload.top_k, **sample}
+        protocol = {"special_tokens": self.config.begins_windows, **asdict(self.protocol)}
+        # settings that are left out are not named, as in the folders of versions that did not have them
+        if not self.protocol.bos_in_prefix:
+            del protocol["bos_in_prefix"]
+        others: dict[str, Any] = {}
+        if plan.workload.temperature != 1:
+            others["temperature"] = plan.workload.temperature
+        if self.max_windows is not None:
+            others["max_windows"] = self.max_windows
+        return {"task": "extraction", "protocol": protocol, "top_k": plan.workload.top_k, **others}
 
     def check_workload(self, workload: Workload) -> None:
-        """Check that a workload has windows of the protocol's length, and the top k that are asked for.
+        """Check that a workload has windows of the protocol's length, and the task's top k and temperature.
 
         Raises:
             ConfigError: it has not.
@@ -71,11 +78,13 @@ class ExtractionTask:
         task = self.config
         if not workload.is_scoring:
             raise ConfigError(f"workload.kind is {workload.kind}; extraction needs the kind score")
-        if workload.top_k != task.top_k:
-            raise ConfigError(
-                f"task.top_k is {task.top_k}, the plan has {workload.top_k}; set task.top_k to that, or plan again"
-            )
-        length, needed = workload.window or workload.position, self.protocol.length + bool(task.special_tokens)
+        for key in ("top_k", "temperature"):
+            wanted, planned = getattr(task, key), getattr(workload, key)
+            if wanted != planned:
+                raise ConfigError(
+                    f"task.{key} is {wanted:g}, the plan has {planned:g}; set task.{key} to that, or plan again"
+                )
+        length, needed = workload.window or workload.position, task.window_tokens
         if length != needed:
             raise ConfigError(
                 f"the plan is for windows of {length} tokens; task.prefix {task.prefix} and task.suffix {task.suffix} "
@@ -84,12 +93,13 @@ class ExtractionTask:
 
     def divide(self, store: TextStore, pieces: Sequence[Any], special: SpecialTokens, plan: Plan) -> ExtractionWindows:
         """Number the windows of all texts."""
-        if self.config.special_tokens and len(special.before) != 1:
+        if self.config.begins_windows and len(special.before) != 1:
+            key = "bos_in_prefix" if self.config.bos_in_prefix else "special_tokens"
             raise ConfigError(
-                f"task.special_tokens is true, and the tokenizer adds {len(special.before)} tokens before a text; it "
-                "must add one, or else leave task.special_tokens out"
+                f"task.{key} is true, and the tokenizer adds {len(special.before)} tokens before a text; it must add "
+                f"one, or else leave task.{key} out"
             )
-        first = special.before if self.config.special_tokens else ()
+        first = special.before if self.config.begins_windows else ()
         texts = store.texts
         ids, characters = [text.id for text in texts], [text.characters for text in texts]
         return divide_texts(self.protocol, first, ids, pieces, characters, plan.workload.position, self.max_windows)

@@ -24,16 +24,23 @@ class Protocol:
     suffix: int = 50
     stride: int = 5
     unit: StrideUnit = StrideUnit.TOKENS
+    bos_in_prefix: bool = False
+    """Whether the first token of the prefix is the tokenizer's token of the beginning, which is not of the text."""
+
+    @property
+    def text_prefix(self) -> int:
+        """Tokens of the prefix that are tokens of the text."""
+        return self.prefix - self.bos_in_prefix
 
     @property
     def length(self) -> int:
         """Tokens of a window that are tokens of the text."""
-        return self.prefix + self.suffix
+        return self.text_prefix + self.suffix
 
     @property
     def encoded_characters(self) -> int:
         """With a stride in characters: the most characters that are encoded for a window."""
-        return CHARACTERS_PER_WINDOW * self.length
+        return CHARACTERS_PER_WINDOW * (self.prefix + self.suffix)
 
     def count(self, size: int) -> int:
         """Number of windows of a text of `size` tokens or characters, as the stride counts.
@@ -203,7 +210,10 @@ class ExtractionJob:
         read = texts.tokens(text, self.before[text], int(starts[0]), int(starts[-1]) + protocol.length)
         starts = starts - starts[0]
         tokens[:] = read.ids[starts[:, None] + np.arange(protocol.length)]
-        windows["start"][:], windows["suffix_start"][:] = read.starts[starts], read.starts[starts + protocol.prefix]
+        windows["start"][:], windows["suffix_start"][:] = (
+            read.starts[starts],
+            read.starts[starts + protocol.text_prefix],
+        )
         windows["end"][:] = read.ends[starts + protocol.length - 1]
         windows["is_valid"][:] = True
 
@@ -223,7 +233,7 @@ class ExtractionJob:
             windows["start"][i], windows["is_valid"][i] = start, True
             windows["end"][i] = start + len(tokenizer.decode(ids, skip_special_tokens=False))
             windows["suffix_start"][i] = start + len(
-                tokenizer.decode(ids[: protocol.prefix], skip_special_tokens=False)
+                tokenizer.decode(ids[: protocol.text_prefix], skip_special_tokens=False)
             )
 
 

@@ -7,11 +7,15 @@ INSTALL_LM_EVAL = "pip install 'lm_eval>=0.4.13'"
 
 try:
     import lm_eval  # noqa: F401 - before what takes seconds to import
+    from lm_eval import evaluator
 
-    from shardplan.eval.harness.language_model import ShardplanLM
+    from shardplan.eval.harness.language_model import ShardplanLM, own_model
+    from shardplan.eval.harness.tasks import select_tasks
 except ModuleNotFoundError as error:
     if error.name != "lm_eval":
         raise
     raise ConfigError(f"lm_eval is not installed, which this needs: {INSTALL_LM_EVAL}") from error
+
+evaluator.evaluate = select_tasks(evaluator.evaluate, own_model)
 
 __all__ = ["INSTALL_LM_EVAL", "ShardplanLM"]

@@ -8,15 +8,20 @@ from typing import Any
 
 import jax
 import numpy as np
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import CachingLM, TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
 
 from shardplan.checkpoint.session import Session, prepare
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, one_line
+from shardplan.eval.harness.chat import ChatTemplate
+from shardplan.eval.harness.encoding import Remarks, RequestEncoder
+from shardplan.eval.harness.hf_arguments import read_text_arguments
 from shardplan.eval.harness.requests import PackedRequests, Request, pack_requests
 from shardplan.eval.harness.scorer import RequestScorer, check_equal
 from shardplan.eval.harness.settings import read_settings
+from shardplan.eval.harness.tasks import GENERATION_REFUSED
 from shardplan.eval.harness.tokenizer import load_tokenizer
 from shardplan.hardware import parse_slice
 from shardplan.plan.workload import AUTO_BATCH
@@ -59,7 +64,8 @@ class ShardplanLM(TemplateLM):
             add_bos_token: as in the `hf` model: whether texts begin with the BOS token; default: as the tokenizer does.
             prefix_token_id: as in the `hf` model: token before a text without context; default: BOS, or else EOS.
             batch_size, max_batch_size, device: not used; `workload.batch` and `hardware.slice` decide.
-            overrides: keys of the configuration, such as `model.ref` or `mesh.model`.
+            overrides: keys of the configuration, such as `model.ref` or `mesh.model`; and arguments of the `hf` model
+                (`shardplan.eval.harness.hf_arguments`), such as `pretrained` and `dtype`.
 
         Raises:
             ConfigError: the configuration cannot be used.
@@ -67,9 +73,12 @@ class ShardplanLM(TemplateLM):
         """
         super().__init__()
         self._settings, self._given = read_settings(config, max_length, overrides)
+        text = read_text_arguments(overrides)
         self._max_length = max_length or self._settings.workload.position - 1
         if not self._settings.model.ref:
-            raise ConfigError("model.ref is not set; name a checkpoint, because its tokens and weights are needed")
+            raise ConfigError(
+                "model.ref is not set; name a checkpoint (or pretrained), because its tokens and weights are needed"
+            )
         if batch_size not in DEFAULT_BATCH_SIZES:
             logger.warning("batch_size %s is not used; set workload.batch among the model_args", batch_size)
         hardware = parse_slice(self._settings.hardware.slice)
@@ -79,10 +88,14 @@ class ShardplanLM(TemplateLM):
             os.environ["LOCAL_RANK"] = str(jax.process_index())
         self._add_bos_token, self._prefix_token_id = add_bos_token, prefix_token_id
         settings = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-        self.tokenizer = load_tokenizer(open_folder(self._settings.model.ref), **settings)
+        self.tokenizer = load_tokenizer(open_folder(text.tokenizer or self._settings.model.ref), **settings)
+        self._chat_template = ChatTemplate(self.tokenizer, self.tokenizer.name_or_path, text.chat_template_args)
         prefix = self.tokenizer.bos_token_id if prefix_token_id is None else prefix_token_id
         self._prefix = self.tokenizer.eos_token_id if prefix is None else prefix
         self._prefix_text = None if self._prefix is None else self.tokenizer.decode(self._prefix)
+        self._remarks = Remarks()
+        self.left_out: dict[str, str] = {}
+        """Tasks of the last evaluation that this model cannot run, and what they would need."""
         self._scorer: RequestScorer | None = None
         self._session: Session | None = None
 
@@ -115,16 +128,27 @@ class ShardplanLM(TemplateLM):
         """Name of the tokenizer, for lm_eval's cache of requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the template that `apply_chat_template` uses, for lm_eval's results.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        try:
+            template: str | None = super().chat_template(chat_template)
+        except ValueError as error:
+            raise ConfigError(f"apply_chat_template: {one_line(error)}") from error
+        return template
+
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the prompt of a chat, as the template of the tokenizer writes it."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        """Return the prompt of a chat, as the template of the tokenizer writes it.
+
+        A template that refuses system messages has the others alone, as in the `hf` model.
+
+        Raises:
+            ConfigError: there is no template, or it refuses the chat.
+        """
+        return self._chat_template.apply(chat_history, add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the tokens of a text, with the special tokens that the `hf` model adds."""
@@ -138,23 +162,37 @@ class ShardplanLM(TemplateLM):
         return list(self.tokenizer.encode(string, **settings))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-probability in nats of each continuation, and whether greedy decoding produces it."""
-        results: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm or not is_first_process())
+        """Return the log-probability in nats of each continuation, and whether greedy decoding produces it.
+
+        Raises:
+            ConfigError: a continuation without tokens, or of more than `max_length`; the tokenizer has no token to
+                precede a text without context.
+        """
+        encoder = RequestEncoder(self.tok_encode, self._encode_pair, lambda: self.prefix_token_id, self.max_length)
+        is_quiet = disable_tqdm or not is_first_process()
+        encoded, remarks = encoder.encode_all(tqdm(requests, "Tokenizing inputs", disable=is_quiet))
+        results = self._loglikelihood([each.args for each in requests], encoded)
+        self._remarks.update(remarks)
+        if is_first_process():
+            for line in remarks.lines(len(requests), self.max_length):
+                print_note(line)
         return results
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Score tokenized requests: (texts, context, continuation)."""
+        return self._loglikelihood([each[0] for each in requests], [Request(*each[1:]) for each in requests])
+
+    def _loglikelihood(self, texts: Sequence[tuple[Any, ...]], requests: Sequence[Request]) -> list[tuple[float, bool]]:
+        """Score requests, and give lm_eval's cache the results by their texts."""
 
         def keep(numbers: np.ndarray, log_probs: np.ndarray, is_greedy: np.ndarray) -> None:
             for number, *result in zip(numbers.tolist(), log_probs.tolist(), is_greedy.tolist(), strict=True):
-                self.cache_hook.add_partial("loglikelihood", requests[number][0], tuple(result))
+                self.cache_hook.add_partial("loglikelihood", texts[number], tuple(result))
 
         # several processes that are killed would keep different results, and have different requests from then on
-        log_probs, is_greedy = self._score(
-            [Request(*each[1:]) for each in requests], keep if jax.process_count() == 1 else None
-        )
+        log_probs, is_greedy = self._score(requests, keep if jax.process_count() == 1 else None)
         return list(zip(log_probs.tolist(), is_greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -179,17 +217,16 @@ class ShardplanLM(TemplateLM):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(
-            "shardplan scores texts and does not generate any; leave out tasks whose output_type is generate_until, or "
-            "run them with another model"
-        )
+        raise ConfigError(GENERATION_REFUSED)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what lm_eval writes beside the results: the plan, and the programs that were compiled."""
+        """Return what lm_eval writes beside the results: plan, programs, tasks left out, and remarks on requests."""
+        info: dict[str, Any] = {"tasks_left_out": dict(self.left_out), **self._remarks.to_json()}
         if self._scorer is None or self._session is None:
-            return {}
+            return info
         plan = self._session.plan
         return {
+            **info,
             "model_ref": self._session.folder.ref,
             "max_length": self.max_length,
             "plan": replace(plan, details=None).to_json(),
@@ -232,3 +269,9 @@ class ShardplanLM(TemplateLM):
             mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
             print_note(f"plan: {mesh}; batch {plan.workload.batch} x {plan.workload.position}; {speed_text(plan)}")
         return session
+
+
+def own_model(lm: Any) -> ShardplanLM | None:
+    """Return the model of this class that lm_eval evaluates, which may have a cache around it; None for another one."""
+    model = lm.lm if isinstance(lm, CachingLM) else lm
+    return model if isinstance(model, ShardplanLM) else None

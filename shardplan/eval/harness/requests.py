@@ -15,6 +15,8 @@ class Request:
 
     context: list[int]
     continuation: list[int]
+    task: str = ""
+    """The task that it is of, for messages."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +80,17 @@ def pack_requests(requests: Sequence[Request], max_length: int, position: int) -
         ConfigError: a context or a continuation without tokens, or a continuation of more than `max_length`.
     """
     for request in requests:
+        where = f"task {request.task}: " if request.task else ""
         if not request.context:
-            raise ConfigError(
-                "a context has no tokens, though it is not empty: it is all spaces; set add_bos_token=True among the "
-                "model_args, or change the task"
-            )
+            raise ConfigError(f"{where}a context has no tokens; give the requests a token to follow")
         if not request.continuation:
             raise ConfigError(
-                "a continuation has no tokens: its text is empty, or the token that would be given for want of a "
-                "context; change the task"
+                f"{where}a continuation has no tokens: its text is empty, or the token that would be given for want of "
+                "a context; change the task"
             )
         if len(request.continuation) > max_length:
             raise ConfigError(
-                f"a continuation has {len(request.continuation)} tokens, and max_length is {max_length}; raise "
+                f"{where}a continuation has {len(request.continuation)} tokens, and max_length is {max_length}; raise "
                 "workload.position"
             )
     # bytes are compared by whole tokens, and much faster than lists

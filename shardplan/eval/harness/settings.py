@@ -10,9 +10,15 @@ from shardplan.config.command_flags import LoadingConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.config.keys import keys_of
 from shardplan.errors import ConfigError, nearest
+from shardplan.eval.harness.hf_arguments import (
+    AUTO_DTYPE,
+    DTYPE_KEYS,
+    HF_ARGUMENTS,
+    resolve_auto_dtype,
+    translate,
+)
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
-from shardplan.plan.serialization import flatten
 from shardplan.plan.workload import AUTO_BATCH, Workload, raise_first
 from shardplan.positions.sequence_layout import KERNEL_BLOCK
 
@@ -31,25 +37,33 @@ def read_settings(
     Args:
         config: path of a YAML file.
         max_length: most tokens that the model is given; None for what the rows hold.
-        overrides: keys of the configuration, by dotted name or as nested mappings.
+        overrides: keys of the configuration, by dotted name or as nested mappings, and arguments of `hf`.
 
     Raises:
         ConfigError: the file or a key cannot be used, or contradicts what requests need.
     """
-    keys, given = keys_of(LoadingConfig), flatten(dict(overrides))
+    keys, given = keys_of(LoadingConfig), translate(overrides)
     for name in given:
         if name not in keys:
-            raise ConfigError(f"model_args: unknown key {name!r}; {nearest(name, [*keys, *OWN_ARGUMENTS])}")
+            valid = [*keys, *OWN_ARGUMENTS, *HF_ARGUMENTS]
+            raise ConfigError(f"model_args: unknown key {name!r}; {nearest(name, valid)}")
+    open_types = [key for key in DTYPE_KEYS if given.get(key) == AUTO_DTYPE]
+    for key in open_types:
+        del given[key]
     argv = [f"--config={config}"] if config is not None else []
     for name, value in given.items():
         argv += [f"--{name}={_text(each)}" for each in (value if isinstance(value, (list, tuple)) else [value])]
     try:
-        parsed, plan = load_given_plan(parse_config(argv, LoadingConfig))
+        parsed = parse_config(argv, LoadingConfig)
+        if open_types:
+            dtype = resolve_auto_dtype(parsed.model.ref)
+            parsed = parse_config([*argv, *(f"--{key}={dtype}" for key in open_types)], LoadingConfig)
+        parsed, plan = load_given_plan(parsed)
     except ConfigError as error:
         raise ConfigError(str(error).replace("command line:", "model_args:", 1)) from error
     if plan is None:
         parsed = replace(parsed, workload=_workload(parsed, max_length))
-    elif not plan.workload.is_scoring or plan.workload.window is None:
+    elif not plan.workload.is_scoring or plan.workload.window is None or plan.workload.temperature != 1:
         raise ConfigError(
             f"plan {parsed.plan} is not for packed requests; plan with --workload.kind score, and --workload.window as "
             "large as --workload.position"
@@ -73,8 +87,8 @@ def _workload(config: LoadingConfig, max_length: int | None) -> Workload:
         position = -(-(max_length + 1) // block) * block
     batch = work.batch if "workload.batch" in given else AUTO_BATCH
     # a window as long as the row: planned like packed windows, whose positions are not sharded
-    changed = replace(work, kind="score", top_k=0, batch=batch, position=position, window=position)
-    for key in ("kind", "window"):
+    changed = replace(work, kind="score", top_k=0, temperature=1.0, batch=batch, position=position, window=position)
+    for key in ("kind", "temperature", "window"):
         configured, needed = getattr(work, key), getattr(changed, key)
         if f"workload.{key}" in given and configured not in (None, needed):
             raise ConfigError(f"workload.{key} is {configured}, lm_eval needs {needed}; leave it out")

@@ -26,11 +26,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardplan.errors import CheckpointError, ConfigError, one_line
+from shardplan.plan.serialization import value_kind
 from shardplan.storage.stream import FileStream
 from shardplan.storage.text_files import PARQUET, PLAIN_TEXT, open_text_files
 
 PIECE = 2**16
 """Characters of a piece of a text."""
+SHOWN = 40
+"""Most characters of a wrong value in a message."""
 READ_BYTES = 2**24
 """Bytes that are read from a file at a time."""
 
@@ -191,15 +194,36 @@ def _read_lines(name: str, stream: Any, prefix: str) -> Iterator[tuple[str, str,
             raise ConfigError(f"data.path {name} is damaged: {one_line(error)}") from error
         if not line.strip():
             continue
+        place = f"data.path {name}, line {number}"
         try:
             row = json.loads(line.decode("utf-8-sig"))
-            row["text"].encode()  # a string, without halves of surrogate pairs
-            id_ = str(row["id"]) if row.get("id") is not None else f"{prefix}{number}"
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(
-                f"data.path {name}, line {number}: needs an object whose 'text' is a string ({one_line(error)})"
-            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{place} is not JSON: {one_line(error)}") from error
+        _check_row(place, row)
+        id_ = str(row["id"]) if row.get("id") is not None else f"{prefix}{number}"
         yield id_, f"{name}, line {number}", iter([row["text"]])
+
+
+def _check_row(place: str, row: Any) -> None:
+    """Check that a row of JSON lines has a text.
+
+    Raises:
+        ConfigError: it is no object, or its text is missing, no string, or no Unicode.
+    """
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place} is {value_kind(row)}; it must be an object with the key text, which is a string")
+    if "text" not in row:
+        keys = ", ".join(row)
+        raise ConfigError(
+            f"{place} has no key text; it has {keys or 'none'}" + ("; rename the one with the text" if keys else "")
+        )
+    text = row["text"]
+    if not isinstance(text, str):
+        raise ConfigError(f"{place}: text is {value_kind(text)}, {json.dumps(text)[:SHOWN]}; it must be a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise ConfigError(f"{place}: text is no Unicode: {one_line(error)}") from error
 
 
 def _read_parquet(name: str, stream: Any, prefix: str) -> Iterator[tuple[str, str, Iterator[str]]]:

@@ -1,22 +1,23 @@
 """The tokenizer of a checkpoint folder."""
 
-from shardplan.checkpoint.format.index import read_index
+from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.errors import CheckpointError
+from shardplan.eval.texts.added_tokens import with_added_tokens
 from shardplan.model.registry import Model
 from shardplan.storage import Folder, read_bytes
 
 
 def read_tokenizer(folder: Folder) -> bytes:
-    """Return the tokenizer.json of a checkpoint folder.
+    """Return the tokenizer.json of a checkpoint folder, with the tokens that other files of the folder add to it.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: it has none, or one of the files is damaged.
     """
     data = read_bytes(folder, "tokenizer.json")
     if data is None:
         raise CheckpointError(f"{folder.ref} has no tokenizer.json; save a fast tokenizer there with transformers")
-    return data
+    return with_added_tokens(data, folder)
 
 
 def check_tokens(largest: int, model: Model, folder: Folder) -> None:
@@ -43,7 +44,7 @@ def check_tokens(largest: int, model: Model, folder: Folder) -> None:
 
 def _embedding_rows(model: Model, folder: Folder) -> int:
     """Return the number of rows of the stored tensors that have a row per token; that of config.json without any."""
-    size, tensors = model.vocab.size, read_index(folder)
+    size, tensors = model.vocab.size, read_tensor_index(folder).tensors
     names = [name for name, shape in expected_tensors(model.template).items() if shape[:1] == (size,)]
     rows = {
         tensor.shape[0]

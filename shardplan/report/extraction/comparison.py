@@ -1,4 +1,4 @@
-"""The table of several models on the same texts."""
+"""The table of the extraction of several models on the same texts, and which texts are left out."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ MAX_NAMES = 5
 
 def print_comparison(
     labels: Sequence[str], texts: Mapping[str, Sequence[Mapping[str, Any]]], total: Sequence[Mapping[str, Any]],
-    left_out: Sequence[str], has_one_tokenizer: bool, out: Console,
+    other_tokenizers: Sequence[str], out: Console,
 ) -> None:  # fmt: skip
     """Print the coverage of every text at each threshold, a row for each model; then all texts together.
 
@@ -24,8 +24,7 @@ def print_comparison(
         labels: names of the models.
         texts: text -> its summary for each model.
         total: the summary of all texts for each model.
-        left_out: ids of texts that are not compared.
-        has_one_tokenizer: whether the windows of all models are the same.
+        other_tokenizers: names of the models whose windows are not those of the first.
     """
     thresholds = list(total[0]["coverage"])
     columns = ("windows", "greedy", *(f">={threshold_text(float(t))}" for t in thresholds))
@@ -38,9 +37,26 @@ def print_comparison(
             coverage = (f"{each['coverage'][t]:.1%}" for t in thresholds)
             table.add_row(Text(f"  {label}"), f"{each['windows']:,}", f"{each['greedy']:,}", *coverage)
     print_first_fitting([table], out)
+    if other_tokenizers:
+        names = f"{', '.join(other_tokenizers)} from {labels[0]}"
+        print_wrapped(
+            f"the tokenizers differ ({names}), so that windows of as many tokens have other numbers of characters", out
+        )
+
+
+def print_left_out(left_out: Sequence[str], differing: Sequence[str], out: Console) -> None:
+    """Print which texts are not compared.
+
+    Args:
+        left_out: ids of all of them.
+        differing: those that all runs have, with other contents.
+    """
     if left_out:
-        more = f" and {len(left_out) - MAX_NAMES:,} more" if len(left_out) > MAX_NAMES else ""
-        names = ", ".join(map(short_label, left_out[:MAX_NAMES]))
-        print_wrapped(f"left out, because not all runs have these texts: {names}{more}", out)
-    if not has_one_tokenizer:
-        print_wrapped("the tokenizers differ, so that windows of as many tokens have other numbers of characters", out)
+        print_wrapped(f"left out, because not all runs have these texts: {_names(left_out)}", out)
+    if differing:
+        print_wrapped(f"texts differ: {_names(differing)}", out)
+
+
+def _names(ids: Sequence[str]) -> str:
+    more = f" and {len(ids) - MAX_NAMES:,} more" if len(ids) > MAX_NAMES else ""
+    return f"{', '.join(map(short_label, ids[:MAX_NAMES]))}{more}"

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardplan.levanter_config.writer import trainer_yaml
+from shardplan.lint.edits import explain_lines
 from shardplan.lint.findings import Severity
 from shardplan.lint.repair import NEAR_BEST, Repair, Review
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
+from shardplan.report.lint import kept_schedule, needs_edit, stopped_text
 from shardplan.report.tables import MEMORY_PARTS
 from shardplan.search.reasons import describe_trace
 
@@ -81,7 +83,9 @@ def repair_panel(review: Review) -> tuple[Plan, RepairPanel] | None:
     notes += [f"limit of the prediction: {limit}" for limit in describe_trace(result.subject.step)]
     if review.best is None:
         notes.append(review.why_no_best)
-    elif result.errors and review.repair is None:
+    if review.stopped_after is not None:
+        notes.append(stopped_text(review))
+    elif review.best is not None and needs_edit(review) and review.repair is None:
         notes.append("no small edit removes all errors: start from the best plan")
     return plan, RepairPanel(
         path=review.path,
@@ -93,9 +97,15 @@ def repair_panel(review: Review) -> tuple[Plan, RepairPanel] | None:
         ],
         layouts=[_compare(review, *each) for each in layouts],
         usable=plan.memory.usable,
-        section=trainer_yaml(review.best, result.subject.schema) if review.best is not None else "",
+        section=_best_section(review) if review.best is not None else "",
         compiler_options=review.best.compiler_options if review.best is not None else {},
     )
+
+
+def _best_section(review: Review) -> str:
+    """Write the trainer section of the best plan, with the schedule of the file."""
+    assert review.best is not None
+    return trainer_yaml(review.best, review.lint.subject.schema, kept_schedule(review, review.best))
 
 
 def _layouts(review: Review) -> Iterator[tuple[str, Repair | None, Plan | None]]:
@@ -114,7 +124,7 @@ def _compare(review: Review, name: str, repair: Repair | None, plan: Plan | None
     fits = plan is not None and plan.memory.fits
     kinds = ", ".join(dict.fromkeys(error.kind for error in errors))
     outcome = f"cannot run ({kinds})" if errors else "fits" if fits else "does not fit"
-    lines = repair.lines if repair is not None else []
+    lines = explain_lines(repair.lines) if repair is not None else []
     if plan is None:
         return ComparedLayout(name, outcome, False, mesh_text(review.lint.subject.section.mesh), lines)
     seconds, parts = plan.cost.step_seconds, {part: getattr(plan.memory, part) for part in MEMORY_PARTS}

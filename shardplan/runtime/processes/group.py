@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
-from shardplan.errors import CheckpointError, ShardplanError
+from shardplan.errors import CheckpointError, ShardplanError, check_argument
 from shardplan.runtime.processes.activity import DEADLINE_S, Activity
 from shardplan.runtime.processes.link import Link, Progress, error_of
 from shardplan.runtime.processes.messages import Kind, problem_values
@@ -257,6 +257,8 @@ def watch(
     Raises:
         PeerError: another process was lost or failed, and the main thread noticed.
     """
+    check_argument("watch", "phase", phase, str, "what the processes do, such as 'training'")
+    check_argument("watch", "deadline_s", deadline_s, (int, float), "the most seconds without progress")
     with contextlib.ExitStack() as stack:
         if on_problem is not None:
             stack.enter_context(handle_problem(on_problem))

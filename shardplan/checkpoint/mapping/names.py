@@ -1,0 +1,143 @@
+"""The names under which a checkpoint holds the tensors of a model, whatever was put before them, or left out.
+
+A checkpoint is saved from a module around the model (`_orig_mod.`, `module.`, `language_model.`), from the model inside
+of it (`embed_tokens.weight` for `model.embed_tokens.weight`), or from a multimodal one
+(`model.language_model.embed_tokens.weight`). So one prefix of all tensors but the output head is looked for: the one
+under which most of the expected tensors are found, with their shapes. The head is in that module, or in one around it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardplan.checkpoint.mapping.views import Shape
+from shardplan.errors import CheckpointError
+
+HEAD = "lm_head."
+"""How the names of an output head begin, in the module that holds it."""
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
+"""Modules that torch.compile, FSDP, activation checkpointing and Lightning put around others, at any depth."""
+
+
+class Stored(Protocol):
+    """A stored tensor, of which only the shape matters here."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """Where a checkpoint has the tensors that a model expects."""
+
+    names: Mapping[str, str]
+    """Expected name -> name in the checkpoint; without the expected tensors that it does not have."""
+    prefixed: Mapping[str, str]
+    """Expected name -> the name that the checkpoint would give the tensor, which it may not have."""
+    canonical: Mapping[str, str]
+    """Name in the checkpoint -> the name that the model would give the tensor."""
+    head_module: str
+    """The module that the checkpoint has, or would have, its output head in."""
+    head: str | None
+    """Name in the checkpoint of the weight of an output head, if it has one."""
+
+
+def find_stored_names(expected: Mapping[str, Shape], stored: Mapping[str, Stored], where: str) -> StoredNames:
+    """Find the expected tensors of a model among the stored ones.
+
+    >>> class Matrix:
+    ...     shape = (4, 2)
+    >>> names = find_stored_names({"model.norm.weight": (4, 2)}, {"_orig_mod.model.norm.weight": Matrix()}, "here")
+    >>> names.names
+    {'model.norm.weight': '_orig_mod.model.norm.weight'}
+
+    Args:
+        expected: name -> shape of the tensors of the model.
+        stored: name -> tensor.
+        where: name of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: two sets of weights under different prefixes, or two tensors whose names differ in wrappers.
+    """
+    plain = _without_wrappers(stored, where)
+    base = _base_prefix(expected)
+    inner = {name.removeprefix(base): name for name in expected if not name.startswith(HEAD)}
+    prefix = _find_prefix(inner, expected, {name: stored[own].shape for name, own in plain.items()}, base, where)
+    prefixed = {name: prefix + rest for rest, name in inner.items()}
+    heads = _head_prefixes(prefix)
+    head_prefix = next((each for each in heads if f"{each}{HEAD}weight" in plain), heads[-1])
+    prefixed |= {name: head_prefix + name for name in expected if name.startswith(HEAD)}
+    canonical = {}
+    for name, own in plain.items():
+        if name.startswith(head_prefix + HEAD):
+            canonical[own] = name.removeprefix(head_prefix)
+        else:
+            canonical[own] = base + name.removeprefix(prefix) if name.startswith(prefix) else name
+    names = {name: plain[each] for name, each in prefixed.items() if each in plain}
+    return StoredNames(
+        names, prefixed, canonical, head_prefix + HEAD.rstrip("."), plain.get(f"{head_prefix}{HEAD}weight")
+    )
+
+
+def _without_wrappers(stored: Mapping[str, Stored], where: str) -> dict[str, str]:
+    """Return name without wrappers -> name in the checkpoint."""
+    plain: dict[str, str] = {}
+    for own in stored:
+        name = ".".join(part for part in own.split(".") if part not in WRAPPERS)
+        if plain.setdefault(name, own) != own:
+            raise CheckpointError(
+                f"{where} holds both {plain[name]} and {own}, which are one tensor of the model; remove one of the two"
+            )
+    return plain
+
+
+def _base_prefix(expected: Mapping[str, Shape]) -> str:
+    """Return the module that all expected tensors but the output head are in, as `model.`; empty if there is none."""
+    body = [name for name in expected if not name.startswith(HEAD)]
+    first = {name.partition(".")[0] for name in body}
+    return f"{first.pop()}." if len(first) == 1 and all("." in name for name in body) else ""
+
+
+def _find_prefix(
+    inner: Mapping[str, str], expected: Mapping[str, Shape], shapes: Mapping[str, Shape], base: str, where: str
+) -> str:
+    """Return what the checkpoint puts before the names of `inner`: where most of them are found, with their shapes.
+
+    Args:
+        inner: name without the prefix `base` -> expected name.
+        shapes: shapes of the stored tensors.
+    """
+    found: Counter[str] = Counter()
+    fitting: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        parts = name.split(".")
+        for i in range(len(parts)):
+            rest = ".".join(parts[i:])
+            if rest in inner:
+                prefix = name.removesuffix(rest)
+                found[prefix] += 1
+                fitting[prefix] += tuple(shape) == expected[inner[rest]]
+    if not found or fitting[base] == len(inner):
+        return base
+    best = max((fitting[prefix], found[prefix]) for prefix in found)
+    choices = sorted(prefix for prefix in found if (fitting[prefix], found[prefix]) == best)
+    if base in choices:
+        return base
+    if len(choices) > 1 and best[0] == len(inner):
+        raise CheckpointError(
+            f"{where} holds {len(choices)} sets of weights of this model, whose names begin with "
+            f"{' and '.join(map(repr, choices))}; keep the one that is meant"
+        )
+    return min(choices, key=len)
+
+
+def _head_prefixes(prefix: str) -> list[str]:
+    """Return the modules in which the output head may be, from the one of the other tensors outwards.
+
+    >>> _head_prefixes("language_model.model.")
+    ['language_model.model.', 'language_model.', '']
+    """
+    parts = prefix.split(".")[:-1]
+    return ["".join(f"{part}." for part in parts[:count]) for count in range(len(parts), -1, -1)]

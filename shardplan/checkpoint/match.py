@@ -1,0 +1,210 @@
+"""Matches the tensors of a checkpoint with the arrays of a model: names, shapes, and what either has alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.checkpoint.format.compare import hold_the_same
+from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.format.index import INDEX, SINGLE, TensorIndex, check_tensors, missing_files_text
+from shardplan.checkpoint.mapping.names import HEAD, StoredNames, find_stored_names
+from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, expected_tensors, trace_program
+from shardplan.checkpoint.mapping.unneeded import kinds_text
+from shardplan.checkpoint.mapping.views import Shape
+from shardplan.errors import CheckpointError
+from shardplan.model.inspect import named_leaves, parameters_of
+
+
+@dataclass(frozen=True)
+class Match:
+    """How the tensors of a checkpoint make the arrays of a model."""
+
+    where: str
+    """Name of the checkpoint, for messages."""
+    program: StateDictProgram
+    """Tensors, by their names in the checkpoint, and the arrays that they make."""
+    head: tuple[str, str] | None = None
+    """An output head that the model has no place for, and the embedding that it must be a copy of."""
+    unneeded: tuple[str, ...] = ()
+    """Tensors that the model has no use for."""
+    second_set: tuple[tuple[Tensor, Tensor], ...] = ()
+    """Each tensor that is read, and the one of a second complete set of weights, which must hold the same."""
+    notes: tuple[str, ...] = ()
+    """What the index gets wrong."""
+
+
+def match_tensors(template: Any, tensors: Mapping[str, Tensor], where: str) -> StateDictProgram:
+    """Map the tensors of a checkpoint to the arrays of the model, and check that the two match.
+
+    Args:
+        where: name of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: the checkpoint does not match the model.
+    """
+    return match_checkpoint(template, TensorIndex(tensors), where).program
+
+
+def match_checkpoint(template: Any, index: TensorIndex, where: str) -> Match:
+    """Match the tensors of a checkpoint with the arrays of the model.
+
+    Args:
+        template: a Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
+        where: name of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: the checkpoint does not match the model.
+    """
+    expected = expected_tensors(template)
+    tensors = _without_second_set(expected, index, where)
+    stored = find_stored_names(expected, tensors, where)
+    program = trace_program(template, expected)
+    head = None if any(name.startswith(HEAD) for name in expected) else stored.head
+    tied = tied_embedding(template, program)
+    names = dict(stored.names)
+    if head is not None and tied is not None and tied not in names and tensors[head].shape == expected[tied]:
+        names[tied], head = head, None  # only the head was saved of what both are
+    if names.keys() != expected.keys():
+        other = _trace_stored_names(template, tensors, stored)
+        program, names = (program, names) if other is None else other
+    program = program.rename({**stored.prefixed, **names})
+    missing = program.tensors.keys() - tensors.keys()
+    if missing and index.missing_files:
+        raise CheckpointError(missing_files_text(index, where))
+    ignored = {head} if head is not None and tied in names else set()
+    unneeded = check_tensors(tensors, program.tensors, where, ignored, {stored.head_module})
+    _check_rivals(program, tensors, where)
+    return Match(
+        where,
+        program,
+        (head, names[tied]) if head is not None and tied in names else None,
+        unneeded,
+        _second_set(expected, names, program, index, where),
+        (*_index_notes(index, program),),
+    )
+
+
+def is_tied(template: Any) -> bool:
+    """Return whether a Levanter model has no output head of its own, but could have one."""
+    return hasattr(template, "lm_head") and template.lm_head is None
+
+
+def tied_embedding(template: Any, program: StateDictProgram) -> str | None:
+    """Return the tensor of the embedding that a model has as its output head too; None if it has a head of its own."""
+    if not hasattr(template, "get_lm_head"):
+        return None
+    head = template.get_lm_head()
+    path = next((path for path, leaf in named_leaves(template) if leaf is head), None)
+    if path is None or len(program.views[path].pieces) != 1:
+        return None
+    name = program.views[path].pieces[0].tensor
+    return None if name.startswith(HEAD) else name
+
+
+def check_values(match: Match, tensors: Mapping[str, Tensor], template: Any) -> list[str]:
+    """Compare the tensors that must hold the same; return what is to be said of them.
+
+    Args:
+        template: the model that was matched.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if match.head is not None:
+        head, embedding = match.head
+        if not hold_the_same([(tensors[head], tensors[embedding])]):
+            remedy = (
+                'set "tie_word_embeddings": false in its config.json, and plan again'
+                if is_tied(template)
+                else f"Levanter's {type(template).__name__} can have no head of its own, so that it cannot be loaded"
+            )
+            raise CheckpointError(
+                f"{match.where}: the output head {head} differs from the embedding {embedding}, and the model uses the "
+                f"embedding for both; {remedy}"
+            )
+    if not match.second_set:
+        return []
+    if not hold_the_same(match.second_set):
+        raise CheckpointError(
+            f"{match.where} holds two complete sets of weights that differ: {SINGLE}, and the files of {INDEX}; remove "
+            "the set that is not meant"
+        )
+    return [f"{match.where}: {SINGLE} and the files of {INDEX} hold the same weights; the latter are read"]
+
+
+def _trace_stored_names(
+    template: Any, tensors: Mapping[str, Tensor], stored: StoredNames
+) -> tuple[StateDictProgram, dict[str, str]] | None:
+    """Trace the conversion of tensors by the names that they have; None if Levanter does not read these.
+
+    A converter may read more names than those that it writes, such as those of older checkpoints.
+
+    Returns:
+        The program, and name in it -> name in the checkpoint.
+    """
+    names = {canonical: own for own, canonical in stored.canonical.items()}
+    try:
+        program = trace_program(template, {name: tensors[own].shape for name, own in names.items()})
+    except (CheckpointError, TypeError, ValueError):  # of Haliax and JAX: tensors of other shapes
+        return None
+    if any(program.views[p.path].shape != tuple(p.axes.values()) for p in parameters_of(template)):
+        return None
+    read = {piece.tensor for view in program.views.values() for piece in view.pieces}
+    return StateDictProgram(
+        {name: shape for name, shape in program.tensors.items() if name in read}, program.views
+    ), names
+
+
+def _check_rivals(program: StateDictProgram, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Check that no tensor that the model needs is in two files of which the index names neither."""
+    for name in program.tensors:
+        if tensors[name].other_file:
+            raise CheckpointError(
+                f"{where}: {name} is in both {tensors[name].file_name} and {tensors[name].other_file}, and {INDEX} "
+                "lists neither; download the checkpoint again"
+            )
+
+
+def _without_second_set(expected: Mapping[str, Shape], index: TensorIndex, where: str) -> Mapping[str, Tensor]:
+    """Return the tensors of a checkpoint; without `model.safetensors` if that and the other files are both complete."""
+    others = {name: tensor for name, tensor in index.tensors.items() if tensor.file_name != SINGLE}
+    sets = (index.single, others)
+    if index.single and all(find_stored_names(expected, each, where).names.keys() == expected.keys() for each in sets):
+        return others
+    return index.tensors
+
+
+def _second_set(
+    expected: Mapping[str, Shape], names: Mapping[str, str], program: StateDictProgram, index: TensorIndex, where: str
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return the tensors of the index with those of `model.safetensors`, if both have all that the model needs."""
+    if not index.single or any(index.tensors[name].file_name == SINGLE for name in program.tensors):
+        return ()
+    second = find_stored_names(expected, index.single, where).names
+    renamed = {own: second[name] for name, own in names.items() if name in second}
+    pairs = []
+    for name in program.tensors:
+        other = index.single.get(renamed.get(name, name))
+        if other is None:
+            return ()
+        pairs.append((index.tensors[name], other))
+    return tuple(pairs)
+
+
+def _index_notes(index: TensorIndex, program: StateDictProgram) -> list[str]:
+    """Say in what the index and the files differ, of what the model needs."""
+    if index.is_stale:
+        return [f"{INDEX} names files that do not exist, as that of an earlier save; {SINGLE} is complete, and is read"]
+    notes = []
+    unlisted = [name for name in program.tensors if not index.tensors[name].is_listed]
+    if unlisted:
+        files = sorted({index.tensors[name].file_name for name in unlisted})
+        notes.append(f"{INDEX} does not say where {kinds_text(unlisted)} is; read from {', '.join(files)}")
+    if index.missing_files:
+        gone = ", ".join(index.missing_files)
+        notes.append(f"{INDEX} names files that do not exist ({gone}); the model needs none of them")
+    elif index.absent:
+        notes.append(
+            f"{INDEX} lists tensors that no file holds ({kinds_text(index.absent)}); the model needs none of them"
+        )
+    return notes

@@ -1,0 +1,66 @@
+"""The output head of a checkpoint whose config.json ties the head to the embedding.
+
+Tied models have one array for both. Some checkpoints hold a head nevertheless: a copy of the embedding, or one that was
+trained apart, which transformers 5 then uses. Which of the two it is, only the values say. They are compared before the
+model is planned, so that a head of its own is planned for, loaded and used.
+"""
+
+import logging
+from typing import Any
+
+from shardplan.checkpoint.format.compare import hold_the_same
+from shardplan.checkpoint.format.shared_index import read_shared_index
+from shardplan.checkpoint.match import is_tied, match_checkpoint
+from shardplan.errors import ConfigError
+from shardplan.plan.plan import Plan
+from shardplan.runtime.processes.group import ProcessGroup
+from shardplan.storage import Folder
+
+logger = logging.getLogger(__name__)
+
+UNTIED = {"tie_word_embeddings": False}
+"""What config.json says of a model with an output head of its own."""
+HEAD_PATH = "lm_head.weight"
+"""Path of the output head in Levanter's models that have one of their own."""
+
+
+def has_own_head(template: Any, folder: Folder, processes: ProcessGroup) -> bool:
+    """Return whether the checkpoint of a tied model holds an output head that differs from its embedding.
+
+    Every process calls this; process 0 compares the values.
+
+    Raises:
+        CheckpointError: the checkpoint does not match the model, or is damaged.
+    """
+    index = read_shared_index(folder, processes)
+
+    def compare() -> str:
+        match = match_checkpoint(template, index, folder.ref)
+        if match.head is None:
+            return ""
+        head, embedding = match.head
+        return "" if hold_the_same([(index.tensors[head], index.tensors[embedding])]) else head
+
+    head = processes.broadcast("output head", compare)
+    if head and processes.process_index == 0:
+        logger.warning(
+            "%s: config.json ties the output head to the embedding, and %s differs from it; it is used, as by "
+            "transformers", folder.ref, head,
+        )  # fmt: skip
+    return bool(head)
+
+
+def check_head(plan: Plan, template: Any) -> None:
+    """Check that `plan` has an output head of its own if the model has one.
+
+    Raises:
+        ConfigError: only one of the two has.
+    """
+    is_planned = any(parameter.path == HEAD_PATH for parameter in plan.parameters)
+    if is_tied(template) and is_planned:
+        raise ConfigError(f"the plan has {HEAD_PATH}, and the model has its embedding as output head; plan again")
+    if getattr(template, "lm_head", None) is not None and not is_planned:
+        raise ConfigError(
+            f"the plan has no {HEAD_PATH}, and the checkpoint holds an output head that differs from its embedding; "
+            'set "tie_word_embeddings": false in its config.json, and plan again'
+        )

@@ -1,0 +1,180 @@
+"""Results folders of finished runs, as they are read to be compared."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardplan.config.sections import TaskKind
+from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.eval.extraction.pictures import model_name
+from shardplan.eval.results_folder import RUN, SUMMARY
+from shardplan.storage import open_folder, read_bytes
+
+RUN_PARTS = {TaskKind.EXTRACTION: ("texts", "protocol", "tokenizer"), TaskKind.LOSS: ("texts", "tokenizer")}
+SUMMARY_PARTS = {
+    TaskKind.EXTRACTION: ("texts", "total", "plots", "plan"),
+    TaskKind.LOSS: ("texts", "total", "plan"),
+}
+"""Task -> the parts of run.json and summary.json that are compared."""
+NAMES = {TaskKind.EXTRACTION: "an extraction", TaskKind.LOSS: "a loss"}
+"""Task -> what a run of it is called."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """The results of one run."""
+
+    ref: str
+    kind: TaskKind
+    summary: dict[str, Any]
+    """Its summary.json."""
+    run: dict[str, Any]
+    """Its run.json: what determines the results."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return model_name(self.summary)
+
+
+@dataclass(frozen=True)
+class MatchedTexts:
+    """Which texts several runs have in common. All are ids, in the order of the runs."""
+
+    common: tuple[str, ...]
+    differing: tuple[str, ...]
+    """Texts that all runs have, with different contents."""
+    missing: tuple[str, ...]
+    """Texts that only some runs have."""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Texts that cannot be compared."""
+        return self.differing + self.missing
+
+
+def read_runs(refs: Sequence[str]) -> list[FinishedRun]:
+    """Read results folders of one task.
+
+    Raises:
+        ConfigError: fewer than two folders, one that is named twice or holds no finished results, or runs of several
+            tasks.
+    """
+    if len(refs) < 2:
+        raise ConfigError(f"compare needs two results folders or more, and {len(refs)} is named: {', '.join(refs)}")
+    paths = [ref.rstrip("/") if "://" in ref else os.path.realpath(ref) for ref in refs]
+    doubled = [ref for i, ref in enumerate(refs) if paths[i] in paths[:i]]
+    if doubled:
+        raise ConfigError(f"{doubled[0]} is named twice; name each results folder once")
+    runs = [_read(ref) for ref in refs]
+    for other in runs[1:]:
+        if other.kind is not runs[0].kind:
+            raise ConfigError(
+                f"{runs[0].ref} is {NAMES[runs[0].kind]} and {other.ref} {NAMES[other.kind]}; compare runs of one task"
+            )
+    return runs
+
+
+def match_texts(runs: Sequence[FinishedRun]) -> MatchedTexts:
+    """Return which texts runs have in common, by id and content.
+
+    Raises:
+        ConfigError: none.
+    """
+    digests = [each.run["texts"] for each in runs]
+    common: list[str] = []
+    differing: list[str] = []
+    missing: list[str] = []
+    for id_ in dict.fromkeys(id_ for each in digests for id_ in each):
+        found = {each.get(id_) for each in digests}
+        group = missing if None in found else common if len(found) == 1 else differing
+        group.append(id_)
+    if not common:
+        differ = f"texts differ: {', '.join(differing)}; " if differing else ""
+        raise ConfigError(
+            f"{differ}{', '.join(each.ref for each in runs)} have no text in common, by id and content ({RUN}, texts); "
+            "compare runs on the same data.path"
+        )
+    return MatchedTexts(tuple(common), tuple(differing), tuple(missing))
+
+
+def other_tokenizers(runs: Sequence[FinishedRun], labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the labels of the runs whose tokenizer is not that of the first."""
+    first = runs[0].run["tokenizer"]
+    return tuple(label for run, label in zip(runs, labels, strict=True) if run.run["tokenizer"] != first)
+
+
+def labels_of(runs: Sequence[FinishedRun]) -> tuple[str, ...]:
+    """Return the names of the models if they differ, else those of the folders, else their references."""
+    models = tuple(each.model for each in runs)
+    folders = tuple(each.ref.rstrip("/").rpartition("/")[2] for each in runs)
+    return next((names for names in (models, folders) if len({*names}) == len(runs)), tuple(each.ref for each in runs))
+
+
+def check_protocol(first: FinishedRun, other: FinishedRun, expected: dict[str, Any], actual: dict[str, Any]) -> None:
+    """Check that two runs have windows of the same protocol.
+
+    Args:
+        expected, actual: the settings of the first and of the other; one that is missing has its default.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    names = [name for name in {**expected, **actual} if actual.get(name) != expected.get(name)]
+    if names:
+        differences = ", ".join(f"{name} {actual.get(name)} instead of {expected.get(name)}" for name in names)
+        raise ConfigError(
+            f"{other.ref} has windows of another protocol than {first.ref}: {differences}; compare runs of one protocol"
+        )
+
+
+def _read(ref: str) -> FinishedRun:
+    """Read the results in a folder."""
+    if "://" not in ref and not Path(ref).is_dir():
+        path = Path(ref)
+        if path.is_file():
+            raise ConfigError(f"{ref} is a file; name the results folder, {path.parent}")
+        raise ConfigError(f"{ref} does not exist; {_hint(path)}")
+    folder = open_folder(ref)
+    data = read_bytes(folder, RUN)
+    if data is None:
+        hint = f"; {_hint(Path(ref))}" if "://" not in ref else ""
+        raise ConfigError(f"{ref} holds no results of an evaluation, whose {RUN} is missing{hint}")
+    run = _parse(ref, RUN, data)
+    task = run.get("task", TaskKind.EXTRACTION.value)
+    if task not in list(TaskKind):
+        raise ConfigError(f"{ref}/{RUN} is of the task {task!r}, and compared are {' and '.join(TaskKind)}")
+    kind = TaskKind(task)
+    data = read_bytes(folder, SUMMARY)
+    if data is None:
+        raise ConfigError(f"{ref} holds {NAMES[kind]} that has not ended, without {SUMMARY}; run its command again")
+    summary = _parse(ref, SUMMARY, data)
+    for name, values, needed in ((RUN, run, RUN_PARTS[kind]), (SUMMARY, summary, SUMMARY_PARTS[kind])):
+        missing = [part for part in needed if part not in values]
+        if name == SUMMARY and kind is TaskKind.EXTRACTION and not missing and "thresholds" not in values["plots"]:
+            missing = ["thresholds"]
+        if missing:
+            raise ConfigError(f"{ref}/{name} is not that of {NAMES[kind]}, without {missing[0]!r}; name another folder")
+    return FinishedRun(ref, kind, summary, run)
+
+
+def _parse(ref: str, name: str, data: bytes) -> dict[str, Any]:
+    """Return the content of a JSON file of a results folder."""
+    try:
+        values = json.loads(data)
+    except ValueError as error:
+        raise ConfigError(f"{ref}/{name} cannot be read: {one_line(error)}; run the evaluation again") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{ref}/{name} cannot be read: it is no object; run the evaluation again")
+    return values
+
+
+def _hint(path: Path) -> str:
+    """Return a hint to the results folders in or beside a path: that with the most similar name, or all."""
+    near = {*path.parent.glob(f"*/{SUMMARY}"), *path.glob(f"*/{SUMMARY}")}
+    if not near:
+        return f"name the output of `shardplan eval`, a folder with {SUMMARY}"
+    return nearest(str(path), [str(each.parent) for each in near])

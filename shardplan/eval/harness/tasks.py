@@ -1,0 +1,138 @@
+"""Which of lm_eval's tasks the model `shardplan` can run: those that score texts.
+
+lm_eval passes a model its requests one kind after the other, so that a task which generates text would end a run after
+the weights were loaded and others were scored. Models cannot choose among tasks: `lm_eval.evaluator.evaluate`, which
+has both the model and the tasks, is wrapped instead. Other models are evaluated as before.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+from shardplan.errors import ConfigError
+
+SCORED = frozenset({"loglikelihood", "loglikelihood_rolling"})
+"""Kinds of requests that are computed."""
+REQUEST_KINDS = {"multiple_choice": "loglikelihood"}
+"""Output type of a task -> the kind of its requests, where that has another name."""
+IMAGES = "images or audio"
+GENERATION_REFUSED = (
+    "shardplan scores texts and does not generate any; leave out tasks whose output_type is generate_until, or run "
+    "them with another model"
+)
+left_out: dict[str, str] = {}
+"""Tasks that were left out in this process so far, and what each would need; the command ends with them."""
+logger = logging.getLogger(__name__)
+
+
+def select_tasks(evaluate: Callable[..., Any], is_own: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return `lm_eval.evaluator.evaluate`, which leaves out what the model cannot run before anything is loaded.
+
+    Args:
+        evaluate: the function of lm_eval.
+        is_own: returns the `ShardplanLM` in an argument `lm`; None for another model.
+    """
+
+    @wraps(evaluate)
+    def select_and_evaluate(lm: Any, task_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        model = is_own(lm)
+        if model is not None:
+            loaded = task_dict if "tasks" in task_dict else flatten_tasks(task_dict)
+            task_dict, model.left_out = split_tasks(loaded)
+            left_out.update(model.left_out)
+        return evaluate(lm, task_dict, *args, **kwargs)
+
+    return select_and_evaluate
+
+
+def split_tasks(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tasks that can be run, and of each of the others what it would need.
+
+    A group that has a task of these is left out as well: the mean of fewer tasks would have its name. Its other tasks
+    are run.
+
+    Args:
+        loaded: `tasks`, `groups` and `group_map` by name, as `TaskManager.load` returns them.
+
+    Raises:
+        ConfigError: none of the tasks can be run.
+    """
+    refused: dict[str, str] = {}
+    for name, task in loaded["tasks"].items():
+        needs = sorted(request_kinds(task) - SCORED)
+        if getattr(task, "MULTIMODAL", False):
+            needs.append(IMAGES)
+        if needs:
+            refused[name] = ", ".join(needs)
+    if not refused:
+        return loaded, refused
+    if len(refused) == len(loaded["tasks"]):
+        raise ConfigError(f"{GENERATION_REFUSED} ({left_out_text(refused)})")
+    tasks = {name: task for name, task in loaded["tasks"].items() if name not in refused}
+    groups, incomplete = {}, []
+    for name, group in (loaded.get("groups") or {}).items():
+        if any(task.task_name in refused for task in group.get_all_tasks()):
+            incomplete.append(name)
+        else:
+            groups[name] = group
+    logger.warning("left out, because shardplan only scores texts: %s", left_out_text(refused))
+    if incomplete:
+        logger.warning("no result of the group %s, of which tasks are left out", ", ".join(incomplete))
+    children = {name: group.child_names for name, group in groups.items()}
+    return {**loaded, "tasks": tasks, "groups": groups, "group_map": children}, refused
+
+
+def flatten_tasks(nested: dict[Any, Any]) -> dict[str, Any]:
+    """Return what `get_task_dict` of lm_eval makes, tasks by name within groups, as `TaskManager.load` has it."""
+    tasks: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
+    for key, value in nested.items():
+        if not isinstance(key, str):
+            groups[key.name] = key
+        if isinstance(value, dict):
+            inner = flatten_tasks(value)
+            tasks.update(inner["tasks"])
+            groups.update(inner["groups"])
+        else:
+            tasks[key] = value
+    return {"tasks": tasks, "groups": groups}
+
+
+def request_kinds(task: Any) -> set[str]:
+    """Return the kinds of requests that a task makes.
+
+    A task of lm_eval's own class has those of its output type. One that makes its requests itself may make others, or
+    several: those of its first document are taken.
+    """
+    kind = REQUEST_KINDS.get(task.OUTPUT_TYPE, task.OUTPUT_TYPE)
+    if _makes_requests_itself(task):
+        try:
+            _, document = next(iter(task.doc_iterator(limit=1)))
+            made = task.construct_requests(document, "", metadata=(task.task_name, 0, 1))
+        except Exception as error:  # code of a task
+            logger.debug("requests of %s cannot be made ahead: %s", task.task_name, error)
+        else:
+            return {each.request_type for each in (made if isinstance(made, list) else [made])}
+    return {kind}
+
+
+def _makes_requests_itself(task: Any) -> bool:
+    """Return whether a class outside of `lm_eval.api` defines how a task's requests are made."""
+    for cls in type(task).__mro__:
+        if "construct_requests" in vars(cls):
+            return not cls.__module__.startswith("lm_eval.api.")
+    return False
+
+
+def left_out_text(tasks: dict[str, str]) -> str:
+    """Return tasks and what each would need: `gsm8k and humaneval (generate_until), chartqa (images or audio)`."""
+    by_need: dict[str, list[str]] = {}
+    for name, need in tasks.items():
+        by_need.setdefault(need, []).append(name)
+    return ", ".join(f"{_enumerate(names)} ({need})" for need, names in by_need.items())
+
+
+def _enumerate(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,53 @@
+"""How slice names are spelled, and what users, clouds and JAX write instead: `V5E-16`, `v5e-4x4`, `TPU v4-8`.
+
+Other spellings are not accepted, because plans, caches and records compare slices by name; a message suggests the name.
+"""
+
+import re
+
+NAME = re.compile(
+    r"(?:(?P<copies>[0-9]{1,9})x)?(?P<generation>[a-z0-9]+?)"
+    r"(?:-(?P<count>[0-9]{1,9})|:(?P<chips>[0-9]{1,9}(?:x[0-9]{1,9})+))"
+)
+"""A slice name."""
+CLOUD_SPELLINGS = {"v5litepod": "v5e"}
+"""Generations under the names of Google Cloud that differ, which slice names may have."""
+GENERATION_SPELLINGS = {
+    "cpu": "cpu", "v3": "v3", "v4": "v4", "v5p": "v5p", "5p": "v5p", "v5e": "v5e", "5e": "v5e", "v5lite": "v5e",
+    "v5litepod": "v5e", "v6": "v6e", "v6e": "v6e", "6e": "v6e", "v6lite": "v6e", "trillium": "v6e", "tpu7x": "tpu7x",
+    "v7": "tpu7x", "v7x": "tpu7x", "7x": "tpu7x", "tpu7": "tpu7x", "ironwood": "tpu7x",
+}  # fmt: skip
+"""What Google Cloud, JAX and users call a generation, without separators -> its name. `v5` may be v5e or v5p."""
+_SEPARATORS = r"[\s\-_:/.,]*"
+_GENERATION = "|".join(map(_SEPARATORS.join, sorted(GENERATION_SPELLINGS, key=len, reverse=True)))
+_OTHER_NAME = re.compile(
+    rf"(?:(?P<copies>[0-9]{{1,9}}){_SEPARATORS}[x*]{_SEPARATORS})?(?:tpu{_SEPARATORS})??(?P<generation>{_GENERATION})"
+    rf"(?:{_SEPARATORS}(?P<size>[0-9]{{1,9}}(?:[x*][0-9]{{1,9}})*)(?:{_SEPARATORS}(?:chips|cores))?)?{_SEPARATORS}",
+    re.IGNORECASE,
+)
+
+
+def standard_spelling(name: str) -> str | None:
+    """Return the slice name that another spelling means; None if it has no size, or cannot be read.
+
+    >>> standard_spelling("V5E-16"), standard_spelling("v5e-4x4"), standard_spelling("TPU v4-8")
+    ('v5e-16', 'v5e:4x4', 'v4-8')
+    """
+    match = _OTHER_NAME.fullmatch(name.strip())
+    if match is None or match["size"] is None:
+        return None
+    size, generation = match["size"].lower().replace("*", "x"), _generation(match)
+    if generation == "cpu" and "x" in size:
+        return None
+    prefix = f"{match['copies']}x" if match["copies"] else ""
+    return f"{prefix}{generation}{':' if 'x' in size else '-'}{size}"
+
+
+def spelled_generation(name: str) -> str | None:
+    """Return the generation that a name with another spelling, or without a size, begins with; None if unknown."""
+    match = _OTHER_NAME.match(name.strip())
+    return None if match is None else _generation(match)
+
+
+def _generation(match: re.Match[str]) -> str:
+    return GENERATION_SPELLINGS[re.sub(_SEPARATORS, "", match["generation"].lower())]

@@ -1,0 +1,114 @@
+"""Checks of the batch: what Levanter's trainer and data loader divide it by, for every stage of a schedule."""
+
+from itertools import pairwise
+
+from shardplan.levanter_config.trainer_section import BatchStage
+from shardplan.lint.findings import Finding, FindingKind, Findings, Severity, product_text
+from shardplan.lint.subject import Subject
+from shardplan.model.levanter_compat import TrainerSchema
+from shardplan.plan.mesh_axes import MESH_AXES
+from shardplan.plan.workload import BATCH_AXIS
+
+BATCH_KEY, PER_DEVICE_KEY = "trainer.train_batch_size", "trainer.per_device_parallelism"
+
+
+def check_batch(s: Subject) -> Findings:
+    """Find a batch that its shards or microbatches do not divide; of a schedule every stage."""
+    if s.section.stages:
+        yield from _check_schedule(s)
+        return
+    name, size, mesh = s.section.batch_axis, s.section.batch or s.workload.batch, s.section.mesh
+    mesh_axes = s.compute.get(name, ())
+    shards, trainer_shards = s.devices(mesh_axes), s.section.batch_shards
+    key = BATCH_KEY if s.section.batch else "workload.batch"
+    refused_by_trainer = s.section.batch is not None and size % trainer_shards != 0
+    if size % shards or refused_by_trainer:
+        parts = trainer_shards if refused_by_trainer else shards
+        around = (size // parts * parts, (size // parts + 1) * parts)
+        yield Finding(
+            Severity.ERROR,
+            FindingKind.BATCH,
+            (key, s.size_key("model")),
+            f"{size} sequences are not divisible by the {parts} batch shards "
+            + (f"of {product_text(mesh, mesh_axes)}" if size % shards else "that Levanter assumes (replica x data)"),
+            f"use {' or '.join(str(n) for n in around if n)} sequences, or a larger model axis",
+            axes=frozenset({name, *MESH_AXES}),
+        )
+    elif s.section.microbatch is not None and size % s.section.microbatch:
+        yield Finding(
+            Severity.ERROR,
+            FindingKind.BATCH,
+            (key, PER_DEVICE_KEY, s.size_key("model")),
+            f"{size} sequences are not a multiple of the microbatch of {s.section.microbatch}, "
+            f"{s.section.microbatch // trainer_shards} in each of {trainer_shards} batch shards",
+            f"make per_device_parallelism a divisor of {size // trainer_shards}",
+            axes=frozenset({name, *MESH_AXES}),
+        )
+
+
+def stage_divisor(s: Subject) -> int:
+    """Return the number that every stage of a schedule must be a multiple of.
+
+    The trainer requires complete microbatches. Without `per_device_parallelism` it requires nothing of a schedule, and
+    the data loader requires equal shards, unless it may pad them.
+    """
+    if s.section.microbatch is not None:
+        return s.section.microbatch
+    return 1 if s.section.allows_padding else s.devices(s.compute.get(s.section.batch_axis, ()))
+
+
+def _check_schedule(s: Subject) -> Findings:
+    stages, divisor, shards = s.section.stages, stage_divisor(s), s.section.batch_shards
+    refused = [stage for stage in stages if stage.size % divisor]
+    has_microbatch = s.section.microbatch is not None
+    parts = f"per_device_parallelism {divisor // shards} x {shards} batch shards" if has_microbatch else "batch shards"
+    if refused:
+        around = sorted({n for stage in refused for n in nearest_multiples(stage, divisor)})
+        yield Finding(
+            Severity.ERROR,
+            FindingKind.BATCH,
+            (BATCH_KEY, *((PER_DEVICE_KEY,) if has_microbatch else ()), s.size_key("model")),
+            f"{_stages_text(refused)} not divisible by {divisor} ({parts}), and Levanter stops before the first step",
+            f"use multiples of {divisor} ({', '.join(map(str, around))})"
+            + (", or a smaller per_device_parallelism" if has_microbatch else ", or a larger model axis"),
+            axes=frozenset({s.section.batch_axis, *MESH_AXES}),
+        )
+    starts = [stage.start for stage in stages]
+    if starts[0] != 0 or any(later <= earlier for earlier, later in pairwise(starts)):
+        yield Finding(
+            Severity.WARNING,
+            FindingKind.BATCH,
+            (BATCH_KEY,),
+            f"the stages start at the steps {', '.join(map(str, starts))}; Levanter expects the first at 0, and each "
+            "after the one before",
+            "sort the stages, and start the first one at step 0",
+        )
+
+
+def nearest_multiples(stage: BatchStage, divisor: int) -> list[int]:
+    """Return the batch sizes next to that of a stage that `divisor` divides."""
+    below = stage.size // divisor * divisor
+    return [size for size in (below, below + divisor) if size > 0]
+
+
+def _stages_text(stages: list[BatchStage]) -> str:
+    texts = [f"the {stage.size} sequences from step {stage.start} on" for stage in stages]
+    return f"{' and '.join(texts)} are"
+
+
+def check_replicated_batch(s: Subject) -> Findings:
+    """Find a batch that no mesh axis shards."""
+    name, size, mesh = s.section.batch_axis, s.workload.batch, s.section.mesh
+    is_sharded, is_mapped = s.devices(s.compute.get(name, ())) > 1, s.section.is_batch_mapped
+    if not is_mapped or (not is_sharded and mesh["replica"] * mesh["data"] > 1):
+        yield Finding(
+            Severity.WARNING if is_mapped else Severity.ERROR,
+            FindingKind.BATCH,
+            s.keys([name])
+            or ("trainer.batch_axis" if s.schema == TrainerSchema.FLAT else "trainer.mesh.batch_axis_name",),
+            f"{name!r} is replicated: every device computes all {size} sequences"
+            if is_mapped
+            else f"{name!r} is mapped to no mesh axis, and Levanter's data loader fails",
+            "leave the batch axis at its default, which maps it to replica and data",
+            axes=frozenset({name, BATCH_AXIS}),
+        )

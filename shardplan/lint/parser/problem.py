@@ -1,0 +1,66 @@
+"""What Levanter's parser says of a configuration file, as it travels between the two processes. Imports no JAX."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class ProblemKind(StrEnum):
+    """Why Levanter does not accept a value."""
+
+    UNKNOWN_KEY = "unknown key"
+    """The section has no such key."""
+    MISSING_KEY = "missing key"
+    """A key without a default is not in the file."""
+    UNKNOWN_TYPE = "unknown type"
+    """No class of that `type` is registered."""
+    VALUE = "value"
+    """The value cannot be converted, or the class refuses it."""
+    NOT_INSTALLED = "not installed"
+    """What the key names cannot be imported here: nothing that the file is to blame for."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One key or value with which Levanter does not start."""
+
+    kind: ProblemKind
+    path: tuple[str, ...]
+    """Keys from the top of the file down to the one concerned."""
+    text: str
+    """The parser's own words, on one line."""
+    valid: tuple[str, ...] = ()
+    """Keys or types that Levanter has in this place."""
+
+
+@dataclass(frozen=True)
+class ParserVerdict:
+    """All problems of one file."""
+
+    problems: tuple[Problem, ...]
+    is_program_installed: bool = True
+    """Whether the installed Levanter has the program that the file was parsed for."""
+
+    @property
+    def starts(self) -> bool:
+        """Whether Levanter parses the file."""
+        return self.is_program_installed and not self.of_the_file
+
+    @property
+    def of_the_file(self) -> tuple[Problem, ...]:
+        """The problems, without those of the environment."""
+        return tuple(problem for problem in self.problems if problem.kind != ProblemKind.NOT_INSTALLED)
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "ParserVerdict":
+        """Convert back from JSON values."""
+        problems = tuple(
+            Problem(ProblemKind(item["kind"]), tuple(item["path"]), item["text"], tuple(item["valid"]))
+            for item in values["problems"]
+        )
+        return cls(problems, values["is_program_installed"])

@@ -1,0 +1,177 @@
+"""Finds the smallest edit of a hand-written trainer section after which it has no errors, or is fast."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.cost.calibration import usable_bytes
+from shardplan.errors import ConfigError
+from shardplan.levanter_config.writer import section_yaml
+from shardplan.lint.corrections import correct_attention_backend, correct_keys
+from shardplan.lint.edits import TRAINER_PREFIX, candidate_edits, diff_trainers
+from shardplan.lint.findings import FindingKind
+from shardplan.lint.lint import LintResult, LintTarget, lint_trainer
+from shardplan.plan.plan import Plan
+from shardplan.plan.serialization import flatten
+from shardplan.search.ranking import TIME_RESOLUTION
+
+MAX_EDITS = 8
+BEAM_WIDTH = 100
+"""How many of the unfinished trainer sections are edited further, for each number of edits."""
+
+
+class SearchLimit:
+    """A limit of time that several searches share."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self.has_stopped = False
+        """Whether a search was stopped by it."""
+
+    def stops(self) -> bool:
+        """Whether the time is over; a search that asks ends then."""
+        self.has_stopped = self.has_stopped or time.monotonic() > self._deadline
+        return self.has_stopped
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A trainer section without errors, a few edits away from one with errors."""
+
+    edits: int
+    """Number of keys that were changed, added, removed or renamed."""
+    lines: list[str]
+    """The keys that differ, as lines of a unified diff."""
+    lint: LintResult
+    """The result for the edited section: it may have warnings."""
+
+    @property
+    def trainer_yaml(self) -> str:
+        """The edited trainer section, as text to paste."""
+        return section_yaml(dict(self.lint.trainer))
+
+
+def find_smallest_edit(
+    start: LintResult,
+    target: LintTarget,
+    max_seconds: float = math.inf,
+    report: Callable[[str], None] = lambda _: None,
+    limit: SearchLimit | None = None,
+) -> Repair | None:
+    """Find the fewest edits that leave no error and take at most `max_seconds` per sequence.
+
+    If none are that fast, this returns the fastest repair that was seen; if none removes all errors, None. Among
+    repairs with the same number of edits, those with the fewest warnings about the edited keys win; then the fastest
+    per sequence, since edits can change the batch; and among those that tie to `TIME_RESOLUTION`, the lowest peak.
+
+    Names that Levanter does not have are corrected first, since no repair keeps them. Then the beam search goes by
+    number of edits. While there are errors, it tries only edits of an axis of the first one, since one of those has to
+    change. It edits further only the `BEAM_WIDTH` sections that are closest to done, so a repair of many edits may not
+    be the smallest. When `limit` stops it, it returns what it has seen until then.
+    """
+    limit = limit or SearchLimit()
+    target, lines = _correct_model_section(target)
+    trainer, unknown_keys = correct_keys(start.trainer, target.hardware)
+    corrections = len(unknown_keys) + bool(lines)
+    states = [lint_trainer(trainer, target) if corrections else start]
+    seen = {_identity(trainer)}
+    usable = usable_bytes(target.hardware)
+    fastest: Repair | None = None
+    for edits in range(corrections, corrections + MAX_EDITS + 1):
+        finished = [state for state in states if _fits(state) and result_seconds(state) <= max_seconds]
+        runnable = finished or [state for state in states if not state.errors]
+        if runnable:
+            best = _choose(start, runnable)
+            if fastest is None or result_seconds(best) < result_seconds(fastest.lint):
+                fastest = Repair(edits, [*lines, *diff_trainers(start.trainer, best.trainer)], best)
+        if finished or limit.has_stopped:
+            return fastest
+        goal = "removes all errors" if max_seconds == math.inf else "is nearly as fast as the best plan"
+        report(f"looking for an edit that {goal}: number of edits {edits + 1}, layouts checked {len(seen)}")
+        beam = sorted(states, key=lambda state: _distance(state, usable))[:BEAM_WIDTH]
+        states = list(_lint_edits(beam, seen, target, limit))
+    return fastest
+
+
+def _correct_model_section(target: LintTarget) -> tuple[LintTarget, list[str]]:
+    """Correct the model section of `target`, and list the change as lines of a unified diff."""
+    section = target.model_section
+    backend, findings = correct_attention_backend(section.attention_backend)
+    if not findings:
+        return target, []
+    (key,) = findings[0].where
+    lines = [f"-{key}: {section.attention_backend}", *([f"+{key}: {backend}"] if backend else [])]
+    return dataclasses.replace(target, model_section=dataclasses.replace(section, attention_backend=backend)), lines
+
+
+def _lint_edits(
+    states: Iterable[LintResult], seen: set[str], target: LintTarget, limit: SearchLimit
+) -> Iterator[LintResult]:
+    """Yield the result of every single edit of `states` that is not in `seen`, and add it there; end at `limit`."""
+    for state in states:
+        for trainer in _edit(state):
+            identity = _identity(trainer)
+            if identity in seen:
+                continue
+            if limit.stops():
+                return
+            seen.add(identity)
+            with contextlib.suppress(ConfigError):
+                yield lint_trainer(trainer, target)
+
+
+def _choose(start: LintResult, results: list[LintResult]) -> LintResult:
+    """Return the result with fewest new warnings and, among the fastest of these, least memory."""
+    warnings = [_new_warnings(start, result) for result in results]
+    results = [result for result, count in zip(results, warnings, strict=True) if count == min(warnings)]
+    tied = min(map(result_seconds, results)) * (1 + TIME_RESOLUTION)
+    return min(
+        (result for result in results if result_seconds(result) <= tied),
+        key=lambda result: (result.needed_bytes, result_seconds(result), len(result.findings)),
+    )
+
+
+def _new_warnings(start: LintResult, state: LintResult) -> int:
+    """Number of warnings about keys that the edits after `start` wrote, for example an unused mesh axis."""
+    before = flatten(start.trainer, TRAINER_PREFIX)
+    after = flatten(state.trainer, TRAINER_PREFIX)
+    written = {key for key, value in after.items() if key not in before or before[key] != value}
+    # a LOADING finding depends on the size of the model, whatever key it names
+    return sum(bool(written & {*f.where}) for f in state.findings if f.kind != FindingKind.LOADING)
+
+
+def _fits(state: LintResult) -> bool:
+    return not state.errors and state.plan is not None and state.plan.memory.fits
+
+
+def result_seconds(state: LintResult) -> float:
+    """Predicted time per sequence."""
+    return plan_seconds(state.plan) if state.plan else math.inf
+
+
+def plan_seconds(plan: Plan) -> float:
+    return plan.cost.step_seconds / plan.workload.batch
+
+
+def _edit(state: LintResult) -> Iterable[dict[str, Any]]:
+    axes = state.errors[0].axes if state.errors else None
+    for edit in candidate_edits(state.trainer, state.subject):
+        if not axes or axes & edit.axes:
+            yield edit.apply(state.trainer)
+
+
+def _identity(trainer: Mapping[str, Any]) -> str:
+    return repr(sorted(flatten(trainer).items(), key=lambda item: item[0]))
+
+
+def _distance(state: LintResult, usable: float) -> tuple[int, float]:
+    """Distance from done: the number of errors, counting too much memory as one, then the bytes; or else the time."""
+    if _fits(state):
+        return 0, result_seconds(state)
+    needed = state.needed_bytes
+    return sum(bool(error.axes) for error in state.errors) + (needed > usable), needed

@@ -1,0 +1,191 @@
+"""The loss of the next token as Levanter's trainer computes it, made right for a sharded vocabulary.
+
+marin-levanter never makes the logits of all tokens: each device multiplies its tokens with one block of the vocabulary
+after the other, in a `shard_map`, and computes the logits again for the gradients. The sizes of the blocks depend on
+the generation of the devices and on the tokens of a device. levanter 1.2 makes all logits, unless the model's
+configuration has a `cross_entropy_block_size`.
+
+Where computations shard the vocabulary, marin-levanter's function takes every device's part of it for the whole.
+`fused_loss` is the same function with the sums over devices that it leaves out; `shardplan.levanter_patch` gives it to
+Levanter, and `next_token_losses` uses it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import AxisSelector, NamedArray
+from haliax.partitioning import physical_axis_name, physical_axis_size
+from levanter.layers.attention import AttentionMask
+from levanter.models import loss
+from levanter.models.lm_model import LmExample
+
+from shardplan.model.levanter_compat import IS_MARIN, LOSS_WEIGHT_FIELD
+
+FUSED_LOSS = "fused_cross_entropy_loss_and_logsumexp_penalty"
+"""Function of `levanter.models.loss` with which language models of marin-levanter compute their losses."""
+LEVANTERS_FUSED_LOSS = getattr(loss, FUSED_LOSS, None)
+"""Levanter's own function of that name; None if this version has none."""
+KERNELS = "levanter.kernels.pallas.fused_cross_entropy_loss"
+"""Package of marin-levanter that computes the losses of one device."""
+
+
+def next_token_losses(
+    module: Any, tokens: NamedArray, predicted: NamedArray, mask: AttentionMask, soft_cap: float | None
+) -> NamedArray:
+    """Compute the loss of every next token with Levanter's `compute_next_token_loss`, and its auxiliary losses.
+
+    Args:
+        module: a Levanter language model.
+        tokens: int32[batch, position].
+        predicted: bool[batch, position]; where it is False the loss of the token after it is left out.
+        soft_cap: soft cap of the logits.
+
+    Returns:
+        float32[batch, position] in nats. The last position has no loss. An auxiliary loss, as routers of experts have
+        it, is added at every position.
+    """
+    example = LmExample(tokens=tokens, attn_mask=mask, **{LOSS_WEIGHT_FIELD: predicted.astype(jnp.float32)})
+    settings = {"reduction": None, "reduction_axis": (), "logit_soft_cap": soft_cap}
+    with _right_for_sharded_vocab():
+        if IS_MARIN:
+            return module.compute_next_token_loss(example, **settings)
+        return import_module("levanter.models.lm_model").compute_next_token_loss(module, example, **settings)
+
+
+@contextmanager
+def block_sizes_of(device_kind: str) -> Iterator[None]:
+    """Let Levanter choose the blocks of its loss as on devices of `device_kind`, which this machine need not have.
+
+    Args:
+        device_kind: as JAX names it, such as "TPU v4".
+    """
+    if not IS_MARIN:
+        yield
+        return
+    sizes = import_module(f"{KERNELS}.tuned_block_sizes")
+    with _replaced(sizes, "_normalized_device_kind", lambda given: (given or device_kind).lower()):
+        yield
+
+
+@contextmanager
+def one_block_of_tokens() -> Iterator[None]:
+    """Let Levanter compute the losses of all tokens of a device at once, one block of the vocabulary after the other.
+
+    For tracing, where a program has the tokens of all devices: how many a device divides into blocks is not known.
+    """
+    if not IS_MARIN:
+        yield
+        return
+    kernel = import_module(f"{KERNELS}.xla")
+    with _replaced(kernel, "_resolve_xla_batch_block_size", lambda tokens, *_, **__: tokens):
+        yield
+
+
+def fused_loss(
+    pred_embeddings: NamedArray,
+    pred_lm_head: NamedArray,
+    Contract: AxisSelector,
+    Label: AxisSelector,
+    target_y: NamedArray,
+    *,
+    reduction: Any = hax.mean,
+    reduction_axis: Any = None,
+    weight: NamedArray | None = None,
+    logsumexp_weight: float | None = 0.0,
+    dtype: Any = jnp.float32,
+    logit_soft_cap: float | None = None,
+    precision: Any = None,
+    return_argmax: bool = False,
+    **settings: Any,
+) -> Any:
+    """Drop-in replacement for Levanter's fused loss: same arguments, same result, right under every axis mapping.
+
+    If computations shard the vocabulary alone, each device computes the losses among its own tokens of it in blocks, as
+    Levanter does, and devices add up their sums. If they shard the residual stream as well, or the most probable token
+    is asked for, this makes the sharded logits, and leaves the sums to the compiler.
+    """
+    label, contract = pred_lm_head.resolve_axis(Label), pred_embeddings.resolve_axis(Contract)
+    is_label_sharded, is_contract_sharded = ((physical_axis_size(axis) or 1) > 1 for axis in (label, contract))
+    if not is_label_sharded and not is_contract_sharded:
+        assert LEVANTERS_FUSED_LOSS is not None
+        return LEVANTERS_FUSED_LOSS(
+            pred_embeddings, pred_lm_head, Contract, Label, target_y, reduction=reduction,
+            reduction_axis=reduction_axis, weight=weight, logsumexp_weight=logsumexp_weight, dtype=dtype,
+            logit_soft_cap=logit_soft_cap, precision=precision, return_argmax=return_argmax, **settings,
+        )  # fmt: skip
+    if not is_contract_sharded and not return_argmax:
+        kernel_settings = {"dtype": dtype, "logit_soft_cap": logit_soft_cap, "precision": precision}
+        losses = _losses_of_vocab_shards(
+            pred_embeddings, pred_lm_head.rearrange((contract, label)), target_y, logsumexp_weight, kernel_settings
+        )
+        return hax.nn.loss.maybe_reduce_loss(losses, reduction, reduction_axis, where=None, weight=weight)
+    logits = hax.dot(pred_embeddings, pred_lm_head, axis=contract, precision=precision).astype(dtype or jnp.float32)
+    if logit_soft_cap is not None:
+        logits = logit_soft_cap * hax.tanh(logits / logit_soft_cap)
+    result = loss.cross_entropy_and_logsumexp_penalty(
+        label,
+        logits,
+        hax.nn.one_hot(target_y, label, dtype=logits.dtype),
+        reduction=reduction,
+        reduction_axis=reduction_axis,
+        weight=weight,
+        logsumexp_weight=logsumexp_weight,
+    )
+    return (result, hax.argmax(logits, label)) if return_argmax else result
+
+
+def _losses_of_vocab_shards(
+    activations: NamedArray, head: NamedArray, targets: NamedArray, logsumexp_weight: float | None, settings: Any
+) -> NamedArray:
+    """Compute float32[..., position] losses, for which devices add up the sums over their tokens of the vocabulary.
+
+    Args:
+        activations: [..., position, embed].
+        head: [embed, vocab], of which computations shard vocab.
+        targets: int32[..., position].
+        settings: further arguments of Levanter's kernel.
+    """
+    contract, label = head.axes
+    mesh_axes = physical_axis_name(label)
+    kernel = import_module(f"{KERNELS}.xla").linear_softmax_cross_entropy_loss_xla
+
+    def losses_on_device(activations: NamedArray, targets: NamedArray, head: NamedArray) -> NamedArray:
+        size = head.resolve_axis(label.name).size
+        places = targets.array.reshape(-1) - jax.lax.axis_index(mesh_axes) * size
+        is_here = (places >= 0) & (places < size)
+        rows = activations.rearrange((*targets.axes, contract)).array.reshape(-1, contract.size)
+        losses, local = kernel(rows, jnp.where(is_here, places, 0), head.array, **settings)
+        largest = jax.lax.pmax(jax.lax.stop_gradient(local), mesh_axes)
+        # logarithm of the sum of exp(logits) over the whole vocabulary, and the logit of the target
+        total = largest + jnp.log(jax.lax.psum(jnp.exp(local - largest), mesh_axes))
+        target = jax.lax.psum(jnp.where(is_here, local - losses, 0), mesh_axes)
+        result = total - target + (logsumexp_weight or 0.0) * total**2
+        return NamedArray(result.reshape([axis.size for axis in targets.axes]), targets.axes)
+
+    return hax.shard_map(losses_on_device, check_rep=False)(activations, targets, head)
+
+
+@contextmanager
+def _right_for_sharded_vocab() -> Iterator[None]:
+    """Give `fused_loss` to Levanter, where its own function is not right if computations shard the vocabulary."""
+    if not IS_MARIN:
+        yield
+        return
+    with _replaced(loss, FUSED_LOSS, fused_loss):
+        yield
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace a function of a module of Levanter for a while."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

@@ -1,0 +1,70 @@
+"""Builds the model that the `model` section of a Levanter configuration describes, without a config.json."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import draccus
+import haliax as hax
+
+from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.model.levanter_compat import max_positions
+from shardplan.model.registry import Model, abstract_module, levanter_config_class
+
+SECTION_TYPES = {
+    "gemma": "gemma", "gemma2": "gemma2", "gpt2": "gpt2", "llama": "llama", "mistral": "mistral", "mixtral": "mixtral",
+    "olmo2": "olmo2", "qwen": "qwen2", "qwen3": "qwen3",
+}  # fmt: skip
+"""`type` of a model section -> `model_type` of Hugging Face."""
+VOCABULARIES = {
+    "gpt2": 50257, "openai-community/gpt2": 50257, "EleutherAI/gpt-neox-20b": 50277, "meta-llama/Llama-2": 32000,
+    "NousResearch/Llama-2": 32000, "huggyllama/llama": 32000, "meta-llama/Llama-3": 128256,
+    "meta-llama/Meta-Llama-3": 128256, "NousResearch/Meta-Llama-3": 128256, "stanford-crfm/marin-tokenizer": 128256,
+    "marin-community/marin-tokenizer": 128256, "google/gemma-2": 256000, "google/gemma-7b": 256000,
+    "mistralai/Mistral-7B-v0.1": 32000, "mistralai/Mixtral": 32000, "mistralai/Mistral-7B-v0.3": 32768,
+}  # fmt: skip
+"""Beginning of a tokenizer's name on the Hub -> number of its tokens."""
+DEFAULT_TOKENIZER = "gpt2"
+"""The tokenizer of Levanter if the file names none."""
+ASSUMED_VOCABULARY = 128256
+"""Number of tokens where the tokenizer is not known here."""
+
+
+def vocabulary_of(tokenizer: str) -> int | None:
+    """Return the number of tokens of a tokenizer on the Hub; None if it is not known here.
+
+    >>> vocabulary_of("meta-llama/Llama-3.1-8B")
+    128256
+    """
+    begins = [name for name in VOCABULARIES if tokenizer == name or ("/" in name and tokenizer.startswith(name))]
+    return VOCABULARIES[max(begins, key=len)] if begins else None
+
+
+def build_section_model(section: Mapping[str, Any], vocabulary: int, position: int | None) -> Model:
+    """Build the Levanter model of a `model` section, with a vocabulary of so many tokens.
+
+    Args:
+        position: tokens of a sequence, which the model must have; None for as many as it has.
+
+    Raises:
+        ConfigError: a type that is not supported, a value that Levanter does not take, or too few positions.
+    """
+    type_name = section.get("type", "llama")
+    if type_name not in SECTION_TYPES:
+        raise ConfigError(f"model.type {type_name!r} is not supported; {nearest(str(type_name), SECTION_TYPES)}")
+    import_module("levanter.config")  # registers how values such as checkpointing policies are decoded
+    model_type = SECTION_TYPES[type_name]
+    values = {key: value for key, value in section.items() if key != "type"}
+    try:
+        config = draccus.decode(levanter_config_class(model_type), values)
+        template = abstract_module(config, hax.Axis("vocab", vocabulary))
+    except Exception as error:  # Levanter raises anything for an odd configuration
+        raise ConfigError(f"model: Levanter cannot build this {type_name}: {one_line(error)}") from error
+    if position is not None and position > max_positions(config):
+        raise ConfigError(
+            f"the file has {position} tokens per sequence, and its model {max_positions(config)} positions"
+        )
+    window = getattr(config, "sliding_window", None) if model_type == "mistral" else None
+    is_window_used = window is not None and position is not None and window < position
+    soft_cap = getattr(config, "final_logit_softcapping", None)
+    return Model(model_type, config, template, window if is_window_used else None, soft_cap, max_positions(config))

@@ -1,0 +1,100 @@
+"""Whether the model of a config.json is supported: its type, and every key that changes what is computed.
+
+This is checked before anything else of a model, by every command and by the loaders, so that a model that cannot be
+planned or evaluated is not first asked for another slice, another tensor or another key. Imports no JAX.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from shardplan.errors import ConfigError, closest
+from shardplan.model.foreign_keys import foreign_keys
+from shardplan.model.model_types import OTHER_TYPES, SUPPORTED_MODELS
+
+MISSPELT = 0.85
+"""Similarity of a model type to the supported one that it may be a misspelling of: `lama`, but not `llava`."""
+MAX_NAMED = 3
+"""Number of keys that a message names at most."""
+
+
+def check_supported(config: Mapping[str, Any], where: str) -> None:
+    """Check that shardplan has the model that `config` describes.
+
+    Args:
+        config: the content of a config.json, with a `model_type`.
+        where: name of the file, for messages.
+
+    Raises:
+        ConfigError: the model type is not supported, the weights are quantized, or a key changes the computation that
+            models of this type do not have.
+    """
+    model_type = config["model_type"]
+    if model_type not in SUPPORTED_MODELS:
+        raise ConfigError(f"{where}: {_describe_type(config)}")
+    foreign = list(foreign_keys(config, model_type))
+    if foreign:
+        raise ConfigError(
+            f"{where}: it has {_name_keys(foreign, config)}, which no {model_type!r} has: this is another model than "
+            "its model_type says, and is not supported"
+        )
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ConfigError(
+            f"{where}: it has a quantization_config{f' ({method})' if method else ''}, and quantized weights are not "
+            "supported; use the checkpoint that was quantized"
+        )
+
+
+def _describe_type(config: Mapping[str, Any]) -> str:
+    """Say that a model type is not supported, which supported type is nearest, and why that is another model."""
+    model_type = config["model_type"]
+    supported = f"supported: {', '.join(sorted(SUPPORTED_MODELS))}; for your own model, set model.levanter_class"
+    refusal = f"model_type {model_type!r} is not supported"
+    other = OTHER_TYPES.get(model_type)
+    nearest = other.nearest if other else _nearest(config)
+    foreign = list(foreign_keys(config, nearest or ""))
+    if other is None and not foreign:
+        meant = _misspelt(model_type)
+        if meant is not None:
+            return f"{refusal}; did you mean {meant!r}? ({supported})"
+        return f"{refusal}, and it is not known here how it differs from a type that is ({supported})"
+    if other is None:
+        differences = _name_keys(foreign, config)
+    else:
+        named = [f"{name} {_short(config[name])}" for name, _ in foreign[:MAX_NAMED]]
+        differences = other.differences + (f" ({', '.join(named)})" if named else "")
+    if nearest is None:
+        return f"{refusal}, and no type that is comes near it: it has {differences} ({supported})"
+    return f"{refusal}; nearest is {nearest!r}, which is another model: {model_type} has {differences} ({supported})"
+
+
+def _name_keys(foreign: list[tuple[str, str]], config: Mapping[str, Any]) -> str:
+    """Name keys with their values, and what each gives a model."""
+    return ", ".join(f"{meaning} ({name} is {_short(config[name])})" for name, meaning in foreign[:MAX_NAMED])
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _nearest(config: Mapping[str, Any]) -> str | None:
+    """Return the supported type that a type which is known nowhere is nearest to: by its name, else by its keys."""
+    names = [each for each in SUPPORTED_MODELS if config["model_type"].startswith(each)]
+    has_experts = any("expert" in name for name, _ in foreign_keys(config))
+    return max(names, key=len, default="mixtral" if has_experts else None)
+
+
+def _misspelt(model_type: str) -> str | None:
+    """Return the supported type that `model_type` is a misspelling of; None for the name of another model."""
+    spelling = re.sub(r"[^a-z0-9]", "", model_type.lower())
+    if spelling in SUPPORTED_MODELS:
+        return spelling
+    meant = closest(spelling, SUPPORTED_MODELS, MISSPELT)
+    # names of models differ in digits and endings: qwen4 and llama_moe are no misspellings
+    is_longer = meant is not None and spelling.startswith(meant)
+    same_digits = meant is not None and re.sub(r"\D", "", spelling) == re.sub(r"\D", "", meant)
+    return meant if same_digits and not is_longer else None

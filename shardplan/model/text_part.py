@@ -1,0 +1,54 @@
+"""The part of a config.json that describes the text model of a model of images and text."""
+
+import logging
+from functools import cache
+from typing import Any
+
+from shardplan.errors import ConfigError
+from shardplan.model.model_types import OTHER_TYPES, SUPPORTED_MODELS
+
+TEXT_KEYS = ("text_config", "llm_config", "language_config")
+"""Keys under which models of images and text have the configuration of their text model."""
+SHARED_KEYS = ("tie_word_embeddings", "quantization_config", "compression_config")
+"""Keys beside the text model's that hold for it as well."""
+TEXT_TYPES = {
+    "aya_vision": "cohere2", "idefics2": "mistral", "idefics3": "llama", "internvl": "qwen2", "janus": "llama",
+    "llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2", "mistral3": "mistral", "paligemma": "gemma",
+    "smolvlm": "llama", "video_llava": "llama", "vipllava": "llama",
+}  # fmt: skip
+"""Model type -> that of its text model, where the text model's configuration does not name it."""
+
+logger = logging.getLogger(__name__)
+
+
+def read_text_part(config: dict[str, Any], where: str) -> tuple[dict[str, Any], str]:
+    """Find the configuration of the text model within that of a model of images and text, and say so in one line.
+
+    Args:
+        where: name of the file, for messages.
+
+    Returns:
+        The text model's own keys, and what messages call them; of any other model, the arguments.
+
+    Raises:
+        ConfigError: the type of the text model is not given.
+    """
+    outer = config["model_type"]
+    key = next((each for each in TEXT_KEYS if isinstance(config.get(each), dict)), None)
+    if key is None or outer in SUPPORTED_MODELS or outer in OTHER_TYPES:
+        return config, where
+    inner = dict(config[key])
+    inner.setdefault("model_type", TEXT_TYPES.get(outer))
+    if not isinstance(inner["model_type"], str):
+        raise ConfigError(f"{where}: {key} has no 'model_type', and that of the text model of {outer!r} is not known")
+    for shared in SHARED_KEYS:
+        if config.get(shared) is not None:
+            inner[shared] = config[shared]
+    if inner["model_type"] in SUPPORTED_MODELS:
+        _say(f"{where} is that of a {outer}, a model of images and text; its {key} is read, a {inner['model_type']}")
+    return inner, f"{where}, {key}"
+
+
+@cache  # a command reads the file more than once
+def _say(message: str) -> None:
+    logger.warning("%s", message)

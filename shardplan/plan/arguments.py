@@ -1,0 +1,17 @@
+"""The check of the plans that public functions take."""
+
+from typing import Any
+
+from shardplan.errors import check_argument
+from shardplan.plan.plan import Plan
+
+
+def check_plan(function: str, plan: Any) -> None:
+    """Check that an argument of a public function is a plan.
+
+    Raises:
+        ConfigError: it is a file's name, a configuration, or anything else.
+    """
+    check_argument(
+        function, "plan", plan, Plan, "a plan, from shardplan.make_plan(config) or shardplan.Plan.load('plan.json')"
+    )

@@ -1,0 +1,28 @@
+"""What a compiler moves out of a loop: gathered parameters that are the same in every iteration."""
+
+from collections.abc import Sequence, Set
+
+from shardplan.program.named_arrays import TracedArray
+from shardplan.program.operations import Operation, OperationKind
+
+COPYING_PRIMITIVES = {"pad", "transpose", "convert_element_type"}
+"""Primitives that copy an array in another form."""
+
+
+def invariant_copies(loop: Operation, arrays: Sequence[TracedArray]) -> Set[int]:
+    """Return what a loop's body gathers of parameters for a `shard_map`, and its copies there, such as with padding.
+
+    They are the same in every iteration, so that the compiler makes them before the loop: those of the output head, in
+    a loop over microbatches.
+    """
+    varying = {value for _, value in loop.slices} | {start for _, start, _, _ in loop.carried}
+    copies = set[int]()
+    for operation in loop.body:
+        operands, results = set(operation.operands), operation.results
+        if operands & varying:
+            varying.update(results)
+        elif operation.kind == OperationKind.RESHARD:
+            copies.update(result for result in results if arrays[result].is_local)
+        elif operands & copies and operation.primitive in COPYING_PRIMITIVES:
+            copies.update(results)
+    return copies

@@ -1,0 +1,86 @@
+"""What a workload leaves to the search: kinds of gradient checkpointing, and numbers such as that of microbatches.
+
+Every combination of these values is a configuration with a space of its own. Those that differ only in numbers are
+searched one after the other: a larger number saves memory and costs time, so that multiples of a number that is too
+slow with unlimited memory are left out.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardplan.config import PlanConfig
+from shardplan.hardware import Slice, divisors, parse_slice
+from shardplan.plan.workload import Workload
+
+AUTO_CHECKPOINTING = ("save_all", "default", "nested", "recompute")
+"""Kinds of gradient checkpointing tried for `auto`; `offload` is left out, as copies to the host have no price yet."""
+
+
+class OpenNumber(NamedTuple):
+    """A number of parts that a step computes one after the other, which the workload may leave open."""
+
+    key: str
+    """The field of `Workload`, None where it is open."""
+    values: Callable[[Workload, Slice, int], Sequence[int | None]]
+    """Takes the workload, the slice and the number of tokens in the vocabulary; returns what is tried, ascending.
+
+    The only value is None for a workload that has no such parts."""
+
+
+def _microbatches(workload: Workload, hardware: Slice, vocab: int) -> Sequence[int]:
+    return divisors(workload.batch) if workload.is_training else (1,)
+
+
+def _logit_blocks(workload: Workload, hardware: Slice, vocab: int) -> Sequence[int | None]:
+    """Return the one number that bounds the logits of a device; more would read the weights of the head more often.
+
+    An evaluation may have all logits at once as well, which takes more memory, and no time for a loop.
+    """
+    blocks = workload.with_logit_blocks(vocab, hardware.devices).logit_blocks
+    if workload.kind != "eval":
+        return (blocks,)
+    return (None,) if blocks == 1 else (None, blocks)
+
+
+OPEN_NUMBERS = (OpenNumber("microbatches", _microbatches), OpenNumber("logit_blocks", _logit_blocks))
+"""The numbers that a workload may leave open, one row each."""
+
+
+class Variant(NamedTuple):
+    """A configuration that leaves nothing open."""
+
+    config: PlanConfig
+    numbers: tuple[int, ...]
+    """The values of `OPEN_NUMBERS`; 1 where the workload has no such parts."""
+
+    def is_multiple_of(self, numbers: tuple[int, ...]) -> bool:
+        """Whether every number of this variant is a multiple of the one in `numbers`."""
+        return all(own % other == 0 for own, other in zip(self.numbers, numbers, strict=True))
+
+
+def enumerate_variants(config: PlanConfig, vocab: int) -> Iterator[list[Variant]]:
+    """Yield a list for every kind of gradient checkpointing that is tried, each in the order of ascending numbers.
+
+    Args:
+        vocab: the number of tokens in the vocabulary.
+    """
+    work, hardware = config.workload, parse_slice(config.hardware.slice)
+    tried: list[Sequence[int | None]] = []
+    for number in OPEN_NUMBERS:
+        given = getattr(work, number.key)
+        tried.append(number.values(work, hardware, vocab) if given is None else (given,))
+    for kind in _checkpointing_kinds(work):
+        variants = []
+        for values in itertools.product(*tried):
+            named = {number.key: value for number, value in zip(OPEN_NUMBERS, values, strict=True)}
+            workload = replace(work, gradient_checkpointing=kind, **named)  # type: ignore[arg-type]
+            variants.append(Variant(replace(config, workload=workload), tuple(value or 1 for value in values)))
+        yield variants
+
+
+def _checkpointing_kinds(workload: Workload) -> tuple[str, ...]:
+    if workload.gradient_checkpointing != "auto":
+        return (workload.gradient_checkpointing,)
+    return AUTO_CHECKPOINTING if workload.is_training else ("default",)

@@ -1,0 +1,66 @@
+"""Whatever its config.json says, a model has the logits of transformers: keys that count, keys that are ignored."""
+
+import json
+from pathlib import Path
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from shardplan.checkpoint.load import stream_checkpoint
+from shardplan.model.forward import cast_for_compute, compute_activations, compute_logits
+from shardplan.model.hf_config import read_config
+from shardplan.model.registry import build_model
+from shardplan.storage import open_folder
+
+GOLDEN = Path(__file__).parent
+VARIANTS = json.loads((GOLDEN / "config_variants.json").read_text())
+REFERENCE = np.load(GOLDEN / "config_variants.npz")
+TOLERANCE = 2e-5
+
+
+def compute_reference_logits(hf_config, folder, tokens):
+    """float32[position, vocab] logits of one sequence, unsharded."""
+    model = build_model(hf_config, len(tokens))
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    with hax.partitioning.set_mesh(mesh):
+        module, _ = stream_checkpoint(model.template, folder, mesh, {}, "float32")
+        named = hax.named(tokens[None], ("batch", "position"))
+
+        @hax.named_jit
+        def forward(module, tokens):
+            return compute_logits(model, module, compute_activations(model, module, tokens))
+
+        logits = forward(cast_for_compute(module, "float32"), named)
+    return np.asarray(logits.rearrange(("batch", "position", "vocab")).array)[0]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_transformers(golden, tmp_path, name):
+    folder = golden / VARIANTS[name]["checkpoint"]
+    values = {**json.loads((folder / "config.json").read_text()), **VARIANTS[name]["changes"]}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: value for key, value in values.items() if value != "absent"}))
+    tokens = np.load(folder / "golden.npz")["tokens"][0]
+    logits = compute_reference_logits(read_config(str(path), None), open_folder(str(folder)), tokens)
+    assert np.abs(logits[REFERENCE["positions"]] - REFERENCE[name]).max() <= TOLERANCE
+
+
+def test_text_part_of_a_model_of_images_and_text(golden, tmp_path, caplog):
+    """The text model within it is read alone, and has the same logits as by itself; one line says so."""
+    folder, path = golden / "mistral", tmp_path / "config.json"
+    text = {
+        key: value for key, value in json.loads((folder / "config.json").read_text()).items() if key != "model_type"
+    }
+    vision = {"model_type": "pixtral", "hidden_size": 7, "num_experts": 8}
+    path.write_text(json.dumps({"model_type": "mistral3", "text_config": text, "vision_config": vision}))
+    reference = np.load(folder / "golden.npz")
+    hf_config = read_config(str(path), None)
+    assert hf_config["model_type"] == "mistral"
+    logits = compute_reference_logits(hf_config, open_folder(str(folder)), reference["tokens"][0])
+    assert np.abs(logits - reference["logits"][0]).max() <= TOLERANCE
+    read_config(str(path), None)
+    said = f"{path} is that of a mistral3, a model of images and text; its text_config is read, a mistral"
+    assert [record.message for record in caplog.records if record.name.startswith("shardplan")] == [said]
