@@ -1,5 +1,6 @@
 """The drop-in for Levanter's converter saves the checkpoint that it loaded, sharded in any way."""
 
+import dataclasses
 import inspect
 import json
 import math
@@ -156,6 +157,18 @@ def test_a_changed_configuration_is_saved(golden, tmp_path):
         assert after[key] == before[key], key
 
 
+def test_frequencies_that_were_scaled_since_are_saved(golden, tmp_path):
+    """Of a type whose configuration Levanter writes without them."""
+    folder = golden / "mistral"
+    config = build_model(read_config(str(folder / "config.json"), None), 8).config
+    scaled = dataclasses.replace(config, rope=Llama3RotaryEmbeddingsConfig(theta=20_000))
+    converter = make_converter(folder)
+    with jax.set_mesh(MESHES[3]):
+        converter.save_pretrained(converter.load_pretrained(None, config=scaled), str(tmp_path))
+    assert build_model(read_config(str(tmp_path / "config.json"), None), 8).config.rope == scaled.rope
+    assert_same(tensors(tmp_path), tensors(folder))
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_model_of_other_sizes_than_the_reference(golden, tmp_path, name):
     """The reference gives the tokenizer alone; heads of another size, and scaled frequencies, are not lost."""
@@ -190,6 +203,7 @@ def test_levanters_callback_and_converter(golden, tmp_path):
     assert_same(tensors(tmp_path / "step-7"), tensors(golden / "qwen3"))
 
 
+@pytest.mark.with_marin
 def test_arguments_are_those_of_levanter():
     ours, theirs = (inspect.signature(kind.save_pretrained) for kind in (HFCheckpointConverter, LevanterConverter))
     assert theirs.parameters.keys() <= ours.parameters.keys()

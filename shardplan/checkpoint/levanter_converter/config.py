@@ -19,8 +19,6 @@ SIZE_KEYS = (
     "num_key_value_heads", "num_local_experts", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
 """Keys of a config.json that two checkpoints of one architecture have in common."""
-LEGACY_ROPE_KEYS = ("rope_theta", "rope_scaling")
-"""Keys for what transformers 5 writes as `rope_parameters`; older versions and other programs read these."""
 
 
 def make_hf_config(converter: Any, model: Any) -> dict[str, Any]:
@@ -33,17 +31,16 @@ def make_hf_config(converter: Any, model: Any) -> dict[str, Any]:
     values = _to_json(converter._build_hf_config_dict(model))
     own = _to_json(model.config.to_hf_config(model.Vocab.size).to_dict())
     reference, reference_config = _read_reference(converter)
-    result = dict(values)
     if reference_config is None:
-        result |= _left_out(own, model.config)
-    else:
-        unchanged = _to_json(reference_config.to_hf_config(model.Vocab.size).to_dict())
-        if any(own.get(key) != unchanged.get(key) for key in SIZE_KEYS):
-            result |= _left_out(own, model.config)
-        else:
-            # a key that neither the converter nor a training has set is as the reference has it
-            same = [key for key in reference if values.get(key) == own.get(key) == unchanged.get(key)]
-            result |= {key: reference[key] for key in same}
+        return _with_legacy_rope_keys({**values, **_left_out(own, model.config)})
+    unchanged = _to_json(reference_config.to_hf_config(model.Vocab.size).to_dict())
+    if any(own.get(key) != unchanged.get(key) for key in SIZE_KEYS):
+        return _with_legacy_rope_keys({**values, **_left_out(own, model.config)})
+    # a key that neither the converter nor a training has set is as the reference has it
+    same = [key for key in reference if values.get(key) == own.get(key) == unchanged.get(key)]
+    result = {**values, **{key: reference[key] for key in same}}
+    if getattr(model.config, "rope", None) != getattr(reference_config, "rope", None):
+        result |= _rope_keys(own, model.config)
     return _with_legacy_rope_keys(result)
 
 
@@ -84,13 +81,19 @@ def _left_out(own: dict[str, Any], config: Any) -> dict[str, Any]:
         implied = own.get("head_dim") or own["hidden_size"] // own["num_attention_heads"]
         if head_dim != implied:
             result["head_dim"] = head_dim
-    theta, scaling = config.rope.to_hf_config() if getattr(config, "rope", None) else (None, None)
-    if scaling:  # Mistral and Mixtral
-        rope = own.get("rope_parameters")
-        result["rope_scaling"] = scaling
-        if rope is not None:
-            result["rope_parameters"] = {**scaling, "rope_theta": theta}
-    return result
+    return result | _rope_keys(own, config)
+
+
+def _rope_keys(own: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return the keys of rotary embeddings: of Mistral and Mixtral, `to_hf_config` leaves out how they are scaled."""
+    rope = own.get("rope_parameters")
+    if not getattr(config, "rope", None) or (rope is not None and "rope_theta" not in rope):
+        return {}  # none, or one for each kind of layer
+    theta, scaling = config.rope.to_hf_config()
+    keys = {"rope_theta": theta, "rope_scaling": scaling}
+    if rope is not None:
+        keys["rope_parameters"] = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+    return keys
 
 
 def _with_legacy_rope_keys(values: dict[str, Any]) -> dict[str, Any]:

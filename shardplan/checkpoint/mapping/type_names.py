@@ -7,8 +7,9 @@ from typing import Any
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, expected_tensors, trace_program
 from shardplan.checkpoint.mapping.views import Shape, View
 
-BASE_MODEL_PREFIXES = {"gpt2": "transformer"}
-"""Model type -> what transformers writes before every name of the base model, and Levanter does not."""
+BASE_MODELS = {"gpt2": ("transformer", "wte.weight")}
+"""Model type -> what transformers writes before every name of the base model, and Levanter does not, and one of these
+names: a module around a GPT-2, whose names are its own, does not have it."""
 MLP_OF_EXPERTS, MIXTRAL_MLP = ".mlp.", ".block_sparse_moe."
 """Part of the names of Mixtral's experts in memory, which marin-levanter writes, and in the files of transformers."""
 
@@ -24,8 +25,8 @@ def trace_type_names(template: Any, model_type: object) -> StateDictProgram:
     if model_type == "mixtral":
         expected = _separate_experts(expected)
     program = trace_program(template, expected)
-    prefix = BASE_MODEL_PREFIXES.get(str(model_type))
-    return program if prefix is None else _rename(program, lambda name: _add_prefix(name, prefix))
+    prefix, name_of_base = BASE_MODELS.get(str(model_type), ("", ""))
+    return _rename(program, lambda name: _add_prefix(name, prefix)) if name_of_base in expected else program
 
 
 def _separate_experts(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
