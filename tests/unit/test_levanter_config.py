@@ -368,7 +368,7 @@ def test_half_is_bfloat16(read):
         ),
         (
             {"axis_resources": {"mlp": "(data, model)"}},
-            "trainer.axis_resources maps 'mlp' to the unknown mesh axis '(data, model)'; did you mean 'model'?",
+            "trainer.axis_resources maps 'mlp' to the unknown mesh axis '(data, model)'; valid: data, model, replica",
         ),
         (
             {"axis_resources": {"mlp": 3}},
@@ -391,7 +391,10 @@ def test_half_is_bfloat16(read):
             {"train_batch_size": [{"start": 0}]},
             "trainer.train_batch_size[0].value is None; it must be a positive integer",
         ),
-        ({"mp": "p=f64"}, "trainer.mp is 'p=f64': unknown type 'f64'; did you mean 'f16'?"),
+        (
+            {"mp": "p=f64"},
+            "trainer.mp is 'p=f64': unknown type 'f64'; valid: bf16, bfloat16, f16, f32, float16, float32, full, half",
+        ),
         ({"mp": "q=f32"}, "trainer.mp is 'q=f32': unknown key 'q'; valid: c, compute, o, output, p, params"),
         ({"mp": 16}, "trainer.mp is 16; it must be text such as 'p=f32,c=bf16'"),
         (
