@@ -6,9 +6,8 @@ from typing import Any
 
 from shardplan.errors import ConfigError
 
-VARIABLE = re.compile(r"\$\{(\w+)(?::-[^}]*)?\}|(?:^|(?<=/))\$([A-Za-z_]\w*)|\$\{([^}]*)\}")
-"""`${NAME}`, `${NAME:-default}`, `$NAME` where a part of a path begins, and what other tools interpolate,
-`${oc.env:NAME}`."""
+VARIABLE = re.compile(r"\$\{(?:[\w.]+:(?=\w))?(?P<name>\w+)[^}]*\}|(?:^|(?<=/))\$(?P<component>[A-Za-z_]\w*)(?=/|$)")
+"""`${NAME}`, `${NAME:-default}`, what other tools interpolate (`${oc.env:NAME}`), and `$NAME` as a part of a path."""
 
 
 def check_variables(where: str, value: Any) -> None:
@@ -20,7 +19,7 @@ def check_variables(where: str, value: Any) -> None:
     match = VARIABLE.search(value) if isinstance(value, str) else None
     if match is None or os.path.exists(value):
         return
-    name = match[1] or match[2] or match[3].rpartition(":")[2]
-    known = os.environ.get(name)
-    remedy = f"write its value, {known}" if known else f"{name} is not set; write the path itself"
+    name = match["name"] or match["component"]
+    is_set = bool(os.environ.get(name))  # its value is not shown: it may be a secret
+    remedy = f"write the value of {name}" if is_set else f"{name} is not set; write the path itself"
     raise ConfigError(f"{where} is {value!r}; variables such as {match[0]} are not expanded: {remedy}")

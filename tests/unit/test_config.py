@@ -152,17 +152,18 @@ def test_bad_arguments(argv, message):
 
 
 def test_variables_that_are_set(tmp_path, monkeypatch):
-    """The value is in the message; a file whose name has a dollar sign, and shell commands, are read as they are."""
+    """Dollar signs within names, and shell commands, are read as they are."""
     monkeypatch.setenv("BUCKET", "my-bucket")
     path = write(tmp_path, "a.yaml", "model: {ref: 'gs://${BUCKET}/model'}\n")
     with pytest.raises(ConfigError) as error:
         load_config(path)
     assert str(error.value) == (
-        f"{path}: model.ref is 'gs://${{BUCKET}}/model'; variables such as ${{BUCKET}} are not expanded: write its "
-        "value, my-bucket"
+        f"{path}: model.ref is 'gs://${{BUCKET}}/model'; variables such as ${{BUCKET}} are not expanded: write the "
+        "value of BUCKET"
     )
-    (tmp_path / "a$b").mkdir()
-    assert load_config(model={"ref": f"{tmp_path}/a$b"}).model.ref.endswith("a$b")
+    (tmp_path / "$BUCKET").mkdir()
+    for name in ("a$b", f"{tmp_path}/$BUCKET"):
+        assert load_config(model={"ref": name}).model.ref == name
     launched = parse_config(["--model.ref", "x", "--to", "slurm", "--launch.setup", "cd $HOME"], LaunchCommand)
     assert launched.launch.setup == "cd $HOME"
 
