@@ -256,15 +256,15 @@ def test_smallest_edit_leaves_nothing_that_levanter_rejects(tmp_path, content, l
 
 
 def test_best_plan_is_never_slower_than_the_smallest_edit(tmp_path):
-    """No plan shards the file's batch of 17 evenly; the smallest edit makes it 24."""
+    """No plan shards the file's batch of 17 evenly; the smallest edit makes it 16."""
     path = tmp_path / "levanter.yaml"
     path.write_text("{trainer: {mp: bf16, train_batch_size: 17, axis_resources: {mlp: model}}}")
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16"]
     reviewed = review(str(path), configuration.parse_config(argv))
     assert reviewed.repair is not None and reviewed.best is not None
-    assert reviewed.repair.lines == ["-trainer.train_batch_size: 17", "+trainer.train_batch_size: 24"]
+    assert reviewed.repair.lines == ["-trainer.train_batch_size: 17", "+trainer.train_batch_size: 16"]
     per_sequence = reviewed.best.cost.step_seconds / reviewed.best.workload.batch
-    assert reviewed.best.workload.batch == 24 and per_sequence <= seconds_per_sequence(reviewed.repair.lint)
+    assert reviewed.best.workload.batch == 16 and per_sequence <= seconds_per_sequence(reviewed.repair.lint)
     as_it_is = make_plan(configuration.parse_config([*argv, "--workload.batch=17"]), own_attention=True)
     assert per_sequence < as_it_is.cost.step_seconds / 17
     stream = io.StringIO()
