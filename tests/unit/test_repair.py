@@ -270,8 +270,8 @@ def test_best_plan_is_never_slower_than_the_smallest_edit(tmp_path):
     stream = io.StringIO()
     print_review(reviewed, console(stream))
     best = " ".join(stream.getvalue().split()).split("the best plan: peak ")[1]
-    assert " GiB per device, batch 24, " in best.split("trainer:")[0]
-    assert review_json(reviewed)["best"]["batch"] == 24
+    assert " GiB per device, batch 16, " in best.split("trainer:")[0]
+    assert review_json(reviewed)["best"]["batch"] == 16
 
 
 @pytest.mark.parametrize(
