@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.hardware.generations import GENERATIONS
+from shardplan.hardware.slice_spelling import GENERATION_SPELLINGS, NAME, standard_spelling
 from shardplan.hardware.slices import Slice, parse_slice, standard_slices
 
 ALL = "all"
@@ -84,9 +85,8 @@ def _slices_of(name: str) -> tuple[Slice, ...]:
         return tuple(each for generation in GENERATIONS.values() for each in standard_slices(generation))
     if lower in GENERATIONS:
         return standard_slices(GENERATIONS[lower])
-    is_generation = not re.search(r"[-:_]", name) or any(each.startswith(lower) for each in GENERATIONS)
-    if is_generation and not re.match(r"\d+x", name):
-        raise ConfigError(f"rank_slices: {name!r} is no generation and no slice; {_hint(lower, (ALL,))}")
+    if NAME.fullmatch(name) is None and standard_spelling(name) is None:
+        raise ConfigError(f"rank_slices: {name!r} is no generation and no slice; {_hint(name, (ALL,))}")
     try:
         parsed = parse_slice(name)
     except ConfigError as error:
@@ -97,6 +97,7 @@ def _slices_of(name: str) -> tuple[Slice, ...]:
 
 
 def _hint(name: str, others: Iterable[str]) -> str:
-    """The generations that begin with `name`, or the valid value most similar to it."""
-    begun = [each for each in GENERATIONS if each.startswith(name)]
-    return f"did you mean {' or '.join(map(repr, begun))}?" if begun else nearest(name, [*GENERATIONS, *others])
+    """The generations that `name` means or that begin with it, or the valid value most similar to it."""
+    lower = name.lower()
+    meant = [each for each in GENERATIONS if each.startswith(lower) or GENERATION_SPELLINGS.get(lower) == each]
+    return f"did you mean {' or '.join(map(repr, meant))}?" if meant else nearest(lower, [*GENERATIONS, *others])

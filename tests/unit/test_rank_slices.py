@@ -164,6 +164,10 @@ def test_names_of_slices_and_generations():
     [
         (["v5"], "rank_slices: 'v5' is no generation and no slice; did you mean 'v5e' or 'v5p'?"),
         (["v4,tpu7"], "rank_slices: 'tpu7' is no generation and no slice; did you mean 'tpu7x'?"),
+        (["Trillium"], "rank_slices: 'Trillium' is no generation and no slice; did you mean 'v6e'?"),
+        (["h100"], "rank_slices: 'h100' is no generation and no slice; valid: all, tpu7x, v3, v4, v5e, v5p, v6e"),
+        (["v5p8"], "rank_slices: 'v5p8': did you mean 'v5p-8'?"),
+        (["v5e-4x4"], "rank_slices: 'v5e-4x4': did you mean 'v5e:4x4'?"),
         (["v6e-9"], "did you mean 'v6e-8'?"),
         (["cpu-8"], "rank_slices: cpu-8 has virtual devices, whose times mean nothing; name TPU slices"),
         ([","], "rank_slices: no slice is named; name generations or slices, for example v5e v6e-8"),
