@@ -63,11 +63,6 @@ def read_levanter_file(path: str) -> LevanterFile:
     return LevanterFile(path, _text(path), values, (), None)
 
 
-def read_sections(path: str) -> dict[str, Any]:
-    """Read the sections of the Levanter configuration `path`; see `read_levanter_file`."""
-    return read_levanter_file(path).sections
-
-
 def _text(path: str) -> str:
     return Path(path).read_text(encoding="utf-8")
 

@@ -11,7 +11,6 @@ from typing import Any, assert_never
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.levanter_config.flat_schema import FLAT_KEYS, parse_flat_schema
-from shardplan.levanter_config.levanter_file import read_sections
 from shardplan.levanter_config.mesh_schema import parse_mesh_schema
 from shardplan.levanter_config.schema import sharded_axes
 from shardplan.levanter_config.section import AxisLists, MappingEntry, SectionReader, short_repr
@@ -140,15 +139,6 @@ class TrainerSection:
         if self.batch is None or self.microbatch is None or self.batch % self.microbatch:
             return 1
         return self.batch // self.microbatch
-
-
-def read_trainer_section(path: str, devices: int, slices: int = 1) -> TrainerSection:
-    """Parse the trainer section of the file `path`, for `devices` devices in `slices` equal slices.
-
-    Raises:
-        ConfigError: see `read_sections` and `parse_trainer_section`.
-    """
-    return parse_trainer_section(read_sections(path)["trainer"], devices, slices)
 
 
 def parse_trainer_section(values: Any, devices: int, slices: int = 1) -> TrainerSection:

@@ -121,7 +121,7 @@ def lint_trainer(trainer: Mapping[str, Any], target: LintTarget) -> LintResult:
     findings += [*backend_findings, *blocking, *(finding for check in OTHERS for finding in check(subject))]
     plan = None
     if not any(finding.severity == Severity.ERROR for finding in blocking):
-        plan = _plan(subject, target)
+        plan = plan_section(subject, target)
         findings += [*check_memory(subject, plan), *check_large_parameters(subject, plan)]
     findings += check_extras(target.extras, workload, target.is_optimizer_given)
     return LintResult(trainer, subject, tuple(sorted(findings, key=lambda f: f.severity != Severity.ERROR)), plan)
@@ -151,7 +151,9 @@ def _activation_only(section: TrainerSection, target: LintTarget) -> frozenset[s
     return frozenset(a for a in section.compute_mapping if a not in known and is_activation_axis(target.model, a))
 
 
-def _plan(s: Subject, target: LintTarget) -> Plan:
+def plan_section(s: Subject, target: LintTarget) -> Plan:
+    """Estimate the mesh and mappings of a trainer section, whatever keeps them from running."""
+
     def rename_batch(mapping: Mapping[str, list[str]]) -> dict[str, list[str]]:
         return {BATCH_AXIS if axis == s.section.batch_axis else axis: axes for axis, axes in mapping.items()}
 

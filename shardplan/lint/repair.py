@@ -11,13 +11,11 @@ from shardplan.config import PlanConfig
 from shardplan.config.arguments import check_config
 from shardplan.errors import ConfigError, InfeasibleError, check_argument
 from shardplan.levanter_config.levanter_file import LevanterFile
-from shardplan.levanter_config.model_section import parse_model_section
-from shardplan.levanter_config.training_extras import TrainingExtras, parse_extras
 from shardplan.lint.findings import Finding, Severity
-from shardplan.lint.lint import LintResult, LintTarget, assumptions, lint_trainer
-from shardplan.lint.prepare import PreparedFile, prepare_file
+from shardplan.lint.lint import LintResult, LintTarget
+from shardplan.lint.lint_file import lint_file
+from shardplan.lint.prepare import PreparedFile
 from shardplan.lint.smallest_edit import Repair, SearchLimit, find_smallest_edit, plan_seconds, result_seconds
-from shardplan.lint.target import file_target
 from shardplan.plan.displayed import Displayed
 from shardplan.plan.plan import Plan
 from shardplan.search.make_plan import make_plan
@@ -63,20 +61,13 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
     check_argument("review", "path", path, (str, os.PathLike), "the path of a Levanter configuration")
     check_config("review", config)
     report("asking Levanter's parser")
-    prepared = prepare_file(path, config)
-    try:
-        levanter_model = parse_model_section(prepared.sections)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    extras = parse_extras(prepared.sections, prepared.choice.program)
-    target, assumed_model = file_target(prepared, levanter_model, extras)
-    result = lint_trainer(prepared.sections["trainer"], target)
-    assumed = [*prepared.notes, *assumed_model, *assumptions(result, target)]
+    linted = lint_file(path, config)
+    prepared, target, result = linted.prepared, linted.target, linted.result
     report("planning the best layout")
-    best, why_no_best = _best_plan(result, target, extras)
+    best, why_no_best = _best_plan(result, target)
     limit = SearchLimit(float(getattr(config, "lint_seconds", SEARCH_SECONDS)))
     repair = faster = None
-    if best is not None or extras.is_other_step:  # if no plan fits, no edit does
+    if best is not None or target.extras.is_other_step:  # if no plan fits, no edit does
         repair = _find_repair(result, prepared, target, report, limit)
     if best is not None:
         best = _fastest_plan(best, repair, lambda batch: _plan_batch(result, target, batch))
@@ -90,7 +81,7 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
     return Review(
         path,
         _in_file(whole, prepared.file),
-        assumed,
+        linted.assumed,
         _repair_in_file(repair, prepared.file),
         _repair_in_file(_with_corrections(faster, prepared), prepared.file),
         best,
@@ -100,9 +91,9 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
     )
 
 
-def _best_plan(result: LintResult, target: LintTarget, extras: TrainingExtras) -> tuple[Plan | None, str]:
+def _best_plan(result: LintResult, target: LintTarget) -> tuple[Plan | None, str]:
     """Return the best plan for the batch of the file, or why there is none."""
-    if extras.is_other_step:
+    if target.extras.is_other_step:
         return None, "no best plan: a plan is made for training all parameters on single sequences"
     try:
         return _plan_batch(result, target, result.subject.workload.batch), ""

@@ -16,8 +16,8 @@ from shardplan.verify.model_facts import ModelFacts
 
 CODE = (
     "hardware/*", "runtime/devices", "model/forward", "model/hf_config", "model/inspect", "model/levanter_compat",
-    "model/registry", "model/rope_keys", "model/rotary", "model/token_scores", "step/*", "checkpoint/levanter_loader",
-    "verify/compiler/topology", "verify/compiler/worker",
+    "model/levanter_loss", "model/logit_blocks", "model/registry", "model/rope_keys", "model/rotary",
+    "model/token_scores", "step/*", "checkpoint/levanter_loader", "verify/compiler/topology", "verify/compiler/worker",
 )  # fmt: skip
 """Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
 SEQUENCE_CODE = ("attention/**/*", "positions/*", "runtime/private_jax")

@@ -12,10 +12,7 @@ from shardplan.config import parse_config
 from shardplan.config.command_flags import CompilingConfig, OptionSets
 from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError, one_line
-from shardplan.hardware import parse_slice
-from shardplan.levanter_config.levanter_file import is_levanter_config, read_sections
-from shardplan.levanter_config.model_section import parse_model_section
-from shardplan.levanter_config.trainer_section import read_trainer_section
+from shardplan.levanter_config.levanter_file import is_levanter_config
 from shardplan.model.hf_config import read_config
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
 from shardplan.plan.serialization import value_kind
@@ -75,18 +72,21 @@ def _other_case(path: str, config: CompilingConfig) -> Case:
 
 
 def _levanter_case(path: str, config: CompilingConfig) -> Case:
-    """A hand-written mesh and mappings, for the model, the slice and the positions of `config`."""
-    from shardplan.search.given_plan import plan_given_mappings
-    from shardplan.search.make_plan import fit_position, model_from_config
+    """Return the case of the mesh and mappings of a Levanter configuration, as the lint estimates them.
 
-    hardware = parse_slice(config.hardware.slice)
-    layout = read_trainer_section(path, hardware.devices, hardware.slices)
-    workload = parse_model_section(read_sections(path)).apply_to(layout.apply_to(config.workload))
-    config = dataclasses.replace(config, workload=workload)
-    model = model_from_config(config)
-    config = fit_position(config, model)
-    plan = plan_given_mappings(config, model, layout.mesh, layout.compute_mapping, layout.param_mapping)
-    return build_case(config, plan, path)
+    Raises:
+        ConfigError: it trains otherwise than a Plan.
+    """
+    from shardplan.lint.lint import plan_section
+    from shardplan.lint.lint_file import lint_file
+
+    linted = lint_file(path, config)
+    if linted.target.extras.is_other_step:
+        raise ConfigError(
+            f"against: {path} does not train all parameters on single sequences, and only that is compiled; lint "
+            "estimates it (shardplan plan --lint)"
+        )
+    return build_case(config, plan_section(linted.result.subject, linted.target), path)
 
 
 def _hf_config(config: CompilingConfig) -> dict[str, Any]:

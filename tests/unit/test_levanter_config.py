@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from shardplan.errors import ConfigError
-from shardplan.levanter_config.levanter_file import is_levanter_config
+from shardplan.levanter_config.levanter_file import is_levanter_config, read_levanter_file
 from shardplan.levanter_config.model_section import ModelSection, parse_model_section
-from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, read_trainer_section, schema_of
+from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, parse_trainer_section, schema_of
 from shardplan.model.levanter_compat import INSTALLED_SCHEMA, IS_MARIN, TrainerSchema
 
 BATCH = ["replica", "data"]
@@ -26,7 +26,7 @@ def read(tmp_path):
         path = tmp_path / "config.yaml"
         trainer = yaml.safe_load(trainer) if isinstance(trainer, str) else trainer
         path.write_text(yaml.safe_dump({"trainer": trainer, "model": {"type": "llama"}}))
-        return read_trainer_section(str(path), devices, slices)
+        return parse_trainer_section(read_levanter_file(str(path)).sections["trainer"], devices, slices)
 
     return read_trainer
 
@@ -487,7 +487,7 @@ def test_unreadable_files(tmp_path, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
-        read_trainer_section(str(path), 8)
+        read_levanter_file(str(path))
     assert str(raised.value).startswith(f"config file {path} {message}")
     assert "\n" not in str(raised.value)
 
@@ -504,9 +504,9 @@ def test_sections_that_contain_themselves(tmp_path, content, name):
     path = tmp_path / "config.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=rf"^config file {path}: {name} is an alias of a section that contains it; w"):
-        read_trainer_section(str(path), 8)
+        read_levanter_file(str(path))
     path.write_text("a: &a {model: 2}\ntrainer: {x: *a, y: *a}")  # an alias by itself is fine
-    assert read_trainer_section(str(path), 8).mesh == mesh(1, 8, 1)
+    assert [*read_levanter_file(str(path)).sections] == ["a", "trainer"]
 
 
 def test_default_batch_size_of_levanter():
@@ -574,7 +574,7 @@ def test_imports_no_jax():
 @pytest.mark.parametrize("path", sorted(Path("configs/levanter").glob("*.yaml")), ids=lambda path: path.stem)
 def test_configurations_of_the_repository(path):
     """They are for 128 devices, and map a logical axis to every mesh axis of several devices."""
-    section = read_trainer_section(str(path), 128)
+    section = parse_trainer_section(read_levanter_file(str(path)).sections["trainer"], 128)
     assert section.mesh["replica"] * section.mesh["data"] * section.mesh["model"] == 128
     mapped = {
         axis

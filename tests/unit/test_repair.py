@@ -11,7 +11,7 @@ from test_lint import EXPECTED_ERRORS, LLAMA, ROOT, trainer_of
 
 from shardplan import config as configuration
 from shardplan.errors import ConfigError
-from shardplan.levanter_config.trainer_section import parse_trainer_section, read_trainer_section
+from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.lint.edits import Edit, candidate_edits, diff_trainers, explain_lines
 from shardplan.lint.lint import lint_trainer, target_of
 from shardplan.lint.repair import NEAR_BEST, find_smallest_edit, review
@@ -121,12 +121,10 @@ def test_repaired_configurations_parse_without_errors(config_405b, name, tmp_pat
     assert reviewed.best is not None
     assert (reviewed.repair is None) == (name == "405b-usual")
     for repair in filter(None, (reviewed.repair, reviewed.faster)):
-        path = tmp_path / "repaired.yaml"
-        path.write_text(yaml.safe_dump({"trainer": repair.lint.trainer}))
         again = lint_trainer(repair.lint.trainer, target_of(config_405b))
         assert not again.errors
         assert again.plan is not None and again.plan.memory.peak <= again.plan.memory.available
-        section = read_trainer_section(str(path), 128)
+        section = parse_trainer_section(yaml.safe_load(yaml.safe_dump(repair.lint.trainer)), 128)
         assert again.plan.compute_mapping == section.compute_mapping
         assert repair.lines == diff_trainers(trainer_of(name), repair.lint.trainer)
     last = reviewed.faster or reviewed.repair
