@@ -17,7 +17,7 @@ FILE = "calibration.json"
 MEMORY_ERROR = 0.08
 """Fraction of the memory that is kept free for the error of the estimated peak.
 
-No program of docs/benchmarks that the compiler accepts needs more than this above its estimate
+No program of docs/benchmarks that the compiler accepts needs more than this above or below its estimate
 (`tests/unit/test_accuracy.py`). A constant: no generation has enough programs near the limit for one of its own."""
 
 STEP_ERROR = 0.11

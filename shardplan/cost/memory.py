@@ -6,7 +6,7 @@ compared with the TPU compiler's peaks (scripts/bench_planner.py).
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import assert_never
 
@@ -110,6 +110,9 @@ def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
         case BufferRole.UNSUMMED_RESULT:
             unscattered = _unscattered_bytes(array, assignment)
             return unscattered - assignment.bytes(array) if unscattered else 0.0
+        case BufferRole.LOCAL_GRADIENT:
+            is_gradient = assignment.is_stored_like_a_parameter(replace(array, is_local=False))
+            return assignment.bytes(array) if is_gradient else 0.0
         case BufferRole.FLOAT32_RESULT:
             return _float32_row_bytes(array, assignment) if _is_written_in_float32(array, assignment) else 0.0
         case BufferRole.FLOAT32_SUMMAND:
@@ -194,6 +197,7 @@ PART_OF_ROLE: dict[BufferRole, MemoryPart | None] = {
     BufferRole.UNSCATTERED_RESULT: None,
     BufferRole.SUM_OF_RESULT: None,
     BufferRole.UNSUMMED_RESULT: None,
+    BufferRole.LOCAL_GRADIENT: MemoryPart.GRADIENTS,
     BufferRole.FLOAT32_RESULT: None,
     BufferRole.FLOAT32_SUMMAND: None,
     BufferRole.SUMMED_ROWS: None,

@@ -19,17 +19,17 @@ MEMORY_PARTS = [
 
 
 def check_memory(s: Subject, plan: Plan) -> Findings:
-    """Find a step whose predicted peak memory is not available, or only without the error of the prediction."""
+    """Find a step whose predicted peak memory is not available; within the error of the prediction that is open."""
     memory = plan.memory
     if memory.fits:
         return
-    if memory.peak <= memory.available:
+    if memory.may_fit:
         yield Finding(
             Severity.WARNING,
             FindingKind.MEMORY,
             s.mapping_keys,
-            f"may not fit: {memory.peak / GIB:.2f} GiB per device of {memory.available / GIB:.2f}, and the estimate "
-            f"errs by up to {memory.reserved / GIB:.2f}",
+            f"may not fit: {memory.peak / GIB:.2f} GiB per device of {memory.available / GIB:.2f}; the estimate errs "
+            f"by up to {memory.reserved / GIB:.2f}, and the compiler computes values twice where a program does not fit",
             "ask the compiler (shardplan verify --against), or shard more",
         )
         return
@@ -65,7 +65,7 @@ def check_large_parameters(s: Subject, plan: Plan) -> Findings:
         stored = s.bytes(parameters)
         unmapped = [axis for axis in s.weight_axes if axis not in s.params and any(axis in p.axes for p in parameters)]
         yield Finding(
-            Severity.WARNING if plan.memory.peak <= plan.memory.available else Severity.ERROR,
+            Severity.WARNING if plan.memory.may_fit else Severity.ERROR,
             kind,
             s.mapping_keys,
             f"{text}: {sum(stored.values()) / GIB:.2f} GiB per device, of {sizes_text(stored)}",

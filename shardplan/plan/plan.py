@@ -117,6 +117,11 @@ class MemoryPlan:
         """Whether the peak fits the usable memory."""
         return self.peak <= self.usable
 
+    @property
+    def may_fit(self) -> bool:
+        """Whether the peak fits if the estimate is as much too high as it may be."""
+        return self.peak - self.reserved <= self.available
+
 
 @dataclass(frozen=True)
 class Collective:

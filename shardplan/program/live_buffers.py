@@ -30,6 +30,9 @@ class BufferRole(StrEnum):
     """The sum of an unscattered result over devices, if the compiler sums it at once."""
     UNSUMMED_RESULT = "unsummed result"
     """An unscattered result from its matmul to the end of the last loop, if the compiler sums it after that loop."""
+    LOCAL_GRADIENT = "local gradient"
+    """A device's own gradient of a parameter, from the end of its shard_map to the end of the last loop: the compiler
+    sums it over devices after that loop."""
     FLOAT32_RESULT = "float32 result"
     """The result of a grouped matmul while it is computed, in float32."""
     FLOAT32_SUMMAND = "float32 summand"

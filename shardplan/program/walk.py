@@ -163,6 +163,9 @@ class _Sequence:
                 if i < self.last_loop and tasks[-1].is_backward:
                     here.update(self._of_results(BufferRole.SUM_OF_RESULT, operation))
                     unsummed.update(self._of_results(BufferRole.UNSUMMED_RESULT, operation))
+                if i < self.last_loop and operation.is_local and operation.collective == CollectiveKind.ALL_REDUCE:
+                    local = self._arrays(operation.operands)
+                    unsummed.update(self._make_buffer(BufferRole.LOCAL_GRADIENT, array) for array in local)
                 points.append(_LabelledPoint(label, here + self._while_writing(operation, buffers, gone - new, new)))
                 self.tasks += tasks
             live -= gone
