@@ -29,7 +29,7 @@ def check_memory(s: Subject, plan: Plan) -> Findings:
             FindingKind.MEMORY,
             s.mapping_keys,
             f"may not fit: {memory.peak / GIB:.2f} GiB per device of {memory.available / GIB:.2f}; the estimate errs "
-            f"by up to {memory.reserved / GIB:.2f}, and the compiler computes values twice where a program does not fit",
+            f"by up to {memory.reserved / GIB:.2f}, and the compiler computes values twice to make a program fit",
             "ask the compiler (shardplan verify --against), or shard more",
         )
         return

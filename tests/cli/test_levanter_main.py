@@ -98,7 +98,8 @@ def test_evaluation_has_the_same_loss_with_either_loader(write_config):
     assert 4 < float(losses[0].removeprefix("Loss:")) < 7
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.whole)])
+@pytest.mark.whole
+@pytest.mark.parametrize("steps", [12, 50])
 def test_training_resumes_with_the_same_losses(write_config, steps):
     """A run that is killed shortly before its end goes on from its checkpoint, and has the same losses again."""
     checkpoints = {"base_path": "checkpoints", "keep": [{"every": steps // 3}]}

@@ -179,6 +179,7 @@ def test_questions_about_a_given_plan_are_answered_alone(tmp_path):
     assert done.stdout.startswith("\nwhy not position=model?\n") and "PartitionSpec" not in done.stdout
 
 
+@pytest.mark.whole
 def test_what_if_is_printed_where_nothing_fits():
     done = run("plan", "--config=configs/70b.yaml", "--hardware.slice=v5e-4", "--what_if", "--json=-")
     assert done.returncode == 3 and done.stdout == ""
@@ -206,6 +207,7 @@ def test_pins_that_cannot_be_read():
     fails(run("plan", "--config=configs/8b.yaml", "--pin", "mpl=model"), 2, "the model has no axis 'mpl'; did you mean")
 
 
+@pytest.mark.whole
 def test_the_best_of_several_by_the_compiler(tmp_path):
     """Two small plans are compiled; what is printed and written is the one that ranks first."""
     config = read_config("llama-3.1-8b", None)

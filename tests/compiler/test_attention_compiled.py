@@ -73,7 +73,7 @@ SLICES = [pytest.param("v4-256", marks=pytest.mark.whole), "v5p-128"]
         pytest.param("all_gather", 1, marks=pytest.mark.whole),
         pytest.param("ring", 1, marks=pytest.mark.whole),
         ("ulysses", DEGREE),
-        ("hybrid", 4),
+        pytest.param("hybrid", 4, marks=pytest.mark.whole),
         pytest.param("hybrid", 2, marks=pytest.mark.whole),
     ],
 )
@@ -99,6 +99,7 @@ def test_bytes_are_those_of_the_formulas(slice_name, heads, strategy, ulysses):
         assert "all-gather" not in received
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("slice_name", SLICES)
 def test_only_hops_that_the_mask_needs(slice_name):
     """A window that reaches into one neighbour needs one permute each of keys and values; one document per device needs

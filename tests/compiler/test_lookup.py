@@ -76,7 +76,7 @@ def compiled(mapping, table, batch) -> Counter:
         pytest.param((BOTH, ()), SOME, marks=pytest.mark.whole),
         ((BOTH, ()), MANY),
         pytest.param((REPLICA, ()), MANY, marks=pytest.mark.whole),
-        ((DATA, ()), MANY),
+        pytest.param((DATA, ()), MANY, marks=pytest.mark.whole),
     ],
 )
 def test_lookups_of_sequences_on_all_devices(table, batch, monkeypatch):

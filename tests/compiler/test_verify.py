@@ -91,6 +91,7 @@ def test_evaluation_of_405b_on_v4_256():
     assert verdict.time.mfu == pytest.approx(flops / 128 / 2.75e14 / verdict.time.step_seconds)
 
 
+@pytest.mark.whole
 def test_sharded_positions():
     """Splash attention gathers keys and values of all positions in every layer, as planned, and nothing else moves."""
     hf_config = {**read_config("llama-3.1-8b", None), **SMALL}
@@ -136,6 +137,7 @@ def test_sharded_positions_in_training():
         assert moved(verdict.collectives, *of) == pytest.approx(moved(case.plan.cost.collectives, *of), rel=0.01)
 
 
+@pytest.mark.whole
 def test_train_step_updates_in_place():
     """Parameters and both moments are updated in the same memory; gradients are reduce-scattered."""
     batch, position = 8, 256
@@ -157,7 +159,7 @@ def test_train_step_updates_in_place():
     ("kind", "program", "compiled"),
     [
         pytest.param("prefill", CompiledProgram.STEP, ProgramKind.PREFILL, marks=pytest.mark.whole),
-        ("eval", CompiledProgram.LOAD, ProgramKind.LOAD),
+        pytest.param("eval", CompiledProgram.LOAD, ProgramKind.LOAD, marks=pytest.mark.whole),
     ],
 )
 def test_other_programs(kind, program, compiled):
@@ -228,6 +230,7 @@ def test_the_memory_limit_is_a_verdict(mib_for_gib):
     assert reason_text(large.reason) == "compiling took more than 1 GiB of this machine; raise compiler.gib"
 
 
+@pytest.mark.whole
 def test_the_cache_returns_results_of_the_same_program_only(tmp_path, monkeypatch):
     compiler = CompilerConfig(cache=str(tmp_path / "cache"), jobs=4)
     case = small_case()

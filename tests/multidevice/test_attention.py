@@ -557,6 +557,7 @@ def test_splash(monkeypatch, case):
     assert out <= 1e-5 and max(gradients) <= 1e-5, (out, gradients)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "case",
     [

@@ -133,7 +133,7 @@ def test_a_config_says_what_is_written(golden, tmp_path):
     assert tensors(tmp_path)["lm_head.weight"].shape == (300, config["hidden_size"])
 
 
-@pytest.mark.parametrize(("dtype", "value"), [("float16", 1e5), ("float16", -65520.0), ("bfloat16", 3.4e38)])
+@pytest.mark.parametrize(("dtype", "value"), [("float16", -65520.0), ("bfloat16", 3.4e38)])
 def test_a_value_too_large_for_the_type_is_an_error(golden, tmp_path, dtype, value):
     """Of every format, before anything is written; an infinite value of the source is none."""
     source = tmp_path / "source"

@@ -122,11 +122,12 @@ def test_other_plans(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("number", "lost"),
     [
-        (signal.SIGKILL, 0),
         (signal.SIGSTOP, 1),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.whole),
         *(
-            pytest.param(*case, marks=pytest.mark.whole)
-            for case in ((signal.SIGKILL, 1), (signal.SIGINT, 0), (signal.SIGINT, 1), (signal.SIGSTOP, 0))
+            pytest.param(each, lost, marks=pytest.mark.whole)
+            for each in (signal.SIGKILL, signal.SIGINT)
+            for lost in (0, 1)
         ),
     ],
 )
@@ -262,6 +263,7 @@ def test_a_process_that_is_frozen(checkpoint, long_text, tmp_path, count):
         assert re.search(r"process 1 is stuck while evaluating.* its code does not let Python run", line_of(errors[0]))
 
 
+@pytest.mark.whole
 def test_preemption_as_jax_announces_it(checkpoint, long_text, tmp_path):
     """Both processes stop before the same shard, though one of them has received SIGTERM, and JAX handles it."""
     argv = [*arguments(checkpoint, long_text, tmp_path / "r", *LANES), "--task.shard", 16]

@@ -16,6 +16,8 @@ OF_MARIN = {"levanter", "libtpu"}
 """Tags of cells whose outputs depend on the versions of Levanter or of libtpu: stored are those with marin-levanter."""
 ADVICE = "is out of date: with marin-levanter, run python scripts/make_notebooks.py"
 
+LONG = {"repair_levanter", "extraction"}
+"""Notebooks that take more than a minute."""
 each_source = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 
 
@@ -42,7 +44,10 @@ def test_cells_are_those_of_the_source(source):
     ], f"{source.stem} {ADVICE}"
 
 
-@each_source
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(each, marks=[pytest.mark.whole] if each.stem in LONG else [], id=each.stem) for each in SOURCES],
+)
 def test_outputs_are_those_of_the_code(source):
     executed, expected = (list(map(texts, code_cells(each))) for each in (execute(read_source(source)), stored(source)))
     assert executed == expected, f"{source.stem} {ADVICE}"

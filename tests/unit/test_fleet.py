@@ -7,26 +7,31 @@ from bench_fleet import BEAT_S, HubOfFleet
 from shardplan.runtime.processes import hub
 from shardplan.runtime.processes.messages import Kind
 
-FLEET = 8192
+FLEET = 4096
 
 
-def test_the_hub_of_a_fleet_is_far_from_busy(monkeypatch):
-    """8,192 processes: each message is answered by as many as there are receivers, and signs of life cost little.
+def seconds_of_hub(count):
+    """Have a fleet meet, agree, wait for a text, give signs of life and end; returns the seconds of the hub."""
+    fleet, seconds = HubOfFleet(count), 10.0
+    used = fleet.meet()
+    assert fleet.replies == count
+    used += fleet.agree()
+    assert fleet.replies == 2 * count
+    used += fleet.broadcast("x" * 100_000)
+    assert fleet.replies == 3 * count - 1
+    used += fleet.beat(seconds)
+    assert fleet.replies == 3 * count - 1 + seconds / BEAT_S  # to process 0
+    before = fleet.replies
+    fleet.from_all(Kind.EXCHANGE, lambda i: {"name": "x", "values": {str(i * 7 % count): i, "1": i}})
+    assert fleet.replies - before == count
+    return used + fleet.end()
 
-    The limits are four times what was measured (docs/benchmarks/fleet.md).
-    """
+
+def test_the_hub_has_work_in_proportion_to_its_fleet(monkeypatch):
+    """Each message is answered by as many as there are receivers; the work grows with the fleet, not its square."""
     monkeypatch.setattr(hub, "SILENCE_S", 20.0)
-    fleet, seconds = HubOfFleet(FLEET), 10.0
-    assert fleet.meet() < 2.0 and fleet.replies == FLEET
-    assert fleet.agree() < 2.5 and fleet.replies == 2 * FLEET
-    assert fleet.broadcast("x" * 100_000) < 0.2 and fleet.replies == 3 * FLEET - 1
-    before = fleet.replies
-    assert fleet.beat(seconds) < 0.25 * seconds
-    assert fleet.replies - before == seconds / BEAT_S  # to process 0
-    before = fleet.replies
-    fleet.from_all(Kind.EXCHANGE, lambda i: {"name": "x", "values": {str(i * 7 % FLEET): i, "1": i}})
-    assert fleet.replies - before == FLEET
-    assert fleet.end() < 0.5
+    small = max(seconds_of_hub(FLEET // 8) for _ in range(3))
+    assert seconds_of_hub(FLEET) < 24 * small
 
 
 def test_a_fleet_learns_of_what_differs():
