@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from levanter.compat.hf_checkpoints import RepoRef
 
 from shardplan.checkpoint.best_effort import best_effort_sharding
+from shardplan.checkpoint.format.casting import float_dtype
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import TensorIndex, read_tensor_index
 from shardplan.checkpoint.format.integrity import CheckedFolder, check_files
@@ -94,6 +95,7 @@ def load_pretrained(
     if plan is not None and axis_mapping is not None:
         raise ConfigError("load_pretrained takes a plan or an axis_mapping, not both")
     check_argument("load_pretrained", "ref", ref, (str, RepoRef, os.PathLike), "a folder, org/model@revision or a URL")
+    dtype = float_dtype("load_pretrained", dtype)
     folder = open_folder(str(ref))
     own_class = None if config is None else own_class_name(type(config))
     template = _make_template(read_config(None, folder, own_class), config, folder)
@@ -129,6 +131,7 @@ class HFCheckpointConverter(SavingConverter):
         config = config if config is not None else _custom_config(self, hf_config)
         template = _make_template(hf_config, config, folder)
         mapping = _mapping_or_current(axis_mapping)
+        dtype = float_dtype("load_pretrained", dtype)
         model, _ = stream_checkpoint(template, folder, _current_mesh(), mapping, dtype)
         if resize_vocab_to_match_tokenizer and model.Vocab.size != self.Vocab.size:
             resize = hax.named_jit(lambda m: m.resize_vocab(self.Vocab.size), axis_resources=mapping)
@@ -242,7 +245,7 @@ def stream_checkpoint(
 
         index, match = processes.agree("checkpoint", inspect, _file_versions)
         tensors, program = index.tensors, match.program
-        if match.head or match.second_set:
+        if match.needs_values:
             compared = processes.broadcast("values", lambda: check_values(match, tensors, template))
         else:
             compared = []
