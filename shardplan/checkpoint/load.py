@@ -127,7 +127,7 @@ class HFCheckpointConverter(SavingConverter):
         """
         del lm_model_cls  # Levanter ignores it too: the configuration names the class
         folder = open_folder(str(ref or self.reference_checkpoint))
-        hf_config = read_config(None, folder, own_class_name(self.LevConfigClass))
+        hf_config = read_config(None, folder, own_class_name(_config_class(self)))
         config = config if config is not None else _custom_config(self, hf_config)
         template = _make_template(hf_config, config, folder)
         mapping = _mapping_or_current(axis_mapping)
@@ -139,13 +139,19 @@ class HFCheckpointConverter(SavingConverter):
         return model
 
 
+def _config_class(converter: Any) -> type:
+    """Return the class of a converter's Levanter configuration: Mistral's and Gemma's give it a configuration."""
+    given = converter.LevConfigClass
+    return given if isinstance(given, type) else type(given)
+
+
 def _custom_config(converter: Any, hf_config: dict[str, Any]) -> Any:
     """Return the configuration of a user's own class; None if the class is Levanter's for the model type.
 
     `build_model` makes the latter from config.json, and corrects what Levanter reads differently.
     """
     model_type = hf_config["model_type"]
-    if model_type in SUPPORTED_MODELS and converter.LevConfigClass is levanter_config_class(model_type):
+    if model_type in SUPPORTED_MODELS and _config_class(converter) is levanter_config_class(model_type):
         return None
     values = {key: value for key, value in hf_config.items() if key != CLASS_KEY}
     return converter.config_from_hf_config(converter.HfConfigClass(**values))

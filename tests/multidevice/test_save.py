@@ -217,6 +217,18 @@ def test_a_tied_mistral(golden, tmp_path, with_reference):
 
 
 @pytest.mark.usefixtures("patched_levanter")
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "mistral"])
+def test_a_converter_that_was_made_of_a_configuration(golden, tmp_path, name):
+    """As `hf_checkpoint_converter` of these types makes it, with no class for its class."""
+    kind = levanter_config_class(name)
+    hf_class = type(kind().to_hf_config(256))
+    converter = LevanterConverter(kind(), str(golden / name), HfConfigClass=hf_class, tokenizer=tokenizer())
+    with jax.set_mesh(MESHES[1]):
+        converter.save_pretrained(converter.load_pretrained(None), str(tmp_path))
+    assert_same(tensors(tmp_path), tensors(golden / name))
+
+
+@pytest.mark.usefixtures("patched_levanter")
 def test_levanters_callback_and_converter(golden, tmp_path):
     """Patched, Levanter's own converter saves alike, also through the callback of its trainers."""
     converter = make_converter(golden / "qwen3", LevanterConverter)
