@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from levanter.compat.hf_checkpoints import RepoRef
 
 from shardplan.checkpoint.best_effort import best_effort_sharding
+from shardplan.checkpoint.format.casting import float_dtype
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import TensorIndex, read_tensor_index
 from shardplan.checkpoint.format.integrity import CheckedFolder, check_files
@@ -94,6 +95,7 @@ def load_pretrained(
     if plan is not None and axis_mapping is not None:
         raise ConfigError("load_pretrained takes a plan or an axis_mapping, not both")
     check_argument("load_pretrained", "ref", ref, (str, RepoRef, os.PathLike), "a folder, org/model@revision or a URL")
+    dtype = float_dtype("load_pretrained", dtype)
     folder = open_folder(str(ref))
     own_class = None if config is None else own_class_name(type(config))
     template = _make_template(read_config(None, folder, own_class), config, folder)
@@ -125,15 +127,22 @@ class HFCheckpointConverter(SavingConverter):
         """
         del lm_model_cls  # Levanter ignores it too: the configuration names the class
         folder = open_folder(str(ref or self.reference_checkpoint))
-        hf_config = read_config(None, folder, own_class_name(self.LevConfigClass))
+        hf_config = read_config(None, folder, own_class_name(_config_class(self)))
         config = config if config is not None else _custom_config(self, hf_config)
         template = _make_template(hf_config, config, folder)
         mapping = _mapping_or_current(axis_mapping)
+        dtype = float_dtype("load_pretrained", dtype)
         model, _ = stream_checkpoint(template, folder, _current_mesh(), mapping, dtype)
         if resize_vocab_to_match_tokenizer and model.Vocab.size != self.Vocab.size:
             resize = hax.named_jit(lambda m: m.resize_vocab(self.Vocab.size), axis_resources=mapping)
             model = resize(model)
         return model
+
+
+def _config_class(converter: Any) -> type:
+    """Return the class of a converter's Levanter configuration: Mistral's and Gemma's give it a configuration."""
+    given = converter.LevConfigClass
+    return given if isinstance(given, type) else type(given)
 
 
 def _custom_config(converter: Any, hf_config: dict[str, Any]) -> Any:
@@ -142,7 +151,7 @@ def _custom_config(converter: Any, hf_config: dict[str, Any]) -> Any:
     `build_model` makes the latter from config.json, and corrects what Levanter reads differently.
     """
     model_type = hf_config["model_type"]
-    if model_type in SUPPORTED_MODELS and converter.LevConfigClass is levanter_config_class(model_type):
+    if model_type in SUPPORTED_MODELS and _config_class(converter) is levanter_config_class(model_type):
         return None
     values = {key: value for key, value in hf_config.items() if key != CLASS_KEY}
     return converter.config_from_hf_config(converter.HfConfigClass(**values))
@@ -242,7 +251,7 @@ def stream_checkpoint(
 
         index, match = processes.agree("checkpoint", inspect, _file_versions)
         tensors, program = index.tensors, match.program
-        if match.head or match.second_set:
+        if match.needs_values:
             compared = processes.broadcast("values", lambda: check_values(match, tensors, template))
         else:
             compared = []

@@ -29,8 +29,15 @@ class Match:
     """Tensors that the model has no use for."""
     second_set: tuple[tuple[Tensor, Tensor], ...] = ()
     """Each tensor that is read, and the one of a second complete set of weights, which must hold the same."""
+    rivals: tuple[tuple[str, Tensor], ...] = ()
+    """Name and tensor of further files that hold what is read, where the index lists none: all must hold the same."""
     notes: tuple[str, ...] = ()
     """What the index gets wrong."""
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether values must be compared before the tensors are read (`check_values`)."""
+        return bool(self.head or self.second_set or self.rivals)
 
 
 def match_tensors(template: Any, tensors: Mapping[str, Tensor], where: str) -> StateDictProgram:
@@ -73,13 +80,13 @@ def match_checkpoint(template: Any, index: TensorIndex, where: str) -> Match:
         raise CheckpointError(missing_files_text(index, where))
     ignored = {head} if head is not None and tied in names else set()
     unneeded = check_tensors(tensors, program.tensors, where, ignored, {stored.head_module})
-    _check_rivals(program, tensors, where)
     return Match(
         where,
         program,
         (head, names[tied]) if head is not None and tied in names else None,
         unneeded,
         _second_set(expected, names, program, index, where),
+        tuple((name, tensor) for name, tensor in index.rivals if name in program.tensors),
         (*_index_notes(index, program),),
     )
 
@@ -122,6 +129,12 @@ def check_values(match: Match, tensors: Mapping[str, Tensor], template: Any) -> 
                 f"{match.where}: the output head {head} differs from the embedding {embedding}, and the model uses the "
                 f"embedding for both; {remedy}"
             )
+    for name, rival in match.rivals:
+        if not hold_the_same([(tensors[name], rival)]):
+            raise CheckpointError(
+                f"{match.where}: {name} is in both {tensors[name].file_name} and {rival.file_name}, with other values, "
+                f"and {INDEX} lists neither; remove the file that is not meant"
+            )
     if not match.second_set:
         return []
     if not hold_the_same(match.second_set):
@@ -153,16 +166,6 @@ def _trace_stored_names(
     return StateDictProgram(
         {name: shape for name, shape in program.tensors.items() if name in read}, program.views
     ), names
-
-
-def _check_rivals(program: StateDictProgram, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Check that no tensor that the model needs is in two files of which the index names neither."""
-    for name in program.tensors:
-        if tensors[name].other_file:
-            raise CheckpointError(
-                f"{where}: {name} is in both {tensors[name].file_name} and {tensors[name].other_file}, and {INDEX} "
-                "lists neither; download the checkpoint again"
-            )
 
 
 def _without_second_set(expected: Mapping[str, Shape], index: TensorIndex, where: str) -> Mapping[str, Tensor]:

@@ -25,7 +25,7 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from levanter.checkpoint import save_checkpoint
 
-from shardplan.checkpoint.format.casting import copy_cast
+from shardplan.checkpoint.format.casting import copy_cast, float_dtype
 from shardplan.checkpoint.format.levanter_arrays import check_arrays_written
 from shardplan.checkpoint.format.written_config import count_bytes_by_dtype, describe_written
 from shardplan.checkpoint.format.written_files import (
@@ -145,7 +145,7 @@ def save_pretrained(
     check_argument("save_pretrained", "model", model, eqx.Module, "a Levanter model with its arrays")
     check_argument("save_pretrained", "config", config, Mapping, "the content of config.json, a mapping")
     program = program or trace_type_names(eqx.filter_eval_shape(lambda: model), config.get("model_type"))
-    tensors = make_output_tensors(model, program, dtype)
+    tensors = make_output_tensors(model, program, float_dtype("save_pretrained", dtype))
     bytes_by_dtype: Counter[np.dtype] = Counter()
     for tensor in tensors.values():
         bytes_by_dtype[tensor.dtype] += tensor.nbytes

@@ -233,7 +233,33 @@ def _apply_head_dim(config: Any, hf: Any) -> Any:
             f"config.json: head_dim is {head_dim}; Levanter's {hf.model_type} supports only hidden size / heads = "
             f"{config.attention_config().head_size}"
         )
-    return dataclasses.replace(config, head_dim=head_dim)
+    config = dataclasses.replace(config, head_dim=head_dim)
+    if head_dim == config.attention_config().head_size:
+        return config
+
+    # the attention of Mistral, Mixtral and Qwen 2 has the field, and does not read it
+    base = type(config)
+
+    def attention_config(self: Any) -> Any:
+        return dataclasses.replace(base.attention_config(self), head_dim=self.head_dim)
+
+    return _with_methods(config, {"attention_config": attention_config})
+
+
+def _apply_tied_head(config: Any, hf: Any) -> Any:
+    """Tie the output head of a Mistral: Levanter's model has always one of its own, and is a Llama otherwise."""
+    if not hf.tie_word_embeddings:
+        return config
+    tied = dataclasses.replace(config, tie_word_embeddings=True)
+    tied_model = import_module("levanter.models.llama").LlamaLMHeadModel
+    return _with_methods(tied, {"model_type": property(lambda _: tied_model)})
+
+
+def _with_methods(config: Any, methods: dict[str, Any]) -> Any:
+    """Return a configuration with other methods than its class has."""
+    base = type(config)
+    corrected = type(base.__name__, (base,), methods)
+    return corrected(**{item.name: getattr(config, item.name) for item in dataclasses.fields(config) if item.init})
 
 
 def _apply_gemma_attention(config: Any, hf: Any) -> Any:
@@ -249,8 +275,7 @@ def _apply_gemma_attention(config: Any, hf: Any) -> Any:
             logits_soft_cap=hf.attn_logit_softcapping if has_caps else None,
         )
 
-    corrected = type(base.__name__, (base,), {"attention_config": attention_config})
-    return corrected(**{item.name: getattr(config, item.name) for item in dataclasses.fields(config) if item.init})
+    return _with_methods(config, {"attention_config": attention_config})
 
 
 def _apply_gemma2_limits(config: Any, hf: Any) -> Any:
@@ -296,7 +321,7 @@ CORRECTIONS: dict[str, tuple[Callable[[Any, Any], Any], ...]] = {
     "gemma": (_apply_gemma_attention,),
     "gemma2": (_apply_gemma_attention, _apply_gemma2_limits),
     "llama": (_apply_head_dim,),
-    "mistral": (_apply_head_dim,),
+    "mistral": (_apply_head_dim, _apply_tied_head),
     "mixtral": (_apply_head_dim,),
     "olmo2": (_apply_head_dim,),
     "qwen2": (_apply_head_dim,),

@@ -194,10 +194,13 @@ def test_what_the_index_gets_wrong_is_said_if_it_is_needed(golden, tmp_path, cap
     unlisted, absent = warnings_of(caplog)
     assert unlisted.endswith("does not say where model.norm.weight is; read from b.safetensors")
     assert absent.endswith("lists tensors that no file holds (other.weight); the model needs none of them")
+    shards["a.safetensors"][NORM] = tensors[NORM]  # an equal copy in a file that the index does not name for it
+    write(tmp_path, golden / "llama", shards, index)
+    assert_equal(load(tmp_path), reference(golden / "llama"))
     shards["a.safetensors"][NORM] = tensors[NORM] + 1
     write(tmp_path, golden / "llama", shards, index)
     with pytest.raises(
-        CheckpointError, match=r"model.norm.weight is in both a\.safetensors and b\.safetensors, and mod"
+        CheckpointError, match=r"model.norm.weight is in both a\.safetensors and b\.safetensors, with other values, and"
     ):
         load(tmp_path)
     index[NORM] = "c.safetensors"
@@ -228,3 +231,11 @@ def test_tensors_without_use_are_named_in_one_warning(golden, tmp_path, caplog):
     with pytest.raises(CheckpointError) as error:
         load(tmp_path, strict=True)
     assert str(error.value) == f"{text}; leave out load.strict to load it nevertheless"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "BFLOAT16", ml_dtypes.bfloat16])
+def test_names_of_types(golden, dtype):
+    """As in configurations, a type has short names too."""
+    expected = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors_of(golden / "llama").items()}
+    embedding = load(golden / "llama", dtype=dtype).embeddings.token_embeddings.weight.array
+    np.testing.assert_array_equal(np.asarray(embedding), expected[EMBEDDING])

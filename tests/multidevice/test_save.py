@@ -18,7 +18,7 @@ from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConv
 from levanter.compat.hf_checkpoints import save_hf_checkpoint_callback
 from levanter.layers.attention import AttentionMask
 from levanter.layers.rotary import Llama3RotaryEmbeddingsConfig
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from shardplan import HFCheckpointConverter, load_pretrained
@@ -185,6 +185,47 @@ def test_a_model_of_other_sizes_than_the_reference(golden, tmp_path, name):
         np.testing.assert_array_equal(np.asarray(actual.array), np.asarray(expected.array), err_msg=path)
     assert loaded.config.attention_config().head_size == values.get("head_dim", 8)
     assert loaded.config.rope == config.rope
+
+
+@pytest.mark.parametrize("with_reference", [True, pytest.param(False, marks=pytest.mark.with_marin)])
+def test_a_tied_mistral(golden, tmp_path, with_reference):
+    """Levanter's configuration of a Mistral has no place for a tied head, nor for heads of another size."""
+    folder, out = tmp_path / "mistral", tmp_path / "out"
+    source, config = tensors(golden / "llama31"), json.loads((golden / "llama31" / "config.json").read_text())
+    head_dim = config["head_dim"] // 2
+    for name in source:
+        if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):
+            source[name] = source[name][::2]
+        elif name.endswith("o_proj.weight"):
+            source[name] = np.ascontiguousarray(source[name][:, ::2])
+    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "head_dim": head_dim}))
+    save_file(source, folder / "model.safetensors")
+    converter = make_converter(folder)
+    with jax.set_mesh(MESHES[2]):
+        model = converter.load_pretrained(None)
+        if not with_reference:
+            kind = type(model.config.to_hf_config(256))
+            converter = HFCheckpointConverter(
+                levanter_config_class("mistral"), None, HfConfigClass=kind, tokenizer=tokenizer()
+            )
+        converter.save_pretrained(model, str(out))
+    assert_same(tensors(out), source)
+    saved = json.loads((out / "config.json").read_text())
+    assert saved["tie_word_embeddings"] and saved["head_dim"] == head_dim
+
+
+@pytest.mark.usefixtures("patched_levanter")
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "mistral"])
+def test_a_converter_that_was_made_of_a_configuration(golden, tmp_path, name):
+    """As `hf_checkpoint_converter` of these types makes it, with no class for its class."""
+    kind = levanter_config_class(name)
+    hf_class = type(kind().to_hf_config(256))
+    converter = LevanterConverter(kind(), str(golden / name), HfConfigClass=hf_class, tokenizer=tokenizer())
+    with jax.set_mesh(MESHES[1]):
+        converter.save_pretrained(converter.load_pretrained(None), str(tmp_path))
+    assert_same(tensors(tmp_path), tensors(golden / name))
 
 
 @pytest.mark.usefixtures("patched_levanter")

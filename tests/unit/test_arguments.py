@@ -40,6 +40,14 @@ def mesh():
         (lambda: shardplan.verify_plan(CONFIG), f"verify_plan: plan is PlanConfig; {A_PLAN}"),
         (lambda: shardplan.audit(None, "plan.json"), f"audit: plan is 'plan.json'; {A_PLAN}"),
         (
+            lambda: shardplan.load_pretrained("folder", dtype="bf61"),
+            "load_pretrained: dtype is 'bf61'; it must be a floating-point type: bfloat16, float16, float32",
+        ),
+        (
+            lambda: shardplan.load_pretrained("folder", dtype=int),
+            "load_pretrained: dtype is <class 'int'>; it must be a floating-point type: bfloat16, float16, float32",
+        ),
+        (
             lambda: shardplan.load_pretrained(None),
             "load_pretrained: ref is None; pass a folder, org/model@revision or a",
         ),

@@ -123,8 +123,9 @@ def test_the_index_decides_where_files_overlap(tmp_path):
     assert found == {"a": ("x.safetensors", True), "b": ("y.safetensors", False), "c": ("y.safetensors", False)}
     assert index.absent == ("d",)
     write_index(tmp_path, x_safetensors="b", y_safetensors="c")
-    tensor = read_index(open_folder(str(tmp_path)))["a"]
-    assert (tensor.file_name, tensor.other_file) == ("x.safetensors", "y.safetensors")
+    index = read_tensor_index(open_folder(str(tmp_path)))
+    assert index.tensors["a"].file_name == "x.safetensors"
+    assert [(name, tensor.file_name) for name, tensor in index.rivals] == [("a", "y.safetensors")]
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
     with pytest.raises(CheckpointError, match="is damaged: duplicate key 'a'"):

@@ -11,6 +11,29 @@ import numpy as np
 
 from shardplan.checkpoint.mapping.views import Piece, Shape
 from shardplan.errors import ConfigError
+from shardplan.plan.dtypes import DTYPE_SYNONYMS, DTYPES
+
+
+def float_dtype(function: str, dtype: Any) -> np.dtype | None:
+    """Return the floating-point type that a caller names, as a name such as bf16, or as a type; None for None.
+
+    Args:
+        function: public function whose argument it is, for the message.
+
+    Raises:
+        ConfigError: it is no floating-point type.
+    """
+    if dtype is None:
+        return None
+    try:
+        result = np.dtype(DTYPE_SYNONYMS.get(dtype.lower(), dtype.lower()) if isinstance(dtype, str) else dtype)
+        ml_dtypes.finfo(result)
+        is_float = result.kind != "c"
+    except (TypeError, ValueError):  # no type, and one that is not of floating-point numbers
+        is_float = False
+    if not is_float:
+        raise ConfigError(f"{function}: dtype is {dtype!r}; it must be a floating-point type: {', '.join(DTYPES)}")
+    return result
 
 
 def copy_cast(target: np.ndarray, values: np.ndarray, piece: Piece, shape: Shape) -> None:

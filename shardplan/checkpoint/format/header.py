@@ -55,8 +55,6 @@ class Tensor:
     """Path of its file in the folder of the checkpoint, if that is not the last part of the file's name."""
     is_listed: bool = True
     """Whether the index lists it in this file, or there is no index."""
-    other_file: str = ""
-    """Another file that holds a tensor of this name, where the index lists neither."""
 
     @property
     def file_name(self) -> str:

@@ -43,6 +43,8 @@ class TensorIndex:
     """Tensors that the index lists and no file holds."""
     is_stale: bool = False
     """Whether no file of the index exists, so that all tensors are from `model.safetensors`."""
+    rivals: tuple[tuple[str, Tensor], ...] = ()
+    """Name and tensor of further files that hold a tensor of that name, where the index lists none of the files."""
 
 
 def read_index(folder: Folder) -> dict[str, Tensor]:
@@ -88,29 +90,34 @@ def read_tensor_index(folder: Folder) -> TensorIndex:
     if single:
         headers[SINGLE] = single
     is_apart = SINGLE not in weight_map.values()
-    tensors = _choose_tensors(weight_map, headers)
+    tensors, rivals = _choose_tensors(weight_map, headers)
     absent = tuple(name for name in weight_map if name not in tensors)
-    return TensorIndex(tensors, single if is_apart else {}, tuple(missing), absent)
+    return TensorIndex(tensors, single if is_apart else {}, tuple(missing), absent, rivals=rivals)
 
 
-def _choose_tensors(weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return tensor name -> the tensor that is read: the one that the index lists, or that of the first file with it.
+def _choose_tensors(
+    weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[dict[str, Tensor], tuple[tuple[str, Tensor], ...]]:
+    """Choose the tensors that are read: the one that the index lists, or that of the first file with it.
 
     Args:
         headers: path of each file -> its tensors; `model.safetensors` last, unless the index names it.
+
+    Returns:
+        Tensor name -> the tensor that is read, and the `rivals` of `TensorIndex`.
     """
     chosen = {name: headers[path][name] for name, path in weight_map.items() if name in headers.get(path, ())}
     unlisted: dict[str, Tensor] = {}
+    rivals: list[tuple[str, Tensor]] = []
     for path, header in headers.items():
         for name, tensor in header.items():
             if name in chosen:
                 continue
-            first = unlisted.get(name)
-            if first is None:
+            if name not in unlisted:
                 unlisted[name] = replace(tensor, is_listed=False)
-            elif path != SINGLE and not first.other_file:
-                unlisted[name] = replace(first, other_file=path)
-    return {**chosen, **unlisted}
+            elif path != SINGLE:
+                rivals.append((name, tensor))
+    return {**chosen, **unlisted}, tuple(rivals)
 
 
 def missing_files_text(index: TensorIndex, where: str) -> str:

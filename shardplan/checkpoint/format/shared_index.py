@@ -77,7 +77,7 @@ def read_shared_index(folder: Folder, processes: ProcessGroup) -> TensorIndex:
 
 def pack_index(index: TensorIndex) -> str:
     """Describe tensors and their files in compressed JSON, which one host sends to thousands."""
-    tensors = [*index.tensors.values(), *index.single.values()]
+    tensors = [*index.tensors.values(), *index.single.values(), *(tensor for _, tensor in index.rivals)]
     files = {tensor.file_name: tensor.file for tensor in tensors}
     description = {
         "files": {
@@ -89,17 +89,17 @@ def pack_index(index: TensorIndex) -> str:
         "missing_files": index.missing_files,
         "absent": index.absent,
         "is_stale": index.is_stale,
+        "rivals": [(name, _pack_tensor(tensor)) for name, tensor in index.rivals],
     }
     return base64.b64encode(zlib.compress(json.dumps(description).encode())).decode()
 
 
 def _pack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    return {
-        name: [
-            tensor.file_name, tensor.offset, tensor.shape, tensor.dtype.name, tensor.is_listed, tensor.other_file
-        ]
-        for name, tensor in tensors.items()
-    }  # fmt: skip
+    return {name: _pack_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def _pack_tensor(tensor: Tensor) -> list[Any]:
+    return [tensor.file_name, tensor.offset, tensor.shape, tensor.dtype.name, tensor.is_listed]
 
 
 def unpack_index(folder: Folder, text: str) -> TensorIndex:
@@ -110,16 +110,15 @@ def unpack_index(folder: Folder, text: str) -> TensorIndex:
         for name, (size, version, *tuning) in description["files"].items()
     }
 
-    def unpack(tensors: Mapping[str, list[Any]]) -> dict[str, Tensor]:
-        return {
-            name: Tensor(files[file], offset, tuple(shape), np.dtype(dtype), file, is_listed, other_file)
-            for name, (file, offset, shape, dtype, is_listed, other_file) in tensors.items()
-        }
+    def unpack(packed: list[Any]) -> Tensor:
+        file, offset, shape, dtype, is_listed = packed
+        return Tensor(files[file], offset, tuple(shape), np.dtype(dtype), file, is_listed)
 
     return TensorIndex(
-        unpack(description["tensors"]),
-        unpack(description["single"]),
+        {name: unpack(packed) for name, packed in description["tensors"].items()},
+        {name: unpack(packed) for name, packed in description["single"].items()},
         tuple(description["missing_files"]),
         tuple(description["absent"]),
         description["is_stale"],
+        tuple((name, unpack(packed)) for name, packed in description["rivals"]),
     )

@@ -9,6 +9,7 @@ import json
 from enum import Enum
 from typing import Any
 
+from shardplan.checkpoint.match import is_tied
 from shardplan.errors import ConfigError
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import SUPPORTED_MODELS, build_model
@@ -32,10 +33,10 @@ def make_hf_config(converter: Any, model: Any) -> dict[str, Any]:
     own = _to_json(model.config.to_hf_config(model.Vocab.size).to_dict())
     reference, reference_config = _read_reference(converter)
     if reference_config is None:
-        return _with_legacy_rope_keys({**values, **_left_out(own, model.config)})
+        return _with_legacy_rope_keys({**values, **_left_out(own, model)})
     unchanged = _to_json(reference_config.to_hf_config(model.Vocab.size).to_dict())
     if any(own.get(key) != unchanged.get(key) for key in SIZE_KEYS):
-        return _with_legacy_rope_keys({**values, **_left_out(own, model.config)})
+        return _with_legacy_rope_keys({**values, **_left_out(own, model)})
     # a key that neither the converter nor a training has set is as the reference has it
     same = [key for key in reference if values.get(key) == own.get(key) == unchanged.get(key)]
     result = {**values, **{key: reference[key] for key in same}}
@@ -73,9 +74,10 @@ def _read_reference(converter: Any) -> tuple[dict[str, Any], Any]:
         return {}, None
 
 
-def _left_out(own: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return the keys that describe a Levanter configuration, and that its `to_hf_config` leaves out."""
-    result: dict[str, Any] = {}
+def _left_out(own: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Return the keys that describe a Levanter model, and that `to_hf_config` of its configuration leaves out."""
+    config = model.config
+    result: dict[str, Any] = {"tie_word_embeddings": True} if is_tied(model) else {}
     if hasattr(config, "attention_config") and "hidden_size" in own:
         head_dim = config.attention_config().head_size
         implied = own.get("head_dim") or own["hidden_size"] // own["num_attention_heads"]
