@@ -51,6 +51,10 @@ from shardplan.storage import Folder
 logger = logging.getLogger(__name__)
 
 MONITORING = MonitoringConfig()
+NOUNS = {"texts": "text", "checkpoint": "the checkpoint's file"}
+"""Determinant -> what each of its digests is of."""
+MAX_NAMED = 1000
+"""Most texts, or files of a checkpoint, of which processes compare each."""
 
 
 def run_evaluation(
@@ -188,14 +192,24 @@ def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[
 
 
 def _digests(determinants: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of each determinant."""
-    return {name: digest_of(json_bytes({name: value})) for name, value in determinants.items()}
+    """Return the digest of each text, of each file of the checkpoint, and of each other determinant.
+
+    Of more than `MAX_NAMED` texts or files it is one digest of all: every process sends them.
+    """
+    digests = {}
+    for name, value in determinants.items():
+        noun = NOUNS.get(name)
+        if noun is None or len(value) > MAX_NAMED:
+            digests[name] = digest_of(json_bytes({name: value}))
+        else:
+            digests.update({f"{noun} {each}": digest for each, digest in value.items()})
+    return digests
 
 
 def _other_determinants(part: str, process: int, value: str | None, expected: str | None) -> ConfigError:
     return ConfigError(
-        f"the digest of {part} is {value} in process {process} and {expected} in process 0; give all processes the "
-        "same configuration, checkpoint and texts"
+        f"process {process} and process 0 differ in {part}; give all processes the same configuration, checkpoint and "
+        "texts"
     )
 
 

@@ -151,6 +151,6 @@ def check_equal(packed: PackedRequests) -> None:
 
 def _other_requests(part: str, process: int, value: str | None, expected: str | None) -> ConfigError:
     return ConfigError(
-        f"the digest of {part} is {value} in process {process} and {expected} in process 0; give all the same "
-        "arguments, and remove the files of --use_cache if an earlier run was interrupted"
+        f"process {process} and process 0 differ in their {part}; give all the same arguments, and remove the files of "
+        "--use_cache if an earlier run was interrupted"
     )
