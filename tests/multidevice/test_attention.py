@@ -24,6 +24,8 @@ from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.runtime import private_jax
 
+pytestmark = pytest.mark.with_marin
+
 Q = ("batch", "kv_head", "q_heads_per_group", "position", "head_size")
 K = ("batch", "kv_head", "key_position", "head_size")
 V = ("batch", "kv_head", "key_position", "value_size")

@@ -32,6 +32,8 @@ from shardplan.storage import open_folder
 from shardplan.storage.folder import ReadTuning
 from shardplan.storage.local import LocalFile
 
+pytestmark = pytest.mark.with_marin
+
 
 def template_of(folder: Path):
     return build_model(read_config(str(folder / "config.json"), None), 64).template
