@@ -1,7 +1,5 @@
 """The hub of thousands of processes has little to do, and tells each of them no more than it needs."""
 
-import time
-
 from bench_fleet import BEAT_S, HubOfFleet
 
 from shardplan.runtime.processes import hub
@@ -51,10 +49,8 @@ def test_the_end_of_a_fleet_that_failed():
     fleet.meet()
     told = fleet.hub.receive(5, {"kind": Kind.LEAVE, "problem": "no memory"}, 0.0)
     assert len(told) == FLEET - 1
-    started = time.process_time()
     assert not any(fleet.hub.close(i, 0.0) for i in range(FLEET) if i != 5)
     assert [reply.kind for reply in fleet.hub.tick(99.0)] == [Kind.ALIVE]
-    assert time.process_time() - started < 1.0
     # one that goes on after its own failure learns that the others have ended
     [answer] = fleet.hub.receive(5, {"kind": Kind.ENTER, "is_end": True}, 1.0)
     assert "has ended, and does not take part" in answer.values["text"]
