@@ -95,7 +95,7 @@ def load_pretrained(
     if plan is not None and axis_mapping is not None:
         raise ConfigError("load_pretrained takes a plan or an axis_mapping, not both")
     check_argument("load_pretrained", "ref", ref, (str, RepoRef, os.PathLike), "a folder, org/model@revision or a URL")
-    dtype = float_dtype("load_pretrained", dtype)
+    dtype = _loadable_dtype(dtype)
     folder = open_folder(str(ref))
     own_class = None if config is None else own_class_name(type(config))
     template = _make_template(read_config(None, folder, own_class), config, folder)
@@ -131,12 +131,27 @@ class HFCheckpointConverter(SavingConverter):
         config = config if config is not None else _custom_config(self, hf_config)
         template = _make_template(hf_config, config, folder)
         mapping = _mapping_or_current(axis_mapping)
-        dtype = float_dtype("load_pretrained", dtype)
+        dtype = _loadable_dtype(dtype)
         model, _ = stream_checkpoint(template, folder, _current_mesh(), mapping, dtype)
         if resize_vocab_to_match_tokenizer and model.Vocab.size != self.Vocab.size:
             resize = hax.named_jit(lambda m: m.resize_vocab(self.Vocab.size), axis_resources=mapping)
             model = resize(model)
         return model
+
+
+def _loadable_dtype(dtype: Any) -> np.dtype | None:
+    """Return the type that a caller names; None for None.
+
+    Raises:
+        ConfigError: it is no floating-point type, or one of which JAX makes another.
+    """
+    result = float_dtype("load_pretrained", dtype)
+    if result is not None and (canonical := jax.dtypes.canonicalize_dtype(result)) != result:
+        raise ConfigError(
+            f"load_pretrained: dtype is {result}, of which JAX makes {canonical}; load {canonical}, or set "
+            "JAX_ENABLE_X64=1"
+        )
+    return result
 
 
 def _config_class(converter: Any) -> type:

@@ -48,6 +48,10 @@ def mesh():
             "load_pretrained: dtype is <class 'int'>; it must be a floating-point type: bfloat16, float16, float32",
         ),
         (
+            lambda: shardplan.load_pretrained("folder", dtype="float64"),
+            "load_pretrained: dtype is float64, of which JAX makes float32; load float32, or set JAX_ENABLE_X64=1",
+        ),
+        (
             lambda: shardplan.load_pretrained(None),
             "load_pretrained: ref is None; pass a folder, org/model@revision or a",
         ),
