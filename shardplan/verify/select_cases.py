@@ -13,12 +13,18 @@ from shardplan.config.command_flags import CompilingConfig, OptionSets
 from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError, one_line
 from shardplan.levanter_config.levanter_file import is_levanter_config
+from shardplan.lint.findings import FindingKind
 from shardplan.model.hf_config import read_config
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
 from shardplan.plan.serialization import value_kind
 from shardplan.search.compiler_options import CURATED
 from shardplan.storage import open_folder
 from shardplan.verify.case import Case
+
+ASSUMED_MEANING = {
+    FindingKind.LIST, FindingKind.MESH_SIZE, FindingKind.UNKNOWN_KEY, FindingKind.UNKNOWN_MESH_AXIS, FindingKind.VALUE,
+}  # fmt: skip
+"""Kinds of findings on keys for which the lint assumes what was meant."""
 
 
 def build_cases(
@@ -75,7 +81,7 @@ def _levanter_case(path: str, config: CompilingConfig) -> Case:
     """Return the case of the mesh and mappings of a Levanter configuration, as the lint estimates them.
 
     Raises:
-        ConfigError: it trains otherwise than a Plan.
+        ConfigError: it trains otherwise than a Plan, or its layout is only what the lint takes it to mean.
     """
     from shardplan.lint.lint import plan_section
     from shardplan.lint.lint_file import lint_file
@@ -86,6 +92,9 @@ def _levanter_case(path: str, config: CompilingConfig) -> Case:
             f"against: {path} does not train all parameters on single sequences, and only that is compiled; lint "
             "estimates it (shardplan plan --lint)"
         )
+    for finding in (*linted.prepared.findings, *linted.result.findings):
+        if finding.kind in ASSUMED_MEANING and any(key.startswith("trainer.") for key in finding.where):
+            raise ConfigError(f"against: {path} has no layout to compile: {finding.text}; {finding.remedy}")
     return build_case(config, plan_section(linted.result.subject, linted.target), path)
 
 

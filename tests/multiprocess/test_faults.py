@@ -139,7 +139,7 @@ def test_a_process_ends_while_others_evaluate(checkpoint, long_text, tmp_path, n
     processes[lost].send_signal(number)
     other = processes[1 - lost]
     codes, [error] = finish([other])
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 100  # JAX itself waits for 300 s and more
     if number == signal.SIGSTOP:
         processes[lost].kill()
     expected = 130 if number == signal.SIGINT else -signal.SIGKILL
