@@ -26,7 +26,7 @@ WORKER = Path(__file__).with_name("load_worker.py")
 INNER = {"embed": "data", "mlp": "model", "vocab": "model"}
 """Shards inner dimensions over processes."""
 MAX_SECONDS = 150
-"""Seconds in which the other processes must end, with their start on a busy machine; JAX itself waits for 300 and more."""
+"""Seconds in which the other processes must end, their start included; JAX itself waits for 300 and more."""
 
 
 def start(folders, mappings, faults, environment=None, outputs=None):
