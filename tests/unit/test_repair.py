@@ -99,7 +99,7 @@ def test_two_edits_if_one_is_not_enough(target):
 def test_no_edit_if_nothing_fits(target):
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v5e-1", "--workload.batch=16"]
     small = target_of(configuration.parse_config(argv))
-    start = lint_trainer({"mp": "bf16"}, small)
+    start = lint_trainer({"mp": "f32"}, small)
     assert start.errors[0].kind == "memory"
     assert find_smallest_edit(start, small) is None
 
