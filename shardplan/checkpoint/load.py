@@ -140,22 +140,22 @@ class HFCheckpointConverter(SavingConverter):
 
 
 def _loadable_dtype(dtype: Any) -> np.dtype | None:
-    """Return the type that a caller names; None for None.
+    """Return the floating-point type that a caller names, after checking that JAX has it; None for None.
 
     Raises:
-        ConfigError: it is no floating-point type, or one of which JAX makes another.
+        ConfigError: it is no floating-point type, or JAX has it only with other settings.
     """
     result = float_dtype("load_pretrained", dtype)
     if result is not None and (canonical := jax.dtypes.canonicalize_dtype(result)) != result:
         raise ConfigError(
-            f"load_pretrained: dtype is {result}, of which JAX makes {canonical}; load {canonical}, or set "
-            "JAX_ENABLE_X64=1"
+            f"load_pretrained: dtype is {result}, which JAX loads as {canonical}; ask for {canonical}, "
+            "or set JAX_ENABLE_X64=1"
         )
     return result
 
 
 def _config_class(converter: Any) -> type:
-    """Return the class of a converter's Levanter configuration: Mistral's and Gemma's give it a configuration."""
+    """Return the class of the Levanter configuration of a converter, which may hold a configuration instead."""
     given = converter.LevConfigClass
     return given if isinstance(given, type) else type(given)
 

@@ -29,9 +29,12 @@ def main(argv: Sequence[str]) -> None:
     if config.plan is None:
         check_model_config(config)
     from shardplan.report.page.judgement import judgement_json
+    from shardplan.runtime.progress import show_steps
     from shardplan.verify.select_cases import build_cases
 
-    cases = build_cases(config, config.options, config.against)
+    with show_steps("verify") as report:
+        report("planning, and reading what to compare with")
+        cases = build_cases(config, config.options, config.against)
     verdicts = compile_cases(cases, config.compiler)
     ranked = sorted(zip(cases, verdicts, strict=True), key=lambda pair: pair[1].rank(pair[0].plan.workload))
     values = {"verdicts": [judgement_json(case.label, case.plan, verdict) for case, verdict in ranked]}

@@ -54,7 +54,7 @@ MONITORING = MonitoringConfig()
 NOUNS = {"texts": "text", "checkpoint": "the checkpoint's file"}
 """Determinant -> what each of its digests is of."""
 MAX_NAMED = 1000
-"""Most texts, or files of a checkpoint, of which processes compare each."""
+"""Largest number of texts, or of files of a checkpoint, that processes compare one by one."""
 
 
 def run_evaluation(

@@ -19,7 +19,7 @@ MEMORY_PARTS = [
 
 
 def check_memory(s: Subject, plan: Plan) -> Findings:
-    """Find a step whose predicted peak memory is not available; within the error of the prediction that is open."""
+    """Find a step that does not fit, or that may not: its peak is within the error of the prediction."""
     memory = plan.memory
     if memory.fits:
         return

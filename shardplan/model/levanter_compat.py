@@ -256,7 +256,7 @@ def _apply_tied_head(config: Any, hf: Any) -> Any:
 
 
 def _with_methods(config: Any, methods: dict[str, Any]) -> Any:
-    """Return a configuration with other methods than its class has."""
+    """Return a copy of a configuration in which `methods` replace methods of its class."""
     base = type(config)
     corrected = type(base.__name__, (base,), methods)
     return corrected(**{item.name: getattr(config, item.name) for item in dataclasses.fields(config) if item.init})

@@ -49,7 +49,7 @@ def mesh():
         ),
         (
             lambda: shardplan.load_pretrained("folder", dtype="float64"),
-            "load_pretrained: dtype is float64, of which JAX makes float32; load float32, or set JAX_ENABLE_X64=1",
+            "load_pretrained: dtype is float64, which JAX loads as float32; ask for float32, or set JAX_ENABLE_X64=1",
         ),
         (
             lambda: shardplan.load_pretrained(None),

@@ -28,8 +28,8 @@ def seconds_of_hub(count):
 def test_the_hub_has_work_in_proportion_to_its_fleet(monkeypatch):
     """Each message is answered by as many as there are receivers; the work grows with the fleet, not its square."""
     monkeypatch.setattr(hub, "SILENCE_S", 20.0)
-    small = max(seconds_of_hub(FLEET // 8) for _ in range(3))
-    assert seconds_of_hub(FLEET) < 24 * small
+    small = sorted(seconds_of_hub(FLEET // 8) for _ in range(3))
+    assert seconds_of_hub(FLEET) < 24 * small[1]
 
 
 def test_a_fleet_learns_of_what_differs():

@@ -226,10 +226,12 @@ class Together:
     ref = "slow"
 
     def __init__(self, folder, shards):
-        self.folder, self.requests, self.barrier = open_folder(folder), 0, threading.Barrier(shards, timeout=30)
+        self.folder, self.requests = open_folder(folder), 0
+        self.barrier, self.lock = threading.Barrier(shards, timeout=30), threading.Lock()
 
     def request(self, name):
-        self.requests += 1
+        with self.lock:
+            self.requests += 1
         if name.startswith("model-"):
             self.barrier.wait()
 

@@ -98,7 +98,7 @@ def read_tensor_index(folder: Folder) -> TensorIndex:
 def _choose_tensors(
     weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Tensor]]
 ) -> tuple[dict[str, Tensor], tuple[tuple[str, Tensor], ...]]:
-    """Choose the tensors that are read: the one that the index lists, or that of the first file with it.
+    """Choose which file each tensor is read from: the one that the index lists, or else the first that holds it.
 
     Args:
         headers: path of each file -> its tensors; `model.safetensors` last, unless the index names it.
