@@ -1,6 +1,7 @@
 """Packages whose `__init__` is executed only if something asks for a name that it defines."""
 
 import sys
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from types import ModuleType
@@ -58,4 +59,6 @@ def _find_spec(name: str) -> ModuleSpec | None:
     if not outer:
         return PathFinder.find_spec(name)
     outer_spec = _find_spec(outer)
+    if outer_spec and outer_spec.origin is None:  # a namespace has no code, and its path is known when it is imported
+        import_module(outer)
     return outer_spec and PathFinder.find_spec(name, outer_spec.submodule_search_locations)

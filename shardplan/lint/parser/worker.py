@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shardplan.lint.parser.import_levanter import import_levanter
 from shardplan.lint.parser.problem import ParserVerdict, Problem, ProblemKind
 
 MAX_PROBLEMS = 50
@@ -50,16 +51,6 @@ def main() -> None:
         request = json.loads(line)
         verdict = parse(request["text"], request["inside"], request["module"], request["config_class"])
         print(json.dumps(verdict.to_json()), file=answers, flush=True)
-
-
-def import_levanter() -> None:
-    """Import what every request needs, which takes most of the time, before the first one arrives."""
-    from shardplan.runtime.deferred_packages import defer_package
-
-    for name in ("datasets", "transformers.models"):  # whose `__init__` takes long, and is not needed
-        defer_package(name)
-    sys.modules.setdefault("lm_eval", None)  # type: ignore[arg-type]  # Levanter parses alike without it, and sooner
-    importlib.import_module("levanter.main.train_lm")
 
 
 def parse(text: str, inside: Sequence[str], module: str, config_class: str) -> ParserVerdict:
