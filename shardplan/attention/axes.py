@@ -83,6 +83,13 @@ def resolve_axis_roles(
     for name, axis in (("QPos", QPos), ("KPos", KPos), ("Key", Key)):
         if not isinstance(axis, str | Axis):
             raise ConfigError(f"attention: {name} is {axis!r}; it must be one axis, or its name")
+        array_name, array = ("key", key) if name == "KPos" else ("query", query)
+        names = [each.name for each in array.axes]
+        if axis_name(axis) not in names:
+            raise ConfigError(
+                f"attention: {name} is {axis_name(axis)}, which is no axis of {array_name}; "
+                f"{nearest(axis_name(axis), names)}"
+            )
     queries, keys, size = query.resolve_axis(QPos), key.resolve_axis(KPos), query.resolve_axis(Key)
     if queries.name == keys.name:
         raise ConfigError(

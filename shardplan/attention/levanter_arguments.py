@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from levanter.layers.attention import AttentionBackend
 
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, nearest
 from shardplan.plan.attention_plan import KernelName
 
 
@@ -31,6 +31,9 @@ def check_levanter_arguments(
         raise ConfigError(f"attention: dropout is {dropout}, and is not supported; set it to 0, or inference to True")
     if use_flash is False:
         raise ConfigError("attention: use_flash is False, but scores are always computed in blocks; leave it out")
+    backends = [str(backend.value) for backend in AttentionBackend]
+    if attn_backend is not None and attn_backend not in (*AttentionBackend, *backends):
+        raise ConfigError(f"attention: attn_backend is {attn_backend!r}; {nearest(str(attn_backend), backends)}")
     if attn_backend is not None and AttentionBackend(attn_backend) is not AttentionBackend.DEFAULT:
         raise ConfigError(
             f"attention: attn_backend is {AttentionBackend(attn_backend).value!r}, one of Levanter's implementations; "

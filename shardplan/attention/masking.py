@@ -17,6 +17,9 @@ from shardplan.model.levanter_compat import bidirectional_window
 from shardplan.positions.pattern import PADDING, Pattern
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 
+MAX_OFFSET = 2**30
+"""Bound of a causal offset, more than any sequence has positions: beyond it a mask is the same, and int32 overflows."""
+
 
 def structured_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask:
     """Return the mask of an attention as an `AttentionMask` whose causal offset is None, or a named array.
@@ -38,6 +41,8 @@ def structured_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask:
     offset: Any = mask.causal_offset
     if offset is None or not mask.is_causal:
         return replace(mask, causal_offset=None)
+    if isinstance(offset, int):
+        offset = max(-MAX_OFFSET, min(offset, MAX_OFFSET))
     if not isinstance(offset, NamedArray):
         values = np.asarray(offset) if isinstance(offset, int | float) else offset
         if getattr(values, "shape", None) != ():
@@ -47,7 +52,16 @@ def structured_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask:
         offset = hax.named(values, ())
     if not jnp.issubdtype(offset.dtype, jnp.integer):
         raise ConfigError(f"attention: causal_offset has dtype {offset.dtype}; it must be an integer")
-    return replace(mask, causal_offset=offset)
+    return replace(mask, causal_offset=NamedArray(_bounded(offset.array), offset.axes))
+
+
+def _bounded(offset: Any) -> Any:
+    """Bound offsets by `MAX_OFFSET`, as int32; those that are known while tracing stay known."""
+    is_signed = jnp.issubdtype(offset.dtype, jnp.signedinteger)
+    lowest = -MAX_OFFSET if is_signed else 0
+    if isinstance(offset, jax.core.Tracer):
+        return jnp.clip(offset, lowest, MAX_OFFSET).astype(jnp.int32)
+    return np.clip(np.asarray(offset), lowest, MAX_OFFSET).astype(np.int32)
 
 
 def static_pattern(mask: AttentionMask, prefix: int) -> Pattern:

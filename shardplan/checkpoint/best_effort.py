@@ -5,9 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardplan.errors import check_argument
+from shardplan.errors import ConfigError, check_argument
 
 
 def best_effort_sharding(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -30,6 +31,12 @@ def best_effort_sharding(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> Nam
     )
     check_argument("best_effort_sharding", "mesh", mesh, (Mesh, AbstractMesh), "a jax.sharding.Mesh")
     dimensions = tuple(shape)
+    for size in dimensions:
+        if not isinstance(size, int | np.integer) or size < 0:
+            raise ConfigError(
+                f"best_effort_sharding: shape is {shape!r}; it must be the sizes of dimensions, such as (8, 4), or an "
+                "array"
+            )
     axes = [(name, size) for name, size in mesh.shape.items() if size > 1]
     # dimension len(dimensions) stands for "not used"
     choices = itertools.product(range(len(dimensions) + 1), repeat=len(axes))

@@ -136,7 +136,7 @@ def _read(ref: str) -> FinishedRun:
     if "://" not in ref and not Path(ref).is_dir():
         path = Path(ref)
         if path.is_file():
-            raise ConfigError(f"{ref} is a file; name the results folder, {path.parent}")
+            raise ConfigError(f"{ref} is a file; name a results folder, the --output of a run")
         raise ConfigError(f"{ref} does not exist; {_hint(path)}")
     folder = open_folder(ref)
     data = read_bytes(folder, RUN)

@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.config import PlanConfig
+from shardplan.config.arguments import check_config
 from shardplan.config.sections import HardwareConfig
 from shardplan.cost.calibration import STEP_ERROR
-from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.errors import ConfigError, InfeasibleError, check_argument
 from shardplan.explain.what_if import Variant
 from shardplan.hardware import parse_slice
 from shardplan.hardware.slice_selection import check_prices, select_slices
@@ -102,7 +103,8 @@ def rank_slices(
 
     Args:
         config: model, mesh and workload; its slice does not matter.
-        names: slices such as `v6e-8`, and generations, of which every slice is meant that has a name on Cloud TPU.
+        names: slices such as `v6e-8`, and generations, of which every slice is meant that has a name on Cloud TPU; or
+            one of these.
         prices: generation -> price of a chip-hour, in any currency.
         model: the model, if it has been built already.
         report: called with what is planned next.
@@ -116,9 +118,11 @@ def rank_slices(
         >>> [each.plan.hardware.slice for each in ranking.ranked], len(ranking.failed)
         (['v6e-8'], 2)
     """
+    check_config("rank_slices", config)
+    check_argument("rank_slices", "prices", prices or {}, Mapping, "prices by generation, such as {'v6e': 2.7}")
     prices = prices or {}
     check_prices(prices)
-    selected = select_slices(names)
+    selected = select_slices([names] if isinstance(names, str) else names)
     model = model or model_from_config(config)
     ranked: list[RankedSlice] = []
     failed: list[list[Variant]] = []

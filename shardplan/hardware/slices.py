@@ -105,8 +105,11 @@ def _spelling_problem(name: str) -> str:
     """Return what is wrong with a name that no spelling explains: its size is missing, or its generation is unknown."""
     generation_name = spelled_generation(name)
     if generation_name is None:
-        valid = ", ".join(sorted((*GENERATIONS, "cpu")))
-        return f"unknown generation {re.split('[-:]', name.strip())[0]!r}; valid: {valid}"
+        generation = re.split("[-:]", name.strip())[0]
+        variants = [each for each in sorted(GENERATIONS) if generation and each.startswith(generation.lower())]
+        if variants:
+            return f"unknown generation {generation!r}; did you mean {' or '.join(variants)}?"
+        return f"unknown generation {generation!r}; valid: {', '.join(sorted((*GENERATIONS, 'cpu')))}"
     if generation_name == "cpu":
         return "the size is missing; write for example 'cpu-8'"
     generation = GENERATIONS[generation_name]

@@ -12,6 +12,7 @@ from shardplan.explain.rank_slices import RankedSlice, SliceRanking
 from shardplan.explain.what_if import summarize_failures
 from shardplan.hardware import GIB
 from shardplan.plan.mapping import mesh_text
+from shardplan.plan.plan import Caveat
 from shardplan.plan.workload import Workload
 from shardplan.report.tables import workload_text
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped
@@ -58,6 +59,7 @@ def ranking_json(ranking: SliceRanking) -> dict[str, Any]:
                 "price_per_chip_hour": each.price,
                 "cost_per_step": each.cost_per_step,
                 "cost_per_million_tokens": each.cost_per_million_tokens,
+                "is_guess": _is_guess(each),
             }
             for each in ranking.ranked
         ],
@@ -166,6 +168,11 @@ def _cells(each: RankedSlice) -> dict[str, str]:
     }
 
 
+def _is_guess(each: RankedSlice) -> bool:
+    """Whether the time of the plan is a guess, because no kernel can run its attention."""
+    return Caveat.NO_ATTENTION_KERNEL in each.plan.search.caveats
+
+
 def _significant(cost: float) -> str:
     """A cost with three significant digits, and no exponent where it has at most six decimals."""
     return f"{cost:,.2f}" if cost >= 1 else f"{cost:.3g}"
@@ -173,6 +180,12 @@ def _significant(cost: float) -> str:
 
 def _notes(ranking: SliceRanking) -> Iterator[str]:
     """Yield what has no price, prices without a slice, and why slices have no plan: a sentence each."""
+    guesses = [each.plan.hardware.slice for each in ranking.ranked if _is_guess(each)]
+    if guesses:
+        yield (
+            f"no kernel can run attention on {_join(guesses)}: the times there are guesses, which the error of the "
+            "estimates does not cover"
+        )
     unpriced = dict.fromkeys(each.generation for each in ranking.ranked if each.price is None)
     if unpriced and any(each.price is not None for each in ranking.ranked):
         yield f"no price for {_join(unpriced)}: these slices are ranked last, by tokens/s per chip"

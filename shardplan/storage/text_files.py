@@ -40,5 +40,8 @@ def open_text_files(path: str) -> list[tuple[str, File]]:
     names = [name for name in list_files(path) if name.lower().endswith(ENDINGS)]
     files = [(name, file) for name in names if (file := folder.open(name)) is not None]
     if not files:
+        links = [] if "://" in path else [each.name for each in sorted(Path(path).iterdir()) if not each.exists()]
+        if links:
+            raise ConfigError(f"data.path {path} holds {links[0]}, a link to a file that does not exist; repair it")
         raise ConfigError(f"data.path {path} holds no file that ends in one of {', '.join(ENDINGS)}")
     return files

@@ -2,6 +2,7 @@
 
 from shardplan.config.command_flags import CompilingConfig
 from shardplan.config.sections import CompilerConfig, ModelConfig
+from shardplan.errors import check_argument
 from shardplan.plan.arguments import check_plan
 from shardplan.plan.plan import Plan
 from shardplan.verify.run import verify
@@ -25,6 +26,7 @@ def verify_plan(plan: Plan, compiler: CompilerConfig | None = None) -> Verdict:
     """
     check_plan("verify_plan", plan)
     compiler = compiler or CompilerConfig()
+    check_argument("verify_plan", "compiler", compiler, CompilerConfig, "a CompilerConfig of shardplan.config")
     model = ModelConfig(ref=plan.model.ref, config=plan.model.config, levanter_class=plan.model.levanter_class)
     (verdict,) = verify([build_case(CompilingConfig(model=model, compiler=compiler), plan)], compiler)
     return verdict

@@ -69,6 +69,26 @@ def test_offsets_of_every_type(offset):
     assert (pattern.causal, pattern.causal_offset) == (True, 2)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("offset", [2**31 - 1, 2**31 - 5, -(2**31), 2**40, -(2**40)])
+def test_offsets_beyond_int32(offset, is_traced, strategy):
+    """A mask that allows everything, or nothing: no sum with a position may overflow."""
+    if is_traced and abs(offset) > 2**31:
+        pytest.skip("no array of 32 bits holds this offset")
+    q, k, v = random_arrays((POS, HEADS, HEAD_SIZE), (KEY_POS, HEADS, HEAD_SIZE), (KEY_POS, HEADS, HEAD_SIZE))
+
+    def attend(offset):
+        mask = AttentionMask(is_causal=True, causal_offset=offset)
+        arguments = (POS, KEY_POS, HEAD_SIZE, q, k, v, mask)
+        return dot_product_attention(*arguments, axis_mapping=MAPPING, strategy=strategy)
+
+    expected = levanter_attention(POS, KEY_POS, HEAD_SIZE, q, k, v).array if offset > 0 else np.zeros(q.array.shape)
+    with jax.set_mesh(mesh_of(4)):
+        out = jax.jit(attend)(jnp.int32(offset)) if is_traced else jax.jit(lambda: attend(offset))()
+    np.testing.assert_allclose(out.array, expected, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("query", "devices", "options"),
     [
@@ -127,6 +147,7 @@ def test_arguments_are_levanters():
             "attention: attn_backend is 'vanilla', one of Levanter's implementations; leave it out, or choose kernel: "
             "blockwise or splash",
         ),
+        ({"attn_backend": "jaxflash"}, "attention: attn_backend is 'jaxflash'; did you mean 'jax_flash'?"),
         (
             {"precision": "highest", "kernel": "splash"},
             "attention: precision is highest, which the splash kernel cannot choose; leave it out, or use the kernel "
@@ -143,6 +164,16 @@ def test_arguments_that_are_refused(arguments, message):
     q, k, v = random_arrays((POS, HEADS, HEAD_SIZE), (KEY_POS, HEADS, HEAD_SIZE), (KEY_POS, HEADS, HEAD_SIZE))
     with pytest.raises(ConfigError, match=re.escape(message)):
         dot_product_attention(POS, KEY_POS, HEAD_SIZE, q, k, v, **arguments)
+
+
+def test_an_axis_that_is_absent_is_named():
+    q, k, v = random_arrays((POS, HEADS, HEAD_SIZE), (KEY_POS, HEADS, HEAD_SIZE), (KEY_POS, HEADS, HEAD_SIZE))
+    for roles, message in (
+        (("pos", KEY_POS, HEAD_SIZE), "attention: QPos is pos, which is no axis of query; valid: d, h, position"),
+        ((POS, "words", HEAD_SIZE), "attention: KPos is words, which is no axis of key; valid: "),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            dot_product_attention(*roles, q, k, v)
 
 
 def test_positions_on_several_axes_are_refused():

@@ -69,6 +69,18 @@ def mesh():
             "best_effort_sharding: shape is 5; pass the sizes of dimensions, such as (8, 4), or an array",
         ),
         (
+            lambda: shardplan.best_effort_sharding("x", mesh()),
+            "best_effort_sharding: shape is 'x'; it must be the sizes of dimensions, such as (8, 4), or an array",
+        ),
+        (
+            lambda: shardplan.best_effort_sharding((4.0, 2), mesh()),
+            "best_effort_sharding: shape is (4.0, 2); it must be the sizes of dimensions, such as (8, 4), or an array",
+        ),
+        (
+            lambda: shardplan.best_effort_sharding((-1, 4), mesh()),
+            "best_effort_sharding: shape is (-1, 4); it must be the sizes of dimensions, such as (8, 4), or an array",
+        ),
+        (
             lambda: shardplan.best_effort_sharding((4, 4), {"model": 2}),
             "best_effort_sharding: mesh is {'model': 2}; pass a jax.sharding.Mesh",
         ),

@@ -319,7 +319,7 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
         ((a, f"{a}/../a"), f"{a}/../a is named twice; name each results folder once"),
         ((a, tmp_path / "stoped"), f"{tmp_path}/stoped does not exist; did you mean '"),
         ((a, tmp_path / "empty"), f"{tmp_path}/empty holds no results of an evaluation, whose run.json is missing; "),
-        ((a, a / "run.json"), f"{a}/run.json is a file; name the results folder, {a}"),
+        ((a, a / "run.json"), f"{a}/run.json is a file; name a results folder, the --output of a run"),
         ((a, tmp_path / "stopped"),
          f"{tmp_path}/stopped holds an extraction that has not ended, without summary.json; run its command again"),
         ((a, tmp_path / "broken"),

@@ -145,7 +145,7 @@ V5E_TOPOLOGIES = "topologies: 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
         ("v4-250", "hardware.slice 'v4-250': v4 has no slice of size 250; did you mean 'v4-256'?"),
         ("v9-256", "hardware.slice 'v9-256': unknown generation 'v9'; valid: cpu, tpu7x, v3, v4, v5e, v5p, v6e"),
         ("h100-8", "hardware.slice 'h100-8': unknown generation 'h100'; valid: cpu, tpu7x, v3, v4, v5e, v5p, v6e"),
-        ("v5-8", "hardware.slice 'v5-8': unknown generation 'v5'; valid: cpu, tpu7x, v3, v4, v5e, v5p, v6e"),
+        ("v5-8", "hardware.slice 'v5-8': unknown generation 'v5'; did you mean v5e or v5p?"),
         ("banana", "hardware.slice 'banana': unknown generation 'banana'; valid: cpu, tpu7x, v3, v4, v5e, v5p, v6e"),
         ("cpu-0", "needs 1 to 4096 virtual devices, for example 'cpu-8'"),
         ("cpu", "hardware.slice 'cpu': the size is missing; write for example 'cpu-8'"),

@@ -13,7 +13,7 @@ from shardplan.cost.calibration import STEP_ERROR
 from shardplan.errors import ConfigError
 from shardplan.explain.rank_slices import RankedSlice, SliceRanking
 from shardplan.hardware.slice_selection import parse_prices, select_slices
-from shardplan.plan.plan import HardwareInfo, Plan
+from shardplan.plan.plan import Caveat, HardwareInfo, Plan
 from shardplan.report.slice_ranking import print_slice_ranking, ranking_json
 from shardplan.report.tables import console
 
@@ -121,6 +121,17 @@ def test_costs_are_of_a_step_or_of_a_million_tokens(training, evaluation, monkey
         values = ranking_json(ranking)
         assert [each["price_per_chip_hour"] for each in values["slices"]] == [5.0, None]
         assert values["best"] == ["v4-256"] and values["unused_prices"] == ["v6e"]
+
+
+def test_times_that_are_guesses_are_named(evaluation, monkeypatch):
+    """Without a kernel the time of attention is a guess, whatever the other slices have."""
+    first, second = (ranked(evaluation, name, 128, 9.0) for name in ("v4-256", "v4-8"))
+    caveats = [Caveat.NO_ATTENTION_KERNEL]
+    guessed = replace(second.plan, search=replace(second.plan.search, caveats=caveats))
+    ranking = SliceRanking([first, replace(second, plan=guessed)], [], [])
+    text = " ".join(text_of(ranking, monkeypatch).split())
+    assert "no kernel can run attention on v4-8: the times there are guesses, which the error" in text
+    assert [each["is_guess"] for each in ranking_json(ranking)["slices"]] == [False, True]
 
 
 def test_headline_and_table_name_what_was_planned(training, monkeypatch):

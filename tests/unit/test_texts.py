@@ -111,6 +111,10 @@ def test_missing_files_and_columns(tmp_path):
             open_texts(str(tmp_path / name))
     with pytest.raises(ConfigError, match="holds no file that ends in one of"):
         open_texts(str(tmp_path))
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "elsewhere.txt")
+    with pytest.raises(ConfigError, match=r"holds gone\.txt, a link to a file that does not exist"):
+        open_texts(str(tmp_path))
+    (tmp_path / "gone.txt").unlink()
     (tmp_path / "texts.jsonl").touch()
     with pytest.raises(ConfigError, match=r"text.jsonl does not exist; did you mean '.*texts.jsonl'\?"):
         open_texts(str(tmp_path / "text.jsonl"))

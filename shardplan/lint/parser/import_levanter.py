@@ -30,7 +30,7 @@ def import_levanter() -> None:
     if find_spec("wandb"):
         sys.modules["wandb"] = _NamesOnly("wandb")
     sys.modules.setdefault("lm_eval", None)  # type: ignore[arg-type]  # Levanter parses alike without it, and sooner
-    importlib.metadata.packages_distributions = _LazyDistributions  # type: ignore[assignment]
+    importlib.metadata.packages_distributions = _LazyDistributions
     gc.disable()  # nearly all that an import makes stays, and the collector would walk over it again and again
     try:
         importlib.import_module("levanter.main.train_lm")
