@@ -21,8 +21,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
 import yaml
 
-from shardplan.model.levanter_compat import IS_MARIN
-
 ROOT = Path(__file__).parents[1]
 POSITION, BATCH, SEED = 256, 16, 0
 SHAPE = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "intermediate": 512, "vocab": 2048}
@@ -163,8 +161,7 @@ def main() -> None:
             "--task.stride", 25,
         )["run"]  # fmt: skip
         rates = {"shardplan": own["tokens_per_second"]}
-        if IS_MARIN:
-            rates["levanter.main.eval_lm, the plan's mapping"] = levanter_rate(model, text, folder, batches)
+        rates["levanter.main.eval_lm, the plan's mapping"] = levanter_rate(model, text, folder, batches)
         has_torch = subprocess.run([arguments.torch, "-c", "import torch"], capture_output=True).returncode == 0
         if has_torch:
             printed = run(arguments.torch, "-c", TORCH, model, SHAPE["vocab"], BATCH, POSITION, batches)

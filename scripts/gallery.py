@@ -8,7 +8,6 @@ from pathlib import Path
 
 from plan_pictures import draw_memory, draw_tokens, draw_torus, templates
 
-from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import decode
@@ -20,8 +19,6 @@ from shardplan.report.page.units import gib_text, seconds_text
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "gallery"
 NO_BREAK_SPACE = "\u00a0"
-SCHEMA = TrainerSchema.MESH
-"""Of the trainer sections, whichever Levanter is installed."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,6 @@ ENTRIES = (
         (
             "--config",
             "configs/405b.yaml",
-            "--levanter_schema",
-            "flat",
             "--lint",
             "configs/levanter/405b-heads-mlp.yaml",
         ),
@@ -105,7 +100,7 @@ def made_files() -> dict[str, str]:
     """File of docs/gallery -> its content, as the code makes it of the stored Plans and verdicts."""
     files = {"index.md": _index()}
     for entry in ENTRIES:
-        files[f"{entry.name}.html"] = plan_page(entry.plan, entry.judgements, SCHEMA, entry.repair)
+        files[f"{entry.name}.html"] = plan_page(entry.plan, entry.judgements, entry.repair)
         files[f"{entry.name}.svg"] = entry.draw(entry.plan)
     return files
 

@@ -44,8 +44,6 @@ from levanter.models.loss import next_token_loss
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from shardplan.model.levanter_compat import LENGTH_FIELD
-
 BOS, EOS = "<|bos|>", "<|eos|>"
 VOCAB = hax.Axis("vocab", 2048)
 HELDOUT_EVERY = 10
@@ -59,7 +57,7 @@ SHARDS = 4
 PROGRESS_SECONDS = 4.0
 
 MODEL = LlamaConfig(
-    **{LENGTH_FIELD: POSITIONS},
+    max_seq_len=POSITIONS,
     hidden_dim=256,
     intermediate_dim=512,
     num_layers=3,

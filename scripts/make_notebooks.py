@@ -2,8 +2,7 @@
 
 Make the notebooks from their sources, execute them, and store them with their outputs; all of them unless some are
 named. A source, notebooks/sources/NAME.py, is a script whose cells begin with `# %%` (jupytext's py:percent), and
-becomes notebooks/NAME.ipynb. Run it with marin-levanter and libtpu: the outputs of cells with the tags `levanter` and
-`libtpu` depend on their versions.
+becomes notebooks/NAME.ipynb.
 """
 
 import sys

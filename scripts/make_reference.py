@@ -20,8 +20,6 @@ from shardplan.plan.workload import AUTO
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 BEGIN, END = "<!-- begin: made by scripts/make_reference.py -->", "<!-- end -->"
-INSTALLED = {"levanter_schema": "that of the installed Levanter"}
-"""Keys whose default is not the same everywhere."""
 
 
 def main() -> int:
@@ -52,7 +50,7 @@ def configuration_tables() -> str:
         for name, key in keys_of(cls).items():
             commands[name, key].append(command)
     plain = [
-        f"| `{name}` | {_commands_text(users)} | {default_text(name, key)} | {_meaning(key)} |"
+        f"| `{name}` | {_commands_text(users)} | {default_text(key)} | {_meaning(key)} |"
         for (name, key), users in commands.items()
         if "." not in name
     ]
@@ -63,7 +61,7 @@ def configuration_tables() -> str:
     for section, group in groupby(in_sections, _section_of):
         items = list(group)
         purpose = (items[0][1].section.__doc__ or "").splitlines()[0]
-        rows = [f"| `{name}` | {default_text(name, key)} | {_meaning(key)} |" for name, key in items]
+        rows = [f"| `{name}` | {default_text(key)} | {_meaning(key)} |" for name, key in items]
         parts.append(
             f"## {section}\n\n{purpose} Of {_commands_text(commands[items[0]])}.\n\n"
             "| key | default | meaning |\n|---|---|---|\n" + "\n".join(rows)
@@ -71,10 +69,8 @@ def configuration_tables() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def default_text(name: str, key: Key) -> str:
+def default_text(key: Key) -> str:
     """The default of a key as YAML has it."""
-    if name in INSTALLED:
-        return INSTALLED[name]
     if key.auto is not None and key.default == key.auto:
         return f"`{AUTO}`"
     match key.default:

@@ -1,7 +1,8 @@
 """python3 scripts/run.py demo | docs | test
 
-Needs nothing but Python 3.11+ and a package registry. Makes an environment for the Python that runs it, such as
-.venv-3.12, with the versions of scripts/constraints*.txt: levanter on Python 3.11, marin-levanter on later ones. Then
+Needs a Python >= 3.12 and a package registry. An older python3 that runs it looks for a newer one on PATH, in pyenv and
+in uv, and says which it takes. Makes an environment for that Python, such as .venv-3.12, with the versions of
+scripts/constraints.txt. Then
 
   demo   trains a small Llama on the text CPython ships, evaluates it with shardplan on 8 virtual CPU devices, and finds
          the text that it has memorised
@@ -9,18 +10,25 @@ Needs nothing but Python 3.11+ and a package registry. Makes an environment for 
   test   runs the linters, the type checker, the import contracts and the tests, and builds package and documentation
 """
 
+from __future__ import annotations  # an older Python reads this file as well
+
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import time
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / f".venv-{sys.version_info.major}.{sys.version_info.minor}"
-CONSTRAINTS = ROOT / "scripts" / ("constraints-levanter.txt" if sys.version_info < (3, 12) else "constraints-marin.txt")
-PACKAGES = ("levanter", "marin-levanter", "haliax", "marin-haliax", "jax", "libtpu", "transformers")
+CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
+OLDEST_PYTHON = (3, 12)
+NEW_PYTHONS = ("3.12", "3.13", "3.14")
+"""Versions that are looked for, in this order: that of most tests first."""
+PACKAGES = ("marin-levanter", "marin-haliax", "jax", "libtpu", "transformers")
 """Packages whose versions are printed."""
 
 DEMO = (
@@ -46,9 +54,8 @@ COMMANDS = {"demo": DEMO, "docs": DOCS, "test": TEST}
 
 def main() -> int:
     """Install if necessary, then run the steps; returns the exit code of the first that fails."""
-    if sys.version_info < (3, 11):  # noqa: UP036 - whatever Python the user has runs this file
-        print(f"scripts/run.py: needs Python 3.11 or newer, this is {sys.version.split()[0]}", file=sys.stderr)
-        return 2
+    if sys.version_info < OLDEST_PYTHON:
+        return run_with_newer_python()
     if len(sys.argv) != 2 or sys.argv[1] not in COMMANDS:
         print(__doc__, file=sys.stderr)
         return 2
@@ -65,6 +72,44 @@ def main() -> int:
             return code
     print(f"{sys.argv[1]}: success in {time.monotonic() - started:.0f} s, with {describe_environment()}", flush=True)
     return 0
+
+
+def run_with_newer_python() -> int:
+    """Run this script with a Python that is new enough, in place of this process; returns an exit code if none is."""
+    version = sys.version.split()[0]
+    for python in candidates():
+        if is_new_enough(python):
+            print(f"scripts/run.py: this is Python {version}; taking {python}", flush=True)
+            os.execv(python, [python, __file__, *sys.argv[1:]])
+    print(
+        f"scripts/run.py: needs Python 3.12 or newer, this is {version}, and PATH, pyenv and uv have none; get one "
+        "with `uv python install 3.12` or `pyenv install 3.12`",
+        file=sys.stderr,
+    )
+    return 2
+
+
+def candidates() -> Iterator[str]:
+    """Yield the paths of Pythons on PATH, in pyenv and in uv, which need not be new enough or work."""
+    for version in NEW_PYTHONS:
+        found = shutil.which(f"python{version}")
+        if found:
+            yield found
+    versions = Path(os.environ.get("PYENV_ROOT", str(Path.home() / ".pyenv"))) / "versions"
+    for version in NEW_PYTHONS:
+        yield from sorted(map(str, versions.glob(f"{version}.*/bin/python3")), reverse=True)
+    uv = shutil.which("uv")
+    if uv:
+        command = [uv, "python", "find", "--no-python-downloads", ">=3.12"]
+        found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        if found:
+            yield found
+
+
+def is_new_enough(python: str) -> bool:
+    """Whether `python` runs, and is new enough; a shim of pyenv for a version that is not installed does not run."""
+    code = f"import sys, venv; sys.exit(sys.version_info < {OLDEST_PYTHON})"
+    return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
 
 
 def install() -> None:

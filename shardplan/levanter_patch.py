@@ -6,7 +6,6 @@ from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConv
 
 from shardplan.checkpoint.load import HFCheckpointConverter
 from shardplan.errors import ConfigError
-from shardplan.model.levanter_compat import INSTALLED_SCHEMA, loss_takes_sharded_vocab
 from shardplan.model.levanter_loss import FUSED_LOSS, LEVANTERS_FUSED_LOSS, fused_loss
 from shardplan.model.soft_cap import cap_gemma2_logits
 
@@ -22,13 +21,12 @@ def patch_levanter() -> None:
     LevanterConverter.load_pretrained = HFCheckpointConverter.load_pretrained
     LevanterConverter.save_pretrained = HFCheckpointConverter.save_pretrained
     cap_gemma2_logits()
-    if not loss_takes_sharded_vocab(INSTALLED_SCHEMA):
-        if LEVANTERS_FUSED_LOSS is None:
-            raise ConfigError(
-                f"this marin-levanter has no {FUSED_LOSS} for patch_levanter to replace; install a version that "
-                "shardplan is tested with, or plan with --pin vocab="
-            )
-        for module in list(sys.modules.values()):  # eval_harness has imported the function by name
-            is_levanters = getattr(module, "__name__", "").startswith("levanter.")
-            if is_levanters and vars(module).get(FUSED_LOSS) is LEVANTERS_FUSED_LOSS:
-                setattr(module, FUSED_LOSS, fused_loss)
+    if LEVANTERS_FUSED_LOSS is None:
+        raise ConfigError(
+            f"this marin-levanter has no {FUSED_LOSS} for patch_levanter to replace; install a version that "
+            "shardplan is tested with, or plan with --pin vocab="
+        )
+    for module in list(sys.modules.values()):  # eval_harness has imported the function by name
+        is_levanters = getattr(module, "__name__", "").startswith("levanter.")
+        if is_levanters and vars(module).get(FUSED_LOSS) is LEVANTERS_FUSED_LOSS:
+            setattr(module, FUSED_LOSS, fused_loss)

@@ -36,7 +36,6 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shardplan.__main__ import main
-from shardplan.model.levanter_compat import IS_MARIN, LENGTH_FIELD, LOSS_WEIGHT_FIELD
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -44,11 +43,6 @@ ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "data"
 LLAMA_CONFIG = "llama-3.1-8b"
 MODEL_TYPES = sorted(path.name for path in GOLDEN.iterdir())
-
-
-def levanter_config(kind: type, length: int, **values):
-    """A Levanter model configuration for sequences of `length` tokens, in the installed version."""
-    return kind(**{LENGTH_FIELD: length}, **values)
 
 
 @pytest.fixture
@@ -66,30 +60,15 @@ def patched_levanter(monkeypatch):
     levanter_patch.patch_levanter()
 
 
-def loss_weights(example):
-    """The weight of each token's loss in a Levanter example."""
-    return getattr(example, LOSS_WEIGHT_FIELD)
-
-
-def levanter_losses(model, example):
-    """The loss of every next token by Levanter's own function."""
-    if IS_MARIN:
-        return model.compute_next_token_loss(example, reduction=None)
-    from levanter.models.lm_model import compute_next_token_loss
-
-    return compute_next_token_loss(model, example, reduction=None)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="also what takes hours: the whole matrices of attention")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked `whole` or for the other Levanter, unless it is asked for."""
+    """Leaves out what is marked `whole`, unless it is asked for."""
     if config.getoption("--whole"):
         return
-    marks = {"whole", "with_levanter_12" if IS_MARIN else "with_marin"}
-    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+    left_out = [item for item in items if item.get_closest_marker("whole")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
 

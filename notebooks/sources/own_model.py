@@ -71,7 +71,7 @@ print("parameter mapping", plan.param_mapping)
 #
 # The TPU compiler judges the same program, without a TPU:
 
-# %% tags=["libtpu"]
+# %%
 from shardplan import verify_plan
 
 verify_plan(plan)

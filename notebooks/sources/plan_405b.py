@@ -89,7 +89,7 @@ what_if(config)
 #
 # The plan as a `trainer:` section, to paste:
 
-# %% tags=["levanter"]
+# %%
 from shardplan import trainer_yaml
 
 print(trainer_yaml(pinned))
@@ -104,7 +104,7 @@ print(trainer_yaml(pinned))
 # says how much memory the program takes and how long its parts run. It compiles the pinned plan in less than a minute,
 # and keeps the result.
 
-# %% tags=["libtpu"]
+# %%
 from shardplan import verify_plan
 
 verdict = verify_plan(pinned)
@@ -113,7 +113,7 @@ verdict
 # %% [markdown]
 # Estimate and verdict side by side:
 
-# %% tags=["libtpu"]
+# %%
 GIB = 2**30
 print(f"peak memory  planned {pinned.memory.peak / GIB:.2f} GiB, compiled {verdict.memory.peak / GIB:.2f} GiB")
 print(f"a step       planned {pinned.cost.step_seconds:.2f} s, compiled {verdict.time.step_seconds:.2f} s")

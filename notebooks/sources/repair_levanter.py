@@ -3,8 +3,7 @@
 #
 # A `trainer:` section that was written by hand fails in one of three ways, all of them after the slice has started: JAX
 # refuses it, memory runs out, or a parameter is replicated in silence. `review` finds that out before, and looks for
-# the smallest edit with which it runs. Here is one for Llama-3.1-405B on v4-256, in the schema of marin-levanter; the
-# flat keys of levanter 1.2 can be reviewed as well.
+# the smallest edit with which it runs. Here is one for Llama-3.1-405B on v4-256.
 
 # %%
 from pathlib import Path
@@ -87,7 +86,7 @@ repaired.tiles_of("q_proj.weight")
 #
 # The TPU compiler, which needs no TPU, agrees:
 
-# %% tags=["libtpu"]
+# %%
 from shardplan import verify_plan
 
 verify_plan(repaired)

@@ -16,7 +16,6 @@ from levanter.models.olmo import Olmo2Attention
 
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError, check_argument
-from shardplan.model.levanter_compat import attention_window
 from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import SequenceLayout
@@ -83,7 +82,7 @@ class SequenceParallelAttention(Attention):
         config = self.config
         # the order of the kernels, so that neither queries nor outputs are transposed twice
         q = q.rearrange((..., config.KVHeads, config.QHeadsPerGroup, POSITION, config.HeadSize))
-        window = attention_window(config)
+        window = config.sliding_window
         if window is not None and isinstance(mask, AttentionMask):
             mask = mask.with_sliding_window(window)
         out = dot_product_attention(

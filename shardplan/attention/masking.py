@@ -13,7 +13,6 @@ from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.axes import AxisRoles
 from shardplan.errors import ConfigError
-from shardplan.model.levanter_compat import bidirectional_window
 from shardplan.positions.pattern import PADDING, Pattern
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 
@@ -80,7 +79,7 @@ def static_pattern(mask: AttentionMask, prefix: int) -> Pattern:
         raise ConfigError(
             "attention: prefix must be one number, known while tracing; use an explicit mask for other prefixes"
         )
-    window, radius = mask.sliding_window, bidirectional_window(mask)
+    window, radius = mask.sliding_window, mask.bidirectional_window
     if not _has_static_offset(mask):
         return Pattern(window=window, radius=radius)
     offset = 0 if mask.causal_offset is None else int(mask.causal_offset.array)

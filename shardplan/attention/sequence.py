@@ -13,7 +13,6 @@ from levanter.models.lm_model import LmExample
 
 from shardplan.attention.levanter import accept_layout
 from shardplan.errors import ConfigError
-from shardplan.model.levanter_compat import LOSS_WEIGHT_FIELD
 from shardplan.model.logit_blocks import compute_target_losses
 from shardplan.positions.pattern import PADDING
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
@@ -81,7 +80,7 @@ def shard_sequence(example: LmExample, layout: SequenceLayout) -> ShardedSequenc
         tokens=reorder(tokens),
         targets=reorder(hax.roll(tokens, -1, position)),
         positions=positions,
-        loss_mask=reorder(getattr(example, LOSS_WEIGHT_FIELD)) * has_target,
+        loss_mask=reorder(example.loss_weight) * has_target,
         mask=mask,
         layout=layout,
     )

@@ -34,7 +34,6 @@ from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, stream_arrays
 from shardplan.errors import CheckpointError, ConfigError, check_argument
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
-from shardplan.model.levanter_compat import RESIZES_VOCAB
 from shardplan.model.own_model import CLASS_KEY
 from shardplan.model.registry import (
     SUPPORTED_MODELS,
@@ -118,7 +117,7 @@ class HFCheckpointConverter(SavingConverter):
         ref: Any = None,
         config: Any = None,
         axis_mapping: ResourceMapping | None = None,
-        resize_vocab_to_match_tokenizer: bool = RESIZES_VOCAB,
+        resize_vocab_to_match_tokenizer: bool = False,
         dtype: Any = None,
     ) -> Any:
         """Stream a checkpoint into the shardings of `axis_mapping` (default: the current one, else best effort).

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
 
     def output(plan: Plan) -> None:
         if is_first_process():
-            show_plan(plan, config.json, config.levanter_schema)
+            show_plan(plan, config.json)
             if config.json is not None:
                 write_json(plan.to_json(), config.json)
         verdicts = []
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
                 out = side_stream(config.json)
                 verdicts = [show_verdict(config, plan, out if is_first_process() else nowhere)]
         if config.report is not None and is_first_process():
-            write_report(config.report, plan, verdicts, config.levanter_schema)
+            write_report(config.report, plan, verdicts)
         if verdicts:
             check_fits(verdicts[0][1])
 

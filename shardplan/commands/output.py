@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardplan.errors import ConfigError
-from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.plan import Plan
 from shardplan.runtime.writable import check_writable, write_text
 
@@ -60,7 +59,6 @@ def write_report(
     target: str,
     plan: Plan,
     verdicts: "Sequence[tuple[Case, Verdict]]",
-    schema: TrainerSchema,
     judgements: "Sequence[Judgement]" = (),
     repair: "RepairPanel | None" = None,
 ) -> None:
@@ -68,7 +66,6 @@ def write_report(
 
     Args:
         verdicts: on the plan, and on others beside it.
-        schema: that of the trainer section on the page.
         judgements: verdicts that were read from a file.
         repair: of a hand-written layout, of which `plan` is the prediction.
     """
@@ -76,16 +73,12 @@ def write_report(
     from shardplan.report.page.page import plan_page
 
     judged = [judge(case.label, case.plan, verdict) for case, verdict in verdicts]
-    write_text("report", target, plan_page(plan, [*judged, *judgements], schema, repair))
+    write_text("report", target, plan_page(plan, [*judged, *judgements], repair))
 
 
-def show_plan(plan: Plan, json_target: str | None, schema: TrainerSchema) -> None:
-    """Print the plan's tables, unless its JSON goes to stdout.
-
-    Args:
-        schema: that of the trainer section in the tables.
-    """
+def show_plan(plan: Plan, json_target: str | None) -> None:
+    """Print the plan's tables, unless its JSON goes to stdout."""
     if json_target != "-":
         from shardplan.report import tables
 
-        tables.print_plan(plan, tables.console(sys.stdout), schema)
+        tables.print_plan(plan, tables.console(sys.stdout))

@@ -85,7 +85,7 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
         plan, verdicts = (given, ()) if given else _search(config, model)
         others = dataclasses.replace(others, workload=dataclasses.replace(others.workload, batch=plan.workload.batch))
         if given is None or not (config.why or config.what_if):  # of a plan that is given only the answer is new
-            show_plan(plan, config.json, config.levanter_schema)
+            show_plan(plan, config.json)
         explain(others, plan, model)
     finally:  # also without a plan: then other settings are of most interest
         if config.what_if and model:
@@ -105,7 +105,7 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
     if config.verify and not verdicts:
         verdicts = [show_verdict(config, plan, side_stream(config.json))]
     if config.report is not None:
-        write_report(config.report, plan, verdicts, config.levanter_schema, judgements)
+        write_report(config.report, plan, verdicts, judgements)
     if verdicts:
         check_fits(verdicts[0][1])
     return plan
@@ -220,4 +220,4 @@ def _report_review(target: str, reviewed: "Review", judgements: "Sequence[Judgem
         print_note(f"no report: {reviewed.why_no_best}")
         return
     plan, repair = shown
-    write_report(target, plan, (), reviewed.lint.subject.schema, judgements, repair)
+    write_report(target, plan, (), judgements, repair)

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     if config.json is not None:
         write_json(values, config.json)
     if config.report is not None:
-        write_report(config.report, cases[0].plan, ranked, config.levanter_schema)
+        write_report(config.report, cases[0].plan, ranked)
     check_fits(ranked[0][1])
 
 

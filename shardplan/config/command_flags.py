@@ -21,12 +21,11 @@ from shardplan.config.sections import (
     check_minimum,
 )
 from shardplan.errors import ConfigError
-from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
 from shardplan.plan.serialization import flatten
 from shardplan.plan.workload import AUTO_POSITION, Workload, raise_first
 
 SHARED_KEYS = (
-    "hardware", "mesh", "workload", "pin", "forbid", "expressible", "load", "checksum", "task", "tracker", "gate",
+    "hardware", "mesh", "workload", "pin", "forbid", "load", "checksum", "task", "tracker", "gate",
     "deadline", "verify", "precision_study",
 )  # fmt: skip
 """Sections and keys that all processes of a run must have alike."""
@@ -47,11 +46,6 @@ class PlanConfig:
     one tensor q_proj.weight:kv_head=model,embed=data."""
     forbid: tuple[str, ...] = ()
     """What the plan must not shard: vocab, params.vocab (as stored), or mlp=replica (over that axis)."""
-    expressible: bool = False
-    """Only plans that Levanter's flat keys can express: one mesh axis per logical axis, the batch over replica and
-    data, positions unsharded. What this costs is printed."""
-    levanter_schema: TrainerSchema = INSTALLED_SCHEMA
-    """Schema of the printed trainer section: flat (levanter 1.2) or mesh (marin-levanter)."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
     """Keys that a file or the command line set, by dotted name; not a key itself."""
     files: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={NO_KEY: True})

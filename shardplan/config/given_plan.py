@@ -17,7 +17,7 @@ AUTO_VALUES = {("workload.batch", AUTO_BATCH), ("workload.position", AUTO_POSITI
 C = TypeVar("C", bound=PlanConfig)
 
 
-def load_given_plan(config: C) -> tuple[C, Plan | None]:
+def load_given_plan[C: PlanConfig](config: C) -> tuple[C, Plan | None]:
     """Load the Plan file that the configuration names, if it names one.
 
     Returns:
@@ -28,7 +28,7 @@ def load_given_plan(config: C) -> tuple[C, Plan | None]:
     """
     if config.plan is None:
         return config, None
-    for name in ("pin", "forbid", "expressible"):
+    for name in ("pin", "forbid"):
         if getattr(config, name):
             raise ConfigError(f"{name} is for planning, and plan {config.plan} is given; leave one of the two out")
     plan, keys = Plan.load(config.plan), keys_of(PlanConfig)

@@ -40,7 +40,7 @@ def load_config(*files: str, **sections: Any) -> PlanConfig:
     return load_command(PlanConfig, files, sections, "load_config")
 
 
-def load_command(cls: type[C], files: Sequence[str], sections: Mapping[str, Any], function: str) -> C:
+def load_command[C: PlanConfig](cls: type[C], files: Sequence[str], sections: Mapping[str, Any], function: str) -> C:
     """The configuration `cls` of a command, in files and with keys as `load_config` takes them.
 
     Args:
@@ -56,7 +56,7 @@ def load_command(cls: type[C], files: Sequence[str], sections: Mapping[str, Any]
     return _build(cls, {**values, **overrides}, files)
 
 
-def parse_config(argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: ignore[assignment]
+def parse_config[C: PlanConfig](argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: ignore[assignment]
     """The configuration `cls` of a command that command-line arguments describe.
 
     `--config FILE` may be given several times (later files win, key by key), as `--config x`, `--config=x` or
@@ -99,7 +99,7 @@ def command_of(cls: type[PlanConfig]) -> str:
     return next((name for name, each in COMMANDS.items() if each is cls), "")
 
 
-def _build(cls: type[C], values: Mapping[str, Any], files: Sequence[str]) -> C:
+def _build[C: PlanConfig](cls: type[C], values: Mapping[str, Any], files: Sequence[str]) -> C:
     decoded = decode(cls, deflatten(dict(values), sep="."))
     return dataclasses.replace(decoded, given=frozenset(values), files=tuple(files))
 

@@ -1,1 +1,1 @@
-"""Levanter's configuration files, read and written: every version of the schema. Imports no JAX."""
+"""Levanter's configuration files, read and written. Imports no JAX."""

@@ -11,7 +11,7 @@ from shardplan.plan.workload import CHECKPOINTING, Workload
 ATTENTION_BACKENDS = ("default", "jax_flash", "nvte", "splash", "vanilla")
 """Values that Levanter takes for `attn_backend`."""
 POSITION_KEYS = ("max_seq_len", "seq_len")
-"""Keys for the number of positions: the name in marin-levanter, and the one in levanter 1.2.dev1644."""
+"""Keys for the number of positions: the name in Levanter, and the one in levanter 1.2."""
 
 
 SIZE_KEYS = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")

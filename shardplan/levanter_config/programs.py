@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.model.levanter_compat import IS_MARIN
-
 _RUN = ("data", "model", "trainer")
 _EXPORT = ("hf_save_path", "hf_save_steps", "hf_upload")
 _ADAPTER_EXPORT = ("merged_hf_save_path", "merged_hf_upload", "peft_hf_upload", "peft_save_path")
@@ -39,7 +37,7 @@ class LevanterProgram:
     length_keys: tuple[str, ...] = ()
     """Keys for the tokens of a sequence, at the top of the file."""
     default_length: int | None = None
-    """Tokens of a sequence in marin-levanter if the file omits these keys; None for the model's number of positions."""
+    """Tokens of a sequence if the file omits these keys; None for the model's number of positions."""
 
     @property
     def module(self) -> str:
@@ -115,7 +113,7 @@ class ProgramChoice:
             value = sections.get(key)
             if type(value) is int and value > 0:
                 return value
-        return self.program.default_length if self.evidence and IS_MARIN else None
+        return self.program.default_length if self.evidence else None
 
 
 def choose_program(

@@ -1,23 +1,18 @@
 """Parses the `trainer:` section of a Levanter configuration into a mesh, mappings, batch and types.
 
-Imports neither Levanter nor JAX, so that errors of a configuration are reported instantly. Levanter has had two
-schemas, and both are parsed: see `flat_schema` (levanter 1.2.dev1644) and `mesh_schema` (marin-levanter). A
-section with keys of neither has the defaults of the installed Levanter.
+Imports neither Levanter nor JAX, so that errors of a configuration are reported instantly. Files of levanter 1.2 are
+converted first: see `flat_schema`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from typing import Any
 
 from shardplan.errors import ConfigError, nearest
-from shardplan.levanter_config.flat_schema import FLAT_KEYS, parse_flat_schema
-from shardplan.levanter_config.mesh_schema import parse_mesh_schema
-from shardplan.levanter_config.schema import sharded_axes
+from shardplan.levanter_config.mesh_section import parse_mesh_section, sharded_axes
 from shardplan.levanter_config.section import AxisLists, MappingEntry, SectionReader, short_repr
-from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
 from shardplan.plan.workload import Workload
 
-COMMON_KEYS = (
+TRAINER_KEYS = (
     "allow_nondivisible_batch_size",
     "checkpointer",
     "crash_on_inf",
@@ -34,12 +29,14 @@ COMMON_KEYS = (
     "log_jaxprs",
     "log_xla_hlo",
     "max_eval_batches",
+    "mesh",
     "model_averaging",
     "mp",
     "num_train_steps",
     "per_device_eval_parallelism",
     "per_device_parallelism",
     "profiler",
+    "progress_watchdog",
     "quantization",
     "require_accelerator",
     "seed",
@@ -47,21 +44,12 @@ COMMON_KEYS = (
     "steps_per_eval",
     "tracker",
     "train_batch_size",
+    "use_explicit_mesh_axes",
     "wandb",
     "watch",
+    "xla_dump_upload",
 )
-"""Keys of the trainer section that both schemas have."""
-OWN_KEYS: dict[TrainerSchema, tuple[str, ...]] = {
-    TrainerSchema.FLAT: (
-        *FLAT_KEYS,
-        "profiler_num_steps",
-        "profiler_perfetto_link",
-        "profiler_start_step",
-        "ray",
-    ),
-    TrainerSchema.MESH: ("mesh", "progress_watchdog", "use_explicit_mesh_axes", "xla_dump_upload"),
-}
-"""Keys of the trainer section that one schema alone has."""
+"""Keys of the trainer section."""
 
 DEFAULT_TRAIN_BATCH_SIZE = 512
 """Value of `train_batch_size` if the file omits it."""
@@ -151,13 +139,7 @@ def parse_trainer_section(values: Any, devices: int, slices: int = 1) -> Trainer
     trainer = SectionReader("trainer", values)
     if devices % slices:
         raise ConfigError(f"{devices} devices cannot be split into {slices} slices of equal size")
-    match schema_of(trainer.values):
-        case TrainerSchema.FLAT:
-            parsed = parse_flat_schema(trainer, devices, slices)
-        case TrainerSchema.MESH:
-            parsed = parse_mesh_schema(trainer.subsection("mesh"), devices, slices)
-        case schema:
-            assert_never(schema)
+    parsed = parse_mesh_section(trainer.subsection("mesh"), devices, slices)
     param_dtype, compute_dtype = _dtypes(trainer)
     per_device = trainer.size("per_device_parallelism", -1, allow_minus_one=True)
     per_device_eval = trainer.size("per_device_eval_parallelism", per_device, allow_minus_one=True)
@@ -180,22 +162,6 @@ def parse_trainer_section(values: Any, devices: int, slices: int = 1) -> Trainer
         trainer.values.get("allow_nondivisible_batch_size") is True,
         None if per_device_eval == -1 else per_device_eval * parsed.batch_shards,
     )
-
-
-def schema_of(trainer: Mapping[str, Any]) -> TrainerSchema:
-    """Return the schema of a trainer section; that of the installed Levanter if it has no key of either.
-
-    Raises:
-        ConfigError: it has keys of both.
-    """
-    flat, mesh = ([key for key in OWN_KEYS[schema] if key in trainer] for schema in TrainerSchema)
-    if flat and mesh:
-        raise ConfigError(
-            f"trainer.{mesh[0]} and trainer.{flat[0]} belong to different versions of Levanter; keep one of them"
-        )
-    if not flat and not mesh:
-        return INSTALLED_SCHEMA
-    return TrainerSchema.FLAT if flat else TrainerSchema.MESH
 
 
 def _batch(trainer: SectionReader, shards: int) -> int | None:

@@ -1,25 +1,18 @@
-"""Writes a Plan as the `trainer:` section of a Levanter configuration, and as Python what YAML cannot express."""
+"""Writes a Plan as the `trainer:` section of a Levanter configuration."""
 
 import textwrap
 from collections.abc import Iterator
 from collections.abc import Mapping as AnyMapping
-from typing import Any, assert_never
+from typing import Any
 
 import yaml
 
 from shardplan.hardware import parse_slice
 from shardplan.hardware.multislice import slices_by_axis
-from shardplan.levanter_config.mesh_schema import DCN_AXES, DEFAULT_SHARED_AXES
-from shardplan.levanter_config.schema import BATCH_MESH_AXES
-from shardplan.model.levanter_compat import (
-    INSTALLED_SCHEMA,
-    TrainerSchema,
-    loss_takes_sharded_vocab,
-    splash_takes_sharded_positions,
-)
+from shardplan.levanter_config.mesh_section import DCN_AXES, DEFAULT_SHARED_AXES
 from shardplan.plan.arguments import check_plan
 from shardplan.plan.attention_plan import KernelName, Strategy
-from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, as_tuples, mesh_size
+from shardplan.plan.mapping import MeshAxes, MeshShape, mesh_size
 from shardplan.plan.plan import Mapping, Plan
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
@@ -28,34 +21,8 @@ YAML_WIDTH = 48
 """Columns after which a line of YAML ends at the next comma: with what is longest before a comma it has at most 80."""
 
 
-def flat_trainer_section(plan: Plan) -> dict[str, Any]:
-    """Write the plan's mesh, batch and mappings as `trainer:` keys of the flat schema; see `yaml_limitations`.
-
-    In Levanter, data is what replica and model leave of the devices, the parameter sharding is the compute sharding
-    unless `parameter_axis_resources` says otherwise, and an evaluation has as many sequences as a training step.
-    """
-    replica_slices, replica = _replica_sizes(plan)
-    keys = flat_keys(replica_slices, replica, plan.mesh["model"], plan.compute_mapping, plan.param_mapping)
-    return {"mp": _precision_policy(plan), **keys[0], **_batch_sizes(plan), **keys[1]}
-
-
-def flat_keys(
-    replica_slices: int, replica: int, model: int, compute_mapping: Mapping, param_mapping: Mapping
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write a mesh and mappings in the flat schema: the keys of sizes, and those of mappings, without the batch."""
-    compute = {axis: mesh_axes for axis, mesh_axes in compute_mapping.items() if axis != BATCH_AXIS}
-    params = {axis: mesh_axes for axis, mesh_axes in param_mapping.items() if axis != BATCH_AXIS}
-    stored_replicated = dict.fromkeys(axis for axis in compute if axis not in params)
-    sizes = {"replica_dcn_axis_size": replica_slices, "replica_ici_axis_size": replica, "model_axis_size": model}
-    return sizes, {
-        "fsdp_axis": None,
-        "axis_resources": _yaml_values(compute),
-        "parameter_axis_resources": {**_yaml_values(params), **stored_replicated},
-    }
-
-
-def mesh_trainer_section(plan: Plan) -> dict[str, Any]:
-    """Write the plan as `trainer:` keys of the mesh schema, which can express every plan.
+def trainer_section(plan: Plan) -> dict[str, Any]:
+    """Write the plan as the content of a `trainer:` section, which can express every plan.
 
     A replicated axis is null, but for the batch: Levanter's data loader needs a mesh axis there, and gets one of a
     single device. (Only if every axis has several, within and across slices, is it null too, and Levanter refuses it.)
@@ -67,7 +34,7 @@ def mesh_trainer_section(plan: Plan) -> dict[str, Any]:
 def mesh_keys(
     slices: int, mesh: MeshShape, compute_mapping: Mapping, param_mapping: Mapping, batch_axis: str = BATCH_AXIS
 ) -> dict[str, Any]:
-    """Write a mesh over `slices` slices and its mappings as the section `mesh` of the mesh schema."""
+    """Write a mesh over `slices` slices and its mappings as the section `mesh`."""
     across = dict(zip(mesh, slices_by_axis(slices, mesh), strict=True))
     within = {axis: size // across[axis] for axis, size in mesh.items()}
     parts = {
@@ -97,66 +64,15 @@ def mesh_keys(
     }
 
 
-def yaml_limitations(plan: Plan) -> list[str]:
-    """List why Levanter does not follow the plan with a section of the flat schema alone; empty if it does."""
-    return list(_yaml_limitations(plan))
-
-
-def trainer_python(plan: Plan, schema: TrainerSchema) -> str | None:
-    """Write Python for a subclass of Levanter's TrainerConfig with the plan's mappings; None if YAML suffices."""
-    if schema is not TrainerSchema.FLAT or not yaml_limitations(plan):
-        return None
-    batch = _batch_mesh_axes(plan)
-    # without a batch axis in the mapping, Levanter's data loader and train step raise
-    compute = {BATCH_AXIS: batch, **as_tuples(plan.compute_mapping)}
-    lines = [
-        "from levanter.trainer import TrainerConfig",
-        "",
-        "class PlannedTrainerConfig(TrainerConfig):",
-        *_assignment("compute_axis_mapping", compute),
-        *_assignment("parameter_axis_mapping", as_tuples(plan.param_mapping)),
-        f"    data_axis_size = {mesh_size(plan.mesh, batch)}  # number of shards of the batch",
-    ]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def trainer_section(plan: Plan, schema: TrainerSchema) -> dict[str, Any]:
-    """Write the plan as the content of a `trainer:` section."""
-    match schema:
-        case TrainerSchema.FLAT:
-            return flat_trainer_section(plan)
-        case TrainerSchema.MESH:
-            return mesh_trainer_section(plan)
-        case _:
-            assert_never(schema)
-
-
-def trainer_yaml(
-    plan: Plan, schema: TrainerSchema = INSTALLED_SCHEMA, schedule: list[dict[str, int]] | None = None
-) -> str:
-    """Write the trainer section as text to paste.
+def trainer_yaml(plan: Plan, schedule: list[dict[str, int]] | None = None) -> str:
+    """Write the trainer section as text to paste; comments after it give settings outside of it.
 
     Args:
         schedule: the stages of a schedule of batches, which the section has in place of the plan's batch.
-
-    Comments after the section give settings outside of it, and a TrainerConfig subclass if the flat schema cannot
-    express the plan.
     """
     check_plan("trainer_yaml", plan)
-    comments = list(_settings_outside_trainer(plan, schema))
-    python = trainer_python(plan, schema)
-    if python is not None:
-        comments += [
-            *(
-                line
-                for reason in yaml_limitations(plan)
-                for line in _wrap(f"YAML alone cannot express this plan: {reason}.")
-            ),
-            "Use this class instead of TrainerConfig:",
-            "",
-            *python.splitlines(),
-        ]
-    section = trainer_section(plan, schema)
+    comments = list(_settings_outside_trainer(plan))
+    section = trainer_section(plan)
     if schedule is not None:
         section["train_batch_size"] = schedule
     return section_yaml(section) + "".join(f"# {line}".rstrip() + "\n" for line in comments)
@@ -179,13 +95,6 @@ def sections_yaml(sections: AnyMapping[str, Any]) -> str:
     return text
 
 
-def _replica_sizes(plan: Plan) -> tuple[int, int]:
-    """Return the number of slices along replica, and the size of replica within one slice."""
-    slices = parse_slice(plan.hardware.slice).slices
-    along = dict(zip(plan.mesh, slices_by_axis(slices, plan.mesh), strict=True))["replica"]
-    return along, plan.mesh["replica"] // along
-
-
 def _precision_policy(plan: Plan) -> str:
     return f"p={plan.workload.param_dtype},c={plan.workload.compute_dtype}"
 
@@ -200,24 +109,12 @@ def _batch_sizes(plan: Plan) -> dict[str, int]:
     }
 
 
-def _yaml_limitations(plan: Plan) -> Iterator[str]:
-    """Yield the reasons of `yaml_limitations`: lists of mesh axes, and a batch not sharded as Levanter shards it."""
-    entries = [*plan.compute_mapping.items(), *plan.param_mapping.items()]
-    lists = dict.fromkeys(axis for axis, mesh_axes in entries if len(mesh_axes) > 1 and axis != BATCH_AXIS)
-    if lists:
-        yield f"Levanter reads a list of mesh axes ({', '.join(lists)}) as one name, which is not a mesh axis"
-    batch = _batch_mesh_axes(plan)
-    if _sharding_axes(plan, batch) != _sharding_axes(plan, tuple(BATCH_MESH_AXES)):
-        planned = " x ".join(batch) or "no mesh axis"
-        yield f"Levanter always maps the batch to {' x '.join(BATCH_MESH_AXES)}, the plan to {planned}"
-
-
-def _settings_outside_trainer(plan: Plan, schema: TrainerSchema) -> Iterator[str]:
+def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
     """Yield lines of comment about settings outside of the trainer section that the plan requires."""
     if plan.workload.is_training and plan.workload.gradient_checkpointing != "default":
         yield from _wrap(f"model.gradient_checkpointing must be {plan.workload.gradient_checkpointing}, as planned.")
     vocab = plan.model.vocab
-    if _sharding_axes(plan, tuple(plan.compute_mapping.get(vocab, ()))) and not loss_takes_sharded_vocab(schema):
+    if _sharding_axes(plan, tuple(plan.compute_mapping.get(vocab, ()))):
         yield from _wrap(
             f"Call shardplan.patch_levanter() first, as scripts/levanter_main.py does: with {vocab} sharded, "
             f"Levanter's own loss is silently wrong. A plan without it: --pin {vocab}="
@@ -225,10 +122,9 @@ def _settings_outside_trainer(plan: Plan, schema: TrainerSchema) -> Iterator[str
     if parse_slice(plan.hardware.slice).is_cpu:
         return  # Levanter's attention on CPUs is no kernel, and correct under any sharding
     if plan.attention.strategy != Strategy.NONE:
-        yield from _attention_settings(plan, schema)
+        yield from _attention_settings(plan)
         return
-    positions = () if splash_takes_sharded_positions(schema) else (plan.model.position,)
-    unsharded = (*positions, *plan.model.unsharded_in_kernels)
+    unsharded = plan.model.unsharded_in_kernels
     sharded = [axis for axis in unsharded if _sharding_axes(plan, tuple(plan.compute_mapping.get(axis, ())))]
     if sharded:
         yield from _wrap(
@@ -237,7 +133,7 @@ def _settings_outside_trainer(plan: Plan, schema: TrainerSchema) -> Iterator[str
         )
 
 
-def _attention_settings(plan: Plan, schema: TrainerSchema) -> Iterator[str]:
+def _attention_settings(plan: Plan) -> Iterator[str]:
     """Yield lines of comment about the calls that replace Levanter's attention with sequence-parallel attention."""
     attention = plan.attention
     options = (
@@ -246,9 +142,9 @@ def _attention_settings(plan: Plan, schema: TrainerSchema) -> Iterator[str]:
         ("layout=layout", attention.layout != SequenceOrder.CONTIGUOUS),
     )
     arguments = ", ".join([f'"{attention.strategy}"', *(text for text, is_needed in options if is_needed)])
-    own = "gathers all keys on every device" if splash_takes_sharded_positions(schema) else "is silently wrong"
     yield from _wrap(
-        f"Use the attention of shardplan.attention.levanter, as planned: with sharded positions Levanter's own {own}."
+        "Use the attention of shardplan.attention.levanter, as planned: with sharded positions Levanter's own gathers "
+        "all keys on every device."
     )
     is_reordered = attention.layout != SequenceOrder.CONTIGUOUS
     if is_reordered:
@@ -263,11 +159,6 @@ def _attention_settings(plan: Plan, schema: TrainerSchema) -> Iterator[str]:
     )
     yield "    sequence = shard_sequence(example, layout)"
     yield "    losses = next_token_losses(model, sequence)"
-
-
-def _assignment(name: str, mapping: AxisMapping) -> list[str]:
-    """Return the Python lines that assign a mapping in a class, one logical axis a line."""
-    return [f"    {name} = {{", *(f"        {axis!r}: {mesh_axes!r}," for axis, mesh_axes in mapping.items()), "    }"]
 
 
 def _wrap(sentence: str) -> list[str]:

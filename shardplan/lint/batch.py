@@ -5,7 +5,6 @@ from itertools import pairwise
 from shardplan.levanter_config.trainer_section import BatchStage
 from shardplan.lint.findings import Finding, FindingKind, Findings, Severity, product_text
 from shardplan.lint.subject import Subject
-from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.workload import BATCH_AXIS
 
@@ -19,18 +18,15 @@ def check_batch(s: Subject) -> Findings:
         return
     name, size, mesh = s.section.batch_axis, s.section.batch or s.workload.batch, s.section.mesh
     mesh_axes = s.compute.get(name, ())
-    shards, trainer_shards = s.devices(mesh_axes), s.section.batch_shards
+    shards = s.devices(mesh_axes)
     key = BATCH_KEY if s.section.batch else "workload.batch"
-    refused_by_trainer = s.section.batch is not None and size % trainer_shards != 0
-    if size % shards or refused_by_trainer:
-        parts = trainer_shards if refused_by_trainer else shards
-        around = (size // parts * parts, (size // parts + 1) * parts)
+    if size % shards:
+        around = (size // shards * shards, (size // shards + 1) * shards)
         yield Finding(
             Severity.ERROR,
             FindingKind.BATCH,
             (key, s.size_key("model")),
-            f"{size} sequences are not divisible by the {parts} batch shards "
-            + (f"of {product_text(mesh, mesh_axes)}" if size % shards else "that Levanter assumes (replica x data)"),
+            f"{size} sequences are not divisible by the {shards} batch shards of {product_text(mesh, mesh_axes)}",
             f"use {' or '.join(str(n) for n in around if n)} sequences, or a larger model axis",
             axes=frozenset({name, *MESH_AXES}),
         )
@@ -40,8 +36,8 @@ def check_batch(s: Subject) -> Findings:
             FindingKind.BATCH,
             (key, PER_DEVICE_KEY, s.size_key("model")),
             f"{size} sequences are not a multiple of the microbatch of {s.section.microbatch}, "
-            f"{s.section.microbatch // trainer_shards} in each of {trainer_shards} batch shards",
-            f"make per_device_parallelism a divisor of {size // trainer_shards}",
+            f"{s.section.microbatch // shards} in each of {shards} batch shards",
+            f"make per_device_parallelism a divisor of {size // shards}",
             axes=frozenset({name, *MESH_AXES}),
         )
 
@@ -104,8 +100,7 @@ def check_replicated_batch(s: Subject) -> Findings:
         yield Finding(
             Severity.WARNING if is_mapped else Severity.ERROR,
             FindingKind.BATCH,
-            s.keys([name])
-            or ("trainer.batch_axis" if s.schema == TrainerSchema.FLAT else "trainer.mesh.batch_axis_name",),
+            s.keys([name]) or ("trainer.mesh.batch_axis_name",),
             f"{name!r} is replicated: every device computes all {size} sequences"
             if is_mapped
             else f"{name!r} is mapped to no mesh axis, and Levanter's data loader fails",

@@ -18,27 +18,11 @@ from shardplan.lint.findings import (
     sizes_text,
 )
 from shardplan.lint.subject import Subject
-from shardplan.model.levanter_compat import TrainerSchema, loss_takes_sharded_vocab, splash_takes_sharded_positions
 from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mesh_axes import MESH_AXES
 
 OTHER_BACKENDS = frozenset(ATTENTION_BACKENDS) - {"default", "splash"}
 """Values of `model.attn_backend` with which Levanter does not use splash attention on a TPU."""
-
-
-def check_lists(s: Subject) -> Findings:
-    """Find lists of mesh axes in the flat schema, which declares a mapping's values as tuples of exactly one string."""
-    for entry in (*s.section.compute_entries, *s.section.param_entries[len(s.section.compute_entries) :]):
-        if s.schema == TrainerSchema.FLAT and len(entry.mesh_axes) > 1 and "axis_resources." in entry.key:
-            text = ", ".join(entry.mesh_axes)
-            yield Finding(
-                Severity.ERROR,
-                FindingKind.LIST,
-                (entry.key,),
-                f"Levanter reads the list [{text}] as one name, which is not a mesh axis (ValueError)",
-                f"use one of {names_text(entry.mesh_axes)}, or pass the list to Levanter in Python",
-                axes=frozenset({entry.axis}),
-            )
 
 
 def check_unknown_axes(s: Subject) -> Findings:
@@ -163,35 +147,6 @@ def check_unused_mesh_axes(s: Subject) -> Findings:
         )
 
 
-def check_overridden(s: Subject) -> Findings:
-    """Find entries that another key wins over; Levanter applies `fsdp_axis` last, after `parameter_axis_resources`."""
-    seen = set()
-    for entries in (s.section.compute_entries, s.section.param_entries):
-        winners = {entry.axis: entry for entry in entries}
-        for entry in entries:
-            winner = winners[entry.axis]
-            if winner.mesh_axes == entry.mesh_axes or "." in winner.key.removeprefix("trainer."):
-                continue  # a more specific mapping is meant to win
-            if (entry.key, winner.key) in seen or s.devices(entry.mesh_axes) == 1:
-                continue
-            seen.add((entry.key, winner.key))
-            by = winner.key + (" (its default)" if winner.key in s.default_keys else "")
-            only_stored = entry in s.section.compute_entries and winner.key == "trainer.fsdp_axis"
-            yield Finding(
-                Severity.WARNING,
-                FindingKind.OVERRIDDEN,
-                (entry.key, winner.key),
-                f"{by} wins: {entry.axis} is "
-                + (
-                    f"sharded over {names_text(entry.mesh_axes)} in computations but stored sharded over data alone, "
-                    "so that its weights are resharded at every use"
-                    if only_stored
-                    else f"sharded over {names_text(winner.mesh_axes)}, and this entry has no effect"
-                ),
-                f"remove {entry.axis} from one of the two, or use another axis in {winner.key.split('.')[-1]}",
-            )
-
-
 def check_duplicates(s: Subject) -> Findings:
     """Find mesh axes, of any size, that two dimensions of one array are mapped to."""
     arrays = [(tuple(p.axes), short(p.path), s.params) for p in s.axes.parameters]
@@ -253,8 +208,6 @@ def check_attention(s: Subject) -> Findings:
     if s.hardware.is_cpu or (s.attention_backend or "").lower() in OTHER_BACKENDS:
         return
     required = {axis for a in s.step.attention_axes for axis in a.unsharded_in_kernels}
-    if not splash_takes_sharded_positions(s.schema):
-        required.add(s.axes.position)
     sharded = [axis for axis in s.compute if axis in required and s.devices(s.compute[axis]) > 1]
     if sharded and s.step.attention_axes:
         yield Finding(
@@ -269,9 +222,9 @@ def check_attention(s: Subject) -> Findings:
 
 
 def check_loss(s: Subject) -> Findings:
-    """Find sharding that the loss of marin-levanter ignores."""
+    """Find sharding that Levanter's loss ignores."""
     sharded = [axis for axis in (s.axes.vocab, s.axes.residual) if s.devices(s.compute.get(axis, ())) > 1]
-    if sharded and not loss_takes_sharded_vocab(s.schema):
+    if sharded:
         yield Finding(
             Severity.ERROR,
             FindingKind.LOSS,
@@ -301,13 +254,11 @@ def check_loading(s: Subject) -> Findings:
 BLOCKING: tuple[Callable[[Subject], Findings], ...] = (check_duplicates, check_divisibility, check_batch)
 """Checks whose errors make a prediction impossible."""
 OTHERS: tuple[Callable[[Subject], Findings], ...] = (
-    check_lists,
     check_unknown_axes,
     check_activation_axes,
     check_stacked_axes,
     check_heads,
     check_unused_mesh_axes,
-    check_overridden,
     check_vocabulary,
     check_replicated_batch,
     check_attention,

@@ -1,25 +1,25 @@
 """Corrects what Levanter rejects to what was probably meant, so that all other checks can run; each is a finding."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardplan.errors import ConfigError, closest, nearest
 from shardplan.hardware import Slice
-from shardplan.levanter_config.mesh_schema import MESH_KEYS
+from shardplan.levanter_config.flat_schema import FLAT_KEYS, convert_sections, old_keys
+from shardplan.levanter_config.mesh_section import MESH_KEYS
 from shardplan.levanter_config.model_section import ATTENTION_BACKENDS
 from shardplan.levanter_config.section import CorrectableError, MappingError, SectionReader
-from shardplan.levanter_config.trainer_section import COMMON_KEYS, OWN_KEYS, TrainerSection, parse_trainer_section
+from shardplan.levanter_config.trainer_section import TRAINER_KEYS, TrainerSection, parse_trainer_section
 from shardplan.lint.edits import Edit
 from shardplan.lint.findings import Finding, FindingKind, Severity
-from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.mesh_axes import MESH_AXES
 
 RENAME_CUTOFF = 0.75
 """Similarity (`difflib.SequenceMatcher.ratio`) from which on an unknown name is taken for a misspelt one."""
 MAX_CORRECTIONS_PER_KEY = 2
-"""In the mesh schema, the size of `data` is first made a divisor of the devices, then what the other axes leave."""
+"""The size of `data` is first made a divisor of the devices, then what the other axes leave."""
 
 
 def parse_nearest(
@@ -34,9 +34,49 @@ def parse_nearest(
         ConfigError: a value of the wrong type, or a mesh that is not replica x data x model.
     """
     trainer, findings = correct_keys(trainer, hardware)
+    section, trainer, more = _read_nearest(
+        trainer, lambda values: parse_trainer_section(values, hardware.devices, hardware.slices)
+    )
+    return section, findings + more, trainer
+
+
+def convert_nearest(sections: Mapping[str, Any], hardware: Slice) -> tuple[dict[str, Any], list[str], list[Finding]]:
+    """Convert sections of levanter 1.2, after correcting what neither version has in their `trainer` section.
+
+    Returns:
+        The sections as Levanter has them today, the dotted keys that it does not have any more, and a finding per
+        correction. Sections without such keys are returned as they are.
+
+    Raises:
+        ConfigError: a value of the wrong type.
+    """
+    trainer: Any = sections["trainer"]
+    findings: list[Finding] = []
+    if isinstance(trainer, Mapping):
+        trainer, findings = correct_keys(trainer, hardware, FLAT_KEYS)
+    old = old_keys({**sections, "trainer": trainer})
+    if not old:
+        return dict(sections), [], []
+    if not any(key.startswith("trainer.") for key in old):
+        return convert_sections(sections, hardware), old, []
+    converted, _, more = _read_nearest(
+        trainer, lambda values: convert_sections({**sections, "trainer": values}, hardware)
+    )
+    return converted, old, findings + more
+
+
+def _read_nearest[Read](
+    trainer: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Read]
+) -> tuple[Read, Mapping[str, Any], list[Finding]]:
+    """Read the content of a `trainer` section, after replacing each wrong value by the nearest that can be read.
+
+    Returns:
+        What `read` returns, the corrected content, and a finding per value.
+    """
+    findings: list[Finding] = []
     while True:
         try:
-            return parse_trainer_section(trainer, hardware.devices, hardware.slices), findings, trainer
+            return read(trainer), trainer, findings
         except CorrectableError as error:
             if sum(finding.where == (error.key,) for finding in findings) >= MAX_CORRECTIONS_PER_KEY:
                 raise
@@ -44,8 +84,13 @@ def parse_nearest(
             findings.append(_value_finding(error))
 
 
-def correct_keys(trainer: Mapping[str, Any], hardware: Slice) -> tuple[dict[str, Any], list[Finding]]:
+def correct_keys(
+    trainer: Mapping[str, Any], hardware: Slice, also_valid: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[Finding]]:
     """Rename every key that Levanter does not have to the one that was probably meant, or else remove it.
+
+    Args:
+        also_valid: keys of the trainer section that are taken besides Levanter's.
 
     Returns:
         The corrected content of the `trainer` section, and a finding per key.
@@ -55,9 +100,9 @@ def correct_keys(trainer: Mapping[str, Any], hardware: Slice) -> tuple[dict[str,
     """
     corrected = copy.deepcopy(SectionReader("trainer", trainer).values)
     findings = []
-    for section in _sections(corrected):
+    for section in _sections(corrected, also_valid):
         for key in [key for key in section.values if key not in section.valid]:
-            meant = closest(str(key), section.suggested, RENAME_CUTOFF)
+            meant = closest(str(key), section.valid, RENAME_CUTOFF)
             if meant in section.values or not _is_readable(section.path, meant, section.values[key], hardware):
                 meant = None
             if meant is None and section.is_mesh:
@@ -97,8 +142,6 @@ class _Section:
     """Names of the sections within `trainer` down to this one."""
     values: dict[Any, Any]
     valid: tuple[str, ...]
-    suggested: tuple[str, ...]
-    """Those of `valid` that the schema of the file has."""
     is_mesh: bool = False
     """Whether its keys are mesh axes, of which Levanter takes any."""
 
@@ -107,17 +150,14 @@ class _Section:
         return ".".join(("trainer", *self.path))
 
 
-def _sections(trainer: dict[Any, Any]) -> Iterator[_Section]:
+def _sections(trainer: dict[Any, Any], also_valid: Sequence[str]) -> Iterator[_Section]:
     """Yield the sections with a fixed set of keys; each is looked up after the keys of the one before are corrected."""
-    keys = (*COMMON_KEYS, *OWN_KEYS[TrainerSchema.FLAT], *OWN_KEYS[TrainerSchema.MESH])
-    schemas = [schema for schema in TrainerSchema if any(key in trainer for key in OWN_KEYS[schema])]
-    own = [key for schema in schemas or TrainerSchema for key in OWN_KEYS[schema]]
-    yield _Section((), trainer, keys, (*COMMON_KEYS, *own))
+    yield _Section((), trainer, (*TRAINER_KEYS, *also_valid))
     mesh = trainer.get("mesh")
     if isinstance(mesh, dict):
-        yield _Section(("mesh",), mesh, MESH_KEYS, MESH_KEYS)
+        yield _Section(("mesh",), mesh, MESH_KEYS)
         if isinstance(mesh.get("axes"), dict):
-            yield _Section(("mesh", "axes"), mesh["axes"], MESH_AXES, MESH_AXES, is_mesh=True)
+            yield _Section(("mesh", "axes"), mesh["axes"], MESH_AXES, is_mesh=True)
 
 
 def _is_readable(path: tuple[str, ...], key: str | None, value: Any, hardware: Slice) -> bool:
@@ -128,7 +168,8 @@ def _is_readable(path: tuple[str, ...], key: str | None, value: Any, hardware: S
     for name in reversed(path):
         content = {name: content}
     try:
-        parse_nearest(content, hardware)
+        converted, _, _ = convert_nearest({"trainer": content}, hardware)
+        parse_nearest(converted["trainer"], hardware)
     except ConfigError:
         return False
     return True
@@ -139,7 +180,7 @@ def _key_finding(section: _Section, key: Any, meant: str | None) -> Finding:
         kind, problem = FindingKind.UNKNOWN_MESH_AXIS, f"a plan's mesh is {' x '.join(MESH_AXES)}; not {key!r}"
     else:
         kind, problem = FindingKind.UNKNOWN_KEY, f"Levanter has no key {key!r} in {section.name} and does not start"
-    similar = closest(str(key), section.suggested)
+    similar = closest(str(key), section.valid)
     remove = f"remove it, or did you mean {similar!r}?" if similar else "remove it"
     return Finding(
         Severity.ERROR,

@@ -8,10 +8,8 @@ from typing import Any
 
 from shardplan.errors import closest
 from shardplan.hardware import divisors
-from shardplan.levanter_config.flat_schema import DEFAULT_FSDP_AXIS
 from shardplan.lint.batch import BATCH_KEY, PER_DEVICE_KEY, nearest_multiples, stage_divisor
 from shardplan.lint.subject import Subject
-from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.serialization import flatten
 
@@ -51,7 +49,7 @@ def _parent(trainer: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
 
 
 def diff_trainers(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """List the keys that differ as lines of a unified diff: `-trainer.fsdp_axis: mlp`, `+trainer.fsdp_axis: embed`."""
+    """List the keys that differ as lines of a unified diff: `-trainer.seed: 1`, `+trainer.seed: 2`."""
     old, new = flatten(before, TRAINER_PREFIX), flatten(after, TRAINER_PREFIX)
     lines = []
     for key in dict.fromkeys((*old, *new)):
@@ -64,14 +62,12 @@ def diff_trainers(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 
 NO_ENTRY = "no entry"
 """What a mapping has for a logical axis that it leaves out."""
-MAPPINGS = ("axis_resources", "compute_mapping", "param_mapping", "parameter_axis_resources", "shared_mapping")
+MAPPINGS = ("compute_mapping", "param_mapping", "shared_mapping")
 """Sections that map logical axes; an axis that they do not have is replicated, or sharded by another entry."""
 DEFAULTS = {
-    "batch_axis": "batch", "fsdp_axis": DEFAULT_FSDP_AXIS, "mesh.axes.data": "-1", "mesh.axes.model": "1",
-    "mesh.axes.replica": "1", "mesh.batch_axis_name": "batch", "mesh.dcn_axes.replica_dcn": "-1",
-    "mesh.param_mapping.embed": "data", "mesh.shared_mapping.heads": "model", "mesh.shared_mapping.mlp": "model",
-    "model_axis_size": "1", "per_device_parallelism": "-1", "replica_dcn_axis_size": "1",
-    "replica_ici_axis_size": "1", "train_batch_size": "512",
+    "mesh.axes.data": "-1", "mesh.axes.model": "1", "mesh.axes.replica": "1", "mesh.batch_axis_name": "batch",
+    "mesh.dcn_axes.replica_dcn": "-1", "mesh.param_mapping.embed": "data", "mesh.shared_mapping.heads": "model",
+    "mesh.shared_mapping.mlp": "model", "per_device_parallelism": "-1", "train_batch_size": "512",
 }  # fmt: skip
 """Key of the trainer section -> Levanter's value if the file omits it."""
 
@@ -125,8 +121,6 @@ def candidate_edits(trainer: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
     yield from _mesh_size_edits(written, s)
     yield from _entry_edits(written, s)
     yield from _new_entries(written, s)
-    if s.schema == TrainerSchema.FLAT:
-        yield from _fsdp_edits(written, s)
 
 
 def _corrections(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
@@ -140,8 +134,6 @@ def _mesh_size_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
     """Other sizes of `model`, and of those other mesh axes whose size is in the file."""
     parts = divisors(s.hardware.devices // s.hardware.slices)
     others: dict[str, Sequence[int]] = {
-        "trainer.replica_ici_axis_size": parts,
-        "trainer.replica_dcn_axis_size": (-1,),
         "trainer.mesh.axes.replica": parts,
         "trainer.mesh.axes.data": (-1, *parts),
         "trainer.mesh.dcn_axes.replica_dcn": (-1,),
@@ -196,13 +188,10 @@ def _schedule_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
 
 def _entry_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
     """Changes of existing entries; an entry that exists by default is overridden."""
-    batch_key = "trainer.batch_axis" if s.schema == TrainerSchema.FLAT else "trainer.mesh.batch_axis_name"
+    batch_key = "trainer.mesh.batch_axis_name"
     if batch_key in written:
         yield Edit({}, (batch_key,), frozenset(s.batch_axes))
     entries = {entry.key: entry for entry in (*s.section.compute_entries, *s.section.param_entries)}
-    for name in written.get("trainer.tensor_parallel_axes") or ():
-        others = [axis for axis in written["trainer.tensor_parallel_axes"] if axis != name]
-        yield Edit({"trainer.tensor_parallel_axes": others}, axes=frozenset({name}))
     for key, entry in entries.items():
         section, _, axis = key.rpartition(".")
         if axis != entry.axis or section == TRAINER_PREFIX.rstrip("."):
@@ -227,19 +216,6 @@ def _new_entries(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
             key = f"{section}.{axis}"
             if s.section.mesh[mesh_axis] > 1 and key not in written and not _shards_residual(key, s):
                 yield Edit({key: mesh_axis}, axes=frozenset({axis}))
-
-
-def _fsdp_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    """Other axes of FSDP; the default one by removing the key."""
-    key = "trainer.fsdp_axis"
-    current = written.get(key, DEFAULT_FSDP_AXIS)
-    old = frozenset([current] if isinstance(current, str) else current or ())
-    for axis in (None, *s.weight_axes):
-        axes = old | ({axis} if axis else frozenset())
-        if axis == DEFAULT_FSDP_AXIS and key in written and axis != current:
-            yield Edit({}, (key,), axes)
-        elif axis != current:
-            yield Edit({key: axis}, axes=axes)
 
 
 def _shards_residual(key: str, s: Subject) -> bool:

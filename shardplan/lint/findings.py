@@ -51,8 +51,6 @@ class FindingKind(StrEnum):
     """Levanter needs a key that the file does not have."""
     NOT_COUNTED = "not counted"
     """The prediction leaves out what a section of the file does."""
-    OVERRIDDEN = "overridden"
-    """Another key wins over an entry."""
     PROGRAM = "program"
     """The installed Levanter does not have the program that the file is for."""
     REPLICATED = "replicated"

@@ -1,6 +1,6 @@
 """Prepares a Levanter configuration for the lint: its program, Levanter's own verdict, and its sections corrected.
 
-Sections in the schema of another Levanter than the installed one are converted first; whatever Levanter's parser
+Sections of levanter 1.2 are converted first; whatever Levanter's parser
 refuses then is corrected or left out, so that the other checks see what was probably meant.
 """
 
@@ -12,16 +12,13 @@ from typing import Any
 from shardplan.config import PlanConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice, parse_slice
-from shardplan.levanter_config.conversion import NAME_OF_VERSION, convert_sections, foreign_keys
 from shardplan.levanter_config.levanter_file import LevanterFile, read_levanter_file
 from shardplan.levanter_config.programs import ProgramChoice, choose_program
-from shardplan.levanter_config.trainer_section import OWN_KEYS
-from shardplan.lint.corrections import correct_keys, parse_nearest
+from shardplan.lint.corrections import convert_nearest, parse_nearest
 from shardplan.lint.findings import Finding, FindingKind, Severity, names_text
 from shardplan.lint.parser.corrections import CorrectedSections, correct_sections
 from shardplan.lint.parser.problem import ParserVerdict, Problem, ProblemKind
 from shardplan.lint.parser.run_worker import ParserStopped, shared_parser
-from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
 
 KINDS = {"eval": "evaluation", "prefill": "sampling", "train": "training"}
 """Kind of workload -> what Levanter's program does."""
@@ -39,9 +36,9 @@ class PreparedFile:
     choice: ProgramChoice
     corrected: CorrectedSections
     findings: tuple[Finding, ...]
-    """What Levanter's parser refuses, and keys of another version."""
+    """What Levanter's parser refuses, and keys of levanter 1.2."""
     converted: Mapping[str, Any]
-    """Section -> its content in the schema of the installed Levanter, for sections that are in another one."""
+    """Section -> its content as Levanter has it today, for sections that are of levanter 1.2."""
     notes: tuple[str, ...]
     """What is assumed, and what could not be asked."""
 
@@ -64,19 +61,14 @@ def prepare_file(path: str, config: PlanConfig) -> PreparedFile:
         config = dataclasses.replace(config, workload=dataclasses.replace(config.workload, kind=choice.program.kind))
     if file.slice is not None and "hardware.slice" not in config.given:
         config = dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, slice=file.slice))
-    schema = config.levanter_schema if "levanter_schema" in config.given else INSTALLED_SCHEMA
     notes = [] if choice.evidence or is_kind_given else [f"{KINDS[choice.program.kind]} (workload.kind)"]
     try:
-        sections, findings, changed = _in_schema(file.sections, schema, parse_slice(config.hardware.slice))
+        sections, findings, changed = _convert(file.sections, parse_slice(config.hardware.slice))
         parse_nearest(sections["trainer"], parse_slice(config.hardware.slice))  # errors before the parser is asked
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    verdict = ParserVerdict(())
-    if schema == INSTALLED_SCHEMA:
-        verdict, unasked = _ask(file, choice, sections if changed else None)
-        notes += unasked
-    else:
-        notes.append(f"that {NAME_OF_VERSION[schema]}, which is not installed here, takes all other keys")
+    verdict, unasked = _ask(file, choice, sections if changed else None)
+    notes += unasked
     corrected = correct_sections(sections, verdict, choice.program, CORRECTED_ELSEWHERE)
     converted = {name: sections[name] for name in changed}
     findings += _check_length(corrected.sections, choice)
@@ -98,34 +90,21 @@ def _check_length(sections: Mapping[str, Any], choice: ProgramChoice) -> Iterato
         )
 
 
-def _in_schema(
-    sections: Mapping[str, Any], schema: TrainerSchema, hardware: Slice
-) -> tuple[dict[str, Any], list[Finding], list[str]]:
-    """Return the sections in `schema`, a finding where they are in another one, and the names of those that changed."""
-    trainer = sections["trainer"]
-    if isinstance(trainer, dict):  # a misspelt key of the other version is one of that version
-        trainer, _ = correct_keys(trainer, hardware)
-    foreign = foreign_keys({**sections, "trainer": trainer}, schema)
-    if not foreign:
-        return dict(sections), [], []
-    (other,) = (each for each in TrainerSchema if each != schema)
-    findings = [
-        Finding(
-            Severity.ERROR,
-            FindingKind.SCHEMA,
-            tuple(foreign),
-            f"{names_text(key.partition('.')[2] for key in foreign)} {'is' if len(foreign) == 1 else 'are'} of "
-            f"{NAME_OF_VERSION[other]}: {NAME_OF_VERSION[schema]} does not start; the other findings are about the "
-            "converted section",
-            f"use the converted section, or {NAME_OF_VERSION[other]} (levanter_schema {other})",
-        )
-    ]
-    trainer = sections["trainer"]
-    if isinstance(trainer, dict) and not any(key in OWN_KEYS[schema] for key in trainer):
-        _, corrections, trainer = parse_nearest(trainer, hardware)
-        findings += corrections
-    converted = convert_sections({**sections, "trainer": trainer}, schema, hardware)
-    return converted, findings, [name for name in converted if converted[name] != sections.get(name)]
+def _convert(sections: Mapping[str, Any], hardware: Slice) -> tuple[dict[str, Any], list[Finding], list[str]]:
+    """Return the sections as Levanter has them today, findings where a file is of levanter 1.2, and what changed."""
+    converted, old, corrections = convert_nearest(sections, hardware)
+    if not old:
+        return converted, [], []
+    finding = Finding(
+        Severity.ERROR,
+        FindingKind.SCHEMA,
+        tuple(old),
+        f"{names_text(key.partition('.')[2] for key in old)} {'is' if len(old) == 1 else 'are'} of levanter 1.2: "
+        "Levanter does not start; the other findings are about the converted section",
+        "use the converted section",
+    )
+    changed = [name for name in converted if converted[name] != sections.get(name)]
+    return converted, [finding, *corrections], changed
 
 
 def _ask(

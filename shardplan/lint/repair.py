@@ -44,7 +44,7 @@ class Review(Displayed):
     best: Plan | None
     why_no_best: str = ""
     converted: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Section -> its content for the installed Levanter, of sections that are in the schema of another version."""
+    """Section -> its content as Levanter has it today, for sections that are of levanter 1.2."""
     stopped_after: float | None = None
     """Seconds after which the search for edits was stopped; None if it was not."""
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from shardplan.hardware import Slice
 from shardplan.levanter_config.section import MappingEntry
-from shardplan.levanter_config.trainer_section import TrainerSection, schema_of
+from shardplan.levanter_config.trainer_section import TrainerSection
 from shardplan.lint.findings import short
 from shardplan.model.axes import ModelAxes, Parameter
-from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.serialization import flatten
@@ -36,11 +35,6 @@ class Subject:
     """`model.attn_backend`, corrected; None for Levanter's default."""
     activation_only: frozenset[str] = frozenset()
     """Logical axes in the compute mapping that activations have, but neither parameters nor the tokens."""
-
-    @property
-    def schema(self) -> TrainerSchema:
-        """The schema of the section."""
-        return schema_of(self.trainer)
 
     @cached_property
     def compute(self) -> dict[str, tuple[str, ...]]:
@@ -157,14 +151,8 @@ class Subject:
         return {entry.key for entry in self._entries} - flatten(self.trainer, "trainer.").keys()
 
     def size_key(self, mesh_axis: str) -> str:
-        """Key of the size of a mesh axis; for `data` in the flat schema, which has none, that of `model`."""
-        if self.schema == TrainerSchema.MESH:
-            return f"trainer.mesh.axes.{mesh_axis}"
-        return "trainer.replica_ici_axis_size" if mesh_axis == "replica" else "trainer.model_axis_size"
+        """Key of the size of a mesh axis."""
+        return f"trainer.mesh.axes.{mesh_axis}"
 
-    @property
-    def mapping_keys(self) -> tuple[str, str]:
-        """Keys of the mapping for compute and parameter sharding, and of the mapping for parameter sharding alone."""
-        if self.schema == TrainerSchema.FLAT:
-            return "trainer.axis_resources", "trainer.parameter_axis_resources"
-        return "trainer.mesh.shared_mapping", "trainer.mesh.param_mapping"
+    mapping_keys = ("trainer.mesh.shared_mapping", "trainer.mesh.param_mapping")
+    """Keys of the mapping for compute and parameter sharding, and of the mapping for parameter sharding alone."""

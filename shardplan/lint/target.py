@@ -10,7 +10,6 @@ from shardplan.levanter_config.training_extras import TrainingExtras
 from shardplan.lint.lint import LintTarget, target_of
 from shardplan.lint.prepare import PreparedFile
 from shardplan.model.bundled_configs import BUNDLED
-from shardplan.model.levanter_compat import max_positions
 from shardplan.model.registry import Model
 from shardplan.model.section_model import (
     ASSUMED_VOCABULARY,
@@ -66,7 +65,7 @@ def _section_target(
     vocabulary, assumed = _vocabulary(prepared.sections)
     position = section.position or (config.workload.position if "workload.position" in config.given else None)
     model = build_section_model(values, vocabulary, position)
-    section = dataclasses.replace(section, position=position or max_positions(model.config))
+    section = dataclasses.replace(section, position=position or model.config.max_Pos.size)
     return target_of(config, section, extras, model), assumed
 
 

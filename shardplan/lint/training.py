@@ -21,7 +21,6 @@ from shardplan.hardware import Slice
 from shardplan.levanter_config.training_extras import LARGER_STATE, OPTIMIZERS, TrainingExtras
 from shardplan.lint.findings import Finding, FindingKind, Severity
 from shardplan.model.inspect import axes_of, named_leaves
-from shardplan.model.levanter_compat import IS_MARIN
 from shardplan.model.registry import Model
 from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import as_tuples, mesh_size
@@ -96,7 +95,7 @@ def _adapter_memory(plan: Plan, model: Model, hardware: Slice, width: float, ada
 
 def adapter_bytes(plan: Plan, model: Model, extras: TrainingExtras) -> int:
     """Bytes per device of the parameters of the file's adapters, as Levanter itself adds them to the model."""
-    lora = import_module("levanter.adaptor.lora" if IS_MARIN else "levanter.lora")
+    lora = import_module("levanter.adaptor.lora")
     values = dict(extras.lora or {})
     names = {field for field in lora.LoraConfig.__dataclass_fields__}
     settings = lora.LoraConfig(**{key: value for key, value in values.items() if key in names})

@@ -1,63 +1,27 @@
-"""What differs between versions of Levanter, and between Levanter's models and the Hugging Face models of their name.
+"""What differs between Levanter's models and the Hugging Face models of their name, and what is Levanter's own.
 
-shardplan runs on two versions: levanter 1.2.dev1644 with transformers 4, and marin-levanter with transformers 5. No
-other module asks which is installed. After an upgrade of either, revise every entry here; tests/unit/test_hf_config.py
-and tests/golden/test_logits.py check each of them. (How the versions write configuration files is in
+After an upgrade of Levanter or transformers, revise every entry here; tests/unit/test_hf_config.py and
+tests/golden/test_logits.py check each of them. (How Levanter writes configuration files is in
 `shardplan.levanter_config`.) Imports no JAX, as the modules that read configurations must not.
 """
 
 import dataclasses
 from collections.abc import Callable
-from enum import StrEnum
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 from shardplan.errors import ConfigError
 
-
-def _is_marin() -> bool:
-    """Whether the installed Levanter is marin-levanter."""
-    try:
-        metadata.version("marin-levanter")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-class TrainerSchema(StrEnum):
-    """How a version of Levanter spells the mesh and the mappings of a trainer section."""
-
-    FLAT = "flat"
-    """levanter 1.2.dev1644: `model_axis_size`, `axis_resources`, `parameter_axis_resources`, ..."""
-    MESH = "mesh"
-    """marin-levanter: a section `mesh`."""
-
-
-IS_MARIN = _is_marin()
-"""Whether the installed Levanter is marin-levanter."""
-LEVANTER_PACKAGES = ("marin-haliax", "marin-levanter") if IS_MARIN else ("haliax", "levanter")
+LEVANTER_PACKAGES = ("marin-haliax", "marin-levanter")
 """The packages that have the modules `haliax` and `levanter`."""
-INSTALLED_SCHEMA = TrainerSchema.MESH if IS_MARIN else TrainerSchema.FLAT
-"""The schema of the installed Levanter."""
-LENGTH_FIELD = "max_seq_len" if IS_MARIN else "seq_len"
-"""Field of Levanter's model configurations for the number of positions."""
-RESIZES_VOCAB = not IS_MARIN
-"""Whether `load_pretrained` of Levanter's converter resizes the vocabulary to that of the tokenizer by default."""
-LOSS_WEIGHT_FIELD = "loss_weight" if IS_MARIN else "loss_mask"
-"""Field of Levanter's `LmExample` for the weight of each token's loss."""
-LOSS_WEIGHT_ARGUMENT = "weight" if IS_MARIN else "where"
-"""Argument of Levanter's `cross_entropy_and_logsumexp_penalty` for the weight of each loss."""
 
 CHECKPOINT_MODEL = "model"
 """Name of the model in Levanter's checkpoints."""
-CHECKPOINT_FILES = ("d/", "manifest.json", "manifest.ocdbt") if IS_MARIN else (f"{CHECKPOINT_MODEL}/",)
+CHECKPOINT_FILES = ("d/", "manifest.json", "manifest.ocdbt")
 """Files and folders (with `/` at the end) in which Levanter's checkpoints of a model hold its arrays."""
 
-LIBTPU_RELEASE = "0.0.48" if IS_MARIN else "0.0.42"
-"""The release of libtpu that belongs to the JAX that this Levanter runs on, as pyproject.toml names it."""
-LIBTPU_FUSES_ALL_GATHERS = not IS_MARIN
-"""Whether libtpu fuses asynchronous all-gathers with matmuls; later than 0.0.42 it does on v5e alone, and refuses to
-compile with that option elsewhere ("Continuation fusion for AllGather ... is not supported")."""
+LIBTPU_RELEASE = "0.0.48"
+"""The release of libtpu that belongs to JAX 0.11, as pyproject.toml names it."""
 
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new",
@@ -88,24 +52,6 @@ UNIFORM_WINDOW_TYPES = ("mistral", "mixtral")
 """Model types with `sliding_window` in every layer."""
 LAYER_WINDOW_TYPES = ("gemma2", "qwen2", "qwen3")
 """Model types with `sliding_window` in the layers that `layer_types` calls "sliding_attention"."""
-
-
-def splash_takes_sharded_positions(schema: TrainerSchema) -> bool:
-    """Whether the splash attention of the Levanter with this schema is right if queries are sharded along positions.
-
-    That of levanter 1.2 applies the mask of the first shard on every device. That of marin-levanter does not, and
-    gathers the keys on every device.
-    """
-    return schema == TrainerSchema.MESH
-
-
-def loss_takes_sharded_vocab(schema: TrainerSchema) -> bool:
-    """Whether the losses of the Levanter with this schema are right if computations shard `vocab`.
-
-    Those of marin-levanter are computed in a `shard_map` without a sum over the shards of `vocab`: every device has the
-    loss among its own tokens of the vocabulary. `shardplan.levanter_patch` replaces them.
-    """
-    return schema == TrainerSchema.FLAT
 
 
 def prepare_hf_config(hf: Any) -> Any:
@@ -191,21 +137,6 @@ def rope_of(hf: Any) -> tuple[float | None, dict[str, Any] | None]:
     return parameters["rope_theta"], None if scaling.get("rope_type", "default") == "default" else scaling
 
 
-def max_positions(config: Any) -> int:
-    """Return the number of positions that a Levanter model configuration allows."""
-    return int((config.max_Pos if IS_MARIN else config.Pos).size)
-
-
-def attention_window(config: Any) -> int | None:
-    """Return the window in tokens that an `AttentionConfig` adds to every mask; levanter 1.2 has no such field."""
-    return getattr(config, "sliding_window", None)
-
-
-def bidirectional_window(mask: Any) -> int | None:
-    """Return the window in tokens to both sides that an `AttentionMask` has; levanter 1.2 has no such field."""
-    return getattr(mask, "bidirectional_window", None)
-
-
 def _apply_rope_scaling(config: Any, hf: Any) -> Any:
     """Set `rope`: Mistral and Mixtral configurations drop the scaling, and Levanter's YaRN is another one."""
     theta, scaling = rope_of(hf)
@@ -286,35 +217,6 @@ def _apply_gemma2_limits(config: Any, hf: Any) -> Any:
         attn_logit_softcapping=hf.attn_logit_softcapping,
         sliding_window=hf.sliding_window,
     )
-
-
-def write_tokenizer(tokenizer: Any, folder: str, chat_template: str | None) -> None:
-    """Write the files of a converter's tokenizer as the installed Levanter does.
-
-    Args:
-        chat_template: replaces the one of the tokenizer.
-    """
-    hf_checkpoints = import_module("levanter.compat.hf_checkpoints")
-    if IS_MARIN:
-        hf_checkpoints._save_tokenizer_pretrained(tokenizer, folder, chat_template=chat_template)
-        return
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
-    tokenizer.save_pretrained(folder)
-
-
-def tensorstore_spec(root: str, path: str) -> dict[str, Any]:
-    """Return the tensorstore spec of an array in a Levanter checkpoint.
-
-    Args:
-        root: the checkpoint, a folder or a gs:// or s3:// reference.
-        path: name of the array, with `/` between its parts.
-    """
-    if IS_MARIN:
-        serialization = import_module("levanter.tensorstore_serialization")
-        return dict(serialization._create_ocdbt_spec(root, path))
-    serialization = import_module("jax.experimental.array_serialization.serialization")
-    return dict(serialization.get_tensorstore_spec(f"{root}/{path}"))
 
 
 CORRECTIONS: dict[str, tuple[Callable[[Any, Any], Any], ...]] = {

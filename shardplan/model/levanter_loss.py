@@ -1,11 +1,10 @@
 """The loss of the next token as Levanter's trainer computes it, made right for a sharded vocabulary.
 
-marin-levanter never makes the logits of all tokens: each device multiplies its tokens with one block of the vocabulary
-after the other, in a `shard_map`, and computes the logits again for the gradients. The sizes of the blocks depend on
-the generation of the devices and on the tokens of a device. levanter 1.2 makes all logits, unless the model's
-configuration has a `cross_entropy_block_size`.
+Levanter never makes the logits of all tokens: each device multiplies its tokens with one block of the vocabulary after
+the other, in a `shard_map`, and computes the logits again for the gradients. The sizes of the blocks depend on the
+generation of the devices and on the tokens of a device.
 
-Where computations shard the vocabulary, marin-levanter's function takes every device's part of it for the whole.
+Where computations shard the vocabulary, Levanter's function takes every device's part of it for the whole.
 `fused_loss` is the same function with the sums over devices that it leaves out; `shardplan.levanter_patch` gives it to
 Levanter, and `next_token_losses` uses it.
 """
@@ -24,14 +23,12 @@ from levanter.layers.attention import AttentionMask
 from levanter.models import loss
 from levanter.models.lm_model import LmExample
 
-from shardplan.model.levanter_compat import IS_MARIN, LOSS_WEIGHT_FIELD
-
 FUSED_LOSS = "fused_cross_entropy_loss_and_logsumexp_penalty"
-"""Function of `levanter.models.loss` with which language models of marin-levanter compute their losses."""
+"""Function of `levanter.models.loss` with which Levanter's language models compute their losses."""
 LEVANTERS_FUSED_LOSS = getattr(loss, FUSED_LOSS, None)
 """Levanter's own function of that name; None if this version has none."""
 KERNELS = "levanter.kernels.pallas.fused_cross_entropy_loss"
-"""Package of marin-levanter that computes the losses of one device."""
+"""Package of Levanter that computes the losses of one device."""
 
 
 def next_token_losses(
@@ -49,12 +46,10 @@ def next_token_losses(
         float32[batch, position] in nats. The last position has no loss. An auxiliary loss, as routers of experts have
         it, is added at every position.
     """
-    example = LmExample(tokens=tokens, attn_mask=mask, **{LOSS_WEIGHT_FIELD: predicted.astype(jnp.float32)})
+    example = LmExample(tokens=tokens, attn_mask=mask, loss_weight=predicted.astype(jnp.float32))
     settings = {"reduction": None, "reduction_axis": (), "logit_soft_cap": soft_cap}
     with _right_for_sharded_vocab():
-        if IS_MARIN:
-            return module.compute_next_token_loss(example, **settings)
-        return import_module("levanter.models.lm_model").compute_next_token_loss(module, example, **settings)
+        return module.compute_next_token_loss(example, **settings)
 
 
 @contextmanager
@@ -64,9 +59,6 @@ def block_sizes_of(device_kind: str) -> Iterator[None]:
     Args:
         device_kind: as JAX names it, such as "TPU v4".
     """
-    if not IS_MARIN:
-        yield
-        return
     sizes = import_module(f"{KERNELS}.tuned_block_sizes")
     with _replaced(sizes, "_normalized_device_kind", lambda given: (given or device_kind).lower()):
         yield
@@ -78,9 +70,6 @@ def one_block_of_tokens() -> Iterator[None]:
 
     For tracing, where a program has the tokens of all devices: how many a device divides into blocks is not known.
     """
-    if not IS_MARIN:
-        yield
-        return
     kernel = import_module(f"{KERNELS}.xla")
     with _replaced(kernel, "_resolve_xla_batch_block_size", lambda tokens, *_, **__: tokens):
         yield
@@ -173,9 +162,6 @@ def _losses_of_vocab_shards(
 @contextmanager
 def _right_for_sharded_vocab() -> Iterator[None]:
     """Give `fused_loss` to Levanter, where its own function is not right if computations shard the vocabulary."""
-    if not IS_MARIN:
-        yield
-        return
     with _replaced(loss, FUSED_LOSS, fused_loss):
         yield
 

@@ -14,8 +14,6 @@ from haliax import Axis, NamedArray
 from haliax.partitioning import auto_sharded
 from levanter.models.loss import cross_entropy_and_logsumexp_penalty
 
-from shardplan.model.levanter_compat import LOSS_WEIGHT_ARGUMENT
-
 BLOCK = "block"
 """Logical axis that numbers the blocks of positions."""
 
@@ -83,7 +81,7 @@ def compute_target_losses(
         logits = project_to_vocab(activations, head, module.Embed, soft_cap)
         target_y = hax.nn.one_hot(targets, module.Vocab, dtype=jnp.float32)
         return cross_entropy_and_logsumexp_penalty(
-            Vocab=module.Vocab, pred_y=logits, target_y=target_y, reduction=None, **{LOSS_WEIGHT_ARGUMENT: weights}
+            Vocab=module.Vocab, pred_y=logits, target_y=target_y, reduction=None, weight=weights
         )
 
     return map_blocks(compute, targets.axes[-1], blocks, activations, targets, weights)

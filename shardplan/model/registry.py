@@ -11,7 +11,7 @@ from levanter.layers.attention import Attention
 
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.hf_config import check_config
-from shardplan.model.levanter_compat import correct_levanter_config, max_positions, prepare_hf_config, sliding_window
+from shardplan.model.levanter_compat import correct_levanter_config, prepare_hf_config, sliding_window
 from shardplan.model.model_types import SUPPORTED_MODELS
 from shardplan.model.own_model import CLASS_KEY, load_own_class
 from shardplan.model.soft_cap import cap_gemma2_logits
@@ -99,13 +99,13 @@ def build_model(hf_config: dict[str, Any], position: int, shorten: bool = False)
             config = correct_levanter_config(
                 levanter_config_class(model_type).from_hf_config(prepare_hf_config(hf)), hf
             )
-            positions = max_positions(config)
+            positions = config.max_Pos.size
             position = min(position, positions) if shorten else position
             window = sliding_window(hf, position)
             soft_cap = hf.final_logit_softcapping if model_type == "gemma2" else None
         else:
             config = load_own_class(own_class).from_hf_config(hf)
-            positions = max_positions(config)
+            positions = config.max_Pos.size
             position = min(position, positions) if shorten else position
             window, soft_cap = getattr(config, "mask_window", None), getattr(config, "logit_soft_cap", None)
         template = abstract_module(config, hax.Axis("vocab", hf.vocab_size))

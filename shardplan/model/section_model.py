@@ -8,7 +8,6 @@ import draccus
 import haliax as hax
 
 from shardplan.errors import ConfigError, nearest, one_line
-from shardplan.model.levanter_compat import max_positions
 from shardplan.model.registry import Model, abstract_module, levanter_config_class
 
 SECTION_TYPES = {
@@ -60,11 +59,9 @@ def build_section_model(section: Mapping[str, Any], vocabulary: int, position: i
         template = abstract_module(config, hax.Axis("vocab", vocabulary))
     except Exception as error:  # Levanter raises anything for an odd configuration
         raise ConfigError(f"model: Levanter cannot build this {type_name}: {one_line(error)}") from error
-    if position is not None and position > max_positions(config):
-        raise ConfigError(
-            f"the file has {position} tokens per sequence, and its model {max_positions(config)} positions"
-        )
+    if position is not None and position > config.max_Pos.size:
+        raise ConfigError(f"the file has {position} tokens per sequence, and its model {config.max_Pos.size} positions")
     window = getattr(config, "sliding_window", None) if model_type == "mistral" else None
     is_window_used = window is not None and position is not None and window < position
     soft_cap = getattr(config, "final_logit_softcapping", None)
-    return Model(model_type, config, template, window if is_window_used else None, soft_cap, max_positions(config))
+    return Model(model_type, config, template, window if is_window_used else None, soft_cap, config.max_Pos.size)

@@ -11,12 +11,12 @@
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.model.axes import ModelAxes
 from shardplan.plan.mapping import MeshAxes, MeshShape
-from shardplan.plan.mesh_axes import LEVANTER_BATCH, MESH_AXES
+from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.workload import BATCH_AXIS
 
 STORED, MESH = "params.", "mesh."
@@ -74,33 +74,16 @@ class Rules:
     sizes: dict[str, int] = field(default_factory=dict)
     """Mesh axis -> number of devices that it must have."""
     forbidden_sizes: frozenset[tuple[str, int]] = frozenset()
-    expressible: bool = False
-    """Whether the flat schema must be able to express the plan: see `restrict_to_expressible`."""
 
     def options(self, axis: str, is_stored: bool, options: Iterable[MeshAxes]) -> list[MeshAxes]:
         """The allowed ones of `options`; for a pinned axis its pin alone, even if it is not one of them."""
         pinned = [pin.mesh_axes or () for pin in self.pins if pin.subject == (axis, is_stored)]
         prohibitions = [rule for rule in self.forbidden if rule.subject == (axis, is_stored)]
-        allowed = pinned or [option for option in options if not any(rule.excludes(option) for rule in prohibitions)]
-        if not self.expressible or axis == BATCH_AXIS:
-            return allowed
-        return [each for each in allowed if len(each) <= 1 and not any(rule.excludes(each) for rule in prohibitions)]
-
-    def allows_batch(self, mesh_axes: MeshAxes, mesh: MeshShape) -> bool:
-        """Whether the batch may be sharded over `mesh_axes`, which have more than one device each."""
-        return not self.expressible or mesh_axes == tuple(axis for axis in LEVANTER_BATCH if mesh[axis] > 1)
+        return pinned or [option for option in options if not any(rule.excludes(option) for rule in prohibitions)]
 
     def allows(self, mesh: MeshShape) -> bool:
         """Whether no mesh axis has a forbidden size."""
         return not self.forbidden_sizes & set(mesh.items())
-
-
-def restrict_to_expressible(rules: Rules, axes: ModelAxes) -> Rules:
-    """Return `rules` for plans that the flat schema can express, which pins cannot override.
-
-    Every logical axis has at most one mesh axis, the batch has all of replica and data, and positions are unsharded.
-    """
-    return replace(rules, expressible=True, forbidden=(*rules.forbidden, Rule(axes.position, False, None)))
 
 
 def parse_rules(pins: Sequence[str], forbidden: Sequence[str], axes: ModelAxes) -> Rules:

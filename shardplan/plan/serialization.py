@@ -14,7 +14,7 @@ from shardplan.errors import ConfigError, ShardplanError, nearest, one_line
 T = TypeVar("T")
 
 
-def decode(cls: type[T], values: dict[str, Any]) -> T:
+def decode[T](cls: type[T], values: dict[str, Any]) -> T:
     """The instance of the dataclass `cls` that nested `values` describe.
 
     Raises:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardplan.hardware import GIB
-from shardplan.levanter_config.writer import batch_divisor, sections_yaml, trainer_python, trainer_section, trainer_yaml
+from shardplan.levanter_config.writer import batch_divisor, sections_yaml, trainer_section, trainer_yaml
 from shardplan.lint.edits import explain_lines
 from shardplan.lint.findings import Finding, FindingKind, Severity
 from shardplan.lint.repair import NEAR_BEST, Repair, Review
@@ -58,7 +58,7 @@ def print_review(review: Review, out: Console) -> None:
     else:
         out.print()
         print_wrapped(f": {_estimate_text(review.best)}", out, Text("the best plan", "bold"), indent="  ")
-        text = trainer_yaml(review.best, subject.schema, kept_schedule(review, review.best))
+        text = trainer_yaml(review.best, kept_schedule(review, review.best))
         out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -121,10 +121,9 @@ def review_json(review: Review) -> dict[str, Any]:
 
 
 def _best_json(review: Review, best: Plan) -> dict[str, Any]:
-    """Return the trainer section of the best plan, and the Python that it needs in the flat schema."""
-    schema, schedule = review.lint.subject.schema, kept_schedule(review, best)
-    section = trainer_section(best, schema) | ({"train_batch_size": schedule} if schedule else {})
-    return {"trainer": section, "python": trainer_python(best, schema)}
+    """Return the trainer section of the best plan."""
+    schedule = kept_schedule(review, best)
+    return {"trainer": trainer_section(best) | ({"train_batch_size": schedule} if schedule else {})}
 
 
 def _print_finding(finding: Finding, default_keys: Container[str], out: Console) -> None:

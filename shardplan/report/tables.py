@@ -10,7 +10,6 @@ from rich.text import Text
 
 from shardplan.hardware import GIB
 from shardplan.levanter_config.writer import trainer_yaml
-from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
 from shardplan.plan.mapping import axes_text, mapping_text, mesh_text, shard_count
 from shardplan.plan.plan import Plan, Spec
 from shardplan.plan.workload import Workload
@@ -60,7 +59,7 @@ def workload_text(workload: Workload) -> str:
     )
 
 
-def print_plan(plan: Plan, out: Console, schema: TrainerSchema = INSTALLED_SCHEMA) -> None:
+def print_plan(plan: Plan, out: Console) -> None:
     """Print the verdict, mesh, both mappings, every parameter, memory by part, the reasons, and Levanter's YAML."""
     print_estimate(plan, out)
     model, devices = plan.model, f"{plan.hardware.devices} devices of {plan.hardware.slice}"
@@ -79,7 +78,7 @@ def print_plan(plan: Plan, out: Console, schema: TrainerSchema = INSTALLED_SCHEM
     if rejected:
         print_bullets([f"excluded: {rejected}"], out)
     out.print("\n[bold]For Levanter:[/bold]")
-    out.print(trainer_yaml(plan, schema), markup=False, highlight=False, soft_wrap=True)
+    out.print(trainer_yaml(plan), markup=False, highlight=False, soft_wrap=True)
 
 
 def _parameter_tables(plan: Plan, width: int) -> Iterator[Table]:

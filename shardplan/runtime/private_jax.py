@@ -20,8 +20,8 @@ from shardplan.errors import ConfigError
 
 DETECTION_S = 300
 """Most seconds until the name of the first host of a cluster is known."""
-TESTED = "0.10.2 and 0.11.2"
-"""Versions of JAX with which all of shardplan's tests pass."""
+TESTED = "0.11.2"
+"""Version of JAX with which all of shardplan's tests pass."""
 ATTENTION_INPUTS = ("q", "k", "v", "segment_ids", "sinks")
 ATTENTION_GRADIENTS = ("logsumexp", "do", "di")
 SETTINGS = ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
@@ -72,7 +72,7 @@ def _check() -> None:
         problems.append("TPU chips are not counted")
     if problems:
         raise ConfigError(
-            f"jax {jax.__version__} does not fit shardplan: {'; '.join(problems)}; install one of those it is tested "
+            f"jax {jax.__version__} does not fit shardplan: {'; '.join(problems)}; install the one that it is tested "
             f"with ({TESTED})"
         )
 

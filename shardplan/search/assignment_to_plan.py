@@ -29,7 +29,7 @@ from shardplan.plan.plan import (
     SearchInfo,
 )
 from shardplan.program.tasks import Step
-from shardplan.search.compiler_options import PLANNED, PLANNED_FOR_EXPERTS
+from shardplan.search.compiler_options import PLANNED
 from shardplan.search.plan_details import plan_details
 
 
@@ -79,7 +79,6 @@ def build_plan(
         cost: of `assignment`, see `estimate_cost`.
     """
     hardware, axes, workload = parse_slice(config.hardware.slice), inspect_model(model), config.workload.resolve()
-    options = PLANNED_FOR_EXPERTS if workload.is_training and step.expert_axes else PLANNED
     params = assignment.params
     return Plan(
         model=ModelInfo(
@@ -112,7 +111,7 @@ def build_plan(
         cost=replace(cost, model_flops=model_flops(model, workload)),
         search=search,
         attention=replace(assignment.attention, kernel=kernel_of(step.tasks, assignment)),
-        compiler_options={} if hardware.is_cpu else dict(options),
+        compiler_options={} if hardware.is_cpu else dict(PLANNED),
         versions=_versions(),
         details=plan_details(step, assignment, hardware),
     )

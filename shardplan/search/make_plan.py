@@ -27,7 +27,6 @@ from shardplan.search.reasons import (
     caveats_of,
     describe_attention,
     describe_choice,
-    describe_expressible,
     describe_indivisible,
     describe_runner_up,
     describe_time,
@@ -77,12 +76,8 @@ def rank_plans(
     result = search_configuration(config, model, count + 1, own_attention)
     if not result.fits and not nearest_miss:
         raise _infeasible_error(result.ranked[0], config.workload)
-    unrestricted = None
-    if config.expressible and result.fits:
-        free = search_configuration(replace(config, expressible=False), model, 1, own_attention)
-        unrestricted = free.ranked[0].candidate.seconds
     pairs = list(zip(result.ranked, [*result.ranked[1:], None], strict=True))
-    return [_plan(model, result, ranked, runner_up, unrestricted) for ranked, runner_up in pairs[:count]]
+    return [_plan(model, result, ranked, runner_up) for ranked, runner_up in pairs[:count]]
 
 
 def model_from_config(config: PlanConfig) -> Model:
@@ -104,7 +99,7 @@ def build_configured(config: PlanConfig, hf_config: dict[str, Any]) -> Model:
     return build_model(hf_config, config.workload.position, shorten=_has_default_position(config))
 
 
-def fit_position(config: C, model: Model) -> C:
+def fit_position[C: PlanConfig](config: C, model: Model) -> C:
     """Return the configuration with as many positions as the model has, where none are set and it has fewer."""
     position = config.workload.position
     if not _has_default_position(config) or position <= model.positions:
@@ -129,12 +124,11 @@ def _infeasible_error(smallest: RankedCandidate, requested: Workload) -> Infeasi
     needed = candidate.peak_bytes / GIB
     allows_more = requested.is_training and requested.microbatches is not None
     more = ", more workload.microbatches" if allows_more else ""
-    less = ", or leave out expressible" if smallest.config.expressible else ""
     return InfeasibleError(
         f"no plan fits {hardware.name}: the nearest miss, mesh {mesh_text(candidate.mesh)}, needs {needed:.2f} GiB per "
         f"device, and {usable:.2f} GiB are usable ({available:.2f} less {available - usable:.2f} for the error of the "
         f"estimate): {needed - usable:.2f} GiB are missing; use a larger slice, a smaller workload.batch or "
-        f"workload.position{more}, or a narrower dtype{less}"
+        f"workload.position{more}, or a narrower dtype"
     )
 
 
@@ -143,14 +137,11 @@ def _plan(
     result: SearchResult,
     ranked: RankedCandidate,
     runner_up: RankedCandidate | None,
-    unrestricted: float | None,
 ) -> Plan:
     """Return the plan of a ranked candidate, with the reasons for it.
 
     Args:
         runner_up: the next candidate, if there is one.
-        unrestricted: seconds of a step of the fastest plan, if only those that the flat schema can express were
-            searched.
     """
     candidate, config = ranked.candidate, ranked.config
     space, assignment = candidate.space, candidate.assignment
@@ -163,7 +154,7 @@ def _plan(
         runner_up=RunnerUp(runner_up.candidate.mesh, runner_up.candidate.seconds) if runner_up else None,
         rejected={rejection.value: count for rejection, count in result.statistics.rejected.items()},
         reasons=[
-            *_choice_reasons(result, ranked, runner_up, cost, unrestricted),
+            *_choice_reasons(result, ranked, runner_up, cost),
             *(CAVEATS[caveat] for caveat in caveats),
             *_attention_reasons(candidate),
             *describe_trace(space.step),
@@ -191,7 +182,6 @@ def _choice_reasons(
     ranked: RankedCandidate,
     runner_up: RankedCandidate | None,
     cost: StepCost,
-    unrestricted: float | None,
 ) -> list[str]:
     """Why the plan was chosen, and which shardings were impossible; the arguments are those of `_plan`."""
     plan, statistics = cost.plan, result.statistics
@@ -203,8 +193,6 @@ def _choice_reasons(
             plan.step_seconds, plan.compute_seconds, cost.weight_gather_seconds, cost.other_collective_seconds
         ),
     ]
-    if unrestricted is not None:
-        reasons.append(describe_expressible(plan.step_seconds, unrestricted))
     if runner_up is not None:
         settings, other_settings = (each.config.workload.settings_text() for each in (ranked, runner_up))
         if other_settings == settings:

@@ -22,10 +22,6 @@ from shardplan.search.space import AttentionMethod
 GIVEN = "mesh and mappings were given, not searched for"
 NEGLIGIBLE = 1e-3
 """Part of a step's time below which transfers count as fully overlapped."""
-EXPRESSIBLE = (
-    "only plans that Levanter's flat schema can express: one mesh axis per logical axis, the batch over replica and "
-    "data, positions unsharded"
-)
 CAVEATS = {
     Caveat.NO_ATTENTION_KERNEL: "no kernel can run attention here, so its time is a guess: it runs as a loop whose "
     "length the compiler does not report",
@@ -101,18 +97,6 @@ def describe_choice(*, fits: bool, evaluated: int, has_kernel: bool) -> str:
         return f"no plan fits; of {evaluated} candidates this one needs the least memory"
     kernel = "; attention runs in a kernel" if has_kernel else ""
     return f"fastest of {evaluated} candidates (ties within {100 * TIME_RESOLUTION:g} %: smallest memory){kernel}"
-
-
-def describe_expressible(step: float, unrestricted: float) -> str:
-    """What the restriction to plans of the flat schema is, and what it costs.
-
-    Args:
-        step: seconds of the plan's step.
-        unrestricted: seconds of a step of the fastest plan without the restriction.
-    """
-    slower = step / unrestricted - 1
-    cost = f"{slower:.1%} slower than the fastest without this" if slower > TIME_RESOLUTION else "which costs no time"
-    return f"{EXPRESSIBLE}; {cost}"
 
 
 def describe_time(step: float, compute: float, weight_gathers: float, other_collectives: float) -> str:

@@ -14,7 +14,7 @@ from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.mesh_axes import POSITION_CHOICES
-from shardplan.plan.pins import Rules, parse_rules, restrict_to_expressible
+from shardplan.plan.pins import Rules, parse_rules
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
@@ -69,8 +69,6 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
     """
     hardware = parse_slice(config.hardware.slice)
     rules = parse_rules(config.pin, config.forbid, inspect_model(model))
-    if config.expressible:
-        rules = restrict_to_expressible(rules, inspect_model(model))
     meshes = [mesh for mesh in mesh_shapes(hardware, _pinned_sizes(config, rules)) if rules.allows(mesh)]
     variants = list(enumerate_variants(config, model.vocab.size))
     ranking, statistics = Ranking(keep), SearchStatistics()
@@ -128,10 +126,10 @@ def _unsatisfiable_error(
 ) -> InfeasibleError:
     """Return the error that no mapping satisfies the requirements, which names those that were given."""
     given = [f"{key} {' '.join(texts)}" for key, texts in (("pin", config.pin), ("forbid", config.forbid)) if texts]
-    required = " and ".join([*(["expressible"] if config.expressible else []), *given])
+    required = " and ".join(given)
     obstacles = _unsatisfiable(rules, meshes)
     indivisible = sorted(map(describe_indivisible, statistics.indivisible.values()))
-    if not obstacles and not (config.expressible and indivisible):  # where it shards the batch, that is the reason
+    if not obstacles:
         obstacles = ["every mapping has a mesh axis on two dimensions of one array"]
     return InfeasibleError(
         f"no mapping on {config.hardware.slice} {f'satisfies {required}' if required else 'is possible'}: "
@@ -143,13 +141,7 @@ def _unsatisfiable(rules: Rules, meshes: list[dict[str, int]]) -> list[str]:
     """The requirements that no mesh satisfies, in words."""
     if not meshes:
         return ["no mesh is left"]
-    excluded = [
-        f"Levanter's YAML cannot express {pin}"
-        for pin in rules.pins
-        if not rules.options(pin.axis, pin.is_stored, ())
-        or (pin.subject == (BATCH_AXIS, False) and not any(rules.allows_batch(pin.mesh_axes or (), m) for m in meshes))
-    ]
-    return excluded + [
+    return [
         f"{pin} needs a mesh with {mesh_axis} larger than 1"
         for pin in rules.pins
         for mesh_axis in pin.mesh_axes or ()

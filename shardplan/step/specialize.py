@@ -11,14 +11,16 @@ from shardplan.cost.calibration import compiler_quirks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
-from shardplan.model.levanter_compat import LIBTPU_FUSES_ALL_GATHERS, LIBTPU_RELEASE
+from shardplan.model.levanter_compat import LIBTPU_RELEASE
 from shardplan.model.registry import Model, abstract_module
 from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import KERNEL_BLOCK
 from shardplan.program.step_trace import plan_step
-from shardplan.search.compiler_options import FUSED_ALL_GATHERS
+
+RETIRED_OPTION = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+"""An option of plans that were made with libtpu 0.0.42, which later releases refuse on most generations."""
 
 
 def specialize(model: Model, plan: Plan) -> Model:
@@ -40,9 +42,9 @@ def specialize(model: Model, plan: Plan) -> Model:
         "flash_attention_block_size": KERNEL_BLOCK if uses_splash else None,
         "gradient_checkpointing": True if checkpointing == "default" else checkpointing,
     }
-    if FUSED_ALL_GATHERS in plan.compiler_options and not LIBTPU_FUSES_ALL_GATHERS:
+    if RETIRED_OPTION in plan.compiler_options:
         raise ConfigError(
-            f"plan: the compiler option {FUSED_ALL_GATHERS}, of plans that were made with libtpu 0.0.42, is not one of "
+            f"plan: the compiler option {RETIRED_OPTION}, of plans that were made with libtpu 0.0.42, is not one of "
             f"libtpu {LIBTPU_RELEASE}; plan again"
         )
     names = {item.name for item in dataclasses.fields(model.config)}

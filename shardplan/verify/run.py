@@ -45,7 +45,6 @@ def verify(
     environments = [libtpu_environment(parse_slice(case.plan.hardware.slice)) for case in cases]
     if compiler.cache is not None:
         check_folder_writable("compiler.cache", str(Path(compiler.cache).expanduser()))
-    # not in the threads: Python 3.11 cannot parse code in several at once
     paths = [cache_path(case, compiler.cache) for case in cases]
     facts = _find_facts(cases, compiler.cache)
     stop = threading.Event()

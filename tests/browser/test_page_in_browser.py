@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-from shardplan.model.levanter_compat import INSTALLED_SCHEMA
 from shardplan.report.page.judgement import judge
 from shardplan.report.page.page import plan_page
 from shardplan.report.page.torus import mesh_coordinates, tilings_of
@@ -14,8 +13,6 @@ from shardplan.verify.verdict import CompiledMemory, CompiledTime, LiveBytes, Ou
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Error, sync_playwright
-
-pytestmark = pytest.mark.with_marin
 
 PANELS = ("verdict", "torus", "memory", "time", "roofline", "candidates", "parameters", "yaml")
 GIB = 2**30
@@ -50,7 +47,7 @@ def path(plan, tmp_path_factory):
         memory=memory, time=time,
     )  # fmt: skip
     path = tmp_path_factory.mktemp("page") / "plan.html"
-    path.write_text(plan_page(plan, [judge("this plan", plan, verdict)], INSTALLED_SCHEMA), encoding="utf-8")
+    path.write_text(plan_page(plan, [judge("this plan", plan, verdict)]), encoding="utf-8")
     return path
 
 

@@ -19,11 +19,10 @@ import shardplan
 from shardplan import evaluate
 from shardplan.__main__ import COMMANDS
 from shardplan.errors import ConfigError
-from shardplan.model.levanter_compat import IS_MARIN, LEVANTER_PACKAGES
+from shardplan.model.levanter_compat import LEVANTER_PACKAGES
 from shardplan.plan.plan import Plan
 from shardplan.runtime.processes import frozen
 
-LEVANTER_EXAMPLE = f"levanter_example{'' if IS_MARIN else '_flat'}.yaml"
 PLANNING = ("--workload.batch=4", "--workload.position=64", "--workload.param_dtype=float32",
             "--workload.compute_dtype=float32")  # fmt: skip
 
@@ -162,7 +161,7 @@ def test_one_changed_import_in_a_levanter_script(checkpoint, tmp_path):
         (tmp_path / name).write_text(text)
         done = subprocess.run(
             [
-                sys.executable, tmp_path / name, "--config_path", ROOT / "scripts" / LEVANTER_EXAMPLE,
+                sys.executable, tmp_path / name, "--config_path", ROOT / "scripts" / "levanter_example.yaml",
                 "--hf_checkpoint", checkpoint, "--text", checkpoint / "text.jsonl",
                 "--trainer.per_device_eval_parallelism", "1",
             ],
@@ -206,7 +205,7 @@ def test_a_model_that_is_not_supported_is_refused_first(checkpoint, tmp_path):
     config = json.loads((checkpoint / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_moe", "num_experts": 128}))
     (folder / "model.safetensors").write_bytes(b"damaged")
-    (tmp_path / "levanter.yaml").write_text("trainer: {model_axis_size: 2}")
+    (tmp_path / "levanter.yaml").write_text("trainer: {mesh: {axes: {model: 2}}}")
     text = f"--data.path={checkpoint / 'text.jsonl'}"
     commands = (
         ("plan",), ("plan", f"--lint={tmp_path / 'levanter.yaml'}"), ("verify", "--hardware.slice=v5e-8"),

@@ -16,8 +16,6 @@ from unit.test_docs import LAUNCH_FILE, PARSED
 from shardplan.__main__ import main
 from shardplan.errors import ConfigError, InfeasibleError
 
-pytestmark = pytest.mark.with_levanter_12
-
 ROOT = Path(__file__).parents[2]
 NEEDS_MORE = (
     "Qwen/Qwen3-8B",  # the hub

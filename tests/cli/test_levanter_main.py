@@ -10,10 +10,6 @@ import pytest
 import yaml
 from conftest import ROOT, run, word_tokenizer
 
-from shardplan.model.levanter_compat import IS_MARIN
-
-pytestmark = pytest.mark.skipif(not IS_MARIN, reason="the data loader of levanter 1.2 fails with JAX 0.10")
-
 LENGTH, BATCH = 64, 8
 PLANNING = (
     "--hardware.slice=cpu-8", f"--workload.batch={BATCH}", f"--workload.position={LENGTH}", "--mesh.model=2",

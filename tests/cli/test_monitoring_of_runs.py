@@ -8,8 +8,6 @@ import pytest
 from conftest import run, start
 from test_commands import arguments, summary
 
-pytestmark = pytest.mark.with_levanter_12
-
 STAGES = ["started", "loaded", "compiled", "first step"]
 
 

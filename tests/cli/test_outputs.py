@@ -11,8 +11,6 @@ from conftest import ROOT, fails, run
 
 from shardplan.plan.plan import Plan
 
-pytestmark = pytest.mark.with_levanter_12
-
 REPLACED = "would replace what the command reads or writes itself; name another file"
 
 
@@ -73,7 +71,7 @@ def test_the_work_goes_on_when_the_reader_of_the_tables_has_gone(evaluation):
     done = shell(f"SHARDPLAN eval --config {config} --output {results} | head -1; exit ${{PIPESTATUS[0]}}")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert json.loads((results / "summary.json").read_text())["total"]["tokens"] > 0
-    lint = "--config configs/405b.yaml --levanter_schema flat --lint configs/levanter/405b-heads-mlp.yaml"
+    lint = "--config configs/405b.yaml --lint configs/levanter/405b-heads-mlp.yaml"
     done = shell(f"SHARDPLAN plan {lint} | head -1; exit ${{PIPESTATUS[0]}}")
     assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
 

@@ -10,46 +10,40 @@ from conftest import ROOT, fails, run
 
 from shardplan.hardware import GENERATIONS
 from shardplan.model.hf_config import read_config
-from shardplan.model.levanter_compat import INSTALLED_SCHEMA, TrainerSchema
 from shardplan.plan.plan import Plan
 
 CONFIG = "--config=configs/405b.yaml"
-FLAT = "--levanter_schema=flat"
-"""The files of configs/levanter are for levanter 1.2, whichever is installed."""
 
 
 def test_lint_of_what_runs():
-    done = run("plan", CONFIG, FLAT, "--lint", "configs/levanter/405b-usual.yaml")
+    done = run("plan", CONFIG, "--lint", "configs/levanter/405b-usual.yaml")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "fits v4-256: 6.64 of 30.75 GiB per device, 24.11 GiB free" and "a step, " in lines[1]
+    assert lines[0] == "fits v4-256: 13.86 of 30.75 GiB per device, 16.89 GiB free" and "a step, " in lines[1]
     assert "the best plan: peak " in done.stdout and "the smallest edit" not in done.stdout
 
 
 def test_lint_of_what_does_not_run(tmp_path):
     path = tmp_path / "lint.json"
-    done = run(
-        "plan", CONFIG, FLAT, "--lint_seconds=600", "--lint", "configs/levanter/405b-heads-mlp.yaml", "--json", path
-    )
+    done = run("plan", CONFIG, "--lint_seconds=600", "--lint", "configs/levanter/405b-heads-mlp.yaml", "--json", path)
     assert done.returncode == 3 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
         "shardplan plan: configs/levanter/405b-heads-mlp.yaml cannot run as it is on v4-256: heads, memory, replicated"
     )
     lines = done.stdout.splitlines()
-    assert "error heads at trainer.axis_resources.heads" in lines
-    at = lines.index("  -trainer.model_axis_size: 128")
+    assert "error heads at trainer.mesh.shared_mapping.heads" in lines
+    at = lines.index("  -trainer.mesh.axes.model: 128")
     assert lines[at - 1].startswith("the smallest edit that removes all errors: 2 edits; peak ")
     assert lines[at + 1 : at + 3] == [
-        "  +trainer.model_axis_size: 8", "  +trainer.axis_resources.kv_head: model (instead of no entry)",
+        "  +trainer.mesh.axes.model: 8", "  +trainer.mesh.shared_mapping.kv_head: model (instead of no entry)",
     ]  # fmt: skip
     best = yaml.safe_load(done.stdout.split("GiB per device")[-1].partition("\n")[2])
-    assert best["trainer"]["model_axis_size"] == 8
+    assert best["trainer"]["mesh"]["axes"]["model"] == 8
     values = json.loads(path.read_text())
     assert [finding["kind"] for finding in values["findings"]] == ["heads", "memory", "replicated", "loading"]
-    assert values["findings"][0]["where"] == ["trainer.axis_resources.heads"]
-    assert values["repair"]["trainer"]["axis_resources"]["kv_head"] == "model"
+    assert values["findings"][0]["where"] == ["trainer.mesh.shared_mapping.heads"]
+    assert values["repair"]["trainer"]["mesh"]["shared_mapping"]["kv_head"] == "model"
     assert values["best"]["trainer"] == best["trainer"]
-    assert values["best"]["python"] is None  # YAML says all of it
     assert values["predicted"]["peak"] > values["predicted"]["available"] >= values["repair"]["predicted"]["peak"]
 
 
@@ -58,23 +52,27 @@ def test_lint_reads_the_attention_backend_of_the_file(tmp_path):
     (tmp_path / "levanter.yaml").write_text(
         yaml.safe_dump({**values, "model": {"type": "llama", "attn_backend": "jax_flash"}})
     )
-    done = run("plan", CONFIG, FLAT, "--lint", tmp_path / "levanter.yaml", "--json", "-")
+    done = run("plan", CONFIG, "--lint", tmp_path / "levanter.yaml", "--json", "-")
     assert done.returncode == 0, done.stderr
     assert {finding["kind"] for finding in json.loads(done.stdout)["findings"]} == {"loading", "barely sharded"}
 
 
 def test_lint_of_names_that_levanter_does_not_have(tmp_path):
     path = tmp_path / "levanter.yaml"
-    path.write_text("trainer: {mp: bf16, qqq: 1, model_axis_size: 2, axis_resources: {mlp: modle}}")
+    path.write_text("trainer: {mp: bf16, qqq: 1, mesh: {axes: {model: 2}, shared_mapping: {mlp: modle}}}")
     argv = ["--model=llama-3.1-8b", "--hardware.slice=v4-16", "--workload.batch=16"]
-    done = run("plan", *argv, FLAT, "--lint", path)
+    done = run("plan", *argv, "--lint", path)
     assert done.returncode == 3 and "Traceback" not in done.stderr
     assert done.stderr.endswith(f"{path} cannot run as it is on v4-16: unknown key, unknown mesh axis\n")
     text = " ".join(done.stdout.split())
     assert "error unknown key at trainer.qqq Levanter has no key 'qqq' in trainer and does not start; " in text
     assert "maps 'mlp' to the unknown mesh axis 'modle'; did you mean 'model'?" in text
     lines = done.stdout.splitlines()
-    for line in ("  -trainer.qqq: 1", "  -trainer.axis_resources.mlp: modle", "  +trainer.axis_resources.mlp: model"):
+    for line in (
+        "  -trainer.qqq: 1",
+        "  -trainer.mesh.shared_mapping.mlp: modle",
+        "  +trainer.mesh.shared_mapping.mlp: model",
+    ):
         assert line in lines
 
 
@@ -85,7 +83,10 @@ def test_lint_of_names_that_levanter_does_not_have(tmp_path):
         ("trainer: [", "levanter.yaml is not YAML: "),
         ("trainer: {mp: f32, mp: bf16}", "levanter.yaml: key 'mp' is in line 1 and again in line 1; remove one of the"),
         ("model: {}", "levanter.yaml contains the sections model, but no trainer section; is it for Levanter?"),
-        ("trainer: {axis_resources: {mlp: 3}}", "it must map names of axes to a mesh axis, a list of them, or null"),
+        (
+            "trainer: {mesh: {shared_mapping: {mlp: 3}}}",
+            "it must map names of axes to a mesh axis, a list of them, or null",
+        ),
     ],
 )
 def test_lint_of_unreadable_files(tmp_path, text, message):
@@ -95,12 +96,10 @@ def test_lint_of_unreadable_files(tmp_path, text, message):
     fails(run("plan", CONFIG, "--lint", path), 2, message)
 
 
-def test_lint_of_a_file_for_another_levanter(tmp_path):
-    """It is an error, and the converted section is one that the installed Levanter starts with."""
-    flat = "{trainer: {mp: bf16, model_axis_size: 8, axis_resources: {mlp: model, kv_head: model}}}"
-    mesh = "{trainer: {mp: bf16, mesh: {axes: {model: 8}, shared_mapping: {kv_head: model, heads: null}}}}"
+def test_lint_of_a_file_for_an_older_levanter(tmp_path):
+    """It is an error, and the converted section is one that Levanter starts with."""
     path = tmp_path / "levanter.yaml"
-    path.write_text(flat if INSTALLED_SCHEMA == TrainerSchema.MESH else mesh)
+    path.write_text("{trainer: {mp: bf16, model_axis_size: 8, axis_resources: {mlp: model, kv_head: model}}}")
     argv = ["--model=llama-3.1-8b", "--hardware.slice=v4-16", "--workload.batch=16"]
     done = run("plan", *argv, "--lint", path)
     assert done.returncode == 3 and done.stderr.endswith(f"{path} cannot run as it is on v4-16: schema\n")

@@ -51,10 +51,11 @@ def test_the_page_of_a_layout_that_fails(tmp_path):
     layout, page = tmp_path / "layout.yaml", tmp_path / "layout.html"
     for axes, shown, exit_code in (
         ("{mlp: model, heads: model}", "the file as it is", 3),
-        ("{mlp: model, kv_head: model, head_size: model}", "the smallest edit without errors", 3),
+        ("{mlp: model, kv_head: model, head_size: model, heads: null}", "the smallest edit without errors", 3),
     ):
-        layout.write_text(f"trainer: {{model_axis_size: 8, train_batch_size: 8, mp: bf16, axis_resources: {axes}}}")
-        done = run("plan", *ARGUMENTS, "--levanter_schema=flat", "--lint", layout, "--report", page)
+        mesh = f"{{axes: {{model: 8}}, shared_mapping: {axes}}}"
+        layout.write_text(f"trainer: {{train_batch_size: 8, mp: bf16, mesh: {mesh}}}")
+        done = run("plan", *ARGUMENTS, "--lint", layout, "--report", page)
         text = page.read_text()
         assert f"The other panels show {shown}." in text and "Remedy:" in text and "best plan" in text
         assert done.returncode == exit_code, done.stderr

@@ -5,11 +5,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-import pytest
-
 from shardplan.__main__ import main
-
-pytestmark = pytest.mark.with_marin
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

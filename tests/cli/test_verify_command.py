@@ -42,11 +42,11 @@ def test_against_other_files(tmp_path):
     fails(run("verify", CONFIG, "--against", tmp_path / "list.yaml"), 2, "contains a list, not a configuration")
     (tmp_path / "broken.json").write_text("{")
     fails(run("verify", CONFIG, "--against", tmp_path / "broken.json"), 2, "is neither YAML nor JSON")
-    (tmp_path / "levanter.yaml").write_text(json.dumps({"trainer": {"model_axis_size": 48}}))
+    (tmp_path / "levanter.yaml").write_text(json.dumps({"trainer": {"mesh": {"axes": {"model": 48}}}}))
     fails(
         run("verify", CONFIG, "--hardware.slice=v4-256", "--against", tmp_path / "levanter.yaml"),
         2,
-        "trainer.model_axis_size 48 does not divide the 128 devices",
+        "trainer.mesh.axes.model 48 does not divide the 128 devices",
     )
 
 

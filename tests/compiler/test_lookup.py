@@ -18,7 +18,7 @@ from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.parser import parse
 from shardplan.verify.hlo.timing import model_step
 
-pytestmark = [pytest.mark.usefixtures("tpu_compiler"), pytest.mark.with_marin]
+pytestmark = pytest.mark.usefixtures("tpu_compiler")
 
 HARDWARE = parse_slice("v4:4x4x4")
 MESH = {"replica": 2, "data": 8, "model": 4}

@@ -307,7 +307,7 @@ def test_against_ranks_what_fits_first(tmp_path):
     case = small_case()
     case.plan.save(str(tmp_path / "given.json"))
     axes = {"mlp": "model", "embed": "model"}
-    layout = {"trainer": {"model_axis_size": 8, "mp": "bf16", "fsdp_axis": None, "axis_resources": axes}}
+    layout = {"trainer": {"mp": "bf16", "mesh": {"axes": {"model": 8}, "shared_mapping": axes, "param_mapping": {}}}}
     (tmp_path / "levanter.yaml").write_text(json.dumps(layout))
     (tmp_path / "model.json").write_text(json.dumps(case.hf_config))
     done = run(

@@ -20,8 +20,6 @@ from shardplan.eval.harness import INSTALL_LM_EVAL, ShardplanLM
 from shardplan.eval.harness.tasks import flatten_tasks
 from shardplan.runtime.processes.watch import Watch
 
-pytestmark = pytest.mark.with_marin
-
 CHOICES, DOCUMENTS = TASKS
 
 

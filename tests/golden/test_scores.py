@@ -10,8 +10,6 @@ from test_logits import MESHES, SHARDED_POSITIONS, TOLERANCE, run
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.step import loss_program, score_program
 
-pytestmark = pytest.mark.with_marin
-
 
 def score(module, model, plan, mesh, tokens):
     """(tokens, log_prob, rank, top_log_prob) of int32[batch, position] `tokens`."""

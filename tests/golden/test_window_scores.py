@@ -13,8 +13,6 @@ from conftest import ROOT
 
 from shardplan.__main__ import main
 
-pytestmark = pytest.mark.with_marin
-
 REFERENCE = ROOT / "tests" / "golden" / "extraction"
 FAMILIES = ("llama", "gemma2", "gpt2", "mixtral", "qwen3")
 STRIDES = {"tokens": 3, "characters": 17}

@@ -19,12 +19,9 @@ from levanter.layers.attention import dot_product_attention as levanter_attentio
 from shardplan.attention import dot_product_attention
 from shardplan.attention.kernels import splash, splash_blocks
 from shardplan.errors import ConfigError
-from shardplan.model.levanter_compat import INSTALLED_SCHEMA, splash_takes_sharded_positions
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.runtime import private_jax
-
-pytestmark = pytest.mark.with_marin
 
 Q = ("batch", "kv_head", "q_heads_per_group", "position", "head_size")
 K = ("batch", "kv_head", "key_position", "head_size")
@@ -604,7 +601,7 @@ def test_splash_without_log_sum_exp(monkeypatch, max_blocks):
 
 
 def test_levanters_splash_with_sharded_positions(monkeypatch):
-    """That of levanter 1.2 masks as if the queries of every device were the first: only device 0 is right."""
+    """It is right, and gathers the keys on every device."""
     monkeypatch.setattr(splash, "INTERPRET", True)
     kernels = private_jax.splash
     monkeypatch.setattr(kernels, "make_splash_mha", partial(kernels.make_splash_mha, interpret=True))
@@ -623,10 +620,7 @@ def test_levanters_splash_with_sharded_positions(monkeypatch):
     with jax.set_mesh(mesh_of(4)), hax.axis_mapping(mapping):
         functions = levanter_splash, shardplan_splash
         theirs, ours = (hax.named_jit(each)(*arrays).rearrange(Q).array for each in functions)
-    for device in range(4):
-        part = slice(128 * device, 128 * (device + 1))
-        is_right = np.abs(theirs[..., part, :] - expected[..., part, :]).max() < 1e-5
-        assert is_right == (device == 0 or splash_takes_sharded_positions(INSTALLED_SCHEMA))
+    np.testing.assert_allclose(theirs, expected, atol=1e-5)
     np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 

@@ -9,7 +9,6 @@ import levanter.models.llama
 import numpy as np
 import optax
 import pytest
-from conftest import levanter_config
 from jax.sharding import AxisType, Mesh
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.models.llama import LlamaConfig
@@ -34,8 +33,8 @@ OPTIMIZER = optax.adamw(1e-3)
 
 @pytest.fixture(scope="module")
 def model():
-    config = levanter_config(
-        LlamaConfig, 96, hidden_dim=48, intermediate_dim=96, num_layers=2, num_heads=HEADS, num_kv_heads=HEADS,
+    config = LlamaConfig(
+        max_seq_len=96, hidden_dim=48, intermediate_dim=96, num_layers=2, num_heads=HEADS, num_kv_heads=HEADS,
         attn_backend=AttentionBackend.VANILLA,
     )  # fmt: skip
     return config.build(hax.Axis("vocab", 128), key=jax.random.PRNGKey(0))

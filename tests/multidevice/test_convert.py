@@ -27,8 +27,6 @@ from shardplan.model.registry import build_model
 from shardplan.runtime.processes.watch import Watch
 from shardplan.storage import writing
 
-pytestmark = pytest.mark.with_marin
-
 MAPPING = {"embed": "data", "mlp": "model", "vocab": "model", "experts": "replica"}
 
 

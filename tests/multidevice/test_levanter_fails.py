@@ -9,7 +9,6 @@ from levanter.layers.attention import AttentionMask
 from levanter.trainer import TrainerConfig
 
 from shardplan.lint.lint import lint_trainer, target_of
-from shardplan.model.levanter_compat import IS_MARIN
 
 BATCH = 8
 
@@ -17,27 +16,27 @@ BATCH = 8
 @pytest.mark.parametrize(
     ("mapping", "error"),
     [
-        ({"axis_resources": {"mlp": "model", "kv_head": "model", "heads": "model"}}, None),
+        ({"shared": {"mlp": "model", "kv_head": "model", "heads": "model"}}, None),
         # only the results of linear layers are sharded: an input may have batch and heads on one mesh axis
-        ({"model_axis_size": 4, "axis_resources": {"heads": "data"}, "fsdp_axis": "kv_head"}, None),
+        ({"model": 4, "shared": {"heads": "data"}, "stored": {"kv_head": "data"}}, None),
         # Levanter ignores unknown axes silently
-        ({"axis_resources": {"kv_heads": "model", "layers": "model"}}, None),
-        pytest.param({"fsdp_axis": "mlp", "axis_resources": {"mlp": "model"}}, None, marks=pytest.mark.whole),
-        ({"axis_resources": {"kv_head": "model", "head_size": "model"}}, "DuplicateSpecError"),
-        ({"axis_resources": {"kv_head": "data"}, "fsdp_axis": None}, "DuplicateSpecError"),
-        ({"parameter_axis_resources": {"mlp": "data"}}, "DuplicateSpecError"),
-        (
-            {"parameter_axis_resources": {"mlp": ["model", "data"]}, "fsdp_axis": None},
-            None if IS_MARIN else "ValueError",
-        ),
-        ({"model_axis_size": 8, "axis_resources": {"kv_head": "model"}}, "IndivisibleError"),
+        ({"shared": {"kv_heads": "model", "layers": "model"}}, None),
+        pytest.param({"shared": {"mlp": "model"}, "stored": {"mlp": "data"}}, None, marks=pytest.mark.whole),
+        ({"shared": {"kv_head": "model", "head_size": "model"}}, "DuplicateSpecError"),
+        ({"shared": {"kv_head": "data"}, "stored": {}}, "DuplicateSpecError"),
+        ({"stored": {"mlp": "data", "embed": "data"}}, "DuplicateSpecError"),
+        ({"stored": {"mlp": ["model", "data"]}}, None),
+        ({"model": 8, "shared": {"kv_head": "model"}}, "IndivisibleError"),
     ],
     ids=str,
 )
 def test_levanter_fails_where_the_lint_reports_errors(golden, make_config, mapping, error):
-    trainer = {"model_axis_size": 2, "train_batch_size": BATCH, **mapping}
-    if IS_MARIN:
-        trainer = in_mesh_schema(trainer)
+    mesh = {
+        "axes": {"model": mapping.get("model", 2)},
+        "shared_mapping": {"mlp": None, "heads": None, **mapping.get("shared", {})},
+        "param_mapping": mapping.get("stored", {"embed": "data"}),
+    }
+    trainer = {"train_batch_size": BATCH, "mesh": mesh}
     config = make_config(model_ref=golden / "llama", hardware_slice="cpu-8", workload_batch=BATCH, workload_position=8)
     target = target_of(config)
     assert bool(lint_trainer(trainer, target).errors) == (error is not None)
@@ -47,19 +46,6 @@ def test_levanter_fails_where_the_lint_reports_errors(golden, make_config, mappi
     except Exception as caught:
         raised = type(caught).__name__
     assert raised == error
-
-
-def in_mesh_schema(flat):
-    """The same mesh and mappings as in the flat section `flat`."""
-    fsdp = flat.get("fsdp_axis", "embed")
-    return {
-        "train_batch_size": flat["train_batch_size"],
-        "mesh": {
-            "axes": {"model": flat["model_axis_size"]},
-            "shared_mapping": {"mlp": None, "heads": None, **flat.get("axis_resources", {})},
-            "param_mapping": {**flat.get("parameter_axis_resources", {}), **({fsdp: "data"} if fsdp else {})},
-        },
-    }
 
 
 def _forward(trainer, model):

@@ -1,4 +1,4 @@
-"""With the printed YAML, and the Python that the flat schema needs, Levanter has a plan's mesh, batch and shardings."""
+"""With the printed YAML Levanter has a plan's mesh, batch and shardings."""
 
 import json
 import logging
@@ -15,25 +15,22 @@ import numpy as np
 import optax
 import pytest
 import yaml
-from conftest import levanter_losses, loss_weights
 from haliax.partitioning import pspec_for_axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.data.dataset import ListAsyncDataset
 from levanter.models.lm_model import LmExample
 from levanter.trainer import Trainer, TrainerConfig
 
-from shardplan.levanter_config.mesh_schema import DCN_AXES
+from shardplan.levanter_config.mesh_section import DCN_AXES
 from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.model.bundled_configs import BUNDLED
-from shardplan.model.levanter_compat import IS_MARIN, TrainerSchema
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 
 OPTIMIZER = optax.sgd(0.1)
-USE_CLASS = "# Use this class instead of TrainerConfig:\n"
 
 
 @pytest.fixture
@@ -58,18 +55,13 @@ def given_plan(config, mesh, compute, params):
 
 
 def parse_printed(plan):
-    """Parse the printed text: the trainer section, and the class for it, Levanter's own or the one in the comment."""
-    text = trainer_yaml(plan)
-    section, (_, _, comment) = yaml.safe_load(text)["trainer"], text.partition(USE_CLASS)
-    names = {}
-    exec("\n".join(line.removeprefix("# ") for line in comment.splitlines() if line != "#"), names)
-    return section, names.get("PlannedTrainerConfig", TrainerConfig)
+    """Parse the printed text: the trainer section, and comments."""
+    return yaml.safe_load(trainer_yaml(plan))["trainer"]
 
 
 def decode_trainer(plan):
     """Build the configuration that a Levanter program has after `initialize`."""
-    section, config_class = parse_printed(plan)
-    trainer = draccus.decode(config_class, section)
+    trainer = draccus.decode(TrainerConfig, parse_printed(plan))
     trainer._validate_and_set_defaults()
     return trainer
 
@@ -98,8 +90,6 @@ class Case:
 
     model: str
     workload: dict
-    needs_python: bool | None
-    """Whether YAML alone cannot express it; None if that depends on the search."""
     given: tuple | None = None
     """Sizes of the mesh and both mappings; None to search for them."""
 
@@ -111,41 +101,32 @@ class Case:
 CUBE = (2, 2, 2)
 TENSOR = {"kv_head": ["model"], "mlp": ["model", "replica"]}
 CASES = {
-    "data alone": Case("llama-3.1-8b", {}, None),
+    "data alone": Case("llama-3.1-8b", {}),
     "stored on model x data": Case(
-        "llama-3.1-8b", {}, True, ((1, 4, 2), {"batch": ["data"], "mlp": ["model"]}, {"mlp": ["model", "data"]})
+        "llama-3.1-8b", {}, ((1, 4, 2), {"batch": ["data"], "mlp": ["model"]}, {"mlp": ["model", "data"]})
     ),
-    "replica": Case("llama-3.1-8b", {"workload_batch": 4, "mesh_replica": 2, "workload_position": 4096}, None),
-    "train": Case(
-        "llama-3.1-8b", {"workload_kind": "train", "workload_batch": 16, "workload_param_dtype": "float32"}, None
-    ),
-    "replica, no lists": Case("llama-3.1-405b", {"workload_batch": 4, "mesh_replica": 2}, None),
-    "experts": Case("mixtral-8x7b", {"workload_batch": 2}, None),
+    "replica": Case("llama-3.1-8b", {"workload_batch": 4, "mesh_replica": 2, "workload_position": 4096}),
+    "train": Case("llama-3.1-8b", {"workload_kind": "train", "workload_batch": 16, "workload_param_dtype": "float32"}),
+    "larger model with replica": Case("llama-3.1-405b", {"workload_batch": 4, "mesh_replica": 2}),
+    "experts": Case("mixtral-8x7b", {"workload_batch": 2}),
     "position": Case(
         "llama-3.1-8b",
         {"hardware_slice": "cpu-8", "workload_kind": "prefill", "workload_batch": 1, "workload_position": 4096},
-        None,
     ),
-    # two sequences for four batch shards, as Levanter counts them
+    # two sequences, for four devices of replica and data
     "batch on data alone": Case(
         "llama-3.1-8b",
         {"workload_batch": 2},
-        True,
         (CUBE, {"batch": ["data"], **TENSOR}, {"embed": ["data"], **TENSOR}),
     ),
-    "batch alone": Case(
-        "llama-3.1-8b", {}, True, (CUBE, {"batch": ["replica"], "position": ["data"]}, {"mlp": ["model"]})
-    ),
-    "batch on nothing": Case(
-        "llama-3.1-8b", {"workload_batch": 1}, True, (CUBE, {"mlp": ["model"]}, {"mlp": ["model"]})
-    ),
+    "batch alone": Case("llama-3.1-8b", {}, (CUBE, {"batch": ["replica"], "position": ["data"]}, {"mlp": ["model"]})),
+    "batch on nothing": Case("llama-3.1-8b", {"workload_batch": 1}, (CUBE, {"mlp": ["model"]}, {"mlp": ["model"]})),
     # by default, Levanter stores parameters with their compute sharding
-    "stored replicated": Case("llama-3.1-8b", {}, False, ((1, 4, 2), {"batch": ["data"], "mlp": ["model"]}, {})),
+    "stored replicated": Case("llama-3.1-8b", {}, ((1, 4, 2), {"batch": ["data"], "mlp": ["model"]}, {})),
     # GPT-2 has parameters with positions, which would have the mesh axis on two dimensions
     "position embeddings": Case(
         "gpt2",
         {"workload_position": 16},
-        False,
         (CUBE, {"batch": ["replica", "data"], "position": ["model"]}, {"embed": ["model"]}),
     ),
 }
@@ -156,8 +137,7 @@ def test_levanter_parses_the_plan(shrunken_config, name, caplog):
     plan = CASES[name].plan(shrunken_config)
     with caplog.at_level(logging.ERROR):
         trainer = decode_trainer(plan)
-    if CASES[name].needs_python is not None:
-        assert (type(trainer) is not TrainerConfig) == (CASES[name].needs_python and not IS_MARIN)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert mesh_of(trainer) == plan.mesh
     for parameter in plan.parameters:
         assert pspec_for_axis(parameter.axes, trainer.parameter_axis_mapping) == spec_of(parameter), parameter.path
@@ -169,43 +149,40 @@ def test_levanter_parses_the_plan(shrunken_config, name, caplog):
 
 @pytest.mark.parametrize("name", CASES)
 def test_shardplan_parses_the_plan(shrunken_config, name):
-    """shardplan's own parser accepts lists of mesh axes, and maps the batch as Levanter does."""
+    """shardplan's own parser maps the batch and all other axes as Levanter does."""
     plan = CASES[name].plan(shrunken_config)
-    section, config_class = parse_printed(plan)
-    parsed = parse_trainer_section(section, plan.hardware.devices)
-    compute, planned = (dict(sharded_axes(m, plan.mesh)) for m in (parsed.compute_mapping, plan.compute_mapping))
-    if config_class is not TrainerConfig:  # the class maps the batch, which YAML cannot
-        compute.pop("batch", None)
-        planned.pop("batch", None)
+    parsed = parse_trainer_section(parse_printed(plan), plan.hardware.devices)
+    compute, planned = (sharded_axes(m, plan.mesh) for m in (parsed.compute_mapping, plan.compute_mapping))
     assert parsed.mesh == plan.mesh and compute == planned and parsed.batch == plan.workload.batch
-    stored = {axis: mesh_axes for axis, mesh_axes in parsed.param_mapping.items() if axis != "batch"}
-    assert stored == plan.param_mapping
+    assert parsed.param_mapping == plan.param_mapping
 
 
-@pytest.mark.skipif(IS_MARIN, reason="the flat schema is that of levanter 1.2")
-@pytest.mark.parametrize(("mesh", "replica"), [((2, 4, 2), (2, 1)), ((1, 8, 2), (1, 1)), ((8, 1, 2), (4, 2))])
-def test_slices_split_replica_first(shrunken_config, monkeypatch, mesh, replica):
-    """As in the plan's own mesh; Levanter gives data the remaining slices."""
+@pytest.mark.parametrize(
+    ("mesh", "across", "within"),
+    [
+        ((2, 4, 2), {"replica_dcn": 2, "data_dcn": 2}, {"replica": 1, "data": 2, "model": 2}),
+        ((1, 8, 2), {"data_dcn": 4}, {"replica": 1, "data": 2, "model": 2}),
+        ((8, 1, 2), {"replica_dcn": 4}, {"replica": 2, "data": 1, "model": 2}),
+    ],
+)
+def test_slices_split_replica_first(shrunken_config, mesh, across, within):
+    """As in the plan's own mesh; data has the remaining slices."""
     config = shrunken_config("llama-3.1-8b", hardware_slice="4xv5e-4")
     plan = given_plan(config, mesh, {"batch": ["replica", "data"]}, {"mlp": ["model"]})
-    section, _ = parse_printed(plan)
-    assert (section["replica_dcn_axis_size"], section["replica_ici_axis_size"]) == replica
+    section = parse_printed(plan)
+    assert section["mesh"]["dcn_axes"] == across and section["mesh"]["axes"] == within
     assert parse_trainer_section(section, plan.hardware.devices, 4).mesh == plan.mesh
-    monkeypatch.setattr("jax.device_count", lambda: 16)
-    trainer = draccus.decode(TrainerConfig, section)
-    trainer.num_slices = 4
-    sizes = trainer.replica_axis_size, trainer.data_axis_size // trainer.replica_axis_size, trainer.model_axis_size
-    assert sizes == mesh
+    sizes = draccus.decode(TrainerConfig, section).mesh.axis_shapes(16, 4)
+    assert sizes == (within, {"replica_dcn": 1, **across})
 
 
-@pytest.mark.skipif(not IS_MARIN, reason="the mesh schema is that of marin-levanter")
 @pytest.mark.parametrize("batch", [["replica", "data"], []])
 @pytest.mark.parametrize("mesh", [(2, 4, 2), (1, 8, 2), (8, 1, 2)])
 def test_every_mesh_over_slices_is_expressed(shrunken_config, mesh, batch):
     """Levanter's mesh has the sizes of the plan's, whichever axes cross slices, and the same devices share a shard."""
     config = shrunken_config("llama-3.1-8b", hardware_slice="4xv5e-4", workload_batch=16)
     plan = given_plan(config, mesh, {"batch": batch, "mlp": ["data", "model"]}, {"mlp": ["replica", "model"]})
-    section, _ = parse_printed(plan)
+    section = parse_printed(plan)
     parsed = parse_trainer_section(section, plan.hardware.devices, 4)
     assert parsed.mesh == plan.mesh and parsed.param_mapping == plan.param_mapping
     assert parsed.compute_mapping == {axis: axes for axis, axes in plan.compute_mapping.items() if axes}
@@ -221,23 +198,19 @@ def test_every_mesh_over_slices_is_expressed(shrunken_config, mesh, batch):
         assert shards == {axis: math.prod(plan.mesh[a] for a in axes) for axis, axes in ours.items() if axes}
 
 
-@pytest.mark.parametrize("schema", TrainerSchema)
-@pytest.mark.parametrize("axis", ["position", "head_size"])
-def test_warning_about_attention_that_would_be_wrong(shrunken_config, axis, schema):
+@pytest.mark.parametrize(("axis", "is_wrong"), [("position", False), ("head_size", True)])
+def test_warning_about_attention_that_would_be_wrong(shrunken_config, axis, is_wrong):
     mesh_and_mappings = ((1, 4, 2), {"batch": ["data"], axis: ["model"]}, {})
-    is_wrong = axis == "head_size" or schema == TrainerSchema.FLAT
     for hardware, is_warned in (("v4-16", is_wrong), ("cpu-8", False)):
         config = shrunken_config("llama-3.1-8b", hardware_slice=hardware)
-        text = trainer_yaml(given_plan(config, *mesh_and_mappings), schema)
+        text = trainer_yaml(given_plan(config, *mesh_and_mappings))
         assert (f"# model.attn_backend must be jax_flash: with {axis} sharded, " in text) == is_warned
 
 
-@pytest.mark.parametrize("schema", TrainerSchema)
 @pytest.mark.parametrize("compute", [{"vocab": ["model"]}, {}])
-def test_warning_about_losses_that_would_be_wrong(shrunken_config, compute, schema):
+def test_warning_about_losses_that_would_be_wrong(shrunken_config, compute):
     plan = given_plan(shrunken_config("llama-3.1-8b"), (1, 4, 2), {"batch": ["data"], **compute}, {"vocab": ["model"]})
-    is_wrong = bool(compute) and schema == TrainerSchema.MESH
-    assert ("# Call shardplan.patch_levanter() first, " in trainer_yaml(plan, schema)) == is_wrong
+    assert ("# Call shardplan.patch_levanter() first, " in trainer_yaml(plan)) == bool(compute)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +295,7 @@ def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name, fami
     trainer.checkpointer.base_path = str(tmp_path)
     trainer.log_jaxprs = trainer.log_xla_hlo = False
     with levanter.tracker.current_tracker(trainer.tracker.init(name)), Trainer(trainer, OPTIMIZER, mean_loss) as run:
-        example = next(iter(run.data_loader(list_dataset(examples))))
+        example = next(iter(run.data_loader(ListAsyncDataset(examples))))
         info = run.train_step(run.initial_state(key, model_init=init), example)
     tokens = example.tokens
     mesh = tokens.array.sharding.mesh
@@ -337,21 +310,6 @@ def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name, fami
     assert float(info.loss) == pytest.approx(unplanned, rel=1e-5)
 
 
-def list_dataset(examples):
-    """Levanter's data set of a list."""
-    return ListAsyncDataset(examples) if IS_MARIN else ListAsyncDataset(examples, is_complete=True)
-
-
 def mean_loss(model, example, key=None):
-    """Mean loss as Levanter computes it; its own mean fails with levanter 1.2 on JAX 0.10."""
-    return (hax.sum(levanter_losses(model, example)) / hax.sum(loss_weights(example))).scalar()
-
-
-@pytest.mark.skipif(IS_MARIN, reason="the mesh schema has lists")
-def test_a_list_without_the_class_raises(make_config, golden):
-    """Without the class, JAX raises an error instead of computing with replicated parameters."""
-    config = make_config(model_ref=golden / "llama", workload_position=16)
-    plan = given_plan(config, CUBE, {"batch": ["replica", "data"]}, {"mlp": ["model", "data"]})
-    trainer = draccus.decode(TrainerConfig, parse_printed(plan)[0])
-    with trainer.use_device_mesh(), pytest.raises(ValueError, match=r"\['model', 'data'\]"):
-        hax.shard(hax.zeros(hax.Axis("mlp", 8)), trainer.parameter_axis_mapping)
+    """Mean of Levanter's losses over all targets."""
+    return (hax.sum(model.compute_next_token_loss(example, reduction=None)) / hax.sum(example.loss_weight)).scalar()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MODEL_TYPES, levanter_config, word_tokenizer
+from conftest import MODEL_TYPES, word_tokenizer
 from jax.sharding import Mesh
 from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
 from levanter.compat.hf_checkpoints import save_hf_checkpoint_callback
@@ -27,7 +27,6 @@ from shardplan.checkpoint.levanter_converter import upload
 from shardplan.errors import ConfigError
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves
-from shardplan.model.levanter_compat import IS_MARIN, LENGTH_FIELD
 from shardplan.model.registry import build_model, levanter_config_class
 
 MESHES = [
@@ -147,7 +146,7 @@ def test_a_changed_configuration_is_saved(golden, tmp_path):
     folder = golden / "gemma2"
     converter = make_converter(folder)
     config = build_model(read_config(str(folder / "config.json"), None), 8).config
-    longer = type(config)(**{**vars(config), LENGTH_FIELD: 512})
+    longer = type(config)(**{**vars(config), "max_seq_len": 512})
     with jax.set_mesh(MESHES[0]):
         model = converter.load_pretrained(None, config=longer)
         converter.save_pretrained(model.resize_vocab(264), str(tmp_path))
@@ -175,7 +174,7 @@ def test_a_model_of_other_sizes_than_the_reference(golden, tmp_path, name):
     kind = levanter_config_class(name)
     values = {"head_dim": 16} if name == "llama" else {"rope": Llama3RotaryEmbeddingsConfig()}
     sizes = {"hidden_dim": 32, "intermediate_dim": 48, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
-    config = levanter_config(kind, 32, **sizes, **values)
+    config = kind(max_seq_len=32, **sizes, **values)
     converter = make_converter(golden / name)
     with jax.set_mesh(MESHES[1]):
         model = config.model_type.init(hax.Axis("vocab", 256), config, key=jax.random.PRNGKey(0))
@@ -187,7 +186,7 @@ def test_a_model_of_other_sizes_than_the_reference(golden, tmp_path, name):
     assert loaded.config.rope == config.rope
 
 
-@pytest.mark.parametrize("with_reference", [True, pytest.param(False, marks=pytest.mark.with_marin)])
+@pytest.mark.parametrize("with_reference", [True, False])
 def test_a_tied_mistral(golden, tmp_path, with_reference):
     """Levanter's configuration of a Mistral has no place for a tied head, nor for heads of another size."""
     folder, out = tmp_path / "mistral", tmp_path / "out"
@@ -244,7 +243,6 @@ def test_levanters_callback_and_converter(golden, tmp_path):
     assert_same(tensors(tmp_path / "step-7"), tensors(golden / "qwen3"))
 
 
-@pytest.mark.with_marin
 def test_arguments_are_those_of_levanter():
     ours, theirs = (inspect.signature(kind.save_pretrained) for kind in (HFCheckpointConverter, LevanterConverter))
     assert theirs.parameters.keys() <= ours.parameters.keys()
@@ -329,8 +327,6 @@ def test_a_gemma2_has_its_soft_cap(golden):
         named = hax.named(jnp.asarray(tokens), ("batch", "position"))
         actual = model(named, AttentionMask.causal())
         assert np.abs(np.asarray(actual.rearrange(("batch", "position", "vocab")).array) - logits).max() < 2e-5
-        if not IS_MARIN:
-            return  # its loss is a function that takes the cap from its caller
         from levanter.models.lm_model import LmExample
 
         example = LmExample(tokens=named, loss_weight=hax.ones(named.axes), attn_mask=AttentionMask.causal())

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import levanter_config, levanter_losses, loss_weights
 from jax.sharding import AxisType, Mesh
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.models.llama import LlamaConfig
@@ -25,8 +24,7 @@ DOCUMENTS = (23, 7, 31)
 
 @pytest.fixture(scope="module")
 def model():
-    config = levanter_config(
-        LlamaConfig, 64, hidden_dim=48, intermediate_dim=64, num_layers=2, num_heads=6, num_kv_heads=2,
+    config = LlamaConfig(max_seq_len=64, hidden_dim=48, intermediate_dim=64, num_layers=2, num_heads=6, num_kv_heads=2,
         scan_layers=True, attn_backend=AttentionBackend.VANILLA,
     )  # fmt: skip
     return config.build(hax.Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
@@ -52,7 +50,7 @@ def expected(model, example):
         stream = model.activations(example.tokens, example.attn_mask)
         return maybe_fused_next_token_loss(
             hax.Axis("position", LENGTH), model.Embed, model.Vocab, stream, model.get_lm_head(),
-            example.tokens, loss_weights(example), reduction=None,
+            example.tokens, example.loss_weight, reduction=None,
         )  # fmt: skip
 
     return losses(model, example)
@@ -78,8 +76,8 @@ def test_losses_are_those_of_the_unsharded_sequence(model, example, expected, st
         losses = hax.named_jit(next_token_losses)(parallel, hax.shard(sequence))
     losses = restore_order(losses, sequence)
     np.testing.assert_allclose(losses.array, expected.rearrange(losses.axes).array, rtol=1e-6, atol=1e-6)
-    assert float(losses.sum().array / loss_weights(example).sum().array) == pytest.approx(
-        float(expected.sum().array / loss_weights(example).sum().array), abs=1e-6
+    assert float(losses.sum().array / example.loss_weight.sum().array) == pytest.approx(
+        float(expected.sum().array / example.loss_weight.sum().array), abs=1e-6
     )
 
 
@@ -168,15 +166,14 @@ def test_sequences_in_another_order_are_refused(model, example):
 @pytest.mark.parametrize("kind", [pytest.param(LlamaConfig, marks=pytest.mark.whole), MixtralConfig])
 def test_examples_in_sequence_order_are_refused(example, kind):
     """A model whose attention expects another order would return wrong losses silently. Its method can be replaced."""
-    config = levanter_config(
-        kind, LENGTH, hidden_dim=32, intermediate_dim=32, num_layers=1, num_heads=4, num_kv_heads=2,
+    config = kind(max_seq_len=LENGTH, hidden_dim=32, intermediate_dim=32, num_layers=1, num_heads=4, num_kv_heads=2,
         attn_backend=AttentionBackend.VANILLA,
     )  # fmt: skip
     model = config.build(hax.Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
     zigzag, ring = (SequenceLayout(LENGTH, 4, 1, kind) for kind in ("zigzag", "contiguous"))
     parallel = with_sequence_parallel(model, Method("ring", layout=zigzag))
     with pytest.raises(ConfigError, match="expects sequences in zigzag order, but the model was called without it"):
-        levanter_losses(parallel, example)
+        parallel.compute_next_token_loss(example, reduction=None)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         # Levanter's own attention; Levanter's loss of Mixtral includes the router's auxiliary loss

@@ -74,7 +74,6 @@ def test_two_processes(checkpoint, tmp_path, mesh, pins):
     assert results["plan"]["compute_mapping"].get("position", []) == (["data"] if pins else [])
 
 
-@pytest.mark.with_levanter_12
 def test_processes_with_other_texts(checkpoint, tmp_path):
     """Both name what differs, and nothing is written."""
     (tmp_path / "other.txt").write_text("t1 t2 t3 t4")
@@ -85,7 +84,6 @@ def test_processes_with_other_texts(checkpoint, tmp_path):
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.with_levanter_12
 def test_results_folders_that_are_not_shared_are_refused(checkpoint, tmp_path):
     """At the start: else the end of the run would find that windows are missing."""
     folders = (tmp_path / "a", tmp_path / "b")
@@ -94,7 +92,6 @@ def test_results_folders_that_are_not_shared_are_refused(checkpoint, tmp_path):
         assert f"output {folders[1]} is not the same folder as for process 0; give all processes one" in errors
 
 
-@pytest.mark.with_levanter_12
 def test_a_process_without_an_id(checkpoint, tmp_path):
     argv = ["--model.ref", checkpoint, "--data.path", checkpoint / "text.jsonl", "--output", tmp_path / "r"]
     done = subprocess.run(

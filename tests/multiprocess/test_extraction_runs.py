@@ -16,8 +16,6 @@ import pytest
 from conftest import ROOT, run, word_tokenizer
 from test_eval import TIMEOUT, free_port
 
-pytestmark = pytest.mark.with_levanter_12
-
 SHARD = 48
 """Windows of a shard."""
 

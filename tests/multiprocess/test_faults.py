@@ -75,7 +75,6 @@ def read_until(process, pattern):
     raise AssertionError("".join(lines))
 
 
-@pytest.mark.with_levanter_12
 def test_a_process_is_never_started(checkpoint, tmp_path):
     """Who is missing is said within seconds; here the wait is cut short by Ctrl-C, as it is by users."""
     argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r")
@@ -100,7 +99,6 @@ def test_other_batches(checkpoint, tmp_path):
         )
 
 
-@pytest.mark.with_levanter_12
 def test_other_plans(checkpoint, tmp_path):
     """A stale Plan file on one host."""
     argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r")
@@ -197,7 +195,6 @@ def test_a_process_that_does_not_begin_with_the_others(place, codes):
     assert (message in errors[0]) == (place == "absent"), errors
 
 
-@pytest.mark.with_levanter_12
 def test_a_file_that_is_not_read_on_one_host(checkpoint, tmp_path):
     """As on a file system that hangs: the others wait for values of this process, and it is named."""
     argv = [*arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r"), "--deadline.loading", 5]
@@ -211,7 +208,6 @@ def test_a_file_that_is_not_read_on_one_host(checkpoint, tmp_path):
     assert all(re.search(f"{message}process 0 only waits for it", line_of(error)) for error in errors), errors
 
 
-@pytest.mark.with_levanter_12
 @pytest.mark.parametrize(
     ("count", "stuck", "place", "line"),
     [
@@ -247,7 +243,6 @@ def test_a_main_thread_that_is_stuck(checkpoint, long_text, tmp_path, count, stu
     assert json.loads((results / "env.json").read_text())["plan"]["slice"] == "cpu-8"
 
 
-@pytest.mark.with_levanter_12
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.whole)])
 def test_a_process_that_is_frozen(checkpoint, long_text, tmp_path, count):
     """No Python code of it can run, such as that which would say so; it ends all the same."""
@@ -277,7 +272,6 @@ def test_preemption_as_jax_announces_it(checkpoint, long_text, tmp_path):
     assert list((tmp_path / "r" / "parts").iterdir()) and not (tmp_path / "r" / "summary.json").exists()
 
 
-@pytest.mark.with_levanter_12
 @pytest.mark.parametrize(("shard", "code"), [(8, 7), (10_000, 0)])
 def test_a_run_that_is_too_slow(checkpoint, tmp_path, shard, code):
     """Process 0 judges it: all end before the same shard, or none where no shard is left."""
@@ -301,7 +295,6 @@ def is_part_of(path, address):
     return f"JAX_COORDINATOR_ADDRESS={address}\0".encode() in environment and re.search(b"shardplan|spawn_main", argv)
 
 
-@pytest.mark.with_levanter_12
 def test_stacks_on_demand(checkpoint, long_text, tmp_path):
     """SIGUSR1 to all processes has them written, and the run goes on, here until SIGTERM ends it after a shard."""
     results, address = tmp_path / "r", f"127.0.0.1:{free_port()}"

@@ -13,7 +13,6 @@ from conftest import ROOT, run, transformers_losses
 from test_eval import TIMEOUT, arguments
 from try_launchers import ON_ONE_NODE, PROCESSES, local_slurm
 
-pytestmark = pytest.mark.with_levanter_12
 SHARD, WORDS = 16, 12_000
 """Windows of a shard, and words of a text that has about 12 shards."""
 

@@ -38,7 +38,6 @@ def run_processes(tmp_path, *settings):
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
-@pytest.mark.with_levanter_12
 def test_two_processes_have_the_results_of_hf(tmp_path):
     settings = {"use_cache": str(tmp_path / "cache")}
     first, second = run_processes(tmp_path, settings, settings)

@@ -91,7 +91,6 @@ def test_processes_read_every_byte_once_and_write_one_checkpoint(golden, tmp_pat
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(value))
 
 
-@pytest.mark.with_levanter_12
 def test_from_an_object_store(golden, store):
     """The store sends every byte once for both processes and the checksums, which are compared with its records.
 
@@ -111,7 +110,6 @@ def test_from_an_object_store(golden, store):
     assert "checksums: crc32 matches for 3 of 3 files" in errors[0]
 
 
-@pytest.mark.with_levanter_12
 def test_written_to_an_object_store(golden, store):
     with jax.set_mesh(Mesh(np.array(jax.devices()[:3]), ("data",))):
         expected = load_pretrained(str(golden / "llama"))
@@ -148,7 +146,6 @@ def test_the_others_end_when_one_is_killed(golden, lost):
             assert re.search(rf"process {lost} on \S+ \(pid \d+\) of 3 was lost while loading", error), error
 
 
-@pytest.mark.with_levanter_12
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
@@ -169,7 +166,6 @@ def test_processes_that_read_different_files_stop(golden, tmp_path, missing, mes
     assert re.search(message.format(re.escape(shard.name)), errors[0]), errors[0]
 
 
-@pytest.mark.with_levanter_12
 def test_output_folders_that_are_not_shared_are_refused(golden, tmp_path):
     outputs = [tmp_path / "a", tmp_path / "b"]
     codes, _, errors = wait_for(start([golden / "llama"] * 2, [{}], ["", ""], outputs=outputs))
@@ -177,7 +173,6 @@ def test_output_folders_that_are_not_shared_are_refused(golden, tmp_path):
     assert f"{tmp_path / 'b' / 'hf'} is not the same folder as for process 0; give all processes one" in errors[1]
 
 
-@pytest.mark.with_levanter_12
 def test_hosts_with_other_numbers_of_processors(golden):
     """A host with more of them reads more at a time; the transfers and their collectives are the same."""
     folder = golden / "llama"
@@ -187,7 +182,6 @@ def test_hosts_with_other_numbers_of_processors(golden):
     assert sum(int(re.findall(r"^read (\d+)$", output, re.MULTILINE)[0]) for output in outputs) <= 1.02 * size
 
 
-@pytest.mark.with_levanter_12
 def test_another_schedule_ends_before_the_first_transfer(golden):
     """As another version of Python might have made it."""
     started = time.monotonic()

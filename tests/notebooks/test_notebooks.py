@@ -6,15 +6,9 @@ import nbformat
 import pytest
 from make_notebooks import NOTEBOOKS, SOURCES, code_cells, execute, notebook_of, read_source
 
-from shardplan.model.levanter_compat import IS_MARIN
-
-pytestmark = pytest.mark.with_marin
-
 ABSOLUTE_PATH = re.compile(r"/(work|root|home|Users|tmp)/")
 MAX_BYTES = 300_000
-OF_MARIN = {"levanter", "libtpu"}
-"""Tags of cells whose outputs depend on the versions of Levanter or of libtpu: stored are those with marin-levanter."""
-ADVICE = "is out of date: with marin-levanter, run python scripts/make_notebooks.py"
+ADVICE = "is out of date: run python scripts/make_notebooks.py"
 
 LONG = {"repair_levanter", "extraction"}
 """Notebooks that take more than a minute."""
@@ -26,9 +20,7 @@ def stored(source):
 
 
 def texts(cell):
-    """What a code cell printed or returned, as text; where that depends on versions, only the kinds of output."""
-    if not IS_MARIN and OF_MARIN & set(cell.metadata.get("tags", ())):
-        return [output.output_type for output in cell.outputs]
+    """What a code cell printed or returned, as text."""
     return [output.text if output.output_type == "stream" else output.data["text/plain"] for output in cell.outputs]
 
 

@@ -33,7 +33,7 @@ def test_every_set_of_options_and_every_comparison_is_a_case(tmp_path):
     (tmp_path / "other.yaml").write_text(
         "model: {config: llama-3.1-8b}\nhardware: {slice: v4-16}\nworkload: {batch: 24}\n"
     )
-    trainer = {"model_axis_size": 4, "train_batch_size": 32, "mp": "p=f32,c=bf16", "axis_resources": {"mlp": "model"}}
+    trainer = {"train_batch_size": 32, "mp": "p=f32,c=bf16", "mesh": {"axes": {"model": 4}}}
     (tmp_path / "levanter.yaml").write_text(json.dumps({"trainer": trainer}))
     against = [str(tmp_path / name) for name in ("plan.json", "other.yaml", "levanter.yaml")]
     cases = cases_from("--options=auto", "--compiler.program=load", "--against", *against)
@@ -49,7 +49,9 @@ def test_every_set_of_options_and_every_comparison_is_a_case(tmp_path):
 
 
 def test_axes_that_the_model_does_not_have_are_named(tmp_path):
-    (tmp_path / "levanter.yaml").write_text(json.dumps({"trainer": {"axis_resources": {"kv_heads": "model"}}}))
+    (tmp_path / "levanter.yaml").write_text(
+        json.dumps({"trainer": {"mesh": {"shared_mapping": {"kv_heads": "model"}}}})
+    )
     (_, case) = cases_from("--against", str(tmp_path / "levanter.yaml"))
     assert "the model has no axis 'kv_heads', so that mapping it does nothing; did you mean 'kv_head'?" in (
         case.plan.search.reasons

@@ -181,7 +181,6 @@ def test_variables_that_are_set(tmp_path, monkeypatch):
         ({"pin": "mlp=model"}, "pin", ("mlp=model",)),
         ({"forbid": {"vocab"}}, "forbid", ("vocab",)),
         ({"plan": Path("a/plan.json")}, "plan", "a/plan.json"),
-        ({"expressible": np.bool_(True)}, "expressible", True),
         ({"workload": {"kind": TaskKind.LOSS}}, "workload.kind", None),
     ],
     ids=str,

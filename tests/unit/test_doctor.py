@@ -10,8 +10,6 @@ from doctor_checks import V4_64, subject
 from shardplan.doctor import run as doctor_run
 from shardplan.doctor.findings import Check, Level
 
-pytestmark = pytest.mark.with_levanter_12
-
 
 @pytest.fixture
 def with_jax(monkeypatch, tmp_path):

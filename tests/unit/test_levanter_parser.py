@@ -12,16 +12,14 @@ import yaml
 from draccus.cfgparsing import load_config
 
 from shardplan.hardware import parse_slice
-from shardplan.levanter_config.conversion import convert_sections, foreign_keys
+from shardplan.levanter_config.flat_schema import convert_sections, old_keys
 from shardplan.levanter_config.programs import PROGRAMS, choose_program
 from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.lint.parser import worker
 from shardplan.lint.parser.corrections import correct_sections
 from shardplan.lint.parser.problem import ParserVerdict, Problem, ProblemKind
 from shardplan.lint.parser.run_worker import LevanterParser, ParserStopped, shared_parser
-from shardplan.model.levanter_compat import IS_MARIN, TrainerSchema
 
-MARIN = pytest.mark.skipif(not IS_MARIN, reason="the files are those of marin-levanter")
 PROGRAM = {program.name: program for program in PROGRAMS}
 
 STARTS = {
@@ -72,7 +70,7 @@ STARTS = {
     "harness": "{eval_harness: {task_spec: [{task: hellaswag, num_fewshot: 5}], max_examples: 10}, optimizer: {}}",
     "adapter": "{adapter: {type: lora, r: 16, target_modules: [q_proj, v_proj]}, optimizer: {}}",
 }
-"""Files of train_lm that marin-levanter parses, by what is in them."""
+"""Files of train_lm that Levanter parses, by what is in them."""
 FAILS = {
     "key of the model": ("{model: {type: llama, num_layrs: 3}}", ["unknown key model.num_layrs"]),
     "keys of several sections": (
@@ -123,7 +121,6 @@ def levanter_parses(path, program, with_arguments=False):
     return True
 
 
-@MARIN
 @pytest.mark.parametrize("name", STARTS)
 def test_files_that_levanter_parses(tmp_path, name):
     path = tmp_path / "file.yaml"
@@ -132,7 +129,6 @@ def test_files_that_levanter_parses(tmp_path, name):
     assert shared_parser().parse(path.read_text(), PROGRAM["train_lm"]) == ParserVerdict(())
 
 
-@MARIN
 @pytest.mark.parametrize("name", FAILS)
 def test_files_that_levanter_does_not_parse(tmp_path, name):
     """All problems are reported, and a file without them starts, where each can be corrected by itself."""
@@ -148,7 +144,6 @@ def test_files_that_levanter_does_not_parse(tmp_path, name):
         assert shared_parser().parse_values(corrected.sections, PROGRAM["train_lm"]).starts
 
 
-@MARIN
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -203,7 +198,7 @@ def test_the_kind_that_the_user_asks_for_decides():
     assert choose_program({"trainer": {}}, "eval", False, ("train_config",)).program.name == "train_lm"
 
 
-FLAT_FILE = """
+OLD_FILE = """
 data: {id: org/text, tokenizer: gpt2, cache_dir: gs://bucket/cache}
 model: {type: llama, seq_len: 1024}
 trainer:
@@ -217,35 +212,28 @@ trainer:
   ray: {auto_start_cluster: false}
 optimizer: {learning_rate: 1e-3}
 """
-MESH_FILE = """
-model: {type: llama, max_seq_len: 1024}
-trainer:
-  mp: p=f32,c=bf16
-  train_batch_size: 64
-  profiler: {enabled: true, num_steps: 20}
-  mesh: {axes: {model: 4}, shared_mapping: {kv_head: model}, param_mapping: {embed: data}}
-optimizer: {learning_rate: 1e-3}
-"""
 
 
-@pytest.mark.parametrize("hardware", ["v4-64", "2xv4-64"])
-def test_converted_sections_start_and_shard_alike(hardware):
-    """Of the other version's file, every section is converted, so that the installed Levanter parses it."""
-    text, schema = (FLAT_FILE, TrainerSchema.MESH) if IS_MARIN else (MESH_FILE, TrainerSchema.FLAT)
-    sections, slice_ = yaml.safe_load(text), parse_slice(hardware)
-    assert not shared_parser().parse(text, PROGRAM["train_lm"]).starts
-    converted = convert_sections(sections, schema, slice_)
-    assert foreign_keys(sections, schema) and not foreign_keys(converted, schema)
+@pytest.mark.parametrize(
+    ("hardware", "mesh"),
+    [("v4-64", {"replica": 1, "data": 8, "model": 4}), ("2xv4-64", {"replica": 1, "data": 16, "model": 4})],
+)
+def test_converted_sections_start_and_shard_alike(hardware, mesh):
+    """Of a file of levanter 1.2 every section is converted, so that the installed Levanter parses it."""
+    sections, slice_ = yaml.safe_load(OLD_FILE), parse_slice(hardware)
+    assert not shared_parser().parse(OLD_FILE, PROGRAM["train_lm"]).starts
+    converted = convert_sections(sections, slice_)
+    assert [*converted] == [*sections]
+    assert old_keys(sections) == [
+        "trainer.model_axis_size", "trainer.fsdp_axis", "trainer.tensor_parallel_axes", "trainer.profiler_num_steps",
+        "trainer.ray", "trainer.profiler", "model.seq_len", "data.id",
+    ]  # fmt: skip
+    assert old_keys(converted) == []
     assert shared_parser().parse_values(converted, PROGRAM["train_lm"]) == ParserVerdict(())
-    before, after = (
-        parse_trainer_section(each["trainer"], slice_.devices, slice_.slices) for each in (sections, converted)
-    )
-    assert (after.mesh, after.compute_mapping, after.batch) == (before.mesh, before.compute_mapping, before.batch)
-    assert without_batch(after.param_mapping) == without_batch(before.param_mapping)
-
-
-def without_batch(mapping):
-    return {axis: mesh_axes for axis, mesh_axes in mapping.items() if axis != "batch"}
+    section = parse_trainer_section(converted["trainer"], slice_.devices, slice_.slices)
+    assert section.mesh == mesh and section.batch == 64
+    assert section.compute_mapping == {"mlp": ["model"], "heads": ["model"], "batch": ["replica", "data"]}
+    assert section.param_mapping == {"mlp": ["model"], "heads": ["model"], "embed": ["data"], "vocab": ["data"]}
 
 
 def test_what_is_not_installed_is_no_problem_of_the_file(monkeypatch):

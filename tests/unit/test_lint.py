@@ -18,16 +18,14 @@ from shardplan.errors import ConfigError
 from shardplan.levanter_config.levanter_file import read_levanter_file
 from shardplan.levanter_config.model_section import ATTENTION_BACKENDS, ModelSection, parse_model_section
 from shardplan.levanter_config.programs import PROGRAMS
-from shardplan.levanter_config.trainer_section import COMMON_KEYS, OWN_KEYS
+from shardplan.levanter_config.trainer_section import TRAINER_KEYS
 from shardplan.levanter_config.training_extras import TrainingExtras, parse_extras
 from shardplan.lint.lint import assumptions, lint_trainer, target_of
 from shardplan.lint.training import adapter_bytes
 from shardplan.model.hf_config import read_config
-from shardplan.model.levanter_compat import INSTALLED_SCHEMA, IS_MARIN, TrainerSchema
 
 ROOT = Path(__file__).parents[2]
 LLAMA = "llama-3.1-8b"
-NOT_MARIN = pytest.mark.skipif(IS_MARIN, reason="attention of marin-levanter has no such axis")
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +57,7 @@ def kinds(result):
     return [(finding.severity, finding.kind) for finding in result.findings]
 
 
-USUAL = "{model_axis_size: 2, axis_resources: {mlp: model, heads: model, kv_head: model, vocab: model}}"
-USUAL_MESH = """
+USUAL = """
 mesh:
   axes: {model: 2}
   shared_mapping: {kv_head: model}
@@ -68,17 +65,16 @@ mesh:
 """
 
 
-@pytest.mark.parametrize("trainer", [USUAL, USUAL_MESH])
-def test_usual_mapping_has_no_findings_in_either_schema(lint_8b, trainer):
-    result = lint_8b(trainer)
+def test_usual_mapping_has_no_findings(lint_8b):
+    result = lint_8b(USUAL)
     assert result.findings == () and result.plan is not None
     assert result.plan.mesh == {"replica": 1, "data": 4, "model": 2}
 
 
 def test_misspelt_axis_that_leaves_parameters_replicated(lint_8b):
-    trainer = "{model_axis_size: 8, fsdp_axis: null, axis_resources: {mlp: model, heads: model, kv_heads: model}}"
+    trainer = "{mesh: {axes: {model: 8}, shared_mapping: {kv_heads: model}, param_mapping: {}}}"
     finding = only(lint_8b(trainer).findings, "unknown axis")
-    assert finding.severity == "error" and finding.where == ("trainer.axis_resources.kv_heads",)
+    assert finding.severity == "error" and finding.where == ("trainer.mesh.shared_mapping.kv_heads",)
     assert finding.text == (
         "the model has no axis 'kv_heads', so mapping it has no effect: Haliax silently replicates, on every device, "
         "q_proj.weight 1.00, k_proj.weight 0.25, v_proj.weight 0.25 GiB"
@@ -108,45 +104,58 @@ def test_unknown_axis_without_a_similar_name(lint_8b):
 @pytest.mark.parametrize(
     ("model", "axis", "what"),
     [
-        ("mixtral-8x7b", "token", "not predicted, and in models that route tokens to experts it gave wrong logits"),
-        ("mixtral-8x7b", "token_repeat", "not predicted, and in models that route tokens to experts it gave wrong "),
-        pytest.param("llama-3.1-8b", "key_position", "over data 8 is not predicted", marks=NOT_MARIN),
+        (
+            "mixtral-8x7b",
+            "token",
+            "over data 8 is not predicted, and in models that route tokens to experts it gave wrong logits",
+        ),
+        (
+            "mixtral-8x7b",
+            "token_repeat",
+            "over data 8 is not predicted, and in models that route tokens to experts it gave wrong logits",
+        ),
         ("llama-3.1-8b", "token", None),
     ],
 )
 def test_axes_that_only_activations_have(model, axis, what):
     argv = [f"--model.config={model}", "--hardware.slice=v4-16"]
-    result = lint_trainer({"mp": "bf16", "axis_resources": {axis: "data"}}, target_of(config.parse_config(argv)))
+    trainer = {"mp": "bf16", "mesh": {"shared_mapping": {axis: "data"}}}
+    result = lint_trainer(trainer, target_of(config.parse_config(argv)))
     if what is None:
         assert only(result.findings, "unknown axis").text.endswith("so mapping it has no effect")
         return
     finding = only(result.findings, "activation axis")
-    assert (finding.severity, finding.where) == ("warning", (f"trainer.axis_resources.{axis}",))
+    assert (finding.severity, finding.where) == ("warning", (f"trainer.mesh.shared_mapping.{axis}",))
     assert what in finding.text and "unknown axis" not in {finding.kind for finding in result.findings}
 
 
 def test_axis_along_which_layers_are_stacked(lint_8b):
-    finding = only(lint_8b(USUAL.replace("vocab: model", "vocab: model, layer: data")).findings, "stacked axis")
-    assert (finding.severity, finding.where) == ("warning", ("trainer.axis_resources.layer",))
+    finding = only(lint_8b(USUAL.replace("kv_head: model", "kv_head: model, layer: data")).findings, "stacked axis")
+    assert (finding.severity, finding.where) == ("warning", ("trainer.mesh.shared_mapping.layer",))
     assert finding.text.startswith(
         "layers are stacked along 'layer': sharded over data 4, every iteration of the loop over layers "
     )
-    assert ("warning", "stacked axis") not in kinds(lint_8b("{axis_resources: {layer: model}}"))
+    assert ("warning", "stacked axis") not in kinds(lint_8b("{mesh: {shared_mapping: {layer: model}}}"))
     # it is never suggested for a misspelt axis
-    assert "'layer'" not in only(lint_8b("{axis_resources: {layers: data}}").findings, "unknown axis").remedy
+    misspelt = lint_8b("{mesh: {shared_mapping: {layers: data}}}")
+    assert "'layer'" not in only(misspelt.findings, "unknown axis").remedy
 
 
 def test_positions_and_a_batch_axis_of_another_name_are_known(lint_8b):
-    result = lint_8b("{model_axis_size: 2, batch_axis: row, axis_resources: {position: model}}", backend="vanilla")
+    mapping = "{mlp: null, heads: null, position: model}"
+    trainer = f"{{mesh: {{axes: {{model: 2}}, batch_axis_name: row, shared_mapping: {mapping}}}}}"
+    result = lint_8b(trainer, backend="vanilla")
     assert kinds(result) == []
     assert result.plan is not None and result.plan.compute_mapping["batch"] == ["replica", "data"]
 
 
-@pytest.mark.parametrize(("fsdp", "severity"), [("null", "error"), ("embed", "warning")])
-def test_heads_is_not_an_axis_of_the_query_key_and_value_projections(lint_8b, fsdp, severity):
-    trainer = f"{{model_axis_size: 4, fsdp_axis: {fsdp}, axis_resources: {{mlp: model, heads: model, vocab: model}}}}"
-    finding = only(lint_8b(trainer).findings, "heads")
-    assert finding.severity == severity and finding.where == ("trainer.axis_resources.heads",)
+@pytest.mark.parametrize(
+    ("params", "severity"), [("{vocab: model}", "error"), ("{embed: data, vocab: model}", "warning")]
+)
+def test_heads_is_not_an_axis_of_the_query_key_and_value_projections(lint_8b, params, severity):
+    mappings = f"shared_mapping: {{mlp: model, heads: model}}, param_mapping: {params}"
+    finding = only(lint_8b(f"{{mesh: {{axes: {{model: 4}}, {mappings}}}}}").findings, "heads")
+    assert finding.severity == severity and finding.where == ("trainer.mesh.shared_mapping.heads",)
     assert finding.text.startswith(
         "'heads' is not an axis of q_proj.weight, k_proj.weight and v_proj.weight, which have kv_head, "
         "q_heads_per_group and head_size and so "
@@ -160,19 +169,20 @@ def test_heads_is_not_an_axis_of_the_query_key_and_value_projections(lint_8b, fs
 
 
 def test_more_devices_than_key_heads(lint_8b):
-    trainer = "{model_axis_size: 16, axis_resources: {mlp: model, heads: model}}"
+    trainer = "{mesh: {axes: {model: 16}, shared_mapping: {mlp: model, heads: model}}}"
     assert only(lint_8b(trainer, "v4-64").findings, "heads").remedy == (
         "16 does not divide kv_head (8): make model 8, and map kv_head to it as well"
     )
 
 
 def test_mesh_axes_without_a_logical_axis(lint_8b):
-    finding = only(lint_8b("{model_axis_size: 4}").findings, "unused mesh axis")
-    assert (finding.severity, finding.where) == ("warning", ("trainer.model_axis_size",))
-    assert finding.text == "no logical axis is mapped to model (4 devices): they all store and compute the same"
-    assert finding.remedy == "map a logical axis to model in trainer.axis_resources, or make it 1"
-    trainer = "{model_axis_size: 4, axis_resources: {mlps: model}, parameter_axis_resources: {vocab: model}}"
+    trainer = "{mesh: {axes: {model: 4}, shared_mapping: {mlp: null, heads: null}}}"
     finding = only(lint_8b(trainer).findings, "unused mesh axis")
+    assert (finding.severity, finding.where) == ("warning", ("trainer.mesh.axes.model",))
+    assert finding.text == "no logical axis is mapped to model (4 devices): they all store and compute the same"
+    assert finding.remedy == "map a logical axis to model in trainer.mesh.shared_mapping, or make it 1"
+    stored = "{mesh: {axes: {model: 4}, shared_mapping: {mlp: null, heads: null, mlps: model}, param_mapping: %s}}"
+    finding = only(lint_8b(stored % "{embed: data, vocab: model}").findings, "unused mesh axis")
     assert finding.text == (
         "model (4 devices) shards only stored vocab and no computation: these devices all do the same work"
     )
@@ -180,41 +190,14 @@ def test_mesh_axes_without_a_logical_axis(lint_8b):
     assert only(lint_8b(mesh).findings, "unused mesh axis").where == ("trainer.mesh.axes.replica",)
 
 
-def test_fsdp_axis_wins_over_a_tensor_parallel_axis(lint_8b):
-    finding = only(lint_8b(USUAL.replace("{model", "{fsdp_axis: mlp, model", 1)).findings, "overridden")
-    assert (finding.severity, finding.where) == ("warning", ("trainer.axis_resources.mlp", "trainer.fsdp_axis"))
-    assert finding.text == (
-        "trainer.fsdp_axis wins: mlp is sharded over model in computations but stored sharded over data alone, so that "
-        "its weights are resharded at every use"
-    )
-    assert finding.remedy == "remove mlp from one of the two, or use another axis in fsdp_axis"
-
-
-def test_the_default_fsdp_axis_wins_over_parameter_axis_resources(lint_8b):
-    finding = only(lint_8b(USUAL.replace("}}", "}, parameter_axis_resources: {embed: model}}")).findings, "overridden")
-    assert finding.where == ("trainer.parameter_axis_resources.embed", "trainer.fsdp_axis")
-    assert (
-        finding.text == "trainer.fsdp_axis (its default) wins: embed is sharded over data, and this entry has no effect"
-    )
-
-
-def test_batch_axis_and_tensor_parallel_axes_win_over_axis_resources(lint_8b):
-    trainer = "{model_axis_size: 2, tensor_parallel_axes: [mlp], axis_resources: {mlp: data, batch: data}}"
-    texts = [finding.text for finding in lint_8b(trainer).findings if finding.kind == "overridden"]
-    assert texts == [
-        "trainer.tensor_parallel_axes wins: mlp is sharded over model, and this entry has no effect",
-        "trainer.batch_axis (its default) wins: batch is sharded over replica and data, and this entry has no effect",
-    ]
-
-
 @pytest.mark.parametrize("model", [4, 1])
 def test_duplicates_name_the_tensors(lint_8b, model):
     """JAX refuses a mesh axis on two dimensions of an array even where it has one device."""
-    trainer = f"{{model_axis_size: {model}, axis_resources: {{kv_head: model, head_size: model}}}}"
-    result = lint_8b(trainer)
+    mapping = "{mlp: null, heads: null, kv_head: model, head_size: model}"
+    result = lint_8b(f"{{mesh: {{axes: {{model: {model}}}, shared_mapping: {mapping}}}}}")
     finding = only(result.findings, "duplicate")
     assert finding.severity == "error"
-    assert finding.where == ("trainer.axis_resources.kv_head", "trainer.axis_resources.head_size")
+    assert finding.where == ("trainer.mesh.shared_mapping.kv_head", "trainer.mesh.shared_mapping.head_size")
     assert finding.text == (
         "kv_head and head_size share the mesh axis model in one array (DuplicateSpecError): q_proj.weight, "
         "k_proj.weight, v_proj.weight, the result of q_proj.weight and the result of k_proj.weight"
@@ -234,13 +217,16 @@ def test_duplicates_are_where_the_mesh_axis_is_mapped(lint_8b):
 @pytest.mark.parametrize(
     ("trainer", "text"),
     [
-        ("{axis_resources: {embed: data}, fsdp_axis: null}", "batch and embed share the mesh axis data in one array ("),
+        (
+            "{mesh: {shared_mapping: {embed: data}, param_mapping: {}}}",
+            "batch and embed share the mesh axis data in one array (",
+        ),
         (
             "{mesh: {param_mapping: {mlp: [data, data]}}}",
             "mlp is mapped twice to data in one array (DuplicateSpecError): gate",
         ),
         (
-            "{parameter_axis_resources: {mlp: data}}",
+            "{mesh: {param_mapping: {embed: data, mlp: data}}}",
             "mlp and embed share the mesh axis data in one array (DuplicateSpec",
         ),
     ],
@@ -250,10 +236,10 @@ def test_duplicates_of_activations_and_of_stored_parameters(lint_8b, trainer, te
 
 
 def test_indivisible(lint_8b):
-    trainer = "{model_axis_size: 16, axis_resources: {mlp: model, kv_head: model}}"
+    trainer = "{mesh: {axes: {model: 16}, shared_mapping: {mlp: model, heads: null, kv_head: model}}}"
     result = lint_8b(trainer, "v4-64")
     finding = only(result.findings, "indivisible")
-    assert (finding.severity, finding.where) == ("error", ("trainer.axis_resources.kv_head",))
+    assert (finding.severity, finding.where) == ("error", ("trainer.mesh.shared_mapping.kv_head",))
     assert finding.text == "kv_head (8) is not divisible by the 16 devices of model 16 (IndivisibleError)"
     assert finding.remedy == "shard it over at most 8 of the 16 devices, or map another axis"
     assert result.plan is None
@@ -284,25 +270,30 @@ def test_levanter_rounds_the_vocabulary_up(tmp_path):
             {"mp": "bf16", **trainer}, target_of(config.parse_config([*argv, f"--workload.kind={kind}"]))
         )
 
-    both = {"model_axis_size": 2, "axis_resources": {"vocab": "model"}}
-    at_rest = {"model_axis_size": 2, "axis_resources": {"mlp": "model"}, "parameter_axis_resources": {"vocab": "model"}}
+    mesh = {"axes": {"model": 2}}
+    both = {"mesh": {**mesh, "shared_mapping": {"mlp": None, "heads": None, "vocab": "model"}}}
+    at_rest = {
+        "mesh": {**mesh, "shared_mapping": {"heads": None}, "param_mapping": {"embed": "data", "vocab": "model"}}
+    }
     result = lint_odd(both, "eval")
     finding = only(result.findings, "vocabulary")
-    assert (finding.severity, finding.where) == ("warning", ("trainer.axis_resources.vocab",))
+    assert (finding.severity, finding.where) == ("warning", ("trainer.mesh.shared_mapping.vocab",))
     assert finding.text == (
         "vocab (50257) is not divisible by the 2 devices of model 2: Levanter rounds it up to 50258, and the "
         "added tokens take part in the softmax, which changes the losses"
     )
-    assert not result.errors and result.plan is not None
-    assert not lint_odd(both, "train").errors and not lint_odd(at_rest, "train").errors
+    # that it is sharded in computations is an error for another reason
+    assert [finding.kind for finding in result.errors] == ["loss"] and result.plan is not None
+    assert [finding.kind for finding in lint_odd(both, "train").errors] == ["loss"]
+    assert not lint_odd(at_rest, "train").errors
     assert [finding.kind for finding in lint_odd(at_rest, "eval").errors] == ["indivisible"]
 
 
 @pytest.mark.parametrize(
     ("trainer", "nearest", "mesh"),
     [
-        ("{model_axis_size: 48}", 32, {"replica": 1, "data": 1, "model": 32}),
-        ("{model_axis_size: 64, replica_ici_axis_size: 3}", 1, {"replica": 1, "data": 1, "model": 32}),
+        ("{mesh: {axes: {model: 48}}}", 32, {"replica": 1, "data": 1, "model": 32}),
+        ("{mesh: {axes: {model: 64, replica: 3}}}", 1, {"replica": 1, "data": 1, "model": 32}),
         ("{mesh: {axes: {data: 4, model: 4}}}", 8, {"replica": 1, "data": 8, "model": 4}),
         ("{mesh: {dcn_axes: {replica_dcn: 2}}}", 1, {"replica": 1, "data": 32, "model": 1}),
     ],
@@ -315,9 +306,9 @@ def test_lint_of_a_wrong_mesh_goes_on_with_the_nearest_size(lint_8b, trainer, ne
 
 
 def test_message_of_a_wrong_mesh(lint_8b):
-    finding = only(lint_8b("{model_axis_size: 12}", "v4-64").findings, "mesh size")
-    assert finding.where == ("trainer.model_axis_size",)
-    assert finding.text == "trainer.model_axis_size 12 does not divide the 32 devices; did you mean 8 or 16?"
+    finding = only(lint_8b("{mesh: {axes: {model: 12}}}", "v4-64").findings, "mesh size")
+    assert finding.where == ("trainer.mesh.axes.model",)
+    assert finding.text == "trainer.mesh.axes.model 12 does not divide the 32 devices; did you mean 8 or 16?"
 
 
 @pytest.mark.parametrize(
@@ -329,8 +320,13 @@ def test_message_of_a_wrong_mesh(lint_8b):
             "use 8 or 16 sequences, or a larger model axis",
         ),
         (
-            "{train_batch_size: 4, batch_axis: null, axis_resources: {batch: data}, replica_ici_axis_size: 2}",
-            "4 sequences are not divisible by the 8 batch shards that Levanter assumes (replica x data)",
+            "{train_batch_size: 6, mesh: {axes: {replica: 2}, compute_mapping: {batch: data}}}",
+            "6 sequences are not divisible by the 4 batch shards of data 4",
+            "use 4 or 8 sequences, or a larger model axis",
+        ),
+        (
+            "{train_batch_size: 4, mesh: {axes: {replica: 2}}}",
+            "4 sequences are not divisible by the 8 batch shards of replica 2 x data 4",
             "use 8 sequences, or a larger model axis",
         ),
     ],
@@ -343,15 +339,15 @@ def test_indivisible_batch(lint_8b, trainer, text, remedy):
 
 
 def test_replicated_batch(lint_8b):
-    finding = only(lint_8b("{batch_axis: null, axis_resources: {batch: model}}").findings, "batch")
-    assert (finding.severity, finding.where) == ("warning", ("trainer.axis_resources.batch",))
+    finding = only(lint_8b("{mesh: {shared_mapping: {batch: model}}}").findings, "batch")
+    assert (finding.severity, finding.where) == ("warning", ("trainer.mesh.shared_mapping.batch",))
     assert finding.text == "'batch' is replicated: every device computes all 16 sequences"
 
 
 @pytest.mark.parametrize(
     ("trainer", "key"),
     [
-        ("{batch_axis: null}", "trainer.batch_axis"),
+        ("{mesh: {batch_axis_name: null}}", "trainer.mesh.batch_axis_name"),
         ("{mesh: {compute_mapping: {batch: null}}}", "trainer.mesh.compute_mapping.batch"),
     ],
 )
@@ -362,50 +358,49 @@ def test_levanter_needs_a_mesh_axis_for_the_batch(lint_8b, trainer, key):
     assert finding.text == "'batch' is mapped to no mesh axis, and Levanter's data loader fails"
 
 
-def test_flat_schema_takes_no_lists(lint_8b):
-    """Levanter declares its flat mappings as tuples of one string, and draccus converts a longer list to one string."""
-    trainer = "{model_axis_size: 2, fsdp_axis: null, parameter_axis_resources: {mlp: [model, data]}}"
-    finding = only(lint_8b(trainer).findings, "list")
-    assert (finding.severity, finding.where) == ("error", ("trainer.parameter_axis_resources.mlp",))
-    assert finding.text == "Levanter reads the list [model, data] as one name, which is not a mesh axis (ValueError)"
-    assert finding.remedy == "use one of model and data, or pass the list to Levanter in Python"
-    if INSTALLED_SCHEMA == TrainerSchema.FLAT:
-        decoded = draccus.decode(TrainerConfig, yaml.safe_load(trainer))
-        assert decoded.parameter_axis_resources["mlp"] == "['model', 'data']"
-    later = lint_8b("{mesh: {axes: {model: 2}, param_mapping: {mlp: [model, data]}}}")
-    assert ("error", "list") not in kinds(later)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "key"),
-    [
-        ("{model_axis_size: 2, axis_resources: {mlp: []}}", "trainer.axis_resources"),
-        ("{mesh: {axes: {model: 2}, shared_mapping: {mlp: []}}}", "trainer.mesh.shared_mapping"),
-    ],
-)
-def test_empty_lists(lint_8b, trainer, key):
+def test_lists_of_mesh_axes(lint_8b):
+    """Levanter takes a list for a logical axis, and shards it over all of them."""
+    trainer = "{mesh: {axes: {model: 2}, shared_mapping: {kv_head: model}, param_mapping: {mlp: [model, data]}}}"
     result = lint_8b(trainer)
+    assert result.errors == [] and result.plan is not None and "list" not in {each.kind for each in result.findings}
+    assert result.plan.param_mapping["mlp"] == ["model", "data"]
+    decoded = draccus.decode(TrainerConfig, yaml.safe_load(trainer))
+    assert list(decoded.parameter_axis_mapping["mlp"]) == ["model", "data"]
+
+
+def test_empty_lists(lint_8b):
+    result = lint_8b("{mesh: {axes: {model: 2}, shared_mapping: {mlp: []}}}")
     finding = only(result.findings, "list")
-    assert (finding.severity, finding.where) == ("error", (f"{key}.mlp",))
-    assert finding.text == f"{key} maps 'mlp' to an empty list, with which Levanter fails; null replicates it"
+    assert (finding.severity, finding.where) == ("error", ("trainer.mesh.shared_mapping.mlp",))
+    assert finding.text == (
+        "trainer.mesh.shared_mapping maps 'mlp' to an empty list, with which Levanter fails; null replicates it"
+    )
     assert finding.remedy == "the other findings assume that mlp is replicated"
     assert "mlp" not in result.subject.section.compute_mapping
 
 
+Q_HEADS = "{mesh: {axes: {model: 4}, shared_mapping: {mlp: model, heads: model, q_heads_per_group: model}}}"
+
+
 def test_attention_requires_unsharded_heads(lint_8b):
-    trainer = "{model_axis_size: 4, axis_resources: {mlp: model, heads: model, q_heads_per_group: model}}"
-    finding = only(lint_8b(trainer).findings, "attention")
-    assert (finding.severity, finding.where) == ("error", ("trainer.axis_resources.q_heads_per_group",))
+    finding = only(lint_8b(Q_HEADS).findings, "attention")
+    assert (finding.severity, finding.where) == ("error", ("trainer.mesh.shared_mapping.q_heads_per_group",))
     assert finding.text == (
         "computations shard q_heads_per_group: Levanter's splash attention, its default on TPUs, runs on each device "
         "alone and is silently wrong"
     )
-    assert not lint_8b(trainer, backend="jax_flash").errors
-    assert ("error", "attention") not in kinds(lint_8b(trainer, "cpu-8"))
+    assert not lint_8b(Q_HEADS, backend="jax_flash").errors
+    assert ("error", "attention") not in kinds(lint_8b(Q_HEADS, "cpu-8"))
+
+
+@pytest.mark.parametrize("backend", ["splash", None])
+def test_splash_attention_takes_sharded_positions(lint_8b, backend):
+    trainer = "{mesh: {axes: {model: 2}, shared_mapping: {mlp: null, heads: null, position: model}}}"
+    assert ("error", "attention") not in kinds(lint_8b(trainer, backend=backend))
 
 
 @pytest.mark.parametrize("axis", ["vocab", "embed"])
-def test_the_loss_of_marin_levanter_needs_an_unsharded_vocabulary(lint_8b, axis):
+def test_levanters_loss_needs_an_unsharded_vocabulary(lint_8b, axis):
     """tests/multidevice/test_levanter_loss.py shows that it is wrong."""
     trainer = f"{{mesh: {{axes: {{model: 2}}, compute_mapping: {{{axis}: model}}, param_mapping: {{}}}}}}"
     finding = only(lint_8b(trainer).findings, "loss")
@@ -415,7 +410,8 @@ def test_the_loss_of_marin_levanter_needs_an_unsharded_vocabulary(lint_8b, axis)
         "silently wrong"
     )
     assert finding.remedy == f"leave {axis} unsharded in computations, or call shardplan.patch_levanter() first"
-    assert ("error", "loss") not in kinds(lint_8b(f"{{model_axis_size: 2, axis_resources: {{{axis}: model}}}}"))
+    stored = f"{{mesh: {{axes: {{model: 2}}, param_mapping: {{{axis}: model}}}}}}"
+    assert ("error", "loss") not in kinds(lint_8b(stored))
 
 
 def test_a_batch_on_an_axis_of_one_device_is_mapped(lint_8b):
@@ -433,8 +429,7 @@ def test_a_batch_on_an_axis_of_one_device_is_mapped(lint_8b):
 )
 def test_unknown_attention_backend(lint_8b, backend, assumed, remedy, others):
     """The other findings are those of the backend that was meant."""
-    trainer = "{model_axis_size: 4, axis_resources: {mlp: model, heads: model, q_heads_per_group: model}}"
-    result = lint_8b(trainer, backend=backend)
+    result = lint_8b(Q_HEADS, backend=backend)
     finding = only(result.findings, "attention backend")
     assert (finding.severity, finding.where) == ("error", ("model.attn_backend",))
     assert finding.text == (
@@ -442,19 +437,13 @@ def test_unknown_attention_backend(lint_8b, backend, assumed, remedy, others):
     )
     assert finding.remedy == remedy
     assert {error.kind for error in result.errors} == {"attention backend", *others}
-    assert not lint_8b(trainer, backend="JAX_FLASH").errors
+    assert not lint_8b(Q_HEADS, backend="JAX_FLASH").errors
     assert {backend.value for backend in AttentionBackend} == set(ATTENTION_BACKENDS)
 
 
 @pytest.mark.parametrize(
     ("trainer", "where", "remedy", "corrected"),
     [
-        (
-            "{model_axis_sise: 8}",
-            "trainer.model_axis_sise",
-            "did you mean 'model_axis_size'?",
-            {"model_axis_size": 8},
-        ),
         ("{mehs: {axes: {model: 8}}}", "trainer.mehs", "did you mean 'mesh'?", {"mesh": {"axes": {"model": 8}}}),
         (
             "{mesh: {}, train_batchsize: 8}",
@@ -464,18 +453,18 @@ def test_unknown_attention_backend(lint_8b, backend, assumed, remedy, others):
         ),
         ("{mesh: {axs: {data: 8}}}", "trainer.mesh.axs", "did you mean 'axes'?", {"mesh": {"axes": {"data": 8}}}),
         ("{qqq: 8}", "trainer.qqq", "remove it", {}),
-        # only keys of the file's own schema are suggested
-        ("{model_axis_size: 1, progress_watchdg: {}}", "trainer.progress_watchdg", "remove it", {"model_axis_size": 1}),
+        # keys of levanter 1.2, which a file is converted from before, are not suggested
+        ("{model_axis_sise: 8}", "trainer.model_axis_sise", "remove it", {}),
         ("{1: 8}", "trainer.1", "remove it", {}),
         # not similar enough to rename it
-        ("{fsdp: mlp}", "trainer.fsdp", "remove it, or did you mean 'fsdp_axis'?", {}),
+        ("{per_device: 2}", "trainer.per_device", "remove it, or did you mean 'per_device_parallelism'?", {}),
         # a value of the wrong type, and a key that is there already
-        ("{model_axis_sise: big}", "trainer.model_axis_sise", "remove it, or did you mean 'model_axis_size'?", {}),
+        ("{train_batchsize: big}", "trainer.train_batchsize", "remove it, or did you mean 'train_batch_size'?", {}),
         (
-            "{model_axis_size: 2, model_axis_sise: 8}",
-            "trainer.model_axis_sise",
-            "remove it, or did you mean 'model_axis_size'?",
-            {"model_axis_size": 2},
+            "{train_batch_size: 16, train_batchsize: 8}",
+            "trainer.train_batchsize",
+            "remove it, or did you mean 'train_batch_size'?",
+            {"train_batch_size": 16},
         ),
     ],
 )
@@ -492,9 +481,9 @@ def test_levanter_does_not_start_with_an_unknown_key(lint_8b, trainer, where, re
     ("trainer", "where", "text", "remedy", "mapping"),
     [
         (
-            "{model_axis_size: 2, axis_resources: {mlp: modle, heads: model}}",
-            "trainer.axis_resources.mlp",
-            "trainer.axis_resources maps 'mlp' to the unknown mesh axis 'modle'; did you mean 'model'?",
+            "{mesh: {axes: {model: 2}, shared_mapping: {mlp: modle, heads: model}}}",
+            "trainer.mesh.shared_mapping.mlp",
+            "trainer.mesh.shared_mapping maps 'mlp' to the unknown mesh axis 'modle'; did you mean 'model'?",
             "the other findings assume model",
             ["model"],
         ),
@@ -506,9 +495,10 @@ def test_levanter_does_not_start_with_an_unknown_key(lint_8b, trainer, where, re
             ["model", "replica"],
         ),
         (
-            "{model_axis_size: 2, axis_resources: {mlp: xyz}}",
-            "trainer.axis_resources.mlp",
-            "trainer.axis_resources maps 'mlp' to the unknown mesh axis 'xyz'; valid: data, model, replica",
+            "{mesh: {axes: {model: 2}, shared_mapping: {mlp: xyz}}}",
+            "trainer.mesh.shared_mapping.mlp",
+            "trainer.mesh.shared_mapping maps 'mlp' to the unknown mesh axis 'xyz'; "
+            "valid: data, model, replica, replica_dcn",
             "the other findings assume that mlp is replicated",
             None,
         ),
@@ -530,16 +520,15 @@ def test_misspelt_mesh_axis_is_one_finding_among_the_others(lint_8b, trainer, wh
 
 
 def test_every_key_of_levanter_is_known():
-    ours = {*COMMON_KEYS, *OWN_KEYS[INSTALLED_SCHEMA]}
-    assert {item.name for item in dataclasses.fields(TrainerConfig)} == ours
+    assert {item.name for item in dataclasses.fields(TrainerConfig)} == {*TRAINER_KEYS}
 
 
 def test_out_of_memory_names_the_largest_parts(lint_8b):
-    result = lint_8b("{fsdp_axis: null, mp: 'p=f32,c=bf16'}", "v5e-8")
+    result = lint_8b("{mesh: {param_mapping: {}}, mp: 'p=f32,c=bf16'}", "v5e-8")
     finding = only(result.findings, "memory")
     assert finding.severity == "error" and finding.where == (
-        "trainer.axis_resources",
-        "trainer.parameter_axis_resources",
+        "trainer.mesh.shared_mapping",
+        "trainer.mesh.param_mapping",
     )
     assert result.plan is not None
     peak = result.plan.memory.peak / 2**30
@@ -553,7 +542,6 @@ def test_out_of_memory_names_the_largest_parts(lint_8b):
     )
 
 
-@pytest.mark.skipif(not IS_MARIN, reason="levanter 1.2 computes no losses in blocks by default")
 def test_a_peak_within_the_error_of_its_estimate_may_fit():
     """Compiled for v5p-64 this step needs 32.29 GiB; for v4-64 the compiler recomputes, and 30.03 are enough."""
     arguments = [f"--model.config={LLAMA}", "--hardware.slice=v4-64", "--workload.kind=train"]
@@ -572,7 +560,8 @@ def test_a_peak_within_the_error_of_its_estimate_may_fit():
 )
 def test_large_replicated_parameters(lint_8b, types, slice_name, severity, gib):
     """They are an error if the step does not fit, because they are the reason."""
-    finding = only(lint_8b(f"{{fsdp_axis: null, mp: {types}}}", slice_name).findings, "replicated")
+    trainer = f"{{mesh: {{shared_mapping: {{mlp: null, heads: null}}, param_mapping: {{}}}}, mp: {types}}}"
+    finding = only(lint_8b(trainer, slice_name).findings, "replicated")
     assert finding.severity == severity
     assert finding.text.startswith(f"replicated on each of the 8 devices: {gib}")
     assert finding.remedy.startswith("shard the stored parameters over more mesh axes; unmapped among their axes: ")
@@ -582,14 +571,15 @@ def test_large_replicated_parameters(lint_8b, types, slice_name, severity, gib):
 
 
 def test_barely_sharded_parameters(lint_8b):
-    result = lint_8b("{model_axis_size: 2, fsdp_axis: null, axis_resources: {mlp: model}}")
+    result = lint_8b("{mesh: {axes: {model: 2}, shared_mapping: {mlp: model, heads: null}, param_mapping: {}}}")
     finding = only(result.findings, "barely sharded")
     assert finding.severity == "warning"
     assert finding.text.startswith("2 shards on 8 devices: 5.25 GiB per device, of gate_proj.weight 1.75, ")
 
 
 def test_levanters_own_loader(lint_8b):
-    trainer = "{model_axis_size: 8, mp: f32, axis_resources: {mlp: model, vocab: model, kv_head: model}}"
+    mapping = "{mlp: model, heads: null, vocab: model, kv_head: model}"
+    trainer = f"{{mp: f32, mesh: {{axes: {{model: 8}}, shared_mapping: {mapping}}}}}"
     finding = only(lint_8b(trainer, "v5e-8").findings, "loading")
     assert finding.severity == "warning"
     assert finding.text == (
@@ -598,7 +588,7 @@ def test_levanters_own_loader(lint_8b):
     )
 
 
-@pytest.mark.parametrize("trainer", ["{fsdp_axis: 3}", "null", "{mesh: {axes: {expert: 2}}}"])
+@pytest.mark.parametrize("trainer", ["{mesh: {batch_axis_name: 3}}", "null", "{mesh: {axes: {expert: 2}}}"])
 def test_an_unreadable_section_raises(lint_8b, trainer):
     with pytest.raises(ConfigError):
         lint_8b(trainer)
@@ -629,9 +619,9 @@ EXPECTED_ERRORS = {
     "405b-everything-on-model": {"duplicate", "indivisible", "attention"},
     "405b-head-size": {"batch", "memory", "replicated", "barely sharded", "attention"},
     "405b-heads-mlp": {"heads", "memory", "replicated"},
-    "405b-output-axes": {"list"},
+    "405b-output-axes": set(),
     "405b-q-heads": {"attention"},
-    "405b-sequence-share": {"list", "batch", "attention"},
+    "405b-sequence-share": set(),
     "405b-usual": set(),
 }
 
@@ -677,7 +667,6 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.skipif(not IS_MARIN, reason="the sections are those of marin-levanter")
 @pytest.mark.parametrize("trainer", SCHEDULES, ids=str)
 def test_levanter_refuses_the_batches_that_are_errors(trainer, monkeypatch):
     """Its trainer, and then its data loader, on 64 devices."""

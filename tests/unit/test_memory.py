@@ -12,7 +12,6 @@ from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
 from shardplan.model.hf_config import read_config
-from shardplan.model.levanter_compat import IS_MARIN
 from shardplan.model.registry import build_model
 from shardplan.plan.workload import Workload
 from shardplan.program.live_buffers import BufferRole
@@ -258,7 +257,6 @@ def test_activations_that_training_saves_in_every_layer(checkpointing):
     assert (stream < saved < 3 * stream) if checkpointing == "default" else saved > everything
 
 
-@pytest.mark.skipif(not IS_MARIN, reason="levanter 1.2 computes no losses in blocks by default")
 def test_the_gathered_head_stays_while_microbatches_run():
     """Levanter's loss needs it gathered, and padded to whole blocks: both are made once, before the loop."""
     config = {**read_config("llama-3.1-8b", None), "num_hidden_layers": 2}

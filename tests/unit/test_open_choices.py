@@ -8,8 +8,6 @@ from shardplan.search.fastest_batch import TIE, batches
 from shardplan.search.make_plan import make_plan
 from shardplan.search.open_choices import enumerate_variants
 
-pytestmark = pytest.mark.with_levanter_12
-
 
 @pytest.mark.parametrize("batch", [16, pytest.param(240, marks=pytest.mark.whole)])
 def test_microbatches_can_be_chosen(llama_model, llama_config, batch):

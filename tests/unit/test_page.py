@@ -15,7 +15,6 @@ from test_verdicts import FITS, TOO_LARGE
 from shardplan.errors import ConfigError
 from shardplan.explain.what_if import Variant, WhatIf, with_settings
 from shardplan.lint.findings import Severity
-from shardplan.model.levanter_compat import INSTALLED_SCHEMA
 from shardplan.monitoring.audit import Audit, AuditedArray
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
@@ -233,7 +232,7 @@ def test_only_the_step_with_the_options_of_the_plan_is_its_verdict(plan):
 def test_slower_candidates_are_counted(plan):
     search = dataclasses.replace(plan.search, rejected={})
     details = dataclasses.replace(plan.details, slower_candidates=5)
-    page = plan_page(dataclasses.replace(plan, search=search, details=details), [], INSTALLED_SCHEMA)
+    page = plan_page(dataclasses.replace(plan, search=search, details=details), [])
     assert f"the {len(plan.details.candidates) + 5} candidates that were evaluated" in page
     assert '<p class="dim">5 slower candidates are not drawn.</p>' in page
 
@@ -270,7 +269,7 @@ def test_settings_that_help_are_named_best_first(plan):
     assert [change for change, _ in line.better] == ["workload.batch 32"]
     assert line.better[0][1].startswith("+100% tokens/s per device")
     assert [each.obstacle for each in line.settings] == ["", "", "no plan fits"]
-    page = plan_page(with_settings(plan, WhatIf(variants[:2])), [], INSTALLED_SCHEMA)
+    page = plan_page(with_settings(plan, WhatIf(variants[:2])), [])
     assert "<p>No other setting gains 1% or more.</p>" in page
 
 
@@ -284,11 +283,11 @@ def test_details_are_no_part_of_the_checksum(plan, tmp_path):
 
 
 def test_a_page_is_one_file_without_a_network(plan):
-    page = plan_page(plan, [judge("this plan", plan, judged(plan))], INSTALLED_SCHEMA)
+    page = plan_page(plan, [judge("this plan", plan, judged(plan))])
     assert len(page) < 1_000_000
     assert "default-src 'none'" in page and not re.search(r"(?:src|href)=[\"']?[^#\"']|url\(|@import|https?://", page)
     restored = Plan.from_json(json.loads(json.dumps(plan.to_json())))
-    assert plan_page(restored, [judge("this plan", restored, judged(plan))], INSTALLED_SCHEMA) == page
+    assert plan_page(restored, [judge("this plan", restored, judged(plan))]) == page
 
 
 def odd_panel(plan, name):
@@ -310,7 +309,7 @@ def test_names_are_escaped(plan):
     odd = dataclasses.replace(plan, model=model, parameters=[parameter, *plan.parameters[1:]])
     verdict = dataclasses.replace(judged(plan, TOO_LARGE), reason=CompileError(name))
     judgements = [judge("this plan", odd, verdict), judge(name, plan, verdict)]
-    page = plan_page(odd, judgements, INSTALLED_SCHEMA, odd_panel(plan, name))
+    page = plan_page(odd, judgements, odd_panel(plan, name))
     assert "<script>alert" not in page and page.count("</script>") == 2
     tiles = odd.tiles_of(name)
     audited = Audit([AuditedArray(name, {name: 4}, "bfloat16", PartitionSpec(None), 8, "")])
@@ -320,7 +319,7 @@ def test_names_are_escaped(plan):
 
 def test_an_old_plan_says_what_is_missing():
     old = Plan.load(str(OLD_PLAN))
-    page = plan_page(old, [], INSTALLED_SCHEMA)
+    page = plan_page(old, [])
     assert page.count(NO_DETAILS) == NEED_MESSAGES
     assert "compute of all operations</li>" in page and "waiting for collectives, all causes</li>" in page
     assert sum(cost.exposed_seconds for cost in costs_of_step(old)) == pytest.approx(old.cost.step_seconds)
@@ -361,9 +360,7 @@ def test_messages_end_in_one_mark(text, html):
 
 
 def test_pages_have_no_backticks(plan):
-    assert "`" not in re.sub(
-        "<(script|style).*?</(script|style)>", "", plan_page(plan, [], INSTALLED_SCHEMA), flags=re.DOTALL
-    )
+    assert "`" not in re.sub("<(script|style).*?</(script|style)>", "", plan_page(plan, []), flags=re.DOTALL)
 
 
 def test_a_given_layout_says_that_nothing_was_searched(plan):

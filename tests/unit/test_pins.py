@@ -9,8 +9,6 @@ from shardplan.model.inspect import inspect_model
 from shardplan.plan.pins import Rule, Rules, parse_rules
 from shardplan.search.make_plan import make_plan
 
-pytestmark = pytest.mark.with_levanter_12
-
 ATTENTION_CAUSES = (Purpose.HEADS_TO_POSITIONS.value, Purpose.RING.value)
 
 

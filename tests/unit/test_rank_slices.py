@@ -45,7 +45,6 @@ def evaluation():
     return Plan.load(str(GALLERY / "405b-evaluation.json"))
 
 
-@pytest.mark.with_levanter_12
 def test_slices_and_generations(tmp_path):
     """15 GiB of weights, on chips of 15.75 GiB; the price decides which generation is first."""
     path = tmp_path / "ranking.json"
@@ -68,7 +67,6 @@ def test_slices_and_generations(tmp_path):
     assert "· slice v5e-1: no plan fits v5e-1: the nearest miss" in text
 
 
-@pytest.mark.with_levanter_12
 def test_training_chooses_microbatches_and_stores_float32():
     """Parameters, gradients and moments of 8B take 120 GiB in float32; a v6e-4 has 125, a v6e-8 250."""
     config = load_config(model={"config": "llama-3.1-8b"}, workload={"kind": "train", "batch": 64, "position": 4096})
@@ -82,7 +80,6 @@ def test_training_chooses_microbatches_and_stores_float32():
         rank_slices(replace(config, workload=replace(config.workload, batch=-1)), ["v6e-4", "v6e-8"])
 
 
-@pytest.mark.with_levanter_12
 def test_nothing_fits():
     done = run("plan", *ARGUMENTS, "--rank_slices", "v5e", "--mesh.data=1", "--mesh.model=1", "--mesh.replica=1")
     assert done.returncode == 3 and "Traceback" not in done.stderr

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from shardplan.model.registry import abstract_module
 from shardplan.search.make_plan import make_plan, model_from_config
 
-pytestmark = pytest.mark.with_levanter_12
-
 AXES = {"Embed": "embed", "Mlp": "mlp", "Layers": "layer"}
 """Property of a Levanter configuration -> the name of its axis. Those of attention are fixed in Levanter's code."""
 NAMES = [

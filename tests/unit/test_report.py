@@ -10,7 +10,6 @@ import yaml
 from shardplan.hardware import parse_slice
 from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.levanter_config.writer import trainer_yaml
-from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.plan import Plan
@@ -62,13 +61,11 @@ def test_printed_comments_fit_80_columns(make_config):
         axes,
         AttentionPlan("hybrid", 2, 2, "zigzag", "splash"),
     )
-    mesh_text, text = trainer_yaml(plan, TrainerSchema.MESH), trainer_yaml(plan, TrainerSchema.FLAT)
-    assert max(map(len, [*mesh_text.splitlines(), *text.splitlines()])) <= 80
-    assert yaml.safe_load(mesh_text)["trainer"]["mesh"]["param_mapping"]["q_heads_per_group"] == ["data", "replica"]
-    assert yaml.safe_load(text)["trainer"]["parameter_axis_resources"]["q_heads_per_group"] == ["data", "replica"]
+    text = trainer_yaml(plan)
+    assert max(map(len, text.splitlines())) <= 80
+    assert yaml.safe_load(text)["trainer"]["mesh"]["param_mapping"]["q_heads_per_group"] == ["data", "replica"]
     assert '#     layout = SequenceLayout(2048, 2, 2, "zigzag")\n' in text
     assert '#     method = Method("hybrid", ulysses=2, kernel="splash", layout=layout)\n' in text
-    assert "#         'mlp': ('model', 'replica'),\n" in text
 
 
 def test_tables_are_never_truncated_when_piped(plan):
@@ -92,25 +89,24 @@ def test_tables_are_never_truncated_when_piped(plan):
         ("2xv4-16", (4, 2, 2), {"batch": ["replica", "data"], "mlp": ["model"]}, {"mlp": ["model"]}),
     ],
 )
-def test_the_later_schema_reads_back_as_the_plan(make_config, slice_name, mesh, compute, params):
+def test_the_section_reads_back_as_the_plan(make_config, slice_name, mesh, compute, params):
     config = make_config(model_config=LLAMA, hardware_slice=slice_name, workload_batch=64)
     sizes = dict(zip(MESH_AXES, mesh, strict=True))
     plan = plan_given_mappings(config, model_from_config(config), sizes, compute, params)
-    text = trainer_yaml(plan, TrainerSchema.MESH)
+    text = trainer_yaml(plan)
     values, slices = yaml.safe_load(text)["trainer"], parse_slice(slice_name).slices
     layout = parse_trainer_section(values, plan.hardware.devices, slices)
-    assert "TrainerConfig" not in text  # the later schema has lists and the batch
     assert layout.mesh == sizes and layout.batch == 64
     assert layout.compute_mapping == compute and layout.param_mapping == params
     assert (layout.param_dtype, layout.compute_dtype) == (plan.workload.param_dtype, plan.workload.compute_dtype)
 
 
-def test_the_mesh_schema_expresses_data_across_slices(make_config):
+def test_the_section_expresses_data_across_slices(make_config):
     config = make_config(model_config=LLAMA, hardware_slice="2xv4-16", workload_batch=64)
     plan = plan_given_mappings(
         config, model_from_config(config), {"replica": 1, "data": 16, "model": 1}, {"batch": ["replica", "data"]}, {}
     )
-    text = trainer_yaml(plan, TrainerSchema.MESH)
+    text = trainer_yaml(plan)
     assert yaml.safe_load(text)["trainer"]["mesh"]["dcn_axes"] == {"data_dcn": 2}
     assert parse_trainer_section(yaml.safe_load(text)["trainer"], 16, 2).mesh == plan.mesh
 
@@ -124,7 +120,7 @@ def test_warnings_of_the_section_have_the_axes_of_the_model(make_config):
     for axis, warning in (("words", "with words sharded, Levanter's own"), ("lanes", "jax_flash: with lanes sharded,")):
         for model, is_warned in ((own, True), (plan.model, False)):
             sharded = dataclasses.replace(plan, model=model, compute_mapping={"batch": ["data"], axis: ["model"]})
-            text = trainer_yaml(sharded, TrainerSchema.MESH).replace("\n# ", " ")
+            text = trainer_yaml(sharded).replace("\n# ", " ")
             assert (warning in text) == is_warned
 
 

@@ -34,8 +34,6 @@ from shardplan.search.search_configuration import search_configuration
 from shardplan.search.space import METHODS, Space, mesh_shapes
 from shardplan.search.subproblem.mesh_subproblem import enumerate_subproblems
 
-pytestmark = pytest.mark.with_levanter_12
-
 MAX_POINTS = 500
 """Points of a space that brute force evaluates at most: most spaces have fewer, the others would dominate the time."""
 

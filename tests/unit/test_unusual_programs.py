@@ -27,8 +27,6 @@ from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.space import Space
 
-pytestmark = pytest.mark.with_levanter_12
-
 B, S, E, M, STATE, RANK, WINDOW, MELS = 2, 64, 32, 48, 4, 8, 4, 10
 
 

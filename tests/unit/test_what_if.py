@@ -2,13 +2,9 @@
 
 import io
 
-import pytest
-
 from shardplan.explain.what_if import Variant, summarize_failures, what_if
 from shardplan.report.explain import print_what_if
 from shardplan.report.tables import console
-
-pytestmark = pytest.mark.with_levanter_12
 
 
 def test_what_if_something_fits(llama_model, llama_config):

@@ -154,8 +154,8 @@ def target():
 
 
 def test_review(target):
-    usual = {"mp": "p=bf16,c=bf16", "model_axis_size": 2, "axis_resources": {"mlp": "model", "heads": "model"}}
-    broken = {**usual, "axis_resources": {**usual["axis_resources"], "kv_heads": "model"}, "model_axis_size": 3}
+    usual = {"mp": "p=bf16,c=bf16", "mesh": {"axes": {"model": 2}}}
+    broken = {**usual, "mesh": {"axes": {"model": 3}, "shared_mapping": {"kv_heads": "model"}}}
     before, after = lint_trainer(broken, target), lint_trainer(usual, target)
     assert before.errors and not after.errors
     repair = Repair(2, diff_trainers(broken, usual), after)

@@ -6,10 +6,10 @@ import haliax as hax
 import jax
 import numpy as np
 import tensorstore
+from levanter.tensorstore_serialization import _create_ocdbt_spec
 from levanter.utils.jax_utils import leaf_key_paths
 
 from shardplan.errors import CheckpointError, one_line
-from shardplan.model.levanter_compat import tensorstore_spec
 
 
 def check_arrays_written(root: str, tree: Any) -> None:
@@ -26,7 +26,7 @@ def check_arrays_written(root: str, tree: Any) -> None:
     arrays = [getattr(leaf, "array", leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_leaf)]
     opened = []
     for name in names:
-        spec = tensorstore.Spec(tensorstore_spec(root, name.replace(".", "/")))
+        spec = tensorstore.Spec(dict(_create_ocdbt_spec(root, name.replace(".", "/"))))
         opened.append(tensorstore.open(spec, open=True, read=True))
     for name, array, future in zip(names, arrays, opened, strict=True):
         try:

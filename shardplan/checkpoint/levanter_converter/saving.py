@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
-from levanter.compat.hf_checkpoints import RepoRef
+from levanter.compat.hf_checkpoints import RepoRef, _save_tokenizer_pretrained
 
 from shardplan.checkpoint.format.written_config import count_bytes_by_dtype
 from shardplan.checkpoint.levanter_converter.config import make_hf_config
@@ -20,7 +20,6 @@ from shardplan.checkpoint.levanter_converter.upload import find_repository, make
 from shardplan.checkpoint.save import save_pretrained
 from shardplan.checkpoint.target import CONFIG
 from shardplan.errors import ConfigError, one_line
-from shardplan.model.levanter_compat import write_tokenizer
 from shardplan.runtime.processes.group import open_process_group
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -79,7 +78,7 @@ class SavingConverter(LevanterConverter):
             if with_code:
                 self._save_code_local(folder)
             if save_tokenizer:
-                write_tokenizer(self.tokenizer, folder, chat_template)
+                _save_tokenizer_pretrained(self.tokenizer, folder, chat_template=chat_template)
             if save_feature_extractor and self.feature_extractor is not None:
                 self.feature_extractor.save_pretrained(folder)
 

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from itertools import pairwise
 
 from shardplan.levanter_config.writer import trainer_yaml
-from shardplan.model.levanter_compat import TrainerSchema
 from shardplan.plan.mapping import mapping_text, mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.report.page.candidates import candidates_panel
@@ -31,14 +30,11 @@ from shardplan.report.tables import MEMORY_PARTS, workload_text
 from shardplan.report.templating import environment, script_hash, template_text
 
 
-def plan_page(
-    plan: Plan, judgements: Sequence[Judgement], schema: TrainerSchema, repair: RepairPanel | None = None
-) -> str:
+def plan_page(plan: Plan, judgements: Sequence[Judgement], repair: RepairPanel | None = None) -> str:
     """Return the page of a plan.
 
     Args:
         judgements: verdicts of the compiler, on the plan and on others that it is compared with.
-        schema: that of the trainer section.
         repair: of a hand-written layout, of which `plan` is the prediction.
     """
     judgement = own_judgement(plan, judgements)
@@ -66,7 +62,7 @@ def plan_page(
         parameters=parameter_rows(plan),
         repair=repair,
         parts=MEMORY_PARTS,
-        yaml=repair.section if repair is not None else trainer_yaml(plan, schema),
+        yaml=repair.section if repair is not None else trainer_yaml(plan),
         compiler_options=repair.compiler_options if repair is not None else plan.compiler_options,
         style=template_text("style.css") + template_text("colours.css") + template_text("plan.css"),
         script=script,

@@ -105,7 +105,7 @@ def repair_panel(review: Review) -> tuple[Plan, RepairPanel] | None:
 def _best_section(review: Review) -> str:
     """Write the trainer section of the best plan, with the schedule of the file."""
     assert review.best is not None
-    return trainer_yaml(review.best, review.lint.subject.schema, kept_schedule(review, review.best))
+    return trainer_yaml(review.best, kept_schedule(review, review.best))
 
 
 def _layouts(review: Review) -> Iterator[tuple[str, Repair | None, Plan | None]]:

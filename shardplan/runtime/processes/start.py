@@ -27,7 +27,7 @@ from shardplan.runtime.processes.watch import Watch
 from shardplan.runtime.progress import print_note
 
 PACKAGES = (
-    "shardplan", "jax", "jaxlib", "libtpu", "haliax", "marin-haliax", "levanter", "marin-levanter",
+    "shardplan", "jax", "jaxlib", "libtpu", "marin-haliax", "marin-levanter",
     "transformers", "tokenizers",
 )  # fmt: skip
 """Packages of which all processes must have the same version."""

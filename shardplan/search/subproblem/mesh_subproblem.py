@@ -46,8 +46,6 @@ def enumerate_subproblems(
             if len(set(used)) < len(used) or any(mesh[mesh_axis] == 1 for mesh_axis in used):
                 continue
             mapping = dict(zip(choices, mapped, strict=True))
-            if not space.rules.allows_batch(mapping[space.batch], mesh):
-                continue
             methods = space.methods_for(mesh, mapping[space.position])
             if methods and all(_divides(space, mesh, axis, axes, statistics) for axis, axes in mapping.items()):
                 is_possible = True

@@ -1,27 +1,18 @@
-"""Parses the mesh schema of Levanter's trainer section: `mesh.axes`, `mesh.shared_mapping`, ...
+"""Parses the section `mesh` of Levanter's trainer section: `mesh.axes`, `mesh.shared_mapping`, ...
 
-marin-levanter has this schema. A logical axis is mapped to a mesh axis, to a list of mesh axes, or to null, which
-replicates it. Mesh axes other than those of a plan are accepted if they have one device.
+A logical axis is mapped to a mesh axis, to a list of mesh axes, or to null, which replicates it. Mesh axes other than
+those of a plan are accepted if they have one device.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from shardplan.errors import ConfigError
-from shardplan.levanter_config.schema import (
-    BATCH_MESH_AXES,
-    MeshSizeError,
-    ParsedSchema,
-    count_text,
-    devices_text,
-    divide_by_sizes,
-    merge_entries,
-    sharded_axes,
-)
-from shardplan.levanter_config.section import MappingEntry, SectionReader
+from shardplan.hardware import divisors
+from shardplan.levanter_config.section import AxisLists, CorrectableError, MappingEntry, SectionReader
 from shardplan.plan.mapping import mesh_text
-from shardplan.plan.mesh_axes import MESH_AXES
+from shardplan.plan.mesh_axes import LEVANTER_BATCH, MESH_AXES
 
 MESH_KEYS = ("axes", "batch_axis_name", "compute_mapping", "dcn_axes", "param_mapping", "shared_mapping")
 """Keys of the `mesh` section."""
@@ -30,9 +21,27 @@ DCN_AXES = {"replica": "replica_dcn", "data": "data_dcn"}
 is `replica_dcn`, which takes the slices that others leave; any name can be added."""
 DEFAULT_SHARED_AXES = ("mlp", "heads")
 """Logical axes that `shared_mapping` maps to model if the file omits them."""
+BATCH_MESH_AXES = list(LEVANTER_BATCH)
+"""Mesh axes that Levanter shards the batch over."""
 
 
-def parse_mesh_schema(section: SectionReader, devices: int, slices: int) -> ParsedSchema:
+@dataclass(frozen=True)
+class ParsedMesh:
+    """What the section `mesh` says; see `TrainerSection` for the fields."""
+
+    mesh: dict[str, int]
+    compute: list[MappingEntry]
+    params: list[MappingEntry]
+    batch_axis: str
+    is_batch_mapped: bool
+    batch_shards: int
+
+
+class MeshSizeError(CorrectableError):
+    """Sizes of mesh axes whose product is not the number of devices; with `nearest` at `key` it would be."""
+
+
+def parse_mesh_section(section: SectionReader, devices: int, slices: int) -> ParsedMesh:
     """Parse the `mesh` section of the trainer section, for `devices` devices in `slices` equal slices.
 
     Raises:
@@ -69,7 +78,7 @@ def parse_mesh_schema(section: SectionReader, devices: int, slices: int) -> Pars
     compute, params = merge(shared + batch + own), merge(shared + params)
     mesh = {axis: size * across.get(axis, 1) for axis, size in within.items()}
     batch_shards = math.prod(mesh[mesh_axis] for mesh_axis in sharded_axes(compute).get(batch_axis, []))
-    return ParsedSchema(mesh, compute, params, batch_axis, is_batch_mapped, batch_shards)
+    return ParsedMesh(mesh, compute, params, batch_axis, is_batch_mapped, batch_shards)
 
 
 def _without_single_axes(axes: SectionReader, known: tuple[str, ...]) -> tuple[SectionReader, tuple[str, ...]]:
@@ -156,3 +165,47 @@ def _merge_dcn(axis: str, mesh_axes: list[str], within: Mapping[str, int], acros
                 )
             merged = [mesh_axis for mesh_axis in merged if mesh_axis != dcn]
     return merged
+
+
+def merge_entries(entries: Iterable[MappingEntry]) -> AxisLists:
+    """Merge entries into one mapping, in which the last entry of a logical axis wins."""
+    return {entry.axis: list(entry.mesh_axes) for entry in entries}
+
+
+def sharded_axes(entries: Iterable[MappingEntry]) -> AxisLists:
+    """Merge entries into one mapping without the logical axes that are replicated."""
+    return {axis: mesh_axes for axis, mesh_axes in merge_entries(entries).items() if mesh_axes}
+
+
+def divide_by_sizes(total: str, count: int, sizes: dict[str, int]) -> int:
+    """Divide `count` by each of `sizes` in turn.
+
+    Args:
+        total: describes `count` in the error message, as in `the 32 devices`.
+        sizes: dotted key -> size.
+
+    Raises:
+        MeshSizeError: a size does not divide what the sizes before it leave.
+    """
+    for name, size in sizes.items():
+        if count % size:
+            valid = [max(d for d in divisors(count) if d < size), *[d for d in divisors(count) if d > size][:1]]
+            raise MeshSizeError(
+                f"{name} {size} does not divide {total}; did you mean {' or '.join(map(str, valid))}?",
+                name,
+                min(valid, key=lambda divisor: abs(divisor - size)),
+            )
+        count //= size
+        if size > 1:
+            total = f"the {count_text(count, 'device')} that {name} {size} leaves"
+    return count
+
+
+def devices_text(devices: int, slices: int) -> str:
+    """Describe the devices of one slice for a message: `the 16 devices of a slice`."""
+    return f"the {count_text(devices // slices, 'device')}{' of a slice' if slices > 1 else ''}"
+
+
+def count_text(number: int, noun: str) -> str:
+    """Format `1 slice` or `2 slices`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
