@@ -187,7 +187,7 @@ def levanter_load(checkpoint: str, plan: Any) -> Callable[[], Any]:
     import jax.numpy as jnp
     from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 
-    from shardplan.step.device_mesh import make_mesh
+    from shardplan.execution.device_mesh import make_mesh
 
     converter = LlamaConfig().hf_checkpoint_converter(ref_checkpoint=checkpoint)
     mapping = {axis: tuple(mesh_axes) for axis, mesh_axes in plan.param_mapping.items()}

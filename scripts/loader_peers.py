@@ -94,7 +94,7 @@ def tensor_shardings(checkpoint: str, plan: Any) -> Mapping[str, tuple[tuple[int
     from jax.sharding import NamedSharding, PartitionSpec
     from safetensors import safe_open
 
-    from shardplan.step.device_mesh import make_mesh
+    from shardplan.execution.device_mesh import make_mesh
 
     mesh = make_mesh(plan)
     tensor_specs = {}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shardplan.checkpoint.save import save_pretrained
     from shardplan.config import load_config
     from shardplan.eval.evaluate import evaluate
+    from shardplan.execution.device_mesh import make_mesh
     from shardplan.explain.rank_slices import rank_slices
     from shardplan.explain.what_if import what_if
     from shardplan.explain.why_not import why_not
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from shardplan.runtime.exit_codes import end_process
     from shardplan.runtime.processes.group import watch
     from shardplan.search.make_plan import make_plan
-    from shardplan.step.device_mesh import make_mesh
     from shardplan.verify.verify_plan import verify_plan
 
 __version__ = "0.1.0"
@@ -42,7 +42,7 @@ _MODULES = {
     "evaluate": "shardplan.eval.evaluate",
     "load_config": "shardplan.config",
     "load_pretrained": "shardplan.checkpoint.load",
-    "make_mesh": "shardplan.step.device_mesh",
+    "make_mesh": "shardplan.execution.device_mesh",
     "make_plan": "shardplan.search.make_plan",
     "patch_levanter": "shardplan.levanter_patch",
     "rank_slices": "shardplan.explain.rank_slices",

@@ -60,6 +60,14 @@ def patched_levanter(monkeypatch):
     levanter_patch.patch_levanter()
 
 
+def program_of(kind, model, plan, mesh, is_packed=False):
+    """The program of a kind of step, with the mesh and mappings of a plan that may be for another kind."""
+    from shardplan.execution import step_program
+
+    workload = dataclasses.replace(plan.workload, kind=kind)
+    return step_program(model, dataclasses.replace(plan, workload=workload), mesh, is_packed)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="also what takes hours: the whole matrices of attention")
 

@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 from levanter.utils.jax_utils import best_effort_sharding
 
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
+from shardplan.execution import Program
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
-from shardplan.step import Program
 
 
 def assemble_program(model: Model, plan: Plan, mesh: Mesh) -> Program:

@@ -32,6 +32,7 @@ from shardplan.checkpoint.match import Match, check_values, is_tied, match_check
 from shardplan.checkpoint.output_head import UNTIED, check_head, has_own_head
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, stream_arrays
 from shardplan.errors import CheckpointError, ConfigError, check_argument
+from shardplan.execution.device_mesh import make_mesh
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
 from shardplan.model.own_model import CLASS_KEY
@@ -47,7 +48,6 @@ from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import Plan
 from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import open_process_group
-from shardplan.step.device_mesh import make_mesh
 from shardplan.storage import Folder, open_folder
 from shardplan.storage.contents import find_adapter
 

@@ -13,6 +13,7 @@ from shardplan.checkpoint.match import is_tied
 from shardplan.checkpoint.output_head import UNTIED, check_head, has_own_head
 from shardplan.config.command_flags import LoadingConfig
 from shardplan.errors import ConfigError
+from shardplan.execution.device_mesh import make_mesh
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import Model
@@ -23,7 +24,6 @@ from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group, short_text
 from shardplan.search.given_plan import check_model
 from shardplan.search.make_plan import build_configured, make_plan
-from shardplan.step.device_mesh import make_mesh
 from shardplan.storage import Folder, open_folder
 
 

@@ -8,7 +8,7 @@ from shardplan.config.keys import keys_of
 from shardplan.config.sections import HardwareConfig, MeshConfig
 from shardplan.errors import ConfigError
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, default_param_dtype
+from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION
 
 OPEN_VALUES = (None, "auto")
 """Values of configuration keys that leave the choice to the planner."""
@@ -41,7 +41,8 @@ def load_given_plan[C: PlanConfig](config: C) -> tuple[C, Plan | None]:
         section, _, key = name.partition(".")
         configured = getattr(getattr(config, section), key)
         is_open = configured in OPEN_VALUES or (name, configured) in AUTO_VALUES
-        default = keys[name].default if name != "workload.param_dtype" else default_param_dtype(config.workload.kind)
+        own_default = config.workload.kind_row.param_dtype
+        default = keys[name].default if name != "workload.param_dtype" else own_default
         is_set = not is_open and (name in config.given or configured != default)
         if is_set and configured != value:
             raise ConfigError(f"{name} is {configured}, plan {config.plan} has {value}; leave it out, or plan again")

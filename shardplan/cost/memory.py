@@ -82,7 +82,7 @@ def point_bytes(point: ProgramPoint, assignment: ShardingAssignment) -> float:
 def stored_buffers(step: Step) -> Iterator[LiveBuffer]:
     """The buffers that are live at every point: parameters and optimizer state."""
     yield from (LiveBuffer(BufferRole.PARAMETER, array) for array in step.parameters)
-    yield from (LiveBuffer(BufferRole.OPTIMIZER_STATE, array) for array in step.optimizer_state)
+    yield from (LiveBuffer(BufferRole.OPTIMIZER_STATE, array) for array in step.state)
 
 
 def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan.eval.shards import Shards
 from shardplan.eval.windows import Count, Rows
-from shardplan.step.aot_program import Program
+from shardplan.execution.aot_program import Program
 
 STEPS_AHEAD = 2
 """Steps that are given to the devices before the results of an earlier one are fetched."""

@@ -35,6 +35,7 @@ from shardplan.eval.texts.store import TextStore
 from shardplan.eval.texts.tokenizer import check_tokens, read_tokenizer
 from shardplan.eval.windows import Count, Windows
 from shardplan.eval.workers import count_tokens, make_rows, open_workers
+from shardplan.execution import specialize
 from shardplan.monitoring.memory import COMPILED, LOADED
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
@@ -45,7 +46,6 @@ from shardplan.runtime.preemption import is_preempted
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group
 from shardplan.runtime.progress import print_note
-from shardplan.step import specialize
 from shardplan.storage import Folder
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from shardplan.config.sections import TaskConfig
 from shardplan.eval.texts.reader import SpecialTokens
 from shardplan.eval.texts.store import TextStore
 from shardplan.eval.windows import Windows
+from shardplan.execution.aot_program import Program
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import Workload
-from shardplan.step.aot_program import Program
 
 W = TypeVar("W", bound=Windows)
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from jax.sharding import AbstractMesh, AxisType
 
-from shardplan.model.forward import compute_activations
 from shardplan.model.registry import Model
 from shardplan.plan.workload import BATCH_AXIS
+from shardplan.steps.forward import compute_activations
 
 MESH_AXIS = "mesh axis"
 TOKENS = 8

@@ -19,9 +19,8 @@ from shardplan.lint.findings import Finding, FindingKind, Severity, names_text
 from shardplan.lint.parser.corrections import CorrectedSections, correct_sections
 from shardplan.lint.parser.problem import ParserVerdict, Problem, ProblemKind
 from shardplan.lint.parser.run_worker import ParserStopped, shared_parser
+from shardplan.plan.workload_kinds import KINDS
 
-KINDS = {"eval": "evaluation", "prefill": "sampling", "train": "training"}
-"""Kind of workload -> what Levanter's program does."""
 CORRECTED_ELSEWHERE = ("model.attn_backend", "trainer")
 """Keys that other checks report."""
 
@@ -61,7 +60,7 @@ def prepare_file(path: str, config: PlanConfig) -> PreparedFile:
         config = dataclasses.replace(config, workload=dataclasses.replace(config.workload, kind=choice.program.kind))
     if file.slice is not None and "hardware.slice" not in config.given:
         config = dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, slice=file.slice))
-    notes = [] if choice.evidence or is_kind_given else [f"{KINDS[choice.program.kind]} (workload.kind)"]
+    notes = [] if choice.evidence or is_kind_given else [f"{KINDS[choice.program.kind].activity} (workload.kind)"]
     try:
         sections, findings, changed = _convert(file.sections, parse_slice(config.hardware.slice))
         parse_nearest(sections["trainer"], parse_slice(config.hardware.slice))  # errors before the parser is asked

@@ -26,9 +26,9 @@ from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import as_tuples, mesh_size
 from shardplan.plan.plan import MemoryPlan, Plan
 from shardplan.plan.workload import Workload
-from shardplan.program.optimizer import EMA_SUFFIX
 from shardplan.program.step_trace import plan_step
 from shardplan.search.given_plan import plan_given_mappings
+from shardplan.steps.optimizer import EMA_SUFFIX
 
 ADAPTER_COPIES = 4
 """Copies of an adapter in memory: its parameters, their gradients, and Adam's two moments."""
@@ -120,7 +120,7 @@ def _bytes_per_device(leaf: Any, plan: Plan) -> int:
 
 def check_extras(extras: TrainingExtras, workload: Workload, is_optimizer_given: bool) -> Iterator[Finding]:
     """Say which sections the prediction leaves out, and whether it is too high or too low by that."""
-    if workload.kind == "prefill":
+    if workload.kind_row.makes_tokens:
         yield _not_counted(
             "engine", "the prediction is of the prompts alone: cached keys and values, and the tokens that are "
             "generated, are not counted; memory and time are too low",

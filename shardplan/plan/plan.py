@@ -349,8 +349,9 @@ class Plan(Displayed):
             return
         if method.strategy == Strategy.NONE:
             yield f"attention.layout {method.layout} where the strategy is {Strategy.NONE}"
-        elif self.workload.kind == "train":
-            yield f"attention.layout {method.layout} where workload.kind is train, which takes sequences in order"
+        elif self.workload.is_training:
+            kind = self.workload.kind
+            yield f"attention.layout {method.layout} where workload.kind is {kind}, which takes sequences in order"
         elif method.sequence_layout(self.workload.position).padded_length != self.workload.position:
             yield f"attention.layout {method.layout} with {parts}: {self.workload.position} positions do not divide"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from shardplan.errors import ConfigError, nearest
 from shardplan.model.axes import MAX_SIZE
 from shardplan.plan.dtypes import DTYPE_SYNONYMS, DTYPES
+from shardplan.plan.workload_kinds import KIND_SYNONYMS, KINDS, LogitBlocks, WorkloadKind
 
 BATCH_AXIS = "batch"
 """Logical axis of the sequences of a step, as Levanter's trainer calls it."""
@@ -19,12 +20,6 @@ AUTO_BATCH = -1
 """The batch in a configuration that leaves it to the planner, as Levanter writes it."""
 AUTO_POSITION = -1
 """The position in a configuration that leaves it to the windows."""
-KINDS = ("eval", "prefill", "score", "train")
-KIND_SYNONYMS = {
-    "evaluation": "eval", "evaluate": "eval", "loss": "eval", "inference": "prefill", "training": "train",
-    "pretrain": "train", "finetune": "train", "sft": "train", "extraction": "score", "scoring": "score",
-}  # fmt: skip
-"""What else users call a kind of workload -> its name here."""
 CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Between these, float32 logits say enough of the probabilities of tokens."""
@@ -66,17 +61,22 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.param_dtype is None:
-            object.__setattr__(self, "param_dtype", default_param_dtype(self.kind))
+            object.__setattr__(self, "param_dtype", self.kind_row.param_dtype)
+
+    @property
+    def kind_row(self) -> WorkloadKind:
+        """What sets the kind apart; that of an evaluation where the name is unknown, which `problems` says."""
+        return KINDS.get(self.kind, KINDS["eval"])
 
     @property
     def is_training(self) -> bool:
         """Whether the step computes gradients and updates the parameters."""
-        return self.kind == "train"
+        return self.kind_row.is_training
 
     @property
     def is_scoring(self) -> bool:
         """Whether the step computes the scores of tokens, not their losses alone."""
-        return self.kind == "score"
+        return self.kind_row.is_scoring
 
     @property
     def windows(self) -> int:
@@ -91,7 +91,7 @@ class Workload:
     @property
     def has_logit_blocks(self) -> bool:
         """Whether the step computes its logits in blocks that the planner chooses; training has Levanter's."""
-        return self.kind in ("eval", "score")
+        return self.kind_row.logit_blocks is not LogitBlocks.NONE
 
     @property
     def num_logit_blocks(self) -> int:
@@ -179,14 +179,6 @@ def temperature_problem(key: str, value: float) -> str:
         f"{key} is {value:g}; it must be {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} (ranks say what greedy decoding "
         "produces, the limit of 0)"
     )
-
-
-def default_param_dtype(kind: str) -> str:
-    """The type of stored parameters where a workload does not name one.
-
-    Updates of an optimizer are smaller than the steps of bfloat16, so that training stores float32.
-    """
-    return "float32" if kind == "train" else "bfloat16"
 
 
 def raise_first(problems: Iterator[str]) -> None:

@@ -174,7 +174,8 @@ class Step:
     """Primitive of which neither FLOPs nor bytes nor collectives are counted -> how often it occurs."""
     parameters: tuple[TracedArray, ...] = ()
     """The parameters in their stored dtype."""
-    optimizer_state: tuple[TracedArray, ...] = ()
+    state: tuple[TracedArray, ...] = ()
+    """What is stored beside them, such as an optimizer's moments."""
     activation_axes: tuple[str, ...] = ()
     """The logical axes that number tokens: batch and position."""
     vocab: str = ""

@@ -9,7 +9,8 @@ Nothing depends on an architecture. A value that cannot be named is reported, an
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import core as jex
@@ -34,6 +35,31 @@ EXCHANGES = (
 """What a plan says of a program that moves elements of activations along batch or positions."""
 
 
+class ArrayClass(StrEnum):
+    """What an argument of a program is."""
+
+    PARAMETER = "parameter"
+    STATE = "state"
+    """Stored beside the parameters from one step to the next, as an optimizer's moments are."""
+    INPUT = "input"
+    """Data that comes with every step, such as tokens."""
+
+
+class Argument(NamedTuple):
+    """An argument of a program that is traced."""
+
+    axes: tuple[str | None, ...]
+    """The logical axis of each dimension; None where there is none."""
+    path: str | None = None
+    """Where the array is in the model or in the state; None for an input."""
+    array_class: ArrayClass = ArrayClass.INPUT
+
+    @classmethod
+    def parameter(cls, axes: tuple[str | None, ...], path: str) -> "Argument":
+        """Return the argument for a parameter."""
+        return cls(axes, path, ArrayClass.PARAMETER)
+
+
 @dataclass(frozen=True)
 class Trace:
     """The operations of a traced program, and its values with their logical axes."""
@@ -43,8 +69,12 @@ class Trace:
     operations: tuple[Operation, ...]
     arguments: tuple[int, ...]
     """Indices of the program's arguments."""
+    argument_classes: tuple[ArrayClass, ...]
+    """The class of each argument."""
     results: tuple[int, ...]
     """Indices of the program's results."""
+    updates: tuple[int, ...]
+    """Indices of the results that are written over arguments, as updated parameters are."""
     merged_axes: dict[str, Dim]
     """Logical axis -> the axes that it is split into elsewhere in the program (heads: kv_head x q_heads_per_group)."""
     unnamed: Counter[str]
@@ -56,32 +86,37 @@ class Trace:
     approximations: Counter[str]
     """Text of `APPROXIMATIONS`, or `EXCHANGES` -> how often it applies."""
 
+    def arguments_of(self, array_class: ArrayClass) -> tuple[TracedArray, ...]:
+        """Return the arguments of a class."""
+        pairs = zip(self.arguments, self.argument_classes, strict=True)
+        return tuple(self.arrays[index] for index, each in pairs if each is array_class)
 
-def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[tuple[tuple[str | None, ...], str | None]]) -> Trace:
+
+def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[Argument], is_update: bool = False) -> Trace:
     """Trace `jaxpr` into named operations.
 
     Args:
-        arguments: for each argument the logical axes of its dimensions, and the path of the parameter that it is, or
-            None.
+        arguments: those of the jaxpr.
+        is_update: whether the program writes its results over its arguments.
     """
     # Haliax and the tracing of gradients leave many results unused
     used, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
-    tracer = _Tracer(frozenset(name for names, path in arguments if path is None for name in names if name is not None))
-    inputs = [
-        tracer.add_value(
-            TracedArray(
-                tuple(((name, size),) for name, size in zip(names, v.aval.shape, strict=True)), itemsize_of(v), path
-            )
-        )
-        for v, (names, path) in zip(used.invars, arguments, strict=True)
-    ]
+    input_axes = {name for each in arguments if each.array_class is ArrayClass.INPUT for name in each.axes}
+    tracer = _Tracer(frozenset(name for name in input_axes if name is not None))
+    inputs = []
+    for variable, argument in zip(used.invars, arguments, strict=True):
+        dims = tuple(((name, size),) for name, size in zip(argument.axes, variable.aval.shape, strict=True))
+        weight = argument.path if argument.array_class is ArrayClass.PARAMETER else None
+        inputs.append(tracer.add_value(TracedArray(dims, itemsize_of(variable), weight)))
     operations: list[Operation] = []
     results = tracer.run(used, inputs, operations, "")
     return Trace(
         tuple(tracer.arrays),
         tuple(operations),
         tuple(inputs),
+        tuple(argument.array_class for argument in arguments),
         tuple(results),
+        tuple(results) if is_update else (),
         tracer.naming.merged_axes,
         tracer.naming.unnamed,
         tracer.naming.unpriced,

@@ -15,7 +15,7 @@ from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.operations import Operation, OperationKind
 from shardplan.program.sibling_fusion import fuse_with_siblings
 from shardplan.program.tasks import PointLabel, Step, Task, TaskKind, sums_over_queries
-from shardplan.program.trace import Trace
+from shardplan.program.trace import ArrayClass, Trace
 
 TASK_KINDS = {
     OperationKind.CONTRACTION: TaskKind.CONTRACTION,
@@ -31,9 +31,11 @@ TASK_KINDS = {
 def build_step(trace: Trace) -> Step:
     """The tasks and program points of `trace`."""
     tasks: list[Task] = []
-    # the consumers of the results, such as the optimizer's update, are fused with what computes them
-    fusion = fuse_with_siblings(trace.operations, trace.arrays, set(trace.results), writes_outputs=False)
-    points = _Sequence(fusion, tasks, 1, frozenset(trace.arguments), {}).run(set(), Counter())
+    # other results than updates are small, or whoever calls the program computes with them at once
+    writes_outputs = bool(trace.updates)
+    fusion = fuse_with_siblings(trace.operations, trace.arrays, set(trace.results), writes_outputs=writes_outputs)
+    stored = frozenset((*trace.arguments, *trace.updates, *_made_of_state(trace)))
+    points = _Sequence(fusion, tasks, 1, stored, {}).run(set(), Counter())
     labels: dict[frozenset[tuple[LiveBuffer, int]], PointLabel] = {}
     for label, point in points:
         labels.setdefault(frozenset(point.items()), label)
@@ -48,6 +50,19 @@ def build_step(trace: Trace) -> Step:
         stacked_axes=frozenset(_stacked_axes(trace.operations, trace.arrays)),
         point_labels=tuple(labels.values()),
     )
+
+
+def _made_of_state(trace: Trace) -> set[int]:
+    """Return the values that are computed from what is stored beside the parameters, such as an optimizer's moments.
+
+    The compiler updates one parameter after the other, so that no more than one of these is in memory at a time.
+    """
+    pairs = zip(trace.arguments, trace.argument_classes, strict=True)
+    made = {index for index, array_class in pairs if array_class is ArrayClass.STATE}
+    for operation in trace.operations:
+        if made.intersection(operation.operands):
+            made.update(operation.results)
+    return made
 
 
 def _stacked_axes(operations: Iterable[Operation], arrays: Sequence[TracedArray]) -> Iterator[str]:
@@ -97,7 +112,7 @@ class _Sequence:
     ) -> None:
         self.fusion, self.arrays, self.tasks, self.executions = fusion, fusion.arrays, tasks, executions
         self.stored = stored
-        """Values that are parameters in their stored sharding."""
+        """Values that take no memory of their own: arguments, what is written over them, and what is made for that."""
         self.first_weights = first_weights
         """Parameter without its path -> the first one of this shape and type, which stands for all of them in points:
         the layers of an unrolled model have the same ones."""
@@ -150,6 +165,7 @@ class _Sequence:
             if reordered[i]:  # before the operation writes its results
                 points.append(_LabelledPoint(label, here + buffers + reordered[i]))
             new = (stacks | {result for result in operation.results if result in fusion.written}) - live - self.hoisted
+            new -= self.stored
             live |= new
             buffers.update(map(self._live_buffer, new))
             if is_loop:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from shardplan.config import PlanConfig
 from shardplan.hardware import Slice, divisors, parse_slice
 from shardplan.plan.workload import Workload
+from shardplan.plan.workload_kinds import LogitBlocks
 
 AUTO_CHECKPOINTING = ("save_all", "default", "nested", "recompute")
 """Kinds of gradient checkpointing tried for `auto`; `offload` is left out, as copies to the host have no price yet."""
@@ -39,9 +40,9 @@ def _logit_blocks(workload: Workload, hardware: Slice, vocab: int) -> Sequence[i
     An evaluation may have all logits at once as well, which takes more memory, and no time for a loop.
     """
     blocks = workload.with_logit_blocks(vocab, hardware.devices).logit_blocks
-    if workload.kind != "eval":
-        return (blocks,)
-    return (None,) if blocks == 1 else (None, blocks)
+    if workload.kind_row.logit_blocks is LogitBlocks.POSSIBLE:
+        return (None,) if blocks == 1 else (None, blocks)
+    return (blocks,)
 
 
 OPEN_NUMBERS = (OpenNumber("microbatches", _microbatches), OpenNumber("logit_blocks", _logit_blocks))

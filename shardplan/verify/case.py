@@ -5,7 +5,6 @@ from typing import Any
 
 from shardplan.config.sections import CompiledProgram
 from shardplan.plan.plan import Plan
-from shardplan.verify.verdict import ProgramKind
 
 
 @dataclass(frozen=True)
@@ -21,6 +20,6 @@ class Case:
     """Compiler options."""
 
     @property
-    def program_kind(self) -> ProgramKind:
-        """The kind of the compiled program."""
-        return ProgramKind.LOAD if self.program == CompiledProgram.LOAD else ProgramKind(self.plan.workload.kind)
+    def program_kind(self) -> str:
+        """The kind of workload whose step is compiled, or `load`."""
+        return self.program.value if self.program == CompiledProgram.LOAD else self.plan.workload.kind

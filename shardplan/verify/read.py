@@ -25,7 +25,6 @@ from shardplan.verify.verdict import (
     OmissionKind,
     Outcome,
     OutOfMemory,
-    ProgramKind,
     Verdict,
 )
 
@@ -36,7 +35,7 @@ MAX_NAMED_BUFFERS = 3
 
 
 def read_verdict(
-    compiled: Compiled, plan: Plan, facts: ModelFacts, program: ProgramKind, options: Mapping[str, str]
+    compiled: Compiled, plan: Plan, facts: ModelFacts, program: str, options: Mapping[str, str]
 ) -> Verdict:
     """The verdict on `compiled`, one program of `plan`."""
     available = int(plan.hardware.hbm_gib * GIB)

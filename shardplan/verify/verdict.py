@@ -18,16 +18,6 @@ class Outcome(StrEnum):
     """A limit of time or memory of this machine was reached first."""
 
 
-class ProgramKind(StrEnum):
-    """The program that was compiled: a step of a workload, or the assembly of the model from its state dict."""
-
-    EVAL = "eval"
-    TRAIN = "train"
-    PREFILL = "prefill"
-    SCORE = "score"
-    LOAD = "load"
-
-
 class CollectiveForm(StrEnum):
     """How the compiler executes a collective."""
 
@@ -197,7 +187,8 @@ class Verdict(Displayed):
     outcome: Outcome
     reason: Reason | None
     """None if the program fits."""
-    program: ProgramKind
+    program: str
+    """The kind of workload whose step was compiled, or `load` for the assembly of the model from its state dict."""
     slice: str
     mesh: dict[str, int]
     options: dict[str, str]

@@ -9,7 +9,7 @@ from shardplan.report.page.judgement import judge
 from shardplan.report.page.page import plan_page
 from shardplan.report.page.torus import mesh_coordinates, tilings_of
 from shardplan.search.make_plan import make_plan
-from shardplan.verify.verdict import CompiledMemory, CompiledTime, LiveBytes, Outcome, ProgramKind, Verdict
+from shardplan.verify.verdict import CompiledMemory, CompiledTime, LiveBytes, Outcome, Verdict
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Error, sync_playwright
@@ -43,7 +43,7 @@ def path(plan, tmp_path_factory):
     memory = CompiledMemory(3 * GIB, 2 * GIB, GIB, 0, 4 * GIB, [], live)
     time = CompiledTime(2.0, 1.5, 0.0, 0.0, 4e12, 0.25, {})
     verdict = Verdict(
-        Outcome.FITS, None, ProgramKind.EVAL, "v4-64", plan.mesh, plan.compiler_options, "splash", 1.0, {},
+        Outcome.FITS, None, "eval", "v4-64", plan.mesh, plan.compiler_options, "splash", 1.0, {},
         memory=memory, time=time,
     )  # fmt: skip
     path = tmp_path_factory.mktemp("page") / "plan.html"

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardplan.cost.gspmd import device_cost
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import parse_slice
-from shardplan.program.trace import trace_jaxpr
+from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
 from shardplan.verify.compiler.topology import make_topology_mesh
 from shardplan.verify.hlo.collectives import Network
@@ -32,7 +32,9 @@ def predicted(mapping, table, batch) -> Counter:
     """Kind of collective -> bytes, as the cost model has them."""
     shapes = jax.ShapeDtypeStruct((VOCAB, EMBED), jnp.bfloat16), jax.ShapeDtypeStruct((batch, POSITION), jnp.int32)
     jaxpr = jax.make_jaxpr(lambda weight, tokens: weight[tokens])(*shapes)
-    step = build_step(trace_jaxpr(jaxpr, [(("vocab", "embed"), "table"), (("batch", "position"), None)]))
+    step = build_step(
+        trace_jaxpr(jaxpr, [Argument.parameter(("vocab", "embed"), "table"), Argument(("batch", "position"))])
+    )
     assignment = ShardingAssignment(
         MESH, mapping, dict(zip(("vocab", "embed"), table, strict=True)), {}, ("batch", "position")
     )

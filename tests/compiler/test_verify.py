@@ -29,7 +29,7 @@ from shardplan.verify.compiler import run_worker
 from shardplan.verify.compiler.libtpu import INSTALL_LIBTPU
 from shardplan.verify.run import verify
 from shardplan.verify.select_cases import build_cases
-from shardplan.verify.verdict import MemoryLimit, Outcome, OutOfMemory, ProgramKind, TimeLimit, Verdict
+from shardplan.verify.verdict import MemoryLimit, Outcome, OutOfMemory, TimeLimit, Verdict
 
 NO_CACHE = CompilerConfig(cache=None)
 SMALL = {
@@ -158,8 +158,8 @@ def test_train_step_updates_in_place():
 @pytest.mark.parametrize(
     ("kind", "program", "compiled"),
     [
-        pytest.param("prefill", CompiledProgram.STEP, ProgramKind.PREFILL, marks=pytest.mark.whole),
-        pytest.param("eval", CompiledProgram.LOAD, ProgramKind.LOAD, marks=pytest.mark.whole),
+        pytest.param("prefill", CompiledProgram.STEP, "prefill", marks=pytest.mark.whole),
+        pytest.param("eval", CompiledProgram.LOAD, "load", marks=pytest.mark.whole),
     ],
 )
 def test_other_programs(kind, program, compiled):
@@ -225,7 +225,7 @@ def test_the_time_limit_is_a_verdict():
 
 def test_the_memory_limit_is_a_verdict(mib_for_gib):
     (large,) = verify([small_case()], dataclasses.replace(NO_CACHE, gib=1))
-    assert (large.outcome, large.program) == (Outcome.UNDECIDED, ProgramKind.EVAL)
+    assert (large.outcome, large.program) == (Outcome.UNDECIDED, "eval")
     assert large.reason == MemoryLimit(1)
     assert reason_text(large.reason) == "compiling took more than 1 GiB of this machine; raise compiler.gib"
 

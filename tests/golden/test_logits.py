@@ -7,18 +7,21 @@ import haliax as hax
 import jax
 import numpy as np
 import pytest
-from conftest import MODEL_TYPES
+from conftest import MODEL_TYPES, program_of
 from levanter.layers.attention import AttentionConfig, AttentionWithSink
 
 from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.errors import ConfigError
+from shardplan.execution import Program, specialize
+from shardplan.execution.device_mesh import make_mesh
+from shardplan.execution.layout_forward import planned_forward
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan
+from shardplan.plan.mapping import as_tuples
 from shardplan.search.make_plan import make_plan
-from shardplan.step import logits_program, loss_program, prefill_program, specialize
-from shardplan.step.device_mesh import make_mesh
+from shardplan.steps.forward import cast_for_compute, compute_logits
 from shardplan.storage import open_folder
 
 TOLERANCE = 2e-5
@@ -67,8 +70,16 @@ def run(golden, make_config, name, mesh, compute, change_model=None, change_plan
 
 def forward_logits(module, model, plan, mesh, tokens):
     """float32[batch, position, vocab] logits of int32[batch, position] `tokens`."""
-    program = logits_program(model, plan, mesh)
-    like = program.arguments[1]
+    arguments = program_of("prefill", model, plan, mesh).arguments
+    forward = planned_forward(plan)
+
+    def all_logits(module, tokens):
+        with hax.axis_mapping(as_tuples(plan.compute_mapping)):
+            module = cast_for_compute(module, plan.workload.compute_dtype)
+            return compute_logits(model, module, forward.activations(model, module, tokens, None))
+
+    program = Program("logits", all_logits, arguments, mesh)
+    like = arguments[1]
     array = jax.make_array_from_callback(tokens.shape, like.array.sharding, lambda index: tokens[index])
     logits = program.compile(plan.compiler_options)(module, hax.named(array, like.axes))
     return np.asarray(logits.rearrange((*like.axes, model.vocab)).array)
@@ -133,8 +144,8 @@ def test_losses_and_prefill_with_sharded_positions(golden, make_config, kind):
             ]
             return program.compile({})(module, *placed)
 
-        losses = compute_step(loss_program(model, plan, mesh), tokens, predicted)
-        next_logits = compute_step(prefill_program(model, plan, mesh), tokens)
+        losses = compute_step(program_of("eval", model, plan, mesh), tokens, predicted)
+        next_logits = compute_step(program_of("prefill", model, plan, mesh), tokens)
         return tokens, losses.rearrange(("batch", "position")).array, next_logits.rearrange(("batch", "vocab")).array
 
     method = AttentionPlan("ring", 1, 4, kind)

@@ -4,16 +4,15 @@ import haliax as hax
 import jax
 import numpy as np
 import pytest
-from conftest import MODEL_TYPES
+from conftest import MODEL_TYPES, program_of
 from test_logits import MESHES, SHARDED_POSITIONS, TOLERANCE, run
 
 from shardplan.plan.attention_plan import AttentionPlan
-from shardplan.step import loss_program, score_program
 
 
 def score(module, model, plan, mesh, tokens):
     """(tokens, log_prob, rank, top_log_prob) of int32[batch, position] `tokens`."""
-    program = score_program(model, plan, mesh)
+    program = program_of("score", model, plan, mesh)
     like = program.arguments[1]
     array = jax.make_array_from_callback(tokens.shape, like.array.sharding, lambda index: tokens[index])
     scores = program.compile(plan.compiler_options)(module, hax.named(array, like.axes))
@@ -74,7 +73,7 @@ def test_scores_with_sharded_vocab(golden, make_config, mesh_axes):
 
 def losses(module, model, plan, mesh, tokens):
     """(tokens, losses) of int32[batch, position] `tokens`, of which every second one is predicted."""
-    program = loss_program(model, plan, mesh)
+    program = program_of("eval", model, plan, mesh)
     predicted = np.arange(tokens.shape[1]) % 2 == np.zeros((len(tokens), 1), int)
     arrays = [
         hax.named(jax.make_array_from_callback(array.shape, like.array.sharding, lambda i, a=array: a[i]), like.axes)
@@ -174,7 +173,7 @@ def test_packed_windows_of_several_lengths_have_the_scores_of_windows_by_themsel
                 rows[row, at : at + size], starts[row, at : at + size] = tokens[source, :size], at
                 sources.append((row, at, size, source))
                 at += size
-        program = (score_program if kind == "score" else loss_program)(model, plan, mesh, is_packed=True)
+        program = program_of(kind, model, plan, mesh, is_packed=True)
         inputs = (rows, starts) if kind == "score" else (rows, np.ones(rows.shape, bool), starts)
         arrays = [
             hax.named(jax.make_array_from_callback(rows.shape, like.array.sharding, each.__getitem__), like.axes)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardplan.cost.collectives import Purpose
 from shardplan.cost.gspmd import device_cost
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.program.trace import trace_jaxpr
+from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
 
 AXES = ("replica", "data", "model")
@@ -62,7 +62,7 @@ def partitioned(sizes, batch, params, compute):
 
 def predicted(sizes, batch, params, compute):
     """Elements of the result of the predicted all-gather."""
-    arguments = [(("batch", "position", "embed"), None), (("mlp", "embed"), "weight")]
+    arguments = [Argument(("batch", "position", "embed")), Argument.parameter(("mlp", "embed"), "weight")]
     shapes = [
         jax.ShapeDtypeStruct((BATCH, POSITION, EMBED), jnp.float32),
         jax.ShapeDtypeStruct((MLP, EMBED), jnp.float32),

@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 from levanter.models.lm_model import LmExample
 
 from shardplan.checkpoint.load import stream_checkpoint
-from shardplan.program.optimizer import make_optimizer
+from shardplan.execution import step_program
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import model_from_config
-from shardplan.step import train_program
+from shardplan.steps.optimizer import make_optimizer
 from shardplan.storage import open_folder
 
 BATCH, POSITION, LEARNING_RATE = 8, 16, 1e-5
@@ -49,7 +49,7 @@ def test_train_step(make_config, golden, microbatches, name):
 
     expected_loss, expected_state, expected = reference(name, jax.tree.map(np.asarray, module), rows, predicted)
 
-    program = train_program(model, plan, mesh)
+    program = step_program(model, plan, mesh)
     abstract = program.arguments[2:]
     tokens, mask = (
         hax.NamedArray(jax.device_put(array.reshape(a.array.shape), a.array.sharding), a.axes)

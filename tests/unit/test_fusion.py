@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardplan.program.fusion import Fusion
-from shardplan.program.trace import trace_jaxpr
+from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
 
 LENGTH, WIDTH = 128, 8
@@ -33,7 +33,7 @@ class CountedOperations(tuple):
 def traced(function, rank=1):
     axes = (("position",), ("position", "embed"))[rank - 1]
     argument = jax.ShapeDtypeStruct((LENGTH, WIDTH)[:rank], jnp.float32)
-    return trace_jaxpr(jax.make_jaxpr(function)(argument), [(axes, None)])
+    return trace_jaxpr(jax.make_jaxpr(function)(argument), [Argument(axes)])
 
 
 def chain(n):
@@ -66,7 +66,8 @@ def test_the_walk_through_unrolled_layers_is_linear_too():
         weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2 * n
         x = jax.ShapeDtypeStruct((LENGTH, WIDTH), jnp.float32)
         step = jax.grad(lambda x, weights: unrolled(n)(x, weights).sum(), argnums=(0, 1))
-        named = [(("position", "embed"), None), *((("embed", "mlp"), f"{i}.weight") for i in range(2 * n))]
+        weights_named = [Argument.parameter(("embed", "mlp"), f"{i}.weight") for i in range(2 * n)]
+        named = [Argument(("position", "embed")), *weights_named]
         trace = trace_jaxpr(jax.make_jaxpr(step)(x, weights), named)
         CountedOperations.visits = 0
         points = build_step(replace(trace, operations=CountedOperations(trace.operations))).points

@@ -25,7 +25,7 @@ from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.named_arrays import AxisCopy, AxisPart, TracedArray
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import TaskKind
-from shardplan.program.trace import trace_jaxpr
+from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
 
 GRADIENTS = (Purpose.WEIGHT_GRADIENTS, Purpose.LOOKUP_GRADIENTS)
@@ -126,10 +126,10 @@ def test_partial_sums_that_are_added_up_are_reduced_once():
     def gated(x, gate, up):
         return (jnp.sin(x @ gate.T) * (x @ up.T)).sum()
 
-    weight = (("mlp", "embed"), "w")
+    weight = Argument.parameter(("mlp", "embed"), "w")
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((B, E), (M, E), (M, E))]
     jaxpr = jax.make_jaxpr(jax.grad(gated))(*shapes)
-    tasks = build_step(trace_jaxpr(jaxpr, [(("batch", "embed"), None), weight, weight])).tasks
+    tasks = build_step(trace_jaxpr(jaxpr, [Argument(("batch", "embed")), weight, weight])).tasks
     assignment = ShardingAssignment(MESH, {**TOKENS, "mlp": ("model",)}, {"mlp": ("model",)}, {}, ("batch",))
     reduced = [t for task in tasks for t in device_cost(task, assignment).traffic]
     assert [(t.kind, t.mesh_axes, t.bytes) for t in reduced] == [("all-reduce", ("model",), 2 * 1 / 2 * 4 * B * E / 8)]

@@ -550,7 +550,7 @@ def test_a_peak_within_the_error_of_its_estimate_may_fit():
     assert result.plan is not None and result.plan.memory.peak / 2**30 == pytest.approx(32.29, rel=0.03)
     finding = only(result.findings, "memory")
     assert finding.severity == "warning" and result.errors == []
-    assert finding.text.startswith("may not fit: 33.") and "the estimate errs by up to 2.46, and the" in finding.text
+    assert finding.text.startswith("may not fit: 32.18 GiB") and "the estimate errs by up to 2.46, and" in finding.text
     assert finding.remedy == "ask the compiler (shardplan verify --against), or shard more"
 
 

@@ -40,7 +40,7 @@ from shardplan.report.page.units import LogAxis, gib_text, linear_ticks, rate_te
 from shardplan.report.tables import spec_text
 from shardplan.report.templating import ended, prose
 from shardplan.search.make_plan import make_plan
-from shardplan.verify.verdict import CompileError, ProgramKind
+from shardplan.verify.verdict import CompileError
 
 SETTINGS = (
     "--model.config=llama-3.1-8b", "--workload.batch=16", "--workload.position=2048", "--mesh.model=2",
@@ -76,7 +76,7 @@ def judged(plan, verdict=FITS):
         slice=plan.hardware.slice,
         mesh=plan.mesh,
         options=plan.compiler_options,
-        program=ProgramKind(plan.workload.kind),
+        program=plan.workload.kind,
     )
 
 
@@ -214,7 +214,7 @@ def test_only_the_step_with_the_options_of_the_plan_is_its_verdict(plan):
     fast = dataclasses.replace(FITS.time, step_seconds=1.0)
     judgements = [
         judge("this plan, plain", plan, dataclasses.replace(judged(plan), options={}, time=fast)),
-        judge("load", plan, dataclasses.replace(judged(plan), program=ProgramKind.LOAD, time=fast)),
+        judge("load", plan, dataclasses.replace(judged(plan), program="load", time=fast)),
         judge("this plan, planned", plan, judged(plan)),
     ]
     assert plan.compiler_options and own_judgement(plan, judgements) == judgements[2]

@@ -158,7 +158,7 @@ def test_repair_of_heads_on_a_model_axis_of_all_devices(config_405b):
         ),
         ("train_batch_size: 4096, per_device_parallelism: 100", "+trainer.per_device_parallelism: 32"),
         pytest.param("train_batch_size: 12", "+trainer.train_batch_size: 16", marks=pytest.mark.whole),
-        ("train_batch_size: 9, per_device_parallelism: 1", "+trainer.train_batch_size: 8"),
+        ("train_batch_size: 9, per_device_parallelism: 1", "+trainer.train_batch_size: 16"),
         ("per_device_parallelism: 7, train_batch_size: 64", "+trainer.per_device_parallelism: -1"),
     ],
 )

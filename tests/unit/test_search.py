@@ -23,7 +23,7 @@ from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.pins import Rule, Rules
 from shardplan.plan.plan import Plan
 from shardplan.program.named_arrays import TracedArray
-from shardplan.program.trace import trace_jaxpr
+from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
 from shardplan.search.given_plan import plan_given_mappings
@@ -90,8 +90,8 @@ def spaces(draw):
     rows, sizes = jax.ShapeDtypeStruct((48, e), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
     function = jax.grad(forward) if draw(st.booleans()) else forward
     jaxpr = jax.make_jaxpr(function)(weights, tokens, rows, sizes)
-    arguments = [(tuple(parameters[path]), path) for path in sorted(parameters)]
-    arguments += [(("batch", "position"), None), ((None, "e"), None), ((None,), None)]
+    arguments = [Argument.parameter(tuple(parameters[path]), path) for path in sorted(parameters)]
+    arguments += [Argument(("batch", "position")), Argument((None, "e")), Argument((None,))]
     step = dataclasses.replace(
         build_step(trace_jaxpr(jaxpr, arguments)),
         parameters=tuple(
@@ -236,7 +236,7 @@ def test_candidates_cost_what_the_search_says(make_config, slice_name):
 
 def test_the_size_of_an_axis_is_that_of_its_parameter():
     """Not that of the part which a reshape leaves: 16 channels of mlp, in 4 groups of 4, can be sharded over 8."""
-    arguments = [(("batch", "embed"), None), (("embed", "mlp"), "up")]
+    arguments = [Argument(("batch", "embed")), Argument.parameter(("embed", "mlp"), "up")]
     arrays = [jax.ShapeDtypeStruct((8, 32), jnp.float32), jax.ShapeDtypeStruct((32, 16), jnp.float32)]
 
     def grouped(x, up):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from shardplan.program.operations import OperationKind
 from shardplan.program.sibling_fusion import fuse_with_siblings
-from shardplan.program.trace import trace_jaxpr
+from shardplan.program.trace import Argument, trace_jaxpr
 
 EXPERTS, ROWS, EMBED, MLP = 4, 64, 8, 16
 
@@ -23,7 +23,7 @@ def traced_gradients(activation):
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3)))(
         *arguments, jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)
     )
-    return trace_jaxpr(jaxpr, [(each, None) for each in axes])
+    return trace_jaxpr(jaxpr, [Argument(each) for each in axes])
 
 
 def test_both_gradients_of_a_gated_mlp_are_one_operation():

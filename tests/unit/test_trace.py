@@ -16,7 +16,7 @@ from shardplan.program import step_trace
 from shardplan.program.named_arrays import AxisCopy, TracedArray, is_scores, mark_repeated_axes, score_positions
 from shardplan.program.operations import OperationKind
 from shardplan.program.step_trace import trace_step
-from shardplan.program.trace import EXCHANGES, trace_jaxpr
+from shardplan.program.trace import EXCHANGES, Argument, trace_jaxpr
 from shardplan.program.walk import build_step
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
@@ -30,7 +30,8 @@ def traced(function, *arguments, **types):
         jax.ShapeDtypeStruct([SHAPES[name] for name in names], types.get("dtype", jnp.float32))
         for names, _ in arguments
     ]
-    return trace_jaxpr(jax.make_jaxpr(function)(*arrays), arguments)
+    given = [Argument(axes) if path is None else Argument.parameter(axes, path) for axes, path in arguments]
+    return trace_jaxpr(jax.make_jaxpr(function)(*arrays), given)
 
 
 def names(trace, value):
@@ -223,7 +224,10 @@ def test_gradients_of_tables_that_cannot_be_told_apart_are_reported():
 def gradients_of_tables(embed, first, second):
     """The axes of the gradients of two tables of (12, 8), and what could not be named."""
     tables, ids, types = (jax.ShapeDtypeStruct(*each) for each in (((12, 8), float), ((6,), int), ((4,), int)))
-    arguments = [(first, "first"), (second, "second"), (("batch",), None), (("position",), None)]
+    arguments = [
+        Argument.parameter(first, "first"), Argument.parameter(second, "second"), Argument(("batch",)),
+        Argument(("position",)),
+    ]  # fmt: skip
     trace = trace_jaxpr(jax.make_jaxpr(jax.grad(embed, (0, 1)))(tables, tables, ids, types), arguments)
     return [names(trace, result) for result in trace.results], trace.unnamed
 

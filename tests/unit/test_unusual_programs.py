@@ -20,7 +20,7 @@ from shardplan.plan.workload import Workload
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.primitives import RULES
 from shardplan.program.step_trace import plan_step, trace_step
-from shardplan.program.trace import trace_jaxpr
+from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
 from shardplan.report.tables import print_plan
 from shardplan.search.given_plan import plan_given_mappings
@@ -33,7 +33,9 @@ B, S, E, M, STATE, RANK, WINDOW, MELS = 2, 64, 32, 48, 4, 8, 4, 10
 def trace(function, *arguments):
     """The step of a function of arrays, given as pairs of a shape and its axes; those after the first are weights."""
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in arguments]
-    named = [(axes, f"weight {i}" if i else None) for i, (_, axes) in enumerate(arguments)]
+    named = []
+    for i, (_, axes) in enumerate(arguments):
+        named.append(Argument.parameter(axes, f"weight {i}") if i else Argument(axes))
     return build_step(trace_jaxpr(jax.make_jaxpr(function)(*arrays), named))
 
 

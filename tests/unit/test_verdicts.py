@@ -27,7 +27,6 @@ from shardplan.verify.verdict import (
     OmissionKind,
     Outcome,
     OutOfMemory,
-    ProgramKind,
     TimeLimit,
     Verdict,
 )
@@ -36,7 +35,7 @@ GIB = 2**30
 FITS = Verdict(
     outcome=Outcome.FITS,
     reason=None,
-    program=ProgramKind.EVAL,
+    program="eval",
     slice="v5p-16",
     mesh={"replica": 1, "data": 8, "model": 1},
     options={},
@@ -118,7 +117,7 @@ def test_negligible_times(plan):
 def test_the_assembly_of_a_model_is_not_compared_with_the_plan_of_a_step(plan):
     assert FITS.time is not None
     time = dataclasses.replace(FITS.time, model_flops=0.0, mfu=0.0)
-    text = printed(print_verdict, "this plan", plan, dataclasses.replace(FITS, program=ProgramKind.LOAD, time=time))
+    text = printed(print_verdict, "this plan", plan, dataclasses.replace(FITS, program="load", time=time))
     assert "MFU" not in text and "predicted" not in text and "estimate" not in text
 
 

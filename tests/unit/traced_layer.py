@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from shardplan.program.named_arrays import TracedArray
-from shardplan.program.trace import trace_jaxpr
+from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
 
 B, P, E, M, V, LAYERS = 8, 16, 32, 64, 128, 3
@@ -38,7 +38,8 @@ def traced_step(is_training):
     weights = {path: jax.ShapeDtypeStruct(tuple(axes.values()), jnp.float32) for path, axes in PARAMETERS.items()}
     tokens = jax.ShapeDtypeStruct((B, P), jnp.int32)
     jaxpr = jax.make_jaxpr(jax.grad(loss) if is_training else loss)(weights, tokens)
-    arguments = [(tuple(axes), path) for path, axes in PARAMETERS.items()] + [(("batch", "position"), None)]
+    arguments = [Argument.parameter(tuple(axes), path) for path, axes in PARAMETERS.items()]
+    arguments.append(Argument(("batch", "position")))
     arrays = [
         TracedArray(tuple(((name, n),) for name, n in axes.items()), 4, path) for path, axes in PARAMETERS.items()
     ]

@@ -13,12 +13,12 @@ from shardplan.eval.extraction.summary import summarize
 from shardplan.eval.extraction.windows import ExtractionWindows, Protocol, divide_texts, no_window_error, result_schema
 from shardplan.eval.texts.reader import SpecialTokens
 from shardplan.eval.texts.store import TextStore
+from shardplan.execution import step_program
+from shardplan.execution.aot_program import Program
 from shardplan.model.registry import Model
 from shardplan.model.token_scores import TokenScores
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import Workload
-from shardplan.step import score_program
-from shardplan.step.aot_program import Program
 
 SHARD_WINDOWS = 4096
 """Windows of a shard, unless the configuration says."""
@@ -106,7 +106,7 @@ class ExtractionTask:
 
     def program(self, model: Model, plan: Plan, mesh: Mesh, windows: ExtractionWindows) -> Program:
         """Return the scoring step."""
-        return score_program(model, plan, mesh)
+        return step_program(model, plan, mesh)
 
     def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
         """Return what the probabilities say of each text and of all, and what plots of them show.

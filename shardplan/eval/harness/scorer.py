@@ -15,12 +15,12 @@ from shardplan.eval.loop import Loop, LoopStatistics, Scored, find_lanes, step_d
 from shardplan.eval.shards import Shards
 from shardplan.eval.texts.tokenizer import check_tokens
 from shardplan.eval.windows import Count, Rows
+from shardplan.execution import specialize, step_program
 from shardplan.model.inspect import inspect_model
 from shardplan.model.token_scores import TokenScores
 from shardplan.plan.mapping import mesh_size
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.runtime.processes.group import open_process_group
-from shardplan.step import score_program, specialize
 
 
 class RequestScorer:
@@ -42,7 +42,7 @@ class RequestScorer:
         self._session = session
         model = specialize(session.model, plan)
         module, _ = session.load(model.template)
-        program = score_program(model, plan, session.mesh, is_packed=True)
+        program = step_program(model, plan, session.mesh, is_packed=True)
         self._lanes = find_lanes(program)
         with open_process_group() as processes, processes.phase("compiling"):
             self._loop = Loop(module, program, plan.compiler_options, TokenScores._fields, self._lanes)

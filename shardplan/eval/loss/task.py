@@ -14,11 +14,11 @@ from shardplan.eval.loss.measures import summarize
 from shardplan.eval.loss.windows import SCHEMA, LossWindows, divide_texts
 from shardplan.eval.texts.reader import SpecialTokens
 from shardplan.eval.texts.store import TextStore
+from shardplan.execution import step_program
+from shardplan.execution.aot_program import Program
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import Workload
-from shardplan.step import loss_program
-from shardplan.step.aot_program import Program
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class LossTask:
 
     def program(self, model: Model, plan: Plan, mesh: Mesh, windows: LossWindows) -> Program:
         """Return the evaluation step."""
-        return loss_program(model, plan, mesh, windows.is_packed)
+        return step_program(model, plan, mesh, windows.is_packed)
 
     def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
         """Return the measures of all texts together, and of each."""

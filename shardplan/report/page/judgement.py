@@ -10,7 +10,7 @@ from shardplan.errors import ConfigError, one_line
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import decode
 from shardplan.report.verdicts import verdict_json
-from shardplan.verify.verdict import CompiledCollective, CompiledMemory, CompiledTime, Outcome, ProgramKind, Verdict
+from shardplan.verify.verdict import CompiledCollective, CompiledMemory, CompiledTime, Outcome, Verdict
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Judgement:
     label: str
     outcome: Outcome
     reason: str
-    program: ProgramKind
+    program: str
     slice: str
     mesh: dict[str, int]
     options: dict[str, str]

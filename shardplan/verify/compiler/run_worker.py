@@ -11,11 +11,12 @@ from pathlib import Path
 
 from shardplan.config.sections import CompilerConfig
 from shardplan.hardware import GIB
+from shardplan.plan.workload_kinds import KINDS
 from shardplan.verify.case import Case
 from shardplan.verify.compiler.compiled import Compiled
 from shardplan.verify.verdict import CompilerCrash, Interrupted, MemoryLimit, Reason, TimeLimit
 
-PROGRAMS = "jit_(evaluate|train|prefill|assemble)"
+PROGRAMS = f"jit_({'|'.join((*(f'{name}_step' for name in KINDS), 'assemble'))})"
 """Modules for which the compiler writes reports; excludes the small ones that JAX runs while it traces."""
 PYTHON_ERROR = 1
 """Exit code of a Python process that an exception ended."""

@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 from shardplan.checkpoint.levanter_loader import assemble_program
 from shardplan.config.sections import CompiledProgram
 from shardplan.errors import one_line
+from shardplan.execution import Program, specialize, step_program
 from shardplan.hardware import parse_slice
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
-from shardplan.step import Program, specialize, step_program
 from shardplan.verify.compiler.compiled import Compiled, package_versions
 from shardplan.verify.compiler.topology import make_topology_mesh
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 from haliax.partitioning import pspec_for_axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from jax.stages import Lowered
@@ -81,12 +80,6 @@ def abstract_model(template: Any, mesh: Mesh, mapping: Mapping[str, Any], dtype:
         return eqx.tree_at(lambda named: named.array, leaf, struct) if isinstance(leaf, NamedArray) else struct
 
     return jax.tree.map(abstract, template, is_leaf=lambda node: isinstance(node, NamedArray))
-
-
-def abstract_tokens(axes: tuple[Axis, ...], dtype: Any, mesh: Mesh, mapping: Mapping[str, Any]) -> NamedArray:
-    """Return an abstract array `dtype[axes]` with the sharding of `mapping`."""
-    sharding = NamedSharding(mesh, pspec_for_axis(axes, mapping))
-    return hax.NamedArray(jax.ShapeDtypeStruct([axis.size for axis in axes], dtype, sharding=sharding), axes)
 
 
 def _is_abstract(leaf: Any) -> bool:

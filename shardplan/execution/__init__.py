@@ -1,0 +1,7 @@
+"""What runs on the devices of a mesh: the steps and the model as a plan has them, compiled ahead of time."""
+
+from shardplan.execution.aot_program import Program, abstract_model
+from shardplan.execution.specialize import specialize
+from shardplan.execution.step_program import step_program
+
+__all__ = ["Program", "abstract_model", "specialize", "step_program"]

@@ -1,0 +1,113 @@
+"""The forward pass of a Levanter model on a batch of tokens: activations, logits and losses."""
+
+from typing import Any, Protocol
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from levanter.layers.attention import AttentionMask
+from levanter.utils.tree_utils import inference_mode
+
+from shardplan.model.logit_blocks import compute_target_losses, project_to_vocab
+from shardplan.model.registry import Model
+
+
+def equal_windows(position: Axis, window: int | None) -> NamedArray | None:
+    """Return the `window_starts` of sequences that are divided into windows of `window` tokens; None for one window."""
+    return None if window is None else hax.arange(position) // window * window
+
+
+def compute_activations(
+    model: Model, module: Any, tokens: NamedArray, window_starts: NamedArray | None = None
+) -> NamedArray:
+    """Compute the residual stream [batch, position, embed] after the last layer, for int32[batch, position] tokens.
+
+    Args:
+        window_starts: int32[batch, position] or int32[position], the index at which each token's window begins, where
+            several windows are packed into a sequence: every window has positions from 0 on, and its tokens attend to
+            those of the same window alone; None for one window.
+    """
+    mask, settings = AttentionMask.causal(sliding_window=model.sliding_window), {}
+    if window_starts is not None:
+        mask = mask.with_segment_ids(window_starts)
+        settings = {"pos_ids": hax.arange(tokens.axes[-1]) - window_starts}
+    result = module.activations(tokens, mask, key=None, **settings)
+    # mixture-of-experts models return the router's auxiliary loss as well, which is not part of the likelihood
+    return result[0] if isinstance(result, tuple) else result
+
+
+def compute_logits(model: Model, module: Any, activations: NamedArray) -> NamedArray:
+    """Compute float32[..., vocab] logits from activations [..., embed], with the model's soft cap."""
+    return project_to_vocab(activations, module.get_lm_head(), module.Embed, model.logit_soft_cap)
+
+
+def cast_for_compute(module: Any, dtype: str) -> Any:
+    """Cast the floating-point arrays of the module to the compute type, and switch its dropout off."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.astype(dtype) if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(cast, inference_mode(module, True))
+
+
+class Forward(Protocol):
+    """The layers of a model, run on the positions of a sequence in some order; results are in that of the sequence."""
+
+    def activations(
+        self, model: Model, module: Any, tokens: NamedArray, window_starts: NamedArray | None
+    ) -> NamedArray:
+        """Compute the residual stream, as `compute_activations`."""
+
+    def last_activations(self, model: Model, module: Any, tokens: NamedArray) -> NamedArray:
+        """Compute the residual stream [batch, embed] of the last position alone."""
+
+    def losses(
+        self,
+        model: Model,
+        module: Any,
+        tokens: NamedArray,
+        predicted: NamedArray,
+        window_starts: NamedArray | None,
+        blocks: int,
+    ) -> NamedArray:
+        """Compute the loss, float32[batch, position] in nats, of the token after each position.
+
+        Args:
+            tokens: int32[batch, position].
+            predicted: bool[batch, position]; where it is False the loss is 0.
+            window_starts: as for `compute_activations`.
+            blocks: parts of the positions whose logits are in memory one after the other.
+        """
+
+
+class SequenceForward:
+    """The forward pass on positions in the order of the sequence."""
+
+    def activations(
+        self, model: Model, module: Any, tokens: NamedArray, window_starts: NamedArray | None
+    ) -> NamedArray:
+        """Compute the residual stream, as `compute_activations`."""
+        return compute_activations(model, module, tokens, window_starts)
+
+    def last_activations(self, model: Model, module: Any, tokens: NamedArray) -> NamedArray:
+        """Compute the residual stream [batch, embed] of the last position alone."""
+        stream = compute_activations(model, module, tokens)
+        return stream[module.Pos.name, stream.axis_size(module.Pos.name) - 1]
+
+    def losses(
+        self,
+        model: Model,
+        module: Any,
+        tokens: NamedArray,
+        predicted: NamedArray,
+        window_starts: NamedArray | None,
+        blocks: int,
+    ) -> NamedArray:
+        """Compute the loss of the token after each position; see `Forward`."""
+        activations = compute_activations(model, module, tokens, window_starts)
+        position = tokens.axes[-1]
+        has_target = 1 - hax.nn.one_hot(-1, position, dtype=jnp.float32)
+        weights = predicted.astype(jnp.float32) * has_target
+        targets = hax.roll(tokens, -1, position)
+        return compute_target_losses(module, activations, targets, weights, model.logit_soft_cap, blocks)

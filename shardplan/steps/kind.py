@@ -1,0 +1,68 @@
+"""What a kind of step is: the arrays that it takes besides the model, and what it computes of them.
+
+A step is written once. `shardplan.program.step_trace` traces `compute` with the arrays of `inputs` and `state` to price
+it, and `shardplan.execution.step_program` compiles and runs the same function with the same arrays, sharded as a plan
+says. What differs between the two is in a `StepRun`: the order of positions, the number of shards of the vocabulary,
+and how arrays get their stored sharding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from haliax import NamedArray
+
+from shardplan.model.registry import Model
+from shardplan.plan.workload import Workload
+from shardplan.steps.forward import Forward, cast_for_compute
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """What a step depends on besides its arrays."""
+
+    model: Model
+    workload: Workload
+    forward: Forward
+    """Runs the layers of the model."""
+    vocab_shards: int = 1
+    """Devices that share the vocabulary in computations."""
+    store: Callable[[Any], Any] = lambda tree: tree
+    """Gives the arrays of a pytree their stored sharding."""
+    prepare: Callable[[Any], Any] = lambda module: module
+    """Replaces parts of the module before its layers run, by parts that compute the same."""
+
+    def for_compute(self, module: Any) -> Any:
+        """Return the module with its weights in the compute type, as the layers take it."""
+        return cast_for_compute(self.prepare(module), self.workload.compute_dtype)
+
+
+class StepKind(Protocol):
+    """A kind of step."""
+
+    name: str
+    """The value of `workload.kind`."""
+    donates: bool
+    """Whether the results may be in the memory of the model and the state."""
+
+    def state(self, workload: Workload, parameters: Any) -> tuple[Any, ...]:
+        """Return the abstract state that is stored beside the model, a pytree or none.
+
+        Args:
+            parameters: the parameters as a pytree with a `jax.ShapeDtypeStruct` for every array.
+        """
+
+    def inputs(self, model: Model, workload: Workload, is_packed: bool = False) -> tuple[NamedArray, ...]:
+        """Return the abstract arrays that a step takes after the model and the state.
+
+        Args:
+            is_packed: whether several windows of different lengths are packed into a sequence.
+        """
+
+    def compute(self, run: StepRun, module: Any, *arguments: Any) -> Any:
+        """Compute the step.
+
+        Args:
+            module: the model's weights, in their stored type.
+            arguments: those of `state`, then those of `inputs`.
+        """

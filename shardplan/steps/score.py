@@ -1,0 +1,46 @@
+"""The step of scores: probability, rank and top-k probabilities of every token."""
+
+from typing import Any
+
+import haliax as hax
+from haliax import NamedArray
+
+from shardplan.model.registry import Model
+from shardplan.model.token_scores import ScoreSettings, TokenScores, score_next_tokens
+from shardplan.plan.workload import Workload
+from shardplan.steps.forward import equal_windows
+from shardplan.steps.inputs import abstract_tokens
+from shardplan.steps.kind import StepRun
+
+
+class ScoreStep:
+    """(module, tokens) -> `TokenScores`, whose arrays have the axes and the sharding of int32[batch, position] tokens.
+
+    The score at the end of a window or sequence is that of another one's token. With windows of several lengths there
+    is a further input, `window_starts`, as for `LossStep`; those of the workload's `window` need none.
+    """
+
+    name = "score"
+    donates = False
+
+    def state(self, workload: Workload, parameters: Any) -> tuple[Any, ...]:
+        """Return nothing: scores need no state."""
+        return ()
+
+    def inputs(self, model: Model, workload: Workload, is_packed: bool = False) -> tuple[NamedArray, ...]:
+        """Return `tokens`, and `window_starts` for windows of several lengths."""
+        tokens = abstract_tokens(model, workload)
+        return (tokens, tokens) if is_packed else (tokens,)
+
+    def compute(
+        self, run: StepRun, module: Any, tokens: NamedArray, window_starts: NamedArray | None = None
+    ) -> TokenScores:
+        """Compute the scores, with their logits in the blocks of the workload."""
+        workload = run.workload
+        settings = ScoreSettings(workload.top_k, workload.num_logit_blocks, run.vocab_shards, workload.temperature)
+        module = run.for_compute(module)
+        if window_starts is None:
+            window_starts = equal_windows(tokens.axes[-1], workload.window)
+        stream = run.forward.activations(run.model, module, tokens, window_starts)
+        scores = score_next_tokens(module, stream, tokens, run.model.logit_soft_cap, settings)
+        return TokenScores(*map(hax.auto_sharded, scores))
