@@ -12,6 +12,8 @@ from draccus.wrappers.docstring import get_attribute_docstring
 
 from shardplan.plan.workload import AUTO
 
+MEANING = "meaning"
+"""Metadata of a field: what it means, where no docstring says so."""
 NO_KEY = "no key"
 """Marks a field of a configuration that is no key of it."""
 TYPE_NAMES = {
@@ -68,7 +70,7 @@ def _keys(cls: type, prefix: str) -> Iterator[tuple[str, Key]]:
             yield from _keys(typing.cast(type, hint), f"{prefix}{item.name}.")
         else:
             owner = next(base for base in reversed(cls.__mro__) if item.name in getattr(base, "__annotations__", {}))
-            documentation = get_attribute_docstring(owner, item.name).docstring_below
+            documentation = item.metadata.get(MEANING) or get_attribute_docstring(owner, item.name).docstring_below
             yield f"{prefix}{item.name}", Key(item.default, documentation, _types(hint), owner, item.metadata.get(AUTO))
 
 

@@ -1,11 +1,14 @@
 """The sections of a configuration that commands share. Imports no JAX."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
+from shardplan.config.keys import MEANING
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
+from shardplan.hardware.mesh_axes import ROWS
 from shardplan.model.axes import MAX_SIZE
 from shardplan.plan.workload import MAX_TEMPERATURE, MIN_TEMPERATURE, temperature_problem
 
@@ -48,20 +51,29 @@ class HardwareConfig:
         parse_slice(self.slice)  # raises: a misspelt slice is reported before anything is imported or planned
 
 
-@dataclass(frozen=True)
-class MeshConfig:
-    """Sizes of the mesh axes; the planner chooses those that are left out."""
+def _check_mesh(mesh: Any) -> None:
+    for item in fields(mesh):
+        check_minimum(f"mesh.{item.name}", getattr(mesh, item.name), 1)
 
-    replica: int | None = None
-    """Number of devices along replica."""
-    data: int | None = None
-    """Number of devices along data."""
-    model: int | None = None
-    """Number of devices along model."""
 
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            check_minimum(f"mesh.{item.name}", getattr(self, item.name), 1)
+if TYPE_CHECKING:
+
+    class MeshConfig:
+        """Sizes of the mesh axes; the planner chooses those that are left out."""
+
+        def __init__(self, **sizes: int | None) -> None: ...
+
+else:
+    MeshConfig = make_dataclass(
+        "MeshConfig",
+        [(row.name, int | None, field(default=None, metadata={MEANING: row.meaning})) for row in ROWS],
+        namespace={
+            "__doc__": "Sizes of the mesh axes; the planner chooses those that are left out.",
+            "__post_init__": _check_mesh,
+        },
+        frozen=True,
+        module=__name__,
+    )
 
 
 @dataclass(frozen=True)

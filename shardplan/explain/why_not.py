@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.config import PlanConfig
 from shardplan.config.arguments import check_config
+from shardplan.config.sections import MeshConfig
 from shardplan.errors import InfeasibleError, check_argument
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
@@ -55,7 +56,8 @@ def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model | None = N
     subjects = {rule.subject for rule in rules}
     replaced = [pin for pin in config.pin if subjects & {rule.subject for rule in parse_pin(pin, axes)}]
     kept = [pin for pin in config.pin if pin not in replaced]
-    mesh = replace(config.mesh, **{rule.mesh_axis: None for rule in rules if isinstance(rule, MeshSize)})
+    opened = {rule.mesh_axis: None for rule in rules if isinstance(rule, MeshSize)}
+    mesh = MeshConfig(**{**vars(config.mesh), **opened})
     try:
         other = make_plan(replace(config, pin=(*kept, choice), mesh=mesh), model)
     except InfeasibleError as error:

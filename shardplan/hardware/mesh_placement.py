@@ -17,6 +17,7 @@ from itertools import product
 from typing import assert_never
 
 from shardplan.hardware.collective_kind import CollectiveKind
+from shardplan.hardware.mesh_axes import AXIS_PRIORITY
 from shardplan.hardware.multislice import slices_by_axis
 from shardplan.hardware.slices import Slice, divisors
 from shardplan.hardware.torus import (
@@ -33,8 +34,6 @@ from shardplan.hardware.torus import (
     torus_dimensions,
 )
 
-AXIS_PRIORITY = ("model", "data", "replica")
-"""Mesh axes in the order in which they are placed; other axes follow, minor ones first, as in JAX's own meshes."""
 NETWORK = "network"
 """Name of the link between slices, the data-centre network."""
 NO_COST = TransferCost(0.0, 0.0, frozenset())
@@ -275,6 +274,7 @@ def _place_mesh(hardware: Slice, sizes: tuple[tuple[str, int], ...]) -> MeshPlac
         )
     dimensions = torus_dimensions(hardware)
     slices = dict(zip(mesh, slices_by_axis(hardware.slices, mesh), strict=True))
+    # axes that no plan has come last, minor ones first, as in JAX's own meshes
     axes = sorted(
         reversed(mesh), key=lambda axis: AXIS_PRIORITY.index(axis) if axis in AXIS_PRIORITY else len(AXIS_PRIORITY)
     )

@@ -4,9 +4,7 @@ import math
 from collections.abc import Mapping
 
 from shardplan.errors import ConfigError
-
-SLICE_AXES = ("replica", "data")
-"""Mesh axes that may cross slices, in the order in which they are split over slices."""
+from shardplan.hardware.mesh_axes import SLICE_AXES
 
 
 def slices_by_axis(slices: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -16,7 +14,7 @@ def slices_by_axis(slices: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
         sizes: mesh axis -> size.
 
     Raises:
-        ConfigError: the number of slices does not divide replica x data.
+        ConfigError: the number of slices does not divide the product of the axes that may cross them.
     """
     spanned, left = dict.fromkeys(sizes, 1), slices
     for axis in SLICE_AXES:
@@ -26,7 +24,7 @@ def slices_by_axis(slices: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
     if left > 1:
         crossing = math.prod(sizes.get(axis, 1) for axis in SLICE_AXES)
         raise ConfigError(
-            f"the {slices} slices do not divide replica x data = {crossing}, and only these mesh axes cross slices; "
-            f"make mesh.replica or mesh.data a multiple of {slices}"
+            f"the {slices} slices do not divide {' x '.join(SLICE_AXES)} = {crossing}, and only these mesh axes cross "
+            f"slices; make {' or '.join(f'mesh.{axis}' for axis in SLICE_AXES)} a multiple of {slices}"
         )
     return tuple(spanned.values())

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice
+from shardplan.hardware.mesh_axes import MESH_AXES, TOKEN_AXES
 from shardplan.levanter_config.mesh_section import (
     BATCH_MESH_AXES,
     count_text,
@@ -21,7 +22,7 @@ from shardplan.levanter_config.mesh_section import (
 )
 from shardplan.levanter_config.section import MappingEntry, SectionReader
 from shardplan.levanter_config.writer import mesh_keys
-from shardplan.plan.mesh_axes import MESH_AXES
+from shardplan.plan.mapping import mesh_size
 
 FLAT_MESH_KEYS = (
     "axis_resources",
@@ -125,7 +126,7 @@ def _convert_trainer(trainer: Mapping[Any, Any], hardware: Slice) -> dict[str, A
 def _convert_per_device(trainer: Mapping[Any, Any], mesh: dict[str, Any], hardware: Slice) -> dict[str, int]:
     """Return the numbers of sequences per device, where they change: the old ones count all of replica and data."""
     parsed = parse_mesh_section(SectionReader("trainer.mesh", mesh), hardware.devices, hardware.slices)
-    counted, shards = parsed.mesh["replica"] * parsed.mesh["data"], parsed.batch_shards
+    counted, shards = mesh_size(parsed.mesh, TOKEN_AXES), parsed.batch_shards
     changed = {}
     for key in PER_DEVICE_KEYS:
         number = trainer.get(key)

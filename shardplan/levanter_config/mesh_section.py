@@ -10,18 +10,15 @@ from dataclasses import dataclass, replace
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import divisors
+from shardplan.hardware.mesh_axes import DCN_AXES, MESH_AXES, TOKEN_AXES
 from shardplan.levanter_config.section import AxisLists, CorrectableError, MappingEntry, SectionReader
 from shardplan.plan.mapping import mesh_text
-from shardplan.plan.mesh_axes import LEVANTER_BATCH, MESH_AXES
 
 MESH_KEYS = ("axes", "batch_axis_name", "compute_mapping", "dcn_axes", "param_mapping", "shared_mapping")
 """Keys of the `mesh` section."""
-DCN_AXES = {"replica": "replica_dcn", "data": "data_dcn"}
-"""Mesh axis of a plan -> the mesh axis of the `mesh` schema that is the major part of it, across slices. Levanter's own
-is `replica_dcn`, which takes the slices that others leave; any name can be added."""
 DEFAULT_SHARED_AXES = ("mlp", "heads")
 """Logical axes that `shared_mapping` maps to model if the file omits them."""
-BATCH_MESH_AXES = list(LEVANTER_BATCH)
+BATCH_MESH_AXES = list(TOKEN_AXES)
 """Mesh axes that Levanter shards the batch over."""
 
 
@@ -92,7 +89,7 @@ def _sizes_across_slices(dcn_axes: SectionReader, slices: int) -> dict[str, int]
     """Read the number of slices along each mesh axis of a plan."""
     dcn_axes.check_keys(
         DCN_AXES.values(),
-        "a plan's mesh is replica x data x model, across slices replica_dcn x data_dcn; not",
+        f"a plan's mesh is {' x '.join(MESH_AXES)}, across slices {' x '.join(DCN_AXES.values())}; not",
     )
     data = dcn_axes.size(DCN_AXES["data"], 1, allow_minus_one=True)
     replica = dcn_axes.size(DCN_AXES["replica"], 1 if data == -1 else -1, allow_minus_one=True)
@@ -120,7 +117,7 @@ def _sizes_within_slice(axes: SectionReader, devices: int, slices: int) -> dict[
 
     Levanter's order of the axes, data before replica, only decides which device has which mesh coordinates.
     """
-    axes.check_keys(MESH_AXES, "a plan's mesh is replica x data x model; not")
+    axes.check_keys(MESH_AXES, f"a plan's mesh is {' x '.join(MESH_AXES)}; not")
     mesh = {axis: axes.size(axis, -1 if axis == "data" else 1, allow_minus_one=True) for axis in MESH_AXES}
     open_axes = [axis for axis, size in mesh.items() if size == -1]
     if len(open_axes) > 1 and "data" not in axes.values:

@@ -8,8 +8,9 @@ from typing import Any
 import yaml
 
 from shardplan.hardware import parse_slice
+from shardplan.hardware.mesh_axes import DCN_AXES
 from shardplan.hardware.multislice import slices_by_axis
-from shardplan.levanter_config.mesh_section import DCN_AXES, DEFAULT_SHARED_AXES
+from shardplan.levanter_config.mesh_section import DEFAULT_SHARED_AXES
 from shardplan.plan.arguments import check_plan
 from shardplan.plan.attention_plan import KernelName, Strategy
 from shardplan.plan.mapping import MeshAxes, MeshShape, mesh_size

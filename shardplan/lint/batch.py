@@ -2,10 +2,11 @@
 
 from itertools import pairwise
 
+from shardplan.hardware.mesh_axes import MESH_AXES, TOKEN_AXES
 from shardplan.levanter_config.trainer_section import BatchStage
 from shardplan.lint.findings import Finding, FindingKind, Findings, Severity, product_text
 from shardplan.lint.subject import Subject
-from shardplan.plan.mesh_axes import MESH_AXES
+from shardplan.plan.mapping import mesh_size
 from shardplan.plan.workload import BATCH_AXIS
 
 BATCH_KEY, PER_DEVICE_KEY = "trainer.train_batch_size", "trainer.per_device_parallelism"
@@ -96,7 +97,7 @@ def check_replicated_batch(s: Subject) -> Findings:
     """Find a batch that no mesh axis shards."""
     name, size, mesh = s.section.batch_axis, s.workload.batch, s.section.mesh
     is_sharded, is_mapped = s.devices(s.compute.get(name, ())) > 1, s.section.is_batch_mapped
-    if not is_mapped or (not is_sharded and mesh["replica"] * mesh["data"] > 1):
+    if not is_mapped or (not is_sharded and mesh_size(mesh, TOKEN_AXES) > 1):
         yield Finding(
             Severity.WARNING if is_mapped else Severity.ERROR,
             FindingKind.BATCH,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from shardplan.errors import closest, nearest
 from shardplan.hardware import GIB
+from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.levanter_config.model_section import ATTENTION_BACKENDS
 from shardplan.lint.batch import check_batch, check_replicated_batch
 from shardplan.lint.findings import (
@@ -19,7 +20,6 @@ from shardplan.lint.findings import (
 )
 from shardplan.lint.subject import Subject
 from shardplan.plan.dtypes import itemsize
-from shardplan.plan.mesh_axes import MESH_AXES
 
 OTHER_BACKENDS = frozenset(ATTENTION_BACKENDS) - {"default", "splash"}
 """Values of `model.attn_backend` with which Levanter does not use splash attention on a TPU."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardplan.errors import ConfigError, closest, nearest
 from shardplan.hardware import Slice
+from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.levanter_config.flat_schema import FLAT_KEYS, convert_sections, old_keys
 from shardplan.levanter_config.mesh_section import MESH_KEYS
 from shardplan.levanter_config.model_section import ATTENTION_BACKENDS
@@ -14,7 +15,6 @@ from shardplan.levanter_config.section import CorrectableError, MappingError, Se
 from shardplan.levanter_config.trainer_section import TRAINER_KEYS, TrainerSection, parse_trainer_section
 from shardplan.lint.edits import Edit
 from shardplan.lint.findings import Finding, FindingKind, Severity
-from shardplan.plan.mesh_axes import MESH_AXES
 
 RENAME_CUTOFF = 0.75
 """Similarity (`difflib.SequenceMatcher.ratio`) from which on an unknown name is taken for a misspelt one."""

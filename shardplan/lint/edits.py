@@ -8,9 +8,9 @@ from typing import Any
 
 from shardplan.errors import closest
 from shardplan.hardware import divisors
+from shardplan.hardware.mesh_axes import MESH_AXES, TENSOR_AXES
 from shardplan.lint.batch import BATCH_KEY, PER_DEVICE_KEY, nearest_multiples, stage_divisor
 from shardplan.lint.subject import Subject
-from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.serialization import flatten
 
 TRAINER_PREFIX = "trainer."
@@ -131,14 +131,12 @@ def _corrections(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
 
 
 def _mesh_size_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    """Other sizes of `model`, and of those other mesh axes whose size is in the file."""
+    """Other sizes of mesh axes for tensors, and of those other mesh axes whose size is in the file."""
     parts = divisors(s.hardware.devices // s.hardware.slices)
-    others: dict[str, Sequence[int]] = {
-        "trainer.mesh.axes.replica": parts,
-        "trainer.mesh.axes.data": (-1, *parts),
-        "trainer.mesh.dcn_axes.replica_dcn": (-1,),
-    }
-    keys = {s.size_key("model"): parts}
+    others: dict[str, Sequence[int]] = {s.size_key(axis): parts for axis in MESH_AXES if axis not in TENSOR_AXES}
+    others[s.size_key("data")] = (-1, *parts)
+    others["trainer.mesh.dcn_axes.replica_dcn"] = (-1,)
+    keys = {s.size_key(axis): parts for axis in TENSOR_AXES}
     for key, sizes in (keys | {key: sizes for key, sizes in others.items() if key in written}).items():
         for size in sizes:
             if size != written.get(key, 1):
@@ -211,7 +209,9 @@ def _entry_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
 
 def _new_entries(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
     """New entries for the axes of weights in matrix products; the axes of stacked layers and experts get none."""
-    for section, mesh_axis in zip(s.mapping_keys, ("model", "data"), strict=True):
+    shared, stored = s.mapping_keys
+    entries = [*((shared, axis) for axis in TENSOR_AXES), (stored, "data")]
+    for section, mesh_axis in entries:
         for axis in s.weight_axes:
             key = f"{section}.{axis}"
             if s.section.mesh[mesh_axis] > 1 and key not in written and not _shards_residual(key, s):

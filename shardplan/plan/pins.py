@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardplan.errors import ConfigError, nearest
+from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.model.axes import ModelAxes
 from shardplan.plan.mapping import MeshAxes, MeshShape
-from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.workload import BATCH_AXIS
 
 STORED, MESH = "params.", "mesh."

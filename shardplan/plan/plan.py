@@ -11,12 +11,12 @@ from typing import Any
 
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.hardware import GIB, parse_slice
+from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.details import Details
 from shardplan.plan.displayed import Displayed
 from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import mesh_size, mesh_text, shard_count
-from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.serialization import checksum, decode
 from shardplan.plan.tiles import Tiles
 from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, BATCH_AXIS, Workload
@@ -279,6 +279,9 @@ class Plan(Displayed):
         missing = sorted(REQUIRED_WORKLOAD - (workload.keys() if isinstance(workload, dict) else set()))
         if missing:
             raise ConfigError(f"not a plan: workload has no {', '.join(missing)}")
+        mesh = values.get("mesh")
+        if isinstance(mesh, dict) and mesh:  # along an axis that the file does not name there is one device
+            values = {**values, "mesh": {**mesh, **{axis: 1 for axis in MESH_AXES if axis not in mesh}}}
         try:
             plan = decode(cls, {name: value for name, value in values.items() if name != CHECKSUM})
         except ConfigError as error:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from shardplan.hardware import CollectiveKind
-from shardplan.plan.mesh_axes import MESH_AXES
+from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.program.named_arrays import (
     AxisCopy,
     Dim,

@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, AxisType
 from levanter.layers.attention import AttentionBackend
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
 
+from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.levanter_loss import one_block_of_tokens
 from shardplan.model.registry import Model, abstract_module
-from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.workload import BATCH_AXIS, Workload
 from shardplan.program.named_arrays import is_parameter_like, traced_mesh_axis
 from shardplan.program.tasks import Step, Task, TaskKind

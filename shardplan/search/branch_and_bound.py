@@ -6,6 +6,8 @@ Subproblems are solved in the order of lower bounds of their times, until these 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
+from shardplan.hardware.mesh_axes import TENSOR_AXES
+from shardplan.plan.mapping import mesh_size
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import Rejection, SearchStatistics
 from shardplan.search.space import Space
@@ -23,10 +25,10 @@ def search_meshes(
     subproblems = list(enumerate_subproblems(space, meshes, statistics))
     fitting = [subproblem for subproblem in subproblems if subproblem.min_bytes <= space.available_bytes]
     statistics.rejected[Rejection.MEMORY] += len(subproblems) - len(fitting)
-    # The first subproblem of every size of `model` comes first: the fastest of them rules out most others. Of the
-    # rest the tighter bound is computed only when the quick one is the lowest of all.
+    # The first subproblem of every degree of tensor parallelism comes first: the fastest of them rules out most others.
+    # Of the rest the tighter bound is computed only when the quick one is the lowest of all.
     by_bound = sorted(range(len(fitting)), key=lambda i: (fitting[i].quick_lower_bound, i))
-    first = {fitting[i].mesh["model"]: i for i in reversed(by_bound)}
+    first = {mesh_size(fitting[i].mesh, TENSOR_AXES): i for i in reversed(by_bound)}
     for i in first.values():
         fitting[i].rank(ranking)
     queue = [(fitting[i].quick_lower_bound, i, False) for i in by_bound if i not in first.values()]

@@ -10,10 +10,10 @@ from shardplan.config import PlanConfig
 from shardplan.cost.calibration import compiler_quirks, load_calibration, usable_bytes
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
+from shardplan.hardware.mesh_axes import POSITION_CHOICES
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import MeshAxes
-from shardplan.plan.mesh_axes import POSITION_CHOICES
 from shardplan.plan.pins import Rules, parse_rules
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step

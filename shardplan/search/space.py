@@ -1,7 +1,7 @@
 """The search space: meshes, and the mesh axes that each logical axis may be mapped to.
 
 It holds every factorisation of the devices into (replica, data, model) and, for each of these meshes, the choices in
-`shardplan.plan.mesh_axes`:
+`shardplan.hardware.mesh_axes`:
 
 - batch: `replica`, `data`, both or none;
 - positions: those of `replica` and `data` that the batch does not use; none in training;
@@ -32,9 +32,9 @@ from shardplan.cost.memory import ATTENTION_ROLES, ROLES_WITH_STORED_SHARDING, s
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice, divisors
+from shardplan.hardware.mesh_axes import MESH_AXES, POSITION_CHOICES, SLICE_AXES
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
-from shardplan.plan.mesh_axes import MESH_AXES, POSITION_CHOICES
 from shardplan.plan.pins import Rules
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.live_buffers import LiveBuffer
@@ -226,27 +226,23 @@ class Space:
 
 
 def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str, int]]:
-    """Every (replica, data, model) with the pinned sizes whose product is the number of devices.
+    """Every mesh with the pinned sizes whose product is the number of devices.
 
     Raises:
-        ConfigError: no such mesh exists, or in every such mesh `model` spans several slices.
+        ConfigError: no such mesh exists, or in every such mesh an axis that must not spans several slices.
     """
     n = hardware.devices
     fixed = {axis: size for axis, size in pinned.items() if size is not None}
     keys = " x ".join(f"mesh.{axis} {size}" for axis, size in fixed.items())
-    shapes = [
-        {"replica": replica, "data": data, "model": n // replica // data}
-        for replica in divisors(n)
-        for data in divisors(n // replica)
-    ]
+    shapes = list(_shapes(MESH_AXES, n))
     kept = [shape for shape in shapes if all(shape[axis] == size for axis, size in fixed.items())]
     if kept and hardware.slices > 1:
-        # only replica and data may cross the network between slices
-        across = [shape for shape in kept if shape["replica"] * shape["data"] % hardware.slices == 0]
+        across = [shape for shape in kept if mesh_size(shape, SLICE_AXES) % hardware.slices == 0]
         if not across:
+            crossing, others = " x ".join(SLICE_AXES), [axis for axis in MESH_AXES if axis not in SLICE_AXES]
             raise ConfigError(
-                f"{keys}: with replica x data = {kept[0]['replica'] * kept[0]['data']}, mesh axis model would span "
-                f"several of the {hardware.slices} slices of {hardware.name}; replica x data must be a multiple of "
+                f"{keys}: with {crossing} = {mesh_size(kept[0], SLICE_AXES)}, mesh axis {' or '.join(others)} would "
+                f"span several of the {hardware.slices} slices of {hardware.name}; {crossing} must be a multiple of "
                 f"{hardware.slices}"
             )
         return across
@@ -258,6 +254,17 @@ def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str
             f"each one of {', '.join(map(str, divisors(n)))}"
         )
     return kept
+
+
+def _shapes(axes: Sequence[str], devices: int) -> Iterator[dict[str, int]]:
+    """Yield every mesh of `axes` over a number of devices."""
+    first, *others = axes
+    if not others:
+        yield {first: devices}
+        return
+    for size in divisors(devices):
+        for rest in _shapes(others, devices // size):
+            yield {first: size, **rest}
 
 
 CacheKey = Callable[[Sequence[MeshAxes | AttentionMethod | None]], Any]

@@ -21,12 +21,12 @@ from levanter.data.dataset import ListAsyncDataset
 from levanter.models.lm_model import LmExample
 from levanter.trainer import Trainer, TrainerConfig
 
+from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.levanter_config.mesh_section import DCN_AXES
 from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.model.bundled_configs import BUNDLED
 from shardplan.plan.attention_plan import AttentionPlan
-from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 

@@ -38,7 +38,7 @@ def modules_after_command(command: str, *argv: str, code: int) -> set[str]:
         "import shardplan.config",
         "import shardplan.hardware",
         "from shardplan.commands import checkpoint, convert, diff, doctor, eval, plan, verify",
-        "from shardplan.plan import attention_plan, diff, mesh_axes, pins, plan, workload",
+        "from shardplan.plan import attention_plan, diff, pins, plan, workload, workload_kinds",
         "from shardplan.levanter_config import flat_schema, levanter_file, mesh_section, model_section",
         "from shardplan.levanter_config import section, trainer_section, writer",
     ],

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from shardplan.hardware import parse_slice
+from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.plan.attention_plan import AttentionPlan
-from shardplan.plan.mesh_axes import MESH_AXES
 from shardplan.plan.plan import Plan
 from shardplan.report.tables import console, print_plan, spec_text
 from shardplan.search.given_plan import plan_given_mappings

@@ -13,8 +13,8 @@ from functools import cached_property
 import numpy as np
 
 from shardplan.hardware import CollectiveKind, place_mesh
+from shardplan.hardware.mesh_axes import BATCH_CHOICES, STORAGE_CHOICES, TENSOR_CHOICES
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
-from shardplan.plan.mesh_axes import BATCH_CHOICES, STORAGE_CHOICES, TENSOR_CHOICES
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import Indivisible, Rejection, SearchStatistics
 from shardplan.search.space import AttentionMethod, ComponentCost, ComputeSharding, Space

@@ -1,0 +1,101 @@
+"""The mesh axes of a plan: a row for each, from which the search, the placement and Levanter's section derive theirs.
+
+| mesh axis | batch and positions | other logical axes, compute sharding | stored parameters | crosses slices |
+|---|---|---|---|---|
+| replica | yes | behind `model` | if batch or positions use it | yes |
+| data | yes | no | if batch or positions use it | yes |
+| model | no | yes | as in computations | no |
+
+Parameters that are sharded over a mesh axis which batch and positions leave unused are not gathered: the compiler
+slices activations instead, and devices repeat work. Such plans are left out. So are plans in which a mesh axis of
+several devices shards no computation, unless nothing else fits.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import combinations, permutations
+
+
+class TensorUse(Enum):
+    """Whether a mesh axis shards other logical axes than those of tokens while it computes."""
+
+    NONE = "none"
+    OWN = "own"
+    """Alone, or together with others."""
+    BEHIND = "behind"
+    """Behind a mesh axis that shards them alone as well."""
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """What a mesh axis of a plan is for."""
+
+    name: str
+    shards_tokens: bool
+    """Whether batch and positions can be sharded over it, and parameters while they are stored."""
+    tensors: TensorUse
+    crosses_slices: bool
+    """Whether a part of it may lie across slices."""
+    priority: int
+    """Place in the order in which the axes are put on the torus: the first one has the fastest links."""
+    dcn_name: str | None
+    """Name of its part across slices in Levanter's section `mesh`."""
+    meaning: str
+    """Its key `mesh.NAME` in a sentence."""
+
+
+ROWS = (
+    MeshAxis("replica", True, TensorUse.BEHIND, True, 2, "replica_dcn", "Number of devices along replica."),
+    MeshAxis("data", True, TensorUse.NONE, True, 1, "data_dcn", "Number of devices along data."),
+    MeshAxis("model", False, TensorUse.OWN, False, 0, None, "Number of devices along model."),
+)
+"""The axes of a plan's mesh, major to minor."""
+
+
+def _subsets(axes: Sequence[str], sizes: Iterator[int] | range) -> Iterator[tuple[str, ...]]:
+    """Yield the subsets of `axes` of each size, those of minor axes first."""
+    for size in sizes:
+        yield from reversed(list(combinations(axes, size)))
+
+
+def _orders(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield every subset of `axes` in every order, small ones first."""
+    for size in range(len(axes) + 1):
+        yield from permutations(axes, size)
+
+
+def _tensor_choices(own: Sequence[str], behind: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield nothing, and then every subset of `own`, alone and before each subset of `behind`."""
+    yield ()
+    for size in range(1, len(own) + 1):
+        for axes in combinations(own, size):
+            for more in range(len(behind) + 1):
+                for others in combinations(behind, more):
+                    yield (*axes, *others)
+
+
+MESH_AXES = tuple(row.name for row in ROWS)
+"""Names of the axes, major to minor."""
+TOKEN_AXES: tuple[str, ...] = tuple(row.name for row in ROWS if row.shards_tokens)
+"""Mesh axes that shard tokens, major to minor: what Levanter's trainer shards the batch over by default."""
+TENSOR_AXES: tuple[str, ...] = tuple(row.name for row in ROWS if row.tensors is TensorUse.OWN)
+"""Mesh axes that shard other logical axes in computations, alone or together."""
+BATCH_CHOICES: tuple[tuple[str, ...], ...] = tuple(_subsets(TOKEN_AXES, range(len(TOKEN_AXES), -1, -1)))
+"""What the batch can be sharded over."""
+POSITION_CHOICES: tuple[tuple[str, ...], ...] = tuple(_orders(TOKEN_AXES))
+"""What positions can be sharded over."""
+TENSOR_CHOICES: tuple[tuple[str, ...], ...] = tuple(
+    _tensor_choices(TENSOR_AXES, [row.name for row in ROWS if row.tensors is TensorUse.BEHIND])
+)
+"""What every other logical axis can be sharded over in computations."""
+STORAGE_CHOICES: tuple[tuple[str, ...], ...] = tuple(_subsets(TOKEN_AXES, range(len(TOKEN_AXES) + 1)))
+"""What stored parameters can be sharded over, in addition to their compute sharding, as far as the batch or positions
+are sharded over the same mesh axes."""
+SLICE_AXES: tuple[str, ...] = tuple(row.name for row in ROWS if row.crosses_slices)
+"""Mesh axes that may cross slices, in the order in which they are split over slices."""
+AXIS_PRIORITY: tuple[str, ...] = tuple(row.name for row in sorted(ROWS, key=lambda row: row.priority))
+"""Mesh axes in the order in which they are placed on the torus."""
+DCN_AXES = {row.name: row.dcn_name for row in ROWS if row.dcn_name is not None}
+"""Mesh axis -> the mesh axis of Levanter's section that is the major part of it, across slices. Levanter's own is
+`replica_dcn`, which takes the slices that others leave; any name can be added."""
