@@ -55,7 +55,7 @@ def structured_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask:
 
 
 def _bounded(offset: Any) -> Any:
-    """Bound offsets by `MAX_OFFSET`, as int32; those that are known while tracing stay known."""
+    """Return the offsets as int32, bounded by `MAX_OFFSET`; numbers do not become traced values."""
     is_signed = jnp.issubdtype(offset.dtype, jnp.signedinteger)
     lowest = -MAX_OFFSET if is_signed else 0
     if isinstance(offset, jax.core.Tracer):

@@ -103,8 +103,8 @@ def rank_slices(
 
     Args:
         config: model, mesh and workload; its slice does not matter.
-        names: slices such as `v6e-8`, and generations, of which every slice is meant that has a name on Cloud TPU; or
-            one of these.
+        names: slices such as `v6e-8`, and generations such as `v6e`; or a single one. A generation means all of its
+            slices that have a name on Cloud TPU.
         prices: generation -> price of a chip-hour, in any currency.
         model: the model, if it has been built already.
         report: called with what is planned next.

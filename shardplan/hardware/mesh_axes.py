@@ -33,7 +33,7 @@ class MeshAxis:
 
     name: str
     shards_tokens: bool
-    """Whether batch and positions can be sharded over it, and parameters while they are stored."""
+    """Whether it can shard the batch and positions, and parameters while they are stored."""
     tensors: TensorUse
     crosses_slices: bool
     """Whether a part of it may lie across slices."""
@@ -53,7 +53,7 @@ ROWS = (
 """The axes of a plan's mesh, major to minor."""
 
 
-def _subsets(axes: Sequence[str], sizes: Iterator[int] | range) -> Iterator[tuple[str, ...]]:
+def _subsets(axes: Sequence[str], sizes: range) -> Iterator[tuple[str, ...]]:
     """Yield the subsets of `axes` of each size, those of minor axes first."""
     for size in sizes:
         yield from reversed(list(combinations(axes, size)))

@@ -156,7 +156,7 @@ def _convert_mesh(values: Mapping[Any, Any], hardware: Slice) -> dict[str, Any]:
 
 
 def _mesh_sizes(trainer: SectionReader, devices: int, slices: int) -> dict[str, int]:
-    """Read the sizes of the mesh axes: `data` is what the others leave.
+    """Read the sizes of the mesh axes; `data` gets the devices that the others leave.
 
     Raises:
         MeshSizeError: sizes of mesh axes that do not divide the devices.
@@ -187,8 +187,8 @@ def _convert_data(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _component(dataset: Mapping[str, Any], is_inner: bool = True) -> dict[str, Any]:
-    """Return a component for one data set; the cache of the only one is that of the data section."""
-    source = {key: value for key, value in dataset.items() if key in SOURCE_KEYS and value is not None}
+    """Return the component for one data set; where it is the only one, the data section keeps its cache."""
+    source = {key: dataset[key] for key in SOURCE_KEYS if dataset.get(key) is not None}
     kept = ("format", "tags", *(("cache_dir",) if is_inner else ()))
     rest = {key: dataset[key] for key in kept if dataset.get(key) is not None}
     return {"source": {"type": "hf" if "id" in source else "url", **source}, **rest}

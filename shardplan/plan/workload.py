@@ -65,7 +65,7 @@ class Workload:
 
     @property
     def kind_row(self) -> WorkloadKind:
-        """What sets the kind apart; that of an evaluation where the name is unknown, which `problems` says."""
+        """What sets the kind apart. An unknown name, which `problems` reports, gets the row of an evaluation."""
         return KINDS.get(self.kind, KINDS["eval"])
 
     @property

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class LogitBlocks(StrEnum):
-    """Whether a step computes its logits in blocks of positions, of which the planner chooses the number."""
+    """Whether a step computes its logits in blocks of positions; the planner chooses how many."""
 
     NONE = "none"
     """It needs few logits, or Levanter divides them."""
@@ -54,5 +54,7 @@ ROWS = (
 )  # fmt: skip
 KINDS = {row.name: row for row in ROWS}
 """Value of `workload.kind` -> its kind."""
-KIND_SYNONYMS = {synonym: row.name for row in ROWS for synonym in row.synonyms}
+KIND_SYNONYMS: dict[str, str] = {}
 """What else users call a kind of workload -> its name here."""
+for _row in ROWS:
+    KIND_SYNONYMS |= dict.fromkeys(_row.synonyms, _row.name)

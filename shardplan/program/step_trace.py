@@ -42,7 +42,9 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     parameters = eqx.filter(module, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     state, inputs = kind.state(workload, parameters), kind.inputs(model, workload)
     arrays, static = eqx.partition((module, *state, *inputs), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    names = {axis.name for _, leaf in named_leaves(arrays) for axis in axes_of(leaf)}
+    names: set[str] = set()
+    for _, leaf in named_leaves(arrays):
+        names.update(axis.name for axis in axes_of(leaf))
     mapping = {name: traced_mesh_axis(name) for name in sorted(names)}
     run = StepRun(model, workload, SequenceForward(), prepare=trace_equal_blocks_once)
 

@@ -101,7 +101,10 @@ def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[Argument], is_update
     """
     # Haliax and the tracing of gradients leave many results unused
     used, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
-    input_axes = {name for each in arguments if each.array_class is ArrayClass.INPUT for name in each.axes}
+    input_axes: set[str | None] = set()
+    for argument in arguments:
+        if argument.array_class is ArrayClass.INPUT:
+            input_axes.update(argument.axes)
     tracer = _Tracer(frozenset(name for name in input_axes if name is not None))
     inputs = []
     for variable, argument in zip(used.invars, arguments, strict=True):

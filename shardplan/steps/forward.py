@@ -52,7 +52,7 @@ def cast_for_compute(module: Any, dtype: str) -> Any:
 
 
 class Forward(Protocol):
-    """The layers of a model, run on the positions of a sequence in some order; results are in that of the sequence."""
+    """Runs the layers of a model, with positions in any order; results are in the order of the sequence."""
 
     def activations(
         self, model: Model, module: Any, tokens: NamedArray, window_starts: NamedArray | None

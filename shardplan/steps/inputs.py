@@ -15,7 +15,7 @@ MICROBATCH = "microbatch"
 
 
 def token_axes(model: Model, workload: Workload) -> tuple[Axis, ...]:
-    """Logical axes of a step's tokens: batch and position, preceded by that of microbatches where there are several."""
+    """Return the logical axes of a step's tokens: batch and position, after microbatches where there are several."""
     parts = workload.num_microbatches
     axes = (Axis(BATCH_AXIS, workload.batch // parts), model.template.Pos.resize(workload.position))
     if parts == 1:

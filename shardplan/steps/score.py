@@ -16,8 +16,8 @@ from shardplan.steps.kind import StepRun
 class ScoreStep:
     """(module, tokens) -> `TokenScores`, whose arrays have the axes and the sharding of int32[batch, position] tokens.
 
-    The score at the end of a window or sequence is that of another one's token. With windows of several lengths there
-    is a further input, `window_starts`, as for `LossStep`; those of the workload's `window` need none.
+    The last score of a window or sequence has no meaning: the next token belongs to another one. Windows of several
+    lengths need a further input, `window_starts`, as for `LossStep`; windows of equal length need none.
     """
 
     name = "score"

@@ -57,7 +57,7 @@ class _LazyDistributions(Mapping[str, list[str]]):
 
 
 class _NamesOnly(ModuleType):
-    """A package of which names may be mentioned, as types, and nothing can be used."""
+    """A package whose names may be mentioned as types, and whose functions cannot be called."""
 
     def __getattr__(self, name: str) -> Self:
         if name.startswith("__"):
@@ -65,4 +65,4 @@ class _NamesOnly(ModuleType):
         return self
 
     def __call__(self, *_: object) -> None:
-        raise NotImplementedError(f"{self.__name__} is not used while a file is parsed")
+        raise TypeError(f"{self.__name__} has only names of types while a file is parsed")
