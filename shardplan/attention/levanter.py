@@ -16,10 +16,12 @@ from levanter.models.olmo import Olmo2Attention
 
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError, check_argument
-from shardplan.plan.attention_plan import KernelName, Strategy
+from shardplan.plan.attention_plan import AttentionPlan, KernelName, Strategy
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
+from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.marked_attention import pattern_of_mask
 
 POSITION, KEY_POSITION = "position", "key_position"
 """The names that Levanter's `Attention` hard-codes for the positions of queries and of keys."""
@@ -38,11 +40,22 @@ class Method:
     """The order that positions are in; None for the order of the sequence."""
     hardware: str | None = None
     """Name of the slice that the strategy `auto` chooses for; default: the slice of JAX's devices."""
+    kinds: tuple[tuple[str, "Method"], ...] = ()
+    """Kinds of attention that are computed otherwise, by the name of `shardplan.program.attention_kind`."""
+
+    def of(self, kind: AttentionKind) -> "Method":
+        """Return how a kind of attention is computed."""
+        return dict(self.kinds).get(kind.name, self)
 
 
 def method_of(plan: Plan) -> Method:
     """Return how a plan computes attention."""
-    attention = plan.attention
+    kinds = tuple((name, _method_of(attention, plan)) for name, attention in plan.attention.kinds.items())
+    return replace(_method_of(plan.attention, plan), kinds=kinds)
+
+
+def _method_of(attention: AttentionPlan, plan: Plan) -> Method:
+    """Return how a plan computes one kind of attention."""
     layout = None if attention.layout == SequenceOrder.CONTIGUOUS else attention.sequence_layout(plan.workload.position)
     return Method(attention.strategy, attention.ulysses, attention.kernel, layout)
 
@@ -85,6 +98,9 @@ class SequenceParallelAttention(Attention):
         window = config.sliding_window
         if window is not None and isinstance(mask, AttentionMask):
             mask = mask.with_sliding_window(window)
+        head_size = config.HeadSize.size
+        kind = AttentionKind(pattern_of_mask(mask), head_size, head_size, config.logits_soft_cap)
+        method = self.method.of(kind)
         out = dot_product_attention(
             POSITION,
             KEY_POSITION,
@@ -94,11 +110,11 @@ class SequenceParallelAttention(Attention):
             v,
             mask,
             heads=config.KVHeads,
-            strategy=self.method.strategy,
-            ulysses=self.method.ulysses,
-            kernel=self.method.kernel,
+            strategy=method.strategy,
+            ulysses=method.ulysses,
+            kernel=method.kernel,
             layout=layout or SequenceOrder.CONTIGUOUS,
-            hardware=self.method.hardware,
+            hardware=method.hardware,
             attention_dtype=jnp.float32 if config.upcast_attn else x.dtype,
             scaling_factor=config.scaling_factor,
             logits_soft_cap=config.logits_soft_cap,
@@ -140,7 +156,7 @@ def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
     if not any(map(_is_attention, jax.tree.leaves(module, is_leaf=_is_attention))):
         raise ConfigError(f"{type(module).__name__} does not use Levanter's Attention; its positions cannot be sharded")
     if isinstance(method, Plan):
-        if method.attention.strategy == Strategy.NONE:
+        if not method.attention.is_sequence_parallel:
             return module
         method = method_of(method)
     return _replace_attention(module, partial(_make_parallel, method=method))

@@ -19,6 +19,7 @@ from shardplan.plan.mapping import MeshAxes
 from shardplan.positions.pattern import Pattern
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
+from shardplan.program.attention_kind import AttentionKind
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.named_arrays import AxisCopy, Factor, TracedArray
 from shardplan.program.tasks import Task, TaskKind
@@ -128,10 +129,9 @@ def strategy_cost(
         (BATCH, POSITION),
         compiler_quirks(hardware),
         AttentionPlan(strategy, layout.ulysses, layout.ring, layout.kind),
-        pattern,
         layout.documents,
     )
-    scores, values = _attention_tasks(heads, layout.length)
+    scores, values = _attention_tasks(heads, layout.length, AttentionKind(pattern))
     calibration = load_calibration(hardware.generation.name)
     costs = [(task, device_cost(task, assignment)) for task in (scores, values)]
     buffers = (
@@ -169,7 +169,7 @@ def _split_for_ulysses(
     return (placement, mesh_axes) if left == 1 else None
 
 
-def _attention_tasks(heads: HeadShape, length: int) -> tuple[Task, Task]:
+def _attention_tasks(heads: HeadShape, length: int, kind: AttentionKind) -> tuple[Task, Task]:
     """The matmuls of a forward pass of attention: the one that makes scores, and the one that sums over values."""
     batch, position, key_position = (BATCH, heads.batch), (POSITION, length), (AxisCopy(POSITION), length)
     key_heads, groups = ("key_heads", heads.key_heads), ("queries_per_key_head", heads.queries_per_key_head)
@@ -194,6 +194,7 @@ def _attention_tasks(heads: HeadShape, length: int) -> tuple[Task, Task]:
         collective=None,
         mesh_axes=(),
         label="scores",
+        attention=kind,
     )
     sum_values = replace(
         make_scores,

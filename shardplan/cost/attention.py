@@ -16,7 +16,7 @@ in float32, to that of the hops before. The other strategies wait until everythi
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -31,13 +31,14 @@ from shardplan.cost.collectives import (
     reduce_scatter_traffic,
 )
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.plan.attention_plan import KernelName, Strategy
+from shardplan.plan.attention_plan import AttentionPlan, KernelName, Strategy
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.positions.heads import HeadSharding
 from shardplan.positions.sequence_layout import KERNEL_BLOCK, SequenceLayout, attended_fraction, ring_distances
+from shardplan.program.attention_kind import UNMARKED, AttentionKind
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
-from shardplan.program.named_arrays import TracedArray, is_scores, mapped, score_positions
-from shardplan.program.tasks import Task, TaskKind
+from shardplan.program.named_arrays import TracedArray, is_scores, mapped, score_length, score_positions
+from shardplan.program.tasks import Step, Task, TaskKind
 
 KERNEL_LANES = 128
 """Attention kernels require numbers of positions that are multiples of this; Levanter's kernel, head sizes too."""
@@ -63,6 +64,11 @@ Fitted to the same steps: Ulysses takes as long there as gathering eight times a
 program times an all-to-all by the links alone."""
 
 
+def kind_of(task: Task) -> AttentionKind:
+    """The kind of attention that a matmul of attention belongs to."""
+    return task.attention or UNMARKED
+
+
 def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
     """Whether a kernel can compute attention on each device alone: it has all keys, and each query head's key head.
 
@@ -73,7 +79,7 @@ def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
         return False
     keys, scores = _keys(task), _scores(task)
     positions = score_positions(scores)
-    is_sequence_parallel = assignment.attention.strategy != Strategy.NONE
+    is_sequence_parallel = _method(task, assignment).strategy != Strategy.NONE
     shardable = {name for name in keys.axes if name in scores.axes} - positions
     shardable |= positions if is_sequence_parallel else set()
     arrays = (*task.operands, *task.results)
@@ -90,11 +96,22 @@ def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
     )
 
 
-def kernel_of(tasks: Iterable[Task], assignment: ShardingAssignment) -> KernelName:
-    """The kernel for the attention among `tasks`: splash if it can compute all of it, else blockwise."""
-    attention = [task for task in tasks if task.kind == TaskKind.ATTENTION]
-    can_splash = bool(attention) and all(has_kernel(task, assignment) for task in attention)
-    return KernelName.SPLASH if can_splash else KernelName.BLOCKWISE
+def with_kernels(step: Step, assignment: ShardingAssignment) -> AttentionPlan:
+    """Return how each kind of attention is computed, with its kernel: splash if it can compute all of the kind.
+
+    Levanter's own attention has one setting for the whole model, so that all kinds computed by it have one kernel.
+    """
+    attention = [task for task in step.tasks if task.kind == TaskKind.ATTENTION]
+    without_kernel = {kind_of(task).name for task in attention if not has_kernel(task, assignment)}
+    names = [kind.name for kind in step.attention_kinds]
+    by_levanter = {name for name in names if assignment.attention.of(name).strategy == Strategy.NONE}
+    if by_levanter & without_kernel:
+        without_kernel |= by_levanter
+    methods = {}
+    for name in names:
+        kernel = KernelName.BLOCKWISE if name in without_kernel else KernelName.SPLASH
+        methods[name] = replace(assignment.attention.of(name), kernel=kernel, kinds={})
+    return AttentionPlan.of_kinds(methods)
 
 
 def unmasked_fraction(task: Task, assignment: ShardingAssignment) -> float:
@@ -102,8 +119,8 @@ def unmasked_fraction(task: Task, assignment: ShardingAssignment) -> float:
 
     Heads are padded to a multiple of the devices that share them; scores of padding heads count too.
     """
-    layout, gathers_keys = _sequence_layout(task, assignment), assignment.attention.gathers_keys
-    attended = attended_fraction(layout, assignment.pattern, gathers_keys)
+    layout, gathers_keys = _sequence_layout(task, assignment), _method(task, assignment).gathers_keys
+    attended = attended_fraction(layout, kind_of(task).pattern, gathers_keys)
     return _head_sharding(task, assignment).padding_ratio * attended
 
 
@@ -115,7 +132,7 @@ def score_bytes(task: Task, assignment: ShardingAssignment) -> float:
 
 def ring_hops(task: Task, assignment: ShardingAssignment) -> int:
     """Number of times that a device adds the output of a hop of a ring to those of the hops before, in a step."""
-    if is_scores(task.results[0]) or assignment.attention.gathers_keys:
+    if is_scores(task.results[0]) or _method(task, assignment).gathers_keys:
         return 0
     return task.executions * len(_hop_distances(task, assignment))
 
@@ -132,8 +149,8 @@ def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) ->
     outputs of a hop as a kernel writes them, and in float32 these and those of all hops before. Gradients of keys and
     values are computed in float32: one after the other where keys are gathered, both at once in a ring.
     """
-    *_, position = assignment.activation_axes
-    array, outputs, method = buffer.array, buffer.related_arrays, assignment.attention
+    array, outputs = buffer.array, buffer.related_arrays
+    method = assignment.attention_of(buffer.attention or UNMARKED)
     own = assignment.bytes(array, assignment.compute)
     is_gradient = buffer.role == BufferRole.KEYS_OR_VALUES_GRADIENT
     gradient = FLOAT32_BYTES / array.itemsize if is_gradient else 0.0
@@ -141,7 +158,7 @@ def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) ->
         return 0.0
     queries = sum(assignment.bytes(output, assignment.compute) for output in outputs)
     if method.strategy == Strategy.ALL_GATHER:
-        gathered = assignment.bytes(array, {**assignment.compute, position: ()})
+        gathered = own * method.ring * method.ulysses
         return (2 + gradient) * gathered + (3 * own if outputs else 0.0)
     if method.ring > 1:
         merged = sum(_float32_bytes(output, assignment) for output in outputs)
@@ -152,7 +169,7 @@ def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) ->
 def attention_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
     """Yield the traffic of keys and values of other positions, of their gradients, and of sums over sharded axes."""
     positions = score_positions(_scores(task))
-    is_sequence_parallel = assignment.attention.strategy != Strategy.NONE
+    is_sequence_parallel = _method(task, assignment).strategy != Strategy.NONE
     axes = next(filter(None, (mapped(name, assignment.compute) for name in positions)), ())
     partial = assignment.mesh_axes(
         tuple(factor for factor in task.contracted if not (is_sequence_parallel and factor[0] in positions))
@@ -173,7 +190,8 @@ def _sequence_parallel_traffic(task: Task, assignment: ShardingAssignment, axes:
     The backward pass has gathered or resharded keys and values from the forward pass (or its rematerialization), and
     sends their gradients; in a ring, it passes both around. Gradients are summed in float32.
     """
-    method, keys, is_gradient, count = assignment.attention, _keys(task), task.computes_kv_gradients, task.executions
+    method, keys = _method(task, assignment), _keys(task)
+    is_gradient, count = task.computes_kv_gradients, task.executions
     own, heads = assignment.bytes(keys, assignment.compute), _head_sharding(task, assignment)
     widening = FLOAT32_BYTES / keys.itemsize if is_gradient else 1.0
     if method.gathers_keys:
@@ -183,7 +201,7 @@ def _sequence_parallel_traffic(task: Task, assignment: ShardingAssignment, axes:
         elif not (task.is_backward and method.strategy == Strategy.ALL_GATHER):
             yield all_gather_traffic(gathered, assignment, axes, count, Purpose.KEYS_AND_VALUES)
         return
-    ring_axes, by_heads = _split_axes(axes, assignment)
+    ring_axes, by_heads = _split_axes(axes, method.ulysses, assignment)
     if method.ulysses > 1:
         purpose = Purpose.HEADS_TO_POSITIONS
         if not is_gradient:
@@ -199,10 +217,10 @@ def _sequence_parallel_traffic(task: Task, assignment: ShardingAssignment, axes:
             yield permute_traffic(passed, ring_axes, count * hops, distance)
 
 
-def _split_axes(axes: MeshAxes, assignment: ShardingAssignment) -> tuple[MeshAxes, MeshAxes]:
+def _split_axes(axes: MeshAxes, ulysses: int, assignment: ShardingAssignment) -> tuple[MeshAxes, MeshAxes]:
     """Split the mesh axes that shard positions into those of the ring, and the minor ones of Ulysses."""
     sizes = {mesh_size(assignment.mesh, axes[first:]): first for first in range(len(axes), -1, -1)}
-    first = sizes[assignment.attention.ulysses]
+    first = sizes[ulysses]
     return axes[:first], axes[first:]
 
 
@@ -220,14 +238,14 @@ def _head_sharding(task: Task, assignment: ShardingAssignment) -> HeadSharding:
         for name, size in scores.factors if name is not None and name not in others
     }  # fmt: skip
     key_heads = prod(size for name, size in local.items() if name in keys.axes)
-    return HeadSharding(assignment.attention.ulysses, key_heads, prod(local.values()) // key_heads)
+    return HeadSharding(_method(task, assignment).ulysses, key_heads, prod(local.values()) // key_heads)
 
 
 def _sequence_layout(task: Task, assignment: ShardingAssignment) -> SequenceLayout:
     """The positions of each device."""
-    method, scores = assignment.attention, _scores(task)
+    method, scores = _method(task, assignment), _scores(task)
     positions = score_positions(scores)
-    length = max(size for name, size in scores.factors if name in positions)
+    length = score_length(scores)
     if method.strategy == Strategy.NONE:
         return SequenceLayout(
             length, max(mesh_size(assignment.mesh, mapped(name, assignment.compute)) for name in positions)
@@ -239,7 +257,12 @@ def _sequence_layout(task: Task, assignment: ShardingAssignment) -> SequenceLayo
 def _hop_distances(task: Task, assignment: ShardingAssignment) -> list[int]:
     """How far along the ring keys pass in each hop; hops that the mask leaves empty are left out."""
     layout = _sequence_layout(task, assignment)
-    return [later - earlier for earlier, later in pairwise(ring_distances(layout, layout, assignment.pattern))]
+    return [later - earlier for earlier, later in pairwise(ring_distances(layout, layout, kind_of(task).pattern))]
+
+
+def _method(task: Task, assignment: ShardingAssignment) -> AttentionPlan:
+    """How a matmul of attention is computed."""
+    return assignment.attention_of(kind_of(task))
 
 
 def _keys(task: Task) -> TracedArray:

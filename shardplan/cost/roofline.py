@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import assert_never
 
-from shardplan.cost.attention import COMPILED_HOP_SECONDS, EXCHANGE_SLOWDOWN, MEASURED_HOP_SECONDS, MERGE_PASSES
+from shardplan.cost.attention import (
+    COMPILED_HOP_SECONDS,
+    EXCHANGE_SLOWDOWN,
+    MEASURED_HOP_SECONDS,
+    MERGE_PASSES,
+    kind_of,
+)
 from shardplan.cost.calibration import Calibration
 from shardplan.cost.collectives import Overlap, Purpose, Traffic
 from shardplan.cost.gspmd import DeviceCost, device_cost
@@ -160,8 +166,8 @@ def model_flops(model: Model, workload: Workload) -> float:
         return 3 * workload.batch * model_flops(model, forward)
     step = plan_step(model, workload)
     unsharded = ShardingAssignment({}, {}, {}, step.merged_axes, step.activation_axes)
-    density = step.pattern.density(workload.position)
-    return sum(
-        device_cost(task, unsharded).matmul.flops * (density if task.kind == TaskKind.ATTENTION else 1.0)
-        for task in step.tasks
-    )
+    flops = 0.0
+    for task in step.tasks:
+        density = kind_of(task).pattern.density(workload.position) if task.kind == TaskKind.ATTENTION else 1.0
+        flops += density * device_cost(task, unsharded).matmul.flops
+    return flops

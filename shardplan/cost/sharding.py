@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
-from shardplan.positions.pattern import CAUSAL, Pattern
+from shardplan.program.attention_kind import AttentionKind
 from shardplan.program.named_arrays import Dim, TracedArray, is_parameter_like, mapped, shape_of
 
 TILE_BYTES = 32
@@ -65,8 +65,7 @@ class ShardingAssignment:
     """The logical axes that number tokens: batch and position."""
     quirks: CompilerQuirks = CompilerQuirks()
     attention: AttentionPlan = field(default_factory=AttentionPlan)
-    pattern: Pattern = CAUSAL
-    """The attention mask."""
+    """How attention is computed, by its kind; see `attention_of`."""
     documents: tuple[int, ...] | None = None
     """Lengths of the documents of every sequence, if they are known; tokens attend only to their own document."""
     shard_counts: dict[TracedArray, int] = field(default_factory=dict, compare=False, repr=False)
@@ -86,6 +85,10 @@ class ShardingAssignment:
             m for axis, mesh_axes in self.params.items() for m in mesh_axes if m not in self.compute.get(axis, ())
         }
         return tuple(axis for axis in self.mesh if axis in further - tokens and self.mesh[axis] > 1)
+
+    def attention_of(self, kind: AttentionKind) -> AttentionPlan:
+        """Return how a kind of attention is computed."""
+        return self.attention.of(kind.name) if self.attention.kinds else self.attention
 
     @property
     def idle_mesh_axes(self) -> MeshAxes:

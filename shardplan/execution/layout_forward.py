@@ -6,7 +6,6 @@ from typing import Any
 import haliax as hax
 import jax.numpy as jnp
 from haliax import NamedArray
-from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
 from shardplan.attention.sequence import (
@@ -66,6 +65,5 @@ class LayoutForward:
         return restore_order(next_token_losses(module, sequence, model.logit_soft_cap, blocks), sequence)
 
     def _sequence(self, model: Model, tokens: NamedArray, predicted: NamedArray | None) -> ShardedSequence:
-        mask = AttentionMask.causal(sliding_window=model.sliding_window)
         loss_mask = hax.ones_like(tokens) if predicted is None else predicted
-        return shard_sequence(LmExample(tokens, loss_mask.astype(jnp.float32), mask), self.layout)
+        return shard_sequence(LmExample(tokens, loss_mask.astype(jnp.float32), model.mask), self.layout)

@@ -6,14 +6,14 @@ from typing import Any
 from levanter.layers.attention import AttentionBackend
 
 from shardplan.attention.levanter import with_sequence_parallel
-from shardplan.cost.attention import kernel_of
+from shardplan.cost.attention import with_kernels
 from shardplan.cost.calibration import compiler_quirks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model.levanter_compat import LIBTPU_RELEASE
 from shardplan.model.registry import Model, abstract_module
-from shardplan.plan.attention_plan import KernelName, Strategy
+from shardplan.plan.attention_plan import KernelName
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import KERNEL_BLOCK
@@ -32,11 +32,8 @@ def specialize(model: Model, plan: Plan) -> Model:
     """
     checkpointing: Any = plan.workload.gradient_checkpointing
     uses_splash = plan.attention.kernel == KernelName.SPLASH
-    if uses_splash and _supported_kernel(model, plan) != KernelName.SPLASH:
-        raise ConfigError(
-            "plan: attention.kernel is splash, which cannot compute attention as compute_mapping and attention shard "
-            "it; make it blockwise, or plan again"
-        )
+    if any(method.kernel == KernelName.SPLASH for method in plan.attention.methods):
+        _check_kernels(model, plan)
     settings = {
         "attn_backend": AttentionBackend.SPLASH if uses_splash else AttentionBackend.JAX_FLASH,
         "flash_attention_block_size": KERNEL_BLOCK if uses_splash else None,
@@ -56,13 +53,18 @@ def specialize(model: Model, plan: Plan) -> Model:
     # a configuration class of the user's own need not have them
     config = dataclasses.replace(model.config, **{name: value for name, value in settings.items() if name in names})
     template = abstract_module(config, model.vocab)
-    if plan.attention.strategy != Strategy.NONE:
+    if plan.attention.is_sequence_parallel:
         template = with_sequence_parallel(template, plan)
     return dataclasses.replace(model, config=config, template=template)
 
 
-def _supported_kernel(model: Model, plan: Plan) -> KernelName:
-    """The kernel that can compute attention on each device; the forward pass is enough to tell."""
+def _check_kernels(model: Model, plan: Plan) -> None:
+    """Check that the kernel of each kind of attention can compute it on each device.
+
+    Raises:
+        ConfigError: a kernel of the plan cannot.
+    """
+    # the forward pass has every kind of attention
     step = plan_step(model, dataclasses.replace(plan.workload, kind="eval", microbatches=1).resolve())
     assignment = ShardingAssignment(
         plan.mesh,
@@ -72,6 +74,13 @@ def _supported_kernel(model: Model, plan: Plan) -> KernelName:
         step.activation_axes,
         compiler_quirks(parse_slice(plan.hardware.slice)),
         plan.attention,
-        step.pattern,
     )
-    return kernel_of(step.tasks, assignment)
+    supported = with_kernels(step, assignment)
+    for kind in step.attention_kinds:
+        kernel = plan.attention.of(kind.name).kernel
+        if kernel == KernelName.SPLASH and supported.of(kind.name).kernel != kernel:
+            of_kind = f" of {kind.name}" if len(step.attention_kinds) > 1 else ""
+            raise ConfigError(
+                f"plan: attention.kernel{of_kind} is splash, which cannot compute attention as compute_mapping and "
+                "attention shard it; make it blockwise, or plan again"
+            )

@@ -12,7 +12,7 @@ from shardplan.hardware.mesh_axes import DCN_AXES
 from shardplan.hardware.multislice import slices_by_axis
 from shardplan.levanter_config.mesh_section import DEFAULT_SHARED_AXES
 from shardplan.plan.arguments import check_plan
-from shardplan.plan.attention_plan import KernelName, Strategy
+from shardplan.plan.attention_plan import AttentionPlan, KernelName
 from shardplan.plan.mapping import MeshAxes, MeshShape, mesh_size
 from shardplan.plan.plan import Mapping, Plan
 from shardplan.plan.workload import BATCH_AXIS
@@ -122,7 +122,7 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
         )
     if parse_slice(plan.hardware.slice).is_cpu:
         return  # Levanter's attention on CPUs is no kernel, and correct under any sharding
-    if plan.attention.strategy != Strategy.NONE:
+    if plan.attention.is_sequence_parallel:
         yield from _attention_settings(plan)
         return
     unsharded = plan.model.unsharded_in_kernels
@@ -137,12 +137,6 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
 def _attention_settings(plan: Plan) -> Iterator[str]:
     """Yield lines of comment about the calls that replace Levanter's attention with sequence-parallel attention."""
     attention = plan.attention
-    options = (
-        (f"ulysses={attention.ulysses}", attention.ulysses > 1),
-        (f'kernel="{attention.kernel}"', attention.kernel != KernelName.BLOCKWISE),
-        ("layout=layout", attention.layout != SequenceOrder.CONTIGUOUS),
-    )
-    arguments = ", ".join([f'"{attention.strategy}"', *(text for text, is_needed in options if is_needed)])
     yield from _wrap(
         "Use the attention of shardplan.attention.levanter, as planned: with sharded positions Levanter's own gathers "
         "all keys on every device."
@@ -151,7 +145,12 @@ def _attention_settings(plan: Plan) -> Iterator[str]:
     if is_reordered:
         parts = f'{plan.workload.position}, {attention.ring}, {attention.ulysses}, "{attention.layout}"'
         yield f"    layout = SequenceLayout({parts})"
-    yield f"    method = Method({arguments})"
+    if attention.kinds:
+        yield "    kinds = ("
+        for name, method in attention.kinds.items():
+            yield f'        ("{name}", {_method_text(method)}),'
+        yield "    )"
+    yield f"    method = {_method_text(attention)}"
     yield "    model = with_sequence_parallel(model, method)"
     if not is_reordered:
         return
@@ -160,6 +159,20 @@ def _attention_settings(plan: Plan) -> Iterator[str]:
     )
     yield "    sequence = shard_sequence(example, layout)"
     yield "    losses = next_token_losses(model, sequence)"
+
+
+def _method_text(attention: AttentionPlan) -> str:
+    """The call that makes the method of a kind of attention."""
+    arguments = [f'"{attention.strategy}"']
+    if attention.ulysses > 1:
+        arguments.append(f"ulysses={attention.ulysses}")
+    if attention.kernel != KernelName.BLOCKWISE:
+        arguments.append(f'kernel="{attention.kernel}"')
+    if attention.layout != SequenceOrder.CONTIGUOUS:
+        arguments.append("layout=layout")
+    if attention.kinds:
+        arguments.append("kinds=kinds")
+    return f"Method({', '.join(arguments)})"
 
 
 def _wrap(sentence: str) -> list[str]:

@@ -78,7 +78,7 @@ def _adapter_memory(plan: Plan, model: Model, hardware: Slice, width: float, ada
     step = plan_step(model, plan.workload.resolve())
     assignment = ShardingAssignment(
         plan.mesh, as_tuples(plan.compute_mapping), as_tuples(plan.param_mapping), step.merged_axes,
-        step.activation_axes, compiler_quirks(hardware), plan.attention, step.pattern,
+        step.activation_axes, compiler_quirks(hardware), plan.attention,
     )  # fmt: skip
     dropped = (MemoryPart.OPTIMIZER, MemoryPart.GRADIENTS, MemoryPart.CAST_PARAMETERS)
     points = []

@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import jax
-from levanter.layers.attention import Attention
+from levanter.layers.attention import Attention, AttentionMask
 
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.hf_config import check_config
@@ -15,7 +15,6 @@ from shardplan.model.levanter_compat import correct_levanter_config, prepare_hf_
 from shardplan.model.model_types import SUPPORTED_MODELS
 from shardplan.model.own_model import CLASS_KEY, load_own_class
 from shardplan.model.soft_cap import cap_gemma2_logits
-from shardplan.positions.pattern import Pattern
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +27,8 @@ class Model:
     """Levanter's configuration (an `HFCompatConfig`)."""
     template: Any
     """The Levanter module, with `jax.ShapeDtypeStruct`s in place of arrays."""
-    sliding_window: int | None
-    """Width in tokens of the attention window of every layer; None for full attention."""
+    mask: AttentionMask
+    """The mask that the model is called with; its layers may narrow it."""
     logit_soft_cap: float | None
     """Bound of the logits, applied as `cap * tanh(logits / cap)` (Gemma 2)."""
     positions: int
@@ -40,11 +39,6 @@ class Model:
         """Whether its attention is Levanter's `Attention`, which most models share, and not a class of its own."""
         leaves = jax.tree.leaves(self.template, is_leaf=lambda node: isinstance(node, Attention))
         return any(isinstance(leaf, Attention) for leaf in leaves)
-
-    @property
-    def pattern(self) -> Pattern:
-        """The mask pattern of its attention: causal, within the sliding window if there is one."""
-        return Pattern(causal=True, window=self.sliding_window)
 
     @property
     def vocab(self) -> hax.Axis:
@@ -115,4 +109,5 @@ def build_model(hf_config: dict[str, Any], position: int, shorten: bool = False)
         raise ConfigError(f"config.json: Levanter cannot express this {model_type}: {one_line(error)}") from error
     if position > positions:
         raise ConfigError(f"workload.position is {position}; the model has {positions} positions, use at most that")
-    return Model(model_type, config, template, window, soft_cap, positions)
+    mask = AttentionMask.causal(sliding_window=window)
+    return Model(model_type, config, template, mask, soft_cap, positions)

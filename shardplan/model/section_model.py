@@ -6,6 +6,7 @@ from typing import Any
 
 import draccus
 import haliax as hax
+from levanter.layers.attention import AttentionMask
 
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.model.registry import Model, abstract_module, levanter_config_class
@@ -64,4 +65,5 @@ def build_section_model(section: Mapping[str, Any], vocabulary: int, position: i
     window = getattr(config, "sliding_window", None) if model_type == "mistral" else None
     is_window_used = window is not None and position is not None and window < position
     soft_cap = getattr(config, "final_logit_softcapping", None)
-    return Model(model_type, config, template, window if is_window_used else None, soft_cap, config.max_Pos.size)
+    mask = AttentionMask.causal(sliding_window=window if is_window_used else None)
+    return Model(model_type, config, template, mask, soft_cap, config.max_Pos.size)

@@ -1,6 +1,7 @@
 """How a plan computes attention: the strategy of sequence parallelism, the order of positions, and the kernel."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,9 @@ class AttentionPlan:
     layout: SequenceOrder = SequenceOrder.CONTIGUOUS
     """The order of positions; see `shardplan.positions.sequence_layout`."""
     kernel: KernelName = KernelName.BLOCKWISE
+    kinds: dict[str, "AttentionPlan"] = field(default_factory=dict)
+    """The name of a kind of attention (`shardplan.program.attention_kind`) -> how it is computed, where a model has
+    several kinds and this one is computed otherwise. All kinds have the same order of positions."""
 
     def __post_init__(self) -> None:
         for name, kind in (("strategy", Strategy), ("layout", SequenceOrder), ("kernel", KernelName)):
@@ -60,6 +64,29 @@ class AttentionPlan:
         object.__setattr__(self, "strategy", Strategy(self.strategy))
         object.__setattr__(self, "layout", SequenceOrder(self.layout))
         object.__setattr__(self, "kernel", KernelName(self.kernel))
+
+    @classmethod
+    def of_kinds(cls, methods: Mapping[str, "AttentionPlan"]) -> "AttentionPlan":
+        """Return the plan of several kinds of attention, by the names of the kinds; the first one stands for the rest.
+
+        Without any kind, as for a model without attention, it is the plan of Levanter's own attention.
+        """
+        first = next(iter(methods.values()), cls())
+        return replace(first, kinds={name: method for name, method in methods.items() if method != first})
+
+    def of(self, kind: str) -> "AttentionPlan":
+        """How a kind of attention is computed, by the name of the kind."""
+        return self.kinds.get(kind, self)
+
+    @property
+    def methods(self) -> tuple["AttentionPlan", ...]:
+        """How attention is computed: this plan, and those of `kinds`."""
+        return self, *self.kinds.values()
+
+    @property
+    def is_sequence_parallel(self) -> bool:
+        """Whether shardplan's attention computes any kind, rather than Levanter's own."""
+        return any(method.strategy != Strategy.NONE for method in self.methods)
 
     @property
     def gathers_keys(self) -> bool:

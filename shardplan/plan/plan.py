@@ -260,6 +260,9 @@ class Plan(Displayed):
         values = dataclasses.asdict(self)
         if self.details is None:
             del values["details"]
+        for method in (values["attention"], *values["attention"]["kinds"].values()):
+            if not method["kinds"]:  # as in plans of models with one kind of attention
+                del method["kinds"]
         values = {"schema_version": values.pop("schema_version"), **values}
         return {**values, CHECKSUM: _checksum(values)}
 
@@ -336,9 +339,23 @@ class Plan(Displayed):
                 yield f"{parameter.path} has {parameter.bytes_per_device} bytes"
 
     def _attention_problems(self) -> Iterator[str]:
-        """Yield what is wrong with the attention plan: its degrees, its strategy, or its order of positions."""
-        method = self.attention
-        parts = f"attention.ulysses {method.ulysses} x ring {method.ring}"
+        """Yield what is wrong with the attention plan, of all kinds of attention."""
+        yield from self._method_problems("attention", self.attention)
+        for kind, method in self.attention.kinds.items():
+            where = f"attention.kinds.{kind}"
+            yield from self._method_problems(where, method)
+            if method.kinds:
+                yield f"{where} has kinds of its own"
+            orders = [
+                (each.layout, each.ring, each.ulysses) if each.layout != SequenceOrder.CONTIGUOUS else each.layout
+                for each in (method, self.attention)
+            ]
+            if orders[0] != orders[1]:
+                yield f"{where} has another order of positions than attention; all kinds have one"
+
+    def _method_problems(self, where: str, method: AttentionPlan) -> Iterator[str]:
+        """Yield what is wrong with a method of attention: its degrees, its strategy, or its order of positions."""
+        parts = f"{where}.ulysses {method.ulysses} x ring {method.ring}"
         degree = math.prod(self.mesh.get(axis, 1) for axis in self.compute_mapping.get(self.model.position, []))
         if min(method.ulysses, method.ring) < 1:
             yield f"{parts}; each must be at least 1"
@@ -351,12 +368,12 @@ class Plan(Displayed):
         if method.layout == SequenceOrder.CONTIGUOUS:
             return
         if method.strategy == Strategy.NONE:
-            yield f"attention.layout {method.layout} where the strategy is {Strategy.NONE}"
+            yield f"{where}.layout {method.layout} where the strategy is {Strategy.NONE}"
         elif self.workload.is_training:
             kind = self.workload.kind
-            yield f"attention.layout {method.layout} where workload.kind is {kind}, which takes sequences in order"
+            yield f"{where}.layout {method.layout} where workload.kind is {kind}, which takes sequences in order"
         elif method.sequence_layout(self.workload.position).padded_length != self.workload.position:
-            yield f"attention.layout {method.layout} with {parts}: {self.workload.position} positions do not divide"
+            yield f"{where}.layout {method.layout} with {parts}: {self.workload.position} positions do not divide"
 
     def _mesh_axis_problems(self, where: str, mesh_axes: list[str]) -> Iterator[str]:
         for mesh_axis in mesh_axes:

@@ -5,6 +5,7 @@ Works on numpy and on JAX arrays alike.
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,17 @@ class Pattern:
     """If `causal`, every query may also attend to keys before this position."""
     radius: int | None = None
     """A query at i may attend to the keys i - radius to i + radius: a window to both sides."""
+
+    @property
+    def name(self) -> str:
+        """The mask in words, such as `causal, window 1024`."""
+        parts = ["causal" if self.causal else "not causal"]
+        for value, text in ((self.causal_offset, "offset"), (self.window, "window"), (self.radius, "radius")):
+            if value:
+                parts.append(f"{text} {value}")
+        if self.prefix:
+            parts.append(f"prefix {self.prefix}")
+        return ", ".join(parts)
 
     @property
     def difference_bounds(self) -> tuple[int | None, int | None]:
@@ -90,6 +102,7 @@ class Pattern:
             result |= (count > 0) & _has_difference(queries, replace(keys, count=count), low, high)
         return result & (queries.document == keys.document) & (np.minimum(queries.count, keys.count) > 0)
 
+    @lru_cache(maxsize=256)  # noqa: B019 - patterns are values, of which a model has a few
     def density(self, length: int) -> float:
         """Return the fraction of the pairs of `length` queries and `length` keys that is allowed."""
         i = np.arange(length)

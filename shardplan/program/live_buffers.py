@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from shardplan.program.attention_kind import AttentionKind
 from shardplan.program.named_arrays import TracedArray
 
 
@@ -79,13 +80,15 @@ class LiveBuffer:
     """Of a lookup result: its table. Of keys or values: the attention output, in the matmul that reads scores."""
     is_read_by_grouped_matmuls: bool = False
     """Whether only grouped matmuls consume the array: between tasks it has the sharding of their parameters."""
+    attention: AttentionKind | None = None
+    """Of scores, keys and values, and of gradients of the latter: their kind of attention."""
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.role, self.array, self.related_arrays, self.is_read_by_grouped_matmuls))
+        return hash((self.role, self.array, self.related_arrays, self.is_read_by_grouped_matmuls, self.attention))
 
 
 ProgramPoint = tuple[tuple[LiveBuffer, int], ...]

@@ -175,6 +175,12 @@ def score_positions(array: TracedArray) -> frozenset[AxisName]:
     return frozenset(name for name in names if isinstance(name, AxisCopy) or AxisCopy(name) in names)
 
 
+def score_length(scores: TracedArray) -> int:
+    """The number of query or key positions of attention scores, whichever is larger."""
+    positions = score_positions(scores)
+    return max(size for name, size in scores.factors if name in positions)
+
+
 @lru_cache(maxsize=4096)
 def is_scores(array: TracedArray) -> bool:
     """Whether `array` has both query and key positions: attention kernels never write it to memory."""

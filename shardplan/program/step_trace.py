@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from jax.sharding import AbstractMesh, AxisType
-from levanter.layers.attention import AttentionBackend
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
 
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.levanter_loss import one_block_of_tokens
 from shardplan.model.registry import Model, abstract_module
-from shardplan.plan.workload import BATCH_AXIS, Workload
+from shardplan.plan.workload import Workload
+from shardplan.program.marked_attention import mark_attention
 from shardplan.program.named_arrays import is_parameter_like, traced_mesh_axis
 from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.trace import Argument, ArrayClass, Trace, trace_jaxpr
@@ -33,10 +33,11 @@ from shardplan.steps.kinds import step_of
 def trace_step(model: Model, workload: Workload) -> Trace:
     """Trace the step of `workload`: `compute` of its kind of step, with its state and inputs.
 
-    Attention is traced as plain matmuls and softmax; the plan decides which kernel runs it. Every logical axis is
-    mapped to a mesh axis of its own, of size 1, so that sharding constraints carry the names of logical axes.
+    Attention is traced as plain matmuls and softmax, marked with its kind; the plan decides which kernel runs it. Every
+    logical axis is mapped to a mesh axis of its own, of size 1, so that sharding constraints carry the names of logical
+    axes.
     """
-    template = _with_plain_attention(model, workload.gradient_checkpointing)
+    template = _template(model, workload.gradient_checkpointing)
     kind = step_of(workload)
     module = jax.tree.map(lambda leaf: _with_float_dtype(leaf, workload.param_dtype), template)
     parameters = eqx.filter(module, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
@@ -56,7 +57,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
 
     mesh_axes = (*mapping.values(), *MESH_AXES)
     mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
-    with jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens():
+    with jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens(), mark_attention():
         jaxpr = jax.make_jaxpr(step)(arrays)
     classes = [ArrayClass.PARAMETER, *[ArrayClass.STATE] * len(state), *[ArrayClass.INPUT] * len(inputs)]
     arguments = []
@@ -73,7 +74,7 @@ def plan_step(model: Model, workload: Workload) -> Step:
     """The traced step of `workload`, with the parameters and the state that it keeps in memory."""
     trace = trace_step(model, workload)
     step = build_step(trace)
-    activation_axes = (BATCH_AXIS, model.template.Pos.name)
+    activation_axes = trace.input_axes
     return replace(
         step,
         parameters=trace.arguments_of(ArrayClass.PARAMETER),
@@ -81,7 +82,6 @@ def plan_step(model: Model, workload: Workload) -> Step:
         tasks=tuple(_mark_work_on_parameters(task, activation_axes) for task in step.tasks),
         activation_axes=activation_axes,
         vocab=model.template.Vocab.name,
-        pattern=model.pattern,
     )
 
 
@@ -93,19 +93,15 @@ def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Ta
 
 
 @lru_cache(maxsize=32)
-def _with_plain_attention(model: Model, checkpointing: str) -> Any:
-    """The module tree of `model` with attention in plain operations."""
-    plain: dict[str, Any] = {
-        "attn_backend": AttentionBackend.VANILLA,
-        "use_flash_attention": False,
-        "gradient_checkpointing": True if checkpointing == "default" else checkpointing,
-    }
+def _template(model: Model, checkpointing: str) -> Any:
+    """Return the module tree of `model` with a kind of gradient checkpointing, and quick to trace."""
+    settings: dict[str, Any] = {"gradient_checkpointing": True if checkpointing == "default" else checkpointing}
     if isinstance(getattr(model.config, "rope", None), Llama3RotaryEmbeddingsConfig):
         # other frequencies by the same operations; those of Llama 3 take 17 compiles, half a second, and nothing in a
         # trace depends on them
-        plain["rope"] = DefaultRotaryEmbeddingsConfig()
+        settings["rope"] = DefaultRotaryEmbeddingsConfig()
     names = {each.name for each in fields(model.config)}
-    config = replace(model.config, **{name: value for name, value in plain.items() if name in names})
+    config = replace(model.config, **{name: value for name, value in settings.items() if name in names})
     return abstract_module(config, model.vocab)
 
 

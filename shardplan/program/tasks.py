@@ -1,6 +1,8 @@
 """Tasks and the traced step: what a step computes, independently of any sharding."""
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -8,9 +10,9 @@ from typing import NamedTuple
 
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
-from shardplan.positions.pattern import CAUSAL, Pattern
+from shardplan.program.attention_kind import AttentionKind
 from shardplan.program.live_buffers import ROLE_OF_SCHEDULE, ProgramPoint
-from shardplan.program.named_arrays import Dim, TracedArray, is_scores, score_positions
+from shardplan.program.named_arrays import Dim, TracedArray, is_scores, score_length, score_positions
 
 
 class TaskKind(StrEnum):
@@ -70,6 +72,8 @@ class Task:
     is_local: bool = False
     """Whether each device computes it by itself, in a `shard_map`: a collective there sums what devices have computed,
     along the mesh axes that do not shard its result."""
+    attention: AttentionKind | None = None
+    """Of a matmul of attention: its kind of attention."""
 
     @cached_property
     def stored_arrays(self) -> frozenset[TracedArray]:
@@ -122,6 +126,11 @@ class Task:
     def computes_kv_gradients(self) -> bool:
         """Of attention: whether the result is a gradient of keys or values, which sums over queries."""
         return sums_over_queries(self.contracted, self.results[0])
+
+
+def _scores(task: Task) -> TracedArray:
+    """The scores that a matmul of attention makes or reads."""
+    return next(filter(is_scores, (*task.operands, *task.results)))
 
 
 def sums_over_queries(contracted: Dim, result: TracedArray) -> bool:
@@ -180,8 +189,6 @@ class Step:
     """The logical axes that number tokens: batch and position."""
     vocab: str = ""
     """The logical axis of logits."""
-    pattern: Pattern = CAUSAL
-    """The attention mask."""
     point_labels: tuple[PointLabel, ...] = ()
     """What runs at every point, for people to read."""
 
@@ -239,6 +246,26 @@ class Step:
     def has_attention(self) -> bool:
         """Whether the step computes attention, which a model without it, such as a state-space model, does not."""
         return any(task.kind == TaskKind.ATTENTION for task in self.tasks)
+
+    @cached_property
+    def score_elements(self) -> Mapping[AttentionKind, int]:
+        """Kind of attention -> the scores that its matmuls make or read, the masked ones among them."""
+        elements: defaultdict[AttentionKind, int] = defaultdict(int)
+        for task in self.tasks:
+            if task.attention is not None:
+                elements[task.attention] += task.executions * _scores(task).elements
+        return elements
+
+    @cached_property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The kinds of attention in the model, the one with most work first."""
+        work: defaultdict[AttentionKind, float] = defaultdict(float)
+        for task in self.tasks:
+            if task.attention is not None:
+                scores = _scores(task)
+                density = task.attention.pattern.density(score_length(scores))
+                work[task.attention] += density * task.executions * scores.elements
+        return tuple(sorted(work, key=lambda kind: -work[kind]))
 
     @cached_property
     def attention_axes(self) -> tuple[AttentionAxes, ...]:

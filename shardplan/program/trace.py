@@ -83,6 +83,8 @@ class Trace:
     """Primitive of which neither FLOPs nor bytes nor collectives are counted -> how often it occurs."""
     resized_axes: frozenset[str]
     """Logical axes of which slices are taken."""
+    input_axes: tuple[str, ...]
+    """The logical axes of the program's inputs, which number tokens: batch and positions."""
     approximations: Counter[str]
     """Text of `APPROXIMATIONS`, or `EXCHANGES` -> how often it applies."""
 
@@ -101,11 +103,11 @@ def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[Argument], is_update
     """
     # Haliax and the tracing of gradients leave many results unused
     used, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
-    input_axes: set[str | None] = set()
+    input_axes: dict[str, None] = {}
     for argument in arguments:
         if argument.array_class is ArrayClass.INPUT:
-            input_axes.update(argument.axes)
-    tracer = _Tracer(frozenset(name for name in input_axes if name is not None))
+            input_axes.update((name, None) for name in argument.axes if name is not None)
+    tracer = _Tracer(frozenset(input_axes))
     inputs = []
     for variable, argument in zip(used.invars, arguments, strict=True):
         dims = tuple(((name, size),) for name, size in zip(argument.axes, variable.aval.shape, strict=True))
@@ -124,6 +126,7 @@ def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[Argument], is_update
         tracer.naming.unnamed,
         tracer.naming.unpriced,
         frozenset(tracer.naming.resized_axes),
+        tuple(input_axes),
         tracer.approximations,
     )
 

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardplan.hardware import CollectiveKind
+from shardplan.program.attention_kind import UNMARKED, AttentionKind
 from shardplan.program.fusion import Fusion
 from shardplan.program.hoisting import invariant_copies
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
+from shardplan.program.marked_attention import kind_of_label, without_mark
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.operations import Operation, OperationKind
 from shardplan.program.sibling_fusion import fuse_with_siblings
@@ -50,6 +52,11 @@ def build_step(trace: Trace) -> Step:
         stacked_axes=frozenset(_stacked_axes(trace.operations, trace.arrays)),
         point_labels=tuple(labels.values()),
     )
+
+
+def _attention_kind(operation: Operation) -> AttentionKind:
+    """Return the kind of attention that a matmul with scores belongs to."""
+    return kind_of_label(operation.label) or UNMARKED
 
 
 def _made_of_state(trace: Trace) -> set[int]:
@@ -153,7 +160,7 @@ class _Sequence:
                 continue
             is_loop = operation.kind == OperationKind.LOOP
             tasks = [] if is_loop else list(map(self._make_task, (*fusion.fused_matmuls(operation), operation)))
-            label = PointLabel(tasks[-1].label if tasks else operation.label, self.executions)
+            label = PointLabel(tasks[-1].label if tasks else without_mark(operation.label), self.executions)
             stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
             buffers.update(map(self._live_buffer, entering - live))
             live |= entering
@@ -367,14 +374,20 @@ class _Sequence:
         return self._make_buffer(role, self.arrays[value], is_grouped=self.fusion.is_read_by_grouped_matmuls(value))
 
     def _make_buffer(
-        self, role: BufferRole, array: TracedArray, related: tuple[TracedArray, ...] = (), *, is_grouped: bool = False
+        self,
+        role: BufferRole,
+        array: TracedArray,
+        related: tuple[TracedArray, ...] = (),
+        *,
+        is_grouped: bool = False,
+        attention: AttentionKind | None = None,
     ) -> LiveBuffer:
         """Make a buffer, in which the first parameter of a shape and type stands for all of them."""
         array, *related_arrays = (
             each if each.weight is None else self.first_weights.setdefault(replace(each, weight=None), each)
             for each in (array, *related)
         )
-        return LiveBuffer(role, array, tuple(related_arrays), is_grouped)
+        return LiveBuffer(role, array, tuple(related_arrays), is_grouped, attention)
 
     def _of_results(self, role: BufferRole, operation: Operation) -> Iterator[LiveBuffer]:
         """Yield a buffer of `role` for each result of a plain matmul."""
@@ -399,12 +412,13 @@ class _Sequence:
         scores = next((array for array in (*operands, *results) if is_scores(array)), None)
         if scores is None:
             return
-        yield make(BufferRole.SCORES, scores)
+        kind = _attention_kind(operation)
+        yield make(BufferRole.SCORES, scores, attention=kind)
         if sums_over_queries(operation.contracted, results[0]):
-            yield make(BufferRole.KEYS_OR_VALUES_GRADIENT, results[0])
+            yield make(BufferRole.KEYS_OR_VALUES_GRADIENT, results[0], attention=kind)
         else:
             keys = [array for array in operands if not is_scores(array)][-1]
-            yield make(BufferRole.KEYS_OR_VALUES, keys, () if is_scores(results[0]) else results)
+            yield make(BufferRole.KEYS_OR_VALUES, keys, () if is_scores(results[0]) else results, attention=kind)
 
     def _make_task(self, operation: Operation) -> Task:
         """Return the task of an operation with all that is fused into it, and note the weights that it uses.
@@ -449,7 +463,8 @@ class _Sequence:
             collective=operation.collective,
             mesh_axes=operation.mesh_axes,
             is_backward=operation.is_backward,
-            label=weights[0] if weights else operation.label,
+            label=weights[0] if weights else without_mark(operation.label),
+            attention=_attention_kind(operation) if is_attention else None,
         )
 
     def _arrays(self, values: Sequence[int]) -> tuple[TracedArray, ...]:

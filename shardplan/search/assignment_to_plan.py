@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 from shardplan.config import PlanConfig
-from shardplan.cost.attention import kernel_of
+from shardplan.cost.attention import with_kernels
 from shardplan.cost.calibration import load_calibration, usable_bytes
 from shardplan.cost.collectives import Purpose
 from shardplan.cost.memory import estimate_memory
@@ -110,7 +110,7 @@ def build_plan(
         memory=_memory_plan(step, assignment, hardware),
         cost=replace(cost, model_flops=model_flops(model, workload)),
         search=search,
-        attention=replace(assignment.attention, kernel=kernel_of(step.tasks, assignment)),
+        attention=with_kernels(step, assignment),
         compiler_options={} if hardware.is_cpu else dict(PLANNED),
         versions=_versions(),
         details=plan_details(step, assignment, hardware),

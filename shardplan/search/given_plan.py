@@ -35,7 +35,7 @@ def plan_given_mappings(
     step = plan_step(model, config.workload.resolve())
     assignment = ShardingAssignment(
         mesh, as_tuples(compute), as_tuples(params), step.merged_axes, step.activation_axes, compiler_quirks(hardware),
-        attention or AttentionPlan(), step.pattern,
+        attention or AttentionPlan(),
     )  # fmt: skip
     known = {*axes.axes, axes.position, BATCH_AXIS}
     unknown = [describe_unknown_axis(axis, known) for axis in sorted({*compute, *params} - known)]

@@ -14,7 +14,6 @@ from shardplan.errors import InfeasibleError
 from shardplan.hardware import GIB
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import Model, build_model
-from shardplan.plan.attention_plan import Strategy
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Caveat, Plan, RunnerUp, SearchInfo
 from shardplan.plan.workload import Workload
@@ -24,6 +23,7 @@ from shardplan.search.plan_details import evaluated_candidates
 from shardplan.search.ranking import Candidate
 from shardplan.search.reasons import (
     CAVEATS,
+    AttentionAlternative,
     caveats_of,
     describe_attention,
     describe_choice,
@@ -207,14 +207,20 @@ def _attention_reasons(candidate: Candidate) -> list[str]:
     """How attention is computed for sharded positions, and what other methods would change."""
     space, assignment = candidate.space, candidate.assignment
     position_axes = assignment.compute.get(space.position, ())
-    methods = space.methods_for(candidate.mesh, position_axes)
-    others = [method for method in methods if method is not None and method != candidate.method]
-    if assignment.attention.strategy == Strategy.NONE or not others:
+    chosen = candidate.methods
+    if not chosen:
         return []
-    costs = []
-    for method in others:
-        other = space.assignment(candidate.mesh, candidate.compute, candidate.params, method)
+    alternatives = []
+    for methods in space.methods_for(candidate.mesh, position_axes):
+        changed = [i for i, method in enumerate(methods or ()) if method != chosen[i]]
+        if methods is None or len(changed) != 1:
+            continue
+        other = space.assignment(candidate.mesh, candidate.compute, candidate.params, methods)
         tasks = step_tasks(space.step, other, space.hardware, space.calibration)
-        costs.append((method, sum(seconds.total for *_, seconds in tasks), estimate_memory(space.step, other).peak))
+        seconds = sum(seconds.total for *_, seconds in tasks)
+        kind, method = space.step.attention_kinds[changed[0]], methods[changed[0]]
+        alternatives.append(AttentionAlternative(kind, method, seconds, estimate_memory(space.step, other).peak))
+    if not alternatives:
+        return []
     devices = math.prod(candidate.mesh[axis] for axis in position_axes)
-    return describe_attention(candidate, assignment.attention, devices, costs)
+    return describe_attention(candidate, space.step.attention_kinds, devices, alternatives)

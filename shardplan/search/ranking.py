@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.plan.mapping import MeshAxes
-from shardplan.search.space import AttentionMethod, Space
+from shardplan.search.space import KindMethods, Space
 
 TIME_RESOLUTION = 1e-2
 """Relative difference of step times below which two plans tie; of tied plans the one with less peak memory wins.
@@ -25,8 +25,8 @@ class Candidate:
     """Logical axis -> mesh axes of the compute sharding."""
     params: dict[str, MeshAxes]
     """Logical axis -> mesh axes of the stored parameters."""
-    method: AttentionMethod | None
-    """The method of attention; None for Levanter's own."""
+    methods: KindMethods | None
+    """The method of each kind of attention; None for Levanter's own."""
     seconds: float
     """Time of a step."""
     peak_bytes: float
@@ -35,7 +35,7 @@ class Candidate:
     @property
     def assignment(self) -> ShardingAssignment:
         """The sharding of every array under this candidate."""
-        return self.space.assignment(self.mesh, self.compute, self.params, self.method)
+        return self.space.assignment(self.mesh, self.compute, self.params, self.methods)
 
 
 class Ranking:

@@ -4,7 +4,7 @@ Other code decides by the types (`Rejection`, `Caveat`), never by the sentences,
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -12,9 +12,10 @@ from typing import NamedTuple
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import nearest
 from shardplan.hardware import GIB
-from shardplan.plan.attention_plan import AttentionPlan, Strategy
+from shardplan.plan.attention_plan import Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_text
 from shardplan.plan.plan import Caveat
+from shardplan.program.attention_kind import AttentionKind
 from shardplan.program.tasks import Step
 from shardplan.search.ranking import TIME_RESOLUTION, Candidate
 from shardplan.search.space import AttentionMethod
@@ -123,21 +124,38 @@ def describe_runner_up(best: Candidate, other: Candidate, settings: str) -> str:
     return "; ".join(filter(None, parts))
 
 
+class AttentionAlternative(NamedTuple):
+    """Another method for one kind of attention, with what a step costs then."""
+
+    kind: AttentionKind
+    method: AttentionMethod
+    seconds: float
+    """Time of a step."""
+    peak_bytes: float
+    """Peak memory of a device."""
+
+
 def describe_attention(
-    best: Candidate, attention: AttentionPlan, devices: int, others: Iterable[tuple[AttentionMethod, float, float]]
+    best: Candidate, kinds: Sequence[AttentionKind], devices: int, alternatives: Iterable[AttentionAlternative]
 ) -> list[str]:
-    """How attention is computed for a sharded sequence, then a sentence per other method and what it would change.
+    """How attention is computed for a sharded sequence, then a sentence per alternative and what it would change.
 
     Args:
+        kinds: the kinds of attention in the model; where there are several, sentences name them.
         devices: the number of devices that the sequence is sharded over.
-        others: a method, its step time in seconds and its peak bytes per device.
     """
-    strategy = STRATEGIES[attention.strategy].format(ring=attention.ring, ulysses=attention.ulysses)
-    changes = (
-        f"attention by {' '.join(method)} instead: {_difference_text(best, seconds, peak)}"
-        for method, seconds, peak in others
-    )
-    return [f"sequence sharded over {devices} devices; {strategy}, {attention.layout} order", *changes]
+    attention = best.assignment.attention
+    sentences = []
+    for kind in kinds:
+        method = attention.of(kind.name)
+        strategy = STRATEGIES[method.strategy].format(ring=method.ring, ulysses=method.ulysses)
+        of_kind = f" ({kind.name})" if len(kinds) > 1 else ""
+        sentences.append(f"sequence sharded over {devices} devices; {strategy}, {method.layout} order{of_kind}")
+    for other in alternatives:
+        of_kind = f" of {other.kind.name}" if len(kinds) > 1 else ""
+        difference = _difference_text(best, other.seconds, other.peak_bytes)
+        sentences.append(f"attention{of_kind} by {' '.join(other.method)} instead: {difference}")
+    return sentences
 
 
 def describe_indivisible(example: Indivisible) -> str:

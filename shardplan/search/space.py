@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -61,13 +62,17 @@ METHODS = (
 """All methods of sequence-parallel attention."""
 
 
+KindMethods = tuple[AttentionMethod, ...]
+"""The method of each of `Step.attention_kinds`, in their order; all have the same order of positions."""
+
+
 class ComputeSharding(NamedTuple):
     """What the search chooses of the computations of a component."""
 
     mapping: dict[str, MeshAxes]
     """Logical axis -> mesh axes."""
-    method: AttentionMethod | None = None
-    """The method of attention; None for Levanter's own, and in a component without attention."""
+    methods: KindMethods | None = None
+    """The methods of attention; None for Levanter's own, and in a component without attention."""
 
 
 @dataclass(frozen=True)
@@ -184,17 +189,15 @@ class Space:
         mesh: dict[str, int],
         compute: AxisMapping,
         params: AxisMapping,
-        method: AttentionMethod | None = None,
+        methods: KindMethods | None = None,
     ) -> ShardingAssignment:
-        """The sharding under a mesh, a compute mapping, one of stored parameters, and a method of attention."""
-        attention = self._attention_plan(mesh, compute, method)
+        """The sharding under a mesh, a compute mapping, one of stored parameters, and methods of attention."""
+        attention = self._attention_plan(mesh, compute, methods)
         step = self.step
-        return ShardingAssignment(
-            mesh, compute, params, step.merged_axes, step.activation_axes, self.quirks, attention, step.pattern
-        )
+        return ShardingAssignment(mesh, compute, params, step.merged_axes, step.activation_axes, self.quirks, attention)
 
-    def methods_for(self, mesh: MeshShape, position_axes: MeshAxes) -> list[AttentionMethod | None]:
-        """Possible methods of attention if positions are sharded over the mesh axes `position_axes`.
+    def methods_for(self, mesh: MeshShape, position_axes: MeshAxes) -> list[KindMethods | None]:
+        """Possible methods of each kind of attention if positions are sharded over the mesh axes `position_axes`.
 
         None, Levanter's own attention, is the only one where they are not sharded.
 
@@ -210,19 +213,25 @@ class Space:
             possible = strategies & {Strategy.HYBRID} or strategies & {Strategy.ALL_GATHER}
         # only a contiguous order lets a sliding window leave out hops of the ring
         is_even = self.sizes[self.position] % (2 * mesh_size(mesh, position_axes)) == 0
-        allows_zigzag = self.step.pattern.difference_bounds == (None, None) and is_even
-        return [
-            method for method in self.methods
-            if method.strategy in possible and (allows_zigzag or method.order == SequenceOrder.CONTIGUOUS)
-        ]  # fmt: skip
+        kinds = self.step.attention_kinds
+        has_full_attention = any(kind.pattern.difference_bounds == (None, None) for kind in kinds)
+        orders = [SequenceOrder.CONTIGUOUS, *([SequenceOrder.ZIGZAG] if is_even and has_full_attention else [])]
+        result: list[KindMethods | None] = []
+        for order in orders:
+            methods = [each for each in self.methods if each.strategy in possible and each.order == order]
+            result.extend(product(methods, repeat=len(kinds)))
+        return result
 
-    def _attention_plan(self, mesh: MeshShape, compute: AxisMapping, method: AttentionMethod | None) -> AttentionPlan:
-        """A method of attention, with the numbers of devices of Ulysses and of the ring under a compute mapping."""
-        if method is None:
+    def _attention_plan(self, mesh: MeshShape, compute: AxisMapping, methods: KindMethods | None) -> AttentionPlan:
+        """The methods of attention, with the numbers of devices of Ulysses and of the ring under a compute mapping."""
+        if methods is None:
             return AttentionPlan()
         sizes = [mesh[axis] for axis in compute[self.position]]
-        ulysses = sizes[-1] if method.strategy in (Strategy.ULYSSES, Strategy.HYBRID) else 1
-        return AttentionPlan(method.strategy, ulysses, math.prod(sizes) // ulysses, method.order)
+        plans = {}
+        for kind, method in zip(self.step.attention_kinds, methods, strict=True):
+            ulysses = sizes[-1] if method.strategy in (Strategy.ULYSSES, Strategy.HYBRID) else 1
+            plans[kind.name] = AttentionPlan(method.strategy, ulysses, math.prod(sizes) // ulysses, method.order)
+        return AttentionPlan.of_kinds(plans)
 
 
 def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str, int]]:
@@ -267,7 +276,7 @@ def _shapes(axes: Sequence[str], devices: int) -> Iterator[dict[str, int]]:
             yield {first: size, **rest}
 
 
-CacheKey = Callable[[Sequence[MeshAxes | AttentionMethod | None]], Any]
+CacheKey = Callable[[Sequence[MeshAxes | KindMethods | None]], Any]
 """Picks from all choices of a component those that a cost depends on; they serve as the key of a cache."""
 
 
@@ -318,13 +327,11 @@ class ComponentCost:
         """Whether attention is among the tasks."""
         return any(task.kind == TaskKind.ATTENTION for task, *_ in self.tasks)
 
-    def compute_choices(self, compute: ComputeSharding) -> tuple[MeshAxes | AttentionMethod | None, ...]:
-        """Return the method of attention, and the mesh axes of each of `open_axes` in the compute mapping."""
-        return compute.method, *map(compute.mapping.get, self.open_axes)
+    def compute_choices(self, compute: ComputeSharding) -> tuple[MeshAxes | KindMethods | None, ...]:
+        """Return the methods of attention, and the mesh axes of each of `open_axes` in the compute mapping."""
+        return compute.methods, *map(compute.mapping.get, self.open_axes)
 
-    def all_choices(
-        self, compute: ComputeSharding, params: AxisMapping
-    ) -> tuple[MeshAxes | AttentionMethod | None, ...]:
+    def all_choices(self, compute: ComputeSharding, params: AxisMapping) -> tuple[MeshAxes | KindMethods | None, ...]:
         """Return `compute_choices`, then the mesh axes of each of `open_axes` in the mapping of stored parameters."""
         return *self.compute_choices(compute), *map(params.get, self.open_axes)
 

@@ -6,7 +6,6 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from levanter.layers.attention import AttentionMask
 from levanter.utils.tree_utils import inference_mode
 
 from shardplan.model.logit_blocks import compute_target_losses, project_to_vocab
@@ -28,7 +27,7 @@ def compute_activations(
             several windows are packed into a sequence: every window has positions from 0 on, and its tokens attend to
             those of the same window alone; None for one window.
     """
-    mask, settings = AttentionMask.causal(sliding_window=model.sliding_window), {}
+    mask, settings = model.mask, {}
     if window_starts is not None:
         mask = mask.with_segment_ids(window_starts)
         settings = {"pos_ids": hax.arange(tokens.axes[-1]) - window_starts}

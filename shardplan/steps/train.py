@@ -6,7 +6,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
-from levanter.layers.attention import AttentionMask
 
 from shardplan.model.levanter_loss import next_token_losses
 from shardplan.model.registry import Model
@@ -59,8 +58,7 @@ def loss_and_gradients(run: StepRun, module: Any, tokens: NamedArray, predicted:
     count = predicted.sum().array
 
     def loss_of(module: Any, tokens: NamedArray, predicted: NamedArray) -> jax.Array:
-        mask = AttentionMask.causal(sliding_window=run.model.sliding_window)
-        losses = next_token_losses(run.for_compute(module), tokens, predicted, mask, run.model.logit_soft_cap)
+        losses = next_token_losses(run.for_compute(module), tokens, predicted, run.model.mask, run.model.logit_soft_cap)
         # an auxiliary loss stands at every position
         return (losses * predicted).sum().array / count
 

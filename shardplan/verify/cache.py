@@ -1,6 +1,7 @@
 """Where the results of compiles are kept: files named by a digest of everything that decides what is in them."""
 
 import ast
+import dataclasses
 import hashlib
 import json
 import tempfile
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.model.own_model import own_code
-from shardplan.plan.attention_plan import Strategy
 from shardplan.verify.case import Case
 from shardplan.verify.compiler.compiled import Compiled, package_versions
 from shardplan.verify.model_facts import ModelFacts
@@ -36,11 +36,11 @@ def digest(case: Case) -> str:
         "slice": plan.hardware.slice,
         "mesh": list(plan.mesh.items()),
         "mappings": [plan.compute_mapping, plan.param_mapping],
-        "attention": vars(plan.attention),
+        "attention": dataclasses.asdict(plan.attention),
         "program": case.program,
         "options": case.options,
         "versions": package_versions(),
-        "code": code_digest(CODE if plan.attention.strategy == Strategy.NONE else (*CODE, *SEQUENCE_CODE)),
+        "code": code_digest((*CODE, *SEQUENCE_CODE) if plan.attention.is_sequence_parallel else CODE),
     }
     return _sha256(decisive)
 
@@ -52,7 +52,7 @@ def facts_digest(case: Case) -> str:
         **_model(case),
         "axes": plan.model.axes,
         "workload": vars(plan.workload),
-        "attention": vars(plan.attention),
+        "attention": dataclasses.asdict(plan.attention),
         "program": case.program,
         "versions": package_versions(),
         "code": code_digest(FACTS_CODE),

@@ -5,13 +5,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardplan.config.sections import CompiledProgram
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.verify.case import Case
+
+if TYPE_CHECKING:
+    from shardplan.model.registry import Model
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,30 @@ def compute_facts(case: Case) -> ModelFacts:
     # JAX and Levanter, which take seconds to import
     from shardplan.cost.roofline import model_flops
     from shardplan.model.registry import build_model
-    from shardplan.positions.sequence_layout import attended_fraction
     from shardplan.search.given_plan import check_model
 
     plan, workload = case.plan, case.plan.workload
     model = build_model(case.hf_config, workload.position)
     check_model(plan, model)
-    layout = plan.attention.sequence_layout(workload.position)
     flops = model_flops(model, workload.resolve()) if case.program == CompiledProgram.STEP else 0.0
-    attended = attended_fraction(layout, model.pattern, plan.attention.gathers_keys)
-    return ModelFacts(flops, attended, _routed_rows(plan, model.template.Pos.name, case.hf_config))
+    return ModelFacts(
+        flops, _attended_fraction(plan, model), _routed_rows(plan, model.template.Pos.name, case.hf_config)
+    )
+
+
+def _attended_fraction(plan: Plan, model: "Model") -> float:
+    """The fraction of their blocks that attention kernels compute, over all kinds of attention; 1 without attention."""
+    from shardplan.positions.sequence_layout import attended_fraction
+    from shardplan.program.step_trace import plan_step
+
+    step = plan_step(model, dataclasses.replace(plan.workload, kind="eval", microbatches=1).resolve())
+    attended = computed = 0.0
+    for kind, scores in step.score_elements.items():
+        method = plan.attention.of(kind.name)
+        layout = method.sequence_layout(plan.workload.position)
+        attended += scores * attended_fraction(layout, kind.pattern, method.gathers_keys)
+        computed += scores
+    return attended / computed if computed else 1.0
 
 
 def _routed_rows(plan: Plan, position_axis: str, hf_config: Mapping[str, Any]) -> float | None:

@@ -77,7 +77,7 @@ def test_what_was_loaded_is_saved(golden, tmp_path, name, mesh):
         build_model(read_config(str(folder / "config.json"), None), 8) for folder in (golden / name, tmp_path)
     )
     assert fields(before.config) == fields(after.config)
-    assert (before.sliding_window, before.logit_soft_cap) == (after.sliding_window, after.logit_soft_cap)
+    assert (before.mask.sliding_window, before.logit_soft_cap) == (after.mask.sliding_window, after.logit_soft_cap)
     if hasattr(before.config, "attention_config"):
         assert before.config.attention_config() == after.config.attention_config()
     config = json.loads((tmp_path / "config.json").read_text())

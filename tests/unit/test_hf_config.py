@@ -147,8 +147,8 @@ def test_head_size_and_attention_scale_reach_the_attention(golden, tmp_path):
 
 def test_sliding_window_of_every_layer_becomes_an_attention_mask(golden, tmp_path):
     path = variant(golden, tmp_path, "mistral", sliding_window=32)
-    assert build_model(read_config(path, None), 64).sliding_window == 32
-    assert build_model(read_config(path, None), 32).sliding_window is None
+    assert build_model(read_config(path, None), 64).mask.sliding_window == 32
+    assert build_model(read_config(path, None), 32).mask.sliding_window is None
 
 
 def test_more_positions_than_the_model_has_are_rejected(golden):

@@ -229,7 +229,7 @@ def test_candidates_cost_what_the_search_says(make_config, slice_name):
     config = dataclasses.replace(config, pin=("position=replica",))
     for ranked in search_configuration(config, model_from_config(config), 3).ranked:
         candidate = ranked.candidate
-        assert candidate.method is not None
+        assert candidate.methods is not None
         assert candidate.seconds == pytest.approx(total_seconds(candidate.space, candidate.assignment))
         assert candidate.peak_bytes == pytest.approx(estimate_memory(candidate.space.step, candidate.assignment).peak)
 

@@ -13,7 +13,7 @@ from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import place_mesh
 from shardplan.plan.mapping import MeshAxes
 from shardplan.program.tasks import Task, TaskKind
-from shardplan.search.space import AttentionMethod, ComponentCost, ComputeSharding, Space
+from shardplan.search.space import ComponentCost, ComputeSharding, KindMethods, Space
 from shardplan.search.subproblem.component_choices import ComponentChoice, pareto_optimal
 
 
@@ -21,7 +21,7 @@ class MeshCosts:
     """Costs of components on one mesh.
 
     Args:
-        base: compute mapping of batch, positions and the residual axis, and the method of attention where a component
+        base: compute mapping of batch, positions and the residual axis, and the methods of attention where a component
             has none of its own.
     """
 
@@ -35,7 +35,7 @@ class MeshCosts:
             component.axes: [{} for _ in component.buffers] for component in (space.base_cost, *space.component_costs)
         }
         self._weight_bytes: dict[object, float] = {}
-        self._methods: dict[object, list[AttentionMethod | None]] = {}
+        self._methods: dict[object, list[KindMethods | None]] = {}
         self._assignments: dict[object, ShardingAssignment] = {}
 
     def seconds(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> float:
@@ -85,8 +85,8 @@ class MeshCosts:
         return total
 
     def best_methods(
-        self, component: ComponentCost, mapping: dict[str, MeshAxes], methods: list[AttentionMethod | None]
-    ) -> list[AttentionMethod | None]:
+        self, component: ComponentCost, mapping: dict[str, MeshAxes], methods: list[KindMethods | None]
+    ) -> list[KindMethods | None]:
         """The Pareto-optimal methods of attention (time against memory); None for a component without attention.
 
         If the space requires a kernel, only methods under which a kernel can run the attention.
@@ -96,13 +96,13 @@ class MeshCosts:
         open_choices = component.compute_choices(ComputeSharding(mapping))
         key = tuple(each(open_choices) for task, _, each, _ in component.tasks if task.kind == TaskKind.ATTENTION)
         if key not in self._methods:
-            shardings = (ComputeSharding(mapping, method) for method in methods)
+            shardings = (ComputeSharding(mapping, each) for each in methods)
             choices = filter(None, (self._method_choice(component, compute) for compute in shardings))
-            self._methods[key] = [choice.compute.method for choice in pareto_optimal(list(choices))]
+            self._methods[key] = [choice.compute.methods for choice in pareto_optimal(list(choices))]
         return self._methods[key]
 
     def _method_choice(self, component: ComponentCost, compute: ComputeSharding) -> ComponentChoice | None:
-        """The cost of attention under the method of `compute`; None if a required kernel cannot run it."""
+        """The cost of attention under the methods of `compute`; None if a required kernel cannot run it."""
         assignment, choices = self._assignment(compute, {}), component.compute_choices(compute)
         attention = [each for each in component.tasks if each.task.kind == TaskKind.ATTENTION]
         if self.space.requires_kernel and not all(has_kernel(each.task, assignment) for each in attention):
@@ -112,10 +112,10 @@ class MeshCosts:
         return ComponentChoice(compute, {}, seconds, np.array(sizes))
 
     def _assignment(self, compute: ComputeSharding, params: dict[str, MeshAxes]) -> ShardingAssignment:
-        key = (compute.method, *compute.mapping.items())
+        key = (compute.methods, *compute.mapping.items())
         if key not in self._assignments:
-            mapping, method = {**self.base.mapping, **compute.mapping}, compute.method or self.base.method
-            self._assignments[key] = self.space.assignment(self.mesh, mapping, {}, method)
+            mapping, methods = {**self.base.mapping, **compute.mapping}, compute.methods or self.base.methods
+            self._assignments[key] = self.space.assignment(self.mesh, mapping, {}, methods)
         unstored = self._assignments[key]
         return replace(unstored, params=params) if params else unstored
 

@@ -17,7 +17,7 @@ from shardplan.hardware.mesh_axes import BATCH_CHOICES, STORAGE_CHOICES, TENSOR_
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import Indivisible, Rejection, SearchStatistics
-from shardplan.search.space import AttentionMethod, ComponentCost, ComputeSharding, Space
+from shardplan.search.space import ComponentCost, ComputeSharding, KindMethods, Space
 from shardplan.search.subproblem.component_choices import (
     Choices,
     Combination,
@@ -35,8 +35,8 @@ def enumerate_subproblems(
 ) -> Iterator["MeshSubproblem"]:
     """Yield a subproblem for every mesh and every compute mapping of batch, positions and (if pinned) residual axis.
 
-    If attention occurs in several components, or in none, there is one for each method of attention: components choose
-    independently, and the method must be the same for all.
+    If attention occurs in several components, or in none, there is one for each choice of methods: components choose
+    independently, and the methods must be the same for all.
     """
     choices = {space.batch: BATCH_CHOICES, space.position: space.position_choices, space.residual: ((),)}
     for mesh in meshes:
@@ -50,8 +50,8 @@ def enumerate_subproblems(
             if methods and all(_divides(space, mesh, axis, axes, statistics) for axis, axes in mapping.items()):
                 is_possible = True
                 sharded = {axis: mesh_axes for axis, mesh_axes in mapping.items() if mesh_axes}
-                for choices_of_method in [methods] if space.component_chooses_method else [[each] for each in methods]:
-                    yield MeshSubproblem(space, mesh, sharded, choices_of_method, statistics)
+                for choices_of_methods in [methods] if space.component_chooses_method else [[each] for each in methods]:
+                    yield MeshSubproblem(space, mesh, sharded, choices_of_methods, statistics)
         if not is_possible:
             statistics.rejected[Rejection.BATCH] += 1
 
@@ -71,7 +71,7 @@ class MeshSubproblem:
 
     Args:
         token_mapping: that compute mapping, without axes that it leaves unsharded.
-        methods: possible methods of attention; one, unless the component with attention chooses it.
+        methods: possible methods of each kind of attention; one choice, unless the component with attention chooses it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MeshSubproblem:
         space: Space,
         mesh: dict[str, int],
         token_mapping: dict[str, MeshAxes],
-        methods: list[AttentionMethod | None],
+        methods: list[KindMethods | None],
         statistics: SearchStatistics,
     ) -> None:
         self.space, self.mesh, self.token_mapping, self.statistics = space, mesh, token_mapping, statistics
@@ -204,8 +204,8 @@ class MeshSubproblem:
         for mapped in itertools.product(*choices):
             mapping = {axis: axes for axis, axes in zip(component.axes, mapped, strict=True) if axes}
             if _is_distinct({**self.token_mapping, **mapping}, component.computed_together):
-                for method in self.costs.best_methods(component, mapping, self.methods):
-                    yield ComputeSharding(mapping, method)
+                for methods in self.costs.best_methods(component, mapping, self.methods):
+                    yield ComputeSharding(mapping, methods)
 
     def _param_mappings(
         self, component: ComponentCost, compute: AxisMapping, residual: dict[str, MeshAxes]
@@ -279,12 +279,12 @@ class MeshSubproblem:
         return Choices(base, kept, self.required) if all(kept) else Rejection.MEMORY
 
     def _candidate(self, combination: Combination) -> Candidate:
-        compute, params, method = dict(self.token_mapping), dict[str, MeshAxes](), self.methods[0]
+        compute, params, methods = dict(self.token_mapping), dict[str, MeshAxes](), self.methods[0]
         for part in combination.parts:
             compute |= part.compute.mapping
             params |= part.params
-            method = part.compute.method or method
-        return Candidate(self.space, self.mesh, compute, params, method, combination.seconds, combination.peak_bytes)
+            methods = part.compute.methods or methods
+        return Candidate(self.space, self.mesh, compute, params, methods, combination.seconds, combination.peak_bytes)
 
 
 def _is_distinct(mapping: AxisMapping, axis_sets: Iterable[frozenset[str]]) -> bool:

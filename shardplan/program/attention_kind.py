@@ -1,0 +1,43 @@
+"""Kinds of attention: what a matmul of attention belongs to, so that each kind gets a method and a price of its own.
+
+A model may have several: layers with a window beside layers without one, heads of several sizes, sinks. Two calls of
+attention are of one kind if their masks, as far as they are known while tracing, and these facts are equal. The trace
+marks every call with its kind (`shardplan.program.marked_attention`); nothing else says which layer has which mask.
+"""
+
+from dataclasses import dataclass
+
+from shardplan.positions.pattern import CAUSAL, Pattern
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """One kind of attention in a model."""
+
+    pattern: Pattern = CAUSAL
+    """The part of the mask that is known while tracing."""
+    head_size: int | None = None
+    """Elements of a query and of a key; None where the call of attention is not marked."""
+    value_head_size: int | None = None
+    """Elements of a value."""
+    soft_cap: float | None = None
+    """Bound of the scores, applied as `cap * tanh(scores / cap)`."""
+    has_sinks: bool = False
+    """Whether every head has a sink: a score beside those of the keys, without a value."""
+
+    @property
+    def name(self) -> str:
+        """The name of the kind in plans, such as `causal, window 1024, head size 128`."""
+        parts = [self.pattern.name]
+        if self.soft_cap is not None:
+            parts.append(f"soft cap {self.soft_cap:g}")
+        if self.has_sinks:
+            parts.append("sinks")
+        if self.head_size is not None:
+            sizes = {self.head_size: None, self.value_head_size or self.head_size: None}
+            parts.append(f"head size {'/'.join(map(str, sizes))}")
+        return ", ".join(parts)
+
+
+UNMARKED = AttentionKind()
+"""The kind of attention that no known function computes, where the trace finds no other: causal."""
