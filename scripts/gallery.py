@@ -11,10 +11,10 @@ from plan_pictures import draw_memory, draw_tokens, draw_torus, templates
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import decode
-from shardplan.report.page.headline import make_headline
 from shardplan.report.page.judgement import Judgement, load_judgements, own_judgement
 from shardplan.report.page.page import plan_page
-from shardplan.report.page.repair import RepairPanel
+from shardplan.report.page.panels.headline import make_headline
+from shardplan.report.page.panels.repair import RepairPanel
 from shardplan.report.page.units import gib_text, seconds_text
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "gallery"

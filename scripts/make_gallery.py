@@ -21,7 +21,7 @@ from shardplan.config import parse_config
 from shardplan.config.command_flags import PlanCommand
 from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import estimate_of, judgement_json
-from shardplan.report.page.repair import RepairPanel
+from shardplan.report.page.panels.repair import RepairPanel
 
 ROOT = FOLDER.parent.parent
 OWN = "this plan"
@@ -87,7 +87,7 @@ def _plan(config: PlanCommand) -> Plan:
 def _review(config: PlanCommand) -> tuple[dict[str, Plan], RepairPanel]:
     """Lint the layout that a configuration names; return it with its repair and the best plan, and the panel of all."""
     from shardplan.lint.repair import review
-    from shardplan.report.page.repair import repair_panel
+    from shardplan.report.page.panels.repair import repair_panel
 
     assert config.lint is not None
     reviewed = review(config.lint, config)

@@ -11,8 +11,8 @@ from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.report.page.colours import tile_colour
 from shardplan.report.page.labels import short_label
-from shardplan.report.page.memory import LiveChart, memory_panel
-from shardplan.report.page.torus import (
+from shardplan.report.page.panels.memory import LiveChart, memory_panel
+from shardplan.report.page.panels.torus import (
     Drawing,
     Layer,
     Tiling,

@@ -12,7 +12,7 @@ from shardplan.runtime.writable import check_writable, write_text
 
 if TYPE_CHECKING:
     from shardplan.report.page.judgement import Judgement
-    from shardplan.report.page.repair import RepairPanel
+    from shardplan.report.page.panels.repair import RepairPanel
     from shardplan.verify.case import Case
     from shardplan.verify.verdict import Verdict
 

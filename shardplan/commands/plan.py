@@ -212,7 +212,7 @@ def lint(config: PlanCommand, path: str, judgements: "Sequence[Judgement]" = ())
 
 def _report_review(target: str, reviewed: "Review", judgements: "Sequence[Judgement]") -> None:
     """Write the page of a reviewed layout; without any plan there is none, and a note says so."""
-    from shardplan.report.page.repair import repair_panel
+    from shardplan.report.page.panels.repair import repair_panel
     from shardplan.runtime.progress import print_note
 
     shown = repair_panel(reviewed)

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-VIEWS_MODULE = "shardplan.report.views"
+VIEWS_MODULE = "shardplan.report.notebook.views"
 """The module with the text and the picture of each class: it is above them, and imported when it is needed."""
 
 

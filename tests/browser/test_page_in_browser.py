@@ -7,7 +7,7 @@ import pytest
 
 from shardplan.report.page.judgement import judge
 from shardplan.report.page.page import plan_page
-from shardplan.report.page.torus import mesh_coordinates, tilings_of
+from shardplan.report.page.panels.torus import mesh_coordinates, tilings_of
 from shardplan.search.make_plan import make_plan
 from shardplan.verify.verdict import CompiledMemory, CompiledTime, LiveBytes, Outcome, Verdict
 

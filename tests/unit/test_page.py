@@ -18,8 +18,6 @@ from shardplan.lint.findings import Severity
 from shardplan.monitoring.audit import Audit, AuditedArray
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.report.page.candidates import OTHER, PLAN, RUNNER_UP, candidates_panel
-from shardplan.report.page.headline import make_headline
 from shardplan.report.page.judgement import judge, judgement_json, load_judgements, own_judgement
 from shardplan.report.page.labels import (
     NO_DETAILS,
@@ -29,13 +27,15 @@ from shardplan.report.page.labels import (
     short_cause,
     short_label,
 )
-from shardplan.report.page.memory import NO_VERDICT, memory_panel
 from shardplan.report.page.page import plan_page
-from shardplan.report.page.parameters import parameter_rows
-from shardplan.report.page.repair import ComparedLayout, Defect, RepairPanel
-from shardplan.report.page.roofline import roofline_panel
-from shardplan.report.page.timeline import costs_of_step, timeline_panel
-from shardplan.report.page.torus import draw_slice, make_tiling, mesh_coordinates, tilings_of
+from shardplan.report.page.panels.candidates import OTHER, PLAN, RUNNER_UP, candidates_panel
+from shardplan.report.page.panels.headline import make_headline
+from shardplan.report.page.panels.memory import NO_VERDICT, memory_panel
+from shardplan.report.page.panels.parameters import parameter_rows
+from shardplan.report.page.panels.repair import ComparedLayout, Defect, RepairPanel
+from shardplan.report.page.panels.roofline import roofline_panel
+from shardplan.report.page.panels.timeline import costs_of_step, timeline_panel
+from shardplan.report.page.panels.torus import draw_slice, make_tiling, mesh_coordinates, tilings_of
 from shardplan.report.page.units import LogAxis, gib_text, linear_ticks, rate_text, seconds_text
 from shardplan.report.tables import spec_text
 from shardplan.report.templating import ended, prose

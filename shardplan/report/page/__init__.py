@@ -1,1 +1,1 @@
-"""A plan as one HTML file: each module turns a Plan and verdicts into what the template of one panel draws."""
+"""The page of a plan: one HTML file with everything that is known about the plan."""

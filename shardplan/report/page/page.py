@@ -7,17 +7,17 @@ from itertools import pairwise
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.plan.mapping import mapping_text, mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.report.page.candidates import candidates_panel
 from shardplan.report.page.colours import SCALE
-from shardplan.report.page.headline import make_headline
 from shardplan.report.page.judgement import Judgement, own_judgement
 from shardplan.report.page.labels import kind_text
-from shardplan.report.page.memory import memory_panel
-from shardplan.report.page.parameters import parameter_rows
-from shardplan.report.page.repair import RepairPanel
-from shardplan.report.page.roofline import roofline_panel
-from shardplan.report.page.timeline import timeline_panel
-from shardplan.report.page.torus import (
+from shardplan.report.page.panels.candidates import candidates_panel
+from shardplan.report.page.panels.headline import make_headline
+from shardplan.report.page.panels.memory import memory_panel
+from shardplan.report.page.panels.parameters import parameter_rows
+from shardplan.report.page.panels.repair import RepairPanel
+from shardplan.report.page.panels.roofline import roofline_panel
+from shardplan.report.page.panels.timeline import timeline_panel
+from shardplan.report.page.panels.torus import (
     axis_uses,
     default_tiling,
     draw_slice,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from shardplan.plan.details import ChangedSetting
 from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import Judgement
-from shardplan.report.page.timeline import Cost, costs_of_step
+from shardplan.report.page.panels.timeline import Cost, costs_of_step
 from shardplan.report.page.units import gib_text, seconds_text
 from shardplan.verify.verdict import Outcome
 

@@ -20,8 +20,8 @@ from shardplan.plan.plan import Plan
 from shardplan.plan.tiles import Tiles
 from shardplan.report.explain import print_what_if, print_why
 from shardplan.report.lint import print_review
-from shardplan.report.page.short import plan_html, verdict_html, verdict_lines
-from shardplan.report.page.short_parameters import audit_html, tiles_html, tiles_lines
+from shardplan.report.notebook.parameters import audit_html, tiles_html, tiles_lines
+from shardplan.report.notebook.short import plan_html, verdict_html, verdict_lines
 from shardplan.report.slice_ranking import print_slice_ranking
 from shardplan.report.summary import print_estimate
 from shardplan.report.tables import print_plan

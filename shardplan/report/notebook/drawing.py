@@ -1,10 +1,10 @@
-"""The devices of a slice in a notebook, each with a number and its colour."""
+"""Draws the devices of a slice for a notebook, each with a number and its colour."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from shardplan.report.page.colours import tile_colour
-from shardplan.report.page.torus import Tiling, draw_slice, mesh_coordinates
+from shardplan.report.page.panels.torus import Tiling, draw_slice, mesh_coordinates
 
 MAX_DEVICES = 256
 """Devices that a notebook draws."""

@@ -5,8 +5,8 @@ import math
 from shardplan.monitoring.audit import Audit
 from shardplan.plan.mapping import axes_text, mesh_text, shard_count
 from shardplan.plan.tiles import Tiles
-from shardplan.report.page.short_drawing import draw_tiles
-from shardplan.report.page.torus import make_tiling
+from shardplan.report.notebook.drawing import draw_tiles
+from shardplan.report.page.panels.torus import make_tiling
 from shardplan.report.page.units import gib_text
 from shardplan.report.tables import spec_text
 from shardplan.report.templating import environment

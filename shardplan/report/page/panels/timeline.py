@@ -8,7 +8,7 @@ from shardplan.plan.details import TimedTask
 from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import Judgement
 from shardplan.report.page.labels import NO_DETAILS, kind_text, repeated_runs, short_cause, short_label, task_label
-from shardplan.report.page.memory import Repeat
+from shardplan.report.page.panels.memory import Repeat
 from shardplan.report.page.units import Tick, gib_text, linear_ticks, seconds_text
 
 COMPUTE = "compute"
