@@ -20,7 +20,7 @@ from shardplan.config.sections import CompilerConfig
 from shardplan.hardware import GIB
 from shardplan.lint.lint_file import lint_file
 from shardplan.plan.plan import Plan
-from shardplan.report.verdicts import reason_text
+from shardplan.report.plan.verdicts import reason_text
 from shardplan.verify.case import Case
 from shardplan.verify.run import verify
 from shardplan.verify.select_cases import build_case

@@ -27,8 +27,8 @@ def main(argv: Sequence[str]) -> None:
     config, given = load_given_plan(config)
     check_model_config(config)
     from shardplan.checkpoint.forecast import forecast_reads
+    from shardplan.report.console import console
     from shardplan.report.schedule import print_forecast
-    from shardplan.report.tables import console
     from shardplan.search.given_plan import check_model
     from shardplan.search.make_plan import make_plan, model_from_config
 

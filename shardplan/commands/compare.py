@@ -49,9 +49,9 @@ def main(argv: Sequence[str]) -> None:
 def _compare_losses(runs: Sequence["FinishedRun"], json: str | None) -> None:
     """Print and write the differences of the losses of runs."""
     from shardplan.eval.loss.compare import compare_losses
+    from shardplan.report.console import console
     from shardplan.report.extraction.comparison import print_left_out
     from shardplan.report.losses import print_loss_comparison
-    from shardplan.report.tables import console
 
     results = compare_losses(runs)
     values = results.to_json()
@@ -68,8 +68,8 @@ def _compare_extraction(
 ) -> None:
     """Print, write and draw what can be compared of extraction runs."""
     from shardplan.eval.extraction.compare import compare
+    from shardplan.report.console import console
     from shardplan.report.extraction.comparison import print_comparison, print_left_out
-    from shardplan.report.tables import console
     from shardplan.runtime.progress import print_note
 
     results = compare(runs)

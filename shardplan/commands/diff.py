@@ -15,8 +15,8 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: other arguments, or a file that is not a Plan.
     """
     from shardplan.plan.diff import diff_plans
-    from shardplan.report.diff import print_difference
-    from shardplan.report.tables import console
+    from shardplan.report.console import console
+    from shardplan.report.plan.diff import print_difference
 
     parser = make_parser("plan diff", description=WITHOUT_CONFIGURATION["plan diff"])
     parser.add_argument("before", help="a Plan file")

@@ -17,8 +17,8 @@ def main(argv: Sequence[str]) -> None:
     """Run `shardplan doctor` with the arguments `argv`."""
     config = parse_config(argv, DoctorCommand)
     check_outputs(input_paths(config), json=config.json)
+    from shardplan.report.console import console
     from shardplan.report.doctor import findings_json, print_findings
-    from shardplan.report.tables import console
     from shardplan.runtime.progress import Progress, show_progress
 
     host, subject = socket.gethostname(), read_subject(config)

@@ -38,8 +38,8 @@ def main(argv: Sequence[str]) -> None:
     # JAX and Levanter take seconds to import: everything that can be checked without them comes first
     from shardplan.commands.verify import check_fits, show_verdict
     from shardplan.eval.run import run_evaluation
+    from shardplan.report.console import console
     from shardplan.report.evaluation import print_evaluation
-    from shardplan.report.tables import console
     from shardplan.runtime.devices import is_first_process
     from shardplan.runtime.progress import print_note
 
@@ -85,8 +85,8 @@ def print_forecast(config: EvalCommand, plan: Plan) -> None:
     """Print how long the texts take with a plan; to stderr with `--json -`."""
     from shardplan.eval.forecast import forecast_run
     from shardplan.eval.texts.store import open_texts
+    from shardplan.report.console import console
     from shardplan.report.evaluation import print_run_forecast
-    from shardplan.report.tables import console
     from shardplan.runtime.progress import print_note
 
     assert config.data.path is not None
@@ -107,8 +107,8 @@ def study_precision(
     from shardplan.eval.results_folder import read_windows
     from shardplan.eval.run import run_evaluation
     from shardplan.plan.serialization import json_bytes
+    from shardplan.report.console import console
     from shardplan.report.extraction.precision import print_precision
-    from shardplan.report.tables import console
     from shardplan.runtime.devices import is_first_process
     from shardplan.runtime.progress import print_note
     from shardplan.storage.writing import OutputFolder

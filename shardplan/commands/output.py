@@ -79,6 +79,7 @@ def write_report(
 def show_plan(plan: Plan, json_target: str | None) -> None:
     """Print the plan's tables, unless its JSON goes to stdout."""
     if json_target != "-":
-        from shardplan.report import tables
+        from shardplan.report.console import console
+        from shardplan.report.plan.tables import print_plan
 
-        tables.print_plan(plan, tables.console(sys.stdout))
+        print_plan(plan, console(sys.stdout))

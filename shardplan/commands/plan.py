@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> None:
 
 def list_slices(json_target: str | None) -> None:
     """Print the slices that a plan can be made for, as a table, as JSON, or both."""
-    from shardplan.report.slices import print_slices, slices_json
-    from shardplan.report.tables import console
+    from shardplan.report.console import console
+    from shardplan.report.plan.slices import print_slices, slices_json
 
     check_outputs((), json=json_target)
     if json_target is not None:
@@ -153,8 +153,8 @@ def explain(config: PlanCommand, plan: Plan, model: "Model | None") -> None:
     """
     if model and config.why:
         from shardplan.explain.why_not import why_not
-        from shardplan.report.explain import print_why
-        from shardplan.report.tables import console
+        from shardplan.report.console import console
+        from shardplan.report.plan.explain import print_why
 
         answers = [why_not(choice, plan, config, model) for choice in config.why]
         print_why(answers, console(side_stream(config.json)))
@@ -163,8 +163,8 @@ def explain(config: PlanCommand, plan: Plan, model: "Model | None") -> None:
 def find_variants(config: PlanCommand, model: "Model") -> "WhatIf":
     """Plan with other settings, and print what these would change; to stderr with `--json -`."""
     from shardplan.explain.what_if import what_if
-    from shardplan.report.explain import print_what_if
-    from shardplan.report.tables import console
+    from shardplan.report.console import console
+    from shardplan.report.plan.explain import print_what_if
     from shardplan.runtime.progress import show_steps
 
     with show_steps("planning variants") as report:
@@ -192,8 +192,8 @@ def lint(config: PlanCommand, path: str, judgements: "Sequence[Judgement]" = ())
 
     shared_parser()  # it imports Levanter while this process imports JAX
     from shardplan.lint.repair import review
-    from shardplan.report.lint import print_review, review_json
-    from shardplan.report.tables import console
+    from shardplan.report.console import console
+    from shardplan.report.plan.lint import print_review, review_json
     from shardplan.runtime.progress import show_steps
 
     with show_steps("lint") as report:

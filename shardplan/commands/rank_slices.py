@@ -23,8 +23,8 @@ def plan_slices(config: PlanCommand) -> None:
     select_slices(config.rank_slices)  # raises: a misspelt name is reported before anything is imported
     check_model_config(config)
     from shardplan.explain.rank_slices import rank_slices
-    from shardplan.report.slice_ranking import print_slice_ranking, ranking_json
-    from shardplan.report.tables import console
+    from shardplan.report.console import console
+    from shardplan.report.plan.slice_ranking import print_slice_ranking, ranking_json
     from shardplan.runtime.progress import show_steps
 
     with show_steps("ranking slices") as report:

@@ -115,8 +115,8 @@ def best_plan(config: PlanCommand, out: TextIO) -> "tuple[Plan, Sequence[tuple[C
 
 def show(ranked: "Sequence[tuple[Case, Verdict]]", stream: TextIO) -> None:
     """Print the first verdict, and the ranking if there are several."""
-    from shardplan.report.tables import console
-    from shardplan.report.verdicts import print_ranking, print_verdict
+    from shardplan.report.console import console
+    from shardplan.report.plan.verdicts import print_ranking, print_verdict
 
     out = console(stream)
     case, verdict = ranked[0]
@@ -134,7 +134,7 @@ def check_fits(verdict: "Verdict") -> None:
     """
     if verdict.fits:
         return
-    from shardplan.report.verdicts import reason_text
+    from shardplan.report.plan.verdicts import reason_text
     from shardplan.verify.verdict import Outcome
 
     kind = UndecidedError if verdict.outcome == Outcome.UNDECIDED else InfeasibleError

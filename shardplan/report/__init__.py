@@ -1,1 +1,1 @@
-"""Prints plans, verdicts and their comparisons as tables on a terminal."""
+"""Shows results: tables on a terminal, HTML pages, pictures in notebooks."""

@@ -20,7 +20,7 @@ from shardplan.hardware import GIB
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan
-from shardplan.report.verdicts import reason_text
+from shardplan.report.plan.verdicts import reason_text
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan
 from shardplan.verify import run as runs

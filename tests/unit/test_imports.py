@@ -129,7 +129,7 @@ def test_a_deferred_package_may_put_another_module_in_its_place(tmp_path, monkey
 
 
 def test_reports_of_plans_need_no_jax():
-    modules = modules_after("import shardplan.report.diff, shardplan.report.tables")
+    modules = modules_after("import shardplan.report.plan.diff, shardplan.report.plan.tables")
     assert not {"jax", "haliax", "levanter", "transformers"} & modules
 
 

@@ -37,7 +37,7 @@ from shardplan.report.page.panels.roofline import roofline_panel
 from shardplan.report.page.panels.timeline import costs_of_step, timeline_panel
 from shardplan.report.page.panels.torus import draw_slice, make_tiling, mesh_coordinates, tilings_of
 from shardplan.report.page.units import LogAxis, gib_text, linear_ticks, rate_text, seconds_text
-from shardplan.report.tables import spec_text
+from shardplan.report.plan.tables import spec_text
 from shardplan.report.templating import ended, prose
 from shardplan.search.make_plan import make_plan
 from shardplan.verify.verdict import CompileError

@@ -6,8 +6,8 @@ import io
 import pytest
 
 from shardplan.plan.diff import Change, diff_plans
-from shardplan.report.diff import print_difference
-from shardplan.report.tables import console
+from shardplan.report.console import console
+from shardplan.report.plan.diff import print_difference
 from shardplan.search.make_plan import make_plan
 
 

@@ -14,8 +14,8 @@ from shardplan.errors import ConfigError
 from shardplan.explain.rank_slices import RankedSlice, SliceRanking
 from shardplan.hardware.slice_selection import parse_prices, select_slices
 from shardplan.plan.plan import Caveat, HardwareInfo, Plan
-from shardplan.report.slice_ranking import print_slice_ranking, ranking_json
-from shardplan.report.tables import console
+from shardplan.report.console import console
+from shardplan.report.plan.slice_ranking import print_slice_ranking, ranking_json
 
 GALLERY = Path(__file__).parents[2] / "docs" / "gallery" / "plans"
 ARGUMENTS = ["--model.config=llama-3.1-8b", "--workload.batch=16"]

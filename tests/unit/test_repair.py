@@ -16,10 +16,10 @@ from shardplan.lint.edits import Edit, candidate_edits, diff_trainers, explain_l
 from shardplan.lint.lint import lint_trainer, target_of
 from shardplan.lint.repair import NEAR_BEST, find_smallest_edit, review
 from shardplan.lint.smallest_edit import SearchLimit, _new_warnings
-from shardplan.report.lint import print_review, review_json
+from shardplan.report.console import console
 from shardplan.report.page.page import plan_page
 from shardplan.report.page.panels.repair import AS_IT_IS, repair_panel
-from shardplan.report.tables import console
+from shardplan.report.plan.lint import print_review, review_json
 from shardplan.search.make_plan import make_plan
 
 

@@ -13,7 +13,8 @@ from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.plan import Plan
-from shardplan.report.tables import console, print_plan, spec_text
+from shardplan.report.console import console
+from shardplan.report.plan.tables import print_plan, spec_text
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 

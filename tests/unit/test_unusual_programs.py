@@ -22,7 +22,7 @@ from shardplan.program.primitives import RULES
 from shardplan.program.step_trace import plan_step, trace_step
 from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
-from shardplan.report.tables import print_plan
+from shardplan.report.plan.tables import print_plan
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.space import Space

@@ -8,8 +8,8 @@ import pytest
 from test_cases import load
 
 from shardplan.plan.workload import BATCH_AXIS
-from shardplan.report.tables import console
-from shardplan.report.verdicts import omission_text, print_ranking, print_verdict, reason_text, verdict_json
+from shardplan.report.console import console
+from shardplan.report.plan.verdicts import omission_text, print_ranking, print_verdict, reason_text, verdict_json
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.verify.verdict import (

@@ -3,8 +3,8 @@
 import io
 
 from shardplan.explain.what_if import Variant, summarize_failures, what_if
-from shardplan.report.explain import print_what_if
-from shardplan.report.tables import console
+from shardplan.report.console import console
+from shardplan.report.plan.explain import print_what_if
 
 
 def test_what_if_something_fits(llama_model, llama_config):

@@ -21,15 +21,16 @@ from shardplan.lint.lint import lint_trainer, target_of
 from shardplan.lint.repair import Repair, Review
 from shardplan.plan.diff import diff_plans
 from shardplan.plan.plan import Plan
-from shardplan.report.diff import print_difference
+from shardplan.report.console import console
 from shardplan.report.doctor import print_findings
 from shardplan.report.evaluation import print_evaluation
-from shardplan.report.explain import print_what_if, print_why
-from shardplan.report.lint import print_review, review_json
+from shardplan.report.plan.diff import print_difference
+from shardplan.report.plan.explain import print_what_if, print_why
+from shardplan.report.plan.lint import print_review, review_json
+from shardplan.report.plan.tables import print_plan, spec_text
+from shardplan.report.plan.verdicts import print_ranking, print_verdict
 from shardplan.report.schedule import print_forecast
-from shardplan.report.tables import console, print_plan, spec_text
 from shardplan.report.text import make_table, print_first_fitting, print_wrapped, with_path_ends
-from shardplan.report.verdicts import print_ranking, print_verdict
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.verify.verdict import Buffer, CollectiveForm, CompiledCollective

@@ -25,7 +25,7 @@ from shardplan.eval.harness.tasks import GENERATION_REFUSED
 from shardplan.eval.harness.tokenizer import load_tokenizer
 from shardplan.hardware import parse_slice
 from shardplan.plan.workload import AUTO_BATCH
-from shardplan.report.summary import speed_text
+from shardplan.report.plan.summary import speed_text
 from shardplan.runtime.devices import is_first_process, start_devices
 from shardplan.runtime.progress import print_note
 from shardplan.search.fastest_batch import batches

@@ -8,7 +8,7 @@ from shardplan.plan.tiles import Tiles
 from shardplan.report.notebook.drawing import draw_tiles
 from shardplan.report.page.panels.torus import make_tiling
 from shardplan.report.page.units import gib_text
-from shardplan.report.tables import spec_text
+from shardplan.report.plan.tables import spec_text
 from shardplan.report.templating import environment
 
 

@@ -10,10 +10,10 @@ from shardplan.plan.plan import Plan
 from shardplan.report.notebook.drawing import draw_numbers, draw_tiles
 from shardplan.report.page.panels.torus import default_tiling, mesh_coordinates, tilings_of
 from shardplan.report.page.units import gib_text, seconds_text
-from shardplan.report.summary import speed_text
-from shardplan.report.tables import MEMORY_PARTS
+from shardplan.report.plan.summary import speed_text
+from shardplan.report.plan.tables import MEMORY_PARTS
+from shardplan.report.plan.verdicts import reason_text
 from shardplan.report.templating import environment
-from shardplan.report.verdicts import reason_text
 from shardplan.verify.verdict import Verdict
 
 COLOURS = {

@@ -18,13 +18,13 @@ from shardplan.plan.displayed import Displayed
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.plan.tiles import Tiles
-from shardplan.report.explain import print_what_if, print_why
-from shardplan.report.lint import print_review
 from shardplan.report.notebook.parameters import audit_html, tiles_html, tiles_lines
 from shardplan.report.notebook.short import plan_html, verdict_html, verdict_lines
-from shardplan.report.slice_ranking import print_slice_ranking
-from shardplan.report.summary import print_estimate
-from shardplan.report.tables import print_plan
+from shardplan.report.plan.explain import print_what_if, print_why
+from shardplan.report.plan.lint import print_review
+from shardplan.report.plan.slice_ranking import print_slice_ranking
+from shardplan.report.plan.summary import print_estimate
+from shardplan.report.plan.tables import print_plan
 from shardplan.verify.verdict import Verdict
 
 WIDTH = 100

@@ -9,7 +9,7 @@ from typing import Any
 from shardplan.errors import ConfigError, one_line
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import decode
-from shardplan.report.verdicts import verdict_json
+from shardplan.report.plan.verdicts import verdict_json
 from shardplan.verify.verdict import CompiledCollective, CompiledMemory, CompiledTime, Outcome, Verdict
 
 

@@ -26,7 +26,7 @@ from shardplan.report.page.panels.torus import (
     tilings_of,
 )
 from shardplan.report.page.units import gib_text, rate_text, seconds_text
-from shardplan.report.tables import MEMORY_PARTS, workload_text
+from shardplan.report.plan.tables import MEMORY_PARTS, workload_text
 from shardplan.report.templating import environment, script_hash, template_text
 
 

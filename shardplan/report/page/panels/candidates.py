@@ -11,7 +11,7 @@ from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import Judgement, estimate_of, own_judgement
 from shardplan.report.page.labels import NO_DETAILS
 from shardplan.report.page.units import LogAxis, Tick, gib_text, linear_ticks, seconds_text
-from shardplan.report.summary import percent_text
+from shardplan.report.plan.summary import percent_text
 from shardplan.verify.verdict import Outcome
 
 PLAN, RUNNER_UP, EVALUATED, OTHER = "plan", "runner-up", "evaluated", "other"

@@ -9,7 +9,7 @@ from shardplan.plan.plan import MemoryPlan, Plan
 from shardplan.report.page.judgement import Judgement
 from shardplan.report.page.labels import NO_DETAILS, repeated_runs, short_label
 from shardplan.report.page.units import Tick, gib_text, linear_ticks
-from shardplan.report.tables import MEMORY_PARTS
+from shardplan.report.plan.tables import MEMORY_PARTS
 from shardplan.verify.verdict import CompiledMemory
 
 NO_VERDICT = (

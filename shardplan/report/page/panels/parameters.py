@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shardplan.plan.mapping import axes_text, shard_count
 from shardplan.plan.plan import Plan
 from shardplan.report.page.labels import STACKED
-from shardplan.report.tables import spec_text
+from shardplan.report.plan.tables import spec_text
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from shardplan.lint.findings import Severity
 from shardplan.lint.repair import NEAR_BEST, Repair, Review
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.report.lint import kept_schedule, needs_edit, stopped_text
-from shardplan.report.tables import MEMORY_PARTS
+from shardplan.report.plan.lint import kept_schedule, needs_edit, stopped_text
+from shardplan.report.plan.tables import MEMORY_PARTS
 from shardplan.search.reasons import describe_trace
 
 AS_IT_IS = "the file as it is"

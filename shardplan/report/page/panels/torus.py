@@ -9,7 +9,7 @@ from shardplan.plan.plan import Mapping, Plan, Spec
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.report.page.labels import distinct_labels
-from shardplan.report.tables import spec_text
+from shardplan.report.plan.tables import spec_text
 
 MAX_DEVICES = 2048
 """Devices that are drawn; of larger slices the first ones."""

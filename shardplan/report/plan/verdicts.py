@@ -11,7 +11,7 @@ from rich.text import Text
 from shardplan.hardware import GIB
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.report.summary import NEGLIGIBLE, percent_text, print_fit, step_text
+from shardplan.report.plan.summary import NEGLIGIBLE, percent_text, print_fit, step_text
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
 from shardplan.verify.verdict import (
     Buffer,

@@ -10,7 +10,7 @@ from shardplan.explain.why_not import WhyNot
 from shardplan.hardware import GIB
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.report.summary import percent_text
+from shardplan.report.plan.summary import percent_text
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped
 
 WHAT_IF_COLUMNS = (("mesh", "GiB of available", "step s", "tokens/s"), ("GiB", "step s", "tokens/s"))

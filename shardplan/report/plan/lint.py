@@ -13,8 +13,8 @@ from shardplan.lint.findings import Finding, FindingKind, Severity
 from shardplan.lint.repair import NEAR_BEST, Repair, Review
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.report.summary import print_estimate, speed_text
-from shardplan.report.tables import workload_text
+from shardplan.report.plan.summary import print_estimate, speed_text
+from shardplan.report.plan.tables import workload_text
 from shardplan.report.text import print_wrapped
 from shardplan.search.reasons import describe_trace
 

@@ -1,8 +1,6 @@
-"""Prints a Plan, and the results of an evaluation, as tables that fit the console."""
+"""Prints a Plan as tables that fit the console."""
 
-import os
 from collections.abc import Iterator
-from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -13,7 +11,7 @@ from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.plan.mapping import axes_text, mapping_text, mesh_text, shard_count
 from shardplan.plan.plan import Plan, Spec
 from shardplan.plan.workload import Workload
-from shardplan.report.summary import print_estimate
+from shardplan.report.plan.summary import print_estimate
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
 
 MEMORY_PARTS = {
@@ -26,21 +24,6 @@ MEMORY_PARTS = {
     "logits": "logits and loss",
 }
 """Field of `MemoryPlan` -> its name, from the bottom of a chart to its top."""
-PIPED_WIDTH = 240
-"""Columns where the output is no terminal and COLUMNS is not set, so that a search finds whole rows."""
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        # rich would end the process with exit code 1; a reader such as `head` that stops early is no failure
-        raise BrokenPipeError
-
-
-def console(stream: TextIO) -> Console:
-    """A console on `stream`: as wide as the terminal, else as COLUMNS says, else `PIPED_WIDTH` columns."""
-    columns = os.environ.get("COLUMNS", "")
-    piped_width = int(columns) if columns.isdecimal() and int(columns) else PIPED_WIDTH
-    return _Console(file=stream, width=None if stream.isatty() else piped_width)
 
 
 def workload_text(workload: Workload) -> str:

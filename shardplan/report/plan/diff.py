@@ -8,7 +8,7 @@ from rich.text import Text
 
 from shardplan.hardware import GIB
 from shardplan.plan.diff import Change, PlanDiff
-from shardplan.report.tables import spec_text
+from shardplan.report.plan.tables import spec_text
 from shardplan.report.text import fits, make_table, print_wrapped
 
 Row = tuple[str, str, str]
