@@ -100,7 +100,7 @@ def inject(fault):
 def main(argv):
     """The command with the fault; `run` handles what happens while it is imported, as it does for `shardplan eval`."""
     inject(fault)
-    from shardplan.commands import eval
+    from shardplan.commands.eval import eval
 
     eval.main(argv)
 

@@ -10,15 +10,15 @@ from shardplan.runtime.deferred_packages import defer_unused_packages
 from shardplan.runtime.exit_codes import run
 
 COMMANDS = {
-    "plan": "plan",
-    "plan diff": "diff",
+    "plan": "plan.plan",
+    "plan diff": "plan.diff",
     "verify": "verify",
-    "eval": "eval",
-    "eval compare": "compare",
-    "lm_eval": "lm_eval",
+    "eval": "eval.eval",
+    "eval compare": "eval.compare",
+    "lm_eval": "eval.lm_eval",
     "launch": "launch",
-    "checkpoint": "checkpoint",
-    "checkpoint convert": "convert",
+    "checkpoint": "checkpoint.checkpoint",
+    "checkpoint convert": "checkpoint.convert",
     "doctor": "doctor",
 }
 """Command -> its module in `shardplan.commands`, imported by name: a command pays for its own imports only."""

@@ -1,1 +1,4 @@
-"""What each command does with its configuration, one file a command; only `shardplan.__main__` imports them."""
+"""What each command does with its configuration; only `shardplan.__main__` imports commands.
+
+`shardplan plan diff` is in plan/diff.py: a folder for each command that has others below it, a file for every command.
+"""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardplan.commands.plan import dry_run
+from shardplan.commands.plan.plan import dry_run
 from shardplan.config import parse_config
 from shardplan.config.command_flags import ConvertCommand, Format
 from shardplan.errors import ConfigError

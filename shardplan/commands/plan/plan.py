@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardplan.commands.inputs import input_paths
 from shardplan.commands.output import check_outputs, show_plan, side_stream, write_json, write_report
-from shardplan.commands.rank_slices import plan_slices
+from shardplan.commands.plan.rank_slices import plan_slices
 from shardplan.commands.verify import best_plan, check_fits, show_verdict
 from shardplan.config import PlanConfig, parse_config
 from shardplan.config.command_flags import PlanCommand

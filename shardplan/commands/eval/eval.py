@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardplan.commands.inputs import input_paths
 from shardplan.commands.output import check_outputs, show_plan, side_stream, write_json, write_report
-from shardplan.commands.plan import dry_run
+from shardplan.commands.plan.plan import dry_run
 from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand
 from shardplan.config.sections import TaskKind

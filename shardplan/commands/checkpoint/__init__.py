@@ -1,0 +1,1 @@
+"""`shardplan checkpoint`: the schedule of a load, and the conversion of a checkpoint."""
