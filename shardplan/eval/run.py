@@ -42,10 +42,10 @@ from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import json_bytes
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.runtime.devices import is_first_process
-from shardplan.runtime.preemption import is_preempted
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group
 from shardplan.runtime.progress import print_note
+from shardplan.runtime.signals.preemption import is_preempted
 from shardplan.storage import Folder
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import pytest
 
 import shardplan.errors
 from shardplan.errors import CheckpointError, ConfigError, InfeasibleError, PeerError, UndecidedError
-from shardplan.runtime import interrupts
 from shardplan.runtime.exit_codes import run
+from shardplan.runtime.signals import interrupts
 
 CODES = [
     (ConfigError, 2), (InfeasibleError, 3), (CheckpointError, 4), (PeerError, 5), (UndecidedError, 6),

@@ -17,7 +17,7 @@ from shardplan.config.sections import TaskKind
 from shardplan.errors import ConfigError
 from shardplan.eval.evaluate import draw_extraction, make_task, open_inputs, with_windows
 from shardplan.plan.plan import Plan
-from shardplan.runtime.stop_signal import set_on_sigterm
+from shardplan.runtime.signals.stop_signal import set_on_sigterm
 
 if TYPE_CHECKING:
     from shardplan.eval.texts.store import TextStore
