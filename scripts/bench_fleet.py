@@ -31,11 +31,11 @@ from shardplan.checkpoint.transfer.transfer import DeviceMesh
 from shardplan.hardware import parse_slice, place_mesh
 from shardplan.model.hf_config import read_config
 from shardplan.model.registry import Model, build_model
-from shardplan.runtime.processes.activity import Activity
-from shardplan.runtime.processes.hub import Hub
-from shardplan.runtime.processes.hub_process import TICK_S
+from shardplan.runtime.processes.hub.hub import Hub
+from shardplan.runtime.processes.hub.hub_process import TICK_S
+from shardplan.runtime.processes.hub.messages import Kind, decode, encode
 from shardplan.runtime.processes.link import BEAT_S
-from shardplan.runtime.processes.messages import Kind, decode, encode
+from shardplan.runtime.processes.watch.activity import Activity
 from shardplan.storage import open_folder
 from shardplan.storage.folder import REMOTE
 

@@ -28,8 +28,8 @@ def work(
     from shardplan.monitoring.heartbeat import write_heartbeats
     from shardplan.monitoring.records import RunRecords
     from shardplan.runtime.devices import start_devices
-    from shardplan.runtime.processes.frozen import end_if_frozen
     from shardplan.runtime.processes.group import open_process_group
+    from shardplan.runtime.processes.watch.frozen import end_if_frozen
 
     start_devices("cpu-2", 2, True)
     records = RunRecords(folder, index)

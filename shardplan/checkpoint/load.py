@@ -46,8 +46,8 @@ from shardplan.model.registry import (
 )
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import Plan
-from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import open_process_group
+from shardplan.runtime.processes.watch.activity import DEADLINE_S
 from shardplan.storage import Folder, open_folder
 from shardplan.storage.contents import find_adapter
 

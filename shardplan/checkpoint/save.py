@@ -45,8 +45,8 @@ from shardplan.model.inspect import named_leaves
 from shardplan.model.levanter_compat import CHECKPOINT_FILES, CHECKPOINT_MODEL
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_progress import shared_progress
-from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group
+from shardplan.runtime.processes.watch.activity import DEADLINE_S
 from shardplan.runtime.progress import BYTES
 from shardplan.storage.writing import OutputFolder
 

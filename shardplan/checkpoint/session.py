@@ -20,8 +20,8 @@ from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import start_devices
 from shardplan.runtime.generation import check_generation
-from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group, short_text
+from shardplan.runtime.processes.watch.activity import DEADLINE_S
 from shardplan.search.given_plan import check_model
 from shardplan.search.make_plan import build_configured, make_plan
 from shardplan.storage import Folder, open_folder

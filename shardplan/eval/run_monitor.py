@@ -32,7 +32,7 @@ from shardplan.monitoring.records import AUDIT, ENVIRONMENT, GOODPUT, MEMORY, ST
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.processes.group import ProcessGroup
-from shardplan.runtime.processes.stacks import process_stacks
+from shardplan.runtime.processes.watch.stacks import process_stacks
 
 logger = logging.getLogger(__name__)
 

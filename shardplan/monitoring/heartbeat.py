@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from shardplan.monitoring.records import HEARTBEAT, RunRecords
 from shardplan.runtime.device_memory import device_memory, peak_host_bytes
-from shardplan.runtime.processes.places import THREAD_PREFIX
-from shardplan.runtime.processes.watch import Watch
+from shardplan.runtime.processes.watch.places import THREAD_PREFIX
+from shardplan.runtime.processes.watch.watch import Watch
 
 HEARTBEAT_S, UPLOAD_S = 10.0, 60.0
 """Seconds between two lines, and between two copies of the file to a remote folder."""

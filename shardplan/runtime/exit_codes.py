@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from shardplan.errors import ConfigError, ShardplanError, check_argument
 from shardplan.runtime.environment import check_environment
-from shardplan.runtime.processes.frozen import end_if_frozen
 from shardplan.runtime.processes.link import end_together, has_peers
-from shardplan.runtime.processes.stacks import process_stacks
-from shardplan.runtime.processes.watch import handle_problem
+from shardplan.runtime.processes.watch.frozen import end_if_frozen
+from shardplan.runtime.processes.watch.stacks import process_stacks
+from shardplan.runtime.processes.watch.watch import handle_problem
 from shardplan.runtime.signals.interrupts import interrupts_after_imports
 
 STDOUT, STDERR = 1, 2

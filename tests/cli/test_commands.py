@@ -21,7 +21,7 @@ from shardplan.__main__ import COMMANDS
 from shardplan.errors import ConfigError
 from shardplan.model.levanter_compat import LEVANTER_PACKAGES
 from shardplan.plan.plan import Plan
-from shardplan.runtime.processes import frozen
+from shardplan.runtime.processes.watch import frozen
 
 PLANNING = ("--workload.batch=4", "--workload.position=64", "--workload.param_dtype=float32",
             "--workload.compute_dtype=float32")  # fmt: skip

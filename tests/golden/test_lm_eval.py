@@ -18,7 +18,7 @@ from conftest import ROOT, fails, run
 from shardplan.errors import ConfigError
 from shardplan.eval.harness import INSTALL_LM_EVAL, ShardplanLM
 from shardplan.eval.harness.tasks import flatten_tasks
-from shardplan.runtime.processes.watch import Watch
+from shardplan.runtime.processes.watch.watch import Watch
 
 CHOICES, DOCUMENTS = TASKS
 

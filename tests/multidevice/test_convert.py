@@ -24,7 +24,7 @@ from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
-from shardplan.runtime.processes.watch import Watch
+from shardplan.runtime.processes.watch.watch import Watch
 from shardplan.storage import writing
 
 MAPPING = {"embed": "data", "mlp": "model", "vocab": "model", "experts": "replica"}

@@ -8,9 +8,9 @@ import os
 import sys
 import time
 
-from shardplan.runtime.processes.hub import Member
+from shardplan.runtime.processes.hub.hub import Member
+from shardplan.runtime.processes.hub.messages import Kind, host_and_port
 from shardplan.runtime.processes.link import BEAT_S, open_link, start_hub
-from shardplan.runtime.processes.messages import Kind, host_and_port
 
 
 def main(address: str, index: int, count: int) -> None:

@@ -2,8 +2,8 @@
 
 from bench_fleet import BEAT_S, HubOfFleet
 
-from shardplan.runtime.processes import hub
-from shardplan.runtime.processes.messages import Kind
+from shardplan.runtime.processes.hub import hub
+from shardplan.runtime.processes.hub.messages import Kind
 
 FLEET = 4096
 

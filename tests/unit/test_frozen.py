@@ -7,8 +7,8 @@ import pytest
 
 SCRIPT = """
 import contextlib, ctypes, sys
-from shardplan.runtime.processes import frozen, watch
-from shardplan.runtime.processes.activity import Activity
+from shardplan.runtime.processes.watch import frozen, watch
+from shardplan.runtime.processes.watch.activity import Activity
 
 frozen.MARGIN_S = 0.3
 is_command, deadline, is_working = map(eval, sys.argv[1:])

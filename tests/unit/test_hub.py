@@ -10,13 +10,15 @@ import jax
 import pytest
 
 from shardplan.errors import ConfigError, PeerError
-from shardplan.runtime.processes import hub, link, start, watch
-from shardplan.runtime.processes.activity import Activity
-from shardplan.runtime.processes.hub import Hub, Member
-from shardplan.runtime.processes.hub_process import HubServer
+from shardplan.runtime.processes import link, start
+from shardplan.runtime.processes.hub import hub
+from shardplan.runtime.processes.hub.hub import Hub, Member
+from shardplan.runtime.processes.hub.hub_process import HubServer
+from shardplan.runtime.processes.hub.messages import Kind, Lines, encode, listen
 from shardplan.runtime.processes.link import open_link
-from shardplan.runtime.processes.messages import Kind, Lines, encode, listen
-from shardplan.runtime.processes.stacks import Stacks
+from shardplan.runtime.processes.watch import watch
+from shardplan.runtime.processes.watch.activity import Activity
+from shardplan.runtime.processes.watch.stacks import Stacks
 
 SECONDS = 10.0
 
@@ -33,7 +35,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(link, "LINE_S", 0.2)
     monkeypatch.setattr(watch, "BEAT_S", 0.1)
     monkeypatch.setattr(hub, "LOCATE_S", 1.0)
-    monkeypatch.setattr("shardplan.runtime.processes.hub_process.TICK_S", 0.05)
+    monkeypatch.setattr("shardplan.runtime.processes.hub.hub_process.TICK_S", 0.05)
     monkeypatch.setattr(watch, "process_stacks", lambda: Stacks(tmp_path / "stacks.txt"))
 
 
@@ -478,7 +480,7 @@ def test_too_few_open_files(monkeypatch):
 
 def test_a_process_that_takes_nothing(monkeypatch):
     """The others get their messages at once; it is lost after a while, and the hub goes on meanwhile."""
-    monkeypatch.setattr("shardplan.runtime.processes.hub_process.SEND_S", 0.5)
+    monkeypatch.setattr("shardplan.runtime.processes.hub.hub_process.SEND_S", 0.5)
     monkeypatch.setattr(hub, "SILENCE_S", 30.0)
     address, _ = serve(3)
     host, _, port = address.rpartition(":")

@@ -15,8 +15,8 @@ from shardplan.monitoring.gate import describe_slowness, least_ratio
 from shardplan.monitoring.goodput import ATTEMPTS, Attempt, describe_goodput
 from shardplan.monitoring.memory import LOADED, STEPPED, MemoryUse, largest, warn_of_excess
 from shardplan.monitoring.records import HEARTBEAT, RunRecords
-from shardplan.runtime.processes.activity import Activity
-from shardplan.runtime.processes.watch import Watch
+from shardplan.runtime.processes.watch.activity import Activity
+from shardplan.runtime.processes.watch.watch import Watch
 from shardplan.search.make_plan import make_plan
 
 PHASES = {"loading": 15.0, "compiling": 5.0, "evaluating": 60.0}

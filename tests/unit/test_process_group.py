@@ -11,10 +11,10 @@ from shardplan.checkpoint import session
 from shardplan.checkpoint.format.shared_index import read_shared_index
 from shardplan.config import parse_config
 from shardplan.errors import CheckpointError, ConfigError
-from shardplan.runtime.processes.activity import Activity
 from shardplan.runtime.processes.group import ProcessGroup
+from shardplan.runtime.processes.hub.messages import Kind
 from shardplan.runtime.processes.link import Link
-from shardplan.runtime.processes.messages import Kind
+from shardplan.runtime.processes.watch.activity import Activity
 from shardplan.search.make_plan import make_plan
 from shardplan.storage import open_folder
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from shardplan.runtime.processes import stacks, watch
-from shardplan.runtime.processes.activity import Activity
-from shardplan.runtime.processes.stacks import Stacks
-from shardplan.runtime.processes.watch import Watch, handle_problem
+from shardplan.runtime.processes.watch import stacks, watch
+from shardplan.runtime.processes.watch.activity import Activity
+from shardplan.runtime.processes.watch.stacks import Stacks
+from shardplan.runtime.processes.watch.watch import Watch, handle_problem
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +175,7 @@ def test_stacks_on_a_signal(tmp_path):
 STUCK = """
 import ctypes, signal, sys, threading, time
 from pathlib import Path
-from shardplan.runtime.processes.stacks import Stacks
+from shardplan.runtime.processes.watch.stacks import Stacks
 
 written = Stacks(Path(sys.argv[1]))
 written.activity_lines = lambda: ["this process was loading"]
@@ -197,7 +197,7 @@ def test_a_signal_while_the_main_thread_is_in_c(tmp_path):
 ON_SIGNAL = """
 import signal, sys
 from pathlib import Path
-from shardplan.runtime.processes.stacks import Stacks
+from shardplan.runtime.processes.watch.stacks import Stacks
 
 with Stacks(Path(sys.argv[1])).on_signal():
     signal.raise_signal(signal.SIGUSR1)

@@ -30,8 +30,8 @@ from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer, Tr
 from shardplan.errors import ConfigError
 from shardplan.plan.mapping import MeshAxes
 from shardplan.runtime.process_progress import load_progress
-from shardplan.runtime.processes.activity import DEADLINE_S
 from shardplan.runtime.processes.group import ProcessGroup, short_text
+from shardplan.runtime.processes.watch.activity import DEADLINE_S
 
 DEFAULT_BUDGET = 2 * 2**30
 """Host memory that a load may use beyond the arrays, bytes."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardplan.doctor.findings import Finding, Level
 from shardplan.doctor.subject import Subject
 from shardplan.runtime.environment import ADDRESS, PROCESS_ID
-from shardplan.runtime.processes.messages import host_and_port, listen
+from shardplan.runtime.processes.hub.messages import host_and_port, listen
 
 CONNECT_S = 3.0
 """Most seconds for a connection to one address of process 0."""

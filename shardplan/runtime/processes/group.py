@@ -13,11 +13,11 @@ from typing import Any, Protocol, TypeVar
 import jax
 
 from shardplan.errors import CheckpointError, ShardplanError, check_argument
-from shardplan.runtime.processes.activity import DEADLINE_S, Activity
+from shardplan.runtime.processes.hub.messages import Kind, problem_values
 from shardplan.runtime.processes.link import Link, Progress, error_of
-from shardplan.runtime.processes.messages import Kind, problem_values
 from shardplan.runtime.processes.start import current_watch
-from shardplan.runtime.processes.watch import Watch, handle_problem
+from shardplan.runtime.processes.watch.activity import DEADLINE_S, Activity
+from shardplan.runtime.processes.watch.watch import Watch, handle_problem
 
 T = TypeVar("T")
 SHOWN = 200

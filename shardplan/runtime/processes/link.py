@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from shardplan import errors
 from shardplan.errors import ConfigError, PeerError, ShardplanError, one_line
 from shardplan.runtime.environment import ADDRESS, PROCESS_ID
-from shardplan.runtime.processes.hub import AGAIN, LINE_INTERVAL_S, SILENCE_S, Member
-from shardplan.runtime.processes.messages import (
+from shardplan.runtime.processes.hub.hub import AGAIN, LINE_INTERVAL_S, SILENCE_S, Member
+from shardplan.runtime.processes.hub.messages import (
     Kind,
     Lines,
     Message,
@@ -26,8 +26,8 @@ from shardplan.runtime.processes.messages import (
     listen,
     set_options,
 )
-from shardplan.runtime.processes.places import THREAD_PREFIX, find_place
-from shardplan.runtime.processes.watch import BEAT_S, Watch
+from shardplan.runtime.processes.watch.places import THREAD_PREFIX, find_place
+from shardplan.runtime.processes.watch.watch import BEAT_S, Watch
 
 START_LIMIT_S = 300.0
 """Most seconds to wait for processes that have not started."""
@@ -214,7 +214,14 @@ def start_hub(host: str, port: int, count: int, limit_s: float = START_LIMIT_S, 
     with listener:
         service_host = host if has_service else ""
         subprocess.Popen(
-            [sys.executable, "-m", "shardplan.runtime.processes.hub_process", str(count), str(limit_s), service_host],
+            [
+                sys.executable,
+                "-m",
+                "shardplan.runtime.processes.hub.hub_process",
+                str(count),
+                str(limit_s),
+                service_host,
+            ],
             stdin=listener.fileno(),
             # it may outlive this process, whose reader waits for the end of what it writes
             stdout=subprocess.DEVNULL,

@@ -19,11 +19,11 @@ from shardplan.errors import PeerError, ShardplanError
 from shardplan.runtime.device_memory import describe_device_memory
 from shardplan.runtime.environment import ProcessVariables
 from shardplan.runtime.private_jax import abandon_coordination, coordinator_address, key_value_store
-from shardplan.runtime.processes.hub import AGAIN, Member
+from shardplan.runtime.processes.hub.hub import AGAIN, Member
+from shardplan.runtime.processes.hub.messages import host_and_port, problem_values
 from shardplan.runtime.processes.link import LINE_S, START_LIMIT_S, Link, end_together, error_of, open_link, start_hub
-from shardplan.runtime.processes.messages import host_and_port, problem_values
-from shardplan.runtime.processes.stacks import process_stacks
-from shardplan.runtime.processes.watch import Watch
+from shardplan.runtime.processes.watch.stacks import process_stacks
+from shardplan.runtime.processes.watch.watch import Watch
 from shardplan.runtime.progress import print_note
 
 PACKAGES = (

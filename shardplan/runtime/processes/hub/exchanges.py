@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from shardplan.runtime.processes.messages import Kind, Message
+from shardplan.runtime.processes.hub.messages import Kind, Message
 
 Answer = tuple[Kind, Mapping[str, Any]]
 

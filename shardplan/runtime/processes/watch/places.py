@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from shardplan.runtime.processes.activity import Place
+from shardplan.runtime.processes.watch.activity import Place
 
-PACKAGE = str(Path(__file__).parents[2])
+PACKAGE = str(Path(__file__).parents[3])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Folders of code that is nobody's own."""
 JAX = ("jax", "jaxlib")

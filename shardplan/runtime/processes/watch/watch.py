@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from shardplan.errors import PeerError, ShardplanError, one_line
 from shardplan.runtime.environment import STARTED
-from shardplan.runtime.processes.activity import Activity, describe_stall, is_stalled
-from shardplan.runtime.processes.frozen import expect_python
-from shardplan.runtime.processes.places import THREAD_PREFIX, find_place
-from shardplan.runtime.processes.stacks import process_stacks
+from shardplan.runtime.processes.watch.activity import Activity, describe_stall, is_stalled
+from shardplan.runtime.processes.watch.frozen import expect_python
+from shardplan.runtime.processes.watch.places import THREAD_PREFIX, find_place
+from shardplan.runtime.processes.watch.stacks import process_stacks
 
 logger = logging.getLogger(__name__)
 

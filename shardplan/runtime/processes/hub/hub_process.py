@@ -1,8 +1,8 @@
-"""The process of the hub: `python -m shardplan.runtime.processes.hub_process COUNT LIMIT HOST`, started by process 0.
+"""The process of the hub: `python -m shardplan.runtime.processes.hub.hub_process COUNT LIMIT HOST`.
 
-It inherits a socket that listens at the port of the run as file descriptor 0, and ends when all processes have ended.
-It also is the process of JAX's coordination service: if that were in process 0, as JAX has it, the end of process 0
-would end all others by SIGABRT before they can say why.
+Process 0 starts it. It inherits a socket that listens at the port of the run as file descriptor 0, and ends when all
+processes have ended. It also is the process of JAX's coordination service: if that were in process 0, as JAX has it,
+the end of process 0 would end all others by SIGABRT before they can say why.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ import time
 from collections import deque
 
 from shardplan.errors import PeerError, one_line
-from shardplan.runtime.processes.hub import SILENCE_S, Hub, Reply
-from shardplan.runtime.processes.messages import Kind, Lines, decode, encode, listen, problem_values, set_options
+from shardplan.runtime.processes.hub.hub import SILENCE_S, Hub, Reply
+from shardplan.runtime.processes.hub.messages import Kind, Lines, decode, encode, listen, problem_values, set_options
 
 TICK_S = 0.5
 """Seconds between two looks at the time."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from shardplan.errors import one_line
-from shardplan.runtime.processes.places import THREAD_PREFIX
+from shardplan.runtime.processes.watch.places import THREAD_PREFIX
 
 WRITE_S = 3.0
 """Most seconds to wait for the disk of the stacks, before the line is printed that names their file."""

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from shardplan.errors import ConfigError, PeerError, ShardplanError
 from shardplan.runtime.environment import ADDRESS, PROCESS_COUNT, PROCESS_ID
-from shardplan.runtime.processes.activity import Activity, Place, describe_stall, is_stalled, names_of
-from shardplan.runtime.processes.exchanges import Exchanges
-from shardplan.runtime.processes.messages import Kind, Message, problem_values
+from shardplan.runtime.processes.hub.exchanges import Exchanges
+from shardplan.runtime.processes.hub.messages import Kind, Message, problem_values
+from shardplan.runtime.processes.watch.activity import Activity, Place, describe_stall, is_stalled, names_of
 
 LINES_AT_S = (2.0, 5.0, 10.0, 15.0, 20.0, 25.0)
 """Seconds after which all processes are told who is missing; then every `LINE_INTERVAL_S`."""
