@@ -18,17 +18,17 @@ from jax.interpreters import partial_eval
 from jax.lax import GatherScatterMode
 
 from shardplan.program.named_arrays import Dim, TracedArray, adopt_names, dims_of_spec, shape_of, size_of
+from shardplan.program.naming.axis_naming import AxisNaming, itemsize_of
+from shardplan.program.naming.primitives import (
+    find_primitive,
+    has_result_of_operands_shape,
+    is_one,
+    moved_axes,
+    name_results,
+)
 from shardplan.program.operations import Operation, OperationKind
-from shardplan.program.primitives import RULES, AxisNaming, is_one, itemsize_of, moved_axes
 from shardplan.runtime.private_jax import scan_counts
 
-APPROXIMATIONS = {
-    "while": "loops whose length depends on data, of which one trip is counted",
-    "cond": "choices between branches, of which the last is counted",
-    "conv_general_dilated": "convolutions, of which the exchange of neighbours along a sharded axis is not counted",
-    "pallas_call": "kernels, of which only operands and results are counted",
-}
-"""Primitive whose work the jaxpr does not determine, or no rule knows -> what is counted instead."""
 EXCHANGES = (
     "slices, sorts and scans along batch or positions, of which the exchange along a sharded axis is not counted"
 )
@@ -86,7 +86,7 @@ class Trace:
     input_axes: tuple[str, ...]
     """The logical axes of the program's inputs, which number tokens: batch and positions."""
     approximations: Counter[str]
-    """Text of `APPROXIMATIONS`, or `EXCHANGES` -> how often it applies."""
+    """Text of `Primitive.approximation`, or `EXCHANGES` -> how often it applies."""
 
     def arguments_of(self, array_class: ArrayClass) -> tuple[TracedArray, ...]:
         """Return the arguments of a class."""
@@ -176,8 +176,9 @@ class _Tracer:
         name = equation.primitive.name
         if name == "scan":
             return self.trace_scan(equation, operands, out, label)
-        if name in APPROXIMATIONS and not _is_choice_of_platform(equation):
-            self.approximations[APPROXIMATIONS[name]] += 1
+        primitive = find_primitive(name)
+        if primitive.approximation is not None and not _is_choice_of_platform(equation):
+            self.approximations[primitive.approximation] += 1
         called = _called_jaxpr(equation)
         if called is not None:
             body, operand_count = called
@@ -185,23 +186,21 @@ class _Tracer:
                 return self.trace_shard_map(equation, body, operands, out, label)
             return self.run(body, operands[len(operands) - operand_count :], out, label)
         arrays = [self.arrays[operand] for operand in operands]
-        if name in ("mul", "div") and is_one(equation.invars[-1]):
+        if primitive.is_scaling and is_one(equation.invars[-1]):
             name = "copy"
         moved = () if self.naming.is_local else moved_axes(equation, arrays)
         if any(axis in self.input_axes and not self.input_axes.issuperset(each.logical_axes) for axis, each in moved):
             self.approximations[EXCHANGES] += 1
-        kind, named, extra = self.naming.apply(name, equation, arrays)
+        kind, named, extra = name_results(self.naming, name, equation, arrays)
         if kind == OperationKind.LOOKUP:
             self.tables.append((operands[1], arrays[0].dims))
         elif kind == OperationKind.SCATTER_ADD:
             named = [self.name_rows(named[0], operands[1])]
         results = [self.add_value(array) for array in named]
-        if RULES.get(name, AxisNaming.elementwise) is AxisNaming.elementwise and len(named) == 1:
+        if has_result_of_operands_shape(name) and len(named) == 1:
             self.name_operands(operands, named[0])
-        if name == "broadcast_in_dim":
-            self.views[results[0]] = operands[0], equation.params["broadcast_dimensions"]
-        elif name == "transpose":
-            self.views[results[0]] = operands[0], np.argsort(equation.params["permutation"]).tolist()
+        if primitive.result_dimensions is not None:
+            self.views[results[0]] = operands[0], primitive.result_dimensions(equation.params)
         elif kind == OperationKind.COLLECTIVE:
             self.summed.update(results)
             for result in results:  # what devices have summed is no longer one device's own

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from shardplan.hardware import CollectiveKind
 from shardplan.program.attention_kind import UNMARKED, AttentionKind
-from shardplan.program.fusion import Fusion
-from shardplan.program.hoisting import invariant_copies
+from shardplan.program.fusion.fusion import Fusion
+from shardplan.program.fusion.hoisting import invariant_copies
+from shardplan.program.fusion.siblings import fuse_with_siblings
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.marked_attention import kind_of_label, without_mark
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.operations import Operation, OperationKind
-from shardplan.program.sibling_fusion import fuse_with_siblings
 from shardplan.program.tasks import PointLabel, Step, Task, TaskKind, sums_over_queries
 from shardplan.program.trace import ArrayClass, Trace
 

@@ -23,7 +23,7 @@ CODE = (
 """Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
 SEQUENCE_CODE = ("attention/**/*", "positions/*", "runtime/private_jax")
 """Further such modules, used if the plan shards positions."""
-FACTS_CODE = ("cost/*", "model/*", "positions/*", "program/*", "steps/*", "verify/model_facts")
+FACTS_CODE = ("cost/*", "model/*", "positions/*", "program/**/*", "steps/*", "verify/model_facts")
 """Modules that make the facts about a model, see `shardplan.verify.model_facts`."""
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardplan.program.fusion import Fusion
+from shardplan.program.fusion.fusion import Fusion
 from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
 

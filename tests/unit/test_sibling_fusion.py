@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from shardplan.program.fusion.siblings import fuse_with_siblings
 from shardplan.program.operations import OperationKind
-from shardplan.program.sibling_fusion import fuse_with_siblings
 from shardplan.program.trace import Argument, trace_jaxpr
 
 EXPERTS, ROWS, EMBED, MLP = 4, 64, 8, 16

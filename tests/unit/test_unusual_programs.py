@@ -18,7 +18,7 @@ from shardplan.model.registry import abstract_module, build_model
 from shardplan.plan.pins import Rules
 from shardplan.plan.workload import Workload
 from shardplan.program.named_arrays import TracedArray
-from shardplan.program.primitives import RULES
+from shardplan.program.naming.primitives import PRIMITIVES
 from shardplan.program.step_trace import plan_step, trace_step
 from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
@@ -131,7 +131,7 @@ def test_unrolled_layers_are_planned_as_a_loop_over_them(make_config, layers):
 
 def test_a_plan_says_what_is_not_priced(monkeypatch, make_config):
     """Found by the search, or given: both say so, and the text of a dry run shows it."""
-    monkeypatch.delitem(RULES, "logistic")
+    monkeypatch.delitem(PRIMITIVES, "logistic")
     config = make_config(model_ref=GOLDEN / "llama", hardware_slice="v4-8", workload_batch=8, workload_position=60)
     model = model_from_config(config)
     plan = make_plan(config, model)

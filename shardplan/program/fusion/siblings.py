@@ -7,7 +7,7 @@ factors in a gated MLP are one loop, which writes both over rows that it reads.
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
-from shardplan.program.fusion import Fusion
+from shardplan.program.fusion.fusion import Fusion
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.operations import Operation, OperationKind
 

@@ -13,15 +13,9 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from shardplan.program.named_arrays import TracedArray, is_scores
+from shardplan.program.naming.primitives import find_primitive
 from shardplan.program.operations import Operation, OperationKind
 
-VIEW_PRIMITIVES = {
-    "reshape", "transpose", "squeeze", "expand_dims", "sharding_constraint", "name", "copy", "copy_p", "stop_gradient",
-    "optimization_barrier", "broadcast_in_dim", "slice", "reduce_precision",
-}  # fmt: skip
-"""Primitives whose results are views of their operands, or are recomputed where they are used."""
-SUM_PRIMITIVES = {"add", "add_any"}
-CAST_PRIMITIVES = {"convert_element_type"}
 FUSIBLE = (OperationKind.ELEMENTWISE, OperationKind.CONTRACTION)
 """Kinds of operations whose results may exist only inside a fused operation."""
 SEVERAL = -1
@@ -130,7 +124,7 @@ class Fusion:
         if base not in self._producer:
             return (value,)
         operation = self.operations[self._producer[base]]
-        is_product = operation.kind == OperationKind.ELEMENTWISE and operation.primitive == "dot_general"
+        is_product = operation.kind == OperationKind.ELEMENTWISE and find_primitive(operation.primitive).is_product
         return operation.operands if is_product else (value,)
 
     def fused_matmuls(self, operation: Operation) -> list[Operation]:
@@ -176,7 +170,8 @@ class Fusion:
         inputs = sorted({each for origin in origins for each in origin.largest_inputs}, reverse=True)
         matmuls = [origin.last_matmul for origin in origins if origin.last_matmul is not None]
         are_summed = all(each.summed_matmuls for each in origins)
-        is_sum = operation.primitive in SUM_PRIMITIVES | CAST_PRIMITIVES and are_summed
+        primitive = find_primitive(operation.primitive)
+        is_sum = (primitive.is_sum or primitive.is_cast) and are_summed
         summed = {each.last_summed for each in origins if is_sum and each.last_summed is not None}
         several = any(each.summed_matmuls > 1 for each in origins)
         return _Origin(
@@ -197,7 +192,7 @@ class Fusion:
         final = {each if each == SEVERAL else self.operations[self._producer[each]].results[0] for each in needed}
         return _Use(
             value if others else None if not final else final.pop() if len(final) == 1 else SEVERAL,
-            any(each.primitive.startswith("reduce_") for each in elementwise)
+            any(find_primitive(each.primitive).is_reduction for each in elementwise)
             or any(use.is_reduced for use in later.values()),
             any(each.groups > 1 for each in others) or any(use.by_grouped for use in later.values()),
             any(each.groups == 1 for each in others) or any(use.by_others for use in later.values()),
@@ -211,8 +206,9 @@ class Fusion:
         operation = self.operations[consumers[0]]
         others = [operand for operand in map(self.base_of, operation.operands) if operand != value]
         are_summed = bool(others) and all(self._origin(operand).summed_matmuls for operand in others)
-        is_sum = operation.primitive in SUM_PRIMITIVES and are_summed
-        return self._sums[operation.results[0]] if is_sum or operation.primitive in CAST_PRIMITIVES else value
+        primitive = find_primitive(operation.primitive)
+        is_sum = primitive.is_sum and are_summed
+        return self._sums[operation.results[0]] if is_sum or primitive.is_cast else value
 
     def _find_sources(self, operation: Operation, value: int) -> tuple[frozenset[int], frozenset[int]]:
         """Find the values in memory from which a result is computed, and the matmuls that are fused for it."""
@@ -232,9 +228,10 @@ class Fusion:
         if operation.kind != OperationKind.ELEMENTWISE or len(operation.results) != 1 or not operation.operands:
             return False
         operand, result = self.arrays[operation.operands[0]], self.arrays[operation.results[0]]
-        if operation.primitive in VIEW_PRIMITIVES:
+        primitive = find_primitive(operation.primitive)
+        if primitive.is_view:
             return True
-        if operation.primitive in CAST_PRIMITIVES and result.weight is None:
+        if primitive.is_cast and result.weight is None:
             return operand.itemsize < result.itemsize
         # a scaled copy of a weight is computed where the weight is used
         return result.weight is not None and result.weight == operand.weight and result.itemsize == operand.itemsize

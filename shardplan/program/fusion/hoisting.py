@@ -3,10 +3,8 @@
 from collections.abc import Sequence, Set
 
 from shardplan.program.named_arrays import TracedArray
+from shardplan.program.naming.primitives import find_primitive
 from shardplan.program.operations import Operation, OperationKind
-
-COPYING_PRIMITIVES = {"pad", "transpose", "convert_element_type"}
-"""Primitives that copy an array in another form."""
 
 
 def invariant_copies(loop: Operation, arrays: Sequence[TracedArray]) -> Set[int]:
@@ -23,6 +21,6 @@ def invariant_copies(loop: Operation, arrays: Sequence[TracedArray]) -> Set[int]
             varying.update(results)
         elif operation.kind == OperationKind.RESHARD:
             copies.update(result for result in results if arrays[result].is_local)
-        elif operands & copies and operation.primitive in COPYING_PRIMITIVES:
+        elif operands & copies and find_primitive(operation.primitive).is_rewrite:
             copies.update(results)
     return copies

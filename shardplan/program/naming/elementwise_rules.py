@@ -1,0 +1,127 @@
+"""Rules for primitives that compute elements from elements, or change the shape of an array."""
+
+from dataclasses import replace
+from typing import Any
+
+from shardplan.program.named_arrays import (
+    Dim,
+    TracedArray,
+    adopt_names,
+    most_named,
+    reshape_factors,
+    size_of,
+)
+from shardplan.program.naming.axis_naming import AxisNaming, RuleResult, itemsize_of, unnamed_dims
+from shardplan.program.operations import OperationKind
+
+
+def elementwise(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+    """Name results by the operands of equal rank; a result with no such operand is reported as unnamed."""
+    for v in equation.outvars:
+        rank = len(v.aval.shape)
+        if rank and arrays and not any(len(array.dims) == rank for array in arrays):
+            naming.unnamed[equation.primitive.name] += 1
+    return source(naming, equation, arrays)
+
+
+def source(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+    """Give results the best names of the operands of equal rank, dimension by dimension where sizes agree.
+
+    As a rule of its own it is for primitives that make arrays, such as `iota`, whose results need no names.
+    """
+    results = []
+    for v in equation.outvars:
+        unnamed = unnamed_dims(v)
+        alike = [array for array in arrays if len(array.dims) == len(unnamed)]
+        dims = []
+        for i, dim in enumerate(unnamed):
+            fitting = [array.dims[i] for array in alike if size_of(array.dims[i]) == size_of(dim)]
+            dims.append(most_named(fitting or [dim]))
+        weights = {array.weight for array in arrays if array.elements > 1}
+        weight = weights.pop() if len(weights) == 1 else None
+        results.append(TracedArray(tuple(dims), itemsize_of(v), weight))
+    return OperationKind.ELEMENTWISE, results, {}
+
+
+def resize(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+    """Keep the names of the dimensions whose size does not change; in a shard_map those of all dimensions."""
+    results = []
+    for v in equation.outvars:
+        dims = unnamed_dims(v)
+        for array in arrays:
+            if len(array.dims) != len(dims):
+                continue
+            pairs = list(zip(dims, array.dims, strict=True))
+            dims = tuple(
+                most_named((new, old)) if size_of(new) == size_of(old) else _resized_dim(naming, new, old)
+                for new, old in pairs
+            )
+            if naming.is_local:
+                continue
+            for new, old in pairs:
+                if size_of(new) != size_of(old):
+                    naming.resized_axes.update(name for name, _ in old if isinstance(name, str))
+        results.append(TracedArray(dims, itemsize_of(v)))
+    return OperationKind.ELEMENTWISE, results, {}
+
+
+def update_slice(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+    """Write a slice into an array, whose unnamed dimensions get the names of the slice's in a shard_map."""
+    kind, results, extra = elementwise(naming, equation, arrays)
+    if naming.is_local:
+        pairs = zip(results[0].dims, arrays[1].dims, strict=True)
+        update = replace(arrays[1], dims=tuple(_resized_dim(naming, new, old) for new, old in pairs))
+        results = [adopt_names(results[0], update.dims)]
+    return kind, results, extra
+
+
+def broadcast(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+    """Repeat an array along new dimensions, which have no names."""
+    v = equation.outvars[0]
+    dims = list(unnamed_dims(v))
+    for dim, i in zip(arrays[0].dims, equation.params["broadcast_dimensions"], strict=True):
+        if size_of(dim) == size_of(dims[i]):
+            dims[i] = dim
+    return OperationKind.ELEMENTWISE, [TracedArray(tuple(dims), itemsize_of(v), arrays[0].weight)], {}
+
+
+def transpose(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+    """Put the dimensions of an array in another order."""
+    array = arrays[0]
+    dims = tuple(array.dims[i] for i in equation.params["permutation"])
+    return OperationKind.ELEMENTWISE, [replace(array, dims=dims)], {}
+
+
+def reshape(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+    """Flatten dimensions or split them, each with the logical axes that it consists of."""
+    v = equation.outvars[0]
+    dims = reshape_factors(arrays[0].factors, v.aval.shape, naming.merged_axes)
+    if dims is None:
+        naming.unnamed["reshape"] += 1
+        dims = unnamed_dims(v)
+    return OperationKind.ELEMENTWISE, [replace(arrays[0], dims=dims)], {}
+
+
+def reduce(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+    """Combine all elements along the reduced dimensions, which the results do not have."""
+    reduced = equation.params["axes"]
+    results = []
+    for array, v in zip(arrays, equation.outvars, strict=False):
+        dims = tuple(dim for i, dim in enumerate(array.dims) if i not in reduced)
+        results.append(TracedArray(dims, itemsize_of(v)))
+    return OperationKind.ELEMENTWISE, results, {}
+
+
+def top_k(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+    """The largest elements along a dimension: every device can find those of its own part, of which few are left.
+
+    The few that devices exchange afterwards are not counted.
+    """
+    dims = arrays[0].dims[:-1]
+    results = [TracedArray((*dims, ((None, v.aval.shape[-1]),)), itemsize_of(v)) for v in equation.outvars]
+    return OperationKind.ELEMENTWISE, results, {}
+
+
+def _resized_dim(naming: AxisNaming, new: Dim, old: Dim) -> Dim:
+    """A dimension `new` that is a slice of `old`, or `old` with padding: it keeps a name in a shard_map alone."""
+    return ((old[0][0], size_of(new)),) if naming.is_local and len(old) == 1 else new

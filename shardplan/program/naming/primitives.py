@@ -1,0 +1,170 @@
+"""The table of JAX primitives: how the axes of results are named, and what a compiler does with each primitive.
+
+To add a primitive, add a row to `ROWS`. A primitive without a row is traced as elementwise, and is reported as not
+priced.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex
+
+from shardplan.hardware import CollectiveKind
+from shardplan.program.named_arrays import TracedArray, shape_of
+from shardplan.program.naming.axis_naming import AxisNaming, Rule, RuleResult
+from shardplan.program.naming.elementwise_rules import (
+    broadcast,
+    elementwise,
+    reduce,
+    reshape,
+    resize,
+    source,
+    top_k,
+    transpose,
+    update_slice,
+)
+from shardplan.program.naming.lookup_rules import gather, scatter_add
+from shardplan.program.naming.matmul_rules import convolve, dot, ragged_dot
+from shardplan.program.naming.sharding_rules import collective, constrain
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """A row of the table: JAX primitives that are traced alike."""
+
+    names: tuple[str, ...]
+    rule: Rule | None = elementwise
+    """Names the axes of results; None for control flow, whose jaxpr is traced instead."""
+    is_view: bool = False
+    """Whether the result is a view of the operand, or is recomputed where it is used."""
+    is_sum: bool = False
+    """Whether the result is the sum of the operands."""
+    is_cast: bool = False
+    """Whether the result is the operand in another type."""
+    is_product: bool = False
+    """Whether the operands are multiplied by each other; where nothing is contracted, element by element."""
+    is_scaling: bool = False
+    """Whether the last operand scales the first one: with a constant of 1 the result is the first operand."""
+    is_reduction: bool = False
+    """Whether the result combines all elements along a dimension, so that all of them are needed first."""
+    is_rewrite: bool = False
+    """Whether an array is written in another form; a compiler moves it out of a loop if the array does not change."""
+    ordered_dimensions: str | None = None
+    """The parameter with the dimensions along which elements are ordered or accumulated."""
+    result_dimensions: Callable[[Mapping[str, Any]], Sequence[int]] | None = None
+    """For each dimension of the operand its place in the result, from the parameters of an equation."""
+    approximation: str | None = None
+    """What is counted instead of work that the jaxpr does not determine, or that no rule knows."""
+
+
+ROWS = (
+    Primitive((
+        "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+        "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "cos", "cosh", "digamma", "eq",
+        "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag",
+        "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min",
+        "mulhi", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "polygamma", "population_count", "pow",
+        "real", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
+        "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
+        "xor",
+    )),
+    Primitive(("add", "add_any"), is_sum=True),
+    Primitive(("mul", "div"), is_scaling=True),
+    Primitive(("convert_element_type",), is_cast=True, is_rewrite=True),
+    Primitive(("pvary", "reshard", "tie")),
+    Primitive(
+        ("copy", "copy_p", "name", "optimization_barrier", "reduce_precision", "stop_gradient"), is_view=True
+    ),
+    Primitive(("broadcast_in_dim",), broadcast, is_view=True, result_dimensions=lambda p: p["broadcast_dimensions"]),
+    Primitive(
+        ("transpose",), transpose, is_view=True, is_rewrite=True,
+        result_dimensions=lambda p: np.argsort(p["permutation"]).tolist(),
+    ),
+    Primitive(("reshape", "squeeze", "expand_dims"), reshape, is_view=True),
+    Primitive(("sharding_constraint",), constrain, is_view=True),
+    Primitive(("slice",), resize, is_view=True),
+    Primitive(("dynamic_slice", "concatenate", "split"), resize),
+    Primitive(("pad",), resize, is_rewrite=True),
+    Primitive(("dynamic_update_slice",), update_slice),
+    Primitive(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), ordered_dimensions="axis"),
+    Primitive(("rev",), ordered_dimensions="dimensions"),
+    Primitive(("sort",), ordered_dimensions="dimension"),
+    Primitive(("scatter",)),
+    Primitive(
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"), reduce, is_reduction=True
+    ),
+    Primitive(("argmax", "argmin"), reduce),
+    Primitive(("top_k",), top_k),
+    Primitive((
+        "iota", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
+        "axis_index", "empty", "empty2", "create_token", "platform_index", "rng_bit_generator", "threefry2x32",
+    ), source),
+    Primitive(("dot_general",), dot, is_product=True),
+    Primitive(("ragged_dot_general",), ragged_dot),
+    Primitive(
+        ("conv_general_dilated",), convolve,
+        approximation="convolutions, of which the exchange of neighbours along a sharded axis is not counted",
+    ),
+    Primitive(("gather",), gather),
+    Primitive(("scatter-add",), scatter_add),
+    Primitive(("psum", "psum_invariant", "pmax", "pmin"), collective(CollectiveKind.ALL_REDUCE)),
+    Primitive(("all_gather", "all_gather_invariant"), collective(CollectiveKind.ALL_GATHER)),
+    Primitive(("reduce_scatter",), collective(CollectiveKind.REDUCE_SCATTER)),
+    Primitive(("all_to_all",), collective(CollectiveKind.ALL_TO_ALL)),
+    Primitive(("ppermute",), collective(CollectiveKind.COLLECTIVE_PERMUTE)),
+    Primitive(("pallas_call",), approximation="kernels, of which only operands and results are counted"),
+    Primitive(
+        ("while",), rule=None,
+        approximation="loops whose length depends on data, of which one trip is counted",
+    ),
+    Primitive(("cond",), rule=None, approximation="choices between branches, of which the last is counted"),
+)  # fmt: skip
+
+PRIMITIVES = {name: row for row in ROWS for name in row.names}
+"""Name of a primitive -> its row."""
+WITHOUT_ROW = Primitive((), rule=None)
+"""In place of a row, for a primitive that has none."""
+
+
+def find_primitive(name: str) -> Primitive:
+    """Return the row of a primitive; `WITHOUT_ROW` if it has none."""
+    return PRIMITIVES.get(name, WITHOUT_ROW)
+
+
+def name_results(naming: AxisNaming, name: str, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+    """Return the results of one equation, traced as the primitive `name`; without a rule as if it were elementwise."""
+    rule = find_primitive(name).rule
+    if rule is None:
+        naming.unpriced[name] += 1
+        rule = elementwise
+    return rule(naming, equation, arrays)
+
+
+def has_result_of_operands_shape(name: str) -> bool:
+    """Whether results of the primitive `name` have the same logical axes as the operands of their shape."""
+    return find_primitive(name).rule in (None, elementwise, source)
+
+
+def moved_axes(equation: Any, arrays: list[TracedArray]) -> Iterator[tuple[str, TracedArray]]:
+    """Yield the logical axes along which an equation moves elements, each with the operand that has it.
+
+    Devices that have shards of such an axis exchange elements. A single element, as the last position, does not count.
+    """
+    primitive = find_primitive(equation.primitive.name)
+    for array in arrays:
+        dims: Iterable[int] = ()
+        if primitive.ordered_dimensions is not None:
+            along = equation.params[primitive.ordered_dimensions]
+            dims = (along,) if isinstance(along, int) else along
+        elif primitive.rule is resize and len(array.dims) == len(equation.outvars[0].aval.shape):
+            sizes = zip(shape_of(array), equation.outvars[0].aval.shape, strict=True)
+            dims = [i for i, (old, new) in enumerate(sizes) if old != new and 1 not in (old, new)]
+        for i in dims:
+            yield from ((name, array) for name, _ in array.dims[i] if isinstance(name, str))
+
+
+def is_one(atom: Any) -> bool:
+    """Whether an operand of an equation is the scalar constant 1."""
+    return isinstance(atom, jex.Literal) and np.ndim(atom.val) == 0 and bool(atom.val == 1)

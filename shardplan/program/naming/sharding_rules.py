@@ -1,0 +1,37 @@
+"""Rules for sharding constraints, and for the collectives of a `shard_map`."""
+
+from dataclasses import replace
+from typing import Any
+
+from shardplan.hardware import CollectiveKind
+from shardplan.hardware.mesh_axes import MESH_AXES
+from shardplan.program.named_arrays import TracedArray, adopt_names, dims_of_spec, shape_of
+from shardplan.program.naming.axis_naming import AxisNaming, Rule, RuleResult, itemsize_of
+from shardplan.program.naming.elementwise_rules import elementwise
+from shardplan.program.operations import OperationKind
+
+
+def constrain(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+    """Take names from a sharding: the program is traced on a mesh with one axis for every logical axis."""
+    array = arrays[0]
+    dims = dims_of_spec(equation.params["sharding"].spec, shape_of(array))
+    return OperationKind.ELEMENTWISE, [adopt_names(array, dims)], {}
+
+
+def collective(kind: CollectiveKind) -> Rule:
+    """Return the rule for a collective of a shard_map that is compiled to a collective of `kind`."""
+
+    def name_result(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+        """A collective over the mesh axes that it names; elementwise if it names logical axes alone."""
+        if all(shape_of(array) == v.aval.shape for array, v in zip(arrays, equation.outvars, strict=True)):
+            pairs = zip(arrays, equation.outvars, strict=True)
+            results = [replace(array, itemsize=itemsize_of(v)) for array, v in pairs]
+        else:
+            _, results, _ = elementwise(naming, equation, arrays)
+        named = equation.params.get("axes", equation.params.get("axis_name", ()))
+        mesh_axes = tuple(axis for axis in MESH_AXES if axis in ((named,) if isinstance(named, str) else named))
+        if not mesh_axes:
+            return OperationKind.ELEMENTWISE, results, {}
+        return OperationKind.COLLECTIVE, results, {"collective": kind, "mesh_axes": mesh_axes}
+
+    return name_result
