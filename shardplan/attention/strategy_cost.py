@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
+from shardplan.cost.buffer_roles import buffer_bytes
 from shardplan.cost.calibration import compiler_quirks, load_calibration
 from shardplan.cost.gspmd import device_cost
-from shardplan.cost.memory import buffer_bytes
 from shardplan.cost.roofline import task_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import MeshPlacement, Slice, divisors, place_mesh

@@ -14,8 +14,9 @@ import equinox as eqx
 import jax
 
 from shardplan.config import PlanConfig
+from shardplan.cost.buffer_roles import MemoryPart
 from shardplan.cost.calibration import compiler_quirks
-from shardplan.cost.memory import MemoryPart, memory_by_part
+from shardplan.cost.memory import memory_by_part
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import Slice
 from shardplan.levanter_config.training_extras import LARGER_STATE, OPTIMIZERS, TrainingExtras

@@ -3,8 +3,9 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+from shardplan.cost.buffer_roles import buffer_bytes
 from shardplan.cost.calibration import load_calibration
-from shardplan.cost.memory import buffer_bytes, memory_by_part, point_bytes, schedule, stored_buffers
+from shardplan.cost.memory import memory_by_part, point_bytes, schedule, stored_buffers
 from shardplan.cost.roofline import exposed_parts, step_tasks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import Slice, place_mesh

@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardplan.cost.buffer_roles import ROLES
 from shardplan.cost.calibration import Calibration
 from shardplan.cost.gspmd import depends_on_params
 from shardplan.cost.matmul import local_matmul
-from shardplan.cost.memory import ATTENTION_ROLES, ROLES_WITH_STORED_SHARDING, stored_buffers
+from shardplan.cost.memory import stored_buffers
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice, divisors
@@ -373,13 +374,9 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
         return KeyedTask(task, count, key(arrays, stored=False, attends=attends), full_key)
 
     def keyed_buffer(buffer: LiveBuffer) -> KeyedBuffer:
-        arrays = (buffer.array, *buffer.related_arrays)
-        stored = (
-            buffer.is_read_by_grouped_matmuls
-            or buffer.role in ROLES_WITH_STORED_SHARDING
-            or any(map(is_stored, arrays))
-        )
-        return KeyedBuffer(buffer, key(arrays, stored=stored, attends=buffer.role in ATTENTION_ROLES))
+        arrays, role = (buffer.array, *buffer.related_arrays), ROLES[buffer.role]
+        stored = buffer.is_read_by_grouped_matmuls or role.depends_on_storage or any(map(is_stored, arrays))
+        return KeyedBuffer(buffer, key(arrays, stored=stored, attends=role.depends_on_attention))
 
     counts = np.array([[[point[buffer] for buffer in buffers] for point in points] for points in schedules], float)
     return ComponentCost(

@@ -7,7 +7,8 @@ import jax
 import pytest
 from traced_layer import LAYERS, MESH, TOKENS, WEIGHT, B, E, M, P, V, traced_step
 
-from shardplan.cost.memory import ROLES_WITH_STORED_SHARDING, buffer_bytes, estimate_memory, point_bytes
+from shardplan.cost.buffer_roles import ROLES, buffer_bytes
+from shardplan.cost.memory import estimate_memory, point_bytes
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
@@ -201,7 +202,7 @@ def test_bytes_that_depend_on_stored_parameters():
     assert {BufferRole.SUMMED_ROWS, BufferRole.GATHERED_ROWS, BufferRole.UNSLICED_ROWS} < roles
     for buffer in changed:
         of_parameters = map(sharded.is_stored_like_a_parameter, (buffer.array, *buffer.related_arrays))
-        assert buffer.is_read_by_grouped_matmuls or buffer.role in ROLES_WITH_STORED_SHARDING or any(of_parameters)
+        assert buffer.is_read_by_grouped_matmuls or ROLES[buffer.role].depends_on_storage or any(of_parameters)
 
 
 @pytest.mark.parametrize(("name", "times"), [("adamw", 2), ("lion", 1), ("sgd", 0), ("adafactor", 0)])

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.cost.attention import has_kernel
+from shardplan.cost.buffer_roles import ROLES, buffer_bytes
 from shardplan.cost.gspmd import DeviceCost, device_cost, device_cost_lower_bound, weight_bytes
-from shardplan.cost.memory import ATTENTION_ROLES, buffer_bytes
 from shardplan.cost.roofline import task_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import place_mesh
@@ -108,7 +108,8 @@ class MeshCosts:
         if self.space.requires_kernel and not all(has_kernel(each.task, assignment) for each in attention):
             return None
         seconds = sum(count * self._min_seconds(task, key(choices), assignment) for task, count, key, _ in attention)
-        sizes = [buffer_bytes(buffer, assignment) for buffer, _ in component.buffers if buffer.role in ATTENTION_ROLES]
+        buffers = [buffer for buffer, _ in component.buffers if ROLES[buffer.role].depends_on_attention]
+        sizes = [buffer_bytes(buffer, assignment) for buffer in buffers]
         return ComponentChoice(compute, {}, seconds, np.array(sizes))
 
     def _assignment(self, compute: ComputeSharding, params: dict[str, MeshAxes]) -> ShardingAssignment:

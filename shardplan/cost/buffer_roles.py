@@ -1,0 +1,375 @@
+"""The table of roles of live buffers: what each buffer is, when it lives, and its bytes on one device. Pure.
+
+`shardplan.program.walk` says which buffers of which role are live at a point of the program, whatever the sharding.
+What a buffer takes in memory under a sharding, and with the quirks of a compiler, is the role's `bytes`: 0 where the
+compiler or the sharding needs no such buffer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from shardplan.cost.attention import FLOAT32_BYTES, extra_attention_bytes
+from shardplan.cost.partitioned_lookup import partition_lookup
+from shardplan.cost.sharding import ShardingAssignment
+from shardplan.program.live_buffers import BufferRole, LiveBuffer
+from shardplan.program.named_arrays import TracedArray, score_positions
+
+FLASH_BLOCK = 1024
+"""Side of the block of attention scores that Levanter's flash attention computes without a kernel, in tokens."""
+
+
+class MemoryPart(StrEnum):
+    """The parts of a device's memory, by which a plan reports it."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    CAST_PARAMETERS = "cast_parameters"
+    GATHERED_WEIGHTS = "gathered_weights"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A row of the table: why a buffer is in memory, when it lives, and how large it is."""
+
+    name: BufferRole
+    meaning: str
+    """What the buffer is."""
+    lifetime: str
+    """When it is in memory."""
+    bytes: Callable[[LiveBuffer, ShardingAssignment], float]
+    """Bytes of a buffer on one device."""
+    part: MemoryPart | None = None
+    """The part of memory that it is reported in; None where the part follows from the array."""
+    depends_on_storage: bool = False
+    """Whether the bytes of an activation depend on how parameters are stored; parameters and gradients always do."""
+    depends_on_attention: bool = False
+    """Whether the bytes depend on the method of attention."""
+
+
+def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a live buffer on one device; 0 where the compiler or the sharding needs none."""
+    return ROLES[buffer.role].bytes(buffer, assignment)
+
+
+def stored_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a buffer in the sharding that its array has between tasks."""
+    return assignment.bytes(buffer.array)
+
+
+def live_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a value between tasks; if grouped matmuls read it, in the sharding of their parameters."""
+    return assignment.bytes(buffer.array, assignment.params if buffer.is_read_by_grouped_matmuls else None)
+
+
+def gathered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a parameter after its all-gather; 0 if it is not gathered."""
+    gather = assignment.weight_gather(buffer.array)
+    return gather.bytes if gather else 0.0
+
+
+def reordered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes that the all-gather of a parameter needs beyond its result."""
+    gather = assignment.weight_gather(buffer.array)
+    return (gather.copies - 1) * gather.bytes if gather else 0.0
+
+
+def prefetched_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a parameter that is gathered early; a gather that leaves it out of order waits until it is used."""
+    gather = assignment.weight_gather(buffer.array) if assignment.quirks.gathers_early else None
+    return gather.bytes if gather and gather.copies == 1 else 0.0
+
+
+def gathered_first_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a parameter of the head that is gathered at the start of the program, rather than before its use.
+
+    The compiler does so where the gather is along several dimensions and leaves the parameter sharded, on all
+    generations but tpu7x (docs/log.md).
+    """
+    gather = assignment.weight_gather(buffer.array)
+    if gather is None or assignment.quirks.gathers_early:
+        return 0.0
+    is_partial = assignment.num_shards(buffer.array, assignment.compute) > 1
+    return gather.bytes if gather.num_dimensions > 1 and is_partial else 0.0
+
+
+def unscattered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a result before its reduce-scatter; 0 if it needs none."""
+    result = buffer.array
+    is_stored = assignment.is_stored_like_a_parameter(result)
+    is_scattered = is_stored and assignment.num_shards(result) > assignment.num_shards(result, assignment.compute)
+    return assignment.bytes(result, assignment.compute) if is_scattered else 0.0
+
+
+def unsummed_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a result before its reduce-scatter, beyond the shard that stays."""
+    unscattered = unscattered_bytes(buffer, assignment)
+    return unscattered - assignment.bytes(buffer.array) if unscattered else 0.0
+
+
+def local_gradient_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a device's own gradient of a parameter; 0 for an activation."""
+    is_gradient = assignment.is_stored_like_a_parameter(replace(buffer.array, is_local=False))
+    return assignment.bytes(buffer.array) if is_gradient else 0.0
+
+
+def float32_result_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of the rows that a kernel of grouped matmuls writes in float32; 0 if it writes their own type."""
+    rows = buffer.array
+    return _float32_bytes(rows, assignment) if _is_written_in_float32(rows, assignment) else 0.0
+
+
+def summand_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of rows that are added to others, in float32 if they are written so."""
+    rows = buffer.array
+    if _is_written_in_float32(rows, assignment):
+        return _float32_bytes(rows, assignment)
+    return assignment.bytes(rows, assignment.params if _is_sliced(rows, assignment) else None)
+
+
+def summed_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of the sum of rows; 0 where the compiler writes it over a summand."""
+    is_converted = _is_written_in_float32(buffer.array, assignment) or _is_sliced(buffer.array, assignment)
+    return 0.0 if assignment.quirks.frees_rows and not is_converted else live_bytes(buffer, assignment)
+
+
+def unfreed_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of rows that the compiler does not free after their last use."""
+    return 0.0 if assignment.quirks.frees_rows else live_bytes(buffer, assignment)
+
+
+def unsliced_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of rows of which grouped matmuls take slices."""
+    return assignment.bytes(buffer.array) if _is_sliced(buffer.array, assignment) else 0.0
+
+
+def sliced_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of the slices of rows, where the compiler frees the rows and keeps the slices."""
+    is_kept = assignment.quirks.frees_rows and _is_sliced(buffer.array, assignment)
+    return assignment.bytes(buffer.array, assignment.params) if is_kept else 0.0
+
+
+def gathered_row_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of rows that are gathered from slices before they are used."""
+    is_early = assignment.quirks.frees_rows and _is_sliced(buffer.array, assignment)
+    return live_bytes(buffer, assignment) if is_early else 0.0
+
+
+def held_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of what stays in memory for the gradients of experts, where the compiler frees the rows."""
+    return live_bytes(buffer, assignment) if assignment.quirks.frees_rows else 0.0
+
+
+def lookup_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of the gathered table and the transient copies of a lookup."""
+    steps = partition_lookup(buffer.related_arrays[0], buffer.array, assignment)
+    return steps.gathered_table_bytes + steps.transient_bytes
+
+
+def copied_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a copy of stacked parameters; 0 where the compiler does not copy them."""
+    return assignment.bytes(buffer.array) if assignment.quirks.copies_stacks else 0.0
+
+
+def score_block_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of the block of scores that attention without a kernel works on."""
+    if not assignment.quirks.plain_attention:
+        return 0.0
+    scores = buffer.array
+    size = scores.elements / assignment.num_shards(scores, assignment.compute) * FLOAT32_BYTES
+    positions = score_positions(scores)
+    for name, count in scores.factors:
+        if name in positions:
+            size *= min(1.0, FLASH_BLOCK / count)
+    return size
+
+
+def _is_written_in_float32(rows: TracedArray, assignment: ShardingAssignment) -> bool:
+    """Whether the kernel of grouped matmuls writes `rows` in float32, to be converted afterwards."""
+    is_narrow = rows.itemsize < FLOAT32_BYTES
+    return assignment.quirks.wide_rows and is_narrow and not assignment.is_stored_like_a_parameter(rows)
+
+
+def _is_sliced(rows: TracedArray, assignment: ShardingAssignment) -> bool:
+    """Whether grouped matmuls take slices of `rows`, because their parameters have more shards."""
+    return assignment.num_shards(rows, assignment.params) > assignment.num_shards(rows)
+
+
+def _float32_bytes(rows: TracedArray, assignment: ShardingAssignment) -> float:
+    """Bytes per device of rows in float32, in the sharding of the parameters that they were multiplied with."""
+    return assignment.bytes(rows, assignment.params) * FLOAT32_BYTES / rows.itemsize
+
+
+ROWS = (
+    Role(
+        BufferRole.PARAMETER,
+        "A parameter in its stored sharding.",
+        "At every point.",
+        stored_bytes,
+        MemoryPart.PARAMETERS,
+    ),
+    Role(
+        BufferRole.OPTIMIZER_STATE,
+        "State of the optimizer, sharded like parameters.",
+        "At every point.",
+        stored_bytes,
+        MemoryPart.OPTIMIZER,
+    ),
+    Role(
+        BufferRole.LIVE,
+        "A value that an operation writes to memory.",
+        "From that operation to the last one that reads the value.",
+        live_bytes,
+    ),
+    Role(
+        BufferRole.GATHERED_WEIGHT,
+        "The all-gathered copy of a parameter.",
+        "Between its first and its last use in the body of a loop.",
+        gathered_bytes,
+        MemoryPart.GATHERED_WEIGHTS,
+    ),
+    Role(
+        BufferRole.REORDERED_WEIGHT,
+        "Another copy of a gathered parameter, whose elements the gather puts in order.",
+        "Until the gather is complete.",
+        reordered_bytes,
+        MemoryPart.GATHERED_WEIGHTS,
+    ),
+    Role(
+        BufferRole.PREFETCHED_WEIGHT,
+        "A parameter that the compiler gathers during the loop before its first use.",
+        "From that loop to the first use.",
+        prefetched_bytes,
+        MemoryPart.GATHERED_WEIGHTS,
+    ),
+    Role(
+        BufferRole.WEIGHT_GATHERED_FIRST,
+        "A parameter of the head that the compiler gathers at the start of the program.",
+        "From the start to the first use.",
+        gathered_first_bytes,
+        MemoryPart.GATHERED_WEIGHTS,
+    ),
+    Role(
+        BufferRole.UNSCATTERED_RESULT,
+        "The result of a matmul before its reduce-scatter: a gradient is unsharded until each device keeps its shard.",
+        "While the matmul runs.",
+        unscattered_bytes,
+    ),
+    Role(
+        BufferRole.SUM_OF_RESULT,
+        "The sum of an unscattered result over devices, if the compiler sums it at once.",
+        "While the matmul runs.",
+        unscattered_bytes,
+    ),
+    Role(
+        BufferRole.UNSUMMED_RESULT,
+        "An unscattered result that the compiler sums after the last loop.",
+        "From its matmul to the end of the last loop.",
+        unsummed_bytes,
+    ),
+    Role(
+        BufferRole.LOCAL_GRADIENT,
+        "A device's own gradient of a parameter, which the compiler sums over devices after the last loop.",
+        "From the end of its shard_map to the end of the last loop.",
+        local_gradient_bytes,
+        MemoryPart.GRADIENTS,
+    ),
+    Role(
+        BufferRole.FLOAT32_RESULT,
+        "The result of a grouped matmul in float32.",
+        "While the grouped matmul runs.",
+        float32_result_bytes,
+        depends_on_storage=True,
+    ),
+    Role(
+        BufferRole.FLOAT32_SUMMAND,
+        "A result of a grouped matmul in float32.",
+        "Until it is added to another such result.",
+        summand_bytes,
+        depends_on_storage=True,
+    ),
+    Role(
+        BufferRole.SUMMED_ROWS,
+        "The sum of results of grouped matmuls; the compiler writes it over one of them if it can.",
+        "While it is written.",
+        summed_bytes,
+        depends_on_storage=True,
+    ),
+    Role(
+        BufferRole.UNFREED_ROWS,
+        "Rows routed to experts that the compiler does not free.",
+        "From their last use until the gradients of experts are computed.",
+        unfreed_bytes,
+    ),
+    Role(
+        BufferRole.UNSLICED_ROWS,
+        "Rows for grouped matmuls before each device keeps the slices that it multiplies with its shards of experts.",
+        "While they are looked up.",
+        unsliced_bytes,
+        depends_on_storage=True,
+    ),
+    Role(
+        BufferRole.SLICED_ROWS,
+        "The slices of rows that grouped matmuls take, where parameters have more shards than rows.",
+        "From their last use until the gradients of experts are computed.",
+        sliced_bytes,
+        depends_on_storage=True,
+    ),
+    Role(
+        BufferRole.ROUTED_TOKENS,
+        "The tokens from which rows for experts are looked up.",
+        "From their last use until the gradients of experts are computed.",
+        held_bytes,
+    ),
+    Role(
+        BufferRole.FACTOR_OF_GRADIENT,
+        "A resharded factor of the gradient of rows, which the gradient of the routing weights reads again.",
+        "While the gradients of experts are computed.",
+        held_bytes,
+    ),
+    Role(
+        BufferRole.GATHERED_ROWS,
+        "The experts' result, computed again for the gradient of the routing weights and gathered from slices.",
+        "While the gradients of experts are computed.",
+        gathered_row_bytes,
+        depends_on_storage=True,
+    ),
+    Role(
+        BufferRole.LOOKUP_RESULT,
+        "The gathered table and the transient copies of a lookup.",
+        "While the lookup runs.",
+        lookup_bytes,
+    ),
+    Role(
+        BufferRole.COPIED_STACK,
+        "A copy of stacked parameters in another memory layout.",
+        "From before the loop over them until its end.",
+        copied_bytes,
+    ),
+    Role(
+        BufferRole.KEYS_OR_VALUES,
+        "Keys or values beyond a device's own; nonzero where positions are sharded.",
+        "While attention uses them.",
+        extra_attention_bytes,
+        depends_on_attention=True,
+    ),
+    Role(
+        BufferRole.KEYS_OR_VALUES_GRADIENT,
+        "The gradient of keys or values beyond a device's own.",
+        "While it is computed.",
+        extra_attention_bytes,
+        depends_on_attention=True,
+    ),
+    Role(
+        BufferRole.SCORES,
+        "A block of attention scores; a kernel never writes scores to memory.",
+        "While attention without a kernel computes it.",
+        score_block_bytes,
+    ),
+)
+
+ROLES = {row.name: row for row in ROWS}
+"""Name of a role -> its row."""
