@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict
 from typing import Any
@@ -24,16 +24,19 @@ from shardplan.checkpoint.session import Session, prepare
 from shardplan.config.command_flags import LoadingConfig, MonitoringConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError, SlowError
-from shardplan.eval.loop import Lanes, Loop, LoopStatistics, Scored, find_lanes, step_deadline
+from shardplan.eval.loop.inputs import InputsAhead
+from shardplan.eval.loop.lanes import Lanes, find_lanes
+from shardplan.eval.loop.loop import Loop, Scored, step_deadline
+from shardplan.eval.loop.shards import Shards
+from shardplan.eval.loop.statistics import LoopStatistics
 from shardplan.eval.results_folder import ResultsFolder, digest_of, read_windows
-from shardplan.eval.run_monitor import open_monitor
-from shardplan.eval.shards import Shards
+from shardplan.eval.run_monitor import RunMonitor, open_monitor
 from shardplan.eval.task import Task
 from shardplan.eval.texts.encoding import make_tokenizer
 from shardplan.eval.texts.reader import Source, SpecialTokens, make_source, special_tokens
 from shardplan.eval.texts.store import TextStore
 from shardplan.eval.texts.tokenizer import check_tokens, read_tokenizer
-from shardplan.eval.windows import Count, Windows
+from shardplan.eval.windows import Windows
 from shardplan.eval.workers import count_tokens, make_rows, open_workers
 from shardplan.execution import specialize
 from shardplan.monitoring.memory import COMPILED, LOADED
@@ -144,30 +147,26 @@ def run_evaluation(
                 processes.phase("evaluating", deadlines.step or step_deadline(plan.cost.step_seconds)) as advance,
             ):
                 progress.update(sum(ranges[shard][1] - ranges[shard][0] for shard in finished))
-
-                def on_step(count: Count) -> None:
-                    progress.update(count.windows)
-                    advance(progress.done, f"step {loop.statistics.steps}")
-                    monitor.on_step(loop.statistics, progress.done, total)
-
-                completed = loop.run(
+                inputs = InputsAhead(
                     shards,
                     remaining,
+                    lanes.own,
                     lambda first, last: workers.submit(make_rows, windows.job(first, last)),
-                    windows.count,
-                    lambda shard, scored: _write(results, windows, shards, shard, scored),
-                    lambda shard: monitor.goes_on(shard, is_preempted() or stops.is_set()),
-                    on_step,
                     check,
                 )
+                for step in loop.run(inputs, _until_stopped(remaining, monitor, stops), windows.count):
+                    progress.update(step.count.windows)
+                    advance(progress.done, f"step {loop.statistics.steps}")
+                    monitor.record_step(loop.statistics, progress.done, total)
+                    _write(results, windows, shards, step.shard, step.lanes)
             processes.wait_for_all("written")
             if is_first_process():
-                monitor.record_time(loop.statistics, completed)
+                monitor.record_time(loop.statistics, is_completed=not monitor.is_stopped)
         if monitor.too_slow is not None:
             error = SlowError(f"stopped: {monitor.too_slow}; the same command goes on from here")
             error.is_shared = True
             raise error
-        if not completed:
+        if monitor.is_stopped:
             return None
         return _finish(results, store, task, plan, loop.statistics, load, windows, processes)
 
@@ -264,6 +263,14 @@ def _warn_of_padding(windows: Windows, plan: Plan) -> None:
             windows.sequences, batch, plan.workload.position,
             needed if needed < batch else windows.sequences,
         )  # fmt: skip
+
+
+def _until_stopped(shards: Iterable[int], monitor: RunMonitor, stops: threading.Event) -> Iterator[int]:
+    """Yield shards, in all processes the same ones, until a process is to stop or the run is too slow."""
+    for shard in shards:
+        if not monitor.goes_on(shard, is_preempted() or stops.is_set()):
+            return
+        yield shard
 
 
 def _write(results: ResultsFolder, windows: Windows, shards: Shards, shard: int, scored: Mapping[int, Scored]) -> None:

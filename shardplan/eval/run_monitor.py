@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from shardplan.config.command_flags import MonitoringConfig
-from shardplan.eval.loop import LoopStatistics
+from shardplan.eval.loop.statistics import LoopStatistics
 from shardplan.eval.tracking import open_tracker, step_metrics
 from shardplan.hardware import parse_slice
 from shardplan.monitoring.audit import audit, format_audit
@@ -61,8 +61,10 @@ class RunMonitor:
         self._written = time.monotonic()
         self._slowness: str | None = None
         """Why the run is to be stopped, as process 0 has judged it and the others learn before the next shard."""
+        self.is_stopped = False
+        """Whether all processes have stopped the run before its end."""
         self.too_slow: str | None = None
-        """Why all processes have stopped the run before its end, if they have."""
+        """Why the run was stopped, if it was too slow."""
 
     def start(self) -> None:
         """Record what all processes run on."""
@@ -89,8 +91,8 @@ class RunMonitor:
             warn_of_excess(self._plan, stage, use)
             self._records.write(MEMORY, describe_memory(self._plan, self._stages))
 
-    def on_step(self, statistics: LoopStatistics, done: int, total: int) -> None:
-        """Track a step, and judge the speed once the run is warm.
+    def record_step(self, statistics: LoopStatistics, done: int, total: int) -> None:
+        """Track a finished step, and judge the speed once the run is warm.
 
         Args:
             done: windows that have results, those of earlier runs included.
@@ -118,7 +120,8 @@ class RunMonitor:
         )
         if answer == TOO_SLOW:
             self.too_slow = self._processes.broadcast("too slow", lambda: self._slowness)
-        return answer == 0
+        self.is_stopped = answer != 0
+        return not self.is_stopped
 
     def record_time(self, statistics: LoopStatistics, is_completed: bool) -> None:
         """Record where the time went."""

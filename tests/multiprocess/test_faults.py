@@ -308,7 +308,9 @@ def test_stacks_on_demand(checkpoint, long_text, tmp_path):
     time.sleep(2)
     for i in range(2):
         text = (results / f"stacks-{i}.txt").read_text()
-        assert re.search(r"SIGUSR1\nthis process was evaluating \(step.*most recent.*eval/loop\.py", text, re.DOTALL)
+        assert re.search(
+            r"SIGUSR1\nthis process was evaluating \(step.*most recent.*eval/loop/loop\.py", text, re.DOTALL
+        )
     processes[0].send_signal(signal.SIGTERM)
     codes, errors = finish(processes)
     assert codes == [0, 0] and "stopped after a whole shard" in errors[0], errors

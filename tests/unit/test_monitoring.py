@@ -8,7 +8,8 @@ import time
 import pytest
 
 from shardplan.config.sections import GateConfig
-from shardplan.eval.loop import Loop, LoopStatistics
+from shardplan.eval.loop.statistics import LoopStatistics, StepTimer
+from shardplan.eval.windows import Count
 from shardplan.hardware import GIB
 from shardplan.monitoring import heartbeat
 from shardplan.monitoring.gate import describe_slowness, least_ratio
@@ -58,12 +59,27 @@ def test_goodput_counts_the_attempts_that_were_stopped():
 
 
 def test_steps_that_take_far_longer_are_stalls():
-    loop = object.__new__(Loop)
-    loop.statistics, loop._stalls = LoopStatistics(), 0
+    statistics = LoopStatistics()
+    timer, now = StepTimer(statistics), 100.0
+    timer.add(Count(2, 20), now)
     for seconds in (1.0, 1.2, 0.8, 1.0, 31.0, 1.0, 2.9):
-        loop._add_step_time(seconds)
-    assert loop.statistics.stalled_seconds == pytest.approx(30.0)
-    assert loop.statistics.usual_step_seconds == pytest.approx((1.0 + 1.2 + 0.8 + 1.0 + 1.0 + 2.9) / 6)
+        now += seconds
+        timer.add(Count(2, 20), now)
+    assert statistics.stalled_seconds == pytest.approx(30.0)
+    assert statistics.usual_step_seconds == pytest.approx((1.0 + 1.2 + 0.8 + 1.0 + 1.0 + 2.9) / 6)
+    assert (statistics.windows, statistics.timed_windows, statistics.timed_tokens) == (16, 14, 140)
+    assert statistics.seconds == pytest.approx(38.9)
+
+
+def test_the_time_between_two_runs_of_a_program_is_not_counted():
+    statistics = LoopStatistics()
+    timer = StepTimer(statistics)
+    for first in (100.0, 500.0):
+        timer.start()
+        timer.add(Count(1, 0), first)
+        timer.add(Count(1, 0), first + 2.0)
+    assert (statistics.windows, statistics.timed_windows) == (4, 2)
+    assert statistics.seconds == pytest.approx(4.0) and statistics.stalled_seconds == 0
 
 
 def test_memory_above_the_plan_is_a_warning(plan, caplog):

@@ -1,7 +1,7 @@
 """Scores packed requests on the devices of a plan, with one compiled program."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -11,8 +11,11 @@ from jax.experimental import multihost_utils
 from shardplan.checkpoint.session import Session
 from shardplan.errors import ConfigError
 from shardplan.eval.harness.requests import PackedRequests
-from shardplan.eval.loop import Loop, LoopStatistics, Scored, find_lanes, step_deadline
-from shardplan.eval.shards import Shards
+from shardplan.eval.loop.inputs import InputsAhead
+from shardplan.eval.loop.lanes import find_lanes
+from shardplan.eval.loop.loop import Loop, step_deadline
+from shardplan.eval.loop.shards import Shards
+from shardplan.eval.loop.statistics import LoopStatistics
 from shardplan.eval.texts.tokenizer import check_tokens
 from shardplan.eval.windows import Count, Rows
 from shardplan.execution import specialize, step_program
@@ -76,15 +79,6 @@ class RequestScorer:
         def count(rows: int) -> Count:
             return Count(int(bounds[rows]), 0)
 
-        def on_shard(shard: int, scored: Mapping[int, Scored]) -> None:
-            for lane, (_, scores) in scored.items():
-                first, last = (min(each, packed.rows) for each in shards.lane_range(shard, lane))
-                requests = order[bounds[first] : bounds[last]]
-                start, end = (each[requests] - first * packed.position for each in (packed.start, packed.end))
-                log_probs[requests], is_greedy[requests] = sum_scores(scores["log_prob"], scores["rank"], start, end)
-                if on_scored is not None:
-                    on_scored(requests, log_probs[requests], is_greedy[requests])
-
         with (
             open_process_group() as processes,
             shared_progress(len(packed.start), "scoring", "requests") as progress,
@@ -92,23 +86,21 @@ class RequestScorer:
             ThreadPoolExecutor(1) as threads,
         ):
 
-            def on_step(scored: Count) -> None:
-                progress.update(scored.windows)
-                advance(progress.done, f"step {self.statistics.steps}")
-
             def make(first: int, last: int) -> Future[Rows]:
                 return threads.submit(lambda: Rows(packed.fill(first, last - first), {}))
 
-            self._loop.run(
-                shards,
-                range(shards.count),
-                make,
-                count,
-                on_shard,
-                goes_on=lambda _: True,
-                on_step=on_step,
-                check_token=lambda _: None,  # checked before, so that all processes end alike
-            )
+            inputs = InputsAhead(shards, range(shards.count), self._lanes.own, make)
+            for step in self._loop.run(inputs, range(shards.count), count):
+                progress.update(step.count.windows)
+                advance(progress.done, f"step {self.statistics.steps}")
+                for lane, (_, scores) in step.lanes.items():
+                    first, last = (min(each, packed.rows) for each in shards.lane_range(step.shard, lane))
+                    requests = order[bounds[first] : bounds[last]]
+                    start, end = (each[requests] - first * packed.position for each in (packed.start, packed.end))
+                    sums = sum_scores(scores["log_prob"], scores["rank"], start, end)
+                    log_probs[requests], is_greedy[requests] = sums
+                    if on_scored is not None:
+                        on_scored(requests, *sums)
             if jax.process_count() > 1:  # each has the requests of its lanes, and zeros
                 bits = multihost_utils.process_allgather(log_probs.view(np.uint32))  # JAX would round float64
                 log_probs = np.ascontiguousarray(bits).view(np.float64).sum(axis=0)

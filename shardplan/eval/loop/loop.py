@@ -1,0 +1,216 @@
+"""The loop over the steps of a run, as an iterator over finished steps.
+
+The devices never wait for their results to be used: `STEPS_AHEAD` further steps are given to them before the results of
+a step are fetched and yielded. Whoever iterates does everything else between two steps: files, progress, records.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import haliax as hax
+import jax
+import numpy as np
+from haliax import NamedArray
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardplan.eval.loop.inputs import InputsAhead
+from shardplan.eval.loop.lanes import Lanes
+from shardplan.eval.loop.statistics import LoopStatistics, StepTimer
+from shardplan.eval.windows import Count, Rows
+from shardplan.execution.aot_program import Program
+
+STEPS_AHEAD = 2
+"""Steps that are given to the devices before the results of an earlier one are fetched."""
+MIN_DEADLINE_S, DEADLINE_FACTOR = 300.0, 30.0
+"""A run is stuck if no step ends within `MIN_DEADLINE_S` seconds and `DEADLINE_FACTOR` times the predicted time."""
+
+
+def step_deadline(predicted_s: float) -> float:
+    """Return the seconds without the results of a step after which a run counts as stuck.
+
+    Args:
+        predicted_s: seconds that a step takes by the plan.
+    """
+    return max(MIN_DEADLINE_S, DEADLINE_FACTOR * predicted_s)
+
+
+class Scored(NamedTuple):
+    """The sequences of a lane in a shard, and their scores."""
+
+    rows: Rows
+    scores: Mapping[str, np.ndarray]
+    """Output of the program -> [sequence, position]."""
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step whose results were fetched."""
+
+    shard: int
+    count: Count
+    """Windows and tokens that the step has scored, over all devices of the run."""
+    lanes: Mapping[int, Scored]
+    """After the last step of a shard: lane -> its results in the whole shard, for the lanes that this process writes.
+
+    Empty after every other step.
+    """
+
+
+@dataclass(frozen=True)
+class _OpenShard:
+    """A shard of which not all steps are finished."""
+
+    number: int
+    steps: int
+    rows: Mapping[int, Rows]
+    """Lane -> its sequences."""
+    scores: dict[int, dict[str, list[np.ndarray]]] = field(default_factory=dict)
+    """Lane -> output of the program -> [sequence, position] of every finished step."""
+
+    def join(self) -> dict[int, Scored]:
+        """Return lane -> its sequences, and their scores in all steps."""
+        joined = {}
+        for lane, outputs in self.scores.items():
+            whole = {name: np.concatenate(parts) for name, parts in outputs.items()}
+            joined[lane] = Scored(self.rows[lane], whole)
+        return joined
+
+
+class _PendingStep(NamedTuple):
+    """A step that the devices compute, or whose results are not fetched yet."""
+
+    shard: _OpenShard
+    number: int
+    """Number of the step in the shard."""
+    scores: tuple[NamedArray, ...]
+
+
+class Loop:
+    """Runs a program over the sequences of shards."""
+
+    def __init__(self, module: Any, program: Program, options: Mapping[str, str], outputs: Sequence[str], lanes: Lanes):
+        """Compile the program.
+
+        Args:
+            module: the Levanter model with its arrays: the program's first argument. Its others are arrays [batch,
+                position] of one sharding, as are its results.
+            options: compiler options, as in `Plan.compiler_options`.
+            outputs: names of the results.
+            lanes: those of the program.
+        """
+        self._module, self._outputs, self._inputs = module, outputs, program.arguments[1:]
+        self._shape, self._lanes = self._inputs[0].array.shape, lanes
+        self.statistics = LoopStatistics()
+        self._timer = StepTimer(self.statistics)
+        started = time.perf_counter()
+        self._step = _with_whole_rows(program).compile(options)
+        self.statistics.compile_seconds, self.statistics.programs = time.perf_counter() - started, 1
+
+    def run(self, inputs: InputsAhead, shards: Iterable[int], count: Callable[[int], Count]) -> Iterator[FinishedStep]:
+        """Run the program over the sequences of `shards`, and yield every step once its results are fetched.
+
+        Args:
+            inputs: the sequences of these shards.
+            shards: the shards to begin, the same in all processes. The next one is requested when the devices have
+                all steps of the shard before, so that a generator can end the run there.
+            count: as `Windows.count`.
+        """
+        self._timer.start()
+        pending: deque[_PendingStep] = deque()
+        for number in shards:
+            rows = self._wait_for_rows(inputs.take(number), pending)
+            inputs.check(rows)
+            inputs.start_next()
+            shard = _OpenShard(number, inputs.shards.steps_of(number), rows)
+            for step in range(shard.steps):
+                pending.append(self._start_step(shard, step))
+                if len(pending) > STEPS_AHEAD:
+                    yield self._finish_step(pending.popleft(), inputs, count)
+        while pending:
+            yield self._finish_step(pending.popleft(), inputs, count)
+
+    def _wait_for_rows(self, futures: Mapping[int, Future[Rows]], pending: Sequence[_PendingStep]) -> dict[int, Rows]:
+        """Return the sequences of every lane; count the time that the devices wait for them."""
+        started = time.perf_counter()
+        if pending and not all(future.done() for future in futures.values()):
+            # the devices wait only from the end of their last step on
+            jax.block_until_ready(pending[-1].scores[0].array)
+            waited, started = started, time.perf_counter()
+            self.statistics.blocked_seconds += started - waited
+        rows = {lane: future.result() for lane, future in futures.items()}
+        if self.statistics.steps:
+            self.statistics.waiting_seconds += time.perf_counter() - started
+        return rows
+
+    def _start_step(self, shard: _OpenShard, step: int) -> _PendingStep:
+        """Give a step to the devices, and have its results copied to the host once they are there."""
+        scores = self._step(self._module, *self._place(shard.rows, step))
+        for array in scores:
+            array.array.copy_to_host_async()
+        self.statistics.steps += 1
+        return _PendingStep(shard, step, scores)
+
+    def _finish_step(self, step: _PendingStep, inputs: InputsAhead, count: Callable[[int], Count]) -> FinishedStep:
+        """Wait for the results of a step, and take them into the results of its shard."""
+        shard = step.shard
+        started = time.perf_counter()
+        jax.block_until_ready([array.array for array in step.scores])
+        self.statistics.blocked_seconds += time.perf_counter() - started
+        for name, array in zip(self._outputs, step.scores, strict=True):
+            for lane, values in self._to_host(array.array).items():
+                shard.scores.setdefault(lane, {}).setdefault(name, []).append(values)
+        scored = _count(count, inputs.shards.step_ranges(shard.number, step.number))
+        self._timer.add(scored, time.perf_counter())
+        is_last = step.number == shard.steps - 1
+        return FinishedStep(shard.number, scored, shard.join() if is_last else {})
+
+    def _place(self, rows: Mapping[int, Rows], step: int) -> list[NamedArray]:
+        """Put the inputs of a step on the devices of this process."""
+        height = self._lanes.sequences
+        part = slice(step * height, (step + 1) * height)
+
+        def place(number: int, like: NamedArray) -> NamedArray:
+            def values(index: tuple[slice, ...]) -> np.ndarray:
+                lane = (index[0].start or 0) // height
+                return rows[lane].inputs[number][part, index[1]]
+
+            return hax.named(jax.make_array_from_callback(self._shape, like.array.sharding, values), like.axes)
+
+        return [place(*each) for each in enumerate(self._inputs)]
+
+    def _to_host(self, array: jax.Array) -> dict[int, np.ndarray]:
+        """Return lane -> [sequence, position] of the results [batch, position] of a step, for written lanes."""
+        shards = {(each.index[0].start or 0) // self._lanes.sequences: each for each in array.addressable_shards}
+        return {lane: np.asarray(shards[lane].data) for lane in self._lanes.written}
+
+
+def _with_whole_rows(program: Program) -> Program:
+    """Return the program with a tuple of results whose rows are sharded like those of the tokens.
+
+    Each lane has all of its positions on every device, so that one process can write it, and nothing else is
+    replicated.
+    """
+    tokens = program.arguments[1]
+    # not by Haliax, which in some versions leaves the sharding of axes without a mapping to the compiler
+    by_row = NamedSharding(program.mesh, PartitionSpec(tokens.array.sharding.spec[0], None))
+
+    def function(*arguments: Any) -> tuple[NamedArray, ...]:
+        results = program.function(*arguments)
+        several = [each.rearrange(tokens.axes) for each in (results if isinstance(results, tuple) else (results,))]
+        return tuple(hax.named(jax.lax.with_sharding_constraint(each.array, by_row), each.axes) for each in several)
+
+    return replace(program, function=function)
+
+
+def _count(count: Callable[[int], Count], ranges: Iterable[tuple[int, int]]) -> Count:
+    """Count windows and tokens in ranges of sequences."""
+    windows = tokens = 0
+    for first, last in ranges:
+        before, after = count(first), count(last)
+        windows += after.windows - before.windows
+        tokens += after.tokens - before.tokens
+    return Count(windows, tokens)

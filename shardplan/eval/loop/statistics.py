@@ -1,0 +1,96 @@
+"""Counts and durations of the steps of a run. Pure."""
+
+from dataclasses import dataclass
+
+from shardplan.eval.windows import Count
+
+MIN_REGULAR, STALL_FACTOR = 3, 3.0
+"""A step is a stall if it takes more than `STALL_FACTOR` times the mean of at least `MIN_REGULAR` steps before it."""
+
+
+@dataclass
+class LoopStatistics:
+    """Counts and durations of a run."""
+
+    steps: int = 0
+    windows: int = 0
+    """Windows that were scored."""
+    tokens: int = 0
+    """Tokens that were scored, without context and padding."""
+    timed_windows: int = 0
+    """Windows whose results came after those of the first step."""
+    timed_tokens: int = 0
+    """Tokens of these windows."""
+    timed_steps: int = 0
+    """Steps of these windows."""
+    seconds: float = 0.0
+    """Time from the results of the first step to those of the last."""
+    compile_seconds: float = 0.0
+    programs: int = 0
+    """Programs that were compiled."""
+    waiting_seconds: float = 0.0
+    """Time in which the devices had nothing to compute, because sequences were not made yet."""
+    blocked_seconds: float = 0.0
+    """Time in which nothing was left to do but to wait for the results of the devices."""
+    stalled_seconds: float = 0.0
+    """Time of steps that took more than three times the usual, beyond the usual."""
+    usual_step_seconds: float = 0.0
+    """Mean time of the other steps."""
+
+    @property
+    def windows_per_second(self) -> float | None:
+        """Rate without the first step; None if there is no other one."""
+        return self.timed_windows / self.seconds if self.seconds else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean time of a step without the first one; None if there is no other one."""
+        return self.seconds / self.timed_steps if self.timed_steps else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Rate without the first step; None if there is no other one."""
+        return self.timed_tokens / self.seconds if self.seconds else None
+
+
+class StepTimer:
+    """Adds finished steps to statistics; the first step after a start is counted, but not timed."""
+
+    def __init__(self, statistics: LoopStatistics):
+        """Begin with no step."""
+        self._statistics = statistics
+        self._previous: float | None = None
+        """When the results of the step before came."""
+        self._stalls = 0
+
+    def start(self) -> None:
+        """Do not time the next step, since no step is before it."""
+        self._previous = None
+
+    def add(self, scored: Count, now: float) -> None:
+        """Add a step.
+
+        Args:
+            scored: what the step has scored.
+            now: when its results came, in seconds.
+        """
+        statistics = self._statistics
+        statistics.windows += scored.windows
+        statistics.tokens += scored.tokens
+        if self._previous is not None:
+            statistics.timed_windows += scored.windows
+            statistics.timed_tokens += scored.tokens
+            self._add_time(now - self._previous)
+        self._previous = now
+
+    def _add_time(self, seconds: float) -> None:
+        """Count the time between the results of two steps as usual, or as a stall."""
+        statistics = self._statistics
+        usual, regular = statistics.usual_step_seconds, statistics.timed_steps - self._stalls
+        statistics.timed_steps += 1
+        statistics.seconds += seconds
+        if regular >= MIN_REGULAR and seconds > STALL_FACTOR * usual:
+            self._stalls += 1
+            statistics.stalled_seconds += seconds - usual
+        else:
+            statistics.usual_step_seconds = (usual * regular + seconds) / (regular + 1)
