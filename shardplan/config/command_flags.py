@@ -8,6 +8,7 @@ from shardplan.config.sections import (
     CompilerConfig,
     DataConfig,
     DeadlineConfig,
+    EvaluationKind,
     GateConfig,
     HardwareConfig,
     LaunchConfig,
@@ -16,7 +17,6 @@ from shardplan.config.sections import (
     ModelConfig,
     Target,
     TaskConfig,
-    TaskKind,
     TrackerSection,
     check_minimum,
 )
@@ -226,7 +226,7 @@ class EvalCommand(MonitoringConfig, LoadingConfig, ReportingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_minimum("precision_study", self.precision_study, 1)
-        if self.precision_study is not None and self.task.kind is not TaskKind.EXTRACTION:
+        if self.precision_study is not None and self.task.kind is not EvaluationKind.EXTRACTION:
             raise ConfigError("precision_study compares windows of extraction; set task.kind to that")
         if self.precision_study is not None and self.plan is not None:
             raise ConfigError("precision_study plans for both types; leave plan out")
@@ -238,7 +238,7 @@ class EvalCommand(MonitoringConfig, LoadingConfig, ReportingConfig):
     @property
     def makes_windows(self) -> bool:
         """Whether windows are made later, whose length is known then."""
-        return self.task.kind is TaskKind.EXTRACTION or self.plan is not None
+        return self.task.kind is EvaluationKind.EXTRACTION or self.plan is not None
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class DataConfig:
         check_minimum("data.max_documents", self.max_documents, 1)
 
 
-class TaskKind(StrEnum):
+class EvaluationKind(StrEnum):
     """What is measured."""
 
     LOSS = "loss"
@@ -112,7 +112,7 @@ class StrideUnit(StrEnum):
 class TaskConfig:
     """What is measured."""
 
-    kind: TaskKind = TaskKind.LOSS
+    kind: EvaluationKind = EvaluationKind.LOSS
     """loss (of every text), or extraction (how probable its windows are)."""
     prefix: int = 50
     """Of extraction: tokens of a window that are given."""
@@ -144,7 +144,7 @@ class TaskConfig:
         if self.bos_in_prefix and self.special_tokens is False:
             raise ConfigError("task.bos_in_prefix is true, and task.special_tokens false; leave one of them out")
         for key, default in (("temperature", 1.0), ("bos_in_prefix", False)):
-            if self.kind is not TaskKind.EXTRACTION and getattr(self, key) != default:
+            if self.kind is not EvaluationKind.EXTRACTION and getattr(self, key) != default:
                 raise ConfigError(
                     f"task.{key} is for task.kind extraction, and the kind is {self.kind}; leave it out, or set "
                     "task.kind to extraction"

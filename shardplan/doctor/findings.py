@@ -32,7 +32,7 @@ class Check(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class HostFinding:
     """One result of a check."""
 
     level: Level
@@ -44,11 +44,11 @@ class Finding:
     """What to do, if it is not ok and `measured` does not say it."""
 
 
-Findings = dict[Check, list[Finding]]
+HostFindings = dict[Check, list[HostFinding]]
 """The results of each check that was made."""
 
 
-def worst_level(findings: Findings) -> Level:
+def worst_level(findings: HostFindings) -> Level:
     """Return the worst level of all findings."""
     levels = {finding.level for each in findings.values() for finding in each}
     return next((level for level in (Level.ERROR, Level.WARNING) if level in levels), Level.OK)

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from shardplan.doctor.findings import Finding, Level
+from shardplan.doctor.findings import HostFinding, Level
 from shardplan.hardware import GIB
 from shardplan.runtime.progress import size_text
 
@@ -15,7 +15,7 @@ ROOM = GIB
 """Free bytes below which there is a warning."""
 
 
-def check_folder(key: str, folder: str, unwritable: Level = Level.ERROR) -> Finding:
+def check_folder(key: str, folder: str, unwritable: Level = Level.ERROR) -> HostFinding:
     """Write a temporary file in a folder, or in the nearest one around it that exists.
 
     Args:
@@ -32,8 +32,8 @@ def check_folder(key: str, folder: str, unwritable: Level = Level.ERROR) -> Find
     except OSError as error:
         where = "" if existing == path else f" ({existing})"
         remedy = f"make room, or name another folder in {key}"
-        return Finding(unwritable, f"{key} {folder!r} cannot be written: {error.strerror}{where}", remedy=remedy)
+        return HostFinding(unwritable, f"{key} {folder!r} cannot be written: {error.strerror}{where}", remedy=remedy)
     measured = f"{key} {folder!r}: {size_text(free)} free"
     if free < ROOM:
-        return Finding(Level.WARNING, measured, size_text(ROOM), f"make room, or name another folder in {key}")
-    return Finding(Level.OK, measured)
+        return HostFinding(Level.WARNING, measured, size_text(ROOM), f"make room, or name another folder in {key}")
+    return HostFinding(Level.OK, measured)

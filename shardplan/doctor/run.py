@@ -11,8 +11,8 @@ from importlib import import_module
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 
-from shardplan.doctor.findings import Check, Finding, Findings, Level
-from shardplan.doctor.subject import Subject
+from shardplan.doctor.findings import Check, HostFinding, HostFindings, Level
+from shardplan.doctor.subject import HostSubject
 from shardplan.errors import ShardplanError, one_line
 
 LIMIT_S = 10.0
@@ -55,7 +55,7 @@ ENDED = {Check.IMPORTS: FATAL_FLAG, Check.DEVICES: FATAL_FLAG, Check.PLAN: FATAL
 """Check -> what to do if its process ends."""
 
 
-def checks_of(subject: Subject) -> list[Check]:
+def checks_of(subject: HostSubject) -> list[Check]:
     """Return the checks that there is something for."""
     named = {
         Check.CHECKPOINT: subject.config.model.ref,
@@ -65,7 +65,7 @@ def checks_of(subject: Subject) -> list[Check]:
     return [check for check in MODULES if named.get(check, True)]
 
 
-def run_checks(subject: Subject, on_done: Callable[[set[Check]], None]) -> Findings:
+def run_checks(subject: HostSubject, on_done: Callable[[set[Check]], None]) -> HostFindings:
     """Make all checks at the same time.
 
     Args:
@@ -73,7 +73,7 @@ def run_checks(subject: Subject, on_done: Callable[[set[Check]], None]) -> Findi
     """
     running = {process.result: process for process in (_CheckProcess(check, subject) for check in checks_of(subject))}
     deadline = time.monotonic() + LIMIT_S
-    findings: Findings = {process.check: [] for process in running.values()}
+    findings: HostFindings = {process.check: [] for process in running.values()}
     try:
         while running:
             on_done({process.check for process in running.values()})
@@ -91,7 +91,7 @@ def run_checks(subject: Subject, on_done: Callable[[set[Check]], None]) -> Findi
 class _CheckProcess:
     """The process of one check."""
 
-    def __init__(self, check: Check, subject: Subject) -> None:
+    def __init__(self, check: Check, subject: HostSubject) -> None:
         """Start it."""
         context = get_context("spawn")
         self.check = check
@@ -102,10 +102,10 @@ class _CheckProcess:
         result.close()
         log.close()
 
-    def receive(self) -> list[Finding]:
+    def receive(self) -> list[HostFinding]:
         """Return the findings of the check, or how its process ended."""
         try:
-            findings: list[Finding] = self.result.recv()
+            findings: list[HostFinding] = self.result.recv()
         except EOFError:
             self._process.join()
             code = self._process.exitcode or 0
@@ -113,21 +113,21 @@ class _CheckProcess:
             lines = os.read(self._log.fileno(), LOG_BYTES).decode(errors="replace").split("\n")
             last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
             measured = f"its process {end}: {one_line(RuntimeError(last))}"
-            return [Finding(Level.ERROR, measured, remedy=ENDED.get(self.check, ""))]
+            return [HostFinding(Level.ERROR, measured, remedy=ENDED.get(self.check, ""))]
         return findings
 
-    def give_up(self) -> list[Finding]:
+    def give_up(self) -> list[HostFinding]:
         """End a check that takes too long."""
         self.kill()
         level = Level.WARNING if self.check in SLOW else Level.ERROR
-        return [Finding(level, f"no result after {LIMIT_S:g} s", remedy=LATE.get(self.check, ""))]
+        return [HostFinding(level, f"no result after {LIMIT_S:g} s", remedy=LATE.get(self.check, ""))]
 
     def kill(self) -> None:
         """End the process."""
         self._process.kill()
 
 
-def _run_check(check: Check, subject: Subject, result: Connection, log: Connection) -> None:
+def _run_check(check: Check, subject: HostSubject, result: Connection, log: Connection) -> None:
     """Make a check in this process, and send what it finds."""
     # what libraries print is shown only if this process is ended by it; once the pipe is full it is lost
     os.set_blocking(log.fileno(), False)
@@ -136,7 +136,7 @@ def _run_check(check: Check, subject: Subject, result: Connection, log: Connecti
     try:
         findings = list(import_module(f"shardplan.doctor.checks.{MODULES[check]}").check(subject))
     except ShardplanError as error:
-        findings = [Finding(Level.ERROR, str(error))]
+        findings = [HostFinding(Level.ERROR, str(error))]
     except ImportError as error:
-        findings = [Finding(Level.ERROR, one_line(error), remedy="see what the check of imports says")]
+        findings = [HostFinding(Level.ERROR, one_line(error), remedy="see what the check of imports says")]
     result.send(findings)

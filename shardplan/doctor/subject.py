@@ -12,7 +12,7 @@ from shardplan.runtime.environment import ProcessVariables, read_process_variabl
 
 
 @dataclass(frozen=True)
-class Subject:
+class HostSubject:
     """A configuration and the environment of this process, with what follows from them."""
 
     config: DoctorCommand
@@ -30,7 +30,7 @@ class Subject:
         return None if self.hardware is None or self.hardware.is_cpu else self.hardware
 
 
-def read_subject(config: DoctorCommand) -> Subject:
+def read_subject(config: DoctorCommand) -> HostSubject:
     """Read the Plan and the environment variables."""
     plan, processes = None, None
     with contextlib.suppress(ConfigError):
@@ -38,4 +38,4 @@ def read_subject(config: DoctorCommand) -> Subject:
     with contextlib.suppress(ConfigError):
         processes = read_process_variables()
     is_for_slice = config.model.ref or config.model.config or "hardware.slice" in config.given
-    return Subject(config, plan, parse_slice(config.hardware.slice) if is_for_slice else None, processes)
+    return HostSubject(config, plan, parse_slice(config.hardware.slice) if is_for_slice else None, processes)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from shardplan.config.command_flags import EvalCommand
 from shardplan.config.load import load_command
 from shardplan.config.model_config import check_model_config
-from shardplan.config.sections import TaskKind
+from shardplan.config.sections import EvaluationKind
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, raise_first
 
 if TYPE_CHECKING:
-    from shardplan.eval.task import Task
+    from shardplan.eval.task import EvaluationTask
     from shardplan.eval.texts.store import TextStore
 
 COMMAND_ONLY_KEYS = ("dry_run", "json", "precision_study", "report", "verify")
@@ -50,7 +50,7 @@ def evaluate(*files: str, **sections: Any) -> dict[str, Any] | None:
     from shardplan.eval.run import run_evaluation
 
     summary = run_evaluation(config, make_task(config), store, config.output, lambda _: None, config)
-    if summary and config.task.kind is TaskKind.EXTRACTION:
+    if summary and config.task.kind is EvaluationKind.EXTRACTION:
         draw_extraction(config.output, summary, store)
     return summary
 
@@ -92,7 +92,7 @@ def with_windows(config: EvalCommand) -> EvalCommand:
 
     Where they are not set, the batch is the fastest one, and the sequences those that windows fill best.
     """
-    if config.task.kind is not TaskKind.EXTRACTION or config.plan is not None:
+    if config.task.kind is not EvaluationKind.EXTRACTION or config.plan is not None:
         return config
     from shardplan.plan.packing import packed_length  # imports numpy
 
@@ -121,12 +121,12 @@ def with_windows(config: EvalCommand) -> EvalCommand:
     return replace(config, workload=changed)
 
 
-def make_task(config: EvalCommand) -> "Task[Any]":
+def make_task(config: EvalCommand) -> "EvaluationTask[Any]":
     """Return the task that a configuration selects."""
     from shardplan.eval.extraction.task import ExtractionTask
     from shardplan.eval.loss.task import LossTask
 
-    if config.task.kind is TaskKind.EXTRACTION:
+    if config.task.kind is EvaluationKind.EXTRACTION:
         return ExtractionTask(config.task, config.precision_study)
     return LossTask(config.task)
 

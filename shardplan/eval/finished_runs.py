@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardplan.config.sections import TaskKind
+from shardplan.config.sections import EvaluationKind
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.eval.extraction.pictures import model_name
 from shardplan.eval.results_folder import RUN, SUMMARY
 from shardplan.storage import open_folder, read_bytes
 
-RUN_PARTS = {TaskKind.EXTRACTION: ("texts", "protocol", "tokenizer"), TaskKind.LOSS: ("texts", "tokenizer")}
+RUN_PARTS = {EvaluationKind.EXTRACTION: ("texts", "protocol", "tokenizer"), EvaluationKind.LOSS: ("texts", "tokenizer")}
 SUMMARY_PARTS = {
-    TaskKind.EXTRACTION: ("texts", "total", "plots", "plan"),
-    TaskKind.LOSS: ("texts", "total", "plan"),
+    EvaluationKind.EXTRACTION: ("texts", "total", "plots", "plan"),
+    EvaluationKind.LOSS: ("texts", "total", "plan"),
 }
 """Task -> the parts of run.json and summary.json that are compared."""
-NAMES = {TaskKind.EXTRACTION: "an extraction", TaskKind.LOSS: "a loss"}
+NAMES = {EvaluationKind.EXTRACTION: "an extraction", EvaluationKind.LOSS: "a loss"}
 """Task -> what a run of it is called."""
 
 
@@ -28,7 +28,7 @@ class FinishedRun:
     """The results of one run."""
 
     ref: str
-    kind: TaskKind
+    kind: EvaluationKind
     summary: dict[str, Any]
     """Its summary.json."""
     run: dict[str, Any]
@@ -144,17 +144,22 @@ def _read(ref: str) -> FinishedRun:
         hint = f"; {_hint(Path(ref))}" if "://" not in ref else ""
         raise ConfigError(f"{ref} holds no results of an evaluation, whose {RUN} is missing{hint}")
     run = _parse(ref, RUN, data)
-    task = run.get("task", TaskKind.EXTRACTION.value)
-    if task not in list(TaskKind):
-        raise ConfigError(f"{ref}/{RUN} is of the task {task!r}, and compared are {' and '.join(TaskKind)}")
-    kind = TaskKind(task)
+    task = run.get("task", EvaluationKind.EXTRACTION.value)
+    if task not in list(EvaluationKind):
+        raise ConfigError(f"{ref}/{RUN} is of the task {task!r}, and compared are {' and '.join(EvaluationKind)}")
+    kind = EvaluationKind(task)
     data = read_bytes(folder, SUMMARY)
     if data is None:
         raise ConfigError(f"{ref} holds {NAMES[kind]} that has not ended, without {SUMMARY}; run its command again")
     summary = _parse(ref, SUMMARY, data)
     for name, values, needed in ((RUN, run, RUN_PARTS[kind]), (SUMMARY, summary, SUMMARY_PARTS[kind])):
         missing = [part for part in needed if part not in values]
-        if name == SUMMARY and kind is TaskKind.EXTRACTION and not missing and "thresholds" not in values["plots"]:
+        if (
+            name == SUMMARY
+            and kind is EvaluationKind.EXTRACTION
+            and not missing
+            and "thresholds" not in values["plots"]
+        ):
             missing = ["thresholds"]
         if missing:
             raise ConfigError(f"{ref}/{name} is not that of {NAMES[kind]}, without {missing[0]!r}; name another folder")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.errors import CheckpointError, ConfigError
-from shardplan.eval.task import Task
+from shardplan.eval.task import EvaluationTask
 from shardplan.eval.texts.encoding import make_tokenizer
 from shardplan.eval.texts.reader import SpecialTokens, make_source, special_tokens
 from shardplan.eval.texts.store import TextStore
@@ -34,7 +34,7 @@ class RunForecast:
     """What was assumed where the tokenizer is not at hand; None if tokens were counted."""
 
 
-def forecast_run(task: Task[Any], store: TextStore, ref: str, plan: Plan) -> RunForecast:
+def forecast_run(task: EvaluationTask[Any], store: TextStore, ref: str, plan: Plan) -> RunForecast:
     """Return how many windows texts have, and how long they take with a plan.
 
     Args:

@@ -31,7 +31,7 @@ from shardplan.eval.loop.shards import Shards
 from shardplan.eval.loop.statistics import LoopStatistics
 from shardplan.eval.results_folder import ResultsFolder, digest_of, read_windows
 from shardplan.eval.run_monitor import RunMonitor, open_monitor
-from shardplan.eval.task import Task
+from shardplan.eval.task import EvaluationTask
 from shardplan.eval.texts.encoding import make_tokenizer
 from shardplan.eval.texts.reader import Source, SpecialTokens, make_source, special_tokens
 from shardplan.eval.texts.store import TextStore
@@ -62,7 +62,7 @@ MAX_NAMED = 1000
 
 def run_evaluation(
     config: LoadingConfig,
-    task: Task[Any],
+    task: EvaluationTask[Any],
     store: TextStore,
     output: str,
     on_plan: Callable[[Plan], None],
@@ -239,7 +239,7 @@ def _count_all(
     return source.by_text([count for _, each in sorted(counts.items()) for count in each])
 
 
-def _make_shards(windows: Windows, task: Task[Any], lanes: Lanes) -> Shards:
+def _make_shards(windows: Windows, task: EvaluationTask[Any], lanes: Lanes) -> Shards:
     """Return the shards of a run, each of about as many windows as the task has in one."""
     total = windows.count(windows.sequences).windows
     step_windows = total / windows.sequences * lanes.count * lanes.sequences
@@ -291,7 +291,7 @@ def _write(results: ResultsFolder, windows: Windows, shards: Shards, shard: int,
 def _finish(
     results: ResultsFolder,
     store: TextStore,
-    task: Task[Any],
+    task: EvaluationTask[Any],
     plan: Plan,
     statistics: LoopStatistics,
     load: dict[str, Any] | None,

@@ -19,7 +19,7 @@ from shardplan.plan.workload import Workload
 W = TypeVar("W", bound=Windows)
 
 
-class Task(Protocol[W]):
+class EvaluationTask(Protocol[W]):
     """What is measured of the texts."""
 
     @property

@@ -30,7 +30,7 @@ class Rows:
     """Column -> [window, ...], in the order of the windows; a task chooses the columns."""
 
 
-class Job(Protocol):
+class SequenceJob(Protocol):
     """Makes some sequences. It is sent to a worker process, and holds what that needs to know."""
 
     def make(self, texts: TextReader) -> Rows:
@@ -58,7 +58,7 @@ class Windows(Protocol):
         The windows of a sequence have consecutive numbers, which follow those of the sequence before.
         """
 
-    def job(self, first: int, last: int) -> Job:
+    def job(self, first: int, last: int) -> SequenceJob:
         """Return the job that makes the sequences from `first` to `last`; those past the end are padding."""
 
     def table(self, first: int, rows: Rows, scores: Mapping[str, np.ndarray]) -> pa.Table:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 
 from shardplan.eval.texts.reader import Source, TextReader
-from shardplan.eval.windows import Job, Rows
+from shardplan.eval.windows import Rows, SequenceJob
 
 PIECES_PER_JOB = 16
 """Pieces of texts whose tokens a worker counts at a time."""
@@ -40,7 +40,7 @@ def _count_tokens(pieces: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
     return _reader.count_tokens(pieces)
 
 
-def make_rows(job: Job) -> Rows:
+def make_rows(job: SequenceJob) -> Rows:
     """Do a job in a worker."""
     return job.make(_reader)
 

@@ -31,7 +31,7 @@ class LiveArray:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TimedTransfer:
     """All executions of one collective of a task."""
 
     kind: str
@@ -57,7 +57,7 @@ class TimedTask:
     """FLOPs of a device, without padding; 0 for what is no matmul."""
     hbm_bytes: float
     """Bytes that a device reads from and writes to its memory."""
-    transfers: list[Transfer]
+    transfers: list[TimedTransfer]
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from shardplan.doctor.findings import Finding, Findings, Level, worst_level
+from shardplan.doctor.findings import HostFinding, HostFindings, Level, worst_level
 from shardplan.report.text import print_wrapped
 
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 LEVEL_WIDTH = max(map(len, Level)) + 2
 
 
-def print_findings(host: str, findings: Findings, out: Console) -> None:
+def print_findings(host: str, findings: HostFindings, out: Console) -> None:
     """Print how many findings there are of each level, and each with what is required and what to do."""
     counts = Counter(finding.level for each in findings.values() for finding in each)
     verdict = ", ".join(_count_text(counts[level], level) for level in reversed(Level) if counts[level])
@@ -26,7 +26,7 @@ def print_findings(host: str, findings: Findings, out: Console) -> None:
             print_wrapped(_describe(finding), out, head)
 
 
-def findings_json(host: str, findings: Findings) -> dict[str, Any]:
+def findings_json(host: str, findings: HostFindings) -> dict[str, Any]:
     """Return the findings as JSON values."""
     return {
         "host": host,
@@ -39,7 +39,7 @@ def _count_text(count: int, level: Level) -> str:
     return f"{count} {level}{'s' if count > 1 and level is not Level.OK else ''}"
 
 
-def _describe(finding: Finding) -> str:
+def _describe(finding: HostFinding) -> str:
     parts = [finding.measured]
     if finding.required:
         parts.append(f"required: {finding.required}")

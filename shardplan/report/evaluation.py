@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from shardplan.config.sections import TaskKind
+from shardplan.config.sections import EvaluationKind
 from shardplan.report.extraction.table import print_extraction
 from shardplan.report.losses import print_losses
 from shardplan.report.text import print_wrapped
@@ -15,8 +15,8 @@ from shardplan.runtime.progress import size_text
 
 def print_evaluation(summary: Mapping[str, Any], out: Console) -> None:
     """Print the summary of an evaluation; see `shardplan.eval.run.run_evaluation`."""
-    print_task = {TaskKind.LOSS: print_losses, TaskKind.EXTRACTION: print_extraction}
-    print_task[TaskKind(summary["task"]["kind"])](summary, out)
+    print_task = {EvaluationKind.LOSS: print_losses, EvaluationKind.EXTRACTION: print_extraction}
+    print_task[EvaluationKind(summary["task"]["kind"])](summary, out)
     for line in _speed_lines(summary):
         print_wrapped(line, out)
 

@@ -49,7 +49,7 @@ OPEN_NUMBERS = (OpenNumber("microbatches", _microbatches), OpenNumber("logit_blo
 """The numbers that a workload may leave open, one row each."""
 
 
-class Variant(NamedTuple):
+class WorkloadVariant(NamedTuple):
     """A configuration that leaves nothing open."""
 
     config: PlanConfig
@@ -61,7 +61,7 @@ class Variant(NamedTuple):
         return all(own % other == 0 for own, other in zip(self.numbers, numbers, strict=True))
 
 
-def enumerate_variants(config: PlanConfig, vocab: int) -> Iterator[list[Variant]]:
+def enumerate_variants(config: PlanConfig, vocab: int) -> Iterator[list[WorkloadVariant]]:
     """Yield a list for every kind of gradient checkpointing that is tried, each in the order of ascending numbers.
 
     Args:
@@ -77,7 +77,7 @@ def enumerate_variants(config: PlanConfig, vocab: int) -> Iterator[list[Variant]
         for values in itertools.product(*tried):
             named = {number.key: value for number, value in zip(OPEN_NUMBERS, values, strict=True)}
             workload = replace(work, gradient_checkpointing=kind, **named)  # type: ignore[arg-type]
-            variants.append(Variant(replace(config, workload=workload), tuple(value or 1 for value in values)))
+            variants.append(WorkloadVariant(replace(config, workload=workload), tuple(value or 1 for value in values)))
         yield variants
 
 

@@ -9,7 +9,7 @@ from shardplan.cost.memory import memory_by_part, point_bytes, schedule, stored_
 from shardplan.cost.roofline import exposed_parts, step_tasks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import Slice, place_mesh
-from shardplan.plan.details import Details, EvaluatedCandidate, LiveArray, LivePoint, TimedTask, Transfer
+from shardplan.plan.details import Details, EvaluatedCandidate, LiveArray, LivePoint, TimedTask, TimedTransfer
 from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import Step
@@ -86,7 +86,9 @@ def _timed_tasks(step: Step, assignment: ShardingAssignment, hardware: Slice) ->
             flops=cost.matmul.flops * cost.unmasked_fraction,
             hbm_bytes=cost.memory_bytes,
             transfers=[
-                Transfer(traffic.kind, list(traffic.mesh_axes), traffic.cause, round(traffic.bytes), total, exposed)
+                TimedTransfer(
+                    traffic.kind, list(traffic.mesh_axes), traffic.cause, round(traffic.bytes), total, exposed
+                )
                 for traffic, (total, exposed) in zip(
                     cost.traffic, exposed_parts(task, cost, placement, calibration, seconds.compute), strict=True
                 )

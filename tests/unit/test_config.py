@@ -18,7 +18,7 @@ from shardplan.config.command_flags import (
     VerifyCommand,
 )
 from shardplan.config.keys import keys_of
-from shardplan.config.sections import ModelConfig, TaskKind
+from shardplan.config.sections import EvaluationKind, ModelConfig
 from shardplan.config.yaml_file import read_yaml
 from shardplan.errors import ConfigError
 
@@ -181,7 +181,7 @@ def test_variables_that_are_set(tmp_path, monkeypatch):
         ({"pin": "mlp=model"}, "pin", ("mlp=model",)),
         ({"forbid": {"vocab"}}, "forbid", ("vocab",)),
         ({"plan": Path("a/plan.json")}, "plan", "a/plan.json"),
-        ({"workload": {"kind": TaskKind.LOSS}}, "workload.kind", None),
+        ({"workload": {"kind": EvaluationKind.LOSS}}, "workload.kind", None),
     ],
     ids=str,
 )

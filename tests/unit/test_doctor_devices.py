@@ -9,7 +9,7 @@ from doctor_checks import CPU_8, V4_64, findings, problem
 
 from shardplan.doctor import tpu_host
 from shardplan.doctor.checks import devices
-from shardplan.doctor.findings import Finding, Level
+from shardplan.doctor.findings import HostFinding, Level
 from shardplan.runtime import private_jax
 
 
@@ -50,8 +50,8 @@ def tpu_machine(monkeypatch):
 
 
 def test_a_host_of_the_slice(tpu_machine):
-    assert findings(devices, V4_64) == [Finding(Level.OK, "4 chips of v4, 4 devices in JAX (TPU v4)")]
-    assert findings(devices) == [Finding(Level.OK, "4 chips of v4, 4 devices in JAX (TPU v4)")]
+    assert findings(devices, V4_64) == [HostFinding(Level.OK, "4 chips of v4, 4 devices in JAX (TPU v4)")]
+    assert findings(devices) == [HostFinding(Level.OK, "4 chips of v4, 4 devices in JAX (TPU v4)")]
 
 
 def test_a_machine_with_a_whole_slice(tpu_machine):

@@ -9,7 +9,7 @@ from conftest import LLAMA_CONFIG, run
 from doctor_checks import CPU_8, LLAMA, V4_64, findings, problem, subject
 
 from shardplan.doctor.checks import checkpoint, coordinator, devices, environment, memory, plan_file, texts
-from shardplan.doctor.findings import Finding, Level
+from shardplan.doctor.findings import HostFinding, Level
 from shardplan.errors import CheckpointError, ConfigError
 
 NAMES = (
@@ -51,7 +51,7 @@ def test_a_platform_that_hides_the_tpu(monkeypatch):
     assert (found.level, found.remedy) == (Level.ERROR, "unset JAX_PLATFORMS")
     assert found.measured == "JAX_PLATFORMS is 'cpu': JAX does not use the TPU"
     monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
-    assert findings(environment, V4_64) == [Finding(Level.OK, "JAX_PLATFORMS=tpu,cpu")]
+    assert findings(environment, V4_64) == [HostFinding(Level.OK, "JAX_PLATFORMS=tpu,cpu")]
 
 
 def test_flags_against_the_plan(monkeypatch):
@@ -107,7 +107,7 @@ def test_a_port_in_use_and_a_free_one(processes):
         processes(f"localhost:{port}", 1)
         assert "accepts connections" in findings(coordinator)[0].measured
     processes(f"127.0.0.1:{port}", 0)
-    assert findings(coordinator) == [Finding(Level.OK, f"process 0 can listen at port {port} of 127.0.0.1")]
+    assert findings(coordinator) == [HostFinding(Level.OK, f"process 0 can listen at port {port} of 127.0.0.1")]
     processes(f"127.0.0.1:{port}", 1)
     assert findings(coordinator)[0].level is Level.OK
     assert f"nothing listens at port {port} yet" in findings(coordinator)[0].measured

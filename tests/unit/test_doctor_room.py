@@ -12,7 +12,7 @@ from doctor_checks import CPU_8, LLAMA, V4_64, findings, problem, subject
 
 from shardplan.doctor import folder_space, host_memory
 from shardplan.doctor.checks import disk, memory, output
-from shardplan.doctor.findings import Finding, Level
+from shardplan.doctor.findings import HostFinding, Level
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
 
@@ -106,7 +106,7 @@ def test_little_room(tmp_path, monkeypatch):
 def test_results_in_an_object_store(store):
     client, _, _ = store
     assert findings(output, "--output=s3://models/results") == [
-        Finding(Level.OK, "output s3://models/results can be written")
+        HostFinding(Level.OK, "output s3://models/results can be written")
     ]
     assert "Contents" not in client.list_objects_v2(Bucket="models")
     with pytest.raises(ConfigError, match="s3://nowhere/results cannot be written to: "):

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand
-from shardplan.config.sections import StrideUnit, TaskConfig, TaskKind
+from shardplan.config.sections import EvaluationKind, StrideUnit, TaskConfig
 from shardplan.errors import ConfigError
 from shardplan.eval.evaluate import with_windows
 from shardplan.eval.extraction.character_runs import RunStream
@@ -243,7 +243,7 @@ def test_the_workload_of_an_extraction_at_a_temperature():
                 EvalCommand,
             )
         )
-    task = ExtractionTask(TaskConfig(kind=TaskKind.EXTRACTION, temperature=0.7))
+    task = ExtractionTask(TaskConfig(kind=EvaluationKind.EXTRACTION, temperature=0.7))
     with pytest.raises(ConfigError, match=r"task.temperature is 0.7, the plan has 1; set task.temperature to that"):
         task.check_workload(Workload(kind="score", window=100, position=512))
 
@@ -253,7 +253,7 @@ def test_new_settings_are_determinants_where_they_are_set():
 
     def determinants(temperature=1.0, **task):
         plan = SimpleNamespace(workload=Workload(kind="score", temperature=temperature))
-        config = TaskConfig(kind=TaskKind.EXTRACTION, temperature=temperature, **task)
+        config = TaskConfig(kind=EvaluationKind.EXTRACTION, temperature=temperature, **task)
         return ExtractionTask(config).determinants(plan)
 
     protocol = {"prefix": 50, "suffix": 50, "stride": 5, "unit": "tokens", "special_tokens": False}

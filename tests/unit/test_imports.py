@@ -1,8 +1,10 @@
 """What is imported when: the package is instant, and so is every complaint about a configuration."""
 
+import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from importlib import import_module
 
 import jax
@@ -171,3 +173,15 @@ def test_public_names_of_attention():
 
     for name in shardplan.attention.__all__:
         assert getattr(shardplan.attention, name).__module__.startswith("shardplan.")
+
+
+def test_no_two_classes_have_one_name():
+    """A name means one thing in the whole package, nested and private classes included."""
+    modules = defaultdict(list)
+    for path in sorted((ROOT / "shardplan").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                modules[node.name].append(f"{path.relative_to(ROOT)}")
+    shared = {name: paths for name, paths in modules.items() if len(paths) > 1}
+    assert not shared
+    assert len(modules) > 300  # those that were found

@@ -13,7 +13,7 @@ from test_verdicts import FITS, TOO_LARGE
 from shardplan import config as configuration
 from shardplan.checkpoint.forecast import ArrayForecast, Forecast
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume
-from shardplan.doctor.findings import Check, Finding, Level
+from shardplan.doctor.findings import Check, HostFinding, Level
 from shardplan.explain.what_if import Variant
 from shardplan.explain.why_not import WhyNot
 from shardplan.lint.edits import diff_trainers
@@ -242,10 +242,10 @@ def test_a_pipe_has_the_width_that_columns_says(monkeypatch):
 
 def test_findings_of_a_host():
     findings = {
-        Check.VERSIONS: [Finding(Level.OK, "Python 3.12.3, jax 0.11.2, jaxlib 0.11.2")],
+        Check.VERSIONS: [HostFinding(Level.OK, "Python 3.12.3, jax 0.11.2, jaxlib 0.11.2")],
         Check.COORDINATOR: [
-            Finding(Level.ERROR, "port 1234: in use", "process 0 listens there", "end what listens there, or " * 5),
-            Finding(Level.ERROR, "host-0 does not resolve"),
+            HostFinding(Level.ERROR, "port 1234: in use", "process 0 listens there", "end what listens there, or " * 5),
+            HostFinding(Level.ERROR, "host-0 does not resolve"),
         ],
         Check.DISK: [],
     }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardplan.commands.output import check_outputs, side_stream, write_json
 from shardplan.config.help import WITHOUT_CONFIGURATION, make_parser
-from shardplan.config.sections import TaskKind
+from shardplan.config.sections import EvaluationKind
 from shardplan.errors import ConfigError, nearest
 from shardplan.report.extraction import INSTALL_PLOTS, can_plot
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     from shardplan.eval.finished_runs import read_runs
 
     runs = read_runs(arguments.folders)
-    if runs[0].kind is TaskKind.LOSS:
+    if runs[0].kind is EvaluationKind.LOSS:
         if arguments.output is not None:
             raise ConfigError("output: plots are of extraction, and losses are compared; leave output out, or use json")
         _compare_losses(runs, arguments.json)

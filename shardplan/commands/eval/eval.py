@@ -13,7 +13,7 @@ from shardplan.commands.output import check_outputs, show_plan, side_stream, wri
 from shardplan.commands.plan.plan import dry_run
 from shardplan.config import parse_config
 from shardplan.config.command_flags import EvalCommand
-from shardplan.config.sections import TaskKind
+from shardplan.config.sections import EvaluationKind
 from shardplan.errors import ConfigError
 from shardplan.eval.evaluate import draw_extraction, make_task, open_inputs, with_windows
 from shardplan.plan.plan import Plan
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> None:
         print_note(STOPPED.format(config.output))
         return
     print_evaluation(summary, console(side_stream(config.json)))
-    if config.task.kind is TaskKind.EXTRACTION:
+    if config.task.kind is EvaluationKind.EXTRACTION:
         draw_extraction(config.output, summary, store)
     print_note(f"results written to {config.output}")
 

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 
 from shardplan.checkpoint.format.index import read_index
-from shardplan.doctor.findings import Finding, Level
+from shardplan.doctor.findings import HostFinding, Level
 from shardplan.doctor.read_rate import measure_reads
-from shardplan.doctor.subject import Subject
+from shardplan.doctor.subject import HostSubject
 from shardplan.model.hf_config import read_config
 from shardplan.runtime.progress import size_text
 from shardplan.storage import open_folder
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: HostSubject) -> Iterator[HostFinding]:
     """Read config.json, the index, all headers and a sample of the checkpoint."""
     model = subject.config.model
     folder = open_folder(model.ref)
@@ -20,4 +20,4 @@ def check(subject: Subject) -> Iterator[Finding]:
     files = list({tensor.file_name: tensor.file for tensor in tensors.values()}.values())
     rate = measure_reads(files, subject.hardware)
     size = size_text(sum(file.size for file in files))
-    yield Finding(Level.OK, f"{folder.ref}: {len(tensors)} tensors, {size} in {len(files)} files; {rate}")
+    yield HostFinding(Level.OK, f"{folder.ref}: {len(tensors)} tensors, {size} in {len(files)} files; {rate}")

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 
 from shardplan.doctor import tpu_host
-from shardplan.doctor.findings import Finding, Level
-from shardplan.doctor.subject import Subject
+from shardplan.doctor.findings import HostFinding, Level
+from shardplan.doctor.subject import HostSubject
 from shardplan.errors import one_line
 from shardplan.hardware import Slice, chips_per_host
 from shardplan.verify.compiler.libtpu import INSTALL_LIBTPU
@@ -24,7 +24,7 @@ HELD_BY = re.compile(r"already in use by process with pid (\d+)")
 END_IT = "end that process, or wait for it; a run needs the TPU for itself"
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: HostSubject) -> Iterator[HostFinding]:
     """Compare this host's devices with the slice; without one, say what there is."""
     if subject.hardware is not None and subject.hardware.is_cpu:
         if subject.processes is not None:
@@ -36,16 +36,16 @@ def check(subject: Subject) -> Iterator[Finding]:
 
     chips, generation = count_tpu_chips()
     if chips == 0 and expected is None:
-        yield Finding(Level.OK, f"no TPU; {_cpus()} CPUs for virtual devices")
+        yield HostFinding(Level.OK, f"no TPU; {_cpus()} CPUs for virtual devices")
         return
     problems = list(_chip_problems(chips, generation, expected)) or list(_access_problems(chips))
     yield from problems or [_check_jax(chips, generation, expected)]
 
 
-def _check_cpus(expected: Slice, processes: int) -> Finding:
+def _check_cpus(expected: Slice, processes: int) -> HostFinding:
     cpus = _cpus()
     if expected.devices % processes:
-        return Finding(
+        return HostFinding(
             Level.ERROR,
             f"{expected.name} does not divide into {processes} processes",
             remedy="set JAX_NUM_PROCESSES, or hardware.slice, to a number that divides",
@@ -53,11 +53,11 @@ def _check_cpus(expected: Slice, processes: int) -> Finding:
     devices = expected.devices // processes
     measured = f"{devices} virtual CPU devices of this process on {cpus} CPUs"
     if devices > cpus:
-        return Finding(Level.WARNING, measured, f"{devices} CPUs, for devices that do not wait for each other")
-    return Finding(Level.OK, measured)
+        return HostFinding(Level.WARNING, measured, f"{devices} CPUs, for devices that do not wait for each other")
+    return HostFinding(Level.OK, measured)
 
 
-def _chip_problems(chips: int, generation: str, expected: Slice | None) -> Iterator[Finding]:
+def _chip_problems(chips: int, generation: str, expected: Slice | None) -> Iterator[HostFinding]:
     """Compare what is on the PCI bus with the slice."""
     if expected is None:
         return
@@ -65,16 +65,16 @@ def _chip_problems(chips: int, generation: str, expected: Slice | None) -> Itera
     required = f"{expected_chips} chips of {expected.generation.name} on each host of {expected.name}"
     remedy = "start the run on the hosts of that slice, or name the slice of this host in hardware.slice"
     if chips == 0:
-        yield Finding(Level.ERROR, "no TPU chip on the PCI bus of this host", required, remedy)
+        yield HostFinding(Level.ERROR, "no TPU chip on the PCI bus of this host", required, remedy)
     elif generation != expected.generation.name or chips != expected_chips:
-        yield Finding(Level.ERROR, f"{chips} chips of {generation}", required, remedy)
+        yield HostFinding(Level.ERROR, f"{chips} chips of {generation}", required, remedy)
 
 
-def _access_problems(chips: int) -> Iterator[Finding]:
+def _access_problems(chips: int) -> Iterator[HostFinding]:
     """Check whether this process can have the chips."""
     files = tpu_host.device_files()
     if len(files) < chips:
-        yield Finding(
+        yield HostFinding(
             Level.ERROR,
             f"{chips} TPU chips on the PCI bus, and {len(files)} device files in /dev",
             "one in /dev/accel* or /dev/vfio for each chip",
@@ -83,18 +83,18 @@ def _access_problems(chips: int) -> Iterator[Finding]:
     elif (pid := tpu_host.lock_holder()) is not None or (pid := tpu_host.file_holder(files)) is not None:
         yield _held_by(pid)
     elif denied := [path for path in files if not os.access(path, os.R_OK | os.W_OK)]:
-        yield Finding(Level.ERROR, f"{denied[0]} cannot be opened by this user", remedy="run as a user who may")
+        yield HostFinding(Level.ERROR, f"{denied[0]} cannot be opened by this user", remedy="run as a user who may")
 
 
-def _check_jax(chips: int, generation: str, expected: Slice | None) -> Finding:
+def _check_jax(chips: int, generation: str, expected: Slice | None) -> HostFinding:
     """Start JAX on the TPU of this host alone."""
     try:
         platform, kind, count = _start_jax(chips)
     except Exception as error:  # JAX raises RuntimeError, and what libtpu says is in it
         match = HELD_BY.search(str(error))
-        return _held_by(int(match[1])) if match else Finding(Level.ERROR, f"JAX does not start: {one_line(error)}")
+        return _held_by(int(match[1])) if match else HostFinding(Level.ERROR, f"JAX does not start: {one_line(error)}")
     if platform != "tpu":
-        return Finding(
+        return HostFinding(
             Level.ERROR,
             f"{chips} chips of {generation}, and JAX starts on {platform}",
             "the platform tpu",
@@ -102,10 +102,10 @@ def _check_jax(chips: int, generation: str, expected: Slice | None) -> Finding:
         )
     per_chip = expected.generation.devices_per_chip if expected else count // chips
     if count != chips * per_chip:
-        return Finding(
+        return HostFinding(
             Level.ERROR, f"JAX has {count} devices ({kind})", f"{chips * per_chip}: {per_chip} for each chip"
         )
-    return Finding(Level.OK, f"{chips} chips of {generation}, {count} devices in JAX ({kind})")
+    return HostFinding(Level.OK, f"{chips} chips of {generation}, {count} devices in JAX ({kind})")
 
 
 def _start_jax(chips: int) -> tuple[str, str, int]:
@@ -124,9 +124,9 @@ def _start_jax(chips: int) -> tuple[str, str, int]:
     return devices[0].platform, devices[0].device_kind, len(devices)
 
 
-def _held_by(pid: int) -> Finding:
+def _held_by(pid: int) -> HostFinding:
     holder = f"process {pid} ({tpu_host.command_line(pid) or 'it has ended'})" if pid else "a process outside of here"
-    return Finding(Level.ERROR, f"the TPU is held by {holder}", remedy=END_IT)
+    return HostFinding(Level.ERROR, f"the TPU is held by {holder}", remedy=END_IT)
 
 
 def _cpus() -> int:

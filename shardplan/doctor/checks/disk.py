@@ -4,19 +4,19 @@ import os
 import tempfile
 from collections.abc import Iterator
 
-from shardplan.doctor.findings import Finding, Level
+from shardplan.doctor.findings import HostFinding, Level
 from shardplan.doctor.folder_space import check_folder
-from shardplan.doctor.subject import Subject
+from shardplan.doctor.subject import HostSubject
 
 COMPILATION_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: HostSubject) -> Iterator[HostFinding]:
     """Check the folder for temporary files, and the caches of verdicts, of compiled programs and of the hub."""
     try:
         yield check_folder("TMPDIR", tempfile.gettempdir())
     except FileNotFoundError as error:  # none of the folders that Python tries can be written
-        yield Finding(Level.ERROR, str(error), remedy="make room, or name another folder in TMPDIR")
+        yield HostFinding(Level.ERROR, str(error), remedy="make room, or name another folder in TMPDIR")
     if subject.config.compiler.cache is not None:
         yield check_folder("compiler.cache", subject.config.compiler.cache, Level.WARNING)
     cache = os.environ.get(COMPILATION_CACHE)

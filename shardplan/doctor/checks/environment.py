@@ -3,8 +3,8 @@
 import os
 from collections.abc import Iterator, Mapping
 
-from shardplan.doctor.findings import Finding, Level
-from shardplan.doctor.subject import Subject
+from shardplan.doctor.findings import HostFinding, Level
+from shardplan.doctor.subject import HostSubject
 from shardplan.hardware import host_count
 from shardplan.runtime.environment import (
     ADDRESS,
@@ -20,16 +20,16 @@ LIBTPU_PREFIXES = ("xla_tpu_", "xla_jf_")
 """Beginnings of options that only libtpu knows; JAX ends the process if XLA_FLAGS has an option that it does not."""
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: HostSubject) -> Iterator[HostFinding]:
     """Check the variables of processes and platforms, and the compiler's flags."""
     problems = [*_process_problems(subject), *_platform_problems(subject), *_flag_problems(subject)]
-    yield from problems or [Finding(Level.OK, _summary())]
+    yield from problems or [HostFinding(Level.OK, _summary())]
 
 
-def _process_problems(subject: Subject) -> Iterator[Finding]:
+def _process_problems(subject: HostSubject) -> Iterator[HostFinding]:
     variables = read_process_variables()
     if variables.address is None and os.environ.get(PROCESS_ID, "0") != "0":
-        yield Finding(
+        yield HostFinding(
             Level.WARNING,
             f"{PROCESS_ID} is {os.environ[PROCESS_ID]}, and {ADDRESS} is not set: this process would run alone",
             remedy=f"set {ADDRESS} and {PROCESS_COUNT} as well, or none of the three",
@@ -39,7 +39,7 @@ def _process_problems(subject: Subject) -> Iterator[Finding]:
         return
     hosts = host_count(hardware)
     if variables.count != hosts:
-        yield Finding(
+        yield HostFinding(
             Level.WARNING,
             f"{PROCESS_COUNT} is {variables.count}",
             f"{hosts}, one for each host of {hardware.name}",
@@ -47,11 +47,11 @@ def _process_problems(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _platform_problems(subject: Subject) -> Iterator[Finding]:
+def _platform_problems(subject: HostSubject) -> Iterator[HostFinding]:
     platforms = os.environ.get(PLATFORMS, "")
     hardware = subject.tpu_slice
     if hardware is not None and platforms and "tpu" not in platforms.split(","):
-        yield Finding(
+        yield HostFinding(
             Level.ERROR,
             f"{PLATFORMS} is {platforms!r}: JAX does not use the TPU",
             f"tpu, for {hardware.name}",
@@ -59,11 +59,11 @@ def _platform_problems(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _flag_problems(subject: Subject) -> Iterator[Finding]:
+def _flag_problems(subject: HostSubject) -> Iterator[HostFinding]:
     own, libtpu = (flags_of(os.environ.get(name, "")) for name in (XLA_FLAGS, LIBTPU_FLAGS))
     misplaced = [name for name in own if name.startswith(LIBTPU_PREFIXES)]
     if misplaced:
-        yield Finding(
+        yield HostFinding(
             Level.ERROR,
             f"{XLA_FLAGS} has {', '.join(misplaced)}, which only libtpu knows: JAX ends the process",
             remedy=f"set it in {LIBTPU_FLAGS}",
@@ -71,7 +71,7 @@ def _flag_problems(subject: Subject) -> Iterator[Finding]:
     for name, planned in _compiler_options(subject).items():
         for variable, flags in ((XLA_FLAGS, own), (LIBTPU_FLAGS, libtpu)):
             if name in flags and flags[name] != planned and name not in misplaced:
-                yield Finding(
+                yield HostFinding(
                     Level.WARNING,
                     f"{variable} sets {name} to {flags[name]}",
                     f"{planned}: the plan's times are for that, and its step is compiled with it",
@@ -85,7 +85,7 @@ def flags_of(text: str) -> Mapping[str, str]:
     return {name: value if separator else "true" for name, separator, value in pairs}
 
 
-def _compiler_options(subject: Subject) -> Mapping[str, str]:
+def _compiler_options(subject: HostSubject) -> Mapping[str, str]:
     """Return the options that the step is compiled with; for a plan that is not made yet, those of all plans."""
     if subject.plan is not None:
         return subject.plan.compiler_options

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from importlib import import_module, metadata
 
-from shardplan.doctor.findings import Finding, Level
-from shardplan.doctor.subject import Subject
+from shardplan.doctor.findings import HostFinding, Level
+from shardplan.doctor.subject import HostSubject
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.levanter_compat import LEVANTER_PACKAGES
 from shardplan.runtime.deferred_packages import defer_unused_packages
@@ -14,7 +14,7 @@ MODULES = ("jax", "shardplan.runtime.private_jax", "haliax", "levanter.models.lm
 """What a run imports first, in the order in which each needs those before it."""
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: HostSubject) -> Iterator[HostFinding]:
     """Import what a run imports, and start JAX on the CPU.
 
     A flag in XLA_FLAGS that JAX does not know ends the process when JAX starts.
@@ -25,10 +25,10 @@ def check(subject: Subject) -> Iterator[Finding]:
         try:
             import_module(name)
         except ConfigError as error:  # private_jax, of another version of JAX
-            yield Finding(Level.ERROR, str(error))
+            yield HostFinding(Level.ERROR, str(error))
             return
         except Exception as error:  # of a package that does not fit another one, of any kind
-            yield Finding(
+            yield HostFinding(
                 Level.ERROR,
                 f"{name} cannot be imported: {type(error).__name__}: {one_line(error)}",
                 remedy="install the versions that shardplan is tested with (the check of versions names them)",
@@ -36,4 +36,4 @@ def check(subject: Subject) -> Iterator[Finding]:
             return
     import_module("jax").devices()
     versions = " and ".join(f"{package} {metadata.version(package)}" for package in ("jax", LEVANTER_PACKAGES[1]))
-    yield Finding(Level.OK, f"{versions} can be imported, and JAX starts on the CPU")
+    yield HostFinding(Level.OK, f"{versions} can be imported, and JAX starts on the CPU")

@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Iterator
 
 from shardplan.checkpoint.format.index import read_index
-from shardplan.doctor.findings import Finding, Level
+from shardplan.doctor.findings import HostFinding, Level
 from shardplan.doctor.host_memory import available_bytes
-from shardplan.doctor.subject import Subject
+from shardplan.doctor.subject import HostSubject
 from shardplan.errors import ShardplanError
 from shardplan.hardware import GIB
 from shardplan.plan.dtypes import itemsize
@@ -27,16 +27,16 @@ OPEN_FILES = 1024
 """Enough for the files of a checkpoint, which are open at the same time (405B has 191), and for connections."""
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: HostSubject) -> Iterator[HostFinding]:
     """Check memory, shared memory and the limit of open files."""
     yield _check_memory(subject)
     yield _check_shared_memory()
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < OPEN_FILES and soft != resource.RLIM_INFINITY:
-        yield Finding(Level.WARNING, f"at most {soft} open files", str(OPEN_FILES), f"ulimit -n {4 * OPEN_FILES}")
+        yield HostFinding(Level.WARNING, f"at most {soft} open files", str(OPEN_FILES), f"ulimit -n {4 * OPEN_FILES}")
 
 
-def _check_memory(subject: Subject) -> Finding:
+def _check_memory(subject: HostSubject) -> HostFinding:
     available, source = available_bytes()
     model, budget = model_bytes(subject), subject.config.load.gib
     needed = int((budget + PROCESS_GIB) * GIB) + model
@@ -46,22 +46,22 @@ def _check_memory(subject: Subject) -> Finding:
     required = f"{size_text(needed)}: {parts}"
     measured = f"{size_text(available)} available{source}"
     if available < needed:
-        return Finding(Level.ERROR, measured, required, "end other processes, or set a smaller load.gib")
-    return Finding(Level.OK, measured, required)
+        return HostFinding(Level.ERROR, measured, required, "end other processes, or set a smaller load.gib")
+    return HostFinding(Level.OK, measured, required)
 
 
-def _check_shared_memory() -> Finding:
+def _check_shared_memory() -> HostFinding:
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
     except OSError as error:
-        return Finding(Level.ERROR, f"{SHARED_MEMORY}: {error.strerror}", "shared memory", "mount a tmpfs there")
+        return HostFinding(Level.ERROR, f"{SHARED_MEMORY}: {error.strerror}", "shared memory", "mount a tmpfs there")
     if free < SHARED_BYTES:
         remedy = f"remove files in {SHARED_MEMORY}, or start the container with more (--shm-size)"
-        return Finding(Level.ERROR, f"{size_text(free)} free in {SHARED_MEMORY}", size_text(SHARED_BYTES), remedy)
-    return Finding(Level.OK, f"{size_text(free)} free in {SHARED_MEMORY}")
+        return HostFinding(Level.ERROR, f"{size_text(free)} free in {SHARED_MEMORY}", size_text(SHARED_BYTES), remedy)
+    return HostFinding(Level.OK, f"{size_text(free)} free in {SHARED_MEMORY}")
 
 
-def model_bytes(subject: Subject) -> int:
+def model_bytes(subject: HostSubject) -> int:
     """Return what the model takes of this host's memory: nothing if its devices have their own.
 
     Without a plan that is a lower bound, without a copy of any parameter; 0 if the checkpoint cannot be read.

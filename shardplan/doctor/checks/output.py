@@ -3,13 +3,13 @@
 import os
 from collections.abc import Iterator
 
-from shardplan.doctor.findings import Finding, Level
+from shardplan.doctor.findings import HostFinding, Level
 from shardplan.doctor.folder_space import check_folder
-from shardplan.doctor.subject import Subject
+from shardplan.doctor.subject import HostSubject
 from shardplan.storage.writing import OutputFolder
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: HostSubject) -> Iterator[HostFinding]:
     """Write a small file in the folder of the results, and remove it."""
     if "://" not in subject.config.output:
         yield check_folder("output", subject.config.output)
@@ -18,4 +18,4 @@ def check(subject: Subject) -> Iterator[Finding]:
     with folder.create(name) as file:
         file.write(b"written to see whether this host may write here\n")
     folder.remove(name)
-    yield Finding(Level.OK, f"output {subject.config.output} can be written")
+    yield HostFinding(Level.OK, f"output {subject.config.output} can be written")

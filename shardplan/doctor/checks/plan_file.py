@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 
 from shardplan.config.given_plan import load_given_plan
-from shardplan.doctor.findings import Finding, Level
-from shardplan.doctor.subject import Subject
+from shardplan.doctor.findings import HostFinding, Level
+from shardplan.doctor.subject import HostSubject
 from shardplan.plan.mapping import mesh_text
 from shardplan.runtime.deferred_packages import defer_unused_packages
 from shardplan.runtime.environment import compute_on_cpu
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: HostSubject) -> Iterator[HostFinding]:
     """Read the Plan, compare it with the configuration, and with the model that is built without weights."""
     config, plan = load_given_plan(subject.config)
     assert plan is not None
@@ -21,4 +21,4 @@ def check(subject: Subject) -> Iterator[Finding]:
 
     check_model(plan, model_from_config(config))
     mesh = mesh_text(plan.mesh)
-    yield Finding(Level.OK, f"{config.plan}: {plan.model.name} on {plan.hardware.slice}, mesh {mesh}")
+    yield HostFinding(Level.OK, f"{config.plan}: {plan.model.name} on {plan.hardware.slice}, mesh {mesh}")

@@ -4,15 +4,15 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
-from shardplan.doctor.findings import Finding, Level
+from shardplan.doctor.findings import HostFinding, Level
 from shardplan.doctor.read_rate import measure_reads
-from shardplan.doctor.subject import Subject
+from shardplan.doctor.subject import HostSubject
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.runtime.progress import size_text
 from shardplan.storage.text_files import open_text_files
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: HostSubject) -> Iterator[HostFinding]:
     """Read a sample of the texts, of which a run makes a copy in a temporary file."""
     path = subject.config.data.path
     assert path is not None
@@ -25,11 +25,11 @@ def check(subject: Subject) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     measured = f"{path}: {size_text(nbytes)} in {len(files)} files; {rate}"
     if free < nbytes:
-        yield Finding(
+        yield HostFinding(
             Level.ERROR,
             f"{measured}; {size_text(free)} free in {folder}",
             f"{size_text(nbytes)} there, for the copy of the texts that a run makes",
             "make room, or name another folder in TMPDIR",
         )
     else:
-        yield Finding(Level.OK, measured)
+        yield HostFinding(Level.OK, measured)

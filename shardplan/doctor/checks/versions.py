@@ -10,8 +10,8 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from shardplan.doctor.findings import Finding, Level
-from shardplan.doctor.subject import Subject
+from shardplan.doctor.findings import HostFinding, Level
+from shardplan.doctor.subject import HostSubject
 from shardplan.model.levanter_compat import LEVANTER_PACKAGES
 
 OWN = "shardplan"
@@ -25,40 +25,42 @@ SAME_MODULES = (("haliax", "marin-haliax"), ("levanter", "marin-levanter"))
 """Pairs of packages that overwrite each other's modules."""
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: HostSubject) -> Iterator[HostFinding]:
     """Compare versions."""
     problems = [*_python_problems(), *_requirement_problems(), *_mixed_problems()]
-    yield from problems or [Finding(Level.OK, ", ".join(_main_versions()))]
+    yield from problems or [HostFinding(Level.OK, ", ".join(_main_versions()))]
 
 
-def _python_problems() -> Iterator[Finding]:
+def _python_problems() -> Iterator[HostFinding]:
     version = platform.python_version()
     required = metadata.metadata(OWN)["Requires-Python"] if _version(OWN) else None
     if required is None:
-        yield Finding(
+        yield HostFinding(
             Level.WARNING,
             "shardplan runs from a folder, without metadata that says which versions it is tested with",
             remedy="install it: pip install -e . in its clone",
         )
     elif not SpecifierSet(required).contains(version, prereleases=True):
-        yield Finding(Level.ERROR, f"Python {version}", f"Python {required}", "make an environment with another Python")
+        yield HostFinding(
+            Level.ERROR, f"Python {version}", f"Python {required}", "make an environment with another Python"
+        )
 
 
-def _requirement_problems() -> Iterator[Finding]:
+def _requirement_problems() -> Iterator[HostFinding]:
     for package, requirement in _requirements():
         version = _version(requirement.name)
         required = f"{requirement.name}{requirement.specifier}, by {package} {_version(package)}"
         remedy = f"pip install '{requirement.name}{requirement.specifier}'"
         if version is None and requirement.name != OPTIONAL:
-            yield Finding(Level.ERROR, f"{requirement.name} is not installed", required, remedy)
+            yield HostFinding(Level.ERROR, f"{requirement.name} is not installed", required, remedy)
         elif version is not None and not requirement.specifier.contains(version, prereleases=True):
-            yield Finding(Level.ERROR, f"{requirement.name} {version}", required, remedy)
+            yield HostFinding(Level.ERROR, f"{requirement.name} {version}", required, remedy)
 
 
-def _mixed_problems() -> Iterator[Finding]:
+def _mixed_problems() -> Iterator[HostFinding]:
     for first, second in SAME_MODULES:
         if _version(first) and _version(second):
-            yield Finding(
+            yield HostFinding(
                 Level.ERROR,
                 f"{first} {_version(first)} and {second} {_version(second)} are both installed",
                 f"one of them: they write the same modules ({first})",

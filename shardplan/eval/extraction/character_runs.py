@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Runs:
+class CharacterRuns:
     """Consecutive runs of characters; neighbours have different values."""
 
     bounds: np.ndarray
@@ -51,7 +51,7 @@ class RunStream:
         self._at = 0
         self._starts, self._ends, self._values = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
 
-    def add(self, starts: np.ndarray, ends: np.ndarray, values: np.ndarray, end: int) -> Runs:
+    def add(self, starts: np.ndarray, ends: np.ndarray, values: np.ndarray, end: int) -> CharacterRuns:
         """Add windows, and return the runs of the characters before `end`.
 
         Args:
@@ -61,11 +61,11 @@ class RunStream:
         """
         return self._advance(starts, ends, values, end)
 
-    def finish(self, characters: int) -> Runs:
+    def finish(self, characters: int) -> CharacterRuns:
         """Return the runs that are left of a text of `characters` characters."""
         return self._advance(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), characters)
 
-    def _advance(self, starts: np.ndarray, ends: np.ndarray, values: np.ndarray, end: int) -> Runs:
+    def _advance(self, starts: np.ndarray, ends: np.ndarray, values: np.ndarray, end: int) -> CharacterRuns:
         """Add windows, and return the runs of the characters before `end`; the others are kept as windows."""
         starts, ends = np.concatenate([self._starts, starts]), np.concatenate([self._ends, ends])
         values = np.concatenate([self._values, values])
@@ -76,7 +76,7 @@ class RunStream:
         is_first = np.concatenate([[True], largest[1:] != largest[:-1]])[: len(largest)]
         split = int(np.searchsorted(points, end))
         done = np.flatnonzero(is_first[:split])
-        runs = Runs(np.append(points[:split][done], end), largest[:split][done])
+        runs = CharacterRuns(np.append(points[:split][done], end), largest[:split][done])
         kept = np.flatnonzero(largest[split:] > -np.inf) + split
         self._at, self._starts, self._ends, self._values = end, points[kept], points[kept + 1], largest[kept]
         return runs

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shardplan.eval.extraction.character_runs import Runs, RunStream, range_maximum
+from shardplan.eval.extraction.character_runs import CharacterRuns, RunStream, range_maximum
 from shardplan.eval.extraction.probabilities import read_matrix, suffix_log_probs
 from shardplan.eval.extraction.summary import MAX_PICTURES, split_by_text
 from shardplan.eval.texts.store import Text, TextStore, read_characters
@@ -119,7 +119,7 @@ def _by_text(windows: Windows) -> Iterator[tuple[str, Iterator[pa.Table]]]:
         yield id_, (table for _, table in items)
 
 
-def _runs(tables: Iterable[pa.Table], characters: int) -> Iterator[Runs]:
+def _runs(tables: Iterable[pa.Table], characters: int) -> Iterator[CharacterRuns]:
     """Yield the runs of a text by the largest log p_z of its whole windows."""
     stream = RunStream()
     for table in tables:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shardplan.eval.extraction.character_runs import Runs, RunStream, range_maximum
+from shardplan.eval.extraction.character_runs import CharacterRuns, RunStream, range_maximum
 
 THRESHOLDS = (0.001, 0.01, 0.1, 0.5, 0.75)
 """Probabilities for which the covered part of a text is reported."""
@@ -70,7 +70,7 @@ class Coverage:
         """Return the characters whose largest log p_z is at least each of `CURVE_LOG_THRESHOLDS`, int64[threshold]."""
         return self._curve_counts.at_least()
 
-    def _count(self, runs: Runs) -> None:
+    def _count(self, runs: CharacterRuns) -> None:
         """Count characters, whose largest p_z no later window changes."""
         lengths = np.diff(runs.bounds)
         self._counts.add(runs.values, lengths)

@@ -33,7 +33,7 @@ Print = Callable[[Any, Console], None]
 
 
 @dataclass(frozen=True)
-class View:
+class Display:
     """How the objects of a class show themselves."""
 
     text: Print
@@ -46,18 +46,18 @@ class View:
 
 def full_text(shown: Displayed) -> str:
     """Return what `print` shows of an object."""
-    return _print_to_text(VIEWS[type(shown)].text, shown)
+    return _print_to_text(DISPLAYS[type(shown)].text, shown)
 
 
 def short_text(shown: Displayed) -> str:
     """Return what IPython in a terminal shows of an object."""
-    view = VIEWS[type(shown)]
-    return _print_to_text(view.short or view.text, shown)
+    display = DISPLAYS[type(shown)]
+    return _print_to_text(display.short or display.text, shown)
 
 
 def picture(shown: Displayed) -> str | None:
     """Return what a notebook shows of an object, as HTML; None if that is its text."""
-    draw = VIEWS[type(shown)].picture
+    draw = DISPLAYS[type(shown)].picture
     return None if draw is None else draw(shown)
 
 
@@ -78,14 +78,14 @@ def _print_short_plan(plan: Plan, out: Console) -> None:
     _print_lines([f"mesh {mesh_text(plan.mesh)}"], out)
 
 
-VIEWS: dict[type, View] = {
-    Plan: View(print_plan, _print_short_plan, plan_html),
-    Verdict: View(lambda verdict, out: _print_lines(verdict_lines(verdict), out), picture=verdict_html),
-    Tiles: View(lambda tiles, out: _print_lines(tiles_lines(tiles), out), picture=tiles_html),
-    Audit: View(lambda audit, out: _print_lines([format_audit(audit.arrays)], out), picture=audit_html),
-    WhyNot: View(lambda answer, out: print_why([answer], out)),
-    WhatIf: View(lambda answer, out: print_what_if(answer.variants, out)),
-    SliceRanking: View(print_slice_ranking),
-    Review: View(print_review),
+DISPLAYS: dict[type, Display] = {
+    Plan: Display(print_plan, _print_short_plan, plan_html),
+    Verdict: Display(lambda verdict, out: _print_lines(verdict_lines(verdict), out), picture=verdict_html),
+    Tiles: Display(lambda tiles, out: _print_lines(tiles_lines(tiles), out), picture=tiles_html),
+    Audit: Display(lambda audit, out: _print_lines([format_audit(audit.arrays)], out), picture=audit_html),
+    WhyNot: Display(lambda answer, out: print_why([answer], out)),
+    WhatIf: Display(lambda answer, out: print_what_if(answer.variants, out)),
+    SliceRanking: Display(print_slice_ranking),
+    Review: Display(print_review),
 }
 """Class -> how its objects show themselves."""

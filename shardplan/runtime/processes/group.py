@@ -14,7 +14,7 @@ import jax
 
 from shardplan.errors import CheckpointError, ShardplanError, check_argument
 from shardplan.runtime.processes.hub.messages import Kind, problem_values
-from shardplan.runtime.processes.link import Link, Progress, error_of
+from shardplan.runtime.processes.link import Link, PhaseProgress, error_of
 from shardplan.runtime.processes.start import current_watch
 from shardplan.runtime.processes.watch.activity import DEADLINE_S, Activity
 from shardplan.runtime.processes.watch.watch import Watch, handle_problem
@@ -83,7 +83,7 @@ class ProcessGroup:
             _phases_begun += 1
             self.watch.set_activity(dataclasses.replace(before, number=_phases_begun))
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> PhaseProgress | None:
         """Return how much all processes have done in this phase; None where that is not known."""
         return None if self._link is None else self._link.progress
 

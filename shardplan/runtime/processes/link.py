@@ -49,7 +49,7 @@ LOST_HUB = f"the hub of the run was lost: the host of process 0 has ended, or th
 Report = Callable[[str], None]
 
 
-class Progress(NamedTuple):
+class PhaseProgress(NamedTuple):
     """How much all processes have done in a phase."""
 
     done: float
@@ -69,7 +69,7 @@ class Link(Watch):
         self._connection, self._lines = connection, lines
         self._sending = threading.Lock()
         self._answers: dict[tuple[Kind, str], Message] = {}
-        self.progress: Progress | None = None
+        self.progress: PhaseProgress | None = None
         """How much all processes have done in the phase of this one; known in process 0 only."""
         self._heard, self._was_silent = time.monotonic(), False
         connection.settimeout(None)
@@ -147,7 +147,7 @@ class Link(Watch):
             case Kind.ALIVE:
                 pass
             case Kind.PROGRESS:
-                self.progress = Progress(message["done"], message["slowest"])
+                self.progress = PhaseProgress(message["done"], message["slowest"])
             case _:
                 with self._changed:
                     self._answers[message["kind"], message["name"]] = message
