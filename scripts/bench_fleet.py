@@ -25,7 +25,8 @@ from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.checkpoint.match import match_tensors
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource, find_byte_ranges, sum_ranges
-from shardplan.checkpoint.transfer.schedule import MAX_REREAD_BYTES, make_schedule, read_by_process, to_stored_order
+from shardplan.checkpoint.transfer.request import ArrayRequest
+from shardplan.checkpoint.transfer.schedule import MAX_REREAD_BYTES, make_schedule, read_by_process
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, transfer_limits
 from shardplan.checkpoint.transfer.transfer import DeviceMesh
 from shardplan.hardware import parse_slice, place_mesh
@@ -82,13 +83,16 @@ def plan_part(checkpoint: Checkpoint, packed: str, mesh: DeviceMesh, process: in
         name: TensorSource(tensor.file_name, tensor.offset, tensor.dtype.itemsize) for name, tensor in tensors.items()
     }
     specs = array_specs(checkpoint.model.template, MAPPING, program)
-    _, views, stored_specs = to_stored_order(program.views, specs)
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    requests = {}
+    for path, view in program.views.items():
+        requests[path] = ArrayRequest(view, specs[path], np.dtype("bfloat16")).in_transit(dtypes)
     limits = transfer_limits(DEFAULT_BUDGET, zero_copy=False)
-    schedule = make_schedule(views, sources, stored_specs, dict.fromkeys(views, 2), mesh, limits)
-    total = sum(volume.bytes for volume in read_by_process(schedule, views, sources).values())
+    schedule = make_schedule(requests, sources, mesh, limits)
+    total = sum(volume.bytes for volume in read_by_process(schedule, requests, sources).values())
     # every byte once, but for arrays that are quicker read again than sent
-    assert 0 <= total - sum(tensor.nbytes for tensor in tensors.values()) <= MAX_REREAD_BYTES * len(views)
-    ranges = (find_byte_ranges(each, views[each.path], sources, mesh, process) for each in schedule.transfers)
+    assert 0 <= total - sum(tensor.nbytes for tensor in tensors.values()) <= MAX_REREAD_BYTES * len(requests)
+    ranges = (find_byte_ranges(each, requests[each.path].view, sources, mesh, process) for each in schedule.transfers)
     return sum(map(sum_ranges, ranges), ReadVolume())
 
 

@@ -14,11 +14,11 @@ import numpy as np
 from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
-from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.match import match_checkpoint
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource
-from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedule, read_by_process, to_stored_order
-from shardplan.checkpoint.transfer.stream import choose_transfer_dtype, transfer_limits
+from shardplan.checkpoint.transfer.request import ArrayRequest
+from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedule, read_by_process
+from shardplan.checkpoint.transfer.stream import transfer_limits
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer
 from shardplan.config.command_flags import CheckpointCommand
 from shardplan.hardware import GIB, parse_slice, place_mesh
@@ -105,16 +105,18 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
         else _assume_checkpoint(path, config.model.levanter_class, model)
     )
     program = stored.program
-    _, views, specs = to_stored_order(program.views, array_specs(model.template, plan.param_mapping, program))
     sources = {name: TensorSource(*stored.locations[name], stored.dtypes[name].itemsize) for name in program.tensors}
     mesh = DeviceMesh(tuple(plan.mesh.items()), tuple(place_mesh(hardware, plan.mesh).hosts()))
     param_dtype = np.dtype(jnp.dtype(plan.workload.param_dtype))
-    itemsizes = {path: choose_transfer_dtype(view, stored.dtypes, param_dtype).itemsize for path, view in views.items()}
+    specs = array_specs(model.template, plan.param_mapping, program)
+    requests = {}
+    for path, view in program.views.items():
+        requests[path] = ArrayRequest(view, specs[path], param_dtype).in_transit(stored.dtypes)
     limits = transfer_limits(int(config.load.gib * GIB), hardware.is_cpu)
     bandwidth = hardware.host_network_bandwidth
     speeds = Speeds(read=bandwidth, exchange=hardware.generation.link_bandwidth)
-    schedule = make_schedule(views, sources, specs, itemsizes, mesh, limits, speeds)
-    arrays, processes = _summarise(schedule, views, sources)
+    schedule = make_schedule(requests, sources, mesh, limits, speeds)
+    arrays, processes = _summarise(schedule, requests, sources)
     return Forecast(stored.source, stored.nbytes, bandwidth, processes, arrays)
 
 
@@ -140,7 +142,7 @@ def _assume_checkpoint(config_path: str, own_class: str | None, model: Model) ->
 
 
 def _summarise(
-    schedule: Schedule, views: Mapping[str, View], sources: Mapping[str, TensorSource]
+    schedule: Schedule, requests: Mapping[str, ArrayRequest], sources: Mapping[str, TensorSource]
 ) -> tuple[list[ArrayForecast], dict[int, ReadVolume]]:
     """Sum up a schedule by array, and by process."""
     by_path: defaultdict[str, list[Transfer]] = defaultdict(list)
@@ -149,7 +151,7 @@ def _summarise(
     processes = dict.fromkeys(schedule.mesh.devices_by_process, ReadVolume())
     arrays = []
     for path, transfers in by_path.items():
-        volumes = read_by_process(Schedule(schedule.mesh, tuple(transfers)), views, sources)
+        volumes = read_by_process(Schedule(schedule.mesh, tuple(transfers)), requests, sources)
         processes = {process: processes[process] + volume for process, volume in volumes.items()}
         total = sum(volumes.values(), ReadVolume())
         strategy = _strategy_text(transfers[0].strategy)

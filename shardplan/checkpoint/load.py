@@ -30,6 +30,7 @@ from shardplan.checkpoint.mapping.unneeded import kinds_text
 from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.match import Match, check_values, is_tied, match_checkpoint
 from shardplan.checkpoint.output_head import UNTIED, check_head, has_own_head
+from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, stream_arrays
 from shardplan.errors import CheckpointError, ConfigError, check_argument
 from shardplan.execution.device_mesh import make_mesh
@@ -272,8 +273,10 @@ def stream_checkpoint(
         if processes.process_index == 0:
             _warn(match, compared, folder)
         specs = _best_effort_specs(mesh, program) if mapping is None else array_specs(template, mapping, program)
-        dtypes = _array_dtypes(program, tensors, dtype)
-        arrays = stream_arrays(program.views, tensors, mesh, specs, dtypes, processes, budget, deadline_s=deadline_s)
+        requests = {}
+        for path, view in program.views.items():
+            requests[path] = ArrayRequest(view, specs[path], _array_dtype(view, tensors, dtype))
+        arrays = stream_arrays(requests, tensors, mesh, processes, budget, deadline_s=deadline_s)
         if checksum:
             check_files(tensors.values(), processes)
 
@@ -334,18 +337,17 @@ def _mesh_axes(spec: PartitionSpec, view: View) -> tuple[MeshAxes, ...]:
     return (*axes, *[()] * (len(view.shape) - len(axes)))
 
 
-def _array_dtypes(program: StateDictProgram, tensors: Mapping[str, Tensor], dtype: Any) -> dict[str, np.dtype]:
-    """Return array path -> its type: `dtype`, or the stored type if that is None."""
+def _array_dtype(view: View, tensors: Mapping[str, Tensor], dtype: Any) -> np.dtype:
+    """Return the type of an array: `dtype`, or its stored type if that is None.
 
-    def array_dtype(path: str) -> np.dtype:
-        """Return the type of one array; CheckpointError if its stored type is no floating-point type."""
-        # the pieces of an array have one type in every checkpoint that transformers writes; otherwise take the widest
-        kinds = {tensors[piece.tensor].dtype for piece in program.views[path].pieces}
-        stored = functools.reduce(jnp.promote_types, sorted(kinds, key=str))
-        if not jnp.issubdtype(stored, jnp.floating):
-            name = program.views[path].pieces[0].tensor
-            raise CheckpointError(f"{name} is stored as {stored}, the model has a floating-point parameter there")
-        # without 64-bit mode JAX represents float64 as float32
-        return np.dtype(dtype if dtype is not None else jax.dtypes.canonicalize_dtype(stored))
-
-    return {path: array_dtype(path) for path in program.views}
+    Raises:
+        CheckpointError: its stored type is no floating-point type.
+    """
+    # the pieces of an array have one type in every checkpoint that transformers writes; otherwise take the widest
+    kinds = {tensors[piece.tensor].dtype for piece in view.pieces}
+    stored = functools.reduce(jnp.promote_types, sorted(kinds, key=str))
+    if not jnp.issubdtype(stored, jnp.floating):
+        name = view.pieces[0].tensor
+        raise CheckpointError(f"{name} is stored as {stored}, the model has a floating-point parameter there")
+    # without 64-bit mode JAX represents float64 as float32
+    return np.dtype(dtype if dtype is not None else jax.dtypes.canonicalize_dtype(stored))

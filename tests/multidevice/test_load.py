@@ -127,12 +127,13 @@ def test_devices_that_read_rows_and_exchange(golden, monkeypatch, name, sizes, m
     exchanged = []
     original = stream.exchange_rows
 
-    def make_exchange_schedule(views, sources, specs, itemsizes, mesh, limits):
+    def make_exchange_schedule(requests, sources, mesh, limits):
         transfers = []
-        for path, view in views.items():
-            strategies = [ReadStrategy(tuple(specs[path])), *exchange_strategies(view.shape, specs[path], mesh)]
+        for path, request in requests.items():
+            shape, spec = request.view.shape, request.spec
+            strategies = [ReadStrategy(spec), *exchange_strategies(shape, spec, mesh)]
             strategy = max(strategies, key=lambda each: len(each.collectives))
-            transfers += make_transfers(path, view.shape, strategy, itemsizes[path], mesh, limits)
+            transfers += make_transfers(path, shape, strategy, request.dtype.itemsize, mesh, limits)
         return Schedule(mesh, tuple(transfers))
 
     monkeypatch.setattr(stream, "make_schedule", make_exchange_schedule)

@@ -63,7 +63,7 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: s
     budget = SMALL_BUDGET if FAULT.endswith("processors") else stream.DEFAULT_BUDGET
     if fault == "other schedule":
         make = stream.make_schedule
-        stream.make_schedule = lambda *args: schedule.Schedule(args[4], make(*args).transfers[::-1])
+        stream.make_schedule = lambda *args: schedule.Schedule(args[2], make(*args).transfers[::-1])
     if fault == "other mapping":
         mappings = [OTHER_MAPPING for _ in mappings]
     mesh = Mesh(np.array(jax.devices()).reshape(1, 2, count // 2), ("replica", "data", "model"))

@@ -3,18 +3,22 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from ml_dtypes import bfloat16
 
 from shardplan.checkpoint.mapping.views import Piece, View, row_major_strides
 from shardplan.checkpoint.transfer import byte_ranges, process_kinds, schedule
 from shardplan.checkpoint.transfer.byte_ranges import TensorSource, estimate_read_volume
 from shardplan.checkpoint.transfer.process_kinds import find_grid, find_process_kinds
+from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.schedule import exchange_strategies, make_schedule
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, TransferLimits, make_transfers
 
 ITEMSIZE = 2
+BFLOAT16 = np.dtype(bfloat16)
 PIECES = st.sampled_from(["contiguous", "columns of a wider tensor", "two parts"])
 
 
@@ -110,6 +114,6 @@ def test_a_fleet_has_few_kinds(monkeypatch):
     sources = {str(i): TensorSource(f"file {i // 3}", i % 3 * layer_bytes, 2) for i in range(shape[0])}
     spec = ((), ("model",), ("data",))
     limits = TransferLimits(64 * 2**20, 256 * 2**20)
-    result = make_schedule({"x": View(shape, pieces)}, sources, {"x": spec}, {"x": 2}, mesh, limits)
+    result = make_schedule({"x": ArrayRequest(View(shape, pieces), spec, BFLOAT16)}, sources, mesh, limits)
     assert result.transfers[0].strategy.all_to_all and len(calls) < 1000
     assert sum(math.prod(each.shape) for each in result.transfers) * 8 == math.prod(shape)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ml_dtypes import bfloat16
 
 from shardplan.checkpoint.mapping.state_dict_program import trace_program
 from shardplan.checkpoint.mapping.views import Piece, View, row_major_strides, tensor_view
@@ -20,6 +21,7 @@ from shardplan.checkpoint.transfer.byte_ranges import (
     merge_boxes,
     sum_ranges,
 )
+from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.schedule import (
     Schedule,
     exchange_strategies,
@@ -33,6 +35,7 @@ from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
 
 MIB = 2**20
+BFLOAT16 = np.dtype(bfloat16)
 LIMITS = TransferLimits(64 * MIB, 256 * MIB)
 
 
@@ -124,7 +127,7 @@ def test_volumes_are_those_of_the_ranges(load, layers, data):
     for strategy in (ReadStrategy(spec), *exchange_strategies(shape, spec, mesh)):
         max_bytes = 2 * layers * size * max(map(len, mesh.devices_by_process.values()))
         transfers = tuple(make_transfers("x", shape, strategy, 2, mesh, TransferLimits(max_bytes, max_bytes)))
-        volumes = read_by_process(Schedule(mesh, transfers), {"x": view}, sources)
+        volumes = read_by_process(Schedule(mesh, transfers), {"x": ArrayRequest(view, spec, BFLOAT16)}, sources)
         for process, volume in volumes.items():
             ranges = (find_byte_ranges(transfer, view, sources, mesh, process) for transfer in transfers)
             assert volume == sum(map(sum_ranges, ranges), ReadVolume())
@@ -134,7 +137,7 @@ def test_each_process_reads_its_own_contiguous_shard():
     """Rows sharded over processes and replicated within one need no exchange."""
     mesh = DeviceMesh((("data", 2), ("model", 2)), (0, 0, 1, 1))
     view, sources = tensor_view("w", (4096, 1024)), {"w": TensorSource("f", 100, 2)}
-    (transfer,) = make_schedule({"w": view}, sources, {"w": (("data",), ())}, {"w": 2}, mesh, LIMITS).transfers
+    (transfer,) = make_schedule({"w": ArrayRequest(view, (("data",), ()), BFLOAT16)}, sources, mesh, LIMITS).transfers
     assert not transfer.strategy.collectives and exchanged_bytes(transfer, mesh) == 0
     assert find_byte_ranges(transfer, view, sources, mesh, 1) == [("f", 100 + 4 * MIB, 100 + 8 * MIB)]
 
@@ -151,7 +154,7 @@ def test_columns_and_copies_are_read_once_and_exchanged(spec, collectives):
     """
     mesh = DeviceMesh((("data", 2), ("model", 2)), (0, 1, 2, 3))
     view, sources = tensor_view("w", (4096, 1024)), {"w": TensorSource("f", 0, 2)}
-    (transfer,) = make_schedule({"w": view}, sources, {"w": spec}, {"w": 2}, mesh, LIMITS).transfers
+    (transfer,) = make_schedule({"w": ArrayRequest(view, spec, BFLOAT16)}, sources, mesh, LIMITS).transfers
     assert transfer.strategy.collectives == collectives
     ranges = sorted(find_byte_ranges(transfer, view, sources, mesh, process)[0] for process in range(4))
     assert ranges == [("f", 2 * MIB * i, 2 * MIB * (i + 1)) for i in range(4)]
@@ -163,9 +166,8 @@ def test_columns_and_copies_are_read_once_and_exchanged(spec, collectives):
 def test_one_process_exchanges_nothing():
     mesh = DeviceMesh((("data", 2), ("model", 2)), (0,) * 4)
     view, sources = tensor_view("w", (4096, 1024)), {"w": TensorSource("f", 0, 2)}
-    transfers = make_schedule(
-        {"w": view}, sources, {"w": ((), ("data",))}, {"w": 2}, mesh, TransferLimits(MIB, MIB)
-    ).transfers
+    request, limits = ArrayRequest(view, ((), ("data",)), BFLOAT16), TransferLimits(MIB, MIB)
+    transfers = make_schedule({"w": request}, sources, mesh, limits).transfers
     assert not any(transfer.strategy.collectives for transfer in transfers)
     read = [run for transfer in transfers for run in find_byte_ranges(transfer, view, sources, mesh, 0)]
     assert sum(high - low for _, low, high in read) == 8 * MIB and len(read) == len(transfers)
@@ -195,11 +197,12 @@ def test_all_processes_together_read_every_byte_once(model, mapping):
                     else () for axis in leaf.axes)
         for path, leaf in named_leaves(template) if isinstance(leaf, hax.NamedArray)
     }  # fmt: skip
-    orders = {path: view.stored_order for path, view in program.views.items()}
-    views = {path: view.transpose(orders[path]) for path, view in program.views.items()}
-    specs = {path: [specs[path][d] for d in order] for path, order in orders.items()}
-    schedule = make_schedule(views, sources, specs, dict.fromkeys(specs, 2), mesh, LIMITS)
-    read = read_by_process(schedule, views, sources)
+    stored_dtypes = dict.fromkeys(program.tensors, BFLOAT16)
+    requests = {}
+    for path, view in program.views.items():
+        requests[path] = ArrayRequest(view, specs[path], BFLOAT16).in_transit(stored_dtypes)
+    schedule = make_schedule(requests, sources, mesh, LIMITS)
+    read = read_by_process(schedule, requests, sources)
     total = sum(2 * math.prod(shape) for shape in program.tensors.values())
     assert 1 <= sum(ranges.bytes for ranges in read.values()) / total <= 1.02
     sizes = [ranges.bytes for ranges in read.values()]

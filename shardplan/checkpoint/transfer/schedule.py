@@ -23,6 +23,7 @@ from shardplan.checkpoint.transfer.byte_ranges import (
     sum_ranges,
 )
 from shardplan.checkpoint.transfer.process_kinds import ViewGrid, find_grid, find_process_kinds
+from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer, TransferLimits, make_transfers
 from shardplan.plan.mapping import MeshAxes
 
@@ -56,10 +57,8 @@ class Schedule:
 
 
 def make_schedule(
-    views: Mapping[str, View],
+    requests: Mapping[str, ArrayRequest],
     sources: Mapping[str, TensorSource],
-    specs: Mapping[str, Sequence[MeshAxes]],
-    itemsizes: Mapping[str, int],
     mesh: DeviceMesh,
     limits: TransferLimits,
     speeds: Speeds = DEFAULT_SPEEDS,
@@ -67,38 +66,24 @@ def make_schedule(
     """Choose the cheapest read strategy of every array.
 
     Args:
-        views: array path -> the tensor elements it is made of, as `to_stored_order` returns them.
+        requests: array path -> the array as it is in transit, see `ArrayRequest.in_transit`.
         sources: tensor name -> its location.
-        specs: array path -> mesh axes that shard each dimension in the parameter sharding.
-        itemsizes: array path -> bytes of an element in transit.
         limits: how large a transfer may be.
     """
     transfers: list[Transfer] = []
-    for path, view in views.items():
-        strategies = [ReadStrategy(tuple(specs[path]))]
+    for path, request in requests.items():
+        view = request.view
+        strategies = [ReadStrategy(request.spec)]
         if len(mesh.devices_by_process) > 1:
-            strategies += exchange_strategies(view.shape, specs[path], mesh)
-        choices = [
-            list(make_transfers(path, view.shape, strategy, itemsizes[path], mesh, limits)) for strategy in strategies
-        ]
+            strategies += exchange_strategies(view.shape, request.spec, mesh)
+        choices = []
+        for strategy in strategies:
+            choices.append(list(make_transfers(path, view.shape, strategy, request.dtype.itemsize, mesh, limits)))
         if len(choices) > 1:
             grid = find_grid(view, sources)
             choices.sort(key=partial(_cost, view=view, grid=grid, sources=sources, mesh=mesh, speeds=speeds))
         transfers += choices[0]
     return Schedule(mesh, tuple(transfers))
-
-
-def to_stored_order(
-    views: Mapping[str, View], specs: Mapping[str, Sequence[MeshAxes]]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, View], dict[str, tuple[MeshAxes, ...]]]:
-    """Transpose views and specs so that rows are rows of what is stored, also where the model has it transposed.
-
-    Returns:
-        Array path -> its dimensions in stored order; and the views and specs with their dimensions in that order.
-    """
-    orders = {path: view.stored_order for path, view in views.items()}
-    stored = {path: view.transpose(orders[path]) for path, view in views.items()}
-    return orders, stored, {path: tuple(specs[path][d] for d in order) for path, order in orders.items()}
 
 
 def exchange_strategies(shape: Shape, spec: Sequence[MeshAxes], mesh: DeviceMesh) -> Iterator[ReadStrategy]:
@@ -117,15 +102,21 @@ def exchange_strategies(shape: Shape, spec: Sequence[MeshAxes], mesh: DeviceMesh
 
 
 def read_by_process(
-    schedule: Schedule, views: Mapping[str, View], sources: Mapping[str, TensorSource]
+    schedule: Schedule, requests: Mapping[str, ArrayRequest], sources: Mapping[str, TensorSource]
 ) -> dict[int, ReadVolume]:
-    """Return process -> what it reads in all transfers."""
+    """Return process -> what it reads in all transfers.
+
+    Args:
+        requests, sources: those that the schedule was made for.
+    """
     mesh = schedule.mesh
     total = np.zeros((len(mesh.devices_by_process), 2), np.int64)
     known: dict[object, np.ndarray] = {}
-    grids = {path: find_grid(views[path], sources) for path in {transfer.path: None for transfer in schedule.transfers}}
+    grids: dict[str, ViewGrid | None] = {}
     for transfer in schedule.transfers:
-        view = views[transfer.path]
+        view = requests[transfer.path].view
+        if transfer.path not in grids:
+            grids[transfer.path] = find_grid(view, sources)
         key = (
             transfer.strategy,
             transfer.local_shape,

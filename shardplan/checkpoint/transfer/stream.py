@@ -6,7 +6,7 @@ continue while what was read before is on its way to the devices.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.transfer.byte_ranges import TensorSource
 from shardplan.checkpoint.transfer.destination import (
     ArrayPlacement,
@@ -25,10 +24,10 @@ from shardplan.checkpoint.transfer.destination import (
 )
 from shardplan.checkpoint.transfer.exchange import exchange_rows
 from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_read
-from shardplan.checkpoint.transfer.schedule import make_schedule, read_by_process, to_stored_order
+from shardplan.checkpoint.transfer.request import ArrayRequest
+from shardplan.checkpoint.transfer.schedule import make_schedule, read_by_process
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer, TransferLimits
 from shardplan.errors import ConfigError
-from shardplan.plan.mapping import MeshAxes
 from shardplan.runtime.process_progress import load_progress
 from shardplan.runtime.processes.group import ProcessGroup, short_text
 from shardplan.runtime.processes.watch.activity import DEADLINE_S
@@ -45,25 +44,21 @@ MAX_IN_FLIGHT = 64
 
 
 def stream_arrays(
-    views: Mapping[str, View],
+    requests: Mapping[str, ArrayRequest],
     tensors: Mapping[str, Tensor],
     mesh: Mesh,
-    specs: Mapping[str, Sequence[MeshAxes]],
-    dtypes: Mapping[str, np.dtype],
     processes: ProcessGroup,
     budget: int = DEFAULT_BUDGET,
     zero_copy: bool | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> dict[str, jax.Array]:
-    """Read the arrays that `views` describe from `tensors`, sharded over `mesh` and cast to `dtypes`.
+    """Read arrays from `tensors`, sharded over `mesh` and cast to the requested types.
 
     Every process of the mesh calls this at once, with the same arguments.
 
     Args:
-        views: array path -> the tensor elements it is made of.
+        requests: array path -> the array to load.
         tensors: tensor name -> tensor and its location.
-        specs: array path -> the mesh axes that shard each dimension.
-        dtypes: array path -> type.
         processes: the processes of the mesh.
         budget: most host memory to use beyond the arrays, bytes.
         zero_copy: whether devices adopt the host memory that was read into; default: whether they are CPU devices.
@@ -75,7 +70,7 @@ def stream_arrays(
     """
 
     def plan() -> _ArrayStream:
-        return _ArrayStream(views, tensors, mesh, specs, dtypes, budget, zero_copy)
+        return _ArrayStream(requests, tensors, mesh, budget, zero_copy)
 
     stream = processes.agree("schedule", plan, _ArrayStream.describe, _other_schedule)
     # under a mesh of the caller, jax would run every operation on one device on all devices of that mesh
@@ -107,30 +102,22 @@ class _ArrayStream:
 
     def __init__(
         self,
-        views: Mapping[str, View],
+        requests: Mapping[str, ArrayRequest],
         tensors: Mapping[str, Tensor],
         mesh: Mesh,
-        specs: Mapping[str, Sequence[MeshAxes]],
-        dtypes: Mapping[str, np.dtype],
         budget: int,
         zero_copy: bool | None,
     ) -> None:
         """Choose the types in transit and divide the budget, then plan all transfers; arguments as `stream_arrays`."""
-        self.tensors, self.mesh, self.dtypes = tensors, mesh, dtypes
-        self.shapes = {path: view.shape for path, view in views.items()}
-        self.shardings = {
-            path: NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec))) for path, spec in specs.items()
-        }
-        self.orders, self.views, stored_specs = to_stored_order(views, specs)
+        self.requests, self.tensors, self.mesh = requests, tensors, mesh
+        stored_dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        self.in_transit = {path: request.in_transit(stored_dtypes) for path, request in requests.items()}
+        """Array path -> the array as it is read and exchanged."""
         devices = list(mesh.devices.flat)
         self.device_mesh = DeviceMesh(tuple(mesh.shape.items()), tuple(device.process_index for device in devices))
         local_devices = self.device_mesh.devices_by_process[jax.process_index()]
         self.devices = {index: devices[index] for index in local_devices}
         self.zero_copy = devices[0].platform == "cpu" if zero_copy is None else zero_copy
-        stored_dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        self.transfer_dtypes = {
-            path: choose_transfer_dtype(view, stored_dtypes, dtypes[path]) for path, view in views.items()
-        }
         tunings = {tensor.file.tuning for tensor in tensors.values()}
         # of this host alone: another may have more processors, or a file in its cache that this one streams
         self.threads = max(tuning.concurrent_reads for tuning in tunings)
@@ -141,24 +128,17 @@ class _ArrayStream:
             name: TensorSource(tensor.file_name, tensor.offset, tensor.dtype.itemsize)
             for name, tensor in tensors.items()
         }
-        self.schedule = make_schedule(
-            self.views,
-            self.sources,
-            stored_specs,
-            {path: dtype.itemsize for path, dtype in self.transfer_dtypes.items()},
-            self.device_mesh,
-            self.limits,
-        )
+        self.schedule = make_schedule(self.in_transit, self.sources, self.device_mesh, self.limits)
 
     def describe(self) -> dict[str, str]:
         """Return what must be equal in all processes, or they enter different collectives: name -> text or digest."""
         values = {
             "the mesh": [self.device_mesh.axes, self.device_mesh.processes],
             "the most bytes of a transfer": vars(self.limits),
-            **{f"the type of {path}": f"{dtype}" for path, dtype in self.dtypes.items()},
-            **{f"the sharding of {path}": f"{tuple(sharding.spec)}" for path, sharding in self.shardings.items()},
+            **{f"the type of {path}": f"{request.dtype}" for path, request in self.requests.items()},
+            **{f"the sharding of {path}": f"{tuple(_pspec(request))}" for path, request in self.requests.items()},
             "the location of the tensors": self.sources,
-            "the type of values in transit": self.transfer_dtypes,
+            "the type of values in transit": {path: request.dtype for path, request in self.in_transit.items()},
             "the schedule": self.schedule.transfers,
         }
         return {name: short_text(value if isinstance(value, str) else repr(value)) for name, value in values.items()}
@@ -166,7 +146,7 @@ class _ArrayStream:
     @property
     def nbytes(self) -> int:
         """Bytes that all processes read together."""
-        volumes = read_by_process(self.schedule, self.views, self.sources)
+        volumes = read_by_process(self.schedule, self.in_transit, self.sources)
         return sum(volume.bytes for volume in volumes.values())
 
     def run(self, report: Callable[[int, str], object]) -> dict[str, jax.Array]:
@@ -208,8 +188,9 @@ class _ArrayStream:
     def _make_destination(self, path: str) -> Destination:
         """Make the shards that an array is loaded into: of host memory if devices adopt it."""
         kind = HostDestination if self.zero_copy else DeviceDestination
-        sharding = self.shardings[path]
-        return kind(ArrayPlacement(self.shapes[path], self.dtypes[path], sharding, self.devices, self.orders[path]))
+        request = self.requests[path]
+        sharding, order = NamedSharding(self.mesh, _pspec(request)), request.view.stored_order
+        return kind(ArrayPlacement(request.view.shape, request.dtype, sharding, self.devices, order))
 
     def _staging_bytes(self, transfer: Transfer) -> int:
         """Return the host memory that a transfer needs beyond the arrays; 0 if it is read directly into the shards."""
@@ -225,12 +206,14 @@ class _ArrayStream:
         Without collectives, read directly into host-memory shards where there are any; otherwise, and always with
         collectives, into staging memory that `_write` moves on.
         """
-        dtype = self.transfer_dtypes[transfer.path]
+        request = self.in_transit[transfer.path]
         staged: dict[int, np.ndarray] = {}
         targets = []
         if transfer.strategy.collectives:
             for device in self.devices:
-                staged[device] = np.empty((transfer.rows_per_device(self.device_mesh), *transfer.row_shape), dtype)
+                staged[device] = np.empty(
+                    (transfer.rows_per_device(self.device_mesh), *transfer.row_shape), request.dtype
+                )
                 rows = staged[device].reshape(-1)
                 for (start, stop), row_offset in transfer.boxes(self.device_mesh, device):
                     shape = tuple(b - a for a, b in zip(start, stop, strict=True))
@@ -241,10 +224,10 @@ class _ArrayStream:
                 # equal boxes share one host buffer, so that the first of them stands for all
                 shard_box = destination.window(devices[0], transfer.start, transfer.shape)
                 if shard_box is None:
-                    shard_box = np.empty(transfer.shape, dtype)
+                    shard_box = np.empty(transfer.shape, request.dtype)
                     staged |= dict.fromkeys(devices, shard_box)
                 targets.append(ReadTarget(start, shard_box))
-        reads = plan_reads(self.views[transfer.path], self.tensors, targets, self.read_bytes)
+        reads = plan_reads(request.view, self.tensors, targets, self.read_bytes)
         futures = [pool.submit(run_read, read) for read in reads]
         return _PendingTransfer(transfer, futures, staged, self._staging_bytes(transfer))
 
@@ -261,7 +244,7 @@ class _ArrayStream:
         transfer = pending.transfer
         parts: Mapping[int, np.ndarray | jax.Array] = pending.staged
         if transfer.strategy.collectives:
-            parts = exchange_rows(self.mesh, transfer, pending.staged, self.transfer_dtypes[transfer.path])
+            parts = exchange_rows(self.mesh, transfer, pending.staged, self.in_transit[transfer.path].dtype)
         for device, part in parts.items():
             destination.put(device, transfer.start, part)
         destination.wait()
@@ -276,14 +259,6 @@ def transfer_limits(budget: int, zero_copy: bool) -> TransferLimits:
     return TransferLimits(read, read if zero_copy else MAX_PLACED_BYTES)
 
 
-def choose_transfer_dtype(view: View, stored_dtypes: Mapping[str, np.dtype], dtype: np.dtype) -> np.dtype:
-    """Choose the type of an array in transit: the narrower of the stored type and `dtype`, so that less is moved.
-
-    Args:
-        stored_dtypes: tensor name -> its type.
-        dtype: type of the array in the model.
-    """
-    kinds = {stored_dtypes[piece.tensor] for piece in view.pieces}
-    is_plain = len(kinds) == 1 and all(piece.scale == 1 for piece in view.pieces)
-    stored = next(iter(kinds)) if is_plain else dtype
-    return stored if stored.itemsize < dtype.itemsize else dtype
+def _pspec(request: ArrayRequest) -> PartitionSpec:
+    """Return the sharding of an array as JAX has it."""
+    return PartitionSpec(*(axes or None for axes in request.spec))

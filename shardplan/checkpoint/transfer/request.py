@@ -1,0 +1,41 @@
+"""What a load has to make: one request per array of the model. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.checkpoint.mapping.views import View
+from shardplan.plan.mapping import MeshAxes
+
+
+@dataclass(frozen=True)
+class ArrayRequest:
+    """An array to load: the tensor elements that it is made of, its sharding, and its type."""
+
+    view: View
+    spec: tuple[MeshAxes, ...]
+    """Mesh axes that shard each dimension."""
+    dtype: np.dtype
+
+    def in_transit(self, stored_dtypes: Mapping[str, np.dtype]) -> "ArrayRequest":
+        """Return the array as it is read and exchanged, before it is written into its shards.
+
+        Its dimensions are in stored order, so that rows are rows of what is stored, also where the model has the array
+        transposed. Its type is the narrower of the stored type and the requested one, so that less is moved.
+
+        Args:
+            stored_dtypes: tensor name -> its type.
+        """
+        order = self.view.stored_order
+        spec = tuple(self.spec[dimension] for dimension in order)
+        return ArrayRequest(self.view.transpose(order), spec, self._narrower_dtype(stored_dtypes))
+
+    def _narrower_dtype(self, stored_dtypes: Mapping[str, np.dtype]) -> np.dtype:
+        """Return the stored type if it is narrower than the requested one; elements that are scaled are cast first."""
+        kinds = {stored_dtypes[piece.tensor] for piece in self.view.pieces}
+        is_scaled = any(piece.scale != 1 for piece in self.view.pieces)
+        if len(kinds) != 1 or is_scaled:
+            return self.dtype
+        (stored,) = kinds
+        return stored if stored.itemsize < self.dtype.itemsize else self.dtype
