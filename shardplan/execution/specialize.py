@@ -53,7 +53,7 @@ def specialize(model: Model, plan: Plan) -> Model:
     # a configuration class of the user's own need not have them
     config = dataclasses.replace(model.config, **{name: value for name, value in settings.items() if name in names})
     template = abstract_module(config, model.vocab)
-    if plan.attention.is_sequence_parallel:
+    if plan.attention.is_sequence_parallel and model.uses_levanter_attention:
         template = with_sequence_parallel(template, plan)
     return dataclasses.replace(model, config=config, template=template)
 

@@ -25,6 +25,14 @@ class AttentionKind:
     has_sinks: bool = False
     """Whether every head has a sink: a score beside those of the keys, without a value."""
 
+    has_bias: bool = False
+    """Whether an array is added to the scores."""
+
+    @property
+    def can_shard_positions(self) -> bool:
+        """Whether shardplan's attention computes it, which takes no bias; no other takes sharded positions."""
+        return self.head_size is not None and not self.has_bias
+
     @property
     def name(self) -> str:
         """The name of the kind in plans, such as `causal, window 1024, head size 128`."""
@@ -33,6 +41,8 @@ class AttentionKind:
             parts.append(f"soft cap {self.soft_cap:g}")
         if self.has_sinks:
             parts.append("sinks")
+        if self.has_bias:
+            parts.append("bias")
         if self.head_size is not None:
             sizes = {self.head_size: None, self.value_head_size or self.head_size: None}
             parts.append(f"head size {'/'.join(map(str, sizes))}")

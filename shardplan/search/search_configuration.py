@@ -16,12 +16,14 @@ from shardplan.model.registry import Model
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.pins import Rules, parse_rules
 from shardplan.plan.workload import BATCH_AXIS
+from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.step_trace import plan_step
+from shardplan.program.tasks import Step
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
 from shardplan.search.open_choices import enumerate_variants
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import SearchStatistics, describe_indivisible
-from shardplan.search.space import METHODS, Space, mesh_shapes
+from shardplan.search.space import METHODS, AttentionMethod, Space, mesh_shapes
 
 UNSHARDED_POSITIONS: tuple[MeshAxes, ...] = ((),)
 """The choice of mesh axes for positions where they stay on one device: in training, and of packed windows."""
@@ -160,8 +162,9 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
     """
     hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
     is_training, is_packed = config.workload.is_training, config.workload.window is not None
+    step = plan_step(model, config.workload.resolve())
     space = Space(
-        step=plan_step(model, config.workload.resolve()),
+        step=step,
         logit_blocks=config.workload.num_logit_blocks,
         batch=BATCH_AXIS,
         position=axes.position,
@@ -175,7 +178,7 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
             UNSHARDED_POSITIONS if is_packed or (is_training and not hardware.is_cpu) else POSITION_CHOICES
         ),
         requires_kernel=not hardware.is_cpu,
-        methods=() if own_attention or not model.uses_levanter_attention else METHODS[:1] if is_training else METHODS,
+        methods=() if own_attention else _methods(model, step, is_training),
     )
     for pin in rules.pins:
         tokens = () if pin.is_stored else (space.batch, space.position)
@@ -183,3 +186,14 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
             reason = "layers are stacked along it" if pin.axis in space.step.stacked_axes else "no computation uses it"
             raise ConfigError(f"pin {pin}: plans never shard {pin.axis}, for {reason}")
     return space
+
+
+def _methods(model: Model, step: Step, is_training: bool) -> tuple[AttentionMethod, ...]:
+    """The methods of attention that a model can be given where positions are sharded."""
+    contiguous = tuple(method for method in METHODS if method.order == SequenceOrder.CONTIGUOUS)
+    if model.uses_levanter_attention:
+        return METHODS[:1] if is_training else METHODS
+    if not step.attention_kinds or not all(kind.can_shard_positions for kind in step.attention_kinds):
+        return ()
+    # whether a model of your own takes positions in another order than that of the sequence is not known
+    return contiguous[:1] if is_training else contiguous

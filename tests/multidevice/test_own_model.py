@@ -1,5 +1,6 @@
 """A model that is in no registry is planned, loaded, evaluated and compiled, by the name of its class alone."""
 
+import dataclasses
 import json
 import os
 
@@ -16,10 +17,15 @@ from parallel_model import ParallelConfig, ParallelModel
 from safetensors.numpy import save_file
 
 from shardplan import load_config, load_pretrained, make_plan
+from shardplan.execution import planned_attention
+from shardplan.execution.device_mesh import make_mesh
+from shardplan.execution.specialize import specialize
+from shardplan.execution.step_program import step_program
 from shardplan.model.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.own_model import own_code
 from shardplan.model.registry import transformers_config
+from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.search.make_plan import model_from_config
 
 CLASS = "parallel_model:ParallelConfig"
@@ -93,10 +99,16 @@ def test_the_plan_is_exact_and_loaded(own):
         np.testing.assert_array_equal(np.asarray(leaf.array), np.asarray(expected[path].array), err_msg=path)
 
 
-def test_evaluation(own, tmp_path):
+@pytest.mark.parametrize(
+    "layout",
+    [["--mesh.model=2"], ["--mesh.model=2", "--mesh.data=4", "--pin", "position=data"]],
+    ids=["heads", "positions"],
+)
+def test_evaluation(own, tmp_path, layout):
+    """The model calls Levanter's function of attention, which runs as the plan says where positions are sharded."""
     folder, model, tokens = own
     output = tmp_path / "results"
-    argv = (*arguments(folder), f"--data.path={folder / 'text.jsonl'}", f"--output={output}", "--mesh.model=2")
+    argv = (*arguments(folder), f"--data.path={folder / 'text.jsonl'}", f"--output={output}", *layout)
     done = start("eval", *argv, "--quiet")
     assert done.returncode == 0, done.stderr
     texts = json.loads((output / "summary.json").read_text())["texts"]
@@ -150,3 +162,34 @@ def test_without_the_name_the_error_says_what_to_do(own):
     argv = [argument for argument in arguments(own[0]) if "levanter_class" not in argument]
     (own[0] / "config.json").write_text(json.dumps({**CONFIG, "attention_bias": None}))
     fails(run("plan", *argv), 2, "for your own model, set model.levanter_class")
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+def test_planned_methods_compute_the_attention_of_the_model(own, strategy, monkeypatch):
+    """Every method for sharded positions is called, and gives the losses of one device."""
+    folder, model, tokens = own
+    config = load_config(**settings(folder), mesh={"data": 4, "model": 1, "replica": 2}, pin=["position=data"])
+    plan = make_plan(config)
+    ulysses = 4 if strategy == "ulysses" else 1
+    plan = dataclasses.replace(plan, attention=AttentionPlan(strategy, ulysses, 4 // ulysses))
+    calls = []
+    original = planned_attention.sharded_attention
+    monkeypatch.setattr(
+        planned_attention,
+        "sharded_attention",
+        lambda *args, **kwargs: calls.append(kwargs["strategy"]) or original(*args, **kwargs),
+    )
+    planned = specialize(model_from_config(config), plan)
+    mesh = make_mesh(plan)
+    program = step_program(planned, plan, mesh)
+    loaded = load_pretrained(str(folder), plan=plan, config=planned.config)
+    like = program.arguments[1]
+    inputs = []
+    for values in (tokens.astype(np.int32), np.ones(tokens.shape, bool)):
+        array = jax.make_array_from_callback(
+            values.shape, like.array.sharding, lambda index, values=values: values[index]
+        )
+        inputs.append(hax.named(array, like.axes))
+    losses = program.compile({})(loaded, *inputs)
+    assert set(calls) == {strategy}
+    np.testing.assert_allclose(np.asarray(losses.array)[:, :-1], expected_losses(model, tokens), rtol=1e-4)

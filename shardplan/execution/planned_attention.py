@@ -1,0 +1,43 @@
+"""Attention of models of your own, computed as a plan says.
+
+The modules of Levanter's `Attention` are replaced in the model (`shardplan.attention.levanter`). A model without them
+calls a function of attention itself, and that call is replaced while the model is traced.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from haliax import NamedArray
+
+# under another name, because it is replaced under its own
+from shardplan.attention.dot_product import dot_product_attention as sharded_attention
+from shardplan.model.attention_calls import Arguments, replace_attention
+from shardplan.model.registry import Model
+from shardplan.plan.plan import Plan
+from shardplan.program.marked_attention import kind_of_call
+
+KEPT = (
+    "QPos", "KPos", "Key", "query", "key", "value", "mask", "bias", "attention_dtype", "precision", "dropout", "heads",
+    "prefix", "scaling_factor", "logits_soft_cap", "inference", "attn_sink",
+)  # fmt: skip
+"""Arguments of a call that the plan does not decide."""
+
+
+@contextmanager
+def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
+    """Let the calls of attention of a model without Levanter's modules run by the methods of a plan.
+
+    Nothing changes where the plan does not shard positions.
+    """
+    if model.uses_levanter_attention or not plan.attention.is_sequence_parallel:
+        yield
+        return
+
+    def compute(arguments: Arguments) -> NamedArray:
+        """Compute attention by the method for its kind."""
+        method = plan.attention.of(kind_of_call(arguments).name)
+        kept = {name: arguments[name] for name in KEPT if name in arguments}
+        return sharded_attention(**kept, strategy=method.strategy, ulysses=method.ulysses, kernel=method.kernel)
+
+    with replace_attention(compute):
+        yield
