@@ -14,9 +14,9 @@ from shardplan.config.command_flags import COMMANDS, PlanConfig
 from shardplan.config.help import LOGGING_FLAGS, add_config, add_key, add_keys, make_parser
 from shardplan.config.key_names import nearest_key, synonym_of
 from shardplan.config.keys import Key, keys_of
-from shardplan.config.python_values import plain_value
-from shardplan.config.variables import check_variables
-from shardplan.config.yaml_file import read_yaml
+from shardplan.config.reading.python_values import plain_value
+from shardplan.config.reading.variables import check_variables
+from shardplan.config.reading.yaml_file import read_yaml
 from shardplan.errors import ConfigError, check_argument, missing_path
 from shardplan.plan.serialization import decode, flatten, value_kind
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardplan.config.yaml_file import read_yaml
+from shardplan.config.reading.yaml_file import read_yaml
 from shardplan.errors import ConfigError
 from shardplan.plan.serialization import value_kind
 

@@ -18,8 +18,8 @@ from shardplan.config.command_flags import (
     VerifyCommand,
 )
 from shardplan.config.keys import keys_of
+from shardplan.config.reading.yaml_file import read_yaml
 from shardplan.config.sections import EvaluationKind, ModelConfig
-from shardplan.config.yaml_file import read_yaml
 from shardplan.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"

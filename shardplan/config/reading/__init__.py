@@ -1,0 +1,1 @@
+"""Reads the values of a configuration: from YAML files, from Python, and what is refused in both."""
