@@ -18,7 +18,7 @@ from shardplan import config as configuration
 from shardplan.config.command_flags import CompilingConfig
 from shardplan.config.sections import CompilerConfig
 from shardplan.hardware import GIB
-from shardplan.lint.lint_file import lint_file
+from shardplan.lint.file.lint_file import lint_file
 from shardplan.plan.plan import Plan
 from shardplan.report.plan.verdicts import reason_text
 from shardplan.verify.case import Case

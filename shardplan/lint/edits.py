@@ -9,7 +9,7 @@ from typing import Any
 from shardplan.errors import closest
 from shardplan.hardware import divisors
 from shardplan.hardware.mesh_axes import MESH_AXES, TENSOR_AXES
-from shardplan.lint.batch import BATCH_KEY, PER_DEVICE_KEY, nearest_multiples, stage_divisor
+from shardplan.lint.checks.batch import BATCH_KEY, PER_DEVICE_KEY, nearest_multiples, stage_divisor
 from shardplan.lint.subject import Subject
 from shardplan.plan.serialization import flatten
 

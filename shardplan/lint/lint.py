@@ -13,12 +13,12 @@ from shardplan.levanter_config.model_section import NO_MODEL_SECTION, ModelSecti
 from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, TrainerSection
 from shardplan.levanter_config.training_extras import TrainingExtras
 from shardplan.lint.activation_axes import is_activation_axis
-from shardplan.lint.checks import BLOCKING, OTHERS
+from shardplan.lint.checks.memory import check_large_parameters, check_memory
+from shardplan.lint.checks.section import BLOCKING, OTHERS
+from shardplan.lint.checks.training import check_extras, count_extras, with_optimizer
 from shardplan.lint.corrections import correct_attention_backend, parse_nearest
 from shardplan.lint.findings import Finding, Severity
-from shardplan.lint.memory import check_large_parameters, check_memory
 from shardplan.lint.subject import Subject
-from shardplan.lint.training import check_extras, count_extras, with_optimizer
 from shardplan.model.axes import ModelAxes
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model

@@ -11,10 +11,10 @@ from shardplan.config import PlanConfig
 from shardplan.config.arguments import check_config
 from shardplan.errors import ConfigError, InfeasibleError, check_argument
 from shardplan.levanter_config.levanter_file import LevanterFile
+from shardplan.lint.file.lint_file import lint_file
+from shardplan.lint.file.prepare import PreparedFile
 from shardplan.lint.findings import Finding, Severity
 from shardplan.lint.lint import LintResult, LintTarget
-from shardplan.lint.lint_file import lint_file
-from shardplan.lint.prepare import PreparedFile
 from shardplan.lint.smallest_edit import Repair, SearchLimit, find_smallest_edit, plan_seconds, result_seconds
 from shardplan.plan.displayed import Displayed
 from shardplan.plan.plan import Plan

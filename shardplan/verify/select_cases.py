@@ -83,8 +83,8 @@ def _levanter_case(path: str, config: CompilingConfig) -> Case:
     Raises:
         ConfigError: it trains otherwise than a Plan, or its layout is only what the lint takes it to mean.
     """
+    from shardplan.lint.file.lint_file import lint_file
     from shardplan.lint.lint import plan_section
-    from shardplan.lint.lint_file import lint_file
 
     linted = lint_file(path, config)
     if linted.target.extras.is_other_step:

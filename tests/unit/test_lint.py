@@ -20,8 +20,8 @@ from shardplan.levanter_config.model_section import ATTENTION_BACKENDS, ModelSec
 from shardplan.levanter_config.programs import PROGRAMS
 from shardplan.levanter_config.trainer_section import TRAINER_KEYS
 from shardplan.levanter_config.training_extras import TrainingExtras, parse_extras
+from shardplan.lint.checks.training import adapter_bytes
 from shardplan.lint.lint import assumptions, lint_trainer, target_of
-from shardplan.lint.training import adapter_bytes
 from shardplan.model.hf_config import read_config
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from typing import Any
 from shardplan.errors import ConfigError
 from shardplan.levanter_config.model_section import ModelSection
 from shardplan.levanter_config.training_extras import TrainingExtras
+from shardplan.lint.file.prepare import PreparedFile
 from shardplan.lint.lint import LintTarget, target_of
-from shardplan.lint.prepare import PreparedFile
 from shardplan.model.bundled_configs import BUNDLED
 from shardplan.model.registry import Model
 from shardplan.model.section_model import (

@@ -7,7 +7,7 @@ from shardplan.errors import closest, nearest
 from shardplan.hardware import GIB
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.levanter_config.model_section import ATTENTION_BACKENDS
-from shardplan.lint.batch import check_batch, check_replicated_batch
+from shardplan.lint.checks.batch import check_batch, check_replicated_batch
 from shardplan.lint.findings import (
     Finding,
     FindingKind,

@@ -6,9 +6,9 @@ from shardplan.config import PlanConfig
 from shardplan.errors import ConfigError
 from shardplan.levanter_config.model_section import parse_model_section
 from shardplan.levanter_config.training_extras import parse_extras
+from shardplan.lint.file.prepare import PreparedFile, prepare_file
+from shardplan.lint.file.target import file_target
 from shardplan.lint.lint import LintResult, LintTarget, assumptions, lint_trainer
-from shardplan.lint.prepare import PreparedFile, prepare_file
-from shardplan.lint.target import file_target
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The checks of a trainer section: each yields findings."""
