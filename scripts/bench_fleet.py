@@ -30,7 +30,7 @@ from shardplan.checkpoint.transfer.schedule import MAX_REREAD_BYTES, make_schedu
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, transfer_limits
 from shardplan.checkpoint.transfer.transfer import DeviceMesh
 from shardplan.hardware import parse_slice, place_mesh
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.runtime.processes.hub.hub import Hub
 from shardplan.runtime.processes.hub.hub_process import TICK_S

@@ -33,7 +33,7 @@ from shardplan import config as configuration
 from shardplan.config import PlanConfig
 from shardplan.errors import InfeasibleError
 from shardplan.hardware import GIB, parse_slice
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
 from shardplan.search.given_plan import plan_given_mappings

@@ -18,7 +18,7 @@ from bench_planner import mesh, row
 from shardplan import config as configuration
 from shardplan.config.sections import CompilerConfig
 from shardplan.hardware import GIB
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan

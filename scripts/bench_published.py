@@ -24,7 +24,7 @@ from planner_record import PUBLISHED, CompiledResult, compile_cases, record_key,
 
 from shardplan.config import PlanConfig
 from shardplan.hardware import parse_slice
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
 from shardplan.search.given_plan import plan_given_mappings

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardplan import config as configuration
 from shardplan.config.sections import CompilerConfig
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.plan import Plan

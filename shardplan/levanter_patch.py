@@ -6,7 +6,7 @@ from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConv
 
 from shardplan.checkpoint.load import HFCheckpointConverter
 from shardplan.errors import ConfigError
-from shardplan.model.levanter_loss import FUSED_LOSS, LEVANTERS_FUSED_LOSS, fused_loss
+from shardplan.model.logits.levanter_loss import FUSED_LOSS, LEVANTERS_FUSED_LOSS, fused_loss
 from shardplan.model.soft_cap import cap_gemma2_logits
 
 

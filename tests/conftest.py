@@ -52,7 +52,7 @@ def patched_levanter(monkeypatch):
     from levanter.models import loss
 
     from shardplan import levanter_patch
-    from shardplan.model.levanter_loss import FUSED_LOSS
+    from shardplan.model.logits.levanter_loss import FUSED_LOSS
 
     for name in ("load_pretrained", "save_pretrained"):
         monkeypatch.setattr(HFCheckpointConverter, name, getattr(HFCheckpointConverter, name))
@@ -158,7 +158,7 @@ def make_config():
 @pytest.fixture(scope="session")
 def llama_model():
     """Llama 3.1 8B for 4096 tokens, without weights."""
-    from shardplan.model.hf_config import read_config
+    from shardplan.model.huggingface.hf_config import read_config
     from shardplan.model.registry import build_model
 
     return build_model(read_config(LLAMA_CONFIG, None), 4096)

@@ -13,7 +13,7 @@ from levanter.models.lm_model import LmExample
 
 from shardplan.attention.levanter import accept_layout
 from shardplan.errors import ConfigError
-from shardplan.model.logit_blocks import compute_target_losses
+from shardplan.model.logits.logit_blocks import compute_target_losses
 from shardplan.positions.pattern import PADDING
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 

@@ -22,7 +22,7 @@ from shardplan.checkpoint.transfer.stream import transfer_limits
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer
 from shardplan.config.command_flags import CheckpointCommand
 from shardplan.hardware import GIB, parse_slice, place_mesh
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.storage import open_folder

@@ -34,7 +34,7 @@ from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, stream_arrays
 from shardplan.errors import CheckpointError, ConfigError, check_argument
 from shardplan.execution.device_mesh import make_mesh
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
 from shardplan.model.own_model import CLASS_KEY
 from shardplan.model.registry import (

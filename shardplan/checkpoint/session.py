@@ -15,7 +15,7 @@ from shardplan.config.command_flags import LoadingConfig
 from shardplan.errors import ConfigError
 from shardplan.execution.device_mesh import make_mesh
 from shardplan.hardware import GIB, parse_slice
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import start_devices

@@ -11,7 +11,7 @@ def check_model_config(config: PlanConfig) -> None:
     Raises:
         ConfigError: the file or the checkpoint's folder does not exist, or is not that of a model.
     """
-    from shardplan.model.hf_config import read_config
+    from shardplan.model.huggingface.hf_config import read_config
     from shardplan.storage import open_folder
 
     ref, path = config.model.ref, config.model.config

@@ -10,9 +10,9 @@ import jax
 from levanter.layers.attention import Attention, AttentionMask
 
 from shardplan.errors import ConfigError, one_line
-from shardplan.model.hf_config import check_config
+from shardplan.model.huggingface.hf_config import check_config
+from shardplan.model.huggingface.model_types import SUPPORTED_MODELS
 from shardplan.model.levanter_compat import correct_levanter_config, prepare_hf_config, sliding_window
-from shardplan.model.model_types import SUPPORTED_MODELS
 from shardplan.model.own_model import CLASS_KEY, load_own_class
 from shardplan.model.soft_cap import cap_gemma2_logits
 

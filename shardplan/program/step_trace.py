@@ -16,7 +16,7 @@ from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEm
 
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.model.inspect import axes_of, named_leaves
-from shardplan.model.levanter_loss import one_block_of_tokens
+from shardplan.model.logits.levanter_loss import one_block_of_tokens
 from shardplan.model.registry import Model, abstract_module
 from shardplan.plan.workload import Workload
 from shardplan.program.marked_attention import mark_attention

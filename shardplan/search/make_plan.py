@@ -12,7 +12,7 @@ from shardplan.cost.memory import estimate_memory
 from shardplan.cost.roofline import step_tasks
 from shardplan.errors import InfeasibleError
 from shardplan.hardware import GIB
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Caveat, Plan, RunnerUp, SearchInfo

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from levanter.utils.tree_utils import inference_mode
 
-from shardplan.model.logit_blocks import compute_target_losses, project_to_vocab
+from shardplan.model.logits.logit_blocks import compute_target_losses, project_to_vocab
 from shardplan.model.registry import Model
 
 

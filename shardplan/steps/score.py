@@ -5,8 +5,8 @@ from typing import Any
 import haliax as hax
 from haliax import NamedArray
 
+from shardplan.model.logits.token_scores import ScoreSettings, TokenScores, score_next_tokens
 from shardplan.model.registry import Model
-from shardplan.model.token_scores import ScoreSettings, TokenScores, score_next_tokens
 from shardplan.plan.workload import Workload
 from shardplan.steps.forward import equal_windows
 from shardplan.steps.inputs import abstract_tokens

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from shardplan.model.levanter_loss import next_token_losses
+from shardplan.model.logits.levanter_loss import next_token_losses
 from shardplan.model.registry import Model
 from shardplan.plan.workload import Workload
 from shardplan.steps.inputs import abstract_tokens

@@ -15,9 +15,9 @@ from shardplan.verify.compiler.compiled import Compiled, package_versions
 from shardplan.verify.model_facts import ModelFacts
 
 CODE = (
-    "hardware/*", "runtime/devices", "model/attention_calls", "model/hf_config", "model/inspect",
-    "model/levanter_compat", "model/levanter_loss", "model/logit_blocks", "model/registry", "model/rope_keys", "model/rotary",
-    "model/token_scores", "execution/*", "steps/*", "checkpoint/levanter_loader", "verify/compiler/topology",
+    "hardware/*", "runtime/devices", "model/attention_calls", "model/huggingface/hf_config",
+    "model/huggingface/rope_keys", "model/inspect", "model/levanter_compat", "model/logits/*", "model/registry",
+    "model/rotary", "execution/*", "steps/*", "checkpoint/levanter_loader", "verify/compiler/topology",
     "verify/compiler/worker",
 )  # fmt: skip
 """Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
@@ -25,7 +25,7 @@ SEQUENCE_CODE = (
     "attention/**/*", "positions/*", "program/attention_kind", "program/marked_attention", "runtime/private_jax",
 )  # fmt: skip
 """Further such modules, used if the plan shards positions."""
-FACTS_CODE = ("cost/*", "model/*", "positions/*", "program/**/*", "steps/*", "verify/model_facts")
+FACTS_CODE = ("cost/*", "model/**/*", "positions/*", "program/**/*", "steps/*", "verify/model_facts")
 """Modules that make the facts about a model, see `shardplan.verify.model_facts`."""
 
 

@@ -14,7 +14,7 @@ from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError, one_line
 from shardplan.levanter_config.levanter_file import is_levanter_config
 from shardplan.lint.findings import FindingKind
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
 from shardplan.plan.serialization import value_kind
 from shardplan.search.compiler_options import CURATED

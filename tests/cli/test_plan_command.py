@@ -9,7 +9,7 @@ import yaml
 from conftest import ROOT, fails, run
 
 from shardplan.hardware import GENERATIONS
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.plan.plan import Plan
 
 CONFIG = "--config=configs/405b.yaml"

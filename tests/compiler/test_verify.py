@@ -17,7 +17,7 @@ from shardplan.config.command_flags import VerifyCommand
 from shardplan.config.sections import CompiledProgram, CompilerConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.report.plan.verdicts import reason_text

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from shardplan.checkpoint.load import stream_checkpoint
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.steps.forward import cast_for_compute, compute_activations, compute_logits
 from shardplan.storage import open_folder

@@ -16,7 +16,7 @@ from shardplan.errors import ConfigError
 from shardplan.execution import Program, specialize
 from shardplan.execution.device_mesh import make_mesh
 from shardplan.execution.layout_forward import planned_forward
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import as_tuples

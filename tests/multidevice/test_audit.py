@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan import audit, load_pretrained, make_plan
 from shardplan.errors import ConfigError
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 
 

@@ -13,7 +13,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
 from shardplan import load_pretrained
-from shardplan.model import levanter_loss
+from shardplan.model.logits import levanter_loss
 
 
 def golden_losses(golden, mapping):

@@ -23,7 +23,7 @@ from shardplan.checkpoint.transfer import destination, stream
 from shardplan.checkpoint.transfer.schedule import Schedule, exchange_strategies
 from shardplan.checkpoint.transfer.transfer import ReadStrategy, make_transfers
 from shardplan.errors import CheckpointError, ConfigError
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
 from shardplan.search.make_plan import make_plan

@@ -15,7 +15,7 @@ from shardplan.checkpoint.session import prepare
 from shardplan.config import parse_config
 from shardplan.config.command_flags import ConvertCommand
 from shardplan.errors import CheckpointError, ConfigError
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.search.make_plan import make_plan
 

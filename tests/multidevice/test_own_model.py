@@ -21,7 +21,7 @@ from shardplan.execution import planned_attention
 from shardplan.execution.device_mesh import make_mesh
 from shardplan.execution.specialize import specialize
 from shardplan.execution.step_program import step_program
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.own_model import own_code
 from shardplan.model.registry import transformers_config

@@ -25,7 +25,7 @@ from shardplan import HFCheckpointConverter, load_pretrained
 from shardplan.checkpoint import target
 from shardplan.checkpoint.levanter_converter import upload
 from shardplan.errors import ConfigError
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model, levanter_config_class
 

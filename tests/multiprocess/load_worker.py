@@ -39,7 +39,7 @@ from shardplan.checkpoint.load import HFCheckpointConverter, stream_checkpoint
 from shardplan.checkpoint.save import save_levanter, save_pretrained
 from shardplan.checkpoint.transfer import schedule, stream
 from shardplan.errors import ShardplanError
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
 from shardplan.runtime.devices import start_devices

@@ -19,7 +19,7 @@ from test_eval import free_port
 
 from shardplan import load_pretrained
 from shardplan.checkpoint.save import save_pretrained
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 
 WORKER = Path(__file__).with_name("load_worker.py")

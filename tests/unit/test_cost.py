@@ -8,7 +8,7 @@ from shardplan.cost.roofline import model_flops, transfer_seconds
 from shardplan.errors import ConfigError
 from shardplan.hardware import CollectiveKind, parse_slice, place_mesh
 from shardplan.hardware.multislice import slices_by_axis
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.workload import Workload
 from shardplan.positions.pattern import Pattern

@@ -8,7 +8,7 @@ import pytest
 
 from shardplan.checkpoint.format.index import read_index
 from shardplan.errors import CheckpointError, ConfigError
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.storage import open_folder
 from shardplan.storage.contents import find_adapter
 

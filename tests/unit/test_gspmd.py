@@ -15,7 +15,7 @@ from shardplan.cost.gspmd import device_cost
 from shardplan.cost.roofline import step_tasks
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.hardware import CollectiveKind, parse_slice
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.workload import Workload

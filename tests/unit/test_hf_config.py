@@ -8,7 +8,7 @@ import pytest
 from shardplan.config import load_config
 from shardplan.errors import ConfigError
 from shardplan.model.bundled_configs import BUNDLED, HUB_NAMES
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import build_model
 from shardplan.search.make_plan import fit_position, make_plan, model_from_config

@@ -22,7 +22,7 @@ from shardplan.levanter_config.trainer_section import TRAINER_KEYS
 from shardplan.levanter_config.training_extras import TrainingExtras, parse_extras
 from shardplan.lint.checks.training import adapter_bytes
 from shardplan.lint.lint import assumptions, lint_trainer, target_of
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 
 ROOT = Path(__file__).parents[2]
 LLAMA = "llama-3.1-8b"

@@ -12,7 +12,7 @@ from shardplan.cost.memory import estimate_memory, point_bytes
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.workload import Workload
 from shardplan.program.live_buffers import BufferRole

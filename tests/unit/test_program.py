@@ -12,7 +12,7 @@ from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors, trace_program
 from shardplan.checkpoint.match import match_tensors
 from shardplan.errors import CheckpointError
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
 

@@ -30,7 +30,7 @@ from shardplan.checkpoint.transfer.schedule import (
     read_by_process,
 )
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, TransferLimits, make_transfers
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
 

@@ -17,7 +17,7 @@ from shardplan.cost.roofline import step_tasks
 from shardplan.cost.sharding import CompilerQuirks
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.pins import Rule, Rules

@@ -8,7 +8,7 @@ from haliax.nn.scan import ScanCheckpointPolicy
 from shardplan.errors import ConfigError
 from shardplan.execution import specialize
 from shardplan.hardware import parse_slice
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan

@@ -12,7 +12,7 @@ from shardplan.config import load_config
 from shardplan.cost.gspmd import device_cost
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.execution import step_program
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import build_model
 from shardplan.plan.workload import Workload

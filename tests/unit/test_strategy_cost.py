@@ -11,7 +11,7 @@ from shardplan.cost.calibration import compiler_quirks, load_calibration
 from shardplan.cost.roofline import step_tasks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import parse_slice
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.workload import Workload

@@ -13,7 +13,7 @@ from rich.console import Console
 from shardplan.cost.calibration import load_calibration
 from shardplan.cost.sharding import CompilerQuirks
 from shardplan.hardware import parse_slice
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import abstract_module, build_model
 from shardplan.plan.pins import Rules
 from shardplan.plan.workload import Workload

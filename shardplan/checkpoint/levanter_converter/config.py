@@ -11,7 +11,7 @@ from typing import Any
 
 from shardplan.checkpoint.match import is_tied
 from shardplan.errors import ConfigError
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import SUPPORTED_MODELS, build_model
 from shardplan.storage import open_folder
 

@@ -6,7 +6,7 @@ from shardplan.checkpoint.format.index import read_index
 from shardplan.doctor.findings import HostFinding, Level
 from shardplan.doctor.read_rate import measure_reads
 from shardplan.doctor.subject import HostSubject
-from shardplan.model.hf_config import read_config
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.runtime.progress import size_text
 from shardplan.storage import open_folder
 

@@ -15,8 +15,8 @@ from shardplan.eval.texts.reader import SpecialTokens
 from shardplan.eval.texts.store import TextStore
 from shardplan.execution import step_program
 from shardplan.execution.aot_program import Program
+from shardplan.model.logits.token_scores import TokenScores
 from shardplan.model.registry import Model
-from shardplan.model.token_scores import TokenScores
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload import Workload
 

@@ -20,7 +20,7 @@ from shardplan.eval.texts.tokenizer import check_tokens
 from shardplan.eval.windows import Count, Rows
 from shardplan.execution import specialize, step_program
 from shardplan.model.inspect import inspect_model
-from shardplan.model.token_scores import TokenScores
+from shardplan.model.logits.token_scores import TokenScores
 from shardplan.plan.mapping import mesh_size
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.runtime.processes.group import open_process_group

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from shardplan.model.logit_blocks import map_blocks, prepare_head
+from shardplan.model.logits.logit_blocks import map_blocks, prepare_head
 
 
 @dataclass(frozen=True)

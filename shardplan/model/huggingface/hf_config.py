@@ -6,11 +6,11 @@ from typing import Any
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.axes import MAX_SIZE
 from shardplan.model.bundled_configs import bundled_name, read_config_file
+from shardplan.model.huggingface.rope_keys import read_rope
+from shardplan.model.huggingface.support import check_supported
+from shardplan.model.huggingface.text_part import read_text_part
 from shardplan.model.levanter_compat import ACTIVATION_KEYS, ACTIVATIONS, FIXED_VALUES
 from shardplan.model.own_model import CLASS_KEY
-from shardplan.model.rope_keys import read_rope
-from shardplan.model.support import check_supported
-from shardplan.model.text_part import read_text_part
 from shardplan.storage import Folder, read_bytes
 from shardplan.storage.contents import describe_contents, describe_folder
 

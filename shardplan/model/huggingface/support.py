@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardplan.errors import ConfigError, closest
-from shardplan.model.foreign_keys import foreign_keys
-from shardplan.model.model_types import OTHER_TYPES, SUPPORTED_MODELS
+from shardplan.model.huggingface.foreign_keys import foreign_keys
+from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_MODELS
 
 MISSPELT = 0.85
 """Similarity of a model type to the supported one that it may be a misspelling of: `lama`, but not `llava`."""

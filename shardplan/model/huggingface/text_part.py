@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from shardplan.errors import ConfigError
-from shardplan.model.model_types import OTHER_TYPES, SUPPORTED_MODELS
+from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_MODELS
 
 TEXT_KEYS = ("text_config", "llm_config", "language_config")
 """Keys under which models of images and text have the configuration of their text model."""
