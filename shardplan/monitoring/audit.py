@@ -16,7 +16,8 @@ from shardplan.hardware import GIB
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.plan.arguments import check_plan
 from shardplan.plan.displayed import Displayed
-from shardplan.plan.plan import ParameterPlan, Plan
+from shardplan.plan.parameters import ParameterPlan
+from shardplan.plan.plan import Plan
 
 SHOWN = 3
 """Most arrays that an error names."""

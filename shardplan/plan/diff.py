@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.plan.plan import ParameterPlan, Plan, Spec
+from shardplan.plan.parameters import ParameterPlan, Spec
+from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import flatten
 
 SETTINGS = ("model", "workload", "hardware", "compiler_options", "attention")

@@ -17,8 +17,8 @@ from shardplan.plan.details import Details
 from shardplan.plan.displayed import Displayed
 from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import mesh_size, mesh_text, shard_count
+from shardplan.plan.parameters import ParameterPlan, Tiles
 from shardplan.plan.serialization import checksum, decode
-from shardplan.plan.tiles import Tiles
 from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, BATCH_AXIS, Workload
 from shardplan.positions.sequence_order import SequenceOrder
 
@@ -31,10 +31,6 @@ UNCHECKED = {CHECKSUM, "search", "versions", "details"}
 """Keys of a Plan file that its checksum leaves out, because they are for people to read."""
 Mapping = dict[str, list[str]]
 """Logical axis -> mesh axes, major to minor. A logical axis that is absent is replicated."""
-
-
-Spec = list[list[str] | None]
-"""Mesh axes of each dimension of an array; None for a dimension that is not sharded."""
 
 
 @dataclass(frozen=True)
@@ -74,20 +70,6 @@ class HardwareInfo:
     devices: int
     hbm_gib: float
     """Memory available per device, GiB."""
-
-
-@dataclass(frozen=True)
-class ParameterPlan:
-    """How one parameter is sharded."""
-
-    path: str
-    """Path in the model, such as transformer.layers.stacked.mlp.up_proj.weight."""
-    axes: dict[str, int]
-    """Logical axis of each dimension -> size."""
-    dtype: str
-    spec: Spec
-    """Mesh axes of each dimension; None for a dimension that is not sharded."""
-    bytes_per_device: int
 
 
 @dataclass(frozen=True)

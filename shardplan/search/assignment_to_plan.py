@@ -18,16 +18,8 @@ from shardplan.model.inspect import inspect_model
 from shardplan.model.levanter_compat import LEVANTER_PACKAGES
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import AxisMapping, MeshAxes
-from shardplan.plan.plan import (
-    Collective,
-    CostPlan,
-    HardwareInfo,
-    MemoryPlan,
-    ModelInfo,
-    ParameterPlan,
-    Plan,
-    SearchInfo,
-)
+from shardplan.plan.parameters import ParameterPlan
+from shardplan.plan.plan import Collective, CostPlan, HardwareInfo, MemoryPlan, ModelInfo, Plan, SearchInfo
 from shardplan.program.tasks import Step
 from shardplan.search.compiler_options import PLANNED
 from shardplan.search.plan_details import plan_details

@@ -16,8 +16,8 @@ from shardplan.lint.repair import Review
 from shardplan.monitoring.audit import Audit, format_audit
 from shardplan.plan.displayed import Displayed
 from shardplan.plan.mapping import mesh_text
+from shardplan.plan.parameters import Tiles
 from shardplan.plan.plan import Plan
-from shardplan.plan.tiles import Tiles
 from shardplan.report.notebook.parameters import audit_html, tiles_html, tiles_lines
 from shardplan.report.notebook.short import plan_html, verdict_html, verdict_lines
 from shardplan.report.plan.explain import print_what_if, print_why

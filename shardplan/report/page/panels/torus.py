@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardplan.hardware import MeshPlacement, parse_slice, place_mesh
-from shardplan.plan.plan import Mapping, Plan, Spec
+from shardplan.plan.parameters import Spec
+from shardplan.plan.plan import Mapping, Plan
 from shardplan.plan.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.report.page.labels import distinct_labels
