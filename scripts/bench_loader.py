@@ -161,7 +161,7 @@ def make_bench_plan(checkpoint: str) -> Any:
     from shardplan import make_plan
     from shardplan.config import PlanConfig
     from shardplan.config.sections import HardwareConfig, MeshConfig, ModelConfig
-    from shardplan.plan.workload import Workload
+    from shardplan.plan.workload.workload import Workload
 
     return make_plan(
         PlanConfig(

@@ -48,7 +48,7 @@ from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.generations import GENERATIONS
 from shardplan.model.registry import build_model
 from shardplan.plan.mapping import as_tuples
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import Step, Task
 from shardplan.search.given_plan import plan_given_mappings

@@ -16,7 +16,7 @@ from shardplan import errors
 from shardplan.config.command_flags import COMMANDS
 from shardplan.config.help import CONFIG_FLAG, LOGGING_FLAGS, MODEL_FLAG
 from shardplan.config.keys import Key, keys_of
-from shardplan.plan.workload import AUTO
+from shardplan.plan.workload.workload import AUTO
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 BEGIN, END = "<!-- begin: made by scripts/make_reference.py -->", "<!-- end -->"

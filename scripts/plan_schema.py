@@ -11,7 +11,7 @@ from draccus.wrappers.docstring import get_attribute_docstring
 
 from shardplan.plan import Plan
 from shardplan.plan.plan import CHECKSUM, REQUIRED_WORKLOAD, SCHEMA_VERSION
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}
 CHECKSUM_TEXT = "Shows whether the file is as it was written; version 0.1 wrote none."

@@ -22,7 +22,7 @@ from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.report.plan.verdicts import reason_text
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.verify.cache import code_digest, digest

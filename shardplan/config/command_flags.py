@@ -22,7 +22,7 @@ from shardplan.config.sections import (
 )
 from shardplan.errors import ConfigError
 from shardplan.plan.serialization import flatten
-from shardplan.plan.workload import AUTO_POSITION, Workload, raise_first
+from shardplan.plan.workload.workload import AUTO_POSITION, Workload, raise_first
 
 SHARED_KEYS = (
     "hardware", "mesh", "workload", "pin", "forbid", "load", "checksum", "task", "tracker", "gate",
@@ -54,7 +54,7 @@ class PlanConfig:
     def __post_init__(self) -> None:
         work = self.workload
         if work.position == AUTO_POSITION and work.window is not None:
-            from shardplan.plan.packing import packed_length  # imports numpy
+            from shardplan.plan.workload.packing import packed_length  # imports numpy
 
             object.__setattr__(self, "workload", replace(work, position=packed_length(work.window)))
         elif work.position == AUTO_POSITION and not self.makes_windows:

@@ -8,7 +8,7 @@ from shardplan.config.keys import keys_of
 from shardplan.config.sections import HardwareConfig, MeshConfig
 from shardplan.errors import ConfigError
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION
+from shardplan.plan.workload.workload import AUTO_BATCH, AUTO_POSITION
 
 OPEN_VALUES = (None, "auto")
 """Values of configuration keys that leave the choice to the planner."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from draccus.wrappers.docstring import get_attribute_docstring
 
-from shardplan.plan.workload import AUTO
+from shardplan.plan.workload.workload import AUTO
 
 MEANING = "meaning"
 """Metadata of a field: what it means, where no docstring says so."""

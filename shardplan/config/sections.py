@@ -10,7 +10,7 @@ from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.hardware.mesh_axes import ROWS
 from shardplan.model.axes import MAX_SIZE
-from shardplan.plan.workload import MAX_TEMPERATURE, MIN_TEMPERATURE, temperature_problem
+from shardplan.plan.workload.workload import MAX_TEMPERATURE, MIN_TEMPERATURE, temperature_problem
 
 MIN_LOAD_GIB = 0.0625
 JOB_NAME = "[a-z]([-a-z0-9]{0,38}[a-z0-9])?"

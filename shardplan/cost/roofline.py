@@ -26,7 +26,7 @@ from shardplan.cost.gspmd import DeviceCost, device_cost
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import CollectiveKind, MeshPlacement, Slice, place_mesh
 from shardplan.model.registry import Model
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import Step, Task, TaskKind
 

@@ -10,7 +10,7 @@ from shardplan.config.model_config import check_model_config
 from shardplan.config.sections import EvaluationKind
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
-from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, raise_first
+from shardplan.plan.workload.workload import AUTO_BATCH, AUTO_POSITION, raise_first
 
 if TYPE_CHECKING:
     from shardplan.eval.task import EvaluationTask
@@ -94,7 +94,7 @@ def with_windows(config: EvalCommand) -> EvalCommand:
     """
     if config.task.kind is not EvaluationKind.EXTRACTION or config.plan is not None:
         return config
-    from shardplan.plan.packing import packed_length  # imports numpy
+    from shardplan.plan.workload.packing import packed_length  # imports numpy
 
     task, work = config.task, config.workload
     length = task.window_tokens

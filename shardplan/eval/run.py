@@ -43,7 +43,7 @@ from shardplan.monitoring.memory import COMPILED, LOADED
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import json_bytes
-from shardplan.plan.workload import BATCH_AXIS
+from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group

@@ -14,7 +14,7 @@ from shardplan.eval.windows import Windows
 from shardplan.execution.aot_program import Program
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 
 W = TypeVar("W", bound=Windows)
 

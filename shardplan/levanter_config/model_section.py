@@ -6,7 +6,7 @@ from typing import Any
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.levanter_config.section import SectionReader, short_repr
-from shardplan.plan.workload import CHECKPOINTING, Workload
+from shardplan.plan.workload.workload import CHECKPOINTING, Workload
 
 ATTENTION_BACKENDS = ("default", "jax_flash", "nvte", "splash", "vanilla")
 """Values that Levanter takes for `attn_backend`."""

@@ -10,7 +10,7 @@ from typing import Any
 from shardplan.errors import ConfigError, nearest
 from shardplan.levanter_config.mesh_section import parse_mesh_section, sharded_axes
 from shardplan.levanter_config.section import AxisLists, MappingEntry, SectionReader, short_repr
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 
 TRAINER_KEYS = (
     "allow_nondivisible_batch_size",

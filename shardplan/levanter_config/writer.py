@@ -15,7 +15,7 @@ from shardplan.plan.arguments import check_plan
 from shardplan.plan.attention_plan import AttentionPlan, KernelName
 from shardplan.plan.mapping import MeshAxes, MeshShape, mesh_size
 from shardplan.plan.plan import Mapping, Plan
-from shardplan.plan.workload import BATCH_AXIS
+from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 
 YAML_WIDTH = 48

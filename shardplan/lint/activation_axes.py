@@ -11,7 +11,7 @@ from haliax import NamedArray
 from jax.sharding import AbstractMesh, AxisType
 
 from shardplan.model.registry import Model
-from shardplan.plan.workload import BATCH_AXIS
+from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.steps.forward import compute_activations
 
 MESH_AXIS = "mesh axis"

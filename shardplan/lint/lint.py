@@ -23,7 +23,7 @@ from shardplan.model.axes import ModelAxes
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import BATCH_AXIS
+from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import fit_position, model_from_config

@@ -11,10 +11,10 @@ from shardplan.levanter_config.section import MappingEntry
 from shardplan.levanter_config.trainer_section import TrainerSection
 from shardplan.lint.findings import short
 from shardplan.model.axes import ModelAxes, Parameter
-from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.serialization import flatten
-from shardplan.plan.workload import BATCH_AXIS, Workload
+from shardplan.plan.workload.dtypes import itemsize
+from shardplan.plan.workload.workload import BATCH_AXIS, Workload
 from shardplan.program.tasks import Step
 
 

@@ -17,7 +17,7 @@ from shardplan.errors import ConfigError, nearest
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.model.axes import ModelAxes
 from shardplan.plan.mapping import MeshAxes, MeshShape
-from shardplan.plan.workload import BATCH_AXIS
+from shardplan.plan.workload.workload import BATCH_AXIS
 
 STORED, MESH = "params.", "mesh."
 """Prefixes of a rule for stored parameters, and of one for the mesh; a rule without one is for computations."""

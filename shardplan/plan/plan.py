@@ -15,11 +15,11 @@ from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.details import Details
 from shardplan.plan.displayed import Displayed
-from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import mesh_size, mesh_text, shard_count
 from shardplan.plan.parameters import ParameterPlan, Tiles
 from shardplan.plan.serialization import checksum, decode
-from shardplan.plan.workload import AUTO_BATCH, AUTO_POSITION, BATCH_AXIS, Workload
+from shardplan.plan.workload.dtypes import itemsize
+from shardplan.plan.workload.workload import AUTO_BATCH, AUTO_POSITION, BATCH_AXIS, Workload
 from shardplan.positions.sequence_order import SequenceOrder
 
 SCHEMA_VERSION = 1

@@ -18,7 +18,7 @@ from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.logits.levanter_loss import one_block_of_tokens
 from shardplan.model.registry import Model, abstract_module
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.program.marked_attention import mark_attention
 from shardplan.program.named_arrays import is_parameter_like, traced_mesh_axis
 from shardplan.program.tasks import Step, Task, TaskKind

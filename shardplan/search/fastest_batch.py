@@ -7,7 +7,7 @@ from shardplan.config import PlanConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model.registry import Model
-from shardplan.plan.workload import AUTO_BATCH
+from shardplan.plan.workload.workload import AUTO_BATCH
 from shardplan.search.search_configuration import search_configuration
 
 MAX_TOKENS = 2**20

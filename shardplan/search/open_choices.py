@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from shardplan.config import PlanConfig
 from shardplan.hardware import Slice, divisors, parse_slice
-from shardplan.plan.workload import Workload
-from shardplan.plan.workload_kinds import LogitBlocks
+from shardplan.plan.workload.kinds import LogitBlocks
+from shardplan.plan.workload.workload import Workload
 
 AUTO_CHECKPOINTING = ("save_all", "default", "nested", "recompute")
 """Kinds of gradient checkpointing tried for `auto`; `offload` is left out, as copies to the host have no price yet."""

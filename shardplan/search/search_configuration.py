@@ -15,7 +15,7 @@ from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.pins import Rules, parse_rules
-from shardplan.plan.workload import BATCH_AXIS
+from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import Step

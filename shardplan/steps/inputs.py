@@ -8,7 +8,7 @@ from haliax import Axis, NamedArray
 
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.registry import Model
-from shardplan.plan.workload import BATCH_AXIS, Workload
+from shardplan.plan.workload.workload import BATCH_AXIS, Workload
 
 MICROBATCH = "microbatch"
 """Name of the logical axis that numbers microbatches, which is never sharded; primed if the model has such an axis."""

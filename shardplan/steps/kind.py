@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from haliax import NamedArray
 
 from shardplan.model.registry import Model
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.steps.forward import Forward, cast_for_compute
 
 

@@ -1,6 +1,6 @@
 """The kinds of steps, by the names that `workload.kind` has for them."""
 
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.steps.kind import StepKind
 from shardplan.steps.loss import LossStep
 from shardplan.steps.prefill import PrefillStep

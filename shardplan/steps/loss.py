@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from shardplan.model.registry import Model
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.steps.inputs import abstract_tokens
 from shardplan.steps.kind import StepRun
 

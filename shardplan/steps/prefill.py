@@ -5,7 +5,7 @@ from typing import Any
 from haliax import NamedArray
 
 from shardplan.model.registry import Model
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.steps.forward import compute_logits
 from shardplan.steps.inputs import abstract_tokens
 from shardplan.steps.kind import StepRun

@@ -7,7 +7,7 @@ from haliax import NamedArray
 
 from shardplan.model.logits.token_scores import ScoreSettings, TokenScores, score_next_tokens
 from shardplan.model.registry import Model
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.steps.forward import equal_windows
 from shardplan.steps.inputs import abstract_tokens
 from shardplan.steps.kind import StepRun

@@ -9,7 +9,7 @@ from haliax import NamedArray
 
 from shardplan.model.logits.levanter_loss import next_token_losses
 from shardplan.model.registry import Model
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.steps.inputs import abstract_tokens
 from shardplan.steps.kind import StepRun
 from shardplan.steps.optimizer import abstract_optimizer_state, make_optimizer

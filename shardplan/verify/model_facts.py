@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan.config.sections import CompiledProgram
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import BATCH_AXIS
+from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.verify.case import Case
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from shardplan.plan.displayed import Displayed
 from shardplan.plan.plan import Collective
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 
 
 class Outcome(StrEnum):

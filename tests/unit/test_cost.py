@@ -10,7 +10,7 @@ from shardplan.hardware import CollectiveKind, parse_slice, place_mesh
 from shardplan.hardware.multislice import slices_by_axis
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.positions.pattern import Pattern
 from shardplan.positions.sequence_layout import SequenceLayout, attended_fraction
 

@@ -17,7 +17,7 @@ from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import GIB
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.program.live_buffers import BufferRole
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import TaskKind

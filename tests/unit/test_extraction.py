@@ -35,7 +35,7 @@ from shardplan.eval.texts.reader import TextReader, make_source, special_tokens
 from shardplan.eval.texts.store import open_texts
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.program.step_trace import plan_step
 
 SCHEMA = pa.schema([("window", pa.int64())])

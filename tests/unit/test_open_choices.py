@@ -3,7 +3,7 @@
 import pytest
 
 from shardplan.errors import ConfigError, InfeasibleError
-from shardplan.plan.packing import packed_length
+from shardplan.plan.workload.packing import packed_length
 from shardplan.search.fastest_batch import TIE, batches
 from shardplan.search.make_plan import make_plan
 from shardplan.search.open_choices import enumerate_variants

@@ -15,8 +15,8 @@ from shardplan.execution import step_program
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import build_model
-from shardplan.plan.workload import Workload
-from shardplan.plan.workload_kinds import KINDS
+from shardplan.plan.workload.kinds import KINDS
+from shardplan.plan.workload.workload import Workload
 from shardplan.program.named_arrays import shape_of
 from shardplan.program.step_trace import plan_step, trace_step
 from shardplan.program.trace import ArrayClass

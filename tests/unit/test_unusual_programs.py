@@ -16,7 +16,7 @@ from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import abstract_module, build_model
 from shardplan.plan.pins import Rules
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.naming.primitives import PRIMITIVES
 from shardplan.program.step_trace import plan_step, trace_step

@@ -7,7 +7,7 @@ import json
 import pytest
 from test_cases import load
 
-from shardplan.plan.workload import BATCH_AXIS
+from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.report.console import console
 from shardplan.report.plan.verdicts import omission_text, print_ranking, print_verdict, reason_text, verdict_json
 from shardplan.search.given_plan import plan_given_mappings

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardplan.checkpoint.mapping.views import Piece, Shape
 from shardplan.errors import ConfigError
-from shardplan.plan.dtypes import DTYPE_SYNONYMS, DTYPES
+from shardplan.plan.workload.dtypes import DTYPE_SYNONYMS, DTYPES
 
 
 def float_dtype(function: str, dtype: Any) -> np.dtype | None:

@@ -11,7 +11,7 @@ from shardplan.doctor.host_memory import available_bytes
 from shardplan.doctor.subject import HostSubject
 from shardplan.errors import ShardplanError
 from shardplan.hardware import GIB
-from shardplan.plan.dtypes import itemsize
+from shardplan.plan.workload.dtypes import itemsize
 from shardplan.runtime.progress import size_text
 from shardplan.storage import open_folder
 

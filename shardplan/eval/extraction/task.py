@@ -18,7 +18,7 @@ from shardplan.execution.aot_program import Program
 from shardplan.model.logits.token_scores import TokenScores
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 
 SHARD_WINDOWS = 4096
 """Windows of a shard, unless the configuration says."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardplan.errors import ConfigError
-from shardplan.plan.dtypes import DTYPES
 from shardplan.plan.serialization import flatten
+from shardplan.plan.workload.dtypes import DTYPES
 from shardplan.storage import Folder, is_local, open_folder, read_bytes
 
 WITHOUT_EFFECT = {

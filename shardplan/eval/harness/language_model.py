@@ -24,7 +24,7 @@ from shardplan.eval.harness.settings import read_settings
 from shardplan.eval.harness.tasks import GENERATION_REFUSED
 from shardplan.eval.harness.tokenizer import load_tokenizer
 from shardplan.hardware import parse_slice
-from shardplan.plan.workload import AUTO_BATCH
+from shardplan.plan.workload.workload import AUTO_BATCH
 from shardplan.report.plan.summary import speed_text
 from shardplan.runtime.devices import is_first_process, start_devices
 from shardplan.runtime.progress import print_note

@@ -19,7 +19,7 @@ from shardplan.eval.harness.hf_arguments import (
 )
 from shardplan.hardware import parse_slice
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import AUTO_BATCH, Workload, raise_first
+from shardplan.plan.workload.workload import AUTO_BATCH, Workload, raise_first
 from shardplan.positions.sequence_layout import KERNEL_BLOCK
 
 OWN_ARGUMENTS = ("config", "max_length", "add_bos_token", "prefix_token_id")

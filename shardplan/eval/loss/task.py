@@ -18,7 +18,7 @@ from shardplan.execution import step_program
 from shardplan.execution.aot_program import Program
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 
 logger = logging.getLogger(__name__)
 

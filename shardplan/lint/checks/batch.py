@@ -7,7 +7,7 @@ from shardplan.levanter_config.trainer_section import BatchStage
 from shardplan.lint.findings import Finding, FindingKind, Findings, Severity, product_text
 from shardplan.lint.subject import Subject
 from shardplan.plan.mapping import mesh_size
-from shardplan.plan.workload import BATCH_AXIS
+from shardplan.plan.workload.workload import BATCH_AXIS
 
 BATCH_KEY, PER_DEVICE_KEY = "trainer.train_batch_size", "trainer.per_device_parallelism"
 

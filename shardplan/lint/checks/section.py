@@ -19,7 +19,7 @@ from shardplan.lint.findings import (
     sizes_text,
 )
 from shardplan.lint.subject import Subject
-from shardplan.plan.dtypes import itemsize
+from shardplan.plan.workload.dtypes import itemsize
 
 OTHER_BACKENDS = frozenset(ATTENTION_BACKENDS) - {"default", "splash"}
 """Values of `model.attn_backend` with which Levanter does not use splash attention on a TPU."""

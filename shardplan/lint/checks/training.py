@@ -23,10 +23,10 @@ from shardplan.levanter_config.training_extras import LARGER_STATE, OPTIMIZERS, 
 from shardplan.lint.findings import Finding, FindingKind, Severity
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.registry import Model
-from shardplan.plan.dtypes import itemsize
 from shardplan.plan.mapping import as_tuples, mesh_size
 from shardplan.plan.plan import MemoryPlan, Plan
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.dtypes import itemsize
+from shardplan.plan.workload.workload import Workload
 from shardplan.program.step_trace import plan_step
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.steps.optimizer import EMA_SUFFIX

@@ -19,7 +19,7 @@ from shardplan.lint.findings import Finding, FindingKind, Severity, names_text
 from shardplan.lint.parser.corrections import CorrectedSections, correct_sections
 from shardplan.lint.parser.problem import ParserVerdict, Problem, ProblemKind
 from shardplan.lint.parser.run_worker import ParserStopped, shared_parser
-from shardplan.plan.workload_kinds import KINDS
+from shardplan.plan.workload.kinds import KINDS
 
 CORRECTED_ELSEWHERE = ("model.attn_backend", "trainer")
 """Keys that other checks report."""

@@ -11,7 +11,7 @@ from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.plan.mapping import axes_text, mapping_text, mesh_text, shard_count
 from shardplan.plan.parameters import Spec
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.report.plan.summary import print_estimate
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
 

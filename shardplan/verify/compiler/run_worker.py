@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardplan.config.sections import CompilerConfig
 from shardplan.hardware import GIB
-from shardplan.plan.workload_kinds import KINDS
+from shardplan.plan.workload.kinds import KINDS
 from shardplan.verify.case import Case
 from shardplan.verify.compiler.compiled import Compiled
 from shardplan.verify.verdict import CompilerCrash, Interrupted, MemoryLimit, Reason, TimeLimit

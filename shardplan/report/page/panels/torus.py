@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardplan.hardware import MeshPlacement, parse_slice, place_mesh
 from shardplan.plan.parameters import Spec
 from shardplan.plan.plan import Mapping, Plan
-from shardplan.plan.workload import BATCH_AXIS
+from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.report.page.labels import distinct_labels
 from shardplan.report.plan.tables import spec_text

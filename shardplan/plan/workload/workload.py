@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.model.axes import MAX_SIZE
-from shardplan.plan.dtypes import DTYPE_SYNONYMS, DTYPES
-from shardplan.plan.workload_kinds import KIND_SYNONYMS, KINDS, LogitBlocks, WorkloadKind
+from shardplan.plan.workload.dtypes import DTYPE_SYNONYMS, DTYPES
+from shardplan.plan.workload.kinds import KIND_SYNONYMS, KINDS, LogitBlocks, WorkloadKind
 
 BATCH_AXIS = "batch"
 """Logical axis of the sequences of a step, as Levanter's trainer calls it."""
