@@ -12,7 +12,7 @@ from shardplan.model.own_model import CLASS_KEY
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload import Workload
+from shardplan.plan.workload.workload import Workload
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.step_trace import plan_step
 from shardplan.search.given_plan import plan_given_mappings

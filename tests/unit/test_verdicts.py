@@ -9,7 +9,8 @@ from test_cases import load
 
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.report.console import console
-from shardplan.report.plan.verdicts import omission_text, print_ranking, print_verdict, reason_text, verdict_json
+from shardplan.report.page.judgement import judgement_json
+from shardplan.report.plan.verdicts import omission_text, print_ranking, print_verdict, reason_text
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.verify.verdict import (
@@ -193,15 +194,17 @@ def test_omissions_as_text(kind, text):
     assert omission_text(Omission(kind, "subject", "detail")) == text
 
 
-def test_verdicts_as_json():
-    """Enums become their values, reasons and omissions text."""
-    values = json.loads(json.dumps(verdict_json(FITS)))
-    assert list(values) == [field.name for field in dataclasses.fields(Verdict)]
+def test_verdicts_as_json(plan):
+    """Enums become their values, reasons and omissions text; the label comes first, the plan's estimate last."""
+    values = json.loads(json.dumps(judgement_json("a", plan, FITS)))
+    assert list(values) == ["label", *(field.name for field in dataclasses.fields(Verdict)), "estimate"]
     assert (values["outcome"], values["reason"], values["program"]) == ("fits", "", "eval")
     assert values["memory"]["buffers"] == [{"bytes": GIB, "shape": "bf16[4]", "op": "module.weight[0:2]"}]
     assert values["collectives"][0]["form"] == "async"
     assert values["not_understood"] == {
         "assumed: mystery without cycles takes as long as reading and writing its result": 3
     }
-    text = "1.00 GiB too much; the largest: 1.00 GiB bf16[4] ([all of it])"
-    assert verdict_json(TOO_LARGE)["reason"] == text and verdict_json(TOO_LARGE)["time"] is None
+    assert values["estimate"]["peak"] == plan.memory.peak
+    too_large = judgement_json("b", plan, TOO_LARGE)
+    assert too_large["reason"] == "1.00 GiB too much; the largest: 1.00 GiB bf16[4] ([all of it])"
+    assert too_large["time"] is None

@@ -1,4 +1,4 @@
-"""A verdict with the estimate of its plan, as `verify --json` writes it and as the page reads it."""
+"""A verdict in words, with the estimate of its plan: what `verify --json` writes, and what the page shows."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from shardplan.errors import ConfigError, one_line
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import decode
-from shardplan.report.plan.verdicts import verdict_json
+from shardplan.report.plan.verdicts import omission_text, reason_text
 from shardplan.verify.verdict import CompiledCollective, CompiledMemory, CompiledTime, Outcome, Verdict
 
 
@@ -27,7 +27,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on one program, reason and omissions as text, and the estimate of its plan."""
+    """The verdict on one program, reason and omissions as text, and the estimate of its plan.
+
+    It is made of a verdict of this process, or read from a file that another one has written.
+    """
 
     label: str
     outcome: Outcome
@@ -58,14 +61,30 @@ def estimate_of(plan: Plan) -> Estimate:
     return Estimate(plan.cost.step_seconds, plan.workload.tokens, plan.memory.peak, plan.memory.usable)
 
 
-def judgement_json(label: str, plan: Plan, verdict: Verdict) -> dict[str, Any]:
-    """The verdict on a plan as JSON values."""
-    return {"label": label, **verdict_json(verdict), "estimate": asdict(estimate_of(plan))}
-
-
 def judge(label: str, plan: Plan, verdict: Verdict) -> Judgement:
-    """The verdict on a plan, as its JSON reads back."""
-    return _from_json(json.loads(json.dumps(judgement_json(label, plan, verdict))))
+    """Return the verdict on a plan in words, with the plan's estimate."""
+    return Judgement(
+        label=label,
+        outcome=verdict.outcome,
+        reason=reason_text(verdict.reason),
+        program=verdict.program,
+        slice=verdict.slice,
+        mesh=verdict.mesh,
+        options=verdict.options,
+        attention=verdict.attention,
+        compile_seconds=verdict.compile_seconds,
+        versions=verdict.versions,
+        memory=verdict.memory,
+        time=verdict.time,
+        collectives=verdict.collectives,
+        not_understood={omission_text(omission): count for omission, count in verdict.not_understood.items()},
+        estimate=estimate_of(plan),
+    )
+
+
+def judgement_json(label: str, plan: Plan, verdict: Verdict) -> dict[str, Any]:
+    """Return the verdict on a plan as JSON values; bytes are per device."""
+    return asdict(judge(label, plan, verdict))
 
 
 def load_judgements(path: str) -> list[Judgement]:
@@ -83,7 +102,7 @@ def load_judgements(path: str) -> list[Judgement]:
     if not isinstance(values, dict) or not isinstance(values.get("verdicts"), list):
         raise ConfigError(f"verdicts {path} has no verdicts; name a file that verify --json wrote")
     try:
-        return [_from_json(each) for each in values["verdicts"]]
+        return [decode(Judgement, each) for each in values["verdicts"]]
     except ConfigError as error:
         raise ConfigError(f"verdicts {path}: {error}") from error
 
@@ -91,7 +110,3 @@ def load_judgements(path: str) -> list[Judgement]:
 def own_judgement(plan: Plan, judgements: Sequence[Judgement]) -> Judgement | None:
     """The first verdict on the step of `plan`; None if there is none."""
     return next((each for each in judgements if each.is_of(plan)), None)
-
-
-def _from_json(values: dict[str, Any]) -> Judgement:
-    return decode(Judgement, values)

@@ -1,8 +1,7 @@
 """Prints the verdicts of the TPU compiler as tables, and turns them into text and JSON."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, assert_never
+from typing import assert_never
 
 from rich.console import Console
 from rich.table import Table
@@ -91,15 +90,6 @@ def reason_text(reason: Reason | None) -> str:
 def omission_text(omission: Omission) -> str:
     """One line on what the reader of a compiled module left out or approximated."""
     return _OMISSION_TEXTS[omission.kind].format(subject=omission.subject, detail=omission.detail)
-
-
-def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """The verdict as JSON values, reason and omissions as text; bytes are per device."""
-    return {
-        **dataclasses.asdict(dataclasses.replace(verdict, reason=None, not_understood={})),
-        "reason": reason_text(verdict.reason),
-        "not_understood": {omission_text(omission): count for omission, count in verdict.not_understood.items()},
-    }
 
 
 def print_verdict(label: str, plan: Plan, verdict: Verdict, out: Console) -> None:
