@@ -76,7 +76,7 @@ def inject(fault):
     """Make this process have a fault."""
     announce_phases(2.0 if fault == "pause" else 0.0)
     if fault in STUCK:
-        from shardplan.eval.results_folder import ResultsFolder
+        from shardplan.eval.run_results.folder import ResultsFolder
 
         ResultsFolder.write_part = STUCK[fault]
     elif fault == "tokenizer":

@@ -29,8 +29,8 @@ from shardplan.eval.loop.lanes import Lanes, find_lanes
 from shardplan.eval.loop.loop import Loop, Scored, step_deadline
 from shardplan.eval.loop.shards import Shards
 from shardplan.eval.loop.statistics import LoopStatistics
-from shardplan.eval.results_folder import ResultsFolder, digest_of, read_windows
 from shardplan.eval.run_monitor import RunMonitor, open_monitor
+from shardplan.eval.run_results.folder import ResultsFolder, digest_of, read_windows
 from shardplan.eval.task import EvaluationTask
 from shardplan.eval.texts.encoding import make_tokenizer
 from shardplan.eval.texts.reader import Source, SpecialTokens, make_source, special_tokens

@@ -7,7 +7,7 @@
 | step | one run of the program, on `batch` sequences |
 | lane | the sequences of a step that the same devices compute |
 | shard | the sequences of some steps, whose results are written together (`shardplan.eval.loop.shards`) |
-| part | the file with the results of a shard that one process writes (`shardplan.eval.results_folder`) |
+| part | the file with the results of a shard that one process writes (`shardplan.eval.run_results.folder`) |
 """
 
 from collections.abc import Mapping

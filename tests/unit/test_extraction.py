@@ -30,7 +30,7 @@ from shardplan.eval.extraction.probabilities import (
 from shardplan.eval.extraction.task import ExtractionTask
 from shardplan.eval.extraction.windows import Protocol, divide_texts, result_schema
 from shardplan.eval.loop.shards import Shards
-from shardplan.eval.results_folder import ResultsFolder, read_windows
+from shardplan.eval.run_results.folder import ResultsFolder, read_windows
 from shardplan.eval.texts.reader import TextReader, make_source, special_tokens
 from shardplan.eval.texts.store import open_texts
 from shardplan.model.huggingface.hf_config import read_config

@@ -11,7 +11,7 @@ from shardplan.errors import ConfigError, nearest
 from shardplan.report.extraction import INSTALL_PLOTS, can_plot
 
 if TYPE_CHECKING:
-    from shardplan.eval.finished_runs import FinishedRun
+    from shardplan.eval.run_results.finished_runs import FinishedRun
 
 FORMATS = ("pdf", "png", "svg")
 """Endings of plots."""
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
             f"output: matplotlib is not installed, which plots need: {INSTALL_PLOTS}; or leave output out"
         )
     check_outputs(arguments.folders, output=arguments.output, json=arguments.json)
-    from shardplan.eval.finished_runs import read_runs
+    from shardplan.eval.run_results.finished_runs import read_runs
 
     runs = read_runs(arguments.folders)
     if runs[0].kind is EvaluationKind.LOSS:

@@ -104,8 +104,8 @@ def study_precision(
 ) -> None:
     """Score the same windows in two types, and print and write what that changes."""
     from shardplan.eval.extraction.precision import TYPES, compare_precision
-    from shardplan.eval.results_folder import read_windows
     from shardplan.eval.run import run_evaluation
+    from shardplan.eval.run_results.folder import read_windows
     from shardplan.plan.serialization import json_bytes
     from shardplan.report.console import console
     from shardplan.report.extraction.precision import print_precision

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.eval.extraction.probabilities import THRESHOLDS, total_of
-from shardplan.eval.finished_runs import (
+from shardplan.eval.run_results.finished_runs import (
     FinishedRun,
     MatchedTexts,
     check_protocol,

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shardplan.errors import ConfigError
-from shardplan.eval.finished_runs import (
+from shardplan.eval.run_results.finished_runs import (
     FinishedRun,
     MatchedTexts,
     check_protocol,
@@ -28,7 +28,7 @@ from shardplan.eval.finished_runs import (
     match_texts,
     other_tokenizers,
 )
-from shardplan.eval.results_folder import SUMMARY, read_windows
+from shardplan.eval.run_results.folder import SUMMARY, read_windows
 
 PROTOCOL = ("workload.position", "task.stride", "task.special_tokens")
 """What decides which windows a run has."""

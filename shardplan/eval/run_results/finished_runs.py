@@ -10,7 +10,7 @@ from typing import Any
 from shardplan.config.sections import EvaluationKind
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.eval.extraction.pictures import model_name
-from shardplan.eval.results_folder import RUN, SUMMARY
+from shardplan.eval.run_results.folder import RUN, SUMMARY
 from shardplan.storage import open_folder, read_bytes
 
 RUN_PARTS = {EvaluationKind.EXTRACTION: ("texts", "protocol", "tokenizer"), EvaluationKind.LOSS: ("texts", "tokenizer")}
