@@ -77,13 +77,11 @@ def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
     """
     if assignment.quirks.plain_attention:
         return False
-    keys, scores = _keys(task), _scores(task)
+    keys, scores = task.keys, task.scores
     positions = score_positions(scores)
     is_sequence_parallel = _method(task, assignment).strategy != Strategy.NONE
-    shardable = {name for name in keys.axes if name in scores.axes} - positions
-    shardable |= positions if is_sequence_parallel else set()
-    arrays = (*task.operands, *task.results)
-    if any(mapped(name, assignment.compute) for array in arrays for name in array.axes if name not in shardable):
+    shardable = positions if is_sequence_parallel else ()
+    if any(assignment.compute.get(name) for name in task.axes_of_one_operand if name not in shardable):
         return False
     sizes = [size for name, size in keys.factors if size > 1 and name not in scores.axes]
     if is_sequence_parallel:
@@ -126,7 +124,7 @@ def unmasked_fraction(task: Task, assignment: ShardingAssignment) -> float:
 
 def score_bytes(task: Task, assignment: ShardingAssignment) -> float:
     """Bytes of scores that attention without a kernel reads and writes, per execution."""
-    scores = _scores(task)
+    scores = task.scores
     return SCORE_PASSES * FLOAT32_BYTES * scores.elements / assignment.num_shards(scores, assignment.compute)
 
 
@@ -168,7 +166,7 @@ def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) ->
 
 def attention_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
     """Yield the traffic of keys and values of other positions, of their gradients, and of sums over sharded axes."""
-    positions = score_positions(_scores(task))
+    positions = score_positions(task.scores)
     is_sequence_parallel = _method(task, assignment).strategy != Strategy.NONE
     axes = next(filter(None, (mapped(name, assignment.compute) for name in positions)), ())
     partial = assignment.mesh_axes(
@@ -190,7 +188,7 @@ def _sequence_parallel_traffic(task: Task, assignment: ShardingAssignment, axes:
     The backward pass has gathered or resharded keys and values from the forward pass (or its rematerialization), and
     sends their gradients; in a ring, it passes both around. Gradients are summed in float32.
     """
-    method, keys = _method(task, assignment), _keys(task)
+    method, keys = _method(task, assignment), task.keys
     is_gradient, count = task.computes_kv_gradients, task.executions
     own, heads = assignment.bytes(keys, assignment.compute), _head_sharding(task, assignment)
     widening = FLOAT32_BYTES / keys.itemsize if is_gradient else 1.0
@@ -231,7 +229,7 @@ def _float32_bytes(array: TracedArray, assignment: ShardingAssignment) -> float:
 
 def _head_sharding(task: Task, assignment: ShardingAssignment) -> HeadSharding:
     """The heads of one device, and their division among the devices of a Ulysses group."""
-    keys, scores = _keys(task), _scores(task)
+    keys, scores = task.keys, task.scores
     others = {*score_positions(scores), *assignment.activation_axes}
     local = {
         name: size // mesh_size(assignment.mesh, mapped(name, assignment.compute))
@@ -243,7 +241,7 @@ def _head_sharding(task: Task, assignment: ShardingAssignment) -> HeadSharding:
 
 def _sequence_layout(task: Task, assignment: ShardingAssignment) -> SequenceLayout:
     """The positions of each device."""
-    method, scores = _method(task, assignment), _scores(task)
+    method, scores = _method(task, assignment), task.scores
     positions = score_positions(scores)
     length = score_length(scores)
     if method.strategy == Strategy.NONE:
@@ -263,13 +261,3 @@ def _hop_distances(task: Task, assignment: ShardingAssignment) -> list[int]:
 def _method(task: Task, assignment: ShardingAssignment) -> AttentionPlan:
     """How a matmul of attention is computed."""
     return assignment.attention_of(kind_of(task))
-
-
-def _keys(task: Task) -> TracedArray:
-    """Keys or values, or the gradient of either, that `task` reads or computes."""
-    arrays = task.results if task.computes_kv_gradients else task.operands
-    return [array for array in arrays if not is_scores(array)][-1]
-
-
-def _scores(task: Task) -> TracedArray:
-    return next(filter(is_scores, (*task.operands, *task.results)))

@@ -6,6 +6,7 @@ marks every call with its kind (`shardplan.program.marked_attention`); nothing e
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardplan.positions.pattern import CAUSAL, Pattern
 
@@ -33,7 +34,7 @@ class AttentionKind:
         """Whether shardplan's attention computes it, which takes no bias; no other takes sharded positions."""
         return self.head_size is not None and not self.has_bias
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the kind in plans, such as `causal, window 1024, head size 128`."""
         parts = [self.pattern.name]

@@ -122,15 +122,31 @@ class Task:
         operands = renamed(self.operands)
         return replace(self, operands=operands, results=renamed(self.results), first_used_weights=first_used, label="")
 
+    @cached_property
+    def scores(self) -> TracedArray:
+        """Of attention: the scores that the matmul makes or reads."""
+        return next(filter(is_scores, (*self.operands, *self.results)))
+
+    @cached_property
+    def keys(self) -> TracedArray:
+        """Of attention: the keys or values, or the gradient of either, that the matmul reads or computes."""
+        arrays = self.results if self.computes_kv_gradients else self.operands
+        return [array for array in arrays if not is_scores(array)][-1]
+
+    @cached_property
+    def axes_of_one_operand(self) -> frozenset[str]:
+        """Of attention: the logical axes that keys and scores do not share, and positions.
+
+        Levanter's kernel takes none of them sharded.
+        """
+        shared = {name for name in self.keys.axes if name in self.scores.axes} - score_positions(self.scores)
+        names = {name for array in (*self.operands, *self.results) for name in array.logical_axes}
+        return frozenset(names - shared)
+
     @property
     def computes_kv_gradients(self) -> bool:
         """Of attention: whether the result is a gradient of keys or values, which sums over queries."""
         return sums_over_queries(self.contracted, self.results[0])
-
-
-def _scores(task: Task) -> TracedArray:
-    """The scores that a matmul of attention makes or reads."""
-    return next(filter(is_scores, (*task.operands, *task.results)))
 
 
 def sums_over_queries(contracted: Dim, result: TracedArray) -> bool:
@@ -253,7 +269,7 @@ class Step:
         elements: defaultdict[AttentionKind, int] = defaultdict(int)
         for task in self.tasks:
             if task.attention is not None:
-                elements[task.attention] += task.executions * _scores(task).elements
+                elements[task.attention] += task.executions * task.scores.elements
         return elements
 
     @cached_property
@@ -262,7 +278,7 @@ class Step:
         work: defaultdict[AttentionKind, float] = defaultdict(float)
         for task in self.tasks:
             if task.attention is not None:
-                scores = _scores(task)
+                scores = task.scores
                 density = task.attention.pattern.density(score_length(scores))
                 work[task.attention] += density * task.executions * scores.elements
         return tuple(sorted(work, key=lambda kind: -work[kind]))

@@ -1,8 +1,11 @@
 """The search for a configuration: one space, or one for every value of what the workload leaves open."""
 
+import gc
 import itertools
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +63,19 @@ class SearchResult:
     """Every candidate that fits and that no bound excluded, the fastest first."""
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Do not collect garbage: a search makes no cycles, and each collection goes through all objects of JAX."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_garbage_collection()
 def search_configuration(config: PlanConfig, model: Model, keep: int, own_attention: bool = False) -> SearchResult:
     """Search for the `keep` fastest candidates for `config`.
 

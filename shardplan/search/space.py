@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -191,11 +191,22 @@ class Space:
         compute: AxisMapping,
         params: AxisMapping,
         methods: KindMethods | None = None,
+        shard_counts: dict[TracedArray, int] | None = None,
     ) -> ShardingAssignment:
-        """The sharding under a mesh, a compute mapping, one of stored parameters, and methods of attention."""
-        attention = self._attention_plan(mesh, compute, methods)
+        """The sharding under a mesh, a compute mapping, one of stored parameters, and methods of attention.
+
+        Args:
+            shard_counts: that of an assignment with the same mesh and compute mapping, if there is one.
+        """
+        attention = AttentionPlan()
+        if methods is not None:
+            names = tuple(kind.name for kind in self.step.attention_kinds)
+            attention = _attention_plan(names, methods, tuple(mesh[axis] for axis in compute[self.position]))
         step = self.step
-        return ShardingAssignment(mesh, compute, params, step.merged_axes, step.activation_axes, self.quirks, attention)
+        return ShardingAssignment(
+            mesh, compute, params, step.merged_axes, step.activation_axes, self.quirks, attention,
+            shard_counts={} if shard_counts is None else shard_counts,
+        )  # fmt: skip
 
     def methods_for(self, mesh: MeshShape, position_axes: MeshAxes) -> list[KindMethods | None]:
         """Possible methods of each kind of attention if positions are sharded over the mesh axes `position_axes`.
@@ -223,16 +234,15 @@ class Space:
             result.extend(product(methods, repeat=len(kinds)))
         return result
 
-    def _attention_plan(self, mesh: MeshShape, compute: AxisMapping, methods: KindMethods | None) -> AttentionPlan:
-        """The methods of attention, with the numbers of devices of Ulysses and of the ring under a compute mapping."""
-        if methods is None:
-            return AttentionPlan()
-        sizes = [mesh[axis] for axis in compute[self.position]]
-        plans = {}
-        for kind, method in zip(self.step.attention_kinds, methods, strict=True):
-            ulysses = sizes[-1] if method.strategy in (Strategy.ULYSSES, Strategy.HYBRID) else 1
-            plans[kind.name] = AttentionPlan(method.strategy, ulysses, math.prod(sizes) // ulysses, method.order)
-        return AttentionPlan.of_kinds(plans)
+
+@lru_cache(maxsize=1024)
+def _attention_plan(kinds: tuple[str, ...], methods: KindMethods, sizes: tuple[int, ...]) -> AttentionPlan:
+    """Return the plan of attention by a method for each kind, over mesh axes of `sizes` that shard positions."""
+    plans = {}
+    for kind, method in zip(kinds, methods, strict=True):
+        ulysses = sizes[-1] if method.strategy in (Strategy.ULYSSES, Strategy.HYBRID) else 1
+        plans[kind] = AttentionPlan(method.strategy, ulysses, math.prod(sizes) // ulysses, method.order)
+    return AttentionPlan.of_kinds(plans)
 
 
 def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str, int]]:

@@ -12,6 +12,7 @@ from shardplan.cost.roofline import task_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import place_mesh
 from shardplan.plan.mapping import MeshAxes
+from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import Task, TaskKind
 from shardplan.search.space import ComponentCost, ComputeSharding, KindMethods, Space
 from shardplan.search.subproblem.component_choices import ComponentChoice, pareto_optimal
@@ -37,6 +38,7 @@ class MeshCosts:
         self._weight_bytes: dict[object, float] = {}
         self._methods: dict[object, list[KindMethods | None]] = {}
         self._assignments: dict[object, ShardingAssignment] = {}
+        self._shard_counts: defaultdict[object, dict[TracedArray, int]] = defaultdict(dict)
 
     def seconds(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> float:
         """Time of a component's tasks."""
@@ -113,10 +115,12 @@ class MeshCosts:
         return ComponentChoice(compute, {}, seconds, np.array(sizes))
 
     def _assignment(self, compute: ComputeSharding, params: dict[str, MeshAxes]) -> ShardingAssignment:
-        key = (compute.methods, *compute.mapping.items())
+        own_mapping = tuple(compute.mapping.items())
+        key = compute.methods, own_mapping
         if key not in self._assignments:
             mapping, methods = {**self.base.mapping, **compute.mapping}, compute.methods or self.base.methods
-            self._assignments[key] = self.space.assignment(self.mesh, mapping, {}, methods)
+            counts = self._shard_counts[own_mapping]
+            self._assignments[key] = self.space.assignment(self.mesh, mapping, {}, methods, counts)
         unstored = self._assignments[key]
         return replace(unstored, params=params) if params else unstored
 
