@@ -23,7 +23,7 @@ from shardplan.config.command_flags import VerifyCommand
 from shardplan.config.sections import CompilerConfig
 from shardplan.hardware import GIB
 from shardplan.report.plan.verdicts import omission_text, reason_text
-from shardplan.search.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
+from shardplan.search.result.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
 from shardplan.verify.case import Case
 from shardplan.verify.run import verify
 from shardplan.verify.select_cases import build_cases

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardplan.hardware import parse_slice
-from shardplan.search.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
+from shardplan.search.result.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
 from shardplan.verify.compiler.libtpu import libtpu_environment
 from shardplan.verify.compiler.topology import make_topology_mesh
 

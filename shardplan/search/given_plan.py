@@ -12,8 +12,8 @@ from shardplan.plan.mapping import MeshShape, as_tuples
 from shardplan.plan.plan import Mapping, Plan, SearchInfo
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
-from shardplan.search.assignment_to_plan import build_plan, estimate_cost
 from shardplan.search.reasons import CAVEATS, GIVEN, caveats_of, describe_trace, describe_unknown_axis
+from shardplan.search.result.assignment_to_plan import build_plan, estimate_cost
 
 
 def plan_given_mappings(

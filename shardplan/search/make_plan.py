@@ -17,9 +17,7 @@ from shardplan.model.registry import Model, build_model
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Caveat, Plan, RunnerUp, SearchInfo
 from shardplan.plan.workload.workload import Workload
-from shardplan.search.assignment_to_plan import StepCost, build_plan, estimate_cost
 from shardplan.search.fastest_batch import choose_batch
-from shardplan.search.plan_details import evaluated_candidates
 from shardplan.search.ranking import Candidate
 from shardplan.search.reasons import (
     CAVEATS,
@@ -32,6 +30,8 @@ from shardplan.search.reasons import (
     describe_time,
     describe_trace,
 )
+from shardplan.search.result.assignment_to_plan import StepCost, build_plan, estimate_cost
+from shardplan.search.result.plan_details import evaluated_candidates
 from shardplan.search.search_configuration import RankedCandidate, SearchResult, search_configuration
 from shardplan.storage import Folder, open_folder
 

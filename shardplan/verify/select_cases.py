@@ -17,7 +17,7 @@ from shardplan.lint.findings import FindingKind
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.plan.plan import SCHEMA_VERSION, Plan
 from shardplan.plan.serialization import value_kind
-from shardplan.search.compiler_options import CURATED
+from shardplan.search.result.compiler_options import CURATED
 from shardplan.storage import open_folder
 from shardplan.verify.case import Case
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan.hardware import parse_slice
-from shardplan.search.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
+from shardplan.search.result.compiler_options import ASYNC_COLLECTIVES, NO_WINDOWED_EINSUM
 from shardplan.verify.compiler.topology import make_topology_mesh
 from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.parser import parse

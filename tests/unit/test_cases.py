@@ -10,8 +10,8 @@ from shardplan.config import parse_config
 from shardplan.config.command_flags import VerifyCommand
 from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError
-from shardplan.search.compiler_options import CURATED
 from shardplan.search.make_plan import make_plan
+from shardplan.search.result.compiler_options import CURATED
 from shardplan.verify.cache import CODE, SEQUENCE_CODE, normalize_code
 from shardplan.verify.select_cases import build_cases
 

@@ -13,7 +13,7 @@ from shardplan.runtime.environment import (
     PROCESS_ID,
     read_process_variables,
 )
-from shardplan.search.compiler_options import PLANNED
+from shardplan.search.result.compiler_options import PLANNED
 
 XLA_FLAGS, LIBTPU_FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 LIBTPU_PREFIXES = ("xla_tpu_", "xla_jf_")

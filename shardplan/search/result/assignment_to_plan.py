@@ -21,8 +21,8 @@ from shardplan.plan.mapping import AxisMapping, MeshAxes
 from shardplan.plan.parameters import ParameterPlan
 from shardplan.plan.plan import Collective, CostPlan, HardwareInfo, MemoryPlan, ModelInfo, Plan, SearchInfo
 from shardplan.program.tasks import Step
-from shardplan.search.compiler_options import PLANNED
-from shardplan.search.plan_details import plan_details
+from shardplan.search.result.compiler_options import PLANNED
+from shardplan.search.result.plan_details import plan_details
 
 
 class StepCost(NamedTuple):
