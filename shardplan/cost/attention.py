@@ -36,7 +36,7 @@ from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.positions.heads import HeadSharding
 from shardplan.positions.sequence_layout import KERNEL_BLOCK, SequenceLayout, attended_fraction, ring_distances
 from shardplan.program.attention_kind import UNMARKED, AttentionKind
-from shardplan.program.live_buffers import BufferRole, LiveBuffer
+from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import TracedArray, is_scores, mapped, score_length, score_positions
 from shardplan.program.tasks import Step, Task, TaskKind
 
@@ -144,24 +144,21 @@ def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) ->
     """Extra live bytes per device for keys or values, beyond queries, local values and local outputs.
 
     Gathered keys and values exist once more, in another order. A ring holds the next keys and the present ones, the
-    outputs of a hop as a kernel writes them, and in float32 these and those of all hops before. Gradients of keys and
-    values are computed in float32: one after the other where keys are gathered, both at once in a ring.
+    outputs of a hop as a kernel writes them, and in float32 these and those of all hops before.
     """
     array, outputs = buffer.array, buffer.related_arrays
     method = assignment.attention_of(buffer.attention or UNMARKED)
     own = assignment.bytes(array, assignment.compute)
-    is_gradient = buffer.role == BufferRole.KEYS_OR_VALUES_GRADIENT
-    gradient = FLOAT32_BYTES / array.itemsize if is_gradient else 0.0
     if method.strategy == Strategy.NONE:
         return 0.0
     queries = sum(assignment.bytes(output, assignment.compute) for output in outputs)
     if method.strategy == Strategy.ALL_GATHER:
         gathered = own * method.ring * method.ulysses
-        return (2 + gradient) * gathered + (3 * own if outputs else 0.0)
+        return 2 * gathered + (3 * own if outputs else 0.0)
     if method.ring > 1:
         merged = sum(_float32_bytes(output, assignment) for output in outputs)
-        return (3 + 2 * gradient) * own + queries + 2 * merged
-    return queries + (1 + gradient) * own
+        return 3 * own + queries + 2 * merged
+    return queries + own
 
 
 def attention_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:

@@ -13,10 +13,6 @@ from shardplan.cost.attention import FLOAT32_BYTES, extra_attention_bytes
 from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
-from shardplan.program.named_arrays import TracedArray, score_positions
-
-FLASH_BLOCK = 1024
-"""Side of the block of attention scores that Levanter's flash attention computes without a kernel, in tokens."""
 
 
 class MemoryPart(StrEnum):
@@ -104,12 +100,6 @@ def unscattered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> flo
     return assignment.bytes(result, assignment.compute) if is_scattered else 0.0
 
 
-def unsummed_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a result before its reduce-scatter, beyond the shard that stays."""
-    unscattered = unscattered_bytes(buffer, assignment)
-    return unscattered - assignment.bytes(buffer.array) if unscattered else 0.0
-
-
 def local_gradient_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Bytes of a device's own gradient of a parameter; 0 for an activation."""
     is_gradient = assignment.is_stored_like_a_parameter(replace(buffer.array, is_local=False))
@@ -117,45 +107,30 @@ def local_gradient_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> 
 
 
 def float32_result_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of the rows that a kernel of grouped matmuls writes in float32; 0 if it writes their own type."""
+    """Bytes of rows that a kernel of grouped matmuls writes in float32, to be converted afterwards.
+
+    The rows have the sharding of the parameters that they were multiplied with.
+    """
     rows = buffer.array
-    return _float32_bytes(rows, assignment) if _is_written_in_float32(rows, assignment) else 0.0
-
-
-def summand_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of rows that are added to others, in float32 if they are written so."""
-    rows = buffer.array
-    if _is_written_in_float32(rows, assignment):
-        return _float32_bytes(rows, assignment)
-    return assignment.bytes(rows, assignment.params if _is_sliced(rows, assignment) else None)
-
-
-def summed_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of the sum of rows; 0 where the compiler writes it over a summand."""
-    is_converted = _is_written_in_float32(buffer.array, assignment) or _is_sliced(buffer.array, assignment)
-    return 0.0 if assignment.quirks.frees_rows and not is_converted else live_bytes(buffer, assignment)
+    is_narrow = rows.itemsize < FLOAT32_BYTES
+    if not assignment.quirks.wide_rows or not is_narrow or assignment.is_stored_like_a_parameter(rows):
+        return 0.0
+    return assignment.bytes(rows, assignment.params) * FLOAT32_BYTES / rows.itemsize
 
 
 def unfreed_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of rows that the compiler does not free after their last use."""
+    """Bytes of rows that the compiler neither frees after their last use nor writes over."""
     return 0.0 if assignment.quirks.frees_rows else live_bytes(buffer, assignment)
 
 
-def unsliced_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of rows of which grouped matmuls take slices."""
-    return assignment.bytes(buffer.array) if _is_sliced(buffer.array, assignment) else 0.0
-
-
-def sliced_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of the slices of rows, where the compiler frees the rows and keeps the slices."""
-    is_kept = assignment.quirks.frees_rows and _is_sliced(buffer.array, assignment)
-    return assignment.bytes(buffer.array, assignment.params) if is_kept else 0.0
-
-
 def gathered_row_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of rows that are gathered from slices before they are used."""
-    is_early = assignment.quirks.frees_rows and _is_sliced(buffer.array, assignment)
-    return live_bytes(buffer, assignment) if is_early else 0.0
+    """Bytes of rows that are gathered from slices; 0 unless experts' parameters have more shards than the rows.
+
+    Grouped matmuls take slices of rows only then, and a compiler gathers them early only if it frees rows.
+    """
+    rows = buffer.array
+    is_sliced = assignment.num_shards(rows, assignment.params) > assignment.num_shards(rows)
+    return live_bytes(buffer, assignment) if assignment.quirks.frees_rows and is_sliced else 0.0
 
 
 def held_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
@@ -172,35 +147,6 @@ def lookup_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
 def copied_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Bytes of a copy of stacked parameters; 0 where the compiler does not copy them."""
     return assignment.bytes(buffer.array) if assignment.quirks.copies_stacks else 0.0
-
-
-def score_block_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of the block of scores that attention without a kernel works on."""
-    if not assignment.quirks.plain_attention:
-        return 0.0
-    scores = buffer.array
-    size = scores.elements / assignment.num_shards(scores, assignment.compute) * FLOAT32_BYTES
-    positions = score_positions(scores)
-    for name, count in scores.factors:
-        if name in positions:
-            size *= min(1.0, FLASH_BLOCK / count)
-    return size
-
-
-def _is_written_in_float32(rows: TracedArray, assignment: ShardingAssignment) -> bool:
-    """Whether the kernel of grouped matmuls writes `rows` in float32, to be converted afterwards."""
-    is_narrow = rows.itemsize < FLOAT32_BYTES
-    return assignment.quirks.wide_rows and is_narrow and not assignment.is_stored_like_a_parameter(rows)
-
-
-def _is_sliced(rows: TracedArray, assignment: ShardingAssignment) -> bool:
-    """Whether grouped matmuls take slices of `rows`, because their parameters have more shards."""
-    return assignment.num_shards(rows, assignment.params) > assignment.num_shards(rows)
-
-
-def _float32_bytes(rows: TracedArray, assignment: ShardingAssignment) -> float:
-    """Bytes per device of rows in float32, in the sharding of the parameters that they were multiplied with."""
-    return assignment.bytes(rows, assignment.params) * FLOAT32_BYTES / rows.itemsize
 
 
 ROWS = (
@@ -259,18 +205,6 @@ ROWS = (
         unscattered_bytes,
     ),
     Role(
-        BufferRole.SUM_OF_RESULT,
-        "The sum of an unscattered result over devices, if the compiler sums it at once.",
-        "While the matmul runs.",
-        unscattered_bytes,
-    ),
-    Role(
-        BufferRole.UNSUMMED_RESULT,
-        "An unscattered result that the compiler sums after the last loop.",
-        "From its matmul to the end of the last loop.",
-        unsummed_bytes,
-    ),
-    Role(
         BufferRole.LOCAL_GRADIENT,
         "A device's own gradient of a parameter, which the compiler sums over devices after the last loop.",
         "From the end of its shard_map to the end of the last loop.",
@@ -285,38 +219,16 @@ ROWS = (
         depends_on_storage=True,
     ),
     Role(
-        BufferRole.FLOAT32_SUMMAND,
-        "A result of a grouped matmul in float32.",
-        "Until it is added to another such result.",
-        summand_bytes,
-        depends_on_storage=True,
-    ),
-    Role(
         BufferRole.SUMMED_ROWS,
-        "The sum of results of grouped matmuls; the compiler writes it over one of them if it can.",
+        "The sum of results of grouped matmuls; a compiler that frees rows writes it over one of them.",
         "While it is written.",
-        summed_bytes,
-        depends_on_storage=True,
+        unfreed_bytes,
     ),
     Role(
         BufferRole.UNFREED_ROWS,
         "Rows routed to experts that the compiler does not free.",
         "From their last use until the gradients of experts are computed.",
         unfreed_bytes,
-    ),
-    Role(
-        BufferRole.UNSLICED_ROWS,
-        "Rows for grouped matmuls before each device keeps the slices that it multiplies with its shards of experts.",
-        "While they are looked up.",
-        unsliced_bytes,
-        depends_on_storage=True,
-    ),
-    Role(
-        BufferRole.SLICED_ROWS,
-        "The slices of rows that grouped matmuls take, where parameters have more shards than rows.",
-        "From their last use until the gradients of experts are computed.",
-        sliced_bytes,
-        depends_on_storage=True,
     ),
     Role(
         BufferRole.ROUTED_TOKENS,
@@ -355,19 +267,6 @@ ROWS = (
         "While attention uses them.",
         extra_attention_bytes,
         depends_on_attention=True,
-    ),
-    Role(
-        BufferRole.KEYS_OR_VALUES_GRADIENT,
-        "The gradient of keys or values beyond a device's own.",
-        "While it is computed.",
-        extra_attention_bytes,
-        depends_on_attention=True,
-    ),
-    Role(
-        BufferRole.SCORES,
-        "A block of attention scores; a kernel never writes scores to memory.",
-        "While attention without a kernel computes it.",
-        score_block_bytes,
     ),
 )
 

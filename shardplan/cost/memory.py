@@ -40,12 +40,7 @@ def estimate_memory(step: Step, assignment: ShardingAssignment) -> Memory:
 def memory_by_part(step: Step, assignment: ShardingAssignment) -> list[dict[MemoryPart, float]]:
     """The bytes per device at every point of the program, by part."""
     stored = _bytes_by_part(((buffer, 1) for buffer in stored_buffers(step)), step, assignment)
-    return [{**stored, **_bytes_by_part(point, step, assignment)} for point in schedule(step, assignment)]
-
-
-def schedule(step: Step, assignment: ShardingAssignment) -> tuple[ProgramPoint, ...]:
-    """The program points of the schedule with the smallest peak, which is near the peak of the compiler's schedule."""
-    return min(step.schedules, key=lambda points: max(point_bytes(point, assignment) for point in points))
+    return [{**stored, **_bytes_by_part(point, step, assignment)} for point in step.points]
 
 
 def point_bytes(point: ProgramPoint, assignment: ShardingAssignment) -> float:

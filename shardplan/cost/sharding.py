@@ -36,7 +36,7 @@ class CompilerQuirks:
     devices_per_slice: int | None = None
     """Number of devices of one slice; None if the mesh is a single one."""
     plain_attention: bool = False
-    """Whether attention has no kernel, so that a block of scores is in memory."""
+    """Whether attention has no kernel, so that it writes scores to memory."""
 
 
 class WeightGather(NamedTuple):

@@ -19,27 +19,16 @@ class BufferRole(StrEnum):
     PREFETCHED_WEIGHT = "prefetched weight"
     WEIGHT_GATHERED_FIRST = "weight gathered first"
     UNSCATTERED_RESULT = "unscattered result"
-    SUM_OF_RESULT = "sum of a result"
-    UNSUMMED_RESULT = "unsummed result"
     LOCAL_GRADIENT = "local gradient"
     FLOAT32_RESULT = "float32 result"
-    FLOAT32_SUMMAND = "float32 summand"
     SUMMED_ROWS = "summed rows"
     UNFREED_ROWS = "unfreed rows"
-    UNSLICED_ROWS = "unsliced rows"
-    SLICED_ROWS = "sliced rows"
     ROUTED_TOKENS = "routed tokens"
     FACTOR_OF_GRADIENT = "factor of a gradient"
     GATHERED_ROWS = "gathered rows"
     LOOKUP_RESULT = "lookup result"
     COPIED_STACK = "copied stack"
     KEYS_OR_VALUES = "keys or values"
-    KEYS_OR_VALUES_GRADIENT = "gradient of keys or values"
-    SCORES = "scores"
-
-
-ROLE_OF_SCHEDULE = (BufferRole.SUM_OF_RESULT, BufferRole.UNSUMMED_RESULT)
-"""Roles that tell the schedules of a program apart: buffers of each role exist in one schedule only."""
 
 
 @dataclass(frozen=True)

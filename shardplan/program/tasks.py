@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
 from shardplan.program.attention_kind import AttentionKind
-from shardplan.program.live_buffers import ROLE_OF_SCHEDULE, ProgramPoint
+from shardplan.program.live_buffers import ProgramPoint
 from shardplan.program.named_arrays import Dim, TracedArray, is_scores, score_length, score_positions
 
 
@@ -207,19 +207,6 @@ class Step:
     """The logical axis of logits."""
     point_labels: tuple[PointLabel, ...] = ()
     """What runs at every point, for people to read."""
-
-    @cached_property
-    def schedules(self) -> tuple[tuple[ProgramPoint, ...], ...]:
-        """The program points of each possible schedule; memory is estimated for the one with the smallest peak."""
-        if not any(buffer.role in ROLE_OF_SCHEDULE for point in self.points for buffer, _ in point):
-            return (self.points,)
-        return tuple(
-            tuple(
-                tuple((buffer, n) for buffer, n in point if buffer.role == role or buffer.role not in ROLE_OF_SCHEDULE)
-                for point in self.points
-            )
-            for role in ROLE_OF_SCHEDULE
-        )
 
     @cached_property
     def has_gradients(self) -> bool:

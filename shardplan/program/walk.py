@@ -3,13 +3,14 @@
 import itertools
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
 from shardplan.hardware import CollectiveKind
 from shardplan.program.attention_kind import UNMARKED, AttentionKind
 from shardplan.program.fusion.fusion import Fusion
+from shardplan.program.fusion.held_for_gradients import hold_for_gradients
 from shardplan.program.fusion.hoisting import invariant_copies
 from shardplan.program.fusion.siblings import fuse_with_siblings
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
@@ -80,25 +81,6 @@ def _stacked_axes(operations: Iterable[Operation], arrays: Sequence[TracedArray]
         yield from _stacked_axes(operation.body, arrays)
 
 
-def _replicated_like(product: TracedArray, factor: TracedArray) -> TracedArray:
-    """Return `factor` without the names of axes that its product has lost where it is replicated."""
-    kept = set(product.axes)
-    return replace(factor, dims=tuple(tuple((n if n in kept else None, s) for n, s in dim) for dim in factor.dims))
-
-
-class _HeldForGradients(NamedTuple):
-    """What stays in memory after its last use, until the gradients of experts are computed."""
-
-    values: Mapping[BufferRole, Set[int]]
-    """Role after the last use -> values."""
-    from_start: Sequence[LiveBuffer]
-    """Buffers for the gradient of the routing weights, which is computed last; live from `start` to `end`."""
-    start: int
-    """Index of the first operation that computes a gradient of the experts' parameters."""
-    end: int
-    """Index of the operation until which they stay."""
-
-
 class _LabelledPoint(NamedTuple):
     """A program point, and which operation runs."""
 
@@ -128,6 +110,7 @@ class _Sequence:
         """Operation -> number of loops before it."""
         self.last_loop = max((i for i, is_loop in enumerate(loops) if is_loop and executions == 1), default=-1)
         """Index of the last loop of the program; -1 if there is none, or in a loop's body."""
+        self.held = hold_for_gradients(fusion)
         self._live_buffers: dict[int, LiveBuffer] = {}
         self.used_weights: set[str] = set()
         """Parameters that a matmul has used so far."""
@@ -146,8 +129,7 @@ class _Sequence:
         fusion = self.fusion
         last_uses, copied = self._last_uses(), self._copied_by_next_loop()
         gathered, reordered = self._gathered(), self._reordered()
-        held = self._held_for_gradients()
-        unsummed: Counter[LiveBuffer] = Counter()
+        local_gradients: Counter[LiveBuffer] = Counter()
         ends: defaultdict[int, list[int]] = defaultdict(list)
         for value, i in last_uses.items():
             ends[i].append(value)
@@ -164,11 +146,8 @@ class _Sequence:
             stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
             buffers.update(map(self._live_buffer, entering - live))
             live |= entering
-            here = outside + gathered[i] + (unsummed if i <= self.last_loop else Counter())
-            late = ((role, value) for role, values in held.values.items() for value in used_up & values)
-            here.update(itertools.starmap(self._buffer_of, late))
-            if held.start <= i <= held.end:
-                here.update(held.from_start)
+            here = outside + gathered[i] + (local_gradients if i <= self.last_loop else Counter())
+            here.update(self._held_for_gradients(i, used_up))
             if reordered[i]:  # before the operation writes its results
                 points.append(_LabelledPoint(label, here + buffers + reordered[i]))
             new = (stacks | {result for result in operation.results if result in fusion.written}) - live - self.hoisted
@@ -183,18 +162,14 @@ class _Sequence:
             }  # fmt: skip
             if not is_loop:
                 here.update(itertools.chain(self._transient(operation), copied[i]))
-                if i < self.last_loop and tasks[-1].is_backward:
-                    here.update(self._of_results(BufferRole.SUM_OF_RESULT, operation))
-                    unsummed.update(self._of_results(BufferRole.UNSUMMED_RESULT, operation))
-                if i < self.last_loop and operation.is_local and operation.collective == CollectiveKind.ALL_REDUCE:
-                    local = self._arrays(operation.operands)
-                    unsummed.update(self._make_buffer(BufferRole.LOCAL_GRADIENT, array) for array in local)
+                if i < self.last_loop:
+                    local_gradients.update(self._local_gradients(operation))
                 points.append(_LabelledPoint(label, here + self._while_writing(operation, buffers, gone - new, new)))
                 self.tasks += tasks
             live -= gone
             buffers.subtract(map(self._live_buffer, gone))
             buffers = +buffers
-            used_up = used_up | gone if i < held.end else set()
+            used_up = used_up | gone if i < self.held.end else set()
             entering = set()
         return points
 
@@ -212,9 +187,30 @@ class _Sequence:
         results = Counter(map(self._live_buffer, written))
         summands = {value for value in last_used if self.fusion.is_grouped_summand(value)}
         in_place = results & Counter(map(self._live_buffer, last_used - summands))
-        sums = (results - in_place) & Counter(self._buffer_of(BufferRole.LIVE, value) for value in summands)
+        sums = (results - in_place) & Counter(map(self._live_buffer, summands))
         summed = Counter({replace(buffer, role=BufferRole.SUMMED_ROWS): count for buffer, count in sums.items()})
         return buffers - in_place - sums + summed
+
+    def _held_for_gradients(self, i: int, used_up: Set[int]) -> Iterator[LiveBuffer]:
+        """Yield what stays in memory for the gradients of experts while operation `i` runs.
+
+        Args:
+            used_up: values that no later operation reads.
+        """
+        for value in used_up & self.held.unfreed_rows:
+            yield self._buffer_of(BufferRole.UNFREED_ROWS, value)
+        for value in used_up & self.held.routed_tokens:
+            yield self._buffer_of(BufferRole.ROUTED_TOKENS, value)
+        if self.held.start <= i <= self.held.end:
+            yield from (self._make_buffer(BufferRole.FACTOR_OF_GRADIENT, array) for array in self.held.factors)
+            yield from (self._buffer_of(BufferRole.GATHERED_ROWS, value) for value in self.held.gathered_rows)
+
+    def _local_gradients(self, operation: Operation) -> Iterator[LiveBuffer]:
+        """Yield a device's own gradients that `operation` sums over devices, which the compiler does later."""
+        if operation.is_local and operation.collective == CollectiveKind.ALL_REDUCE:
+            yield from (
+                self._make_buffer(BufferRole.LOCAL_GRADIENT, array) for array in self._arrays(operation.operands)
+            )
 
     def _last_uses(self) -> dict[int, int]:
         """Value -> the last operation that reads it."""
@@ -224,62 +220,6 @@ class _Sequence:
             if self.fusion.is_executed(operation)
             for source in self.fusion.reads(operation)
         }
-
-    def _held_for_gradients(self) -> _HeldForGradients:
-        """The rows of experts that stay in memory until the gradients of experts are computed.
-
-        Some compilers compute these gradients last, and free none of the rows before; a sum over devices reuses the
-        memory of its operand, as do the pass that fills rows out of bounds and the gradients of the elementwise
-        operations between matmuls. Other compilers look the rows up again, except where grouped matmuls take slices of
-        them.
-        """
-        operations = self.fusion.operations
-        grouped = [operation for operation in operations if operation.groups > 1]
-        sizes = {self.arrays[operation.operands[0]].elements for operation in grouped}
-        computes_gradients = [o.groups > 1 and self.arrays[o.results[0]].elements not in sizes for o in operations]
-        if not any(computes_gradients):
-            return _HeldForGradients({}, (), -1, -1)
-        start = computes_gradients.index(True)
-        resharded = [self._resharded(o) for o in operations[:start] if o.kind == OperationKind.RESHARD]
-        factors = [each for operands, results in resharded if len(operands) > 1 for each in results]
-        results = {result for operation in grouped for result in operation.results}
-        end = max(
-            i for i, operation in enumerate(operations) if results & set(map(self.fusion.base_of, operation.operands))
-        )
-        lookups = [operation for operation in operations if operation.kind == OperationKind.LOOKUP]
-        summed = {self.fusion.base_of(o.operands[0]) for o in operations if o.collective == CollectiveKind.ALL_REDUCE}
-        rows = {value for value in self.fusion.written if self.arrays[value].elements in sizes}
-        operands = {self.fusion.base_of(operand) for operation in grouped for operand in operation.operands}
-        tokens = {self.fusion.base_of(lookup.operands[0]) for lookup in lookups if lookup.results[0] in rows}
-        filled = {
-            self.fusion.base_of(o.operands[0]) for o in operations
-            if o.kind == OperationKind.ELEMENTWISE and o.results[0] in rows and len(o.operands) == 1
-        }  # fmt: skip
-        gradients = [o for o in operations if o.kind == OperationKind.ELEMENTWISE and o.is_backward]
-        written_over = set[int]().union(*(self.fusion.reads(o) for o in gradients if rows.issuperset(o.results)))
-        unfreed = rows - summed - filled - written_over
-        return _HeldForGradients(
-            {
-                BufferRole.UNFREED_ROWS: unfreed,
-                BufferRole.SLICED_ROWS: unfreed & operands,
-                BufferRole.ROUTED_TOKENS: tokens - rows,
-            },
-            [
-                *(self._make_buffer(BufferRole.FACTOR_OF_GRADIENT, each) for each in factors),
-                *(self._buffer_of(BufferRole.GATHERED_ROWS, value) for value in tokens & rows),
-            ],
-            start,
-            end,
-        )
-
-    def _resharded(self, operation: Operation) -> tuple[tuple[TracedArray, ...], tuple[TracedArray, ...]]:
-        """Return what a change of sharding reads and writes.
-
-        The compiler reshards the factors of a product, which are smaller, and multiplies afterwards.
-        """
-        operands = self._arrays(self.fusion.factors_of(operation.operands[0]))
-        result = self.arrays[operation.results[0]]
-        return operands, tuple(result if len(operands) == 1 else _replicated_like(result, each) for each in operands)
 
     def _weight_uses(self) -> dict[TracedArray, tuple[int, int]]:
         """Parameter -> the first and the last operation that multiplies with it."""
@@ -366,8 +306,7 @@ class _Sequence:
     def _live_buffer(self, value: int) -> LiveBuffer:
         """The buffer of a value between its operation and its last use."""
         if value not in self._live_buffers:
-            role = BufferRole.FLOAT32_SUMMAND if self.fusion.is_grouped_summand(value) else BufferRole.LIVE
-            self._live_buffers[value] = self._buffer_of(role, value)
+            self._live_buffers[value] = self._buffer_of(BufferRole.LIVE, value)
         return self._live_buffers[value]
 
     def _buffer_of(self, role: BufferRole, value: int) -> LiveBuffer:
@@ -389,34 +328,21 @@ class _Sequence:
         )
         return LiveBuffer(role, array, tuple(related_arrays), is_grouped, attention)
 
-    def _of_results(self, role: BufferRole, operation: Operation) -> Iterator[LiveBuffer]:
-        """Yield a buffer of `role` for each result of a plain matmul."""
-        if operation.kind == OperationKind.CONTRACTION and operation.groups == 1:
-            yield from (self._make_buffer(role, array) for array in self._arrays(operation.results))
-
     def _transient(self, operation: Operation) -> Iterator[LiveBuffer]:
         """Yield the buffers that are live only while `operation` runs."""
-        fusion, make = self.fusion, self._make_buffer
+        make = self._make_buffer
         operands, results = self._arrays(operation.operands), self._arrays(operation.results)
         if operation.kind == OperationKind.LOOKUP:
             yield make(BufferRole.LOOKUP_RESULT, results[0], operands[:1])
-            if fusion.is_read_by_grouped_matmuls(operation.results[0]):
-                yield make(BufferRole.UNSLICED_ROWS, results[0])
         if operation.kind != OperationKind.CONTRACTION:
             return
         if operation.groups > 1:
-            values = (value for value in operation.results if not fusion.is_grouped_summand(value))
-            yield from (self._buffer_of(BufferRole.FLOAT32_RESULT, value) for value in values)
+            yield from (self._buffer_of(BufferRole.FLOAT32_RESULT, value) for value in operation.results)
             return
-        yield from self._of_results(BufferRole.UNSCATTERED_RESULT, operation)
-        scores = next((array for array in (*operands, *results) if is_scores(array)), None)
-        if scores is None:
-            return
-        kind = _attention_kind(operation)
-        yield make(BufferRole.SCORES, scores, attention=kind)
-        if sums_over_queries(operation.contracted, results[0]):
-            yield make(BufferRole.KEYS_OR_VALUES_GRADIENT, results[0], attention=kind)
-        else:
+        yield from (make(BufferRole.UNSCATTERED_RESULT, array) for array in results)
+        is_attention = any(map(is_scores, (*operands, *results)))
+        if is_attention and not sums_over_queries(operation.contracted, results[0]):
+            kind = _attention_kind(operation)
             keys = [array for array in operands if not is_scores(array)][-1]
             yield make(BufferRole.KEYS_OR_VALUES, keys, () if is_scores(results[0]) else results, attention=kind)
 
@@ -434,7 +360,7 @@ class _Sequence:
         else:
             reads, writes = list(operation.operands), list(operation.results)
         if operation.kind == OperationKind.RESHARD:
-            operands, results = self._resharded(operation)
+            operands, results = fusion.resharded(operation)
         else:
             operands, results = self._arrays(reads), self._arrays(writes)
         is_matmul = operation.kind == OperationKind.CONTRACTION

@@ -327,7 +327,7 @@ class ComponentCost:
     min_stored_bytes: float
     """Bytes per device of the component's parameters and optimizer state, sharded over all devices."""
     counts: np.ndarray
-    """[schedule, program point, buffer]: how many of a buffer are live at a point, in each of `Step.schedules`."""
+    """[program point, buffer]: how many of a buffer are live at a point."""
     computed_together: frozenset[frozenset[str]]
     """Sets of logical axes that meet in a computation, so that no two of them may share a mesh axis."""
     stored_together: frozenset[frozenset[str]]
@@ -361,14 +361,11 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
     step = space.step
     tasks = [task for task in step.tasks if belongs(*task.operands, *task.results)]
     stored_here = [buffer for buffer in stored_buffers(step) if belongs(buffer.array)]
-    schedules = [
-        [
-            Counter(stored_here) + Counter({b: n for b, n in point if belongs(b.array, *b.related_arrays)})
-            for point in points
-        ]
-        for points in step.schedules
+    points = [
+        Counter(stored_here) + Counter({b: n for b, n in point if belongs(b.array, *b.related_arrays)})
+        for point in step.points
     ]
-    buffers = list(dict.fromkeys(buffer for points in schedules for point in points for buffer in point))
+    buffers = list(dict.fromkeys(buffer for point in points for buffer in point))
     open_axes = (*component, space.residual)
     is_stored = space.assignment({}, {}, {}).is_stored_like_a_parameter
 
@@ -388,14 +385,14 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
         stored = buffer.is_read_by_grouped_matmuls or role.depends_on_storage or any(map(is_stored, arrays))
         return KeyedBuffer(buffer, key(arrays, stored=stored, attends=role.depends_on_attention))
 
-    counts = np.array([[[point[buffer] for buffer in buffers] for point in points] for points in schedules], float)
+    counts = np.array([[point[buffer] for buffer in buffers] for point in points], float)
     return ComponentCost(
         component,
         open_axes,
         tuple(keyed_task(task, count) for task, count in Counter(task.cost_key for task in tasks).items()),
         tuple(map(keyed_buffer, buffers)),
         sum(buffer.array.elements * buffer.array.itemsize for buffer in stored_here) / space.hardware.devices,
-        counts.reshape(*counts.shape[:2], len(buffers)),
+        counts.reshape(len(points), len(buffers)),
         frozenset(names for task in tasks for names in _meeting_axes(task)),
         frozenset(frozenset(array.logical_axes) for array in step.parameters if belongs(array)),
     )

@@ -7,7 +7,7 @@ import jax
 import pytest
 from traced_layer import LAYERS, MESH, TOKENS, WEIGHT, B, E, M, P, V, traced_step
 
-from shardplan.cost.buffer_roles import ROLES, buffer_bytes
+from shardplan.cost.buffer_roles import ROLES, ROWS, buffer_bytes
 from shardplan.cost.memory import estimate_memory, point_bytes
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
@@ -103,27 +103,17 @@ def test_memory_of_a_head_gathered_at_the_start():
     assert gathered(dataclasses.replace(assignment, quirks=CompilerQuirks(gathers_early=True))) == {0}
 
 
-def test_memory_of_a_gradient_that_is_summed_at_once_or_last():
-    """The head's gradient has its sum beside it at once, or is in memory unsummed until the loop over layers ends."""
+def test_memory_of_a_gradient_before_its_reduce_scatter():
+    """The head's gradient is unsharded while its matmul runs, until each device keeps its shard."""
     step = traced_step(True)
     assignment = ShardingAssignment(MESH, TOKENS, {"embed": ("data",)}, {}, ("batch", "position"))
-    gradient = 4 * V * E
-
-    def of_role(role, points):
-        return [sum(n * buffer_bytes(each, assignment) for each, n in point if each.role == role) for point in points]
-
-    at_once, last = step.schedules
-    own = of_role(BufferRole.UNSCATTERED_RESULT, at_once).index(gradient)
-    assert of_role(BufferRole.SUM_OF_RESULT, at_once) == [gradient * (i == own) for i in range(len(at_once))]
-    assert not any(of_role(BufferRole.UNSUMMED_RESULT, at_once)) and not any(of_role(BufferRole.SUM_OF_RESULT, last))
-    unsummed = of_role(BufferRole.UNSUMMED_RESULT, last)
-    is_in_loop = [label.executions > 1 for label in step.point_labels]
-    end = len(last) - is_in_loop[::-1].index(True)
-    assert unsummed == [(gradient - gradient / 4) * (own < i < end) for i in range(len(last))]
-    peaks = [max(point_bytes(point, assignment) for point in points) for points in step.schedules]
+    role, gradient = BufferRole.UNSCATTERED_RESULT, 4 * V * E
+    unscattered = [
+        sum(n * buffer_bytes(each, assignment) for each, n in point if each.role == role) for point in step.points
+    ]
+    assert unscattered.count(gradient) == 1
     memory = estimate_memory(step, assignment)
-    assert memory.peak - memory.parameters == min(peaks)
-    assert len(traced_step(False).schedules) == 1
+    assert memory.peak - memory.parameters == max(point_bytes(point, assignment) for point in step.points)
 
 
 def test_rows_of_experts_in_float32():
@@ -143,8 +133,8 @@ def test_rows_of_experts_in_float32():
     assert wide.activations - narrow.activations == pytest.approx(2 * tokens * (embed + mlp / 16), rel=1e-6)
 
 
-def test_summed_rows_of_experts_in_float32():
-    """The gradient of rows is the sum of two grouped matmuls: both summands are in float32, and their sum is not.
+def test_summed_rows_of_experts():
+    """The gradient of rows is the sum of two grouped matmuls, which a compiler that frees rows writes over one of them.
 
     If rows are not freed, they are live until then; if they are, the tokens are live from which rows are looked up, and
     their gradient with the routing weights, whose product is the gradient of rows.
@@ -154,29 +144,32 @@ def test_summed_rows_of_experts_in_float32():
     mapping = {"mlp": ("model",)}
     assignment = ShardingAssignment({"model": 16}, mapping, mapping, mixtral.merged_axes, mixtral.activation_axes)
     tokens, embed = 8 * 1024, 4096
-    summand = BufferRole.FLOAT32_SUMMAND
-    points = [point for point in mixtral.points if sum(count for each, count in point if each.role == summand) == 2]
+    rows = 2 * 2 * tokens * embed
+    points = [point for point in mixtral.points if any(each.role == BufferRole.SUMMED_ROWS for each, _ in point)]
 
-    def max_bytes(role, **quirks):
+    def max_bytes(role, points=points, **quirks):
         with_quirks = dataclasses.replace(assignment, quirks=CompilerQuirks(**quirks))
         return max(
             sum(count * buffer_bytes(each, with_quirks) for each, count in point if each.role == role)
             for point in points
         )
 
-    assert max_bytes(summand, wide_rows=True) == 2 * max_bytes(summand) == 2 * 4 * 2 * tokens * embed
+    assert max_bytes(BufferRole.FLOAT32_RESULT, mixtral.points, wide_rows=True) == 2 * rows
+    assert max_bytes(BufferRole.FLOAT32_RESULT, mixtral.points) == 0
+    assert max_bytes(BufferRole.SUMMED_ROWS) == rows
+    assert max_bytes(BufferRole.SUMMED_ROWS, frees_rows=True) == 0
     assert max_bytes(BufferRole.ROUTED_TOKENS, frees_rows=True) == 2 * tokens * embed
     assert max_bytes(BufferRole.ROUTED_TOKENS) == 0 < max_bytes(BufferRole.UNFREED_ROWS)
     assert max_bytes(BufferRole.FACTOR_OF_GRADIENT, frees_rows=True) == 2 * tokens * (embed + 2)
     assert max_bytes(BufferRole.FACTOR_OF_GRADIENT) == max_bytes(BufferRole.GATHERED_ROWS, frees_rows=True) == 0
-    # grouped matmuls take slices of rows if the experts' embed axis is stored in shards: two slices stay live
-    assert max_bytes(BufferRole.SLICED_ROWS, frees_rows=True) == 0
+    # grouped matmuls take slices of rows if the experts' embed axis is stored in shards: those of the experts' result
+    # are gathered for the gradient of the routing weights
     assignment = dataclasses.replace(assignment, params={"embed": ("model",)})
-    assert max_bytes(BufferRole.SLICED_ROWS, frees_rows=True) == 2 * 2 * 2 * tokens * embed / 16
-    # slices are added up and then gathered, as are those of the experts' result for the gradient of routing weights
-    assert max_bytes(summand, frees_rows=True) == 2 * 2 * 2 * tokens * embed / 16
-    assert max_bytes(BufferRole.SUMMED_ROWS, frees_rows=True) == 2 * 2 * tokens * embed
-    assert max_bytes(BufferRole.GATHERED_ROWS, frees_rows=True) == 2 * 2 * tokens * embed
+    assert max_bytes(BufferRole.GATHERED_ROWS, frees_rows=True) == rows
+
+
+def test_every_role_has_one_row():
+    assert [row.name for row in ROWS] == list(BufferRole)
 
 
 def test_bytes_that_depend_on_stored_parameters():
@@ -199,7 +192,7 @@ def test_bytes_that_depend_on_stored_parameters():
         != buffer_bytes(buffer, dataclasses.replace(fully, quirks=each))
     }
     roles = {buffer.role for buffer in changed}
-    assert {BufferRole.SUMMED_ROWS, BufferRole.GATHERED_ROWS, BufferRole.UNSLICED_ROWS} < roles
+    assert {BufferRole.FLOAT32_RESULT, BufferRole.GATHERED_ROWS} < roles
     for buffer in changed:
         of_parameters = map(sharded.is_stored_like_a_parameter, (buffer.array, *buffer.related_arrays))
         assert buffer.is_read_by_grouped_matmuls or ROLES[buffer.role].depends_on_storage or any(of_parameters)

@@ -18,7 +18,7 @@ from shardplan.model.registry import abstract_module, build_model
 from shardplan.plan.pins import Rules
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.named_arrays import TracedArray
-from shardplan.program.naming.primitives import PRIMITIVES
+from shardplan.program.naming.primitives import PRIMITIVES, ROWS
 from shardplan.program.step_trace import plan_step, trace_step
 from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
@@ -127,6 +127,11 @@ def test_unrolled_layers_are_planned_as_a_loop_over_them(make_config, layers):
     as_looped = plan_given_mappings(config, without_loop, looped.mesh, looped.compute_mapping, looped.param_mapping)
     assert as_looped.memory == plan.memory
     assert as_looped.cost.step_seconds == pytest.approx(plan.cost.step_seconds, rel=1e-9)
+
+
+def test_every_primitive_has_one_row():
+    names = [name for row in ROWS for name in row.names]
+    assert len(names) == len(set(names)) == len(PRIMITIVES)
 
 
 def test_a_plan_says_what_is_not_priced(monkeypatch, make_config):

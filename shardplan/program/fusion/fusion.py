@@ -10,7 +10,7 @@ one pass forward over the operations and one backward, with a constant amount of
 
 from collections import defaultdict
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.naming.primitives import find_primitive
@@ -145,6 +145,17 @@ class Fusion:
         is_grouped = value in self._producer and self.operations[self._producer[value]].groups > 1
         return is_grouped and len(consumers) == 1 and self._origins[consumers[0].results[0]].summed_matmuls > 1
 
+    def resharded(self, operation: Operation) -> tuple[tuple[TracedArray, ...], tuple[TracedArray, ...]]:
+        """Return what a change of sharding reads and writes.
+
+        The compiler reshards the factors of a product, which are smaller, and multiplies afterwards.
+        """
+        operands = tuple(self.arrays[value] for value in self.factors_of(operation.operands[0]))
+        result = self.arrays[operation.results[0]]
+        if len(operands) == 1:
+            return operands, (result,)
+        return operands, tuple(_replicate_like(result, factor) for factor in operands)
+
     def reduces_partial_sums(self, value: int) -> bool:
         """Whether partial sums in the result `value` of a matmul are added up over devices at once.
 
@@ -265,3 +276,9 @@ class Fusion:
         if use.final in (None, SEVERAL, value) or use.is_reduced:
             return False
         return self._origin(use.final).last_matmul == value
+
+
+def _replicate_like(product: TracedArray, factor: TracedArray) -> TracedArray:
+    """Return `factor` without the names of axes that its product has lost where it is replicated."""
+    kept = set(product.axes)
+    return replace(factor, dims=tuple(tuple((n if n in kept else None, s) for n, s in dim) for dim in factor.dims))

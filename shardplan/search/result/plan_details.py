@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from shardplan.cost.buffer_roles import buffer_bytes
 from shardplan.cost.calibration import load_calibration
-from shardplan.cost.memory import memory_by_part, point_bytes, schedule, stored_buffers
+from shardplan.cost.memory import memory_by_part, point_bytes, stored_buffers
 from shardplan.cost.roofline import exposed_parts, step_tasks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import Slice, place_mesh
@@ -58,7 +58,7 @@ def _largest_at_peak(step: Step, assignment: ShardingAssignment) -> list[LiveArr
     """The largest arrays that are live at the peak; those of the same axes and role are one row."""
     sizes: defaultdict[LiveBuffer, float] = defaultdict(float)
     counts: defaultdict[LiveBuffer, int] = defaultdict(int)
-    peak = max(schedule(step, assignment), key=lambda point: point_bytes(point, assignment))
+    peak = max(step.points, key=lambda point: point_bytes(point, assignment))
     for buffer, count in (*((each, 1) for each in stored_buffers(step)), *peak):
         sizes[buffer] += count * buffer_bytes(buffer, assignment)
         counts[buffer] += count

@@ -23,16 +23,11 @@ class ComponentChoice:
     params: dict[str, MeshAxes]
     seconds: float
     bytes: np.ndarray
-    """Bytes per device [schedule, program point], or of every buffer."""
+    """Bytes per device at every program point, or of every buffer."""
 
     def uses(self, mesh_axis: str) -> bool:
         """Whether `mesh_axis` shards a computation."""
         return any(mesh_axis in mesh_axes for mesh_axes in self.compute.mapping.values())
-
-
-def peak_of(size: np.ndarray) -> float:
-    """The peak memory of bytes [schedule, program point], in the schedule in which it is smallest."""
-    return float(size.max(axis=1).min())
 
 
 class Choices(NamedTuple):
@@ -88,7 +83,7 @@ def fastest_combinations(choices: Choices, limit: float, available_bytes: float)
     stack: list[tuple[int, float, np.ndarray, tuple[ComponentChoice, ...]]] = [(0, base.seconds, base.bytes, ())]
     while stack:
         depth, seconds, size, chosen = stack.pop()
-        if seconds + seconds_left[depth] > limit or peak_of(size + bytes_left[depth]) > available_bytes:
+        if seconds + seconds_left[depth] > limit or (size + bytes_left[depth]).max() > available_bytes:
             continue
         if depth < len(components):
             # the fastest choice is pushed last, so that it is popped first
@@ -112,7 +107,7 @@ def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | 
     stack: list[tuple[int, np.ndarray, tuple[ComponentChoice, ...]]] = [(0, base.bytes, ())]
     while stack:
         depth, size, chosen = stack.pop()
-        if peak_of(size + bytes_left[depth]) >= limit_bytes:
+        if (size + bytes_left[depth]).max() >= limit_bytes:
             continue
         if depth == len(components) and not choices.is_allowed(chosen):
             continue
@@ -120,7 +115,7 @@ def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | 
             best = _combine(base, chosen)
             limit_bytes = best.peak_bytes
             continue
-        for choice in sorted(components[depth], key=lambda choice: -peak_of(choice.bytes)):
+        for choice in sorted(components[depth], key=lambda choice: -choice.bytes.max()):
             stack.append((depth + 1, size + choice.bytes, (*chosen, choice)))
     return best
 
@@ -128,7 +123,7 @@ def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | 
 def _combine(base: ComponentChoice, chosen: tuple[ComponentChoice, ...]) -> Combination:
     size = base.bytes + sum(choice.bytes for choice in chosen)
     seconds = base.seconds + sum(choice.seconds for choice in chosen)
-    return Combination((base, *chosen), float(seconds), peak_of(size))
+    return Combination((base, *chosen), float(seconds), float(size.max()))
 
 
 def _dominates(one: Combination, other: Combination) -> bool:

@@ -24,7 +24,6 @@ from shardplan.search.subproblem.component_choices import (
     ComponentChoice,
     fastest_combinations,
     pareto_optimal,
-    peak_of,
     smallest_combination,
 )
 from shardplan.search.subproblem.mesh_costs import MeshCosts
@@ -158,9 +157,8 @@ class MeshSubproblem:
     @cached_property
     def min_bytes(self) -> float:
         """Lower bound of the peak memory of a device; infinite if no mapping exists."""
-        return min(
-            (peak_of(size) + self.space.min_stored_bytes for _, size in self.stored_residual_choices), default=math.inf
-        )
+        peaks = [float(size.max()) for _, size in self.stored_residual_choices]
+        return min(peaks, default=math.inf) + self.space.min_stored_bytes
 
     def rank(self, ranking: Ranking) -> None:
         """Add to `ranking` the candidates that fit and tie for fastest.
@@ -240,7 +238,7 @@ class MeshSubproblem:
         if self.leaves_idle:
             return Rejection.IDLE
         stored = {self.space.residual: residual} if residual else {}
-        if peak_of(base_bytes) + self.space.min_stored_bytes > available_bytes:
+        if base_bytes.max() + self.space.min_stored_bytes > available_bytes:
             return Rejection.MEMORY
         unsharded = ComputeSharding({})
         base_seconds = self.costs.seconds(self.space.base_cost, unsharded, stored)
@@ -269,11 +267,11 @@ class MeshSubproblem:
         ]
         smallest = [np.min([choice.bytes for choice in each], axis=0) for each in choices]
         together = base_bytes + sum(smallest)
-        if peak_of(together) > available_bytes:
+        if together.max() > available_bytes:
             return Rejection.MEMORY
         left = available_bytes - together
         kept = [
-            pareto_optimal([c for c in each if (c.bytes - min_bytes <= left).all(axis=1).any()], self.required)
+            pareto_optimal([c for c in each if (c.bytes - min_bytes <= left).all()], self.required)
             for each, min_bytes in zip(choices, smallest, strict=True)
         ]
         return Choices(base, kept, self.required) if all(kept) else Rejection.MEMORY
