@@ -8,10 +8,10 @@ https://jax-ml.github.io/scaling-book.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from shardplan.cost.attention import (
     COMPILED_HOP_SECONDS,
@@ -88,16 +88,11 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
 def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration) -> TaskSeconds:
     """Seconds of a task on a device with the share `cost` of it."""
     compute = compute_seconds(task, cost, placement.hardware, calibration)
+    times = _collective_times(task, cost, placement, calibration)
     exposed = 0.0
-    hops = _hops(task, cost)
-    overlapped: defaultdict[float, float] = defaultdict(float)  # by the fraction of compute that they can run behind
-    for traffic in cost.traffic:
-        seconds = transfer_seconds(traffic, placement)
-        waited, fraction = _overlap(traffic, hops, calibration)
-        exposed += waited * seconds
-        overlapped[fraction] += (1 - waited) * seconds
-    not_hidden = sum(max(0.0, seconds - fraction * compute) for fraction, seconds in overlapped.items())
-    return TaskSeconds(compute, exposed + not_hidden)
+    for each in times:
+        exposed += each.waited * each.seconds
+    return TaskSeconds(compute, exposed + sum(_not_hidden(_seconds_behind(times), compute).values()))
 
 
 def exposed_parts(
@@ -107,19 +102,51 @@ def exposed_parts(
 
     Collectives that can run behind the same part of compute share it in proportion to their seconds.
     """
+    times = _collective_times(task, cost, placement, calibration)
+    behind = _seconds_behind(times)
+    not_hidden = _not_hidden(behind, compute)
+    parts = []
+    for each in times:
+        total = behind[each.fraction]
+        exposed_part = not_hidden[each.fraction] / total if total else 0.0
+        exposed = each.waited * each.seconds + exposed_part * (1 - each.waited) * each.seconds
+        parts.append((each.seconds, exposed))
+    return parts
+
+
+class _CollectiveTime(NamedTuple):
+    """The time of a collective, and how much of it can overlap with compute."""
+
+    seconds: float
+    waited: float
+    """Part of the seconds that the task waits for in any case."""
+    fraction: float
+    """Fraction of the task's compute that the rest can run behind."""
+
+
+def _collective_times(
+    task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration
+) -> list[_CollectiveTime]:
+    """Return the time of every collective of a task."""
     hops = _hops(task, cost)
-    seconds = [transfer_seconds(traffic, placement) for traffic in cost.traffic]
-    overlaps = [_overlap(traffic, hops, calibration) for traffic in cost.traffic]
-    overlapped: defaultdict[float, float] = defaultdict(float)
-    for (waited, fraction), each in zip(overlaps, seconds, strict=True):
-        overlapped[fraction] += (1 - waited) * each
-    not_hidden = {
-        fraction: max(0.0, total - fraction * compute) / total for fraction, total in overlapped.items() if total
-    }
-    return [
-        (each, waited * each + not_hidden.get(fraction, 0.0) * (1 - waited) * each)
-        for (waited, fraction), each in zip(overlaps, seconds, strict=True)
-    ]
+    times = []
+    for traffic in cost.traffic:
+        waited, fraction = _overlap(traffic, hops, calibration)
+        times.append(_CollectiveTime(transfer_seconds(traffic, placement), waited, fraction))
+    return times
+
+
+def _seconds_behind(times: Iterable[_CollectiveTime]) -> dict[float, float]:
+    """Return fraction of compute -> seconds of the collectives that can run behind it."""
+    behind: defaultdict[float, float] = defaultdict(float)
+    for each in times:
+        behind[each.fraction] += (1 - each.waited) * each.seconds
+    return behind
+
+
+def _not_hidden(behind: Mapping[float, float], compute: float) -> dict[float, float]:
+    """Return fraction of compute -> seconds of the collectives behind it that last longer than that compute."""
+    return {fraction: max(0.0, seconds - fraction * compute) for fraction, seconds in behind.items()}
 
 
 def _hops(task: Task, cost: DeviceCost) -> float:
