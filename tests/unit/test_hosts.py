@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import stack, tensor_view
 from shardplan.checkpoint.transfer import schedule, stream
+from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.transfer import DeviceMesh
 from shardplan.storage.folder import REMOTE, ReadTuning
 
@@ -71,14 +72,14 @@ def execute(model, budget, process, host):
     count = math.prod(axes.values())
     mesh = Mesh(np.array(jax.devices()[:count]).reshape(*axes.values()), tuple(axes))
     file = Nothing(ReadTuning(4 * 2**20, 2 * host.processors) if host.is_cached else REMOTE)
-    views, tensors, offset = {}, {}, 8
-    for path, (layers, shape, _) in arrays.items():
+    requests, tensors, offset = {}, {}, 8
+    for path, (layers, shape, spec) in arrays.items():
         names = [f"{path}.{i}" for i in range(layers)]
         for name in names:
             tensors[name] = Tensor(file, offset, shape, np.dtype(np.float32))
             offset += tensors[name].nbytes
-        views[path] = stack([tensor_view(name, shape) for name in names], 0)
-    specs = {path: ((), *spec) for path, (_, _, spec) in arrays.items()}
+        view = stack([tensor_view(name, shape) for name in names], 0)
+        requests[path] = ArrayRequest(view, ((), *spec), np.dtype(np.float32))
     entered = []
 
     def exchange_rows(mesh, transfer, rows, dtype):
@@ -97,8 +98,7 @@ def execute(model, budget, process, host):
         patch.setattr(stream, "exchange_rows", exchange_rows)
         patch.setattr(stream._ArrayStream, "_make_destination", lambda self, path: Nothing())
         patch.setattr(schedule, "MAX_REREAD_BYTES", 0)  # because the arrays are small
-        dtypes = dict.fromkeys(views, np.dtype(np.float32))
-        load = stream._ArrayStream(views, tensors, mesh, specs, dtypes, budget, None)
+        load = stream._ArrayStream(requests, tensors, mesh, budget, None)
         load.run(lambda nbytes, array: None)
     return load.describe(), entered
 
