@@ -13,6 +13,10 @@ os.environ.setdefault(
 
 import tempfile
 
+if "SHARDPLAN_TESTS_FOLDER" not in os.environ:
+    # this run's server of processes (tests/processes.py), which all workers of pytest share
+    RUN = tempfile.TemporaryDirectory(prefix="shardplan-tests-", suffix=f"-{os.getpid()}")
+    os.environ["SHARDPLAN_TESTS_FOLDER"] = RUN.name
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # what one process has compiled, the others of this run load: pytest's workers, and the processes that tests start
     COMPILED = tempfile.TemporaryDirectory(prefix="shardplan-tests-")
@@ -222,6 +226,28 @@ def run(*argv):
         code = main(argv[0], [*map(str, argv[1:])])
     gc.enable()  # which commands that plan switch off
     return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+
+
+def work_of(function) -> int:
+    """Count the calls and iterations of Python code within a function: the same number on a busy machine."""
+    monitoring, counter, count = sys.monitoring, sys.monitoring.PROFILER_ID, 0
+    events = monitoring.events
+    counted = [events.CALL, events.JUMP, events.PY_START, events.PY_RESUME]
+
+    def add(*_):
+        nonlocal count
+        count += 1
+
+    monitoring.use_tool_id(counter, "work_of")
+    try:
+        for event in counted:
+            monitoring.register_callback(counter, event, add)
+        monitoring.set_events(counter, sum(counted))
+        function()
+    finally:
+        monitoring.set_events(counter, 0)
+        monitoring.free_tool_id(counter)
+    return count
 
 
 def fails(done, code: int, message: str) -> None:

@@ -3,7 +3,6 @@
 import faulthandler
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, fails, run, start, transformers_losses, word_tokenizer
+from processes import fork_python
 
 import shardplan
 from shardplan import evaluate
@@ -159,19 +159,14 @@ def test_one_changed_import_in_a_levanter_script(checkpoint, tmp_path):
     printed = []
     for name, text in (("ours.py", script), ("theirs.py", script.replace(f"\n{ours}\n", f"\n{theirs}\n"))):
         (tmp_path / name).write_text(text)
-        done = subprocess.run(
-            [
-                sys.executable, tmp_path / name, "--config_path", ROOT / "scripts" / "levanter_example.yaml",
-                "--hf_checkpoint", checkpoint, "--text", checkpoint / "text.jsonl",
-                "--trainer.per_device_eval_parallelism", "1",
-            ],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)},
+        argv = (
+            tmp_path / name, "--config_path", ROOT / "scripts" / "levanter_example.yaml", "--hf_checkpoint", checkpoint,
+            "--text", checkpoint / "text.jsonl", "--trainer.per_device_eval_parallelism", "1",
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        printed.append([line for line in done.stdout.splitlines() if line.startswith("loss per token")])
+        process = fork_python(argv, tmp_path, JAX_NUM_CPU_DEVICES="8", PYTHONPATH=str(ROOT))
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors
+        printed.append([line for line in output.splitlines() if line.startswith("loss per token")])
     assert printed[0] == printed[1] and len(printed[0]) == 1
 
 
@@ -350,7 +345,8 @@ def test_batch_that_no_mesh_axis_divides(checkpoint):
 def test_more_devices_than_exist(checkpoint, tmp_path):
     done = run("eval", *arguments(checkpoint, tmp_path), "--mesh.model=16")
     fails(done, 2, "mesh.model 16 does not divide the 8 devices of cpu-8")
-    done = start("eval", *arguments(checkpoint, tmp_path), "--hardware.slice=v4-256")
+    process = fork_python(["-m", "shardplan.eval", *arguments(checkpoint, tmp_path), "--hardware.slice=v4-256"])
+    done = subprocess.CompletedProcess(process.args, process.wait(), process.stdout.read(), process.stderr.read())
     fails(done, 2, "hardware.slice v4-256 has 128 devices, JAX sees 1 (cpu); run on that slice, plan with --dry_run")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT, run, word_tokenizer
+from processes import fork_python
 
 LENGTH, BATCH = 64, 8
 PLANNING = (
@@ -19,9 +20,7 @@ SIZES = {
     "type": "llama", "max_seq_len": LENGTH, "hidden_dim": 96, "intermediate_dim": 128, "num_layers": 2, "num_heads": 12,
     "num_kv_heads": 4, "layer_norm_epsilon": 1e-6,
 }  # fmt: skip
-ENVIRONMENT = {
-    **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT),
-}  # fmt: skip
+VARIABLES = {"JAX_NUM_CPU_DEVICES": "8", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +59,10 @@ def write_config(golden, tmp_path_factory):
     return write
 
 
-def start(script, path, *argv, streamed=True):
-    """Start a script of Levanter, with checkpoints streamed by shardplan or read by Levanter."""
-    command = [ROOT / "scripts" / "levanter_main.py", script] if streamed else ["-m", f"levanter.main.{script}"]
-    return subprocess.Popen(
-        [sys.executable, *command, "--config_path", path, *argv],
-        cwd=path.parent,
-        env=ENVIRONMENT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+def command(script, path, *argv, streamed=True):
+    """Arguments of Python for a script of Levanter, with checkpoints streamed by shardplan or read by Levanter."""
+    start = [ROOT / "scripts" / "levanter_main.py", script] if streamed else ["-m", f"levanter.main.{script}"]
+    return [*start, "--config_path", path, *argv]
 
 
 def logged(line):
@@ -85,11 +77,11 @@ def test_evaluation_has_the_same_loss_with_either_loader(write_config):
     losses = []
     for streamed in (True, False):
         argv = ("--hf_checkpoint", str(path.parent), "--max_eval_length", str(LENGTH))
-        process = start("eval_lm", path, *argv, streamed=streamed)
-        output, _ = process.communicate()
-        assert process.returncode == 0, output
-        assert ("loaded 0.66 MiB" in output) == streamed
-        losses += [line for line in output.splitlines() if line.startswith("Loss:")]
+        process = fork_python(command("eval_lm", path, *argv, streamed=streamed), path.parent, **VARIABLES)
+        texts = process.communicate()
+        assert process.returncode == 0, texts
+        assert any("loaded 0.66 MiB" in text for text in texts) == streamed
+        losses += [line for text in texts for line in text.splitlines() if line.startswith("Loss:")]
     assert len(losses) == 2 and losses[0] == losses[1]
     assert 4 < float(losses[0].removeprefix("Loss:")) < 7
 
@@ -102,7 +94,11 @@ def test_training_resumes_with_the_same_losses(write_config, steps):
     path = write_config("train", "train", id=f"{steps}-steps", num_train_steps=steps, checkpointer=checkpoints)
 
     def train(stop_at=None):
-        process = start("train_lm", path, "--initialize_from_hf", str(path.parent))
+        process = subprocess.Popen(
+            [sys.executable, *command("train_lm", path, "--initialize_from_hf", str(path.parent))],
+            cwd=path.parent, env={**os.environ, **VARIABLES}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
         losses, lines = {}, []
         for line in process.stdout:
             lines.append(line)

@@ -1,40 +1,23 @@
 """The evaluation runs in two processes of four devices each, connected on loopback."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from conftest import transformers_losses
 from fault_runs import free_port
+from processes import fork_python, start_python
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 300
 """Seconds after which a process that has not ended counts as hung."""
 
 
-def start(*arguments):
+def start(*arguments, start_process=fork_python):
     """Exit code, stdout and stderr of two evaluations that are connected, each with its arguments."""
     address = f"127.0.0.1:{free_port()}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "shardplan.eval", *map(str, argv)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "JAX_PLATFORMS": "cpu",
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": "2",
-                "JAX_PROCESS_ID": str(number),
-            },
-        )
-        for number, argv in enumerate(arguments)
-    ]
+    processes = []
+    for number, argv in enumerate(arguments):
+        variables = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(number)}
+        processes.append(start_process(["-m", "shardplan.eval", *argv], **variables))
     outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
@@ -61,9 +44,10 @@ POSITIONS = ("--pin", "position=data", "batch=")
     [({"replica": 1, "data": 8, "model": 1}, POSITIONS), *WHOLE],
 )
 def test_two_processes(checkpoint, tmp_path, mesh, pins):
+    """They agree on the plan and on programs although the order of their sets differs, as they are started apart."""
     sizes = [text for axis, size in mesh.items() for text in (f"--mesh.{axis}", size)]
     argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r", *sizes, *pins)
-    first, second = start(argv, argv)
+    first, second = start(argv, argv, start_process=start_python)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     # only the first process prints
     assert "loss per token" in first[1]
@@ -94,18 +78,8 @@ def test_results_folders_that_are_not_shared_are_refused(checkpoint, tmp_path):
 
 def test_a_process_without_an_id(checkpoint, tmp_path):
     argv = ["--model.ref", checkpoint, "--data.path", checkpoint / "text.jsonl", "--output", tmp_path / "r"]
-    done = subprocess.run(
-        [sys.executable, "-m", "shardplan.eval", *map(str, argv)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1",
-            "JAX_NUM_PROCESSES": "2",
-        },
-    )
-    assert done.returncode == 2
-    assert "JAX_PROCESS_ID is not set; set it to a number" in done.stderr and "Traceback" not in done.stderr
+    variables = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "2"}
+    process = fork_python(["-m", "shardplan.eval", *argv], **variables)
+    _, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 2
+    assert "JAX_PROCESS_ID is not set; set it to a number" in errors and "Traceback" not in errors

@@ -1,23 +1,27 @@
 """Extraction runs that are killed, stopped, or started again for something else."""
 
+import contextlib
 import json
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, run, word_tokenizer
+from conftest import run, word_tokenizer
+from processes import fork_python
 from test_eval import TIMEOUT, free_port
 
 SHARD = 48
 """Windows of a shard."""
+RUN = "SHARDPLAN_TEST_RUN"
+"""Variable that the processes of a run pass on to those that they start."""
+LEFT_S = 30
+"""Seconds after a run in which its hub ends, and the workers of processes that were killed."""
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +49,20 @@ def arguments(books, output, *more):
 def start(books, output, count, *more):
     """Start a run of `count` processes that share eight devices."""
     address = f"127.0.0.1:{free_port()}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    several = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)} if count > 1 else {}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "shardplan.eval", *map(str, arguments(books, output, *more))],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**environment, **several, **({"JAX_PROCESS_ID": str(i)} if several else {})},
-        )
-        for i in range(count)
-    ]  # fmt: skip
+    together = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), RUN: str(output)}
+    argv = ["-m", "shardplan.eval", *arguments(books, output, *more)]
+    return [fork_python(argv, JAX_PROCESS_ID=str(i), **together) for i in range(count)]
+
+
+def left_over(output):
+    """IDs of the hub, of workers and of what else processes of runs into a folder have started, and that still run."""
+    wanted = f"{RUN}={output}\0".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            if wanted in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 def finish(processes):
@@ -125,8 +133,10 @@ def test_a_run_goes_on_after_sigkill(books, uninterrupted, tmp_path, kills):
     assert windows_of(name for name in before if written(output)[name] != before[name]) <= SHARD
     assert parts(output) == parts(uninterrupted)
     assert (output / "windows.parquet").read_bytes() == (uninterrupted / "windows.parquet").read_bytes()
-    left = subprocess.run(["pgrep", "-f", str(books)], capture_output=True, text=True).stdout.split()
-    assert not left
+    end = time.monotonic() + LEFT_S
+    while left_over(output) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not left_over(output)
 
 
 def test_a_run_goes_on_in_one_process_after_sigterm(books, uninterrupted, tmp_path):
