@@ -1,4 +1,4 @@
-"""python3 scripts/run.py demo | docs | test
+"""python3 scripts/run.py demo | docs | checks | test
 
 Needs a Python >= 3.12 and a package registry. An older python3 that runs it looks for a newer one on PATH, in pyenv and
 in uv, and says which it takes. Makes an environment for that Python, such as .venv-3.12, with the versions of
@@ -7,7 +7,8 @@ scripts/constraints.txt. Then
   demo   trains a small Llama on the text CPython ships, evaluates it with shardplan on 8 virtual CPU devices, and finds
          the text that it has memorised
   docs   builds the documentation into build/docs, with warnings as errors
-  test   runs the linters, the type checker, the import contracts and the tests, and builds package and documentation
+  checks runs the linters, the type checker and the import contracts, and builds package and documentation
+  test   runs the tests, and the checks beside them
 """
 
 from __future__ import annotations  # an older Python reads this file as well
@@ -17,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import venv
 from collections.abc import Iterator
@@ -40,16 +42,16 @@ DOCS = (
     ("python", "scripts/make_reference.py", "--check"),
     ("python", "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-j", "auto", "docs", "build/docs"),
 )
-TEST = (
+CHECKS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),
     ("mypy",),
     ("lint-imports",),
     ("python", "scripts/check_package.py"),
     *DOCS,
-    ("pytest", "-n", "3"),  # one more than the two cores that it is meant for: many tests wait for processes
 )
-COMMANDS = {"demo": DEMO, "docs": DOCS, "test": TEST}
+TEST = (("pytest", "-n", "3"),)  # one more than the two cores that it is meant for: many tests wait for processes
+COMMANDS = {"demo": DEMO, "docs": DOCS, "checks": CHECKS, "test": TEST}
 
 
 def main() -> int:
@@ -62,15 +64,39 @@ def main() -> int:
     started = time.monotonic()
     install()
     print(f"+ {describe_environment()}", flush=True)
+    code = run_with_checks() if sys.argv[1] == "test" else run_steps(sys.argv[1])
+    if code == 0:
+        seconds = time.monotonic() - started
+        print(f"{sys.argv[1]}: success in {seconds:.0f} s, with {describe_environment()}", flush=True)
+    return code
+
+
+def run_with_checks() -> int:
+    """Run the tests, and the checks beside them, as those use one core; returns an exit code that is not 0 if one is.
+
+    What the checks print comes after what the tests print.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        command = [sys.executable, __file__, "checks"]
+        with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as checks:
+            code = run_steps("test")
+        output.seek(0)
+        shutil.copyfileobj(output, sys.stdout)
+    return code or checks.returncode
+
+
+def run_steps(command: str) -> int:
+    """Run the steps of a command; returns the exit code of the first that fails."""
     binaries = ENVIRONMENT / "bin"
     environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
-    for step in COMMANDS[sys.argv[1]]:
+    # or every process that a test starts would compile the package anew
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    for step in COMMANDS[command]:
         print(f"+ {' '.join(step)}", flush=True)
         code = subprocess.run([str(binaries / step[0]), *step[1:]], cwd=ROOT, env=environment).returncode
         if code != 0:
-            print(f"scripts/run.py: {' '.join(step)} failed with exit code {code}", file=sys.stderr)
+            print(f"scripts/run.py: {' '.join(step)} failed with exit code {code}", file=sys.stderr, flush=True)
             return code
-    print(f"{sys.argv[1]}: success in {time.monotonic() - started:.0f} s, with {describe_environment()}", flush=True)
     return 0
 
 
