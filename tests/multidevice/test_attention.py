@@ -65,7 +65,8 @@ class Case:
 def cases():
     """Every strategy on every number of devices; with random masks, heads, lengths, layouts and extras.
 
-    Those on two and four devices only with --whole: what follows them is on four.
+    Those on two, four, five and eight devices only with --whole: what follows them is on four and eight, and five is
+    odd and prime as three is.
     """
     draw = random.Random(0)
     for devices, ways in STRATEGIES.items():
@@ -73,7 +74,7 @@ def cases():
             layout = draw.choice([each.value for each in SequenceOrder])
             length = draw.choice((48, 37)) if layout == "contiguous" else 12 * devices
             others = draw.choice(MASKS), draw.choice([*HEADS]), length, layout, draw.choice(EXTRAS)
-            marks = [pytest.mark.whole] if devices in (2, 4) else []
+            marks = [pytest.mark.whole] if devices in (2, 4, 5, 8) else []
             yield pytest.param(Case(devices, strategy, ulysses, *others), marks=marks)
     # combinations that a ring may get wrong
     yield Case(4, "ring", 1, "causal", "12q/2kv", 48, "zigzag")
