@@ -1,16 +1,21 @@
 """The choice of strategy for `strategy="auto"`."""
 
 import math
-from collections.abc import Sequence
 
 import jax
 
 from shardplan.attention.axes import AttentionSharding
-from shardplan.attention.strategy_cost import HeadShape, enumerate_layouts, rank_strategies, strategies_of
+from shardplan.attention.masking import MaskSpec
+from shardplan.attention.strategy_cost import (
+    HeadShape,
+    ShardedAttention,
+    enumerate_layouts,
+    rank_strategies,
+    strategies_of,
+)
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, Slice, parse_slice
 from shardplan.plan.attention_plan import Strategy
-from shardplan.positions.pattern import Pattern
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.runtime.devices import slice_from
@@ -20,18 +25,16 @@ AUTO = "auto"
 
 def choose_strategy(
     sharding: AttentionSharding,
-    pattern: Pattern,
+    mask: MaskSpec,
     layout: SequenceOrder | SequenceLayout,
-    documents: Sequence[int] | None,
     itemsize: int,
     hardware: str | None,
 ) -> tuple[Strategy, int]:
     """Return the fastest strategy that fits in memory, and its Ulysses degree.
 
     Args:
-        pattern: the static part of the mask.
+        mask: of which only what is known while tracing is considered.
         layout: the order that positions are in already, or the whole layout.
-        documents: lengths of documents, if they are known.
         itemsize: bytes per element of query, key and value.
         hardware: name of the slice; default: that of JAX's devices.
 
@@ -51,15 +54,14 @@ def choose_strategy(
         value_size=math.prod(axis.size for axis in axes.value_size),
         itemsize=itemsize,
     )
-    layouts = _candidate_layouts(layout, axes.queries.size, sharding.degree, documents)
+    layouts = _candidate_layouts(layout, axes.queries.size, sharding.degree, mask.documents)
     if not layouts or 0 in (heads.batch, heads.key_heads, heads.queries_per_key_head):
         return Strategy.RING, 1  # a size does not divide, for which `dot_product_attention` raises
     if len(layouts) == len(strategies_of(layouts[0])) == 1:
         return strategies_of(layouts[0])[0], layouts[0].ulysses  # nothing is left to choose
     memory_gib = slice_.generation.hbm_gib
-    ranked = rank_strategies(
-        layouts, pattern, heads, sharding.position_mesh_axes, mesh, slice_, available=memory_gib * GIB
-    )
+    attention = ShardedAttention(mask.pattern, heads, sharding.position_mesh_axes, mesh, slice_)
+    ranked = rank_strategies(layouts, attention, available=memory_gib * GIB)
     if not ranked:
         raise ConfigError(
             f"attention strategy auto: keys and values alone take more than the {memory_gib} GiB of a device; shard "
@@ -85,7 +87,7 @@ def _slice_of_mesh(count: int, hardware: str | None) -> Slice:
 
 
 def _candidate_layouts(
-    layout: SequenceOrder | SequenceLayout, length: int, degree: int, documents: Sequence[int] | None
+    layout: SequenceOrder | SequenceLayout, length: int, degree: int, documents: tuple[int, ...] | None
 ) -> list[SequenceLayout]:
     """The layouts that positions may be in already: the one given, or all of that order that need no padding."""
     if isinstance(layout, SequenceLayout):
@@ -95,6 +97,5 @@ def _candidate_layouts(
                 "shard positions"
             )
         return [layout]
-    known = None if documents is None else tuple(documents)
-    layouts = enumerate_layouts(length, degree, (layout,), known)
+    layouts = enumerate_layouts(length, degree, (layout,), documents)
     return [each for each in layouts if layout == SequenceOrder.CONTIGUOUS or each.padded_length == length]

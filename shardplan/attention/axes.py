@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import haliax as hax
 import jax
@@ -62,24 +63,24 @@ class AxisRoles:
         return (*self.batch, *self.key_heads, *self.query_groups, self.queries, *self.value_size)
 
 
-def resolve_axis_roles(
-    QPos: AxisSelector,
-    KPos: AxisSelector,
-    Key: AxisSelector,
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    heads: AxisSelection | None = None,
-) -> AxisRoles:
-    """Assign a role to every axis of query, key and value.
+class AxisSelectors(NamedTuple):
+    """The axes that the caller of an attention names; see `shardplan.attention.dot_product.dot_product_attention`."""
 
-    Args:
-        heads: axes of key heads, see `shardplan.attention.dot_product.dot_product_attention`.
+    QPos: AxisSelector
+    KPos: AxisSelector
+    Key: AxisSelector
+    heads: AxisSelection | None = None
+    """Axes of key heads; None for the last axis that queries and keys share."""
+
+
+def resolve_axis_roles(selectors: AxisSelectors, query: NamedArray, key: NamedArray, value: NamedArray) -> AxisRoles:
+    """Assign a role to every axis of query, key and value.
 
     Raises:
         ConfigError: query and key positions have one name, queries or values miss an axis of keys, or keys miss one of
             heads.
     """
+    QPos, KPos, Key, heads = selectors
     for name, axis in (("QPos", QPos), ("KPos", KPos), ("Key", Key)):
         if not isinstance(axis, str | Axis):
             raise ConfigError(f"attention: {name} is {axis!r}; it must be one axis, or its name")
@@ -160,7 +161,7 @@ class AttentionSharding:
         """Check that the sharding is possible, and that masks and the sink have only axes of the attention.
 
         Args:
-            masks: the arrays of `shardplan.attention.masking.mask_arrays`, and the sink, by name.
+            masks: the arrays of `shardplan.attention.masking.MaskSpec.arrays`, and the sink, by name.
 
         Raises:
             ConfigError: a size is not divisible, two logical axes share a mesh axis, or a mask has another axis.

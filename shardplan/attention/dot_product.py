@@ -8,7 +8,6 @@ from typing import Any, assert_never
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 from haliax import AxisSelection, AxisSelector, NamedArray
 from haliax.partitioning import ResourceMapping, current_thread_local_mapping
 from levanter.layers.attention import AttentionBackend, AttentionMask
@@ -16,7 +15,7 @@ from levanter.layers.attention import AttentionBackend, AttentionMask
 from shardplan.attention.auto_strategy import AUTO, choose_strategy
 from shardplan.attention.axes import (
     AttentionSharding,
-    AxisRoles,
+    AxisSelectors,
     pad_axes,
     resolve_attention_sharding,
     resolve_axis_roles,
@@ -24,8 +23,9 @@ from shardplan.attention.axes import (
 from shardplan.attention.kernels.blockwise import BlockwiseKernel
 from shardplan.attention.kernels.interface import AttentionKernel, KernelConfig
 from shardplan.attention.kernels.splash import SplashKernel
-from shardplan.attention.levanter_arguments import block_side, check_levanter_arguments
-from shardplan.attention.masking import mask_arrays, static_pattern, structured_mask
+from shardplan.attention.kernels.splash_blocks import HopPositions
+from shardplan.attention.levanter_arguments import LevanterArguments
+from shardplan.attention.masking import MaskSpec, make_mask_spec
 from shardplan.attention.reverse_mode import refuse_forward_mode
 from shardplan.attention.strategies.device_attention import DeviceAttention
 from shardplan.attention.strategies.ring import Ring
@@ -130,25 +130,25 @@ def dot_product_attention(
             does not support; or, for `auto`, unknown hardware, or too little memory.
     """
     del prng
-    check_levanter_arguments(bias, precision, use_flash, attn_backend, dropout, inference, kernel)
-    block = block_side(block, flash_block_size, DEFAULT_BLOCK)
+    arguments = LevanterArguments(bias, precision, use_flash, attn_backend, flash_block_size, dropout, inference)
+    arguments.check(kernel)
+    block = arguments.block_side(block, DEFAULT_BLOCK)
     _check_options(strategy, layout, kernel, scaling_factor, logits_soft_cap)
     layout = layout if isinstance(layout, SequenceLayout) else SequenceOrder(layout)
-    axes = resolve_axis_roles(QPos, KPos, Key, query, key, value, heads)
+    axes = resolve_axis_roles(AxisSelectors(QPos, KPos, Key, heads), query, key, value)
     if strategy in (Strategy.ULYSSES, Strategy.HYBRID) and not (axes.key_heads or axes.query_groups):
         raise ConfigError(
             f"attention: {strategy} exchanges heads, but queries and keys share none; use all_gather or ring"
         )
     mapping = (current_thread_local_mapping() or {}) if axis_mapping is None else axis_mapping
     sharding = resolve_attention_sharding(axes, mapping)
-    mask = structured_mask(mask)
-    pattern = static_pattern(mask, prefix)
+    spec = make_mask_spec(mask, prefix, documents)
     if strategy == AUTO:
-        strategy, ulysses = choose_strategy(sharding, pattern, layout, documents, query.dtype.itemsize, hardware)
+        strategy, ulysses = choose_strategy(sharding, spec, layout, query.dtype.itemsize, hardware)
     strategy = Strategy(strategy)
     ulysses = _ulysses_degree(strategy, ulysses, sharding)
-    layouts = _sequence_layouts(layout, axes, sharding.degree // ulysses, ulysses, documents)
-    masks = {**mask_arrays(mask, prefix, axes, layouts), **({} if attn_sink is None else {"sink": attn_sink})}
+    layouts = _sequence_layouts(layout, sharding, ulysses, spec.documents)
+    masks = {**spec.arrays(axes, layouts), **({} if attn_sink is None else {"sink": attn_sink})}
     sharding.check(masks)
 
     inputs = {"q": query.rearrange(axes.query), "k": key.rearrange(axes.key), "v": value.rearrange(axes.value)}
@@ -160,10 +160,11 @@ def dot_product_attention(
 
     scale = axes.head_size.size**-0.5 if scaling_factor is None else float(scaling_factor)
     soft_cap = None if logits_soft_cap is None else float(logits_soft_cap)
-    ring = _make_ring(strategy, sharding, layouts, pattern, save_lse=attn_sink is not None)
-    config = KernelConfig(pattern, scale, soft_cap, block)
+    ring = _make_ring(strategy, sharding, layouts, spec.pattern, save_lse=attn_sink is not None)
+    config = KernelConfig(spec.pattern, scale, soft_cap, block)
+    positions = HopPositions(layouts[0].positions_by_ring_index(), ring.keys, ring.distances)
     attention = DeviceAttention(
-        kernel=_make_kernel(KernelName(kernel), config, layouts[0].positions_by_ring_index(), ring, masks),
+        kernel=_make_kernel(KernelName(kernel), config, positions, spec),
         axes=axes,
         position_mesh_axes=sharding.position_mesh_axes,
         gathers_keys=strategy == Strategy.ALL_GATHER,
@@ -231,17 +232,16 @@ def _ulysses_degree(strategy: Strategy, requested: int | None, sharding: Attenti
 
 def _sequence_layouts(
     layout: SequenceOrder | SequenceLayout,
-    axes: AxisRoles,
-    ring: int,
+    sharding: AttentionSharding,
     ulysses: int,
-    documents: Sequence[int] | None,
+    documents: tuple[int, ...] | None,
 ) -> tuple[SequenceLayout, SequenceLayout]:
     """The layouts of queries and of keys.
 
     Raises:
         ConfigError: a layout of other lengths or degrees, documents given twice, or a length that does not divide.
     """
-    queries, keys = axes.queries, axes.keys
+    queries, keys, ring = sharding.axes.queries, sharding.axes.keys, sharding.degree // ulysses
     if isinstance(layout, SequenceLayout):
         if (layout.ring, layout.ulysses) != (ring, ulysses) or {queries.size, keys.size} != {layout.padded_length}:
             unmapped = "" if ring * ulysses > 1 else f": no mesh axis of several devices shards {queries.name}"
@@ -253,10 +253,9 @@ def _sequence_layouts(
         if documents is not None:
             raise ConfigError("attention: a SequenceLayout has its own documents; leave out the argument documents")
         return layout, layout
-    known = None if documents is None else tuple(documents)
     layouts = (
-        SequenceLayout(queries.size, ring, ulysses, layout, known),
-        SequenceLayout(keys.size, ring, ulysses, layout, known),
+        SequenceLayout(queries.size, ring, ulysses, layout, documents),
+        SequenceLayout(keys.size, ring, ulysses, layout, documents),
     )
     if layout != SequenceOrder.CONTIGUOUS and any(each.padded_length != each.length for each in layouts):
         parts = SequenceLayout(1, ring, ulysses, layout).padded_length
@@ -279,13 +278,8 @@ def _make_ring(
     return Ring(mesh_axes, queries.ulysses, keys.positions_by_ring_index(), distances, save_lse)
 
 
-def _make_kernel(
-    name: KernelName, config: KernelConfig, queries: np.ndarray, ring: Ring, masks: Mapping[str, NamedArray]
-) -> AttentionKernel:
+def _make_kernel(name: KernelName, config: KernelConfig, positions: HopPositions, mask: MaskSpec) -> AttentionKernel:
     """The kernel that computes attention on one device.
-
-    Args:
-        queries: int[query shard, S], the query positions of every shard.
 
     Raises:
         ConfigError: a mask or length that the splash kernel does not support.
@@ -294,18 +288,25 @@ def _make_kernel(
         case KernelName.BLOCKWISE:
             return BlockwiseKernel(config)
         case KernelName.SPLASH:
-            unsupported = {
-                "explicit": "explicit masks",
-                "max_key_position": "causal offsets that are traced, or not one number",
-            }
-            for mask, description in unsupported.items():
-                if mask in masks:
-                    raise ConfigError(
-                        f"attention kernel splash does not support {description}; use the kernel blockwise"
-                    )
-            return SplashKernel(config, queries, ring.keys, ring.distances)
+            _check_splash_mask(mask)
+            return SplashKernel(config, positions)
         case _:
             assert_never(name)
+
+
+def _check_splash_mask(mask: MaskSpec) -> None:
+    """Check that the splash kernel supports a mask: its pattern is known while tracing, and it may have documents.
+
+    Raises:
+        ConfigError: it has another part.
+    """
+    unsupported = {
+        "explicit masks": mask.explicit,
+        "causal offsets that are traced, or not one number": mask.causal_offset,
+    }
+    for description, array in unsupported.items():
+        if array is not None:
+            raise ConfigError(f"attention kernel splash does not support {description}; use the kernel blockwise")
 
 
 def _run_on_mesh(

@@ -1,7 +1,7 @@
-"""Masks of attention: a static pattern of positions, known while tracing, and arrays for the rest."""
+"""Masks of attention: `MaskSpec` holds a static pattern of positions, known while tracing, and arrays for the rest."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import haliax as hax
@@ -20,7 +20,98 @@ MAX_OFFSET = 2**30
 """Bound of a causal offset, more than any sequence has positions: beyond it a mask is the same, and int32 overflows."""
 
 
-def structured_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask:
+@dataclass(frozen=True, eq=False)
+class MaskSpec:
+    """The mask of an attention: a query may attend to a key if every part of the mask allows it."""
+
+    pattern: Pattern
+    """The part that is known while tracing and depends on positions alone."""
+    prefix: int = 0
+    """With a causal mask, the number of first positions that all queries may attend to."""
+    documents: tuple[int, ...] | None = None
+    """Lengths of the documents of every sequence, if they are known while tracing."""
+    segment_ids: tuple[NamedArray, NamedArray] | None = None
+    """Document ids {batch, QPos} of queries and of keys."""
+    causal_offset: NamedArray | None = None
+    """The causal offset, if it is traced or not a single number, so that `pattern` cannot have it."""
+    explicit: NamedArray | None = None
+    """A further mask of bool, true where attention is allowed; it may have any axes of the attention."""
+
+    def arrays(self, axes: AxisRoles, layouts: Sequence[SequenceLayout]) -> Mapping[str, NamedArray]:
+        """Return the part of the mask that `pattern` does not cover, as arrays by name.
+
+        | name | axes | |
+        |---|---|---|
+        | q_segments, k_segments | batch, QPos or KPos | document ids |
+        | max_key_position | batch, QPos | the last position that each query may attend to |
+        | explicit | any | an explicit mask, true where attention is allowed |
+
+        Args:
+            layouts: the layouts of queries and of keys.
+
+        Raises:
+            ConfigError: segment ids although the layout has documents.
+        """
+        if self.segment_ids is not None and layouts[0].documents is not None:
+            raise ConfigError("attention: documents are given twice, as segment ids and by the layout; leave one out")
+        arrays: dict[str, NamedArray] = {}
+        position_axes = axes.queries, axes.keys
+        positions = [layout.positions()[: axis.size] for layout, axis in zip(layouts, position_axes, strict=True)]
+        if self.segment_ids is not None:
+            arrays["q_segments"] = self.segment_ids[0]
+            arrays["k_segments"] = self.segment_ids[1].rename({axes.queries.name: axes.keys.name})
+        labels = document_ids(layouts[0])
+        if labels is not None:
+            arrays["q_segments"], arrays["k_segments"] = (
+                hax.named(jnp.asarray(np.where(each == PADDING, PADDING, labels[each]), jnp.int32), axis)
+                for each, axis in zip(positions, position_axes, strict=True)
+            )
+        if self.causal_offset is not None:
+            query_positions = hax.named(jnp.asarray(positions[0]), axes.queries)
+            last = self.causal_offset.broadcast_axis(axes.queries) + query_positions
+            arrays["max_key_position"] = hax.maximum(last, self.prefix - 1) if self.prefix else last
+        if self.explicit is not None:
+            names = {axis.name for axis in self.explicit.axes}
+            missing = [axis for axis in position_axes if axis.name not in names]
+            arrays["explicit"] = self.explicit.broadcast_axis(missing)
+        return arrays
+
+
+def make_mask_spec(
+    mask: AttentionMask | NamedArray | None, prefix: int = 0, documents: Sequence[int] | None = None
+) -> MaskSpec:
+    """Return the mask of an attention, divided into what is known while tracing and what is not.
+
+    Args:
+        prefix: with a causal mask, the number of first positions that all queries may attend to.
+        documents: lengths of the documents of every sequence, if they are known while tracing.
+
+    Raises:
+        ConfigError: a mask of another type, a causal offset that is no integer and no named array of integers, a prefix
+            that is not known while tracing, or an explicit mask that is not bool.
+    """
+    structured = _structured_mask(mask)
+    if not isinstance(prefix, int | np.integer):
+        raise ConfigError(
+            "attention: prefix must be one number, known while tracing; use an explicit mask for other prefixes"
+        )
+    explicit = structured.explicit_mask
+    if explicit is not None and explicit.dtype != jnp.bool_:
+        raise ConfigError(
+            f"attention: the explicit mask has dtype {explicit.dtype}; it must be bool, true where allowed"
+        )
+    pattern, offset = _static_pattern(structured, int(prefix))
+    return MaskSpec(
+        pattern=pattern,
+        prefix=int(prefix),
+        documents=None if documents is None else tuple(documents),
+        segment_ids=structured.segment_ids,
+        causal_offset=offset,
+        explicit=explicit,
+    )
+
+
+def _structured_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask:
     """Return the mask of an attention as an `AttentionMask` whose causal offset is None, or a named array.
 
     Levanter's own attention accepts offsets that are numbers, and ignores those of masks that are not causal.
@@ -63,80 +154,15 @@ def _bounded(offset: Any) -> Any:
     return np.clip(np.asarray(offset), lowest, MAX_OFFSET).astype(np.int32)
 
 
-def static_pattern(mask: AttentionMask, prefix: int) -> Pattern:
-    """Return the part of a mask that is known while tracing.
-
-    A causal offset that is traced, or that is not a single number, is left to `mask_arrays`.
+def _static_pattern(mask: AttentionMask, prefix: int) -> tuple[Pattern, NamedArray | None]:
+    """Return the pattern of a mask, and the causal offset if that is not one number, known while tracing.
 
     Args:
-        mask: as `structured_mask` returns it.
-        prefix: with a causal mask, the number of first positions that all queries may attend to.
-
-    Raises:
-        ConfigError: the prefix is not known while tracing.
+        mask: as `_structured_mask` returns it.
     """
-    if not isinstance(prefix, int | np.integer):
-        raise ConfigError(
-            "attention: prefix must be one number, known while tracing; use an explicit mask for other prefixes"
-        )
-    window, radius = mask.sliding_window, mask.bidirectional_window
-    if not _has_static_offset(mask):
-        return Pattern(window=window, radius=radius)
-    offset = 0 if mask.causal_offset is None else int(mask.causal_offset.array)
-    return Pattern(mask.is_causal, offset, window, int(prefix), radius)
-
-
-def mask_arrays(
-    mask: AttentionMask, prefix: int, axes: AxisRoles, layouts: Sequence[SequenceLayout]
-) -> Mapping[str, NamedArray]:
-    """Return the part of a mask that `static_pattern` does not cover, as arrays by name.
-
-    | name | axes | |
-    |---|---|---|
-    | q_segments, k_segments | batch, QPos or KPos | document ids |
-    | max_key_position | batch, QPos | the last position that each query may attend to |
-    | explicit | any | an explicit mask, true where attention is allowed |
-
-    Args:
-        mask: as `structured_mask` returns it.
-        layouts: the layouts of queries and of keys.
-
-    Raises:
-        ConfigError: segment ids although the layout has documents, or an explicit mask that is not bool.
-    """
-    arrays: dict[str, NamedArray] = {}
-    segments = mask.segment_ids
-    if segments is not None and layouts[0].documents is not None:
-        raise ConfigError("attention: documents are given twice, as segment ids and by the layout; leave one out")
-    position_axes = axes.queries, axes.keys
-    positions = [layout.positions()[: axis.size] for layout, axis in zip(layouts, position_axes, strict=True)]
-    if segments is not None:
-        arrays["q_segments"] = segments[0]
-        arrays["k_segments"] = segments[1].rename({axes.queries.name: axes.keys.name})
-    labels = document_ids(layouts[0])
-    if labels is not None:
-        arrays["q_segments"], arrays["k_segments"] = (
-            hax.named(jnp.asarray(np.where(each == PADDING, PADDING, labels[each]), jnp.int32), axis)
-            for each, axis in zip(positions, position_axes, strict=True)
-        )
-    if not _has_static_offset(mask):
-        assert mask.causal_offset is not None
-        query_positions = hax.named(jnp.asarray(positions[0]), axes.queries)
-        last = mask.causal_offset.broadcast_axis(axes.queries) + query_positions
-        arrays["max_key_position"] = hax.maximum(last, prefix - 1) if prefix else last
-    explicit = mask.explicit_mask
-    if explicit is not None:
-        if explicit.dtype != jnp.bool_:
-            raise ConfigError(
-                f"attention: the explicit mask has dtype {explicit.dtype}; it must be bool, true where allowed"
-            )
-        names = {axis.name for axis in explicit.axes}
-        arrays["explicit"] = explicit.broadcast_axis([axis for axis in position_axes if axis.name not in names])
-    return arrays
-
-
-def _has_static_offset(mask: AttentionMask) -> bool:
-    """Whether the causal offset is one number, known while tracing, or there is none."""
-    if mask.causal_offset is None:
-        return True
-    return mask.causal_offset.ndim == 0 and not isinstance(mask.causal_offset.array, jax.core.Tracer)
+    window, radius, offset = mask.sliding_window, mask.bidirectional_window, mask.causal_offset
+    if offset is None:
+        return Pattern(mask.is_causal, 0, window, prefix, radius), None
+    if offset.ndim > 0 or isinstance(offset.array, jax.core.Tracer):
+        return Pattern(window=window, radius=radius), offset
+    return Pattern(mask.is_causal, int(offset.array), window, prefix, radius), None

@@ -43,6 +43,20 @@ class HeadShape:
 
 
 @dataclass(frozen=True)
+class ShardedAttention:
+    """An attention whose positions are sharded, for which strategies are compared."""
+
+    pattern: Pattern
+    """The static part of the mask. Documents that a layout does not know are taken for one."""
+    heads: HeadShape
+    mesh_axes: MeshAxes
+    """Mesh axes that shard positions, major to minor."""
+    mesh: Mapping[str, int]
+    """Mesh axis -> number of devices."""
+    hardware: Slice
+
+
+@dataclass(frozen=True)
 class StrategyCost:
     """A strategy with a layout, and what one forward pass of attention costs a device."""
 
@@ -78,46 +92,28 @@ def strategies_of(layout: SequenceLayout) -> tuple[Strategy, ...]:
 
 
 def rank_strategies(
-    layouts: Iterable[SequenceLayout],
-    pattern: Pattern,
-    heads: HeadShape,
-    mesh_axes: MeshAxes,
-    mesh: Mapping[str, int],
-    hardware: Slice,
-    available: float = inf,
+    layouts: Iterable[SequenceLayout], attention: ShardedAttention, available: float = inf
 ) -> list[StrategyCost]:
     """Return the cost of every strategy with every layout, fastest first.
 
-    Documents that the layouts do not know are taken for one. Left out are layouts in which the groups of Ulysses are
-    no parts of mesh axes.
+    A layout is left out if the groups of Ulysses are no parts of mesh axes.
 
     Args:
-        mesh_axes: mesh axes that shard positions, major to minor.
         available: bytes per device; strategies that hold more are left out.
     """
-    costs = (
-        strategy_cost(strategy, layout, pattern, heads, mesh_axes, mesh, hardware)
-        for layout in layouts
-        for strategy in strategies_of(layout)
-    )
-    possible = (cost for cost in costs if cost is not None and cost.held_bytes <= available)
+    possible: list[StrategyCost] = []
+    for layout in layouts:
+        for strategy in strategies_of(layout):
+            cost = strategy_cost(strategy, layout, attention)
+            if cost is not None and cost.held_bytes <= available:
+                possible.append(cost)
     return sorted(possible, key=lambda cost: cost.seconds)
 
 
-def strategy_cost(
-    strategy: Strategy,
-    layout: SequenceLayout,
-    pattern: Pattern,
-    heads: HeadShape,
-    mesh_axes: MeshAxes,
-    mesh: Mapping[str, int],
-    hardware: Slice,
-) -> StrategyCost | None:
-    """Return the cost of one strategy with one layout; arguments as for `rank_strategies`.
-
-    None if the groups of Ulysses are no parts of mesh axes.
-    """
-    split = _split_for_ulysses(place_mesh(hardware, mesh), mesh_axes, layout.ulysses)
+def strategy_cost(strategy: Strategy, layout: SequenceLayout, attention: ShardedAttention) -> StrategyCost | None:
+    """Return the cost of one strategy with one layout; None if the groups of Ulysses are no parts of mesh axes."""
+    hardware = attention.hardware
+    split = _split_for_ulysses(place_mesh(hardware, attention.mesh), attention.mesh_axes, layout.ulysses)
     if split is None:
         return None
     placement, position_axes = split
@@ -131,7 +127,7 @@ def strategy_cost(
         AttentionPlan(strategy, layout.ulysses, layout.ring, layout.kind),
         layout.documents,
     )
-    scores, values = _attention_tasks(heads, layout.length, AttentionKind(pattern))
+    scores, values = _attention_tasks(attention.heads, layout.length, AttentionKind(attention.pattern))
     calibration = load_calibration(hardware.generation.name)
     costs = [(task, device_cost(task, assignment)) for task in (scores, values)]
     buffers = (

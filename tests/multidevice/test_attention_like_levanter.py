@@ -14,7 +14,7 @@ from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.layers.attention import dot_product_attention as levanter_attention
 
 from shardplan.attention import dot_product_attention
-from shardplan.attention.masking import static_pattern, structured_mask
+from shardplan.attention.masking import make_mask_spec
 from shardplan.errors import ConfigError
 
 POS, KEY_POS, HEAD_SIZE, HEADS, BATCH = (
@@ -50,7 +50,7 @@ def test_patterns_are_levanters_masks():
     count = 0
     for mask in masks():
         expected = mask.materialize(POS, KEY_POS)
-        pattern = static_pattern(structured_mask(mask), prefix=0)
+        pattern = make_mask_spec(mask).pattern
         actual = np.broadcast_to(pattern.mask(positions, positions), (16, 16))
         expected = np.ones((16, 16), bool) if expected is None else expected.rearrange((POS, KEY_POS)).array
         assert (actual == expected).all(), mask
@@ -65,7 +65,7 @@ def test_patterns_are_levanters_masks():
 
 @pytest.mark.parametrize("offset", [2, np.int64(2), jnp.int32(2), hax.named(jnp.asarray(2), ())], ids=repr)
 def test_offsets_of_every_type(offset):
-    pattern = static_pattern(structured_mask(AttentionMask(is_causal=True, causal_offset=offset)), 0)
+    pattern = make_mask_spec(AttentionMask(is_causal=True, causal_offset=offset)).pattern
     assert (pattern.causal, pattern.causal_offset) == (True, 2)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from traced_layer import LAYERS, MESH, TOKENS, WEIGHT, B, E, M, P, V, traced_step
 
-from shardplan.attention.strategy_cost import HeadShape, strategy_cost
+from shardplan.attention.strategy_cost import HeadShape, ShardedAttention, strategy_cost
 from shardplan.cost.attention import has_kernel
 from shardplan.cost.calibration import compiler_quirks, load_calibration
 from shardplan.cost.collectives import Purpose
@@ -272,11 +272,7 @@ def test_task_costs_add_up_to_the_cost_of_a_strategy(strategy, ulysses, ring, ki
         cost = strategy_cost(
             Strategy(strategy),
             SequenceLayout(8192, ring, ulysses, SequenceOrder(kind)),
-            CAUSAL,
-            HeadShape(2, 8 // by_model, 4, 128, 128),
-            axes,
-            mesh,
-            hardware,
+            ShardedAttention(CAUSAL, HeadShape(2, 8 // by_model, 4, 128, 128), axes, mesh, hardware),
         )
         assert sum(t.bytes for each, _ in attention for t in each.traffic) == pytest.approx(cost.received_bytes)
         if mesh == assignment.mesh:

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.attention.strategy_cost import HeadShape, enumerate_layouts, rank_strategies, strategy_cost
+from shardplan.attention.strategy_cost import (
+    HeadShape,
+    ShardedAttention,
+    enumerate_layouts,
+    rank_strategies,
+    strategy_cost,
+)
 from shardplan.cost.calibration import compiler_quirks, load_calibration
 from shardplan.cost.roofline import step_tasks
 from shardplan.cost.sharding import ShardingAssignment
@@ -46,14 +52,14 @@ def test_auto_ranks_strategies_as_measured(model):
         "llama2-7b": (HeadShape(16, 32, 1, 128, 128), 32768, {"replica": 4, "data": 16, "model": 1}),
         "llama3-8b": (LLAMA_8B, 262144, mesh(64)),
     }[model]
-    hardware, measured = parse_slice("v5p-128"), CASES[model]
-    predicted = {}
+    measured, predicted = CASES[model], {}
+    attention = ShardedAttention(CAUSAL, heads, ("data",), sizes, parse_slice("v5p-128"))
     for strategy, ring, ulysses in measured:
         layout = SequenceLayout(length, ring, ulysses, "contiguous" if ring == 1 else "zigzag")
-        cost = strategy_cost(Strategy(strategy), layout, CAUSAL, heads, ("data",), sizes, hardware)
+        cost = strategy_cost(Strategy(strategy), layout, attention)
         predicted[strategy, ring, ulysses] = cost.seconds
     assert sorted(predicted, key=predicted.get) == sorted(measured, key=measured.get)
-    ranked = rank_strategies(enumerate_layouts(length, sizes["data"]), CAUSAL, heads, ("data",), sizes, hardware)
+    ranked = rank_strategies(enumerate_layouts(length, sizes["data"]), attention)
     assert ranked[0].strategy != Strategy.RING
 
 
@@ -99,17 +105,16 @@ def test_received_bytes(degrees, counts, size):
     (ring, u), (keys, per_key) = degrees, counts
     heads = HeadShape(3, keys, per_key, size, size)
     length, parts = 1024 * ring * u, ring * u
-    hardware, queries = parse_slice(f"cpu-{parts}"), keys * per_key
+    attention = ShardedAttention(CAUSAL, heads, ("data",), mesh(parts), parse_slice(f"cpu-{parts}"))
+    queries = keys * per_key
     unit = 3 * size * 2
     if u == 1:
         for strategy in ("ring", "all_gather"):
-            cost = strategy_cost(
-                strategy, SequenceLayout(length, ring), CAUSAL, heads, ("data",), mesh(parts), hardware
-            )
+            cost = strategy_cost(strategy, SequenceLayout(length, ring), attention)
             assert cost.received_bytes == 2 * keys * (length / parts) * (parts - 1) * unit
         return
     layout = SequenceLayout(length, ring, u)
-    cost = strategy_cost("ulysses" if ring == 1 else "hybrid", layout, CAUSAL, heads, ("data",), mesh(parts), hardware)
+    cost = strategy_cost("ulysses" if ring == 1 else "hybrid", layout, attention)
     if keys % u == 0:
         exchanged = (2 * queries + 2 * keys) * (length / parts) * (u - 1) / u
         assert cost.received_bytes == (exchanged + 2 * keys * (length / parts) * (ring - 1)) * unit
@@ -123,11 +128,10 @@ def test_received_bytes(degrees, counts, size):
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_ulysses_receives_less_than_a_ring_above_a_degree(degree):
     """Ulysses receives less if and only if P > 1 + Hq / Hkv."""
-    heads, hardware = HeadShape(1, 16, 3, 64, 64), parse_slice(f"cpu-{degree}")
+    heads = HeadShape(1, 16, 3, 64, 64)
+    attention = ShardedAttention(CAUSAL, heads, ("data",), mesh(degree), parse_slice(f"cpu-{degree}"))
     ring, ulysses = (
-        strategy_cost(
-            strategy, SequenceLayout(8192, degree // u, u), CAUSAL, heads, ("data",), mesh(degree), hardware
-        ).received_bytes
+        strategy_cost(strategy, SequenceLayout(8192, degree // u, u), attention).received_bytes
         for strategy, u in (("ring", 1), ("ulysses", degree))
     )
     assert (ulysses < ring) == (degree > 1 + 3)
@@ -144,9 +148,8 @@ def test_ulysses_receives_less_than_a_ring_above_a_degree(degree):
 )
 def test_best_layout_depends_on_the_mask(pattern, documents, strategy, kind, received):
     """64K tokens of an 8B model on 8 devices of v5p."""
-    ranked = rank_strategies(
-        enumerate_layouts(65536, 8, documents=documents), pattern, LLAMA_8B, ("data",), mesh(8), parse_slice("v5p-16")
-    )
+    attention = ShardedAttention(pattern, LLAMA_8B, ("data",), mesh(8), parse_slice("v5p-16"))
+    ranked = rank_strategies(enumerate_layouts(65536, 8, documents=documents), attention)
     best = ranked[0] if kind != "contiguous" or received else min(ranked, key=lambda each: each.received_bytes)
     assert best.layout.kind == kind and strategy in (None, best.strategy)
     assert received is None or best.received_bytes == received
@@ -154,9 +157,10 @@ def test_best_layout_depends_on_the_mask(pattern, documents, strategy, kind, rec
 
 
 def test_strategies_that_exceed_memory_are_left_out():
-    arguments = (enumerate_layouts(65536, 8), CAUSAL, LLAMA_8B, ("data",), mesh(8), parse_slice("v5p-16"))
-    everything = rank_strategies(*arguments)
+    attention = ShardedAttention(CAUSAL, LLAMA_8B, ("data",), mesh(8), parse_slice("v5p-16"))
+    layouts = enumerate_layouts(65536, 8)
+    everything = rank_strategies(layouts, attention)
     limit = sorted(each.held_bytes for each in everything)[len(everything) // 2]
-    few = rank_strategies(*arguments, available=limit)
+    few = rank_strategies(layouts, attention, available=limit)
     assert few == [each for each in everything if each.held_bytes <= limit] and 0 < len(few) < len(everything)
     assert all(math.isfinite(each.seconds) for each in everything)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from shardplan.attention.kernels.interface import NEG_INF, Hop, KernelConfig, MaskInputs
+from shardplan.attention.kernels.interface import NEG_INF, Hop, KernelConfig, MaskInputs, OutputGradient
 from shardplan.positions.pattern import PADDING
 
 
@@ -75,12 +75,12 @@ class BlockwiseKernel:
         return blocks.join_queries(out, 3), blocks.join_queries(lse, 3)
 
     def attend_backward(
-        self, hop: Hop, q: Array, k: Array, v: Array, lse: Array, out_gradient: Array, delta: Array
+        self, hop: Hop, q: Array, k: Array, v: Array, output: OutputGradient
     ) -> tuple[Array, Array, Array]:
         """See `shardplan.attention.kernels.interface.AttentionKernel.attend_backward`."""
         config = self.config
         blocks = _Blocks(config, hop, q.shape[3], k.shape[2])
-        by_query_block = tuple(blocks.split_queries(x, 3) for x in (q, lse, out_gradient, delta))
+        by_query_block = tuple(blocks.split_queries(x, 3) for x in (q, *output))
 
         def backward_column(q_gradients: Array, inputs: tuple[Any, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
             """Sum the gradients of one block of keys over all blocks of queries.

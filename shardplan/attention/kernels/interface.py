@@ -50,6 +50,17 @@ class Hop(NamedTuple):
     """bool[B or 1, N or 1, G or 1, S, T]: a further mask, true where attention is allowed."""
 
 
+class OutputGradient(NamedTuple):
+    """What the backward pass of a hop needs of the queries: all of it is over the keys of all hops, in float32."""
+
+    lse: Array
+    """Log-sum-exp of the scores, [B, N, G, S]."""
+    gradient: Array
+    """Gradient of the output, [B, N, G, S, V]."""
+    delta: Array
+    """Sum over V of `gradient` times the output, minus the gradient of `lse`; [B, N, G, S]."""
+
+
 class AttentionKernel(Protocol):
     """A kernel for attention of q[B, N, G, S, K] on k[B, N, T, K] and v[B, N, T, V]."""
 
@@ -64,15 +75,9 @@ class AttentionKernel(Protocol):
         """
 
     def attend_backward(
-        self, hop: Hop, q: Array, k: Array, v: Array, lse: Array, out_gradient: Array, delta: Array
+        self, hop: Hop, q: Array, k: Array, v: Array, output: OutputGradient
     ) -> tuple[Array, Array, Array]:
-        """Return this hop's contributions to the gradients of q, k and v, in float32.
-
-        Args:
-            lse: log-sum-exp over the keys of all hops, float32[B, N, G, S].
-            out_gradient: gradient of the output over the keys of all hops, float32[B, N, G, S, V].
-            delta: sum over V of `out_gradient` times the output, minus the gradient of `lse`; float32[B, N, G, S].
-        """
+        """Return this hop's contributions to the gradients of q, k and v, in float32."""
 
 
 def merge_attention(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:

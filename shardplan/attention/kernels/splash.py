@@ -12,7 +12,7 @@ dependency.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from shardplan.attention.kernels.interface import NEG_INF, Hop, KernelConfig, MaskInputs
-from shardplan.attention.kernels.splash_blocks import EMPTY, BlockGrids, block_size, make_block_grids
+from shardplan.attention.kernels.interface import NEG_INF, Hop, KernelConfig, MaskInputs, OutputGradient
+from shardplan.attention.kernels.splash_blocks import EMPTY, BlockGrids, HopPositions, block_size, make_block_grids
 from shardplan.hardware import divisors
 from shardplan.positions.pattern import PADDING
 from shardplan.runtime import private_jax
@@ -39,12 +39,7 @@ class SplashKernel:
     """Attention by the splash kernels; see `shardplan.attention.kernels.interface.AttentionKernel`."""
 
     config: KernelConfig
-    queries: np.ndarray
-    """int[query shard, S]: the query positions of every shard."""
-    keys: np.ndarray
-    """int[ring, T]: the key positions of every ring index."""
-    distances: tuple[int, ...]
-    """Ring indices back that keys come from, one per hop; see `shardplan.attention.strategies.ring.Ring`."""
+    positions: HopPositions
 
     def attend(self, hop: Hop, q: Array, k: Array, v: Array, save_lse: bool = True) -> tuple[Array, Array]:
         """See `shardplan.attention.kernels.interface.AttentionKernel.attend`."""
@@ -70,13 +65,13 @@ class SplashKernel:
         return self._run_if_any_block(hop, info, run, skip)
 
     def attend_backward(
-        self, hop: Hop, q: Array, k: Array, v: Array, lse: Array, out_gradient: Array, delta: Array
+        self, hop: Hop, q: Array, k: Array, v: Array, output: OutputGradient
     ) -> tuple[Array, Array, Array]:
         """See `shardplan.attention.kernels.interface.AttentionKernel.attend_backward`."""
         if len(self._chunks) > 1:
             results = [
-                chunk.attend_backward(chunk_hop, q, k, v, *others)
-                for chunk, chunk_hop, q, *others in self._split(hop, q, lse, out_gradient, delta)
+                chunk.attend_backward(chunk_hop, q, k, v, OutputGradient(*of_output))
+                for chunk, chunk_hop, q, *of_output in self._split(hop, q, *output)
             ]
             q_gradients, k_gradients, v_gradients = zip(*results, strict=True)
             return (
@@ -87,10 +82,10 @@ class SplashKernel:
         scaled, block = self._scale(q), self._block_sizes
         b, heads = scaled.shape[:2]
         # of a query without keys every score of the kernels is far below 0, so that its weights are 0
-        lse = jnp.where(lse == NEG_INF, 0.0, lse)
-        out_gradient, lse, delta = (
-            x.reshape(b, heads, *x.shape[3:]) for x in (out_gradient.astype(v.dtype), lse, delta)
+        finite = output._replace(
+            lse=jnp.where(output.lse == NEG_INF, 0.0, output.lse), gradient=output.gradient.astype(v.dtype)
         )
+        by_head = OutputGradient(*(x.reshape(b, heads, *x.shape[3:]) for x in finite))
         settings: dict[str, Any] = {
             "is_mqa": False, "mask_value": MASKED_SCORE, "attn_logits_soft_cap": self.config.soft_cap,
             "mask_function": None, "interpret": INTERPRET, "bq": block.block_q, "bkv": block.block_kv,
@@ -100,15 +95,15 @@ class SplashKernel:
         def run() -> tuple[Array, Array, Array]:
             """Run the backward kernels over the batch: one for queries, and one for keys and values."""
 
-            def backward(q: Array, k: Array, v: Array, lse: Array, gradient: Array, delta: Array, ids: Any) -> Any:
-                arrays = (q, k, v, ids, None, lse, gradient, delta)
+            def backward(q: Array, k: Array, v: Array, output: OutputGradient, ids: Any) -> Any:
+                arrays = (q, k, v, ids, None, *output)
                 q_gradient = private_jax.splash_query_gradient(*arrays, mask_info=info, **settings)
                 _, k_gradient, v_gradient = private_jax.splash_key_value_gradients(
                     *arrays, bkv_compute=block.block_kv, mask_info=info_by_keys, use_fused_bwd_kernel=False, **settings
                 )
                 return q_gradient, k_gradient, v_gradient
 
-            gradients = self._map_batch(backward, (scaled, k, v, lse, out_gradient, delta), hop)
+            gradients = self._map_batch(backward, (scaled, k, v, by_head), hop)
             q_gradient, k_gradient, v_gradient = (x.astype(jnp.float32) for x in gradients)
             return q_gradient.reshape(q.shape) * self.config.scale, k_gradient, v_gradient
 
@@ -133,8 +128,9 @@ class SplashKernel:
     @cached_property
     def _includes_own_keys(self) -> bool:
         """Whether all keys are present at once and every query may attend to itself, so that none is without keys."""
-        is_present = (self.queries != PADDING).all() and np.isin(self.queries, self.keys).all()
-        return bool(len(self.keys) == 1 and is_present and self.config.pattern.causal_offset >= 0)
+        queries, keys = self.positions.queries, self.positions.keys
+        is_present = (queries != PADDING).all() and np.isin(queries, keys).all()
+        return bool(len(keys) == 1 and is_present and self.config.pattern.causal_offset >= 0)
 
     def _scale(self, q: Array) -> Array:
         """Scale queries and merge their head dimensions: [B, N, G, S, K] -> [B, N x G, S, K]."""
@@ -143,21 +139,22 @@ class SplashKernel:
 
     @cached_property
     def _block_sizes(self) -> Any:
-        q, k = (block_size(x.shape[1]) for x in (self.queries, self.keys))
+        q, k = (block_size(x.shape[1]) for x in (self.positions.queries, self.positions.keys))
         return private_jax.SplashBlockSizes(block_q=q, block_kv=k, block_kv_compute=k)
 
     @cached_property
     def _chunks(self) -> list["SplashKernel"]:
         """Kernels for equal chunks of the queries, each of at most `MAX_BLOCKS` blocks."""
-        rows = self.queries.shape[1] // self._block_sizes.block_q
-        max_rows = max(1, MAX_BLOCKS * self._block_sizes.block_kv // self.keys.shape[1])
+        queries, keys = self.positions.queries, self.positions.keys
+        rows = queries.shape[1] // self._block_sizes.block_q
+        max_rows = max(1, MAX_BLOCKS * self._block_sizes.block_kv // keys.shape[1])
         count = next(n for n in divisors(rows) if rows // n <= max_rows)
-        chunks = np.split(self.queries, count, axis=1)
-        return [SplashKernel(self.config, chunk, self.keys, self.distances) for chunk in chunks]
+        chunks = np.split(queries, count, axis=1)
+        return [SplashKernel(self.config, replace(self.positions, queries=chunk)) for chunk in chunks]
 
     def _split(self, hop: Hop, *arrays: Array) -> Iterator[tuple[Any, ...]]:
         """Yield each of `_chunks` with the hop of its queries, and its queries' part of arrays [B, N, G, S, ...]."""
-        indices = np.split(np.arange(self.queries.shape[1]), len(self._chunks))
+        indices = np.split(np.arange(self.positions.queries.shape[1]), len(self._chunks))
         for chunk, index in zip(self._chunks, indices, strict=True):
             part = slice(index[0], index[-1] + 1)
             positions, *by_batch = hop.queries
@@ -167,9 +164,7 @@ class SplashKernel:
     @cached_property
     def _grids(self) -> BlockGrids:
         sizes = self._block_sizes
-        return make_block_grids(
-            self.config.pattern, self.queries, self.keys, self.distances, sizes.block_q, sizes.block_kv
-        )
+        return make_block_grids(self.config.pattern, self.positions, sizes.block_q, sizes.block_kv)
 
     def _mask_info(self, hop: Hop, by_keys: bool = False) -> Any:
         """The blocks of a hop as kernels take them.
@@ -178,7 +173,7 @@ class SplashKernel:
             by_keys: for the kernel of the gradients of keys and values, which goes along queries.
         """
         grids = self._grids
-        grid = jnp.asarray(grids.grid)[hop.query_shard, self.distances.index(hop.distance)]
+        grid = jnp.asarray(grids.grid)[hop.query_shard, self.positions.distances.index(hop.distance)]
         kinds = jnp.asarray(grids.kinds)[grid]
         if hop.queries.segments is not None and hop.keys.segments is not None:
             may_share = self._may_share_documents(hop.queries.segments, hop.keys.segments)
@@ -190,7 +185,7 @@ class SplashKernel:
 
     def _run_if_any_block(self, hop: Hop, info: Any, run: Callable[[], Any], skip: Callable[[], Any]) -> Any:
         """Return `run()`, or `skip()` if every block of the hop is empty on this device."""
-        grid = self._grids.grid[:, self.distances.index(hop.distance)]
+        grid = self._grids.grid[:, self.positions.distances.index(hop.distance)]
         if hop.queries.segments is None and self._grids.kinds[grid].any((1, 2)).all():
             return run()
         return jax.lax.cond((info.block_mask != EMPTY).any(), run, skip)
@@ -208,7 +203,7 @@ class SplashKernel:
         (q_min, q_max), (k_min, k_max) = bounds
         return (q_min[:, None] <= k_max) & (k_min <= q_max[:, None])
 
-    def _map_batch(self, function: Any, arrays: tuple[Array, ...], hop: Hop) -> Any:
+    def _map_batch(self, function: Any, arrays: tuple[Any, ...], hop: Hop) -> Any:
         """Call `function(*arrays, segment_ids)` for every sequence of the batch."""
         queries, keys = hop.queries.segments, hop.keys.segments
         if queries is None or keys is None:

@@ -21,6 +21,18 @@ EMPTY, PARTIAL, FULL = range(3)
 
 
 @dataclass(frozen=True, eq=False)
+class HopPositions:
+    """The positions of queries and keys that meet at the hops of a ring."""
+
+    queries: np.ndarray
+    """int[query shard, S]: the query positions of every shard."""
+    keys: np.ndarray
+    """int[ring, T]: the key positions of every ring index."""
+    distances: tuple[int, ...]
+    """Ring indices back that keys come from, one per hop; see `shardplan.attention.strategies.ring.Ring`."""
+
+
+@dataclass(frozen=True, eq=False)
 class BlockGrids:
     """The grids of blocks of all query shards at all hops; equal grids and equal masks are stored once."""
 
@@ -56,19 +68,16 @@ def block_size(length: int) -> int:
     )
 
 
-def make_block_grids(
-    pattern: Pattern, queries: np.ndarray, keys: np.ndarray, distances: tuple[int, ...], q_block: int, k_block: int
-) -> BlockGrids:
+def make_block_grids(pattern: Pattern, positions: HopPositions, q_block: int, k_block: int) -> BlockGrids:
     """Classify the blocks of every query shard at every hop.
 
     Args:
-        queries: int[query shard, S], the positions of each shard.
-        keys: int[ring, T], the positions of each ring index's keys.
-        distances: ring indices back that keys come from, one per hop.
+        q_block: positions of queries in a block; k_block: positions of keys.
 
     Raises:
         ConfigError: more than `MAX_PARTIAL_MASKS` distinct masks of partial blocks.
     """
+    queries, keys, distances = positions.queries, positions.keys, positions.distances
     q_blocks = queries.reshape(len(queries), -1, q_block)
     k_blocks = keys.reshape(len(keys), -1, k_block)
     masks: dict[bytes, int] = {}

@@ -11,7 +11,7 @@ from jax import Array
 from shardplan.attention.axes import AxisRoles, merge_axes
 from shardplan.attention.kernels.interface import NEG_INF, AttentionKernel, MaskInputs
 from shardplan.attention.strategies.all_gather import KeyValueGather
-from shardplan.attention.strategies.ring import Ring, ring_attention
+from shardplan.attention.strategies.ring import DeviceMask, Ring, RingProgram, ring_attention
 from shardplan.attention.strategies.ulysses import UlyssesExchange
 from shardplan.positions.sequence_layout import SequenceLayout
 
@@ -33,7 +33,8 @@ class DeviceAttention:
         """Return the output of this device's queries, with the axes `AxisRoles.output`.
 
         Args:
-            inputs: this device's shards of q, k, v, the arrays of `shardplan.attention.masking.mask_arrays`, and sink.
+            inputs: this device's shards of q, k, v, the sink, and the arrays of
+                `shardplan.attention.masking.MaskSpec.arrays`.
             input_axes: the axes of each input, with their global sizes.
         """
         axes = self.axes
@@ -71,7 +72,8 @@ class DeviceAttention:
         device = jax.lax.axis_index(self.position_mesh_axes) if self.position_mesh_axes else jnp.int32(0)
         query_shard = device // layout.ulysses
         queries = MaskInputs(jnp.asarray(layout.positions_by_ring_index())[query_shard], q_segments, max_key_position)
-        out, lse = ring_attention(self.kernel, self.ring, exchange, q, k, v, query_shard, queries, k_segments, explicit)
+        mask = DeviceMask(query_shard, queries, k_segments, explicit)
+        out, lse = ring_attention(RingProgram(self.kernel, self.ring, exchange), q, k, v, mask)
         if sink is not None:
             # a query without keys has output 0 already; a finite value keeps gradients from becoming NaN
             finite = jnp.where(lse == NEG_INF, 0.0, lse)

@@ -8,7 +8,7 @@ positions before and after. All other strategies are rings of one index.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from shardplan.attention.kernels.interface import AttentionKernel, Hop, MaskInputs, merge_attention
+from shardplan.attention.kernels.interface import AttentionKernel, Hop, MaskInputs, OutputGradient, merge_attention
 from shardplan.attention.strategies.all_gather import KeyValueGather
 from shardplan.attention.strategies.ulysses import UlyssesExchange
 
@@ -63,62 +63,59 @@ class Ring:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, tuple(mesh_order), pairs), tree)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def ring_attention(
-    kernel: AttentionKernel,
-    ring: Ring,
-    exchange: UlyssesExchange | KeyValueGather | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    query_shard: Array,
-    queries: MaskInputs,
-    segments: Array | None,
-    explicit: Array | None,
-) -> tuple[Array, Array]:
+@dataclass(frozen=True, eq=False)
+class RingProgram:
+    """What a device does in a ring: the kernel of every hop, and the collectives around and between the hops."""
+
+    kernel: AttentionKernel
+    ring: Ring
+    exchange: UlyssesExchange | KeyValueGather | None = None
+    """Collectives before and after attention."""
+
+
+class DeviceMask(NamedTuple):
+    """The inputs of the mask that one device has before the first hop, as they are after the exchange."""
+
+    query_shard: Array
+    """Index of the shard whose positions the queries have, int32[]."""
+    queries: MaskInputs
+    key_segments: Array | None
+    """Document ids of the device's keys, int32[B or 1, T]."""
+    explicit: Array | None
+    """A further mask, bool[B or 1, N or 1, G or 1, S, ring x T]."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def ring_attention(program: RingProgram, q: Array, k: Array, v: Array, mask: DeviceMask) -> tuple[Array, Array]:
     """Attention of this device's queries on the keys of all ring indices.
 
     Args:
-        exchange: collectives before and after attention; the arguments after `v` are those after the exchange.
         q: [B, N, G, S, K]; k: [B, N, T, K]; v: [B, N, T, V], before the exchange.
-        query_shard: index of the shard whose positions the queries have, int32[].
-        queries: mask inputs of the queries.
-        segments: document ids of the device's keys, int32[B or 1, T].
-        explicit: a further mask, bool[B or 1, N or 1, G or 1, S, ring x T].
 
     Returns:
         As `AttentionKernel.attend`; with an exchange the output has the dtype of the queries.
     """
     # combining hops needs the log-sum-exp; differentiation calls `_forward` itself, and always saves it
-    save_lse = ring.save_lse or len(ring.distances) > 1
-    return _forward(kernel, ring, exchange, q, k, v, query_shard, queries, segments, explicit, save_lse)[0]
+    save_lse = program.ring.save_lse or len(program.ring.distances) > 1
+    return _forward(program, q, k, v, mask, save_lse)[0]
 
 
 def _forward(
-    kernel: AttentionKernel,
-    ring: Ring,
-    exchange: UlyssesExchange | KeyValueGather | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    query_shard: Array,
-    queries: MaskInputs,
-    segments: Array | None,
-    explicit: Array | None,
-    save_lse: bool = True,
+    program: RingProgram, q: Array, k: Array, v: Array, mask: DeviceMask, save_lse: bool = True
 ) -> tuple[tuple[Array, Array], Any]:
     """Return the result of `ring_attention`, and the residuals for `_backward`: its inputs, output and log-sum-exp.
 
     Keys and values travel around the ring; each hop's attention is merged into that of the hops before.
     """
+    ring, exchange = program.ring, program.exchange
     if exchange is not None:
         q, k, v = exchange.reshard_queries(q), exchange.reshard_keys(k), exchange.reshard_keys(v)
-    here = k, v, segments
+    here = k, v, mask.key_segments
     merged: tuple[Array, Array] | None = None
     for distance, step in _hop_steps(ring):
         received = ring.permute(here, step)  # overlaps with the attention below
-        hop = _make_hop(ring, distance, query_shard, queries, here[2], explicit)
-        result = kernel.attend(hop, q, *here[:2], save_lse)
+        hop = _make_hop(ring, distance, mask, here[2])
+        result = program.kernel.attend(hop, q, *here[:2], save_lse)
         merged = result if merged is None else merge_attention(merged, result)
         merged, here = _finish_hop((merged, received))
     assert merged is not None
@@ -126,17 +123,11 @@ def _forward(
     result = out, lse
     if exchange is not None:  # outputs, and in the backward pass their gradients, are sent in the dtype of queries
         result = exchange.reshard_outputs(out, q.dtype), exchange.reshard_outputs(lse, lse.dtype)
-    return result, (q, k, v, query_shard, queries, segments, explicit, out, lse)
+    return result, (q, k, v, mask, out, lse)
 
 
-def _backward(
-    kernel: AttentionKernel,
-    ring: Ring,
-    exchange: UlyssesExchange | KeyValueGather | None,
-    residuals: Any,
-    gradients: tuple[Array, Array],
-) -> tuple[Any, ...]:
-    """Return the gradients of the arguments of `ring_attention` from `q` on; None for the inputs of the mask.
+def _backward(program: RingProgram, residuals: Any, gradients: tuple[Array, Array]) -> tuple[Any, ...]:
+    """Return the gradients of the arguments of `ring_attention` from `q` on; None for the mask.
 
     Keys and values travel around the ring as in `_forward`, with the gradients that devices have added to them, which
     at the end go back to the device of the keys.
@@ -144,19 +135,20 @@ def _backward(
     Args:
         gradients: of the output and of the log-sum-exp.
     """
-    q, k, v, query_shard, queries, segments, explicit, out, lse = residuals
+    ring, exchange = program.ring, program.exchange
+    q, k, v, mask, out, lse = residuals
     out_gradient, lse_gradient = gradients
     if exchange is not None:
         out_gradient, lse_gradient = exchange.reshard_queries(out_gradient), exchange.reshard_queries(lse_gradient)
     out_gradient = out_gradient.astype(jnp.float32)
-    delta = (out_gradient * out).sum(-1) - lse_gradient
-    here = k, v, segments
+    output = OutputGradient(lse, out_gradient, delta=(out_gradient * out).sum(-1) - lse_gradient)
+    here = k, v, mask.key_segments
     q_gradient = jnp.zeros(q.shape, jnp.float32)
     kv_gradients = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for distance, step in _hop_steps(ring):
         received = ring.permute(here, step)
-        hop = _make_hop(ring, distance, query_shard, queries, here[2], explicit)
-        q_added, *kv_added = kernel.attend_backward(hop, q, *here[:2], lse, out_gradient, delta)
+        hop = _make_hop(ring, distance, mask, here[2])
+        q_added, *kv_added = program.kernel.attend_backward(hop, q, *here[:2], output)
         q_gradient += q_added
         kv_gradients = ring.permute(tuple(map(jnp.add, kv_gradients, kv_added)), step)
         q_gradient, here = _finish_hop((q_gradient, received))
@@ -169,7 +161,7 @@ def _backward(
         k_gradient, v_gradient = (
             exchange.reshard_keys_gradient(x, like.dtype) for x, like in zip(kv_gradients, (k, v), strict=True)
         )
-    return q_gradient, k_gradient, v_gradient, None, None, None, None
+    return q_gradient, k_gradient, v_gradient, None
 
 
 ring_attention.defvjp(_forward, _backward)
@@ -189,12 +181,12 @@ def _finish_hop(tree: Any) -> Any:
     return jax.lax.optimization_barrier(tree)
 
 
-def _make_hop(
-    ring: Ring, distance: int, query_shard: Array, queries: MaskInputs, segments: Array | None, explicit: Array | None
-) -> Hop:
-    """The mask inputs of the hop whose keys come from `distance` ring indices back."""
+def _make_hop(ring: Ring, distance: int, mask: DeviceMask, key_segments: Array | None) -> Hop:
+    """The mask inputs of the hop whose keys, with these document ids, come from `distance` ring indices back."""
     source = (ring.index() - distance) % ring.size
+    explicit = mask.explicit
     if explicit is not None:
         n = ring.keys.shape[1]
         explicit = jax.lax.dynamic_slice_in_dim(explicit, source * n, n, axis=4)
-    return Hop(query_shard, distance, queries, MaskInputs(jnp.asarray(ring.keys)[source], segments), explicit)
+    keys = MaskInputs(jnp.asarray(ring.keys)[source], key_segments)
+    return Hop(mask.query_shard, distance, mask.queries, keys, explicit)
