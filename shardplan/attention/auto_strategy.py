@@ -43,7 +43,7 @@ def choose_strategy(
             no strategy fits in memory.
     """
     if not sharding.position_mesh_axes:
-        return Strategy.RING, 1
+        return Strategy.NONE, 1
     axes, mesh = sharding.axes, sharding.mesh
     slice_ = _slice_of_mesh(math.prod(mesh.values()), hardware)
     heads = HeadShape(

@@ -35,7 +35,7 @@ from shardplan.positions.pattern import Pattern
 from shardplan.positions.sequence_layout import SequenceLayout, ring_distances
 from shardplan.positions.sequence_order import SequenceOrder
 
-STRATEGIES = (*(each for each in Strategy if each is not Strategy.NONE), AUTO)
+STRATEGIES = (*Strategy, AUTO)
 DEFAULT_BLOCK = 512
 """Side of a block of scores of the blockwise kernel, in positions."""
 
@@ -95,8 +95,9 @@ def dot_product_attention(
         flash_block_size: Levanter's name of `block`.
         dropout: must be 0, except in inference.
         heads: axes of key heads; default: the last one of keys that queries have too, but Key. () for none.
-        strategy: all_gather (of keys and values), ring, ulysses, hybrid (a ring of groups of `ulysses` neighbours), or
-            auto: the fastest by `shardplan.attention.strategy_cost` for the mask, the layout and the hardware among
+        strategy: all_gather (of keys and values), ring, ulysses, hybrid (a ring of groups of `ulysses` neighbours),
+            none (positions are not sharded: every device attends for its part of the batch and of the heads), or auto:
+            the fastest by `shardplan.attention.strategy_cost` for the mask, the layout and the hardware among
             those that fit in a device's memory. With Ulysses, if a device has fewer query heads than the group has
             devices, heads are padded.
         ulysses: devices of a group, for hybrid; default: the greatest common divisor of a device's query heads and the
@@ -136,12 +137,9 @@ def dot_product_attention(
     _check_options(strategy, layout, kernel, scaling_factor, logits_soft_cap)
     layout = layout if isinstance(layout, SequenceLayout) else SequenceOrder(layout)
     axes = resolve_axis_roles(AxisSelectors(QPos, KPos, Key, heads), query, key, value)
-    if strategy in (Strategy.ULYSSES, Strategy.HYBRID) and not (axes.key_heads or axes.query_groups):
-        raise ConfigError(
-            f"attention: {strategy} exchanges heads, but queries and keys share none; use all_gather or ring"
-        )
     mapping = (current_thread_local_mapping() or {}) if axis_mapping is None else axis_mapping
     sharding = resolve_attention_sharding(axes, mapping)
+    _check_strategy(strategy, sharding)
     spec = make_mask_spec(mask, prefix, documents)
     if strategy == AUTO:
         strategy, ulysses = choose_strategy(sharding, spec, layout, query.dtype.itemsize, hardware)
@@ -202,6 +200,25 @@ def _check_options(
             raise ConfigError(
                 f"attention: {name} is traced, but must be known while tracing; multiply queries by learned factors"
             )
+
+
+def _check_strategy(strategy: str, sharding: AttentionSharding) -> None:
+    """Check that a strategy is for axes that are sharded so.
+
+    Raises:
+        ConfigError: there are no heads to exchange, or positions are sharded although the strategy is none.
+    """
+    axes = sharding.axes
+    if strategy in (Strategy.ULYSSES, Strategy.HYBRID) and not (axes.key_heads or axes.query_groups):
+        raise ConfigError(
+            f"attention: {strategy} exchanges heads, but queries and keys share none; use all_gather or ring"
+        )
+    if strategy == Strategy.NONE and sharding.degree > 1:
+        sharding_strategies = [each for each in STRATEGIES if each != Strategy.NONE]
+        raise ConfigError(
+            f"attention: strategy none, but {sharding.degree} devices shard {axes.queries.name}; "
+            f"use {', '.join(sharding_strategies[:-1])} or {sharding_strategies[-1]}"
+        )
 
 
 def _ulysses_degree(strategy: Strategy, requested: int | None, sharding: AttentionSharding) -> int:

@@ -146,6 +146,9 @@ def accept_layout(module: Any, layout: SequenceLayout) -> Any:
 def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
     """Return a Levanter model, with or without weights, whose attention is computed by `method`, or as a plan says.
 
+    `Method("none", kernel="splash")` is for positions that are not sharded: every device attends by shardplan's kernel
+    for its part of the batch and of the heads, with head sizes from 64 to 256.
+
     With a layout that is not contiguous the model takes sequences in its order: `shardplan.attention.sequence`. A plan
     that does not shard positions leaves the model unchanged.
 

@@ -62,6 +62,44 @@ def compile_attention(slice_name, heads, mask=CAUSAL, length=LENGTH, degree=DEGR
     return received, counts, module.memory_analysis().peak_memory_in_bytes
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (192, 128),
+        *(pytest.param((size, size), marks=pytest.mark.whole) for size in (64, 80, 96, 100, 128, 256)),
+    ],
+    ids=str,
+)
+def test_kernels_take_every_head_size(sizes):
+    """The compiler accepts the kernels of the forward and the backward pass, for keys and values of different sizes.
+
+    Positions are not sharded; key heads are.
+    """
+    mesh = make_topology_mesh(parse_slice("v5p-8"), {"replica": 1, "data": 2, "model": 2})
+    mapping = {"batch": "data", "kv_head": "model"}
+    batch, key_heads, groups = Axis("batch", 2), Axis("kv_head", 2), Axis("q_heads_per_group", 2)
+    head_size, value_size = Axis("head_size", sizes[0]), Axis("value_size", sizes[1])
+    keys = batch, key_heads, Axis("key_position", 1024)
+    queries = batch, key_heads, groups, Axis("position", 1024), head_size
+
+    def struct(axes):
+        sharding = NamedSharding(mesh, pspec_for_axis(axes, mapping))
+        return hax.NamedArray(jax.ShapeDtypeStruct([a.size for a in axes], jnp.bfloat16, sharding=sharding), axes)
+
+    def loss(arrays):
+        out = dot_product_attention(
+            "position", "key_position", "head_size", *arrays, CAUSAL, heads="kv_head", axis_mapping=mapping,
+            strategy="none", kernel="splash",
+        )  # fmt: skip
+        return hax.sum(out.astype(jnp.float32)).scalar()
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        arrays = struct(queries), struct((*keys, head_size)), struct((*keys, value_size))
+        module = jax.jit(jax.grad(loss)).lower(arrays).compile()
+    # one kernel for the outputs, one for the gradients of queries, and one for those of keys and values
+    assert module.as_text().count('custom_call_target="tpu_custom_call"') == 3
+
+
 SLICES = [pytest.param("v4-256", marks=pytest.mark.whole), "v5p-128"]
 
 

@@ -428,6 +428,10 @@ def test_errors():
     by_head = AttentionMask.causal().with_segment_ids(hax.zeros(hax.make_axes(kv_head=2, position=8), dtype=int))
     for arguments, message in (
         ({"strategy": "rings"}, "attention strategy is 'rings'; did you mean 'ring'"),
+        (
+            {"strategy": "none"},
+            "strategy none, but 4 devices shard position; use all_gather, ring, ulysses, hybrid or auto",
+        ),
         ({"layout": "zig"}, "attention layout is 'zig'; did you mean 'zigzag'"),
         ({"strategy": "hybrid", "ulysses": 3}, "ulysses 3 does not divide the 4 devices along position"),
         ({"strategy": "hybrid", "ulysses": 0}, "ulysses 0 does not divide the 4 devices along position"),
