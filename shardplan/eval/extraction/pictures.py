@@ -19,6 +19,7 @@ import pyarrow as pa
 from shardplan.eval.extraction.character_runs import CharacterRuns, RunStream, range_maximum
 from shardplan.eval.extraction.probabilities import read_matrix, suffix_log_probs
 from shardplan.eval.extraction.summary import MAX_PICTURES, split_by_text
+from shardplan.eval.run_results.finished_runs import model_name
 from shardplan.eval.texts.store import Text, TextStore, read_characters
 from shardplan.report.extraction import INSTALL_PLOTS, can_plot
 from shardplan.report.extraction.file_names import file_names
@@ -88,12 +89,6 @@ def write_pictures(
     if count > len(names):
         left_out.append(f"only the first {MAX_PICTURES} of {count:,} texts have a plot and a page")
     return left_out
-
-
-def model_name(summary: Mapping[str, Any]) -> str:
-    """Return the name of the model of a run: the last part of its reference."""
-    model = summary["plan"]["model"]
-    return str(model["ref"] or model["config"]).rstrip("/").rpartition("/")[2]
 
 
 def _write_plots(

@@ -2,14 +2,13 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardplan.config.sections import EvaluationKind
 from shardplan.errors import ConfigError, nearest, one_line
-from shardplan.eval.extraction.pictures import model_name
 from shardplan.eval.run_results.folder import RUN, SUMMARY
 from shardplan.storage import open_folder, read_bytes
 
@@ -21,6 +20,12 @@ SUMMARY_PARTS = {
 """Task -> the parts of run.json and summary.json that are compared."""
 NAMES = {EvaluationKind.EXTRACTION: "an extraction", EvaluationKind.LOSS: "a loss"}
 """Task -> what a run of it is called."""
+
+
+def model_name(summary: Mapping[str, Any]) -> str:
+    """Return the name of the model of a run: the last part of its reference."""
+    model = summary["plan"]["model"]
+    return str(model["ref"] or model["config"]).rstrip("/").rpartition("/")[2]
 
 
 @dataclass(frozen=True)
