@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 from levanter.layers.attention import Attention, AttentionMask
-from levanter.models.olmo import Olmo2Attention
 
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError, check_argument
+from shardplan.model.attention_calls import REPLACEABLE_CALLS
 from shardplan.plan.attention_plan import AttentionPlan, KernelName, Strategy
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import SequenceLayout
@@ -25,8 +25,6 @@ from shardplan.program.marked_attention import pattern_of_mask
 
 POSITION, KEY_POSITION = "position", "key_position"
 """The names that Levanter's `Attention` hard-codes for the positions of queries and of keys."""
-SUPPORTED_CALLS = (Attention.__call__, Olmo2Attention.__call__)
-"""Implementations that `SequenceParallelAttention` can replace; those of other subclasses do more, such as sinks."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,7 @@ def _make_parallel(attention: Attention, method: Method) -> Attention:
     """
     if isinstance(attention, SequenceParallelAttention):
         return replace(attention, method=method)
-    if type(attention).__call__ not in SUPPORTED_CALLS:
+    if type(attention).__call__ not in REPLACEABLE_CALLS:
         raise ConfigError(
             f"{type(attention).__name__} does more than Levanter's Attention; its positions cannot be sharded"
         )

@@ -41,9 +41,9 @@ from shardplan.program.named_arrays import TracedArray, is_scores, mapped, score
 from shardplan.program.tasks import Step, Task, TaskKind
 
 KERNEL_LANES = 128
-"""Attention kernels require numbers of positions that are multiples of this; Levanter's kernel, head sizes too."""
+"""Attention kernels require numbers of positions that are multiples of this."""
 HEAD_SIZES = range(64, 257)
-"""Head sizes that shardplan's kernel takes."""
+"""Head sizes that attention kernels take."""
 FLOAT32_BYTES = 4
 SCORE_PASSES = 3
 """Number of times that attention without a kernel writes or reads its scores, in float32, per matmul."""
@@ -88,10 +88,11 @@ def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
         layout = _sequence_layout(task, assignment)
         is_aligned = layout.padded_length // layout.ring % KERNEL_LANES == 0
         return all(size in HEAD_SIZES for size in sizes) and is_aligned
+    kind = kind_of(task)
+    has_equal_sizes = kind.head_size == kind.value_head_size  # Levanter's kernel takes no other values
     lengths = [size for name, size in scores.factors if name in positions]
-    return all(size % KERNEL_LANES == 0 for size in (*sizes, *lengths)) and all(
-        size % min(KERNEL_BLOCK, size) == 0 for size in lengths
-    )
+    is_aligned = all(size % KERNEL_LANES == 0 and size % min(KERNEL_BLOCK, size) == 0 for size in lengths)
+    return has_equal_sizes and is_aligned and all(size in HEAD_SIZES for size in sizes)
 
 
 def with_kernels(step: Step, assignment: ShardingAssignment) -> AttentionPlan:

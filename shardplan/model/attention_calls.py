@@ -15,6 +15,8 @@ from typing import Any
 
 from haliax import NamedArray
 from levanter.layers import attention as levanter_attention
+from levanter.layers.attention import Attention
+from levanter.models.olmo import Olmo2Attention
 
 FUNCTION = "dot_product_attention"
 """The name of the functions."""
@@ -28,6 +30,10 @@ POSITIONAL = (
 
 Arguments = Mapping[str, Any]
 """The arguments of a call, by name."""
+
+REPLACEABLE_CALLS = (Attention.__call__, Olmo2Attention.__call__)
+"""What modules of Levanter's `Attention` do that `shardplan.attention.levanter` can do in their place, in any order of
+positions. Other subclasses do more, such as sinks: of these, the function that they call is replaced."""
 
 _LOCK = RLock()
 

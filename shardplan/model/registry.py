@@ -10,6 +10,7 @@ import jax
 from levanter.layers.attention import Attention, AttentionMask
 
 from shardplan.errors import ConfigError, one_line
+from shardplan.model.attention_calls import REPLACEABLE_CALLS
 from shardplan.model.huggingface.hf_config import check_config
 from shardplan.model.huggingface.model_types import SUPPORTED_MODELS
 from shardplan.model.levanter_compat import correct_levanter_config, prepare_hf_config, sliding_window
@@ -36,9 +37,10 @@ class Model:
 
     @property
     def uses_levanter_attention(self) -> bool:
-        """Whether its attention is Levanter's `Attention`, which most models share, and not a class of its own."""
+        """Whether its attention is Levanter's `Attention`, which most models share, and no class that does more."""
         leaves = jax.tree.leaves(self.template, is_leaf=lambda node: isinstance(node, Attention))
-        return any(isinstance(leaf, Attention) for leaf in leaves)
+        modules = [leaf for leaf in leaves if isinstance(leaf, Attention)]
+        return bool(modules) and all(type(module).__call__ in REPLACEABLE_CALLS for module in modules)
 
     @property
     def vocab(self) -> hax.Axis:

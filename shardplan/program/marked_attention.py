@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
-from levanter.layers.attention import AttentionBackend, AttentionMask
+from levanter.layers.attention import AttentionBackend, AttentionMask, materialize_mask
 from levanter.layers.attention import dot_product_attention as levanter_attention
 
 from shardplan.model.attention_calls import POSITIONAL, Arguments, replace_attention
@@ -26,8 +27,8 @@ from shardplan.program.attention_kind import AttentionKind
 
 POSITIONAL_OF_RESULT = POSITIONAL[: POSITIONAL.index("use_flash")]
 """Positional arguments on which the result depends; the others choose an implementation, or are for dropout."""
-KEYWORDS_OF_RESULT = ("scaling_factor", "logits_soft_cap", "attn_sink")
-"""Keyword arguments on which the result depends."""
+KEYWORDS_OF_RESULT = ("scaling_factor", "logits_soft_cap")
+"""Keyword arguments on which the result depends, other than sinks."""
 SCOPE = "shardplan_attention_"
 """Begins the named scope of a marked call; the number of its kind follows."""
 
@@ -41,9 +42,11 @@ def mark_attention() -> Iterator[None]:
 
     def compute(arguments: Arguments) -> NamedArray:
         """Compute attention under the scope of its kind."""
-        positional = [arguments.get(name) for name in POSITIONAL_OF_RESULT]
-        keywords = {name: arguments[name] for name in KEYWORDS_OF_RESULT if name in arguments}
         with jax.named_scope(f"{SCOPE}{_number(kind_of_call(arguments))}"):
+            if arguments.get("attn_sink") is not None:
+                return _attend_with_sinks(arguments)
+            positional = [arguments.get(name) for name in POSITIONAL_OF_RESULT]
+            keywords = {name: arguments[name] for name in KEYWORDS_OF_RESULT if name in arguments}
             result: NamedArray = levanter_attention(
                 *positional, attn_backend=AttentionBackend.VANILLA, inference=True, **keywords
             )
@@ -51,6 +54,29 @@ def mark_attention() -> Iterator[None]:
 
     with replace_attention(compute):
         yield
+
+
+def _attend_with_sinks(arguments: Arguments) -> NamedArray:
+    """Compute attention with a sink for every head, and so that scores have no more keys than there are.
+
+    Levanter's plain implementation adds a key for the sink, of which no axis has the size.
+    """
+    query, key, value = arguments["query"], arguments["key"], arguments["value"]
+    head_size = query.resolve_axis(arguments["Key"])
+    queries, keys = query.resolve_axis(arguments["QPos"]), key.resolve_axis(arguments["KPos"])
+    scale = arguments.get("scaling_factor") or head_size.size**-0.5
+    scores = hax.dot(query * scale, key, axis=head_size).astype(jnp.float32)
+    cap = arguments.get("logits_soft_cap")
+    if cap is not None:
+        scores = cap * hax.tanh(scores / cap)
+    allowed = materialize_mask(arguments.get("mask"), queries, keys)
+    if allowed is not None:
+        scores = hax.where(allowed, scores, -1e9)
+    sinks = arguments["attn_sink"].astype(jnp.float32)
+    largest = hax.maximum(hax.max(scores, keys), sinks)
+    weights = hax.exp(scores - largest)
+    weights = weights / (hax.sum(weights, keys) + hax.exp(sinks - largest))
+    return hax.dot(weights.astype(value.dtype), value, axis=keys)
 
 
 def kind_of_label(label: str) -> AttentionKind | None:

@@ -1,13 +1,13 @@
 """A model that neither shardplan nor Levanter knows, whose blocks have Levanter's `Attention`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax.random
 from haliax.nn.scan import Stacked
-from levanter.layers.attention import Attention, AttentionBackend, AttentionConfig, AttentionMask
+from levanter.layers.attention import Attention, AttentionBackend, AttentionConfig, AttentionMask, AttentionWithSink
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
@@ -19,6 +19,8 @@ class OwnAttentionConfig(LmConfig):
     max_seq_len: int = 64
     width: int = 32
     depth: int = 2
+    has_sinks: bool = False
+    """Whether attention has a sink for every head, which makes its module a subclass that does more."""
     attn_backend: AttentionBackend | None = None
     flash_attention_block_size: int | None = None
 
@@ -32,7 +34,7 @@ class OwnAttentionConfig(LmConfig):
 
     @classmethod
     def from_hf_config(cls, hf_config):
-        return cls(hf_config.positions, hf_config.width, hf_config.depth)
+        return cls(hf_config.positions, hf_config.width, hf_config.depth, hf_config.has_sinks)
 
     def attention_config(self):
         return AttentionConfig(
@@ -49,10 +51,11 @@ class Block(eqx.Module):
 
     @staticmethod
     def init(config, *, key):
-        return Block(
-            norm=hnn.RmsNorm.init(config.Embed, use_bias=False),
-            attention=Attention.init(config.attention_config(), key=key),
-        )
+        kind = AttentionWithSink if config.has_sinks else Attention
+        attention = kind.init(config.attention_config(), key=key)
+        if config.has_sinks:
+            attention = replace(attention, sinks=hax.random.normal(key, attention.sinks.axes))
+        return Block(norm=hnn.RmsNorm.init(config.Embed, use_bias=False), attention=attention)
 
     def __call__(self, x, mask, pos_ids):
         return x + self.attention(self.norm(x), mask, pos_ids=pos_ids)

@@ -2,6 +2,7 @@
 
 import json
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -15,25 +16,53 @@ from own_attention_model import OwnAttentionConfig, OwnAttentionModel
 from shardplan import load_config, make_plan
 from shardplan.attention import Method, SequenceLayout, restore_order, shard_sequence, with_sequence_parallel
 from shardplan.attention.sequence import sequence_activations
+from shardplan.execution.device_mesh import make_mesh
+from shardplan.execution.specialize import specialize
+from shardplan.execution.step_program import step_program
 from shardplan.plan.attention_plan import Strategy
+from shardplan.search.make_plan import model_from_config
 
 LENGTH = 64
 
 
-def test_a_plan_shards_its_positions(tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "own_attention", "vocab_size": 40, "positions": LENGTH, "width": 32, "depth": 2})
+def expected_losses(model, tokens):
+    """float64[sequence, token]: nats of every next token, on one device."""
+    batch = hax.named(jnp.asarray(tokens), ("batch", "position"))
+    logits = model.head(model.activations(batch, AttentionMask.causal())).rearrange(("batch", "position", "vocab"))
+    shifted = np.asarray(logits.array).astype(np.float64)[:, :-1]
+    normalised = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return -np.take_along_axis(normalised, tokens[:, 1:, None], -1)[..., 0]
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_positions_are_sharded_as_planned(tmp_path, has_sinks):
+    """Also where the module does more than Levanter's Attention: then the function that it calls is replaced."""
+    sizes = {"positions": LENGTH, "width": 32, "depth": 2, "has_sinks": has_sinks}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own_attention", "vocab_size": 40, **sizes}))
+    config = load_config(
+        model={"config": str(tmp_path / "config.json"), "levanter_class": "own_attention_model:OwnAttentionConfig"},
+        hardware={"slice": "cpu-8"},
+        workload={"batch": 2, "position": LENGTH, "param_dtype": "float32", "compute_dtype": "float32"},
+        pin=["position=data"],
+        mesh={"data": 4, "replica": 2},
     )
-    plan = make_plan(
-        load_config(
-            model={"config": str(tmp_path / "config.json"), "levanter_class": "own_attention_model:OwnAttentionConfig"},
-            hardware={"slice": "cpu-4"},
-            workload={"batch": 1, "position": LENGTH},
-            pin=["position=data"],
-            mesh={"data": 4},
-        )
-    )
+    plan = make_plan(config)
     assert plan.attention.strategy != Strategy.NONE
+    planned = specialize(model_from_config(config), plan)
+    plain = OwnAttentionModel.init(hax.Axis("vocab", 40), planned.config, key=jax.random.PRNGKey(1))
+    program = step_program(planned, plan, make_mesh(plan))
+    abstract = eqx.filter(program.arguments[0], lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    leaves = zip(jax.tree.leaves(eqx.filter(plain, eqx.is_array)), jax.tree.leaves(abstract), strict=True)
+    arrays = [jax.device_put(array, like.sharding) for array, like in leaves]
+    module = jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+    tokens = np.random.default_rng(0).integers(0, 40, (2, LENGTH)).astype(np.int32)
+    like = program.arguments[1]
+    inputs = [
+        hax.named(jax.device_put(values, like.array.sharding), like.axes)
+        for values in (tokens, np.ones(tokens.shape, bool))
+    ]
+    losses = np.asarray(program.compile({})(module, *inputs).array)
+    np.testing.assert_allclose(losses[:, :-1], expected_losses(plain, tokens), rtol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
