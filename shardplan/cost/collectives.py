@@ -19,6 +19,7 @@ class Purpose(Enum):
     SUMS_OVER_DEVICES = "sums of {}"
     EXCHANGES = "exchange of {}"
     """An all-gather, all-to-all or permutation that the model's own shard_map names."""
+    SELECTIONS = "largest elements of {}"
     LOOKUPS = "rows of {}"
     LOOKUP_GRADIENTS = "gradient of the lookup"
     FLATTENED_AXES = "{} resharded"

@@ -27,6 +27,10 @@ from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.program.named_arrays import Dim, TracedArray, is_scores, mapped
 from shardplan.program.tasks import Task, TaskKind
 
+SELECTION_EXCHANGES = 4
+"""All-to-alls of a selection, each as large as its result: of values and their places, to the device that selects for a
+row and back (tests/compiler/test_selection.py)."""
+
 
 @dataclass(frozen=True)
 class DeviceCost:
@@ -357,12 +361,26 @@ def _reshard_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Tra
             yield all_gather_traffic(size, assignment, gathered, task.executions, Purpose.REPLICATION, task.label)
 
 
+def _selection_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the exchange of what each device has selected of its own part of a sharded dimension.
+
+    The compiler has each device select for a part of the rows, and gathers the results of all rows.
+    """
+    axes = assignment.mesh_axes(task.contracted)
+    if axes:
+        size, count = assignment.bytes(task.results[0], assignment.compute), task.executions
+        exchanged = SELECTION_EXCHANGES * size
+        yield all_to_all_traffic(exchanged, assignment, axes, count, Purpose.SELECTIONS, task.label)
+        yield all_gather_traffic(size, assignment, axes, count, Purpose.SELECTIONS, task.label)
+
+
 CollectiveRule = Callable[[Task, ShardingAssignment], Iterator[Traffic]]
 COMPUTE_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.CONTRACTION: _matmul_traffic,
     TaskKind.ATTENTION: attention.attention_traffic,
     TaskKind.LOOKUP: None,
     TaskKind.SCATTER_ADD: None,
+    TaskKind.SELECTION: _selection_traffic,
     TaskKind.RESHARD: _reshard_traffic,
     TaskKind.COLLECTIVE: _collective_traffic,
     TaskKind.ELEMENTWISE: None,
@@ -373,6 +391,7 @@ PARAM_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.ATTENTION: None,
     TaskKind.LOOKUP: _lookup_traffic,
     TaskKind.SCATTER_ADD: _scatter_add_traffic,
+    TaskKind.SELECTION: None,
     TaskKind.RESHARD: _weight_gather_traffic,
     TaskKind.COLLECTIVE: _parameter_collective_traffic,
     TaskKind.ELEMENTWISE: None,

@@ -79,7 +79,14 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             if not cost.has_kernel:
                 attention_seconds = max(attention_seconds, cost.unmasked_fraction * memory_seconds)
             return merge_seconds + attention_seconds
-        case TaskKind.LOOKUP | TaskKind.SCATTER_ADD | TaskKind.RESHARD | TaskKind.COLLECTIVE | TaskKind.ELEMENTWISE:
+        case (
+            TaskKind.LOOKUP
+            | TaskKind.SCATTER_ADD
+            | TaskKind.SELECTION
+            | TaskKind.RESHARD
+            | TaskKind.COLLECTIVE
+            | TaskKind.ELEMENTWISE
+        ):
             return calibration.elementwise * memory_seconds
         case _:
             assert_never(task.kind)

@@ -22,6 +22,8 @@ class OperationKind(StrEnum):
     """A `scatter-add`, such as the gradient of a lookup."""
     ELEMENTWISE = "elementwise"
     """Everything that XLA can fuse into a loop over its result."""
+    SELECTION = "selection"
+    """A `top_k`: the largest elements along a dimension."""
     RESHARD = "reshard"
     """A change of sharding where a `shard_map` begins or ends."""
     COLLECTIVE = "collective"
@@ -42,7 +44,7 @@ class Operation:
     primitive: str = ""
     """Name of the JAX primitive; empty for a loop or a reshard."""
     contracted: Dim = ()
-    """Of a contraction: the axes that it sums over."""
+    """Of a contraction: the axes that it sums over. Of a selection: the axes that it selects along."""
     batched: Dim = ()
     """Of a contraction: the batch axes, which number independent matmuls."""
     groups: int = 1

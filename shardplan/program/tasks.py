@@ -26,6 +26,8 @@ class TaskKind(StrEnum):
     """A gather of rows of a table."""
     SCATTER_ADD = "scatter-add"
     """The gradient of a lookup."""
+    SELECTION = "selection"
+    """The largest elements along a dimension; devices that share it exchange the largest of each."""
     RESHARD = "reshard"
     """A change of sharding where a `shard_map` begins or ends."""
     COLLECTIVE = "collective"
@@ -42,7 +44,7 @@ class Task:
     operands: tuple[TracedArray, ...]
     results: tuple[TracedArray, ...]
     contracted: Dim
-    """Axes that a matmul sums over."""
+    """Axes that a matmul sums over, or that a selection selects along."""
     batched: Dim
     """Batch axes, which number independent matmuls."""
     groups: int

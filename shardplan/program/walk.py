@@ -25,6 +25,7 @@ TASK_KINDS = {
     OperationKind.LOOKUP: TaskKind.LOOKUP,
     OperationKind.SCATTER_ADD: TaskKind.SCATTER_ADD,
     OperationKind.ELEMENTWISE: TaskKind.ELEMENTWISE,
+    OperationKind.SELECTION: TaskKind.SELECTION,
     OperationKind.RESHARD: TaskKind.RESHARD,
     OperationKind.COLLECTIVE: TaskKind.COLLECTIVE,
 }

@@ -113,13 +113,10 @@ def reduce(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rule
 
 
 def top_k(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """The largest elements along a dimension: every device can find those of its own part, of which few are left.
-
-    The few that devices exchange afterwards are not counted.
-    """
-    dims = arrays[0].dims[:-1]
+    """The largest elements along the last dimension, whose places in it the results do not have."""
+    *dims, selected = arrays[0].dims
     results = [TracedArray((*dims, ((None, v.aval.shape[-1]),)), itemsize_of(v)) for v in equation.outvars]
-    return OperationKind.ELEMENTWISE, results, {}
+    return OperationKind.SELECTION, results, {"contracted": selected}
 
 
 def _resized_dim(naming: AxisNaming, new: Dim, old: Dim) -> Dim:
