@@ -113,10 +113,14 @@ def reduce(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rule
 
 
 def top_k(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """The largest elements along the last dimension, whose places in it the results do not have."""
-    *dims, selected = arrays[0].dims
-    results = [TracedArray((*dims, ((None, v.aval.shape[-1]),)), itemsize_of(v)) for v in equation.outvars]
-    return OperationKind.SELECTION, results, {"contracted": selected}
+    """The largest elements along a dimension, whose places in it the results do not have."""
+    axis = equation.params["axis"]
+    results = []
+    for v in equation.outvars:
+        dims = list(arrays[0].dims)
+        dims[axis] = ((None, v.aval.shape[axis]),)
+        results.append(TracedArray(tuple(dims), itemsize_of(v)))
+    return OperationKind.SELECTION, results, {"contracted": arrays[0].dims[axis]}
 
 
 def _resized_dim(naming: AxisNaming, new: Dim, old: Dim) -> Dim:
