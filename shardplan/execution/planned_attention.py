@@ -11,9 +11,11 @@ from haliax import NamedArray
 
 # under another name, because it is replaced under its own
 from shardplan.attention.dot_product import dot_product_attention as sharded_attention
+from shardplan.errors import ConfigError
 from shardplan.model.attention_calls import Arguments, replace_attention
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
+from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.marked_attention import kind_of_call
 
 KEPT = (
@@ -28,10 +30,19 @@ def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
     """Let the calls of attention of a model without Levanter's modules run by the methods of a plan.
 
     Nothing changes where the plan does not shard positions.
+
+    Raises:
+        ConfigError: the plan was edited, and has another order of positions than that of the sequence.
     """
     if model.uses_levanter_attention or not plan.attention.is_sequence_parallel:
         yield
         return
+    order = plan.attention.layout
+    if order != SequenceOrder.CONTIGUOUS:
+        raise ConfigError(
+            f"plan: attention.layout is {order}, and {type(model.template).__name__} takes positions in the order of "
+            "the sequence; make it contiguous, or plan again"
+        )
 
     def compute(arguments: Arguments) -> NamedArray:
         """Compute attention by the method for its kind."""

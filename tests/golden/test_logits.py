@@ -16,6 +16,7 @@ from shardplan.errors import ConfigError
 from shardplan.execution import Program, specialize
 from shardplan.execution.device_mesh import make_mesh
 from shardplan.execution.layout_forward import planned_forward
+from shardplan.execution.planned_attention import planned_attention
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan
@@ -74,7 +75,7 @@ def forward_logits(module, model, plan, mesh, tokens):
     forward = planned_forward(plan)
 
     def all_logits(module, tokens):
-        with hax.axis_mapping(as_tuples(plan.compute_mapping)):
+        with hax.axis_mapping(as_tuples(plan.compute_mapping)), planned_attention(model, plan):
             module = cast_for_compute(module, plan.workload.compute_dtype)
             return compute_logits(model, module, forward.activations(model, module, tokens, None))
 
@@ -167,6 +168,16 @@ def test_attention_class_with_more_features_is_rejected():
         with_sequence_parallel(AttentionWithSink.init(config, key=jax.random.PRNGKey(0)), Method("ring"))
 
 
-def test_model_with_its_own_attention_is_rejected(golden, make_config):
-    with pytest.raises(ConfigError, match="Gpt2LMHeadModel does not use Levanter's Attention"):
-        deviation(golden, make_config, "gpt2", (1, 2, 4), attention=AttentionPlan("ring", 1, 4))
+@pytest.mark.parametrize(
+    "method", [AttentionPlan("ring", 1, 4), AttentionPlan("ulysses", 4), AttentionPlan("all_gather", 1, 4)], ids=str
+)
+def test_model_that_calls_attention_itself(golden, make_config, method):
+    """GPT-2 has no module of Levanter's Attention: the function that it calls is replaced."""
+    changes = {"change_plan": SHARDED_POSITIONS, "attention": method}
+    assert deviation(golden, make_config, "gpt2", (1, 2, 4), **changes) <= TOLERANCE
+
+
+def test_model_that_calls_attention_itself_takes_positions_in_order(golden, make_config):
+    changes = {"change_plan": SHARDED_POSITIONS, "attention": AttentionPlan("ring", 1, 4, "zigzag")}
+    with pytest.raises(ConfigError, match="Gpt2LMHeadModel takes positions in the order of the sequence"):
+        deviation(golden, make_config, "gpt2", (1, 2, 4), **changes)
