@@ -16,12 +16,12 @@ from levanter.layers.attention import Attention, AttentionMask
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError, check_argument
 from shardplan.model.attention_calls import REPLACEABLE_CALLS
+from shardplan.model.mask_pattern import pattern_of_mask
 from shardplan.plan.attention_plan import AttentionPlan, KernelName, Strategy
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.attention_kind import AttentionKind
-from shardplan.program.marked_attention import pattern_of_mask
 
 POSITION, KEY_POSITION = "position", "key_position"
 """The names that Levanter's `Attention` hard-codes for the positions of queries and of keys."""

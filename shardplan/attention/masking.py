@@ -13,6 +13,7 @@ from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.axes import AxisRoles
 from shardplan.errors import ConfigError
+from shardplan.model.mask_pattern import has_static_offset, pattern_of_mask
 from shardplan.positions.pattern import PADDING, Pattern
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 
@@ -100,13 +101,12 @@ def make_mask_spec(
         raise ConfigError(
             f"attention: the explicit mask has dtype {explicit.dtype}; it must be bool, true where allowed"
         )
-    pattern, offset = _static_pattern(structured, int(prefix))
     return MaskSpec(
-        pattern=pattern,
+        pattern=pattern_of_mask(structured, int(prefix)),
         prefix=int(prefix),
         documents=None if documents is None else tuple(documents),
         segment_ids=structured.segment_ids,
-        causal_offset=offset,
+        causal_offset=None if has_static_offset(structured) else structured.causal_offset,
         explicit=explicit,
     )
 
@@ -152,17 +152,3 @@ def _bounded(offset: Any) -> Any:
     if isinstance(offset, jax.core.Tracer):
         return jnp.clip(offset, lowest, MAX_OFFSET).astype(jnp.int32)
     return np.clip(np.asarray(offset), lowest, MAX_OFFSET).astype(np.int32)
-
-
-def _static_pattern(mask: AttentionMask, prefix: int) -> tuple[Pattern, NamedArray | None]:
-    """Return the pattern of a mask, and the causal offset if that is not one number, known while tracing.
-
-    Args:
-        mask: as `_structured_mask` returns it.
-    """
-    window, radius, offset = mask.sliding_window, mask.bidirectional_window, mask.causal_offset
-    if offset is None:
-        return Pattern(mask.is_causal, 0, window, prefix, radius), None
-    if offset.ndim > 0 or isinstance(offset.array, jax.core.Tracer):
-        return Pattern(window=window, radius=radius), offset
-    return Pattern(mask.is_causal, int(offset.array), window, prefix, radius), None

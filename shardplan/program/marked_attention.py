@@ -12,17 +12,16 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
-from levanter.layers.attention import AttentionBackend, AttentionMask, materialize_mask
+from levanter.layers.attention import AttentionBackend, materialize_mask
 from levanter.layers.attention import dot_product_attention as levanter_attention
 
 from shardplan.model.attention_calls import POSITIONAL, Arguments, replace_attention
-from shardplan.positions.pattern import Pattern
+from shardplan.model.mask_pattern import pattern_of_mask
 from shardplan.program.attention_kind import AttentionKind
 
 POSITIONAL_OF_RESULT = POSITIONAL[: POSITIONAL.index("use_flash")]
@@ -111,22 +110,3 @@ def kind_of_call(arguments: Arguments) -> AttentionKind:
         arguments.get("attn_sink") is not None,
         arguments.get("bias") is not None,
     )
-
-
-def pattern_of_mask(mask: Any, prefix: int = 0) -> Pattern:
-    """Return the part of a mask that is known while tracing; all pairs of positions for a mask that is an array.
-
-    Args:
-        prefix: number of first positions that all queries may attend to, with a causal mask.
-    """
-    if not isinstance(mask, AttentionMask):
-        return Pattern()
-    offset: Any = mask.causal_offset
-    if isinstance(offset, NamedArray):
-        offset = offset.array
-    window, radius = mask.sliding_window, mask.bidirectional_window
-    if offset is not None and mask.is_causal:
-        if isinstance(offset, jax.core.Tracer) or jnp.ndim(offset) > 0:
-            return Pattern(window=window, radius=radius)
-        return Pattern(True, int(offset), window, prefix, radius)
-    return Pattern(mask.is_causal, 0, window, prefix if mask.is_causal else 0, radius)

@@ -22,7 +22,8 @@ CODE = (
 )  # fmt: skip
 """Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
 SEQUENCE_CODE = (
-    "attention/**/*", "positions/*", "program/attention_kind", "program/marked_attention", "runtime/private_jax",
+    "attention/**/*", "positions/*", "model/mask_pattern", "program/attention_kind", "program/marked_attention",
+    "runtime/private_jax",
 )  # fmt: skip
 """Further such modules, used if the plan shards positions."""
 FACTS_CODE = ("cost/*", "model/**/*", "positions/*", "program/**/*", "steps/*", "verify/model_facts")

@@ -1,0 +1,43 @@
+"""The part of Levanter's `AttentionMask` that is known while tracing, as a `Pattern` of positions.
+
+A trace marks attention with it, and shardplan's own attention skips what it leaves empty. Both read a mask here, so
+that what is priced is what is computed.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from levanter.layers.attention import AttentionMask
+
+from shardplan.positions.pattern import Pattern
+
+
+def pattern_of_mask(mask: Any, prefix: int = 0) -> Pattern:
+    """Return the part of a mask that is known while tracing; all pairs of positions for a mask that is an array.
+
+    Args:
+        prefix: number of first positions that all queries may attend to, with a causal mask.
+    """
+    if not isinstance(mask, AttentionMask):
+        return Pattern()
+    window, radius = mask.sliding_window, mask.bidirectional_window
+    offset = _offset_array(mask)
+    if not mask.is_causal or offset is None:
+        return Pattern(mask.is_causal, 0, window, prefix if mask.is_causal else 0, radius)
+    if not has_static_offset(mask):
+        return Pattern(window=window, radius=radius)
+    return Pattern(True, int(offset), window, prefix, radius)
+
+
+def has_static_offset(mask: AttentionMask) -> bool:
+    """Return whether the causal offset is one number that is known while tracing, or there is none."""
+    offset = _offset_array(mask)
+    return offset is None or not (isinstance(offset, jax.core.Tracer) or jnp.ndim(offset) > 0)
+
+
+def _offset_array(mask: AttentionMask) -> Any:
+    """The causal offset of a mask as a number or an array without names; None if it has none."""
+    offset: Any = mask.causal_offset
+    return offset.array if isinstance(offset, NamedArray) else offset
