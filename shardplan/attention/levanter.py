@@ -163,6 +163,11 @@ def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
     return _replace_attention(module, partial(_make_parallel, method=method))
 
 
+def has_parallel_modules(module: Any) -> bool:
+    """Return whether `with_sequence_parallel` has replaced attention modules of a model."""
+    return any(isinstance(each, SequenceParallelAttention) for each in jax.tree.leaves(module, is_leaf=_is_attention))
+
+
 def _replace_attention(module: Any, change: Callable[[Attention], Attention]) -> Any:
     """Return `module` with `change` applied to every attention module."""
     return jax.tree.map(lambda node: change(node) if _is_attention(node) else node, module, is_leaf=_is_attention)

@@ -11,6 +11,7 @@ from haliax import NamedArray
 
 # under another name, because it is replaced under its own
 from shardplan.attention.dot_product import dot_product_attention as sharded_attention
+from shardplan.attention.levanter import has_parallel_modules
 from shardplan.errors import ConfigError
 from shardplan.model.attention_calls import Arguments, replace_attention
 from shardplan.model.registry import Model
@@ -27,14 +28,17 @@ KEPT = (
 
 @contextmanager
 def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
-    """Let the calls of attention of a model without Levanter's modules run by the methods of a plan.
+    """Let the calls of attention of a model run by the methods of a plan, if its modules are not replaced for that.
 
     Nothing changes where the plan does not shard positions.
+
+    Args:
+        model: as `shardplan.execution.specialize.specialize` returns it.
 
     Raises:
         ConfigError: the plan was edited, and has another order of positions than that of the sequence.
     """
-    if model.uses_levanter_attention or not plan.attention.is_sequence_parallel:
+    if not plan.attention.is_sequence_parallel or has_parallel_modules(model.template):
         yield
         return
     order = plan.attention.layout
