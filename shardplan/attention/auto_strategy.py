@@ -33,7 +33,7 @@ def choose_strategy(
     """Return the fastest strategy that fits in memory, and its Ulysses degree.
 
     Args:
-        mask: of which only what is known while tracing is considered.
+        mask: only its part that is known while tracing is considered.
         layout: the order that positions are in already, or the whole layout.
         itemsize: bytes per element of query, key and value.
         hardware: name of the slice; default: that of JAX's devices.

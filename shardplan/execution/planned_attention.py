@@ -19,11 +19,10 @@ from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.marked_attention import kind_of_call
 
-KEPT = (
-    "QPos", "KPos", "Key", "query", "key", "value", "mask", "bias", "attention_dtype", "precision", "dropout", "heads",
-    "prefix", "scaling_factor", "logits_soft_cap", "inference", "attn_sink",
+DECIDED_BY_PLAN = (
+    "use_flash", "attn_backend", "flash_block_size", "block", "strategy", "ulysses", "kernel", "hardware",
 )  # fmt: skip
-"""Arguments of a call that the plan does not decide."""
+"""Arguments of a call that choose how attention is computed; all others say what is computed, and are kept."""
 
 
 @contextmanager
@@ -51,7 +50,7 @@ def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
     def compute(arguments: Arguments) -> NamedArray:
         """Compute attention by the method for its kind."""
         method = plan.attention.of(kind_of_call(arguments).name)
-        kept = {name: arguments[name] for name in KEPT if name in arguments}
+        kept = {name: value for name, value in arguments.items() if name not in DECIDED_BY_PLAN}
         return sharded_attention(**kept, strategy=method.strategy, ulysses=method.ulysses, kernel=method.kernel)
 
     with replace_attention(compute):

@@ -25,7 +25,6 @@ class AttentionKind:
     """Bound of the scores, applied as `cap * tanh(scores / cap)`."""
     has_sinks: bool = False
     """Whether every head has a sink: a score beside those of the keys, without a value."""
-
     has_bias: bool = False
     """Whether an array is added to the scores."""
 

@@ -2,12 +2,16 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
+import haliax as hax
 import pytest
 
 from shardplan import make_plan
+from shardplan.attention import dot_product
 from shardplan.cost.roofline import model_flops
 from shardplan.errors import ConfigError
+from shardplan.execution import planned_attention
 from shardplan.model.own_model import CLASS_KEY
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
@@ -100,3 +104,19 @@ def test_a_plan_whose_kinds_have_several_orders_is_refused(make_config):
     values["attention"] = {**attention, "kinds": {"x": {**attention, "layout": "zigzag"}}}
     with pytest.raises(ConfigError, match=r"attention\.kinds\.x has another order of positions than attention"):
         Plan.from_json(values)
+
+
+def test_a_plan_replaces_only_the_choice_of_the_method(monkeypatch):
+    """Documents and prefixes of a call say what is computed, so that they reach the planned attention."""
+    received = {}
+    monkeypatch.setattr(planned_attention, "sharded_attention", lambda **arguments: received.update(arguments))
+    model, plan = SimpleNamespace(template=None), SimpleNamespace(attention=AttentionPlan("ring", 1, 4))
+    query = hax.zeros({"heads": 2, "position": 8, "head": 4})
+    key = query.rename({"position": "key_position"})
+    with planned_attention.planned_attention(model, plan):
+        dot_product.dot_product_attention(
+            "position", "key_position", "head", query, key, key,
+            documents=(3, 5), prefix=2, strategy="ulysses", block=128,
+        )  # fmt: skip
+    assert (received["documents"], received["prefix"]) == ((3, 5), 2)
+    assert (received["strategy"], received["ulysses"]) == ("ring", 1) and "block" not in received

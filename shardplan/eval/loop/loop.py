@@ -62,7 +62,7 @@ class FinishedStep:
 
 @dataclass(frozen=True)
 class _OpenShard:
-    """A shard of which not all steps are finished."""
+    """A shard with steps that are not finished."""
 
     number: int
     steps: int
