@@ -78,8 +78,8 @@ STORED = {
     "both": {"embed": ["data"], **{axis: ["replica"] for axis in OUTPUTS}},
 }
 """Name -> mesh axes that shard parameters beyond the compute mapping."""
-STAND_INS = {"v3": "v4"}
-"""Generation for which libtpu compiles no attention kernel in bfloat16 -> the generation whose factors it gets."""
+FITTED = tuple(name for name, row in GENERATIONS.items() if row.factors_of is None)
+"""Generations that have factors of their own."""
 LINEAR = {"products": 1.0, "elementwise": 0.0, "copying": 0.0}
 """Factors in which the time of compute is linear -> their lower bounds."""
 VECTORS = tuple(map(float, range(1, 41)))
@@ -273,13 +273,9 @@ def make_case(text: str, generation: str) -> Case:
 
 
 def to_json(fitted: Mapping[str, tuple[Calibration, list[Fit]]]) -> str:
-    """The file of factors: an entry for every generation, with its fits, or the name of its stand-in."""
+    """The file of factors: an entry for every generation, with its fits."""
     entries: dict[str, Any] = {}
-    for name in GENERATIONS:
-        if name in STAND_INS:
-            entries[name] = {"stand_in": STAND_INS[name]}
-            continue
-        factors, fits = fitted[name]
+    for name, (factors, fits) in fitted.items():
         values = {key: value for key, value in vars(factors).items() if key != "quirks"}
         quirks = {key: value for key, value in vars(factors.quirks).items() if value not in (None, False)}
         entries[name] = {"factors": values, "quirks": quirks, "fits": [vars(each) for each in fits]}
@@ -328,14 +324,13 @@ def main() -> None:
     parser.add_argument("--table", default=TABLE, type=Path, help="Markdown file to write")
     parser.add_argument("--jobs", type=int, help="compiles at a time")
     arguments = parser.parse_args()
-    generations = [name for name in GENERATIONS if name not in STAND_INS]
-    cases = [make_case(text, generation) for text in CASES for generation in generations]
+    cases = [make_case(text, generation) for text in CASES for generation in FITTED]
     records = compile_cases(cases, CALIBRATION, arguments.jobs)
     if any(record.result.outcome not in (Outcome.FITS, Outcome.DOES_NOT_FIT) for record in records):
         raise SystemExit("some plans could not be compiled")
     write_records({record_key(case): record for case, record in zip(cases, records, strict=True)}, CALIBRATION)
     observations = [Observation.of(record) for record in records if record.result.fits]
-    fitted = {name: fit([o for o in observations if o.hardware.generation.name == name]) for name in generations}
+    fitted = {name: fit([o for o in observations if o.hardware.generation.name == name]) for name in FITTED}
     arguments.output.write_text(to_json(fitted), encoding="utf-8")
     load_calibration.cache_clear()
     held_out = [*read_records(PLANNER).values(), *read_records(PUBLISHED).values()]

@@ -6,12 +6,15 @@ they are left out of the fit.
 """
 
 import json
+import logging
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 
 from shardplan.cost.sharding import CompilerQuirks
-from shardplan.hardware import GIB, Slice
+from shardplan.hardware import GENERATIONS, GIB, Slice
+
+logger = logging.getLogger(__name__)
 
 FILE = "calibration.json"
 MEMORY_ERROR = 0.08
@@ -46,11 +49,24 @@ class Calibration:
 
 @cache
 def load_calibration(generation: str) -> Calibration:
-    """The factors of a generation; plain rooflines for one that is not fitted, such as CPUs."""
+    """Return the factors of a generation.
+
+    Virtual CPU devices have plain rooflines, and so has a TPU generation that nothing is fitted for yet, with a
+    warning.
+
+    >>> load_calibration("v3") == load_calibration("v4"), load_calibration("cpu") == Calibration()
+    (True, True)
+    """
+    row = GENERATIONS.get(generation)
+    if row is None:
+        return Calibration()
     text = resources.files("shardplan.cost").joinpath(FILE).read_text(encoding="utf-8")
-    entries = json.loads(text)
-    entry = entries.get(generation, {"factors": {}, "quirks": {}})
-    entry = entries[entry["stand_in"]] if "stand_in" in entry else entry
+    entry = json.loads(text).get(row.factors_of or generation)
+    if entry is None:
+        logger.warning(
+            "no factors are fitted for %s, so that its times are plain rooflines, which are shorter", generation
+        )
+        return Calibration()
     return Calibration(**entry["factors"], quirks=CompilerQuirks(**entry["quirks"]))
 
 

@@ -1,6 +1,6 @@
 """Accelerator hardware: generations as data rows, slices by name, and the placement of meshes on their torus."""
 
-from shardplan.hardware.cloud import accelerator_type, chips_per_host, cloud_generation, host_count, topology
+from shardplan.hardware.cloud import accelerator_type, chips_per_host, cloud_names, host_count, topology
 from shardplan.hardware.collective_kind import CollectiveKind
 from shardplan.hardware.generations import GENERATIONS, Generation
 from shardplan.hardware.mesh_placement import MeshPlacement, place_mesh
@@ -15,7 +15,7 @@ __all__ = [
     "Slice",
     "accelerator_type",
     "chips_per_host",
-    "cloud_generation",
+    "cloud_names",
     "divisors",
     "host_count",
     "parse_slice",

@@ -1,4 +1,4 @@
-"""Accelerator generations, one data row each.
+"""Accelerator generations, one data row each: all that differs from one to the next, but the fitted factors.
 
 HBM is what the TPU compiler reports as available to a program. FLOP/s, bandwidths and torus dimensions are from the
 Cloud TPU documentation and the scaling book (https://jax-ml.github.io/scaling-book/tpus); v3's link bandwidth is a
@@ -16,6 +16,9 @@ Clocks are from the papers about v3 (940 MHz, CACM 63(7)) and v4 (1050 MHz, ISCA
 scaling book; v5p, v6e and tpu7x are inferred from FLOP/s = MXUs x 2 x side^2 x clock. A v5p device has 8 MXUs of side
 128. v6e and tpu7x have 2 of side 256, counted twice: the compiler schedules large products at more FLOPs per cycle than
 these could do if they took one row a cycle.
+
+What Google Cloud calls a generation is from the pages of the TPU versions in the Cloud TPU documentation
+(https://docs.cloud.google.com/tpu/docs) and from https://docs.cloud.google.com/tpu/docs/runtimes.
 """
 
 from dataclasses import dataclass
@@ -31,6 +34,20 @@ class Wraparound(StrEnum):
     """Any torus, in the dimensions that are as long as those of the pod."""
     POD = "pod"
     """Only the full pod."""
+
+
+@dataclass(frozen=True)
+class CloudNames:
+    """What Google Cloud calls a generation, and which machines it has."""
+
+    type: str
+    """What the name of an accelerator type begins with."""
+    software: str | None
+    """Software version of a TPU VM; None for a generation that is only in Kubernetes clusters."""
+    lone_host_chips: int
+    """Most chips of a host that is a slice by itself."""
+    has_xpk: bool = True
+    """Whether xpk makes clusters of it."""
 
 
 @dataclass(frozen=True)
@@ -60,26 +77,140 @@ class Generation:
     """Chips of one host along x, y and z; a torus consists of complete hosts, or of a part of one host."""
     sizes: tuple[tuple[int, ...], ...]
     """Available torus shapes, in chips; the last one is the pod."""
+    cloud: CloudNames | None = None
+    """None for virtual CPU devices, which no cloud rents out."""
+    device_kinds: tuple[str, ...] = ()
+    """What JAX calls the kind of its devices."""
+    spellings: tuple[str, ...] = ()
+    """What users, clouds and JAX call it instead, in lower case and without separators."""
+    factors_of: str | None = None
+    """The generation whose fitted factors the cost model takes; None for its own, see `shardplan.cost.calibration`."""
 
 
 _3D = (
     (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8),
     (8, 8, 8), (8, 8, 16), (8, 16, 16), (16, 16, 16), (16, 16, 24),
 )  # fmt: skip
-_V4 = _3D[:-1]  # a pod of v4 has 4096 chips
+_3D_V4 = _3D[:-1]  # a pod of v4 has 4096 chips
 _2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _2D_V3 = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
 # Machines of v5e and v6e have 8 chips (2x4), but in a slice of several machines each host has 4 of them.
 _HOST = (2, 2, 1)
 
-GENERATIONS = {
-    row.name: row
-    for row in (
-        Generation("v3", 2, 2, 15.48, 6.1e13, 4.5e11, 7.0e10, 4.2e11, Wraparound.POD, 6.25e9, 0.94e9, _HOST, _2D_V3),
-        Generation("v4", 1, 2, 30.75, 2.75e14, 1.2e12, 4.5e10, 0, Wraparound.CUBES, 6.25e9, 1.05e9, _HOST, _V4),
-        Generation("v5e", 1, 1, 15.75, 1.97e14, 8.1e11, 4.5e10, 0, Wraparound.SIDE, 3.125e9, 1.5e9, _HOST, _2D),
-        Generation("v5p", 1, 2, 95.74, 4.59e14, 2.765e12, 9.0e10, 0, Wraparound.CUBES, 6.25e9, 1.75e9, _HOST, _3D),
-        Generation("v6e", 1, 1, 31.25, 9.18e14, 1.638e12, 9.0e10, 0, Wraparound.SIDE, 1.25e10, 1.75e9, _HOST, _2D),
-        Generation("tpu7x", 2, 2, 94.75, 1.15e15, 3.7e12, 1.0e11, 6.0e11, Wraparound.CUBES, 1.25e10, 2.2e9, _HOST, _3D),
-    )
-}
+_V3 = Generation(
+    name="v3",
+    devices_per_chip=2,
+    name_counts_per_chip=2,
+    hbm_gib=15.48,
+    flops=6.1e13,
+    hbm_bandwidth=4.5e11,
+    link_bandwidth=7.0e10,
+    chip_bandwidth=4.2e11,
+    wraparound=Wraparound.POD,
+    network_bandwidth=6.25e9,
+    clock=0.94e9,
+    host_chips=_HOST,
+    sizes=_2D_V3,
+    cloud=CloudNames("v3", "tpu-ubuntu2204-base", 4, has_xpk=False),
+    device_kinds=("TPU v3",),
+    factors_of="v4",  # libtpu compiles no attention kernel in bfloat16 for v3
+)
+_V4 = Generation(
+    name="v4",
+    devices_per_chip=1,
+    name_counts_per_chip=2,
+    hbm_gib=30.75,
+    flops=2.75e14,
+    hbm_bandwidth=1.2e12,
+    link_bandwidth=4.5e10,
+    chip_bandwidth=0,
+    wraparound=Wraparound.CUBES,
+    network_bandwidth=6.25e9,
+    clock=1.05e9,
+    host_chips=_HOST,
+    sizes=_3D_V4,
+    cloud=CloudNames("v4", "tpu-ubuntu2204-base", 4),
+    device_kinds=("TPU v4",),
+)
+_V5E = Generation(
+    name="v5e",
+    devices_per_chip=1,
+    name_counts_per_chip=1,
+    hbm_gib=15.75,
+    flops=1.97e14,
+    hbm_bandwidth=8.1e11,
+    link_bandwidth=4.5e10,
+    chip_bandwidth=0,
+    wraparound=Wraparound.SIDE,
+    network_bandwidth=3.125e9,
+    clock=1.5e9,
+    host_chips=_HOST,
+    sizes=_2D,
+    cloud=CloudNames("v5litepod", "v2-alpha-tpuv5-lite", 8),
+    device_kinds=("TPU v5 lite", "TPU v5e"),
+    spellings=("5e", "v5lite", "v5litepod"),
+)
+_V5P = Generation(
+    name="v5p",
+    devices_per_chip=1,
+    name_counts_per_chip=2,
+    hbm_gib=95.74,
+    flops=4.59e14,
+    hbm_bandwidth=2.765e12,
+    link_bandwidth=9.0e10,
+    chip_bandwidth=0,
+    wraparound=Wraparound.CUBES,
+    network_bandwidth=6.25e9,
+    clock=1.75e9,
+    host_chips=_HOST,
+    sizes=_3D,
+    cloud=CloudNames("v5p", "v2-alpha-tpuv5", 4),
+    device_kinds=("TPU v5", "TPU v5p"),
+    spellings=("5p",),
+)
+_V6E = Generation(
+    name="v6e",
+    devices_per_chip=1,
+    name_counts_per_chip=1,
+    hbm_gib=31.25,
+    flops=9.18e14,
+    hbm_bandwidth=1.638e12,
+    link_bandwidth=9.0e10,
+    chip_bandwidth=0,
+    wraparound=Wraparound.SIDE,
+    network_bandwidth=1.25e10,
+    clock=1.75e9,
+    host_chips=_HOST,
+    sizes=_2D,
+    cloud=CloudNames("v6e", "v2-alpha-tpuv6e", 8),
+    device_kinds=("TPU v6 lite", "TPU v6e"),
+    spellings=("v6", "6e", "v6lite", "trillium"),
+)
+_TPU7X = Generation(
+    name="tpu7x",
+    devices_per_chip=2,
+    name_counts_per_chip=2,
+    hbm_gib=94.75,
+    flops=1.15e15,
+    hbm_bandwidth=3.7e12,
+    link_bandwidth=1.0e11,
+    chip_bandwidth=6.0e11,
+    wraparound=Wraparound.CUBES,
+    network_bandwidth=1.25e10,
+    clock=2.2e9,
+    host_chips=_HOST,
+    sizes=_3D,
+    cloud=CloudNames("tpu7x", None, 4),
+    device_kinds=("TPU7x",),
+    spellings=("v7", "v7x", "7x", "tpu7", "ironwood"),
+)
+GENERATIONS = {row.name: row for row in (_V3, _V4, _V5E, _V5P, _V6E, _TPU7X)}
+
+
+def generation_of_device(kind: str) -> Generation | None:
+    """Return the generation whose devices JAX calls `kind`; None for a kind without hardware data.
+
+    >>> generation_of_device("TPU v5 lite").name
+    'v5e'
+    """
+    return next((row for row in GENERATIONS.values() if kind in row.device_kinds), None)

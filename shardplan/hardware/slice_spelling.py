@@ -5,18 +5,18 @@ Other spellings are not accepted, because plans, caches and records compare slic
 
 import re
 
+from shardplan.hardware.generations import GENERATIONS
+
 NAME = re.compile(
     r"(?:(?P<copies>[0-9]{1,9})x)?(?P<generation>[a-z0-9]+?)"
     r"(?:-(?P<count>[0-9]{1,9})|:(?P<chips>[0-9]{1,9}(?:x[0-9]{1,9})+))"
 )
 """A slice name."""
-CLOUD_SPELLINGS = {"v5litepod": "v5e"}
+CLOUD_SPELLINGS = {row.cloud.type: name for name, row in GENERATIONS.items() if row.cloud and row.cloud.type != name}
 """Generations under the names of Google Cloud that differ, which slice names may have."""
-GENERATION_SPELLINGS = {
-    "cpu": "cpu", "v3": "v3", "v4": "v4", "v5p": "v5p", "5p": "v5p", "v5e": "v5e", "5e": "v5e", "v5lite": "v5e",
-    "v5litepod": "v5e", "v6": "v6e", "v6e": "v6e", "6e": "v6e", "v6lite": "v6e", "trillium": "v6e", "tpu7x": "tpu7x",
-    "v7": "tpu7x", "v7x": "tpu7x", "7x": "tpu7x", "tpu7": "tpu7x", "ironwood": "tpu7x",
-}  # fmt: skip
+GENERATION_SPELLINGS = {"cpu": "cpu"} | {
+    spelling: name for name, row in GENERATIONS.items() for spelling in (name, *row.spellings)
+}
 """What Google Cloud, JAX and users call a generation, without separators -> its name. `v5` may be v5e or v5p."""
 _SEPARATORS = r"[\s\-_:/.,]*"
 _GENERATION = "|".join(map(_SEPARATORS.join, sorted(GENERATION_SPELLINGS, key=len, reverse=True)))

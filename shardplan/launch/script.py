@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from shardplan.config.sections import Target
-from shardplan.hardware import cloud_generation
+from shardplan.hardware import cloud_names
 from shardplan.launch.job import Job
 from shardplan.launch.targets import check_target
 
@@ -41,7 +41,7 @@ def write_script(target: Target, job: Job) -> str:
 
 def _cloud_names(job: Job) -> dict[str, str | None]:
     """Return what the launchers call one slice of a TPU job, and the software of its hosts."""
-    generation, type_ = cloud_generation(job.hardware), job.accelerator_type
+    generation, type_ = cloud_names(job.hardware), job.accelerator_type
     topology = f"--type={generation.type} --topology={job.topology}"
     return {
         "gcloud_flags": f"--accelerator-type={type_}" if type_ else topology,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from shardplan.config.sections import Target
 from shardplan.errors import ConfigError
-from shardplan.hardware import cloud_generation
+from shardplan.hardware import cloud_names
 from shardplan.launch.job import Job
 
 ON_TPU_VMS = (Target.GCLOUD, Target.QUEUED, Target.SKYPILOT)
@@ -41,10 +41,10 @@ def _problems(target: Target, job: Job) -> Iterator[str]:
     if target in ON_GOOGLE_CLOUD:
         if hardware.is_cpu:
             yield f"{slice_}: {target} starts TPU slices, such as v5e-16; virtual CPU devices start with slurm or ray"
-        elif target in ON_TPU_VMS and cloud_generation(hardware).software is None:
+        elif target in ON_TPU_VMS and cloud_names(hardware).software is None:
             yield f"{slice_}: {hardware.generation.name} has no TPU VMs, only Kubernetes clusters; use --to xpk"
-        elif target is Target.XPK and hardware.generation.name == "v3":
-            yield f"{slice_}: xpk has v4 and later; use --to gcloud"
+        elif target is Target.XPK and not cloud_names(hardware).has_xpk:
+            yield f"{slice_}: xpk does not have {hardware.generation.name}; use --to gcloud"
         elif job.accelerator_type is None and target is Target.SKYPILOT:
             yield f"{slice_}: skypilot has no name for a slice of {job.topology} chips; use --to gcloud"
     if hardware.slices > 1 and target not in MULTISLICE:

@@ -17,15 +17,10 @@ from jax.sharding import AxisType, Mesh
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import GENERATIONS, Slice, parse_slice, place_mesh
+from shardplan.hardware.generations import generation_of_device
 from shardplan.runtime.environment import PROCESS_COUNT, ProcessVariables, read_process_variables
 from shardplan.runtime.private_jax import detect_cluster, process_count
 from shardplan.runtime.processes.start import connect_processes
-
-GENERATION_OF_DEVICE_KIND = {
-    "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e", "TPU v6e": "v6e", "TPU7x": "tpu7x",
-}  # fmt: skip
-"""JAX device kind -> name of the accelerator generation."""
 
 
 def start_devices(slice_name: str, count: int, is_cpu: bool, facts: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -83,14 +78,15 @@ def slice_from(devices: Sequence[Device]) -> Slice:
     if devices[0].platform == "cpu":
         return parse_slice(f"cpu-{len(devices)}")
     kind = devices[0].device_kind
-    if kind not in GENERATION_OF_DEVICE_KIND:
-        raise ConfigError(f"no hardware data for device kind {kind!r}; valid: {', '.join(GENERATION_OF_DEVICE_KIND)}")
-    generation = GENERATION_OF_DEVICE_KIND[kind]
+    generation = generation_of_device(kind)
+    if generation is None:
+        valid = ", ".join(kind for row in GENERATIONS.values() for kind in row.device_kinds)
+        raise ConfigError(f"no hardware data for device kind {kind!r}; valid: {valid}")
     slices = {_slice_index(device) for device in devices}
     coordinates = [device.coords for device in devices if _slice_index(device) == min(slices)]
     sides = [max(axis) - min(axis) + 1 for axis in zip(*coordinates, strict=True)]
-    rank, copies = len(GENERATIONS[generation].sizes[0]), f"{len(slices)}x" if len(slices) > 1 else ""
-    return parse_slice(f"{copies}{generation}:{'x'.join(map(str, sides[:rank]))}")
+    rank, copies = len(generation.sizes[0]), f"{len(slices)}x" if len(slices) > 1 else ""
+    return parse_slice(f"{copies}{generation.name}:{'x'.join(map(str, sides[:rank]))}")
 
 
 def arrange(devices: Sequence[Device], hardware: Slice, sizes: Mapping[str, int]) -> Mesh:

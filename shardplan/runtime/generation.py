@@ -4,7 +4,7 @@ import jax
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice
-from shardplan.runtime.devices import GENERATION_OF_DEVICE_KIND
+from shardplan.hardware.generations import generation_of_device
 
 
 def check_generation(hardware: Slice) -> None:
@@ -16,9 +16,9 @@ def check_generation(hardware: Slice) -> None:
         ConfigError: they are not.
     """
     kind = jax.devices()[0].device_kind
-    generation = GENERATION_OF_DEVICE_KIND.get(kind)
-    if generation not in (None, hardware.generation.name):
+    generation = generation_of_device(kind)
+    if generation is not None and generation.name != hardware.generation.name:
         raise ConfigError(
             f"hardware.slice {hardware.name} is of {hardware.generation.name}, JAX sees {hardware.devices} devices of "
-            f"{generation} ({kind}); run on that slice, plan with --dry_run, or name a slice of {generation}"
+            f"{generation.name} ({kind}); run on that slice, plan with --dry_run, or name a slice of {generation.name}"
         )

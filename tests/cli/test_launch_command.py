@@ -282,7 +282,7 @@ def test_slurm(stand_ins):
          "hardware.slice 2xv5e-16: slurm starts one slice; use --to queued or xpk for 2"),
         (["--to=queued", "--hardware.slice=tpu7x-128", "--launch.zone=z"],
          "hardware.slice tpu7x-128: tpu7x has no TPU VMs, only Kubernetes clusters; use --to xpk"),
-        (["--to=xpk", "--hardware.slice=v3-32", *CLOUD], "hardware.slice v3-32: xpk has v4 and later; use --to gcloud"),
+        (["--to=xpk", "--hardware.slice=v3-32", *CLOUD], "hardware.slice v3-32: xpk does not have v3; use --to gcloud"),
         (["--to=skypilot", "--hardware.slice=v4:4x4x12"],
          "hardware.slice v4:4x4x12: skypilot has no name for a slice of 4x4x12 chips; use --to gcloud"),
         (["--to=gcloud", "--hardware.slice=v5e:4x12", "--launch.zone=z"],

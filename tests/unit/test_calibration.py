@@ -1,17 +1,16 @@
 """The factors of the cost model in calibration.json, and the programs that they are fitted to."""
 
 import json
+from dataclasses import replace
 from importlib import resources
 
 import pytest
-from fit_planner import GROUPS, STAND_INS
+from fit_planner import FITTED, GROUPS
 from planner_record import CALIBRATION, read_records
 
 from shardplan.cost import calibration as module
 from shardplan.cost.calibration import FILE, Calibration, load_calibration
 from shardplan.hardware.generations import GENERATIONS
-
-FITTED = [name for name in GENERATIONS if name not in STAND_INS]
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +18,8 @@ def entries():
     return json.loads(resources.files("shardplan.cost").joinpath(FILE).read_text(encoding="utf-8"))
 
 
-def test_every_generation_has_factors_or_a_stand_in(entries):
-    assert list(entries) == list(GENERATIONS)
-    assert {name: entry["stand_in"] for name, entry in entries.items() if "stand_in" in entry} == STAND_INS
+def test_every_generation_has_factors_or_those_of_another(entries):
+    assert {row.factors_of or name for name, row in GENERATIONS.items()} == {*entries} == {*FITTED}
     assert load_calibration("v3") == load_calibration("v4")
 
 
@@ -63,7 +61,13 @@ def test_an_unknown_factor_raises(monkeypatch, tmp_path):
         load_calibration("v4")
 
 
-def test_a_generation_without_a_fit_has_plain_rooflines():
+def test_a_generation_without_a_fit_has_plain_rooflines_and_says_so(monkeypatch, caplog):
+    monkeypatch.setitem(GENERATIONS, "v9", replace(GENERATIONS["v4"], name="v9"))
+    assert load_calibration("v9") == Calibration()
+    assert "no factors are fitted for v9" in caplog.text
+
+
+def test_virtual_devices_have_plain_rooflines():
     factors = load_calibration("cpu")
     assert factors == Calibration()
     assert factors.products == factors.elementwise == factors.copying == 1
