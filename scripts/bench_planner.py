@@ -1,7 +1,7 @@
 """python scripts/bench_planner.py --output docs/benchmarks/planner.md
 
 Measures solve times of the planner; compares predicted with compiled memory, bytes and time; and compares compiled step
-times of the plan with those of the next best plans, and of the usual mapping of 405B on v4-256. Needs no TPU.
+times of the plan, of the next best plans, and of the usual mapping of 405B on v4-256. Needs no TPU.
 Compiling everything takes an hour on 2 cores; planner.json, beside the tables, keeps the results, and a program in
 it is compiled again only if package versions or the code have changed.
 """

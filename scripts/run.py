@@ -29,7 +29,7 @@ ENVIRONMENT = ROOT / f".venv-{sys.version_info.major}.{sys.version_info.minor}"
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 OLDEST_PYTHON = (3, 12)
 NEW_PYTHONS = ("3.12", "3.13", "3.14")
-"""Versions that are looked for, in this order: that of most tests first."""
+"""Versions that are looked for, in this order: the one that most tests are run with first."""
 PACKAGES = ("marin-levanter", "marin-haliax", "jax", "libtpu", "transformers")
 """Packages whose versions are printed."""
 
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def run_with_checks() -> int:
-    """Run the tests, and the checks beside them, as those use one core; returns an exit code that is not 0 if one is.
+    """Run the tests, and beside them the checks, which use one core; returns an exit code other than 0 if one has it.
 
     What the checks print comes after what the tests print.
     """

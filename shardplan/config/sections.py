@@ -59,7 +59,7 @@ def _check_mesh(mesh: Any) -> None:
 if TYPE_CHECKING:
 
     class MeshConfig:
-        """Sizes of the mesh axes; the planner chooses those that are left out."""
+        """Sizes of the mesh axes; the planner chooses every size that is left out."""
 
         def __init__(self, **sizes: int | None) -> None: ...
 
@@ -68,7 +68,7 @@ else:
         "MeshConfig",
         [(row.name, int | None, field(default=None, metadata={MEANING: row.meaning})) for row in ROWS],
         namespace={
-            "__doc__": "Sizes of the mesh axes; the planner chooses those that are left out.",
+            "__doc__": "Sizes of the mesh axes; the planner chooses every size that is left out.",
             "__post_init__": _check_mesh,
         },
         frozen=True,

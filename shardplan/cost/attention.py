@@ -145,7 +145,7 @@ def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) ->
     """Extra live bytes per device for keys or values, beyond queries, local values and local outputs.
 
     Gathered keys and values exist once more, in another order. A ring holds the next keys and the present ones, the
-    outputs of a hop as a kernel writes them, and in float32 these and those of all hops before.
+    outputs of a hop as a kernel writes them, and in float32 these and the outputs of all hops before.
     """
     array, outputs = buffer.array, buffer.related_arrays
     method = assignment.attention_of(buffer.attention or UNMARKED)

@@ -35,7 +35,7 @@ def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
         model: as `shardplan.execution.specialize.specialize` returns it.
 
     Raises:
-        ConfigError: the plan was edited, and has another order of positions than that of the sequence.
+        ConfigError: the plan was edited, and has another order of positions than the sequence.
     """
     if not plan.attention.is_sequence_parallel or has_parallel_modules(model.template):
         yield

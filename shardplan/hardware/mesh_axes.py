@@ -18,7 +18,7 @@ from itertools import combinations, permutations
 
 
 class TensorUse(Enum):
-    """Whether a mesh axis shards other logical axes than those of tokens while it computes."""
+    """Whether a mesh axis shards logical axes other than batch and positions while it computes."""
 
     NONE = "none"
     OWN = "own"
@@ -54,7 +54,7 @@ ROWS = (
 
 
 def _subsets(axes: Sequence[str], sizes: range) -> Iterator[tuple[str, ...]]:
-    """Yield the subsets of `axes` of each size, those of minor axes first."""
+    """Yield the subsets of `axes` of each size, subsets of minor axes first."""
     for size in sizes:
         yield from reversed(list(combinations(axes, size)))
 

@@ -131,7 +131,7 @@ def _corrections(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
 
 
 def _mesh_size_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    """Other sizes of mesh axes for tensors, and of those other mesh axes whose size is in the file."""
+    """Other sizes of the mesh axes for tensors, and of other mesh axes whose size is in the file."""
     parts = divisors(s.hardware.devices // s.hardware.slices)
     others: dict[str, Sequence[int]] = {s.size_key(axis): parts for axis in MESH_AXES if axis not in TENSOR_AXES}
     others[s.size_key("data")] = (-1, *parts)

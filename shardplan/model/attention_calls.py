@@ -1,4 +1,4 @@
-"""Replaces the functions of attention that models call: Levanter's `dot_product_attention`, and that of shardplan.
+"""Replaces the functions of attention that models call: Levanter's `dot_product_attention`, and shardplan's own.
 
 A model of your own may call them by any name of any module, and none of its modules need be Levanter's `Attention`. So
 the function is replaced in every module that has imported it, for a while, in which the model is traced. A trace uses

@@ -17,7 +17,7 @@ from levanter.layers.rotary import RotaryEmbeddings, RotaryEmbeddingsConfig
 
 @dataclass(frozen=True)
 class YarnConfig(RotaryEmbeddingsConfig):
-    """The values of YaRN, none of which is left to a default: see `shardplan.model.huggingface.rope_keys`."""
+    """The values of YaRN; none is left to a default: see `shardplan.model.huggingface.rope_keys`."""
 
     theta: float = 10000.0
     """Base of the rotary frequencies."""

@@ -17,7 +17,7 @@ class Attempt:
     phases: dict[str, float] = field(default_factory=dict)
     """Phase, such as loading -> its duration."""
     steps: float = 0.0
-    """Time from the results of the first step to those of the last."""
+    """Time from the results of the first step to the results of the last."""
     waiting: float = 0.0
     """Time in which devices waited for inputs."""
     blocked: float = 0.0

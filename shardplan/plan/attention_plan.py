@@ -80,7 +80,7 @@ class AttentionPlan:
 
     @property
     def methods(self) -> tuple["AttentionPlan", ...]:
-        """How attention is computed: this plan, and those of `kinds`."""
+        """How attention is computed: this plan, and the plans of `kinds`."""
         return self, *self.kinds.values()
 
     @property

@@ -102,7 +102,7 @@ class Pattern:
             result |= (count > 0) & _has_difference(queries, replace(keys, count=count), low, high)
         return result & (queries.document == keys.document) & (np.minimum(queries.count, keys.count) > 0)
 
-    @lru_cache(maxsize=256)  # noqa: B019 - patterns are values, of which a model has a few
+    @lru_cache(maxsize=256)  # noqa: B019 - patterns are values, and a model has a few
     def density(self, length: int) -> float:
         """Return the fraction of the pairs of `length` queries and `length` keys that is allowed."""
         i = np.arange(length)

@@ -24,7 +24,7 @@ class AttentionKind:
     soft_cap: float | None = None
     """Bound of the scores, applied as `cap * tanh(scores / cap)`."""
     has_sinks: bool = False
-    """Whether every head has a sink: a score beside those of the keys, without a value."""
+    """Whether every head has a sink: one more score beside the scores of the keys, without a value."""
     has_bias: bool = False
     """Whether an array is added to the scores."""
 

@@ -1,7 +1,7 @@
 """Marks calls of attention while a program is traced, so that each of its operations knows its kind of attention.
 
 Within `mark_attention`, calls of attention compute plain matmuls and a softmax, under a named scope for the kind of
-attention. The scope stands in the name stack of every operation that the call leads to, those of its gradients
+attention. The scope stands in the name stack of every operation that the call leads to, the operations of its gradients
 included, and JAX keeps name stacks through loops, rematerialization and transposition. `kind_of_label` reads the kind
 from the name stack.
 
@@ -58,7 +58,7 @@ def mark_attention() -> Iterator[None]:
 def _attend_with_sinks(arguments: Arguments) -> NamedArray:
     """Compute attention with a sink for every head, and so that scores have no more keys than there are.
 
-    Levanter's plain implementation adds a key for the sink, of which no axis has the size.
+    Levanter's plain implementation adds a key for the sink, and no axis has the size that results.
     """
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     head_size = query.resolve_axis(arguments["Key"])

@@ -98,7 +98,7 @@ def trace_jaxpr(jaxpr: jex.ClosedJaxpr, arguments: Sequence[Argument], is_update
     """Trace `jaxpr` into named operations.
 
     Args:
-        arguments: those of the jaxpr.
+        arguments: the arguments of the jaxpr.
         is_update: whether the program writes its results over its arguments.
     """
     # Haliax and the tracing of gradients leave many results unused

@@ -211,5 +211,5 @@ def _methods(model: Model, step: Step, is_training: bool) -> tuple[AttentionMeth
         return METHODS[:1] if is_training else METHODS
     if not step.attention_kinds or not all(kind.can_shard_positions for kind in step.attention_kinds):
         return ()
-    # whether a model of your own takes positions in another order than that of the sequence is not known
+    # whether a model of your own takes positions in another order than the sequence is not known
     return contiguous[:1] if is_training else contiguous

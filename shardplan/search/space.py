@@ -196,7 +196,7 @@ class Space:
         """The sharding under a mesh, a compute mapping, one of stored parameters, and methods of attention.
 
         Args:
-            shard_counts: that of an assignment with the same mesh and compute mapping, if there is one.
+            shard_counts: the counts of an assignment with the same mesh and compute mapping, if there is one.
         """
         attention = AttentionPlan()
         if methods is not None:

@@ -64,5 +64,5 @@ class StepKind(Protocol):
 
         Args:
             module: the model's weights, in their stored type.
-            arguments: those of `state`, then those of `inputs`.
+            arguments: the arguments of `state`, then the arguments of `inputs`.
         """

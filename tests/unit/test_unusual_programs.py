@@ -74,7 +74,7 @@ def test_a_state_space_model():
     step = trace(state_space, *STATE_SPACE)
     assert flops(step) == by_hand
     assert not step.unpriced and step.approximations.keys() == {
-        "convolutions, of which the exchange of neighbours along a sharded axis is not counted",
+        "convolutions, without the exchange of neighbours along a sharded axis",
         "slices, sorts and scans along batch or positions, of which the exchange along a sharded axis is not counted",
     }
     gradient = jax.grad(lambda *arrays: state_space(*arrays).sum(), tuple(range(len(STATE_SPACE))))

@@ -107,7 +107,7 @@ def read_by_process(
     """Return process -> what it reads in all transfers.
 
     Args:
-        requests, sources: those that the schedule was made for.
+        requests, sources: what the schedule was made for.
     """
     mesh = schedule.mesh
     total = np.zeros((len(mesh.devices_by_process), 2), np.int64)

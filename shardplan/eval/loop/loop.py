@@ -100,7 +100,7 @@ class Loop:
                 position] of one sharding, as are its results.
             options: compiler options, as in `Plan.compiler_options`.
             outputs: names of the results.
-            lanes: those of the program.
+            lanes: the lanes of the program.
         """
         self._module, self._outputs, self._inputs = module, outputs, program.arguments[1:]
         self._shape, self._lanes = self._inputs[0].array.shape, lanes
@@ -189,7 +189,7 @@ class Loop:
 
 
 def _with_whole_rows(program: Program) -> Program:
-    """Return the program with a tuple of results whose rows are sharded like those of the tokens.
+    """Return the program with a tuple of results whose rows are sharded like the rows of tokens.
 
     Each lane has all of its positions on every device, so that one process can write it, and nothing else is
     replicated.

@@ -18,13 +18,13 @@ class LoopStatistics:
     tokens: int = 0
     """Tokens that were scored, without context and padding."""
     timed_windows: int = 0
-    """Windows whose results came after those of the first step."""
+    """Windows whose results came after the results of the first step."""
     timed_tokens: int = 0
     """Tokens of these windows."""
     timed_steps: int = 0
     """Steps of these windows."""
     seconds: float = 0.0
-    """Time from the results of the first step to those of the last."""
+    """Time from the results of the first step to the results of the last."""
     compile_seconds: float = 0.0
     programs: int = 0
     """Programs that were compiled."""

@@ -1,1 +1,1 @@
-"""The workload of a Plan: what one step computes, of which kind, on how many tokens, in which element types."""
+"""The workload of a Plan: what one step computes, its kind, on how many tokens, in which element types."""

@@ -24,7 +24,7 @@ class AxisNaming:
     unpriced: Counter[str] = field(default_factory=Counter)
     """Primitive without a rule -> how often it occurs."""
     resized_axes: set[str] = field(default_factory=set)
-    """Logical axes of which slices are taken: if they were sharded, their elements would have to move."""
+    """Logical axes along which slices are taken: if they were sharded, their elements would have to move."""
     is_local: bool = False
     """Whether each device computes by itself, in a `shard_map`: it takes slices of its own part of an array."""
 

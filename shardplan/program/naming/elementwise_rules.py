@@ -44,7 +44,7 @@ def source(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rule
 
 
 def resize(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Keep the names of the dimensions whose size does not change; in a shard_map those of all dimensions."""
+    """Keep the names of the dimensions whose size does not change; in a shard_map the names of all dimensions."""
     results = []
     for v in equation.outvars:
         dims = unnamed_dims(v)

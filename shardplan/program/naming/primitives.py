@@ -105,7 +105,7 @@ ROWS = (
     Primitive(("ragged_dot_general",), ragged_dot),
     Primitive(
         ("conv_general_dilated",), convolve,
-        approximation="convolutions, of which the exchange of neighbours along a sharded axis is not counted",
+        approximation="convolutions, without the exchange of neighbours along a sharded axis",
     ),
     Primitive(("gather",), gather),
     Primitive(("scatter-add",), scatter_add),
@@ -114,12 +114,12 @@ ROWS = (
     Primitive(("reduce_scatter",), collective(CollectiveKind.REDUCE_SCATTER)),
     Primitive(("all_to_all",), collective(CollectiveKind.ALL_TO_ALL)),
     Primitive(("ppermute",), collective(CollectiveKind.COLLECTIVE_PERMUTE)),
-    Primitive(("pallas_call",), approximation="kernels, of which only operands and results are counted"),
+    Primitive(("pallas_call",), approximation="kernels, counted by their operands and results"),
     Primitive(
         ("while",), rule=None,
-        approximation="loops whose length depends on data, of which one trip is counted",
+        approximation="loops whose length depends on data, counted as one trip",
     ),
-    Primitive(("cond",), rule=None, approximation="choices between branches, of which the last is counted"),
+    Primitive(("cond",), rule=None, approximation="choices between branches, counted as the last branch"),
 )  # fmt: skip
 
 PRIMITIVES = {name: row for row in ROWS for name in row.names}
