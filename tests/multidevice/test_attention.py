@@ -27,12 +27,11 @@ Q = ("batch", "kv_head", "q_heads_per_group", "position", "head_size")
 K = ("batch", "kv_head", "key_position", "head_size")
 V = ("batch", "kv_head", "key_position", "value_size")
 HEADS = {"32q/4kv": (4, 8), "12q/2kv": (2, 6), "28q/7kv": (7, 4), "8q/1kv": (1, 8), "16q/16kv": (16, 1)}
-HAS_BIDIRECTIONAL_WINDOW = hasattr(AttentionMask, "bidirectional_window")
 MASKS = (
     "causal", "full", "window", "documents", "known documents", "explicit", "prefix", "window and documents",
     "causal and explicit", "offset", "offset by sequence", "integer offset", "traced integer offset", "traced offset",
     "offset, not causal", "window, not causal",
-    *(["window to both sides", "window to both sides and documents"] if HAS_BIDIRECTIONAL_WINDOW else []),
+    "window to both sides", "window to both sides and documents",
 )  # fmt: skip
 TRACED_MASKS = ("traced integer offset", "traced offset")
 """Masks that are arguments of jit."""
@@ -88,9 +87,8 @@ def cases():
     yield Case(5, "all_gather", 1, "traced offset", "8q/1kv", 37)
     yield Case(4, "ring", 1, "offset, not causal", "8q/1kv", 48, "zigzag")
     yield Case(3, "ring", 1, "window, not causal", "8q/1kv", 48, "striped")
-    if HAS_BIDIRECTIONAL_WINDOW:
-        yield Case(6, "ulysses", 6, "window to both sides", "12q/2kv", 37)
-        yield Case(8, "ring", 1, "window to both sides and documents", "8q/1kv", 96, "zigzag")
+    yield Case(6, "ulysses", 6, "window to both sides", "12q/2kv", 37)
+    yield Case(8, "ring", 1, "window to both sides and documents", "8q/1kv", 96, "zigzag")
 
 
 def mesh_of(n: int) -> Mesh:
@@ -117,7 +115,7 @@ def mask_of(name: str, length: int, order: np.ndarray, rng):
         return mask.with_segment_ids(segments, segments.rename({"position": "key_position"}))
 
     def both_sides(radius):
-        return AttentionMask(bidirectional_window=radius) if HAS_BIDIRECTIONAL_WINDOW else AttentionMask()
+        return AttentionMask(bidirectional_window=radius)
 
     random_pairs = rng.random((length, length)) < 0.2
     random_pairs[3] = False  # a query without keys
@@ -541,14 +539,8 @@ def test_errors():
             Case(2, "ring", 1, "known documents", "8q/1kv", 256, "contiguous", "", "splash"), marks=pytest.mark.whole
         ),
         pytest.param(Case(2, "ring", 1, "full", "8q/1kv", 256, "contiguous", "", "splash"), marks=pytest.mark.whole),
-        *(
-            [
-                pytest.param(
-                    Case(3, "ring", 1, "window to both sides", "8q/1kv", 384, kernel="splash"), marks=pytest.mark.whole
-                )
-            ]
-            if HAS_BIDIRECTIONAL_WINDOW
-            else []
+        pytest.param(
+            Case(3, "ring", 1, "window to both sides", "8q/1kv", 384, kernel="splash"), marks=pytest.mark.whole
         ),
     ],
     ids=str,
