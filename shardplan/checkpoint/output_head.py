@@ -44,7 +44,7 @@ def has_own_head(template: Any, folder: Folder, processes: ProcessGroup) -> bool
     head = processes.broadcast("output head", compare)
     if head and processes.process_index == 0:
         logger.warning(
-            "%s: config.json ties the output head to the embedding, and %s differs from it; it is used, as by "
+            "%s: config.json ties the output head to the embedding, and %s differs from it; it is the head, as for "
             "transformers", folder.ref, head,
         )  # fmt: skip
     return bool(head)

@@ -15,7 +15,7 @@ def open_text_files(path: str) -> list[tuple[str, File]]:
     """Open the file that `path` names, or those with known endings in the folder; returns name and file of each.
 
     Raises:
-        ConfigError: no such file or folder, or one without texts.
+        ConfigError: no such file or folder, or one without texts, or with a link to a file that does not exist.
         CheckpointError: a file exists and cannot be opened.
     """
     folder_ref, _, name = path.rpartition("/")
@@ -36,12 +36,15 @@ def open_text_files(path: str) -> list[tuple[str, File]]:
             f"data.path {path} ends in none of {', '.join(ENDINGS)}; name a file with one of these endings, or a "
             "folder of them"
         )
+    links = [] if "://" in path else [each.name for each in sorted(Path(path).iterdir()) if not each.exists()]
+    broken = [link for link in links if link.lower().endswith(ENDINGS)]
+    if broken:
+        raise ConfigError(
+            f"data.path {path} holds {broken[0]}, a link to a file that does not exist; repair or remove it"
+        )
     folder = open_folder(path)
     names = [name for name in list_files(path) if name.lower().endswith(ENDINGS)]
     files = [(name, file) for name in names if (file := folder.open(name)) is not None]
     if not files:
-        links = [] if "://" in path else [each.name for each in sorted(Path(path).iterdir()) if not each.exists()]
-        if links:
-            raise ConfigError(f"data.path {path} holds {links[0]}, a link to a file that does not exist; repair it")
         raise ConfigError(f"data.path {path} holds no file that ends in one of {', '.join(ENDINGS)}")
     return files

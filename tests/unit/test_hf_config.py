@@ -34,7 +34,7 @@ def variant(golden, tmp_path, name, **changes) -> str:
         (
             "llama",
             {"quantization_config": {"bits": 4}},
-            "quantized weights are not supported; use the checkpoint that was quantized",
+            "quantized weights are not supported; use the checkpoint in bfloat16 or float32 that it was made from",
         ),
         ("llama", {"rope_theta": "abc"}, "rope_theta is 'abc'; it must be a positive number"),
         ("llama", {"max_position_embeddings": None}, "max_position_embeddings is null; it must be a positive integer"),
@@ -196,6 +196,14 @@ def test_models_that_are_not_supported_are_refused_first(golden, tmp_path, chang
     with pytest.raises(ConfigError, match=f"model_type '{changes['model_type']}' is not supported.*{said}") as error:
         read_config(variant(golden, tmp_path, "llama", **broken, **changes), None)
     assert "did you mean" not in str(error.value) and "quant" not in str(error.value)
+
+
+def test_keys_with_one_meaning_are_named_together(golden, tmp_path):
+    path = variant(golden, tmp_path, "llama", num_experts=8, num_experts_per_tok=2)
+    with pytest.raises(
+        ConfigError, match=r"it has routed experts \(num_experts is 8, num_experts_per_tok is 2\), which"
+    ):
+        read_config(path, None)
 
 
 @pytest.mark.parametrize(("written", "meant"), [("Llama", "llama"), ("qwen-2", "qwen2"), ("mistrl", "mistral")])

@@ -292,6 +292,12 @@ def test_corrections_are_lines_of_a_diff():
     ]
 
 
+def test_a_key_that_the_section_has_is_not_what_another_one_meant():
+    problem = Problem(ProblemKind.UNKNOWN_KEY, ("data_only",), "", ("data", "trainer"))
+    corrected = correct_sections({"data": {}, "data_only": {}}, ParserVerdict((problem,)), PROGRAM["train_lm"])
+    assert [finding.remedy for finding in corrected.findings] == ["remove it"]
+
+
 def test_a_section_that_is_refused_as_a_whole_is_not_corrected():
     problem = Problem(ProblemKind.VALUE, ("model",), "num_heads=5 not divisible by num_kv_heads=2.")
     corrected = correct_sections({"model": {"num_heads": 5}}, ParserVerdict((problem,)), PROGRAM["train_lm"])

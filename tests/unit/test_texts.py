@@ -76,7 +76,7 @@ def test_a_folder_of_files(tmp_path):
         ),
         ("a.jsonl", b"{}\n", "line 1 has no key text; it has none"),
         ("a.jsonl", b'{"text": 3}\n', "line 1: text is a number, 3; it must be a string"),
-        ("a.jsonl", b'{"text": null}\n', "line 1: text is nothing, null; it must be a string"),
+        ("a.jsonl", b'{"text": null}\n', "line 1: text is null; it must be a string"),
         ("a.jsonl", b'{"text": ["a", "b"]}\n', r'line 1: text is a list, \["a", "b"\]; it must be a string'),
         ("a.jsonl", b'"text"\n', "line 1 is text; it must be an object with the key text, which is a string"),
         (
@@ -114,8 +114,10 @@ def test_missing_files_and_columns(tmp_path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "elsewhere.txt")
     with pytest.raises(ConfigError, match=r"holds gone\.txt, a link to a file that does not exist"):
         open_texts(str(tmp_path))
-    (tmp_path / "gone.txt").unlink()
     (tmp_path / "texts.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"holds gone\.txt, a link to a file that does not exist"):
+        open_texts(str(tmp_path))  # what is left would be evaluated in its place
+    (tmp_path / "gone.txt").unlink()
     with pytest.raises(ConfigError, match=r"text.jsonl does not exist; did you mean '.*texts.jsonl'\?"):
         open_texts(str(tmp_path / "text.jsonl"))
     pq.write_table(pa.table({"a": ["x"], "b": ["y"]}), tmp_path / "a.parquet")

@@ -219,7 +219,8 @@ def _check_row(place: str, row: Any) -> None:
         )
     text = row["text"]
     if not isinstance(text, str):
-        raise ConfigError(f"{place}: text is {value_kind(text)}, {json.dumps(text)[:SHOWN]}; it must be a string")
+        shown = "null" if text is None else f"{value_kind(text)}, {json.dumps(text)[:SHOWN]}"
+        raise ConfigError(f"{place}: text is {shown}; it must be a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair

@@ -52,7 +52,8 @@ def correct_sections(
         key = ".".join(problem.path)
         if key in skipped or (problem.kind == ProblemKind.UNKNOWN_KEY and problem.path[:-1] in TRAINER_SECTIONS):
             continue
-        findings.append(_finding(problem, program))
+        section, _ = _parent(corrected, problem.path)
+        findings.append(_finding(problem, program, section if isinstance(section, dict) else ()))
         changes = _correct(corrected, problem)
         lines += changes
         is_complete = is_complete and bool(changes)
@@ -70,14 +71,18 @@ def _program_findings(verdict: ParserVerdict, program: LevanterProgram) -> Itera
         )
 
 
-def _finding(problem: Problem, program: LevanterProgram) -> Finding:
-    """Say what Levanter's parser refuses, and what to write instead."""
+def _finding(problem: Problem, program: LevanterProgram, present: Collection[str]) -> Finding:
+    """Say what Levanter's parser refuses, and what to write instead.
+
+    Args:
+        present: the keys of the section, which an unknown key was not meant to be.
+    """
     *parents, name = problem.path or ("the file",)
     section = ".".join(parents) or f"levanter.main.{program.name}"
     match problem.kind:
         case ProblemKind.UNKNOWN_KEY:
             kind, text = FindingKind.UNKNOWN_KEY, f"Levanter has no key {name!r} in {section} and does not start"
-            similar = closest(name, problem.valid)
+            similar = closest(name, [each for each in problem.valid if each not in present])
             remedy = f"did you mean {similar!r}?" if similar else "remove it"
         case ProblemKind.MISSING_KEY:
             kind, text = FindingKind.MISSING_KEY, f"Levanter needs the key {name!r} in {section} and does not start"

@@ -44,7 +44,7 @@ def check_supported(config: Mapping[str, Any], where: str) -> None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise ConfigError(
             f"{where}: it has a quantization_config{f' ({method})' if method else ''}, and quantized weights are not "
-            "supported; use the checkpoint that was quantized"
+            "supported; use the checkpoint in bfloat16 or float32 that it was made from"
         )
 
 
@@ -73,7 +73,10 @@ def _describe_type(config: Mapping[str, Any]) -> str:
 
 def _name_keys(foreign: list[tuple[str, str]], config: Mapping[str, Any]) -> str:
     """Name keys with their values, and what each gives a model."""
-    return ", ".join(f"{meaning} ({name} is {_short(config[name])})" for name, meaning in foreign[:MAX_NAMED])
+    values: dict[str, list[str]] = {}
+    for name, meaning in foreign[:MAX_NAMED]:
+        values.setdefault(meaning, []).append(f"{name} is {_short(config[name])}")
+    return ", ".join(f"{meaning} ({', '.join(each)})" for meaning, each in values.items())
 
 
 def _short(value: Any) -> str:
