@@ -153,6 +153,20 @@ def test_an_asynchronous_call_with_a_collective_inside():
     assert uses_of(result) == [("all-gather", ("data",), 90e6, "async", 1)]
 
 
+@pytest.mark.parametrize("busy", [0.25, 2])
+def test_a_call_without_operands_transfers_nothing_before_an_update_hands_them_over(busy):
+    """Sparse cores are started before the array is computed that they send; only work behind it overlaps."""
+    result = step(
+        "%g = ((), (), s32[]) call-start(), async_execution_thread=\"sparsecore\", to_apply=%begin",
+        work("w", 3),
+        "%u = ((f32[7500000]), f32[30000000]) call-update(%g, %x)",
+        work("v", busy),
+        "%d = f32[30000000] call-done(%u)",
+    )
+    assert result.seconds == pytest.approx(3 * MS + max(busy * MS, GATHER))
+    assert uses_of(result) == [("all-gather", ("data",), 90e6, "async", 1)]
+
+
 def test_transfers_on_one_link_wait_for_each_other():
     """Two gathers along `data` take twice as long as one."""
     result = step(

@@ -38,7 +38,9 @@ COPIES = ("copy-start", "slice-start")
 HBM = frozenset({"hbm"})
 """The link that those copies occupy."""
 ASYNC_CALLS = ("async-start", "call-start")
-"""Opcodes that start a computation beside the core, possibly a collective, on the sparse cores too."""
+"""Opcodes that start a computation beside the core, possibly a collective, on the sparse cores too.
+
+A call to a sparse core may start without operands, before they are computed; an update hands them over later."""
 MAX_GROUPS_TEXT = 60
 """Characters of replica groups that a report shows."""
 
@@ -167,7 +169,9 @@ class _Simulator:
         elif opcode.endswith("-done"):
             clock.wait(instruction.operands[0])
         elif opcode.endswith("-update"):
-            clock.arrival[instruction.name] = clock.arrival.get(instruction.operands[0], clock.now)
+            self._continue(instruction, op, scope)
+        elif opcode in ASYNC_CALLS and not instruction.operands:
+            pass  # it waits for its operands, with which an update begins the transfer
         elif is_collective(instruction) or opcode in ASYNC_CALLS:
             self._execute_collective(instruction, op, scope)
         elif opcode in COPIES:
@@ -223,6 +227,13 @@ class _Simulator:
         self._start(instruction.name, computation, inner, form, op, scope)
         if not is_async:
             scope.clock.wait(instruction.name)
+
+    def _continue(self, update: Instruction, op: str, scope: _Scope) -> None:
+        """Execute an update: a transfer that has started goes on, one that has waited for its operands starts."""
+        previous, clock = scope.computation.instructions[update.operands[0]], scope.clock
+        if previous.opcode in ASYNC_CALLS and not previous.operands:
+            self._execute_collective(previous, previous.op_name or op, scope)
+        clock.arrival[update.name] = clock.arrival.get(previous.name, clock.now)
 
     def _transfer_between_slices(self, instruction: Instruction, op: str, scope: _Scope) -> None:
         """Execute the network part of a collective across slices, which is a send to the host and a recv from it."""
