@@ -87,7 +87,7 @@ def test_the_output_head_of_a_tied_model(golden, tmp_path, caplog, kind):
     if kind in ("own", "last number"):
         np.testing.assert_array_equal(module.lm_head.weight.array, head)
         (warning,) = warnings_of(caplog)
-        assert "ties the output head to the embedding, and lm_head.weight differs from it; it is used" in warning
+        assert "ties the output head to the embedding, and lm_head.weight differs from it; it is the head" in warning
     else:
         assert module.lm_head is None and not warnings_of(caplog)
         np.testing.assert_array_equal(module.embeddings.token_embeddings.weight.array, head)
