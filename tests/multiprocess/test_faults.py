@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, run
-from processes import fork_python, start_python
+from processes import fork_python
 from test_eval import arguments, free_port
 
 HERE = os.pathsep.join(map(str, [Path(__file__).parent, ROOT / "scripts", ROOT]))
@@ -170,7 +170,7 @@ def test_a_process_is_lost_while_jax_connects(checkpoint, tmp_path):
 )
 def test_a_train_step_in_which_one_process_is_stuck(place, line):
     """It goes on to send signs of life; the others that have done all steps wait for it at their end."""
-    processes = start([place, 4], 4, module="stuck_worker", start_process=start_python, PYTHONPATH=HERE)
+    processes = start([place, 4], 4, module="stuck_worker", PYTHONPATH=HERE)
     codes, errors = finish(processes)
     reason = rf"process 1 is stuck while training \(step 3\), without progress for \d s, {line}; start the run again"
     assert codes == ([0, 5, 0, 0] if place == "collective" else [5] * 4), errors
@@ -180,7 +180,7 @@ def test_a_train_step_in_which_one_process_is_stuck(place, line):
 @pytest.mark.parametrize(("place", "codes"), [("late", [0, 0]), ("absent", [5, 0])])
 def test_a_process_that_does_not_begin_with_the_others(place, codes):
     """The deadline counts from when all have begun; one that never will is named at once."""
-    processes = start([place, 3], 2, module="stuck_worker", start_process=start_python, PYTHONPATH=HERE)
+    processes = start([place, 3], 2, module="stuck_worker", PYTHONPATH=HERE)
     actual, errors = finish(processes)
     assert actual == codes, errors
     message = "process 1 of 2 has come to its end, and process 0 begins work that needs all of them; call the same"
@@ -192,7 +192,7 @@ def test_a_file_that_is_not_read_on_one_host(checkpoint, tmp_path):
     argv = [*arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r"), "--deadline.loading", 5]
     address = f"127.0.0.1:{free_port()}"
     codes, errors = finish([
-        start([each, *argv], 2, [i], address, "faulty_eval", start_python, PYTHONPATH=HERE)[0]
+        start([each, *argv], 2, [i], address, "faulty_eval", PYTHONPATH=HERE)[0]
         for i, each in enumerate(("none", "tokenizer"))
     ])  # fmt: skip
     assert codes == [5, 5], errors
@@ -254,7 +254,7 @@ def test_a_process_that_is_frozen(checkpoint, long_text, tmp_path, count):
 def test_preemption_as_jax_announces_it(checkpoint, long_text, tmp_path):
     """Both processes stop before the same shard, though one of them has received SIGTERM, and JAX handles it."""
     argv = [*arguments(checkpoint, long_text, tmp_path / "r", *LANES), "--task.shard", 16]
-    processes = start(argv, 2, module="preempted_worker", start_process=start_python, PYTHONPATH=HERE)
+    processes = start(argv, 2, module="preempted_worker", PYTHONPATH=HERE)
     read_until(processes[0], "evaluating: ")
     processes[1].send_signal(signal.SIGTERM)
     outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
@@ -270,9 +270,7 @@ def test_a_run_that_is_too_slow(checkpoint, tmp_path, shard, code):
     text, results = tmp_path / "text.txt", tmp_path / "r"
     text.write_text(" ".join(f"t{i % 256}" for i in range(1000)))
     argv = arguments(checkpoint, text, results, *LANES, "--gate.factor", 1e9, "--gate.stop", "true")
-    codes, errors = finish(
-        start([*argv, "--workload.position", 8, "--task.shard", shard], 2, start_process=start_python)
-    )
+    codes, errors = finish(start([*argv, "--workload.position", 8, "--task.shard", shard], 2))
     assert codes == [code] * 2, errors
     assert "WARNING" in errors[0] and "below gate.factor 1e+09" in errors[0]
     assert (results / "summary.json").exists() == (code == 0)
@@ -293,7 +291,7 @@ def test_stacks_on_demand(checkpoint, long_text, tmp_path):
     """SIGUSR1 to all processes has them written, and the run goes on, here until SIGTERM ends it after a shard."""
     results, address = tmp_path / "r", f"127.0.0.1:{free_port()}"
     argv = [*arguments(checkpoint, long_text, results, *LANES), "--task.shard", 16]
-    processes = start(argv, 2, address=address, start_process=start_python)
+    processes = start(argv, 2, address=address)
     read_until(processes[0], "evaluating: ")
     started = {int(path.name) for path in Path("/proc").glob("[0-9]*") if is_part_of(path, address)}
     pids = started | {process.pid for process in processes}

@@ -157,7 +157,7 @@ def test_an_asynchronous_call_with_a_collective_inside():
 def test_a_call_without_operands_transfers_nothing_before_an_update_hands_them_over(busy):
     """Sparse cores are started before the array is computed that they send; only work behind it overlaps."""
     result = step(
-        "%g = ((), (), s32[]) call-start(), async_execution_thread=\"sparsecore\", to_apply=%begin",
+        '%g = ((), (), s32[]) call-start(), async_execution_thread="sparsecore", to_apply=%begin',
         work("w", 3),
         "%u = ((f32[7500000]), f32[30000000]) call-update(%g, %x)",
         work("v", busy),
