@@ -1,8 +1,8 @@
 """python scripts/bench_levanter.py [--output docs/benchmarks/levanter.md] [--only llama8b,gemma7b]
 
 Lints ten training configurations for Levanter (configs/levanter/training), and has the TPU compiler compile each: the
-program has the loss of the installed Levanter. Needs no TPU; takes twenty minutes to two hours on 2 cores, and a compile that was made
-before is read from the cache of `shardplan verify`.
+program has the loss of the installed Levanter. Needs no TPU; takes twenty minutes to two hours on 2 cores, and a
+compile that was made before is read from the cache of `shardplan verify`.
 """
 
 import argparse

@@ -37,6 +37,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from processes import fork_python
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shardplan.__main__ import main
@@ -209,14 +210,10 @@ def transformers_losses(folder: Path) -> np.ndarray:
 
 
 def start(*argv):
-    """`python -m shardplan.<argv>`, from the repository's root."""
-    return subprocess.run(
-        [sys.executable, "-m", f"shardplan.{argv[0]}", *map(str, argv[1:])],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
+    """`python -m shardplan.<argv>`, from the repository's root, in a process of its own."""
+    process = fork_python(["-m", f"shardplan.{argv[0]}", *argv[1:]])
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
 def run(*argv):

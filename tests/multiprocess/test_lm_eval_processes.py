@@ -3,12 +3,11 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 from compare_lm_eval import FOLDER, largest_differences, make_checkpoint
 from conftest import ROOT
+from processes import fork_python
 from test_eval import TIMEOUT, free_port
 
 
@@ -16,24 +15,14 @@ def run_processes(tmp_path, *settings):
     """(exit code, stdout, stderr) of two processes, each with its arguments of `lm_eval.simple_evaluate`."""
     address, checkpoint = f"127.0.0.1:{free_port()}", make_checkpoint("llama", tmp_path / "llama")
     processes = [
-        subprocess.Popen(
-            [sys.executable, "tests/multiprocess/lm_eval_worker.py", str(checkpoint), json.dumps(settings[number])],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]),
-                "JAX_PLATFORMS": "cpu",
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": "2",
-                "JAX_PROCESS_ID": str(number),
-                "HF_DATASETS_CACHE": str(tmp_path / f"datasets {number}"),
-            },
+        fork_python(
+            ["tests/multiprocess/lm_eval_worker.py", checkpoint, json.dumps(settings[number])],
+            PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]),
+            JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(number),
+            HF_DATASETS_CACHE=str(tmp_path / f"datasets {number}"),
         )
         for number in range(2)
-    ]
+    ]  # fmt: skip
     outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
