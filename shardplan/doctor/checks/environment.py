@@ -13,7 +13,7 @@ from shardplan.runtime.environment import (
     PROCESS_ID,
     read_process_variables,
 )
-from shardplan.search.result.compiler_options import PLANNED
+from shardplan.search.result.compiler_options import planned_options
 
 XLA_FLAGS, LIBTPU_FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 LIBTPU_PREFIXES = ("xla_tpu_", "xla_jf_")
@@ -89,7 +89,7 @@ def _compiler_options(subject: HostSubject) -> Mapping[str, str]:
     """Return the options that the step is compiled with; for a plan that is not made yet, those of all plans."""
     if subject.plan is not None:
         return subject.plan.compiler_options
-    return PLANNED if subject.tpu_slice is not None else {}
+    return planned_options(subject.tpu_slice) if subject.tpu_slice is not None else {}
 
 
 def _summary() -> str:

@@ -21,7 +21,7 @@ from shardplan.plan.mapping import AxisMapping, MeshAxes
 from shardplan.plan.parameters import ParameterPlan
 from shardplan.plan.plan import Collective, CostPlan, HardwareInfo, MemoryPlan, ModelInfo, Plan, SearchInfo
 from shardplan.program.tasks import Step
-from shardplan.search.result.compiler_options import PLANNED
+from shardplan.search.result.compiler_options import planned_options
 from shardplan.search.result.plan_details import plan_details
 
 
@@ -103,7 +103,7 @@ def build_plan(
         cost=replace(cost, model_flops=model_flops(model, workload)),
         search=search,
         attention=with_kernels(step, assignment),
-        compiler_options={} if hardware.is_cpu else dict(PLANNED),
+        compiler_options=planned_options(hardware),
         versions=_versions(),
         details=plan_details(step, assignment, hardware),
     )

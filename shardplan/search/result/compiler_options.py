@@ -3,6 +3,8 @@
 They are libtpu's options, passed as jit's `compiler_options` or, at run time, in LIBTPU_INIT_ARGS.
 """
 
+from shardplan.hardware import Slice
+
 NO_WINDOWED_EINSUM = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 """Matmuls keep their all-gather instead of becoming loops of collective-permutes and small matmuls."""
 ASYNC_COLLECTIVES = {
@@ -13,14 +15,37 @@ ASYNC_COLLECTIVES = {
     "xla_enable_async_all_reduce": "true",
 }
 """Collectives run concurrently with matmuls, inside fusions."""
+SPARSE_CORE_GATHERS = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
+}
+"""All-gathers run on the sparse cores, beside matmuls, along one to three dimensions of the torus."""
 
 CURATED: dict[str, dict[str, str]] = {
     "default options": {},
     "no windowed einsum": NO_WINDOWED_EINSUM,
     "async collectives": ASYNC_COLLECTIVES,
     "async collectives, no windowed einsum": {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES},
-}
+    "async collectives, gathers on sparse cores, no windowed einsum": {
+        **NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES, **SPARSE_CORE_GATHERS,
+    },
+}  # fmt: skip
 """Name -> options; `shardplan verify --options auto` tries each."""
 
-PLANNED = CURATED["async collectives, no windowed einsum"]
-"""The options of plans for TPUs, which their times are estimated for."""
+GATHERING_ON_SPARSE_CORES = ("v5p", "v6e")
+"""Generations whose gathers overlap nothing elsewhere, in libtpu 0.0.48 (docs/log.md). On v4 gathers overlap more in
+fusions, and tpu7x uses its sparse cores without being told."""
+
+
+def planned_options(hardware: Slice) -> dict[str, str]:
+    """Return the options of plans for a slice, which their times are estimated for.
+
+    >>> from shardplan.hardware import parse_slice
+    >>> planned_options(parse_slice("cpu-8"))
+    {}
+    """
+    if hardware.is_cpu:
+        return {}
+    gathers = SPARSE_CORE_GATHERS if hardware.generation.name in GATHERING_ON_SPARSE_CORES else {}
+    return {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES, **gathers}
