@@ -13,8 +13,8 @@ from shardplan.hardware import GIB
 
 PAGE = (ROOT / "docs" / "benchmarks" / "levanter.md").read_text()
 BOUNDS = {
-    "llama8b": 0.01, "gemma7b": 0.02, "mistral7b": 0.02, "qwen3-32b": 0.02, "olmo2-32b": 0.04, "mixtral": 0.01,
-    "llama70b": 0.06, "schedule": 0.03, "bfloat16-lion": 0.09, "average-float32": 0.16,
+    "llama8b": 0.01, "gemma7b": 0.02, "mistral7b": 0.04, "qwen3-32b": 0.02, "olmo2-32b": 0.04, "mixtral": 0.06,
+    "llama70b": 0.06, "schedule": 0.03, "bfloat16-lion": 0.09, "average-float32": 0.14,
 }  # fmt: skip
 """File -> bound of the error of its peak."""
 QUICK = ("llama8b", "mixtral", "schedule")
