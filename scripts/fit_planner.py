@@ -302,7 +302,7 @@ def errors_table(errors: Mapping[str, Sequence[Errors]]) -> str:
             cells = []
             for quantity in ("peak", "received", "step"):
                 values = [abs(value) for e in each if (value := getattr(e, quantity)) is not None]
-                cells.append(f"{statistics.median(values):.1%}, {max(values):.1%}")
+                cells.append(f"{statistics.median(values):.1%}, {max(values):.1%}" if values else "-")
             lines.append(row(name, family, len(each), *cells))
     return "\n".join(lines)
 

@@ -47,7 +47,7 @@ class CloudNames:
     lone_host_chips: int
     """Most chips of a host that is a slice by itself."""
     has_xpk: bool = True
-    """Whether xpk makes clusters of it."""
+    """Whether xpk, Google's command for Kubernetes clusters of TPUs, creates clusters of this generation."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,11 @@ class Generation:
     cloud: CloudNames | None = None
     """None for virtual CPU devices, which no cloud rents out."""
     device_kinds: tuple[str, ...] = ()
-    """What JAX calls the kind of its devices."""
+    """JAX's names for its devices, as in `jax.devices()[0].device_kind`."""
     spellings: tuple[str, ...] = ()
     """What users, clouds and JAX call it instead, in lower case and without separators."""
+    gathers_on_sparse_cores: bool = False
+    """Whether plans ask the compiler to gather on the sparse cores, because gathers overlap nothing elsewhere."""
     factors_of: str | None = None
     """The generation whose fitted factors the cost model takes; None for its own, see `shardplan.cost.calibration`."""
 
@@ -167,6 +169,7 @@ _V5P = Generation(
     cloud=CloudNames("v5p", "v2-alpha-tpuv5", 4),
     device_kinds=("TPU v5", "TPU v5p"),
     spellings=("5p",),
+    gathers_on_sparse_cores=True,
 )
 _V6E = Generation(
     name="v6e",
@@ -185,6 +188,7 @@ _V6E = Generation(
     cloud=CloudNames("v6e", "v2-alpha-tpuv6e", 8),
     device_kinds=("TPU v6 lite", "TPU v6e"),
     spellings=("v6", "6e", "v6lite", "trillium"),
+    gathers_on_sparse_cores=True,
 )
 _TPU7X = Generation(
     name="tpu7x",
@@ -205,6 +209,14 @@ _TPU7X = Generation(
     spellings=("v7", "v7x", "7x", "tpu7", "ironwood"),
 )
 GENERATIONS = {row.name: row for row in (_V3, _V4, _V5E, _V5P, _V6E, _TPU7X)}
+
+
+def device_kinds() -> list[str]:
+    """Return all names of JAX for devices that have hardware data."""
+    kinds: list[str] = []
+    for row in GENERATIONS.values():
+        kinds += row.device_kinds
+    return kinds
 
 
 def generation_of_device(kind: str) -> Generation | None:

@@ -12,11 +12,28 @@ NAME = re.compile(
     r"(?:-(?P<count>[0-9]{1,9})|:(?P<chips>[0-9]{1,9}(?:x[0-9]{1,9})+))"
 )
 """A slice name."""
-CLOUD_SPELLINGS = {row.cloud.type: name for name, row in GENERATIONS.items() if row.cloud and row.cloud.type != name}
+
+
+def _cloud_spellings() -> dict[str, str]:
+    """Return the names of Google Cloud that differ from the names of generations -> the generation."""
+    spellings = {}
+    for name, row in GENERATIONS.items():
+        if row.cloud is not None and row.cloud.type != name:
+            spellings[row.cloud.type] = name
+    return spellings
+
+
+def _generation_spellings() -> dict[str, str]:
+    """Return every spelling of a generation, and of virtual CPU devices -> its name."""
+    spellings = {"cpu": "cpu"}
+    for name, row in GENERATIONS.items():
+        spellings |= dict.fromkeys((name, *row.spellings), name)
+    return spellings
+
+
+CLOUD_SPELLINGS = _cloud_spellings()
 """Generations under the names of Google Cloud that differ, which slice names may have."""
-GENERATION_SPELLINGS = {"cpu": "cpu"} | {
-    spelling: name for name, row in GENERATIONS.items() for spelling in (name, *row.spellings)
-}
+GENERATION_SPELLINGS = _generation_spellings()
 """What Google Cloud, JAX and users call a generation, without separators -> its name. `v5` may be v5e or v5p."""
 _SEPARATORS = r"[\s\-_:/.,]*"
 _GENERATION = "|".join(map(_SEPARATORS.join, sorted(GENERATION_SPELLINGS, key=len, reverse=True)))

@@ -16,8 +16,8 @@ from jax import Device
 from jax.sharding import AxisType, Mesh
 
 from shardplan.errors import ConfigError
-from shardplan.hardware import GENERATIONS, Slice, parse_slice, place_mesh
-from shardplan.hardware.generations import generation_of_device
+from shardplan.hardware import Slice, parse_slice, place_mesh
+from shardplan.hardware.generations import device_kinds, generation_of_device
 from shardplan.runtime.environment import PROCESS_COUNT, ProcessVariables, read_process_variables
 from shardplan.runtime.private_jax import detect_cluster, process_count
 from shardplan.runtime.processes.start import connect_processes
@@ -80,8 +80,7 @@ def slice_from(devices: Sequence[Device]) -> Slice:
     kind = devices[0].device_kind
     generation = generation_of_device(kind)
     if generation is None:
-        valid = ", ".join(kind for row in GENERATIONS.values() for kind in row.device_kinds)
-        raise ConfigError(f"no hardware data for device kind {kind!r}; valid: {valid}")
+        raise ConfigError(f"no hardware data for device kind {kind!r}; valid: {', '.join(device_kinds())}")
     slices = {_slice_index(device) for device in devices}
     coordinates = [device.coords for device in devices if _slice_index(device) == min(slices)]
     sides = [max(axis) - min(axis) + 1 for axis in zip(*coordinates, strict=True)]

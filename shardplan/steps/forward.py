@@ -25,7 +25,7 @@ def compute_activations(
     Args:
         window_starts: int32[batch, position] or int32[position], the index at which each token's window begins, where
             several windows are packed into a sequence: every window has positions from 0 on, and its tokens attend to
-            the results of the same window alone; None for one window.
+            tokens of the same window alone; None for one window.
     """
     mask, settings = model.mask, {}
     if window_starts is not None:

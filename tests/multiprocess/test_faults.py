@@ -30,11 +30,11 @@ def long_text(checkpoint, tmp_path_factory):
     return path
 
 
-def start(argv, count, ids=None, address=None, module="shardplan.eval", start_process=fork_python, **environment):
+def start(argv, count, ids=None, address=None, module="shardplan.eval", **environment):
     """Start the processes `ids` of `count`."""
     together = {"JAX_COORDINATOR_ADDRESS": address or f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
     return [
-        start_process(["-m", module, *argv], JAX_PROCESS_ID=str(i), **together, **environment)
+        fork_python(["-m", module, *argv], JAX_PROCESS_ID=str(i), **together, **environment)
         for i in (range(count) if ids is None else ids)
     ]
 

@@ -86,7 +86,7 @@ def flags_of(text: str) -> Mapping[str, str]:
 
 
 def _compiler_options(subject: HostSubject) -> Mapping[str, str]:
-    """Return the options that the step is compiled with; for a plan that is not made yet, those of all plans."""
+    """Return the options that the step is compiled with, also of a plan that is not made yet."""
     if subject.plan is not None:
         return subject.plan.compiler_options
     return planned_options(subject.tpu_slice) if subject.tpu_slice is not None else {}

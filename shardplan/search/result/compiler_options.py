@@ -33,13 +33,12 @@ CURATED: dict[str, dict[str, str]] = {
 }  # fmt: skip
 """Name -> options; `shardplan verify --options auto` tries each."""
 
-GATHERING_ON_SPARSE_CORES = ("v5p", "v6e")
-"""Generations whose gathers overlap nothing elsewhere, in libtpu 0.0.48 (docs/log.md). On v4 gathers overlap more in
-fusions, and tpu7x uses its sparse cores without being told."""
-
 
 def planned_options(hardware: Slice) -> dict[str, str]:
     """Return the options of plans for a slice, which their times are estimated for.
+
+    On v4 gathers overlap more in fusions than on sparse cores, and tpu7x uses its sparse cores by default
+    (docs/log.md).
 
     >>> from shardplan.hardware import parse_slice
     >>> planned_options(parse_slice("cpu-8"))
@@ -47,5 +46,5 @@ def planned_options(hardware: Slice) -> dict[str, str]:
     """
     if hardware.is_cpu:
         return {}
-    gathers = SPARSE_CORE_GATHERS if hardware.generation.name in GATHERING_ON_SPARSE_CORES else {}
+    gathers = SPARSE_CORE_GATHERS if hardware.generation.gathers_on_sparse_cores else {}
     return {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES, **gathers}
