@@ -1,5 +1,6 @@
 """The stacks of a process that is stuck are in a file, and its line is printed whatever becomes of that file."""
 
+import contextlib
 import os
 import queue
 import re
@@ -48,6 +49,21 @@ def test_the_stacks_of_a_process(tmp_path, monkeypatch):
     assert "this process was loading (lm_head); its last progress was 0 s ago" in text
     assert re.search(r'MainThread \(most recent call first\):(\n .*)*test_stacks\.py", line \d+ in get_stuck\n', text)
     assert text.endswith("\n\nTPU_0: 1.00 of 16.00 GiB in use\n")
+
+
+def test_a_run_that_ends_meanwhile(tmp_path):
+    """The main thread fails as well, and leaves the folder of the run while the stacks are written there."""
+    stacks, path = Stacks(tmp_path / "before.txt"), tmp_path / "stacks.txt"
+    with contextlib.ExitStack() as run:
+        run.enter_context(stacks.in_file(path))
+
+        def device_lines():
+            run.close()
+            return ["TPU_0: 1.00 of 16.00 GiB in use"]
+
+        stacks.device_lines = device_lines
+        assert stacks.write("lost") == f"what this process was doing is in {path}"
+    assert path.read_text().endswith("\nTPU_0: 1.00 of 16.00 GiB in use\n")
 
 
 def test_a_disk_that_is_full(tmp_path, monkeypatch):

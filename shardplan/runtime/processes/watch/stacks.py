@@ -44,11 +44,12 @@ class Stacks:
             A clause that says where they are, or why they are not: the disk may be full, or not answer.
         """
         failure = f"it does not answer for {WRITE_S:.0f} s"
+        path = self._path  # the main thread may leave `in_file` meanwhile
 
         def write() -> None:
             nonlocal failure
             try:
-                self._describe(reason)
+                self._describe(reason, path)
             except Exception as error:  # whatever it is, the reason is to be printed
                 failure = one_line(error)
             else:
@@ -61,8 +62,8 @@ class Stacks:
         except RuntimeError as error:  # too many threads, or, in Python 3.12.0 to 3.12.2, the program is at its end
             failure = one_line(error)
         if failure:
-            return f"what this process was doing could not all be written to {self._path} ({failure})"
-        return f"what this process was doing is in {self._path}"
+            return f"what this process was doing could not all be written to {path} ({failure})"
+        return f"what this process was doing is in {path}"
 
     @contextlib.contextmanager
     def on_signal(self) -> Iterator[None]:
@@ -115,7 +116,7 @@ class Stacks:
             while numbers := signals.read(1):
                 if numbers[0] == signal.SIGUSR1:
                     with contextlib.suppress(Exception):  # of a disk that is full, or of devices that do not answer
-                        self._describe("SIGUSR1")
+                        self._describe("SIGUSR1", self._path)
 
     @contextlib.contextmanager
     def in_file(self, path: Path) -> Iterator[None]:
@@ -145,16 +146,18 @@ class Stacks:
         elif is_new:
             _remove_if_empty(path)
 
-    def _describe(self, reason: str) -> None:
+    def _describe(self, reason: str, path: Path) -> None:
         """Write what the process is doing and its stacks, and then its devices, whose runtime may have failed."""
-        self._write([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}", *self.activity_lines(), *_stack_lines(), ""])
-        self._write(self.device_lines())
+        _append(path, [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}", *self.activity_lines(), *_stack_lines(), ""])
+        _append(path, self.device_lines())
 
-    def _write(self, lines: Iterable[str]) -> None:
-        data = memoryview("".join(f"{line}\n" for line in lines).encode())
-        with open(self._path, "ab", buffering=0) as file:  # a buffer would be written again when the file is closed
-            while data:
-                data = data[file.write(data) :]
+
+def _append(path: Path, lines: Iterable[str]) -> None:
+    """Write lines at the end of a file, without a buffer, which would be written again when the file is closed."""
+    data = memoryview("".join(f"{line}\n" for line in lines).encode())
+    with open(path, "ab", buffering=0) as file:
+        while data:
+            data = data[file.write(data) :]
 
 
 def _remove_if_empty(path: Path) -> None:
