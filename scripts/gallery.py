@@ -114,8 +114,6 @@ def _index() -> str:
         headlines={entry.name: make_headline(entry.plan, entry.judgement) for entry in ENTRIES},
         shards=_shards,
         transfers=_transfers,
-        compute=_compute,
-        compiled=_compiled,
         gib=gib_text,
         seconds=seconds_text,
     )
@@ -131,15 +129,3 @@ def _transfers(plan: Plan, kind: str) -> tuple[float, float]:
     assert plan.details is not None
     each = [transfer for task in plan.details.tasks for transfer in task.transfers if transfer.kind == kind]
     return sum(one.seconds for one in each), sum(one.exposed_seconds for one in each)
-
-
-def _compute(plan: Plan, name: str) -> float:
-    """Seconds of a step that tasks take whose label has `name` in it, by the estimate."""
-    assert plan.details is not None
-    return sum(task.compute_seconds for task in plan.details.tasks if name in task.label)
-
-
-def _compiled(judgement: Judgement, name: str) -> float:
-    """Seconds of a step that operations take which have `name` in them, by the compiler."""
-    assert judgement.time is not None
-    return sum(seconds for label, seconds in judgement.time.ops.items() if name in label)

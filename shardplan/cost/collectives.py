@@ -1,6 +1,6 @@
 """Bytes that devices receive in the collectives of a step. Pure arithmetic."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from shardplan.cost.sharding import ShardingAssignment
@@ -88,8 +88,8 @@ def all_gather_traffic(
         overlap: what computation it can run behind.
     """
     if assignment.compiles_all_gather_to_all_reduce(axes):
-        # an all-reduce is not an independent weight gather that the compiler overlaps, so `overlap` does not apply
-        return all_reduce_traffic(result_bytes, assignment, axes, count, purpose, subject)
+        traffic = all_reduce_traffic(result_bytes, assignment, axes, count, purpose, subject)
+        return replace(traffic, overlap=overlap) if assignment.quirks.overlaps_sums else traffic
     size = _bytes_of_others(result_bytes, assignment, axes, count)
     return Traffic(CollectiveKind.ALL_GATHER, axes, size, count, purpose, subject, overlap)
 

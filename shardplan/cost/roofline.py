@@ -1,9 +1,10 @@
 """Time of a step under a mapping, task by task. Pure.
 
-A matmul takes its FLOPs at peak, or its bytes from HBM where that is longer, times a factor for what the compiler's own
-cycles add to that; elementwise work takes its bytes, likewise. Gathers of parameters depend on no other task, and
-overlap with matmuls as far as the compiler's options allow; tasks wait for all other collectives. The factors are
-fitted to the compiler (`shardplan.cost.calibration`); the rooflines are those of
+A matmul takes its FLOPs at peak, or its bytes from HBM where that is longer, and elementwise work takes its bytes; both
+times a factor for what the compiler's own cycles add to that. Work that only moves elements takes its bytes alone, and
+kernels, lookups and scatters take their rooflines, since the compiler has no cycles for them. Gathers of parameters
+depend on no other task, and overlap with matmuls as far as the compiler's options allow; tasks wait for all other
+collectives. The factors are fitted to the compiler (`shardplan.cost.calibration`); the rooflines are those of
 https://jax-ml.github.io/scaling-book.
 """
 
@@ -16,6 +17,7 @@ from typing import NamedTuple, assert_never
 from shardplan.cost.attention import (
     COMPILED_HOP_SECONDS,
     EXCHANGE_SLOWDOWN,
+    FLOAT32_BYTES,
     MEASURED_HOP_SECONDS,
     MERGE_PASSES,
     kind_of,
@@ -30,9 +32,9 @@ from shardplan.plan.workload.workload import Workload
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import Step, Task, TaskKind
 
-WAITED_PART = 0.5
-"""Part of the gathers of parameters along two dimensions that the compiler does not overlap with anything: of eight
-programs for all generations but v3, 0.33 to 0.66 (docs/log.md, layouts far from the best)."""
+WAITED_PART = 0.2
+"""Part of the gathers of parameters along two dimensions that the compiler does not overlap with anything: the value at
+which the steps of one program for each generation are nearest (docs/log.md, factors for libtpu 0.0.48)."""
 KERNEL_PRODUCTS_OF_GRADIENTS = 7 / 4
 """Matmuls that the backward kernels of attention compute, divided by the four that its gradients need: the kernel for
 queries has three, that for keys and values has four, because each computes the scores again."""
@@ -68,9 +70,11 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
         case TaskKind.CONTRACTION:
             if task.batched and min(cost.matmul.rows, cost.matmul.columns) == 1:
                 return calibration.vectors * memory_seconds  # matrix-vector products do not use the matrix unit
-            matmul_seconds = calibration.products * max(cost.matmul.padded_flops / flops_rate, memory_seconds)
+            matmul_seconds = max(cost.matmul.padded_flops / flops_rate, memory_seconds)
+            if task.groups > 1:  # a kernel
+                return matmul_seconds + calibration.elementwise * _conversion_bytes(task, cost, calibration) / bandwidth
             copied = cost.reordered_weight_bytes + cost.local_weight_bytes
-            return matmul_seconds + calibration.copying * copied / bandwidth
+            return calibration.products * matmul_seconds + calibration.copying * copied / bandwidth
         case TaskKind.ATTENTION:
             products = KERNEL_PRODUCTS_OF_GRADIENTS if task.is_backward and cost.has_kernel else 1.0
             attention_seconds = products * cost.unmasked_fraction * cost.matmul.flops / flops_rate
@@ -79,17 +83,21 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             if not cost.has_kernel:
                 attention_seconds = max(attention_seconds, cost.unmasked_fraction * memory_seconds)
             return merge_seconds + attention_seconds
-        case (
-            TaskKind.LOOKUP
-            | TaskKind.SCATTER_ADD
-            | TaskKind.SELECTION
-            | TaskKind.RESHARD
-            | TaskKind.COLLECTIVE
-            | TaskKind.ELEMENTWISE
-        ):
-            return calibration.elementwise * memory_seconds
+        case TaskKind.LOOKUP | TaskKind.SCATTER_ADD | TaskKind.RESHARD | TaskKind.COLLECTIVE:
+            return memory_seconds
+        case TaskKind.SELECTION | TaskKind.ELEMENTWISE:
+            return memory_seconds if task.is_move else calibration.elementwise * memory_seconds
         case _:
             assert_never(task.kind)
+
+
+def _conversion_bytes(task: Task, cost: DeviceCost, calibration: Calibration) -> float:
+    """Bytes that are read and written to convert rows that a kernel of grouped matmuls has written in float32."""
+    rows = task.results[0]
+    if not calibration.quirks.wide_rows or task.operands[1].weight is None or rows.itemsize >= FLOAT32_BYTES:
+        return 0.0
+    matmul = cost.matmul
+    return matmul.count * matmul.rows * matmul.columns * (FLOAT32_BYTES + rows.itemsize)
 
 
 def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration) -> TaskSeconds:

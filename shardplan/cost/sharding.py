@@ -22,6 +22,8 @@ class CompilerQuirks:
 
     gathers_become_sums_from: int | None = None
     """Smallest number of devices for which an all-gather is compiled to an all-reduce of zero-padded shards."""
+    overlaps_sums: bool = False
+    """Whether an all-gather that is compiled to an all-reduce overlaps with matmuls as the all-gather would."""
     scatters_over_slice: bool = False
     """Whether a reduce-scatter over all devices of a slice is compiled as one; otherwise it becomes an all-reduce."""
     copies_stacks: bool = False

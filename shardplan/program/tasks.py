@@ -71,6 +71,8 @@ class Task:
     is_on_parameters: bool = False
     """Of elementwise work: whether all arrays are parameters, copies of them or gradients, which have the stored
     sharding between matmuls."""
+    is_move: bool = False
+    """Of elementwise work: whether the last operation chooses or moves elements, and computes none."""
     is_local: bool = False
     """Whether each device computes it by itself, in a `shard_map`: a collective there sums what devices have computed,
     along the mesh axes that do not shard its result."""
@@ -95,7 +97,8 @@ class Task:
         """The number of matmuls, and the sizes of their inner dimension, rows and columns; each with its axes."""
         (left, right, *_), result = self.operands, self.results[0]
         free = set(result.axes) - {name for name, _ in (*self.batched, *self.contracted)}
-        inner, count = math.prod(size for _, size in self.contracted), math.prod(size for _, size in self.batched)
+        inner: float = math.prod(size for _, size in self.contracted)
+        count = math.prod(size for _, size in self.batched)
         if self.groups == 1:
             # a convolution multiplies an element of the first operand several times
             columns = right.elements / (inner * count)
@@ -104,8 +107,8 @@ class Task:
             rows = left.elements / (inner * count)
             columns = result.elements / (rows * count)
             if any(name is None for name, _ in self.contracted):
-                # every group multiplies all rows, with the rows of other groups as zeros
-                count, columns = self.groups, columns / self.groups
+                # a gradient of the matrices: each sums over the rows of its own group
+                count, inner, columns = self.groups, inner / self.groups, columns / self.groups
         row_axes, column_axes = (
             tuple(factor for factor in array.factors if factor[0] in free) for array in (left, right)
         )

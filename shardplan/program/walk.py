@@ -16,6 +16,7 @@ from shardplan.program.fusion.siblings import fuse_with_siblings
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.marked_attention import kind_of_label, without_mark
 from shardplan.program.named_arrays import TracedArray, is_scores
+from shardplan.program.naming.primitives import find_primitive
 from shardplan.program.operations import Operation, OperationKind
 from shardplan.program.tasks import PointLabel, Step, Task, TaskKind, sums_over_queries
 from shardplan.program.trace import ArrayClass, Trace
@@ -356,8 +357,8 @@ class _Sequence:
         if operation.kind == OperationKind.ELEMENTWISE:
             matmuls = fusion.fused_matmuls(operation)
             of_matmuls = {fusion.base_of(operand) for matmul in matmuls for operand in matmul.operands}
-            reads = sorted(value for value in fusion.reads(operation) - of_matmuls if self.arrays[value].axes)
-            writes = [result for result in operation.results if result in fusion.written]
+            moved, writes = fusion.moved(operation)
+            reads = sorted(value for value in moved - of_matmuls if self.arrays[value].axes)
         else:
             reads, writes = list(operation.operands), list(operation.results)
         if operation.kind == OperationKind.RESHARD:
@@ -381,6 +382,7 @@ class _Sequence:
             first_used_weights=first_used,
             reduces_partial_sums=not is_matmul
             or (not operation.is_local and fusion.reduces_partial_sums(operation.results[0])),
+            is_move=operation.kind == OperationKind.ELEMENTWISE and find_primitive(operation.primitive).is_move,
             is_local=operation.is_local,
             routed=frozenset(
                 self.arrays[value]

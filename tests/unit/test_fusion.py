@@ -125,6 +125,31 @@ def test_a_fused_matmul_is_counted_once_where_its_result_is_used_again(reads):
     assert sum(task.kind == "contraction" for task in step.tasks) == 1 + reads
 
 
+@pytest.mark.parametrize(
+    ("function", "read", "written", "is_move"),
+    [
+        (lambda x: block_of(x) @ jnp.ones((WIDTH, 4)), [16 * WIDTH], [16 * WIDTH], True),
+        (lambda x: jnp.sin(block_of(x)) @ jnp.ones((WIDTH, 4)), [16 * WIDTH], [16 * WIDTH], False),
+        (
+            lambda x: jax.lax.dynamic_update_slice(x, jnp.ones((16, WIDTH)), (4, 0)) @ jnp.ones((WIDTH, 4)),
+            [],
+            [128],
+            True,
+        ),
+        (lambda x: jnp.where(x > 0, x, 0) @ jnp.ones((WIDTH, 4)), [LENGTH * WIDTH], [LENGTH * WIDTH], True),
+    ],
+)
+def test_what_is_moved(function, read, written, is_move):
+    """Of an array that is sliced, or into which a slice is written, the slice alone is read and written."""
+    task = next(task for task in build_step(traced(function, 2)).tasks if task.kind == "elementwise")
+    assert [array.elements for array in task.operands] == read
+    assert [array.elements for array in task.results] == written and task.is_move == is_move
+
+
+def block_of(x):
+    return jax.lax.dynamic_slice(x, (4, 0), (16, WIDTH))
+
+
 def test_an_inner_jit_with_constants():
     """What an inner function captures is a constant of its jaxpr, not an argument."""
     table = jnp.arange(LENGTH, dtype=jnp.float32)

@@ -71,7 +71,9 @@ def test_every_combination_of_open_values_is_tried_once(make_config):
 
 def test_checkpointing_can_be_chosen(llama_model, llama_config):
     roomy = make_plan(
-        llama_config(hardware_slice="v5p-64", workload_kind="train", workload_gradient_checkpointing="auto"),
+        llama_config(
+            hardware_slice="v5p-64", workload_kind="train", workload_batch=32, workload_gradient_checkpointing="auto"
+        ),
         llama_model,
     )
     tight = make_plan(

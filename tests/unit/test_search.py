@@ -308,8 +308,10 @@ def test_405b_on_v4_256(make_config):
     assert plan.compute_mapping["position"] and plan.attention.strategy == "all_gather"
     for parameter in plan.parameters:
         size = 2 * math.prod(parameter.axes.values())
-        if "layer" in parameter.axes and size > 2**24:  # everything but the norms, the embedding and the head
+        if "mlp" in parameter.axes:
             assert parameter.bytes_per_device == size // 128, parameter.path
+        elif "layer" in parameter.axes and len(parameter.axes) > 2:  # where memory allows it, what is not gathered
+            assert parameter.bytes_per_device in (size // 4, size // 128), parameter.path
     assert plan.memory.peak < plan.memory.available
     # with at most one sequence per device, the matmuls alone take 1.5 s at peak FLOP/s
     assert 1.5 < plan.cost.compute_seconds < plan.cost.step_seconds < 3

@@ -90,11 +90,14 @@ class Fusion:
                 self._sums[result] = self._find_sum(result)
         self.written = {value for value in self._producer if self._is_written(value)}
         self._sources: dict[int, frozenset[int]] = {}
+        self._parts: dict[int, frozenset[int]] = {}
+        """Value -> as its sources, with slices in place of the values that they are taken from."""
         self._fused: dict[int, frozenset[int]] = {}
         """Value -> the matmuls that are fused with the elementwise operations that compute it."""
         for operation in operations:
             for result in operation.results:
                 self._sources[result], self._fused[result] = self._find_sources(operation, result)
+                self._parts[result] = self._find_parts(operation, result)
         self.held_for_outputs = set[int]().union(*(self.sources(self.base_of(value)) for value in outputs))
         """Values that stay in memory until the end of the sequence, because outputs are computed from them."""
 
@@ -117,6 +120,20 @@ class Fusion:
     def reads(self, operation: Operation) -> set[int]:
         """The values in memory that an operation reads, directly or through what is fused into it."""
         return set[int]().union(*(self.sources(self.base_of(operand)) for operand in operation.operands))
+
+    def moved(self, operation: Operation) -> tuple[set[int], list[int]]:
+        """Return what an elementwise operation reads and writes with all that is fused into it, matmuls included.
+
+        Of a value that is sliced, or into which a slice is written, it is the slice.
+        """
+        operands = [self.base_of(operand) for operand in operation.operands]
+        primitive = find_primitive(operation.primitive)
+        if primitive.is_update and operands[0] in self.sources(operands[0]):
+            return set(self._parts_of(operands[1])), [operation.operands[1]]
+        writes = [result for result in operation.results if result in self.written]
+        if primitive.is_slice and operands[0] in self.sources(operands[0]):
+            return {*operation.results}.union(*map(self._parts_of, operands[1:])), writes
+        return set[int]().union(*map(self._parts_of, operands)), writes
 
     def factors_of(self, value: int) -> tuple[int, ...]:
         """The two values whose elements are multiplied, without a sum, to make `value`; else `value` alone."""
@@ -230,6 +247,17 @@ class Fusion:
         if operation.kind == OperationKind.CONTRACTION:
             return sources, NOTHING if is_scores(self.arrays[value]) else frozenset({value})
         return sources, NOTHING.union(*(self._fused.get(operand, NOTHING) for operand in operands))
+
+    def _parts_of(self, value: int) -> frozenset[int]:
+        """The values or slices of values from which `value` is computed; `value` itself if it is in memory."""
+        return self._parts.get(value, frozenset({value}))
+
+    def _find_parts(self, operation: Operation, value: int) -> frozenset[int]:
+        """Find the values or slices of values from which a result is computed."""
+        is_slice = operation.kind == OperationKind.ELEMENTWISE and find_primitive(operation.primitive).is_slice
+        if value in self.written or operation.kind not in FUSIBLE or is_slice:
+            return frozenset({value})
+        return NOTHING.union(*(self._parts_of(self.base_of(operand)) for operand in operation.operands))
 
     def _is_view(self, operation: Operation) -> bool:
         """Whether an elementwise result exists only as its operand: a view of it, or what is cheap to compute again.

@@ -51,6 +51,12 @@ class Primitive:
     """Whether the result combines all elements along a dimension, so that all of them are needed first."""
     is_rewrite: bool = False
     """Whether an array is written in another form; a compiler moves it out of a loop if the array does not change."""
+    is_move: bool = False
+    """Whether elements are chosen or moved, and none is computed."""
+    is_slice: bool = False
+    """Whether no more of the first operand is read than the result has."""
+    is_update: bool = False
+    """Whether the second operand is written into the first, and nothing else of it is read or written."""
     ordered_dimensions: str | None = None
     """The parameter with the dimensions along which elements are ordered or accumulated."""
     result_dimensions: Callable[[Mapping[str, Any]], Sequence[int]] | None = None
@@ -66,7 +72,7 @@ ROWS = (
         "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag",
         "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min",
         "mulhi", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "polygamma", "population_count", "pow",
-        "real", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
+        "real", "regularized_incomplete_beta", "rem", "round", "rsqrt", "shift_left",
         "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
         "xor",
     )),
@@ -85,9 +91,11 @@ ROWS = (
     Primitive(("reshape", "squeeze", "expand_dims"), reshape, is_view=True),
     Primitive(("sharding_constraint",), constrain, is_view=True),
     Primitive(("slice",), resize, is_view=True),
-    Primitive(("dynamic_slice", "concatenate", "split"), resize),
-    Primitive(("pad",), resize, is_rewrite=True),
-    Primitive(("dynamic_update_slice",), update_slice),
+    Primitive(("select_n",), is_move=True),
+    Primitive(("dynamic_slice",), resize, is_move=True, is_slice=True),
+    Primitive(("concatenate", "split"), resize, is_move=True),
+    Primitive(("pad",), resize, is_move=True, is_rewrite=True),
+    Primitive(("dynamic_update_slice",), update_slice, is_move=True, is_update=True),
     Primitive(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), ordered_dimensions="axis"),
     Primitive(("rev",), ordered_dimensions="dimensions"),
     Primitive(("sort",), ordered_dimensions="dimension"),
