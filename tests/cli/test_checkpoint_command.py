@@ -17,7 +17,7 @@ def test_schedule_of_405b_on_v4_256(tmp_path, capsys):
     assert forecast["checkpoint_bytes"] == 2 * 405_853_388_800
     assert 1 <= forecast["times_read"] < 1.0001
     assert forecast["seconds"] == pytest.approx(forecast["checkpoint_bytes"] / 32 / 25e9, rel=0.01)
-    assert max(ranges["count"] for ranges in forecast["processes"].values()) < 1500
+    assert all(ranges["bytes"] / ranges["count"] > 10e6 for ranges in forecast["processes"].values())
     text = capsys.readouterr().out
     assert "all-to-all over data" in text and "1.000 x the 755.96 GiB of the checkpoint" in text
 
