@@ -34,11 +34,11 @@ class Calibration:
     """Factors on rooflines for one TPU generation, under the compiler options that plans carry."""
 
     products: float = 1.0
-    """Time of matmuls, relative to that of their padded FLOPs at peak (or of their bytes, if longer)."""
+    """Time of matmuls, but for grouped ones, relative to their padded FLOPs at peak (or their bytes, if longer)."""
     vectors: float = 1.0
     """Time of matrix-vector products, one for every token, relative to that of their bytes at HBM bandwidth."""
     elementwise: float = 1.0
-    """Time of elementwise work, relative to that of its bytes at HBM bandwidth."""
+    """Time of elementwise work that computes elements, relative to that of its bytes at HBM bandwidth."""
     copying: float = 1.0
     """Time to copy gathered parameters into another order, and a device's own shards into a gathered array, relative
     to that of their bytes at HBM bandwidth."""
