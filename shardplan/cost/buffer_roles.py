@@ -186,8 +186,8 @@ ROWS = (
     ),
     Role(
         BufferRole.PREFETCHED_WEIGHT,
-        "A parameter that the compiler gathers during the loop before its first use.",
-        "From that loop to the first use.",
+        "A parameter that the compiler gathers with all others of the body of a loop.",
+        "From the start of the body to the first use.",
         prefetched_bytes,
         MemoryPart.GATHERED_WEIGHTS,
     ),

@@ -314,20 +314,20 @@ def _lookup_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traf
     table, result = task.operands[0], task.results[0]
     if table.weight is None:
         return
-    steps, count = partition_lookup(table, result, assignment), task.executions
-    purpose, subject = Purpose.LOOKUPS, table.weight
-    if steps.table_gather_axes:
-        yield all_gather_traffic(
-            steps.gathered_table_bytes, assignment, steps.table_gather_axes, count, purpose, subject
-        )
-    if steps.row_axes:
-        yield all_reduce_traffic(steps.local_result_bytes, assignment, steps.row_axes, count, purpose, subject)
-    if steps.token_gather_axes:
-        yield all_gather_traffic(steps.token_gather_bytes, assignment, steps.token_gather_axes, count, purpose, subject)
-    if steps.uses_all_to_all:
-        yield all_to_all_traffic(steps.token_gather_bytes, assignment, steps.column_axes, count, purpose, subject)
-    elif steps.column_axes:
-        yield all_gather_traffic(steps.all_columns_bytes, assignment, steps.column_axes, count, purpose, subject)
+    count, purpose, subject = task.executions, Purpose.LOOKUPS, table.weight
+    for step in partition_lookup(table, result, assignment).steps:
+        size, axes = step.bytes_after, step.axes
+        match step.kind:
+            case CollectiveKind.ALL_GATHER:
+                traffic = all_gather_traffic(size, assignment, axes, count, purpose, subject)
+            case CollectiveKind.ALL_REDUCE:
+                traffic = all_reduce_traffic(size, assignment, axes, count, purpose, subject)
+            case CollectiveKind.ALL_TO_ALL:
+                traffic = all_to_all_traffic(size, assignment, axes, count, purpose, subject)
+            case _:
+                raise ValueError(f"no rule for the collective {step.kind}")
+        others, others_along_axes = 1 - 1 / step.devices, 1 - 1 / mesh_size(assignment.mesh, axes)
+        yield replace(traffic, bytes=traffic.bytes * others / others_along_axes)
 
 
 def _scatter_add_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:

@@ -1,46 +1,65 @@
-"""Lookups of rows in a sharded table, as the partitioner splits them into local lookups and collectives. Pure.
+"""Lookups of rows in a sharded table, as XLA's partitioner splits them into local lookups and collectives. Pure.
 
-The rules are those of XLA's partitioner in jaxlib 0.10.2, read from what it compiles for a table of 128256 x 8192 with
-all shardings of rows, columns, and tokens by three mesh axes.
+The partitioner has three methods. Each divides the devices into groups, and leaves a smaller lookup to every group,
+which is split in the same way until the table of a group is not sharded:
+
+- *by tokens*: a group looks up its own tokens. The table is gathered as far as a group would not hold all of it.
+- *by columns*: a group looks up the tokens of all groups in its columns; then the columns are gathered, or exchanged
+  for tokens.
+- *by rows*: a group looks up the tokens of all groups in its rows, and has zeros for others; the results are summed.
+
+It takes the method whose largest array is smallest, and of equal ones the one that moves fewer bytes. To compare them
+it assumes that the lookup of a group is not split: the table of the group is gathered, and each of its devices looks up
+all of the group's tokens. These are the rules of `spmd/gather_scatter_handler` in XLA (jaxlib 0.11);
+`tests/compiler/test_lookup.py` compares what follows from them with compiled lookups. Only numbers of shards matter:
+where the devices that share a shard of the table are others than those that share tokens, shards are permuted, which
+has no price here.
 """
 
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from itertools import combinations
+from typing import NamedTuple
 
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.plan.mapping import MeshAxes, mesh_size
+from shardplan.hardware import CollectiveKind
+from shardplan.plan.mapping import MeshAxes, MeshShape, mesh_size
 from shardplan.program.named_arrays import TracedArray
 
-MIN_RATIO_TO_UNSHARD_TABLE = 1.2
-"""Smallest ratio of the result's elements to the table's from which the result keeps its sharding, not the table, where
-two dimensions of the tokens are sharded."""
+INDEX_BYTES = 4
+"""Bytes of the index of a token."""
+
+
+@dataclass(frozen=True)
+class LookupStep:
+    """A collective of a lookup; bytes are those of one device."""
+
+    kind: CollectiveKind
+    axes: MeshAxes
+    """Mesh axes whose devices exchange data."""
+    devices: int
+    """Number of devices that exchange data with each other; fewer than along `axes`, where these are split."""
+    bytes_before: float
+    bytes_after: float
+    is_of_table: bool = False
+    """Whether the table is gathered, before rows are looked up; all other steps are of the result."""
 
 
 @dataclass(frozen=True)
 class PartitionedLookup:
-    """The steps of a lookup, in order; bytes are those of one device."""
+    """The collectives of a lookup, in order."""
 
-    table_gather_axes: MeshAxes
-    """Mesh axes over which the table is gathered first."""
-    gathered_table_bytes: float
-    """Bytes of the table after that gather; 0 without one."""
-    row_axes: MeshAxes
-    """Mesh axes that still shard the table's rows: partial results are summed over them."""
-    local_result_bytes: float
-    """Bytes that a device looks up in its shard; devices with other rows must look up the same tokens."""
-    token_gather_axes: MeshAxes
-    """Mesh axes along which devices have looked up different tokens, to be gathered."""
-    token_gather_bytes: float
-    """Bytes after that gather."""
-    column_axes: MeshAxes
-    """Mesh axes that shard the columns until now, and no longer."""
-    all_columns_bytes: float
-    """Bytes once the columns are unsharded."""
-    uses_all_to_all: bool
-    """Whether an all-to-all unshards the columns and shards the tokens; else an all-gather unshards the columns."""
+    steps: tuple[LookupStep, ...]
     result_bytes: float
-    """Bytes of the result in its compute sharding."""
+    """Bytes of the result in its compute sharding, on one device."""
+
+    @property
+    def gathered_table_bytes(self) -> float:
+        """Bytes of the table on a device after its gather; 0 without one."""
+        return max((step.bytes_after for step in self.steps if step.is_of_table), default=0.0)
 
     @property
     def transient_bytes(self) -> float:
@@ -50,10 +69,9 @@ class PartitionedLookup:
         of partial results becomes the result by an all-to-all. Transient arrays that are no larger than the result are
         fused with it.
         """
-        summed = 2 * self.local_result_bytes if self.row_axes else 0.0
-        gathered = self.local_result_bytes + self.token_gather_bytes
-        size = max(summed, gathered, self.token_gather_bytes + self.all_columns_bytes)
-        if self.row_axes and self.uses_all_to_all:
+        steps = [step for step in self.steps if not step.is_of_table]
+        size = max((step.bytes_before + step.bytes_after for step in steps), default=0.0)
+        if {CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_TO_ALL} <= {step.kind for step in steps}:
             return size
         return size - self.result_bytes if size > 2 * self.result_bytes else 0.0
 
@@ -62,89 +80,327 @@ def partition_lookup(table: TracedArray, result: TracedArray, assignment: Shardi
     """The steps that look up `result` (tokens and columns) in `table` (rows and columns) in its stored sharding."""
     own = assignment.bytes(result, assignment.compute)
     if table.weight is None:
-        return PartitionedLookup((), 0.0, (), own, (), own, (), own, uses_all_to_all=False, result_bytes=own)
-    rows, columns = _table_axes(table, result, assignment)
-    token_dims = _token_axes(table, result, assignment)
-    tokens = tuple(axis for axis in assignment.mesh if any(axis in axes for axes in token_dims))
-    gathered: MeshAxes = ()
-    num_devices = math.prod(assignment.mesh.values())
-    uses_all_to_all, is_replicated = not set(tokens).isdisjoint(columns), False
-    # an all-to-all moves the sharding of columns to one dimension of the tokens, if no other dimension is sharded, and
-    # if this is their sharding, or they use all devices
-    is_part = not rows and set(columns) <= set(tokens) and mesh_size(assignment.mesh, tokens) == num_devices
-    if uses_all_to_all and (len(token_dims) > 1 or not (set(columns) == set(tokens) or is_part)):
-        ratio = result.elements / table.elements
-        row_to_column_shards = mesh_size(assignment.mesh, rows) / mesh_size(assignment.mesh, columns)
-        uses_all_to_all = False
-        if ratio > _min_ratio_to_unshard_table(token_dims, columns, assignment):
-            gathered = tuple(axis for axis in tokens if axis in (*rows, *columns))
-            rows, columns = (), (*rows, *columns)  # what is left of the table's sharding is one of columns
-        elif row_to_column_shards > 1 or (row_to_column_shards == 1 and ratio > 1):
-            gathered = columns
-        else:
-            is_replicated = True
-    elif not columns and not set(rows).isdisjoint(tokens):
-        # either each device looks all tokens up in its rows, or its own in all rows: whose table and result are smaller
-        all_tokens = assignment.bytes(table, assignment.params) + assignment.bytes(result, {})
-        if assignment.bytes(table, {}) + own <= all_tokens:
-            gathered = tuple(axis for axis in tokens if axis in rows)
-            columns = tuple(axis for axis in rows if axis not in gathered)
-            rows = ()
-    table_bytes = assignment.bytes(table, assignment.params) * mesh_size(assignment.mesh, gathered) if gathered else 0.0
-    columns = tuple(axis for axis in columns if axis not in gathered)
-    sharding = (*rows, *columns)
-    copies = _lookups_per_token(rows, columns, tokens, assignment)
-    local_bytes = own * copies / mesh_size(assignment.mesh, columns)
-    gathers_tokens = uses_all_to_all or is_replicated
-    kept = (*sharding, *tokens) if uses_all_to_all else sharding
-    token_gather_axes = tuple(axis for axis in assignment.mesh if axis not in kept) if gathers_tokens else ()
-    parts = mesh_size(assignment.mesh, tuple(axis for axis in token_gather_axes if axis in tokens))
-    gathered_bytes = local_bytes * parts
-    all_columns = assignment.bytes(result, {}) if is_replicated else gathered_bytes if uses_all_to_all else own
-    return PartitionedLookup(
-        gathered, table_bytes, rows, local_bytes, token_gather_axes, gathered_bytes, columns, all_columns,
-        uses_all_to_all, own,
-    )  # fmt: skip
-
-
-def _min_ratio_to_unshard_table(
-    token_dims: Sequence[MeshAxes], columns: MeshAxes, assignment: ShardingAssignment
-) -> float:
-    """Return the ratio of the result's elements to the table's above which the partitioner gathers the table.
-
-    The partitioner compares the largest step of the two forms. Where one dimension of the tokens is sharded, the result
-    keeps the part of this sharding that the columns do not have, while its columns are gathered.
-    """
-    if len(token_dims) > 1:
-        return MIN_RATIO_TO_UNSHARD_TABLE
-    others = tuple(axis for axis in token_dims[0] if axis not in columns)
-    return mesh_size(assignment.mesh, others) / (1 + 1 / mesh_size(assignment.mesh, columns))
-
-
-def _lookups_per_token(rows: MeshAxes, columns: MeshAxes, tokens: MeshAxes, assignment: ShardingAssignment) -> float:
-    """Number of tokens that a device looks up, divided by the number of its own tokens."""
-    shared = tuple(axis for axis in tokens if axis in (*rows, *columns))
-    if columns or not shared:
-        return mesh_size(assignment.mesh, shared)
-    # all devices with the same rows divide the tokens, also along mesh axes that do not shard them
+        return PartitionedLookup((), own)
     mesh = assignment.mesh
-    return mesh_size(mesh, tokens) * mesh_size(mesh, rows) / math.prod(mesh.values())
+    column_factors = tuple(factor for factor in table.factors if factor[0] in result.axes)
+    row_factors = tuple(factor for factor in table.factors if factor[0] not in result.axes)
+    token_factors = tuple(factor for factor in result.factors if factor[0] not in table.axes)
+    kept = assignment.mesh_axes(column_factors)  # the result's columns stay sharded over these mesh axes
+    stored = assignment.mesh_axes(column_factors, assignment.params)
+    columns = _of_several(tuple(axis for axis in stored if axis not in kept), mesh)
+    rows = _of_several(assignment.mesh_axes(row_factors, assignment.params), mesh)
+    dims = (_of_several(assignment.mesh_axes((factor,)), mesh) for factor in token_factors)
+    tokens = [axes for axes in dims if axes]
+    shards = tuple(mesh_size(mesh, axes) for axes in tokens)
+    exchanges = _split(
+        _Lookup(
+            devices=math.prod(mesh.values()) // mesh_size(mesh, kept),
+            rows=mesh_size(mesh, rows),
+            columns=mesh_size(mesh, columns),
+            tokens=shards,
+            result_tokens=shards,
+            table_bytes=table.elements * table.itemsize / mesh_size(mesh, kept),
+            result_bytes=own * math.prod(shards),
+            index_bytes=INDEX_BYTES * math.prod(size for _, size in token_factors),
+            resharding=_resharding(columns, tokens, mesh),
+        )
+    )
+    sharding_tokens = {axis for axes in tokens for axis in axes}
+    axes_of_array = {
+        _Array.TABLE: (*rows, *columns),
+        _Array.SUMS: rows,
+        # tokens are divided among devices first along mesh axes that shard nothing, or rows alone
+        _Array.TOKENS: sorted(_of_several(tuple(mesh), mesh), key=lambda a: (a in sharding_tokens, a in columns)),
+        _Array.COLUMNS: columns,
+    }
+    steps = []
+    for kind, array, devices, size in exchanges:
+        before = size / devices if kind == CollectiveKind.ALL_GATHER else size
+        axes = _axes_of(devices, axes_of_array[array], mesh)
+        steps.append(LookupStep(kind, axes, devices, before, size, is_of_table=array == _Array.TABLE))
+    return PartitionedLookup(tuple(steps), own)
 
 
-def _token_axes(table: TracedArray, result: TracedArray, assignment: ShardingAssignment) -> list[MeshAxes]:
-    """Mesh axes of every sharded dimension of the tokens."""
-    factors = (factor for factor in result.factors if factor[0] not in table.axes)
-    return [axes for factor in factors if (axes := _of_several(assignment.mesh_axes((factor,)), assignment))]
+class _Array(Enum):
+    """What devices exchange in a lookup."""
+
+    TABLE = auto()
+    SUMS = auto()
+    TOKENS = auto()
+    COLUMNS = auto()
 
 
-def _of_several(axes: MeshAxes, assignment: ShardingAssignment) -> MeshAxes:
+class _Exchange(NamedTuple):
+    """A collective of a lookup, before it has mesh axes."""
+
+    kind: CollectiveKind
+    array: _Array
+    devices: int
+    """Number of devices that exchange data with each other."""
+    bytes: float
+    """Bytes on a device afterwards."""
+
+
+class _Resharding(Enum):
+    """How a result whose columns are sharded becomes one whose tokens are."""
+
+    GATHER = auto()
+    """Tokens are sharded already, over other devices than columns: the columns are gathered."""
+    EXCHANGE = auto()
+    """An all-to-all gives a device all columns of its tokens."""
+    REPLICATE = auto()
+    """The partitioner knows no direct way: the result becomes replicated, and a device keeps its tokens."""
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """A lookup by a group of devices; bytes are those of unsharded arrays."""
+
+    devices: int
+    """Number of devices of the group."""
+    rows: int
+    """Shards of the table's rows."""
+    columns: int
+    """Shards of the table's columns; those of the result are not sharded."""
+    tokens: tuple[int, ...]
+    """Shards of each dimension of the tokens."""
+    result_tokens: tuple[int, ...]
+    """Shards of each dimension of the tokens in the result."""
+    table_bytes: float
+    result_bytes: float
+    index_bytes: float
+    resharding: _Resharding
+
+    @property
+    def num_tokens(self) -> int:
+        """Shards of the tokens."""
+        return math.prod(self.tokens)
+
+    @property
+    def result_shards(self) -> int:
+        """Shards of the result."""
+        return math.prod(self.result_tokens)
+
+    @property
+    def resharding_of_group(self) -> _Resharding:
+        """How the lookup of a group reshards columns: the partitioner chooses which of its devices share a shard."""
+        if self.columns * self.result_shards <= self.devices:
+            return _Resharding.GATHER
+        return _Resharding.EXCHANGE if self.columns == self.result_shards else _Resharding.REPLICATE
+
+
+class _Estimate:
+    """The largest array of a method for a whole lookup, and the bytes that it moves."""
+
+    def __init__(self, table: float, result: float, indices: float) -> None:
+        """Every device looks up `result` bytes in `table` bytes, with `indices` bytes of indices."""
+        self.largest = table + result + indices
+        self.moved = 0.0
+
+    def gather(self, before: float, after: float) -> None:
+        """Add an all-gather, unless it is none; its operand and result are in memory together."""
+        if after > before:
+            self.largest = max(self.largest, before + after)
+            self.moved += after
+
+    def exchange(self, size: float) -> None:
+        """Add an all-to-all; its operand and result are in memory together."""
+        self.largest = max(self.largest, 2 * size)
+        self.moved += size
+
+    def sum(self, size: float) -> None:
+        """Add an all-reduce, which is done in place, and moves its array twice."""
+        self.largest = max(self.largest, size)
+        self.moved += 2 * size
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Smaller for the better method."""
+        return self.largest, self.moved
+
+
+@functools.cache
+def _split(lookup: _Lookup) -> tuple[_Exchange, ...]:
+    """The collectives of a lookup, by the method with the least estimate."""
+    methods: list[tuple[_Estimate, Callable[[_Lookup], tuple[_Exchange, ...]]]] = []
+    if lookup.columns > 1:
+        methods.append((_estimate_by_columns(lookup), _split_by_columns))
+    if lookup.rows > 1:
+        methods.append((_estimate_by_rows(lookup), _split_by_rows))
+    if lookup.num_tokens > 1:
+        methods.append((_estimate_by_tokens(lookup), _split_by_tokens))
+    if not methods:
+        return ()
+    _, split = min(methods, key=lambda method: method[0].rank)
+    return split(lookup)
+
+
+def _estimate_by_tokens(lookup: _Lookup) -> _Estimate:
+    size = lookup.result_bytes / lookup.num_tokens
+    held = lookup.table_bytes / (lookup.rows * lookup.columns)
+    kept = lookup.table_bytes / math.prod(_group_table(lookup))
+    estimate = _Estimate(lookup.table_bytes, size, lookup.index_bytes / lookup.num_tokens)
+    estimate.gather(held, kept)
+    estimate.gather(kept, lookup.table_bytes)
+    estimate.gather(size, lookup.result_bytes / lookup.result_shards)
+    return estimate
+
+
+def _split_by_tokens(lookup: _Lookup) -> tuple[_Exchange, ...]:
+    rows, columns = _group_table(lookup)
+    held, kept = lookup.rows * lookup.columns, rows * columns
+    group = replace(
+        lookup,
+        devices=lookup.devices // lookup.num_tokens,
+        rows=rows,
+        columns=columns,
+        tokens=(1,),
+        result_tokens=(1,),
+        result_bytes=lookup.result_bytes / lookup.num_tokens,
+        index_bytes=lookup.index_bytes / lookup.num_tokens,
+    )
+    table = _gather(_Array.TABLE, held // kept, lookup.table_bytes / kept)
+    ratio = lookup.num_tokens // lookup.result_shards
+    tokens = _gather(_Array.TOKENS, ratio, lookup.result_bytes / lookup.result_shards)
+    return (*table, *_split_group(group), *tokens)
+
+
+def _group_table(lookup: _Lookup) -> tuple[int, ...]:
+    """Shards of the table's rows and columns within a group that has its own tokens."""
+    return _group((lookup.rows, lookup.columns), lookup.devices, lookup.num_tokens)
+
+
+def _estimate_by_columns(lookup: _Lookup) -> _Estimate:
+    table, result = lookup.table_bytes / lookup.columns, lookup.result_bytes / lookup.columns
+    whole = lookup.result_bytes / lookup.result_shards
+    estimate = _Estimate(table, result, lookup.index_bytes)
+    estimate.gather(table / lookup.rows, table)
+    match lookup.resharding:
+        case _Resharding.GATHER:
+            estimate.gather(whole / lookup.columns, whole)
+        case _Resharding.EXCHANGE:
+            estimate.exchange(whole)
+        case _Resharding.REPLICATE:
+            estimate.gather(result, lookup.result_bytes)
+    return estimate
+
+
+def _split_by_columns(lookup: _Lookup) -> tuple[_Exchange, ...]:
+    columns, whole = lookup.columns, lookup.result_bytes / lookup.result_shards
+    tokens = _group(lookup.tokens, lookup.devices, columns)
+    match lookup.resharding:
+        case _Resharding.GATHER:
+            result_tokens = tuple(map(min, tokens, lookup.result_tokens))
+            last = _gather(_Array.COLUMNS, columns, whole)
+        case _Resharding.EXCHANGE:
+            result_tokens = (lookup.result_shards // columns,)  # each keeps the tokens that it will exchange
+            last = (_Exchange(CollectiveKind.ALL_TO_ALL, _Array.COLUMNS, columns, whole),)
+        case _Resharding.REPLICATE:
+            result_tokens = (1,)
+            last = _gather(_Array.COLUMNS, columns, lookup.result_bytes)
+    group = replace(
+        lookup,
+        devices=lookup.devices // columns,
+        columns=1,
+        tokens=tokens,
+        result_tokens=result_tokens,
+        table_bytes=lookup.table_bytes / columns,
+        result_bytes=lookup.result_bytes / columns,
+    )
+    return (*_split_group(group), *last)
+
+
+def _estimate_by_rows(lookup: _Lookup) -> _Estimate:
+    table = lookup.table_bytes / lookup.rows
+    summed = lookup.result_bytes / math.prod(_group_of_rows(lookup)[1])
+    estimate = _Estimate(table, lookup.result_bytes, lookup.index_bytes)
+    estimate.gather(table / lookup.columns, table)
+    estimate.sum(summed)
+    estimate.gather(summed, lookup.result_bytes / lookup.result_shards)
+    return estimate
+
+
+def _split_by_rows(lookup: _Lookup) -> tuple[_Exchange, ...]:
+    tokens, result_tokens = _group_of_rows(lookup)
+    group = replace(
+        lookup,
+        devices=lookup.devices // lookup.rows,
+        rows=1,
+        tokens=tokens,
+        result_tokens=result_tokens,
+        table_bytes=lookup.table_bytes / lookup.rows,
+    )
+    summed = math.prod(result_tokens)
+    sums = _Exchange(CollectiveKind.ALL_REDUCE, _Array.SUMS, lookup.rows, lookup.result_bytes / summed)
+    ratio, size = summed // lookup.result_shards, lookup.result_bytes / lookup.result_shards
+    return (*_split_group(group), sums, *_gather(_Array.TOKENS, ratio, size))
+
+
+def _group_of_rows(lookup: _Lookup) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shards of the tokens, and of the tokens in the result, within a group that has its own rows.
+
+    Where a group would hold all tokens of one of the two, it has the sharding of the other.
+    """
+    tokens = _group(lookup.tokens, lookup.devices, lookup.rows)
+    result_tokens = _group(lookup.result_tokens, lookup.devices, lookup.rows)
+    if math.prod(result_tokens) == 1:
+        return tokens, tokens
+    return (tokens if math.prod(tokens) > 1 else result_tokens), result_tokens
+
+
+def _split_group(group: _Lookup) -> tuple[_Exchange, ...]:
+    return _split(replace(group, resharding=group.resharding_of_group))
+
+
+def _gather(array: _Array, devices: int, size: float) -> tuple[_Exchange, ...]:
+    """An all-gather to `size` bytes; none where the array is not sharded."""
+    return (_Exchange(CollectiveKind.ALL_GATHER, array, devices, size),) if devices > 1 else ()
+
+
+def _group(shards: tuple[int, ...], devices: int, num_groups: int) -> tuple[int, ...]:
+    """Shards of each dimension of an array within a group of devices that holds all of it.
+
+    Groups take over copies of the array. If there are too few, dimensions are gathered in order, as far as groups need
+    it, or else the whole array is.
+    """
+    copies = devices // math.prod(shards)
+    if copies % num_groups == 0:
+        return shards
+    missing = num_groups // copies if num_groups % copies == 0 else 0
+    left = []
+    for size in shards:
+        if missing and missing % size == 0:
+            missing //= size
+            left.append(1)
+        elif missing and size % missing == 0:
+            left.append(size // missing)
+            missing = 1
+        else:
+            left.append(size)
+    return tuple(left) if missing == 1 else (1,) * len(shards)
+
+
+def _resharding(columns: MeshAxes, tokens: Sequence[MeshAxes], mesh: MeshShape) -> _Resharding:
+    """How the whole lookup reshards columns, by the order of devices in their shards and in those of tokens."""
+    if not any(axis in axes for axes in tokens for axis in columns):
+        return _Resharding.GATHER
+    if len(tokens) > 1:
+        return _Resharding.REPLICATE
+    is_minor = tokens[0][-len(columns) :] == columns
+    is_equal = mesh_size(mesh, tokens[0]) == mesh_size(mesh, columns)
+    return _Resharding.EXCHANGE if is_minor or is_equal else _Resharding.REPLICATE
+
+
+def _axes_of(devices: int, candidates: Sequence[str], mesh: MeshShape) -> MeshAxes:
+    """The earliest mesh axes among `candidates` with so many devices; all of them where no choice has as many."""
+    for i, last in enumerate(candidates):
+        for count in range(i + 1):
+            for others in combinations(candidates[:i], count):
+                if mesh_size(mesh, (*others, last)) == devices:
+                    return (*others, last)
+    return tuple(candidates)
+
+
+def _of_several(axes: MeshAxes, mesh: MeshShape) -> MeshAxes:
     """The mesh axes among `axes` with more than one device."""
-    return tuple(axis for axis in axes if assignment.mesh[axis] > 1)
-
-
-def _table_axes(table: TracedArray, result: TracedArray, assignment: ShardingAssignment) -> tuple[MeshAxes, MeshAxes]:
-    """Mesh axes that shard the rows and the columns of a stored table."""
-    kept = set(result.axes)
-    rows = assignment.mesh_axes(tuple(f for f in table.factors if f[0] not in kept), assignment.params)
-    columns = assignment.mesh_axes(tuple(f for f in table.factors if f[0] in kept), assignment.params)
-    return _of_several(rows, assignment), _of_several(columns, assignment)
+    return tuple(axis for axis in axes if mesh[axis] > 1)

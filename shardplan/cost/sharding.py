@@ -29,8 +29,7 @@ class CompilerQuirks:
     copies_stacks: bool = False
     """Whether stacked parameters are copied into another memory layout before the loop over them."""
     gathers_early: bool = False
-    """Whether parameters are gathered during the loop that precedes their use, and those of a loop's body all at
-    once."""
+    """Whether the parameters of a loop's body are gathered all at once."""
     wide_rows: bool = False
     """Whether the kernel of grouped matmuls writes rows in float32, to be converted afterwards."""
     frees_rows: bool = False

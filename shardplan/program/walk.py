@@ -1,7 +1,6 @@
 """The walk through a traced program that lists its tasks and the live buffers at every point."""
 
 import itertools
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
@@ -240,18 +239,17 @@ class _Sequence:
     def _gathered(self) -> list[Counter[LiveBuffer]]:
         """Return the gathered and prefetched weights while each operation runs.
 
-        A transfer for an operation may run during an earlier one: from the loop before the operation on, or at the
-        start of the program.
+        A transfer for an operation may run during an earlier one, from the start of the same body of a loop or of the
+        program; behind a loop it waits for the end of the loop, unless it is done at the start.
         """
         changes: defaultdict[int, Counter[LiveBuffer]] = defaultdict(Counter)
         for weight, (first, last) in self._weight_uses().items():
-            earliest = max(bisect_left(self.loops_before, self.loops_before[first]) - 1, 0)
-            is_of_head = self.executions == 1 and self.loops_before[first] > 0
-            for role, begin, end in (
-                *([(BufferRole.WEIGHT_GATHERED_FIRST, 0, first)] if is_of_head else []),
-                (BufferRole.PREFETCHED_WEIGHT, earliest, first),
-                (BufferRole.GATHERED_WEIGHT, first, last + 1),
-            ):
+            spans = [(BufferRole.GATHERED_WEIGHT, first, last + 1)]
+            if self.loops_before[first] == 0:
+                spans.append((BufferRole.PREFETCHED_WEIGHT, 0, first))
+            elif self.executions == 1:
+                spans.append((BufferRole.WEIGHT_GATHERED_FIRST, 0, first))
+            for role, begin, end in spans:
                 buffer = self._make_buffer(role, weight)
                 changes[begin][buffer] += 1
                 changes[end][buffer] -= 1

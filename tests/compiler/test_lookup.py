@@ -1,6 +1,7 @@
 """Bytes received in lookups of tokens[batch, position] in a table[vocab, embed]: predicted, and by the TPU compiler."""
 
 from collections import Counter
+from itertools import chain, combinations
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,36 @@ def compiled(mapping, table, batch) -> Counter:
 def test_lookups_of_sequences_on_all_devices(table, batch, monkeypatch):
     monkeypatch.setattr(f"{__name__}.HARDWARE", parse_slice("v4:2x2x4"))
     monkeypatch.setattr(f"{__name__}.MESH", {"replica": 2, "data": 8, "model": 1})
+    test_lookups((BOTH, ()), table, batch)
+
+
+ALL_AXES = ("replica", "data", "model")
+SEVERAL = [*chain.from_iterable(combinations(ALL_AXES, count) for count in range(4))]
+TABLES = [(rows, columns) for rows in SEVERAL for columns in SEVERAL if (rows or columns) and not {*rows} & {*columns}]
+"""All shardings of a table's rows and columns."""
+DISORDERED = ((REPLICA, ("data", "model")), MANY)
+"""The columns have as many shards as the tokens, but of other devices, and the partitioner gathers the rows: the order
+of devices is not modelled."""
+
+
+@pytest.mark.parametrize(
+    ("table", "batch"),
+    [
+        (((), DATA), SOME),  # an all-to-all to the minor mesh axis of the tokens
+        ((MODEL, DATA), MANY),  # before it the table's rows are gathered, since a group has half of them
+        ((DATA, REPLICA), SOME),  # the columns are gathered for the tokens of a group that are summed
+        ((("replica", "model"), ()), MANY),  # of the rows only those are gathered that a group does not hold
+        *(
+            pytest.param(table, batch, marks=pytest.mark.whole)
+            for table in TABLES
+            for batch in (SOME, MANY)
+            if (table, batch) != DISORDERED
+        ),
+    ],
+)
+def test_lookups_where_a_mesh_axis_shards_no_tokens(table, batch, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.HARDWARE", parse_slice("v4:4x4x2"))
+    monkeypatch.setattr(f"{__name__}.MESH", {"replica": 2, "data": 8, "model": 2})
     test_lookups((BOTH, ()), table, batch)
 
 

@@ -178,22 +178,22 @@ def test_gathers_that_leave_a_weight_out_of_order():
 
 
 def test_lookups_in_a_sharded_table():
-    """Sharded rows leave partial sums; sharded columns are looked up for all devices' tokens, and resharded.
+    """Sharded rows leave partial sums; sharded columns are looked up for the tokens of a group, and exchanged.
 
-    Where tokens and columns have different shardings, the larger array keeps its own: tests/compiler/test_lookup.py.
+    tests/compiler/test_lookup.py compares all shardings with the compiler.
     """
     rows, lookups = 4 * B * P * E / 8, [Purpose.LOOKUPS]
     assert traffic(lookups, {}, {"vocab": ("model",)}) == [("all-reduce", ("model",), 2 * 1 / 2 * rows, 1)]
-    # the table, with as many elements as the result, is gathered where its rows have the mesh axes of tokens
-    assert traffic(lookups, {}, {"vocab": ("data",)}) == [("all-gather", ("data",), 3 / 4 * 4 * V * E, 1)]
+    # two devices along data and model have the same rows, and divide the tokens that need them
+    assert traffic(lookups, {}, {"vocab": ("data",)}) == [("all-reduce", ("data",), 2 * 3 / 4 * 2 * rows, 1)]
     # mesh axes of one device do not shard anything
     mesh = {"replica": 1, "data": 8, "model": 1}
     assert traffic(lookups, {}, {"embed": ("data",)}, mesh=mesh) == [("all-to-all", ("data",), 7 / 8 * rows, 1)]
-    # the result, with as many elements as the table, loses its sharding
+    # a quarter of the columns is looked up in all rows, each device half of its group's tokens
     assert traffic(lookups, {}, {"vocab": ("model",), "embed": ("data",)}) == [
-        ("all-reduce", ("model",), 2 * 1 / 2 * rows, 1),
-        ("all-gather", ("replica",), 1 / 2 * 2 * rows, 1),
-        ("all-gather", ("data",), 3 / 4 * 8 * rows, 1),
+        ("all-gather", ("model",), 1 / 2 * 4 * V * E / 4, 1),
+        ("all-gather", ("model",), 1 / 2 * rows, 1),
+        ("all-to-all", ("data",), 3 / 4 * rows, 1),
     ]
 
 

@@ -15,7 +15,8 @@ from shardplan.hardware import GIB
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 from shardplan.plan.workload.workload import Workload
-from shardplan.program.live_buffers import BufferRole
+from shardplan.program.live_buffers import BufferRole, LiveBuffer
+from shardplan.program.named_arrays import TracedArray
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import TaskKind
 from shardplan.steps.optimizer import abstract_optimizer_state, make_optimizer
@@ -33,7 +34,7 @@ def test_memory_of_the_largest_point():
 
 
 def test_memory_of_prefetched_weights():
-    """In a layer, both its weights and the head after it may be gathered, and all stacked parameters are copied."""
+    """In a layer, both its weights may be gathered, and all stacked parameters are copied; the head waits."""
     assignment = ShardingAssignment(
         MESH,
         TOKENS,
@@ -43,10 +44,7 @@ def test_memory_of_prefetched_weights():
         CompilerQuirks(copies_stacks=True, gathers_early=True),
     )
     memory = estimate_memory(traced_step(False), assignment)
-    assert (memory.cast_parameters, memory.gathered_weights) == (
-        2 * LAYERS * E * M * 4 / 4,
-        4 * V * E + 2 * WEIGHT,
-    )
+    assert (memory.cast_parameters, memory.gathered_weights) == (2 * LAYERS * E * M * 4 / 4, 2 * WEIGHT)
     assert memory.logits == 0 < memory.activations
     points = [
         point for point in traced_step(False).points if any(each.role == BufferRole.COPIED_STACK for each, _ in point)
@@ -56,7 +54,7 @@ def test_memory_of_prefetched_weights():
         sum(count * buffer_bytes(each, assignment) for each, count in point if each.role in gathered)
         for point in points
     )
-    assert in_layer == 4 * V * E + 2 * WEIGHT
+    assert in_layer == 2 * WEIGHT
     # a gather that leaves a weight out of order waits until the weight is used
     along_two = dataclasses.replace(assignment, params={"embed": ("data",), "mlp": ("replica",)})
     assert all(
@@ -68,22 +66,25 @@ def test_memory_of_prefetched_weights():
 
 
 @pytest.mark.parametrize(
-    ("vocab", "embed", "expected"),
+    ("batch", "vocab", "embed", "expected"),
     [
         # partial sums of all columns become the result by an all-to-all: the sum's input and output stay until then
-        (("model",), ("replica", "data"), 2 * 4 * B * P * E / 8),
+        (4 * B, ("model",), ("replica", "data"), 2 * 4 * (4 * B * P * E / 8)),
         # without partial sums the all-to-all needs nothing beyond its input, whose place the result takes
-        ((), ("replica", "data"), 0),
-        # a quarter of the columns of all tokens is gathered to all of them, of which a device then keeps its tokens
-        (("model", "replica"), ("data",), 4 * B * P * (E / 4 + E - E / 8)),
+        (B, (), ("replica", "data"), 0),
+        # the rows are gathered, so that a group of devices with a quarter of the columns divides its tokens
+        (B, ("model", "replica"), ("data",), 4 * V * E / 4),
+        # the major mesh axis of the tokens shards the columns: all devices have all tokens, first half of the columns
+        (B, (), ("replica",), 4 * B * P * (E / 2 + E - E / 8)),
+        # a group of devices with a quarter of the rows sums its tokens, four times those of a device
+        (B, ("data",), (), 4 * B * P * E * (2 * 2 / 8 - 1 / 8)),
     ],
 )
-def test_memory_of_lookups(vocab, embed, expected):
+def test_memory_of_lookups(batch, vocab, embed, expected):
+    table = TracedArray(((("vocab", V),), (("embed", E),)), 4, weight="table")
+    result = TracedArray(((("batch", batch),), (("position", P),), (("embed", E),)), 4)
     assignment = ShardingAssignment(MESH, TOKENS, {"vocab": vocab, "embed": embed}, {}, ("batch", "position"))
-    lookups = {
-        buffer for point in traced_step(False).points for buffer, _ in point if buffer.role == BufferRole.LOOKUP_RESULT
-    }
-    assert [buffer_bytes(buffer, assignment) for buffer in lookups] == [expected]
+    assert buffer_bytes(LiveBuffer(BufferRole.LOOKUP_RESULT, result, (table,)), assignment) == expected
 
 
 def test_memory_of_a_head_gathered_at_the_start():
