@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from math import prod
+from math import ceil, prod
 
 from shardplan.cost.collectives import (
     Purpose,
@@ -230,7 +230,8 @@ def _head_sharding(task: Task, assignment: ShardingAssignment) -> HeadSharding:
     keys, scores = task.keys, task.scores
     others = {*score_positions(scores), *assignment.activation_axes}
     local = {
-        name: size // mesh_size(assignment.mesh, mapped(name, assignment.compute))
+        # at least one head: layouts that JAX refuses have estimates, too
+        name: ceil(size / mesh_size(assignment.mesh, mapped(name, assignment.compute)))
         for name, size in scores.factors if name is not None and name not in others
     }  # fmt: skip
     key_heads = prod(size for name, size in local.items() if name in keys.axes)

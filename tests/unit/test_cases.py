@@ -58,6 +58,15 @@ def test_axes_that_the_model_does_not_have_are_named(tmp_path):
     )
 
 
+def test_a_layout_that_jax_refuses_is_a_case(tmp_path):
+    """Heads over more devices than there are heads, on the mesh axis of their group: the compiler's verdict says so."""
+    axes = dict.fromkeys(("kv_head", "q_heads_per_group"), "model")
+    mesh = {"axes": {"data": 1, "model": 16}, "shared_mapping": axes}
+    (tmp_path / "levanter.yaml").write_text(json.dumps({"trainer": {"train_batch_size": 32, "mesh": mesh}}))
+    case = cases_from("--hardware.slice=v5p-32", "--against", str(tmp_path / "levanter.yaml"))[-1]
+    assert case.plan.compute_mapping["kv_head"] == case.plan.compute_mapping["q_heads_per_group"] == ["model"]
+
+
 def test_a_plan_alone_is_a_complete_configuration(tmp_path):
     """Slice, mesh, workload and model come from the plan; a setting that contradicts the plan is refused."""
     path = str(tmp_path / "plan.json")
