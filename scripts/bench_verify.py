@@ -105,10 +105,9 @@ with them; [published runs](published.md) compare such steps with measured ones.
 ## Hand-written configurations of Llama-3.1-405B on v4-256
 
 `assembly` is the program that builds the model when Levanter loads a checkpoint (`--compiler.program load`): every
-tensor of the state dict is sharded over `data` alone, and one jit stacks the layers. In the first row `data` has one
-device, so that every device holds all tensors unsharded, and the mapping does not shard `kv_head`, `q_heads_per_group`
-and `head_size`: a stacked projection takes 126 x 16384 x 16384 x 4 bytes. The last rows compile other mappings and
-compiler options for the same chips.
+tensor of the state dict is sharded over all mesh axes but `replica`, and one jit stacks the layers. In the first row
+the mapping does not shard `kv_head`, `q_heads_per_group` and `head_size`: every device gets a whole stacked projection
+of 126 x 16384 x 16384 x 4 bytes. The last rows compile other mappings and compiler options for the same chips.
 
 {hand_written}
 """

@@ -1,8 +1,8 @@
 """The program of Levanter's own loader: it makes the model of the checkpoint's state dict in one jit.
 
 `stream_checkpoint` needs no such program. It is here so that the compiler can judge a configuration that Levanter's
-loader loads: Levanter shards every tensor over `data` along one dimension, whatever the mapping, and then
-stacks the layers and reshards all arrays.
+loader loads: Levanter shards every tensor over all mesh axes but `replica` as far as dimensions are divisible, whatever
+the mapping, and then stacks the layers and reshards all arrays.
 """
 
 from typing import Any

@@ -237,16 +237,17 @@ def check_loss(s: Subject) -> Findings:
 
 
 def check_loading(s: Subject) -> Findings:
-    """Find a checkpoint too large for Levanter's loader, which shards every tensor over `data` alone."""
-    data, available = s.section.mesh["data"], s.hardware.generation.hbm_gib
-    needed = s.axes.size * itemsize(s.workload.param_dtype) / data / GIB
+    """Find a checkpoint too large for Levanter's loader, which shards tensors over every mesh axis but `replica`."""
+    replicas, available = s.section.mesh["replica"], s.hardware.generation.hbm_gib
+    shards = math.prod(s.section.mesh.values()) // replicas
+    needed = s.axes.size * itemsize(s.workload.param_dtype) / shards / GIB
     if needed > available and not s.hardware.is_cpu:
         yield Finding(
             Severity.WARNING,
             FindingKind.LOADING,
-            (s.size_key("data"),),
-            f"Levanter's own load_pretrained shards every tensor of the checkpoint over data ({data}) alone: at least "
-            f"{needed:.2f} GiB per device of {available:.2f}",
+            (s.size_key("replica"),),
+            f"Levanter's own load_pretrained shards the tensors of the checkpoint over all mesh axes but replica "
+            f"({replicas}): at least {needed:.2f} GiB per device of {available:.2f}",
             "load with shardplan's HFCheckpointConverter",
         )
 
