@@ -3,7 +3,7 @@
 An evaluation imports modules for ten seconds, and tests start dozens of them. The server has imported these modules,
 and has started no devices, so that a forked process begins where another one has ended its imports. It has arguments,
 environment, working folder, output and signals of its own, and ends as `python` does. Forked processes share the seed
-of hashes: tests in which processes could disagree for their seeds use `processes.start_python`.
+of hashes: tests in which processes could disagree for their seeds use several servers (`processes.fork_apart`).
 
 A client connects to FOLDER/socket, and sends JSON with `argv`, `env` and `cwd`, and the descriptors of stdout and
 stderr. It receives the process ID, and the wait status once the process has ended. The server ends with process PID.
@@ -17,6 +17,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 from importlib import import_module
 from pathlib import Path
 
@@ -26,8 +27,8 @@ MODULES = ("shardplan.commands.eval", "shardplan.eval.run", "shardplan.checkpoin
 """What processes of tests import."""
 REQUEST_BYTES = 2**17
 DEVICES = "JAX_NUM_CPU_DEVICES"
-LATE_VARIABLES = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", DEVICES}
-"""Variables of JAX that a forked process takes over; JAX reads all others when it is imported."""
+LATE_VARIABLES = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", DEVICES, "XLA_FLAGS"}
+"""Variables that a forked process takes over: XLA reads its flags with the first device, JAX all others on import."""
 
 
 def serve(folder, test_run):
@@ -51,6 +52,7 @@ def serve(folder, test_run):
                     return json.loads(message), descriptors
                 for descriptor in descriptors:
                     os.close(descriptor)
+                os.setpgid(process_id, process_id)  # a group of its own, which can be killed
                 client.send(str(process_id).encode())
                 descriptor = os.pidfd_open(process_id)
                 clients[descriptor] = process_id, client
@@ -82,6 +84,7 @@ def become(request, descriptors):
     assert not too_late, f"JAX has read {too_late} already; start such a process by python"
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # imports may have asked for it, and so read TMPDIR
     if DEVICES in os.environ:
         import_module("jax").config.update(DEVICES.lower(), int(os.environ[DEVICES]))
     os.chdir(request["cwd"])

@@ -1,4 +1,4 @@
-"""Processes that tests start: by `python`, or forked from `process_server.py`, which spares them their imports."""
+"""Processes that tests start: forked from `process_server.py`, which spares them their imports."""
 
 import fcntl
 import json
@@ -18,32 +18,37 @@ START_S = 300
 """Seconds in which the server must have started, on a machine that is busy."""
 
 
-def start_python(argv, cwd=ROOT, **variables):
-    """Start `python ARGV`, with further variables in its environment."""
-    return subprocess.Popen(
-        # shells have jobs in the background ignore SIGINT, and so these would
-        ["env", "--default-signal=INT", sys.executable, *map(str, argv)],
-        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1, env={**os.environ, **variables},
-    )  # fmt: skip
-
-
 def fork_python(argv, cwd=ROOT, **variables):
-    """Start the same in a process that has imported already what an evaluation imports."""
+    """Start `python ARGV`, with further variables, in a process that has imported what an evaluation imports."""
     return ForkedProcess(list(map(str, argv)), str(cwd), {**os.environ, **variables})
 
 
-class ForkedProcess:
-    """A process of the server, with the methods of `subprocess.Popen`."""
+def fork_apart(argv, cwd=ROOT, **variables):
+    """Start a process of a run from the server of its number: the order of sets differs from that in the others."""
+    server = f"server-{variables['JAX_PROCESS_ID']}"
+    return ForkedProcess(list(map(str, argv)), str(cwd), {**os.environ, **variables}, server)
 
-    def __init__(self, argv, cwd, env):
+
+class ForkedProcess:
+    """A process of the server, with the methods of `subprocess.Popen`.
+
+    Its stdout and stderr are pipes, unless `outputs` has the descriptors of other files.
+    """
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, argv, cwd, env, server="server-0", outputs=None):
         self.args, self.returncode = argv, None
-        self._server = connect()
-        pipes = [os.pipe(), os.pipe()]
+        self._server = connect(server)
         request = json.dumps({"argv": argv, "cwd": cwd, "env": env}).encode()
-        socket.send_fds(self._server, [request], [write for _, write in pipes])
-        for _, write in pipes:
-            os.close(write)
-        self.stdout, self.stderr = (os.fdopen(read, encoding="utf-8") for read, _ in pipes)
+        if outputs is None:
+            (read_output, output), (read_error, error) = os.pipe(), os.pipe()
+            self.stdout, self.stderr = (os.fdopen(read, encoding="utf-8") for read in (read_output, read_error))
+            socket.send_fds(self._server, [request], [output, error])
+            os.close(output)
+            os.close(error)
+        else:
+            socket.send_fds(self._server, [request], outputs)
         self.pid = int(self._server.recv(64))
 
     def poll(self):
@@ -87,18 +92,23 @@ class ForkedProcess:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
     def kill(self):
         self.send_signal(signal.SIGKILL)
 
 
-def connect():
-    """Connect to the server of this run of the tests, which the first client starts."""
-    folder = Path(os.environ[FOLDER])
+def connect(name):
+    """Connect to a server of this run of the tests, which its first client starts."""
+    run = Path(os.environ[FOLDER])
+    folder = run / name
+    folder.mkdir(exist_ok=True)
     path = folder / "socket"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            command = [sys.executable, ROOT / "tests" / "process_server.py", folder, folder.name.rpartition("-")[2]]
+            command = [sys.executable, ROOT / "tests" / "process_server.py", folder, run.name.rpartition("-")[2]]
             path_of_modules = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
             with open(folder / "log", "w") as log:
                 server = subprocess.Popen(

@@ -12,13 +12,10 @@ Faults: "killed" in its third read; "N processors", with little host memory; "ot
 
 import json
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
-
-FAULT = sys.argv[3] if len(sys.argv) > 3 else ""
-if FAULT.endswith("processors"):  # before modules ask for their number
-    os.cpu_count = lambda: int(FAULT.split()[0])
 
 from shardplan.runtime.deferred_packages import defer_unused_packages
 
@@ -43,7 +40,7 @@ from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
 from shardplan.runtime.devices import start_devices
-from shardplan.storage import open_folder
+from shardplan.storage import local, open_folder
 from shardplan.storage.local import LocalFile
 
 SMALL_BUDGET = 40_000
@@ -56,11 +53,15 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: s
     count = 2 * int(os.environ["JAX_NUM_PROCESSES"])
     start_devices(f"cpu-{count}", count, is_cpu=True)
     schedule.MAX_REREAD_BYTES = 0  # because the tensors are small
+    if fault.endswith("processors"):
+        os.cpu_count = lambda: int(fault.split()[0])
+        # the module asked for their number when it was imported, which the server of processes has done
+        LocalFile.tuning = runpy.run_path(local.__file__)["LOCAL"]
     template = build_model(read_config(str(GOLDEN / "config.json"), None), 64).template
     state = {name: value for file in GOLDEN.glob("*.safetensors") for name, value in load_file(file).items()}
     converted = from_torch_compatible_state_dict(template, {name: jnp.asarray(value) for name, value in state.items()})
     expected = {path: np.asarray(leaf.array) for path, leaf in named_leaves(converted)}
-    budget = SMALL_BUDGET if FAULT.endswith("processors") else stream.DEFAULT_BUDGET
+    budget = SMALL_BUDGET if fault.endswith("processors") else stream.DEFAULT_BUDGET
     if fault == "other schedule":
         make = stream.make_schedule
         stream.make_schedule = lambda *args: schedule.Schedule(args[2], make(*args).transfers[::-1])

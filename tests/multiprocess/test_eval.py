@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import transformers_losses
 from fault_runs import free_port
-from processes import fork_python, start_python
+from processes import fork_apart, fork_python
 
 TIMEOUT = 300
 """Seconds after which a process that has not ended counts as hung."""
@@ -47,7 +47,7 @@ def test_two_processes(checkpoint, tmp_path, mesh, pins):
     """They agree on the plan and on programs although the order of their sets differs, as they are started apart."""
     sizes = [text for axis, size in mesh.items() for text in (f"--mesh.{axis}", size)]
     argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r", *sizes, *pins)
-    first, second = start(argv, argv, start_process=start_python)
+    first, second = start(argv, argv, start_process=fork_apart)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     # only the first process prints
     assert "loss per token" in first[1]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from levanter.checkpoint import load_checkpoint
-from processes import fork_python, start_python
+from processes import fork_apart, fork_python
 from safetensors.numpy import load_file, save_file
 from test_eval import free_port
 
@@ -167,7 +167,7 @@ def test_hosts_with_other_numbers_of_processors(golden):
     folder = golden / "llama"
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     codes, outputs, errors = wait_for(
-        start([folder] * 2, [INNER], ["1 processors", "64 processors"], start_process=start_python)
+        start([folder] * 2, [INNER], ["1 processors", "64 processors"], start_process=fork_apart)
     )
     assert codes == [0, 0], errors
     assert sum(int(re.findall(r"^read (\d+)$", output, re.MULTILINE)[0]) for output in outputs) <= 1.02 * size
