@@ -1,11 +1,15 @@
 """Every notebook is that of its source, runs, and its stored outputs are those of the present code."""
 
 import re
+from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.provisioning import local_provisioner
 from make_notebooks import NOTEBOOKS, SOURCES, code_cells, execute, notebook_of, read_source
+from processes import fork_python
 
+KERNEL = Path(__file__).with_name("forked_kernel.py")
 ABSOLUTE_PATH = re.compile(r"/(work|root|home|Users|tmp)/")
 MAX_BYTES = 300_000
 ADVICE = "is out of date: run python scripts/make_notebooks.py"
@@ -24,6 +28,16 @@ def texts(cell):
     return [output.text if output.output_type == "stream" else output.data["text/plain"] for output in cell.outputs]
 
 
+@pytest.fixture
+def forked_kernels(monkeypatch):
+    """Kernels are forked from the server of processes: imports are most of what a notebook does."""
+
+    def launch(command, env, cwd, **_):
+        return fork_python([KERNEL, *command[command.index("-f") :]], cwd, **env)
+
+    monkeypatch.setattr(local_provisioner, "launch_kernel", launch)
+
+
 def test_every_notebook_has_a_source():
     assert [notebook_of(source) for source in SOURCES] == sorted(NOTEBOOKS.glob("*.ipynb")) != []
 
@@ -40,7 +54,7 @@ def test_cells_are_those_of_the_source(source):
     "source",
     [pytest.param(each, marks=[pytest.mark.whole] if each.stem in LONG else [], id=each.stem) for each in SOURCES],
 )
-def test_outputs_are_those_of_the_code(source):
+def test_outputs_are_those_of_the_code(forked_kernels, source):
     executed, expected = (list(map(texts, code_cells(each))) for each in (execute(read_source(source)), stored(source)))
     assert executed == expected, f"{source.stem} {ADVICE}"
 
