@@ -28,19 +28,22 @@ import dataclasses
 import gc
 import io
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from processes import fork_python
+from processes import ForkedProcess, fork_python
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shardplan.__main__ import main
+from shardplan.eval import workers
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -146,6 +149,33 @@ def tpu_compiler() -> None:
     from shardplan.verify.compiler.libtpu import libtpu_environment
 
     os.environ.update(libtpu_environment(parse_slice("v4-8")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_readers():
+    """Workers that read texts for runs in this process are forked from one that has made their imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([workers.__name__])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "get_context", lambda _: context)
+        yield
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Runs in this process draw nothing."""
+    monkeypatch.setattr("shardplan.commands.eval.eval.draw_extraction", lambda *_: None)
+
+
+@pytest.fixture
+def forked_compiler(monkeypatch):
+    """Compile workers of this process are forked from the server of processes, which has made their imports."""
+    from shardplan.verify.compiler import run_worker
+
+    def fork(command, env, stdout, stderr):
+        return ForkedProcess(command[1:], str(ROOT), env, outputs=[stdout.fileno(), stdout.fileno()])
+
+    monkeypatch.setattr(run_worker, "subprocess", SimpleNamespace(Popen=fork, STDOUT=subprocess.STDOUT))
 
 
 @pytest.fixture

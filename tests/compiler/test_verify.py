@@ -2,15 +2,14 @@
 
 import dataclasses
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-from conftest import MODEL_TYPES, ROOT, run
+from conftest import MODEL_TYPES, run
+from processes import fork_python
 
 from shardplan import config as configuration
 from shardplan.config.command_flags import VerifyCommand
@@ -65,6 +64,7 @@ def bytes_by(verdict: Verdict, *kinds: str) -> int:
     return sum(c.bytes for c in verdict.collectives if c.kind in kinds)
 
 
+@pytest.mark.usefixtures("forked_compiler")
 def test_evaluation_of_405b_on_v4_256():
     """The compiler agrees with the plan: 6.6 GiB with its compiler options (6.5 without), of which parameters are 5.9.
 
@@ -193,6 +193,7 @@ def test_a_verdict_that_does_not_fit_names_the_buffers():
     assert text.startswith("37.63 GiB too much; the largest: 15.66 GiB bf16[16,4096,128256] (contract embed")
 
 
+@pytest.mark.usefixtures("forked_compiler")
 def test_refused_mappings():
     """A mapping for which JAX would raise an exception is refused, and the reason names its axes."""
     case = small_case()
@@ -330,6 +331,7 @@ def test_against_ranks_what_fits_first(tmp_path):
     assert steps == sorted(steps)
 
 
+@pytest.mark.usefixtures("forked_compiler")
 def test_exit_code_and_error_line_if_nothing_fits():
     done = run(
         "verify",
@@ -346,14 +348,7 @@ def test_exit_code_and_error_line_if_nothing_fits():
 
 def test_interrupted_compiles_leave_no_process(tmp_path):
     arguments = ["--config=configs/405b.yaml", "--compiler.cache=null"]
-    process = subprocess.Popen(
-        # a test suite in the background ignores interrupts, and its child processes would inherit that
-        ["env", "--default-signal=INT", sys.executable, "-m", "shardplan.verify", *arguments],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
+    process = fork_python(["-m", "shardplan.verify", *arguments], TMPDIR=str(tmp_path))
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("shardplan-verify-*/log")) and time.monotonic() < deadline:
         time.sleep(0.1)

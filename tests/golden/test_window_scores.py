@@ -13,6 +13,8 @@ from conftest import ROOT
 
 from shardplan.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 REFERENCE = ROOT / "tests" / "golden" / "extraction"
 FAMILIES = ("llama", "gemma2", "gpt2", "mixtral", "qwen3")
 STRIDES = {"tokens": 3, "characters": 17}

@@ -116,9 +116,9 @@ def test_evaluation(own, tmp_path, layout):
     np.testing.assert_allclose(losses, expected_losses(model, tokens).mean(1), rtol=1e-5)
 
 
-def test_the_compiler_agrees_with_the_plan(own, tpu_compiler):
+def test_the_compiler_agrees_with_the_plan(own, forked_compiler):
     folder, _, _ = own
-    done = start("verify", *arguments(folder, "v4-8"), "--compiler.cache=null", "--json=-")
+    done = run("verify", *arguments(folder, "v4-8"), "--compiler.cache=null", "--json=-")
     assert done.returncode == 0, done.stderr
     (verdict,) = json.loads(done.stdout)["verdicts"]
     assert verdict["outcome"] == "fits"

@@ -3,14 +3,13 @@
 import json
 import math
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from processes import fork_python
 
 from shardplan.cost.collectives import Purpose
 from shardplan.cost.gspmd import device_cost
@@ -80,7 +79,9 @@ def predicted(sizes, batch, params, compute):
 @pytest.fixture(scope="module")
 def compiled_elements():
     """The result of `partitioned` for each of CASES, from a process with enough devices."""
-    output = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=True).stdout
+    process = fork_python([__file__])
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
     return json.loads(output)
 
 
