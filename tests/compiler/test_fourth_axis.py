@@ -14,17 +14,24 @@ from safetensors.numpy import load_file
 import shardplan
 
 ROW = '    MeshAxis("expert", False, TensorUse.OWN, False, 3, None, "Devices along a throw-away axis."),\n'
-LOAD = """
+PLAN_LOAD_VERIFY = """
+import json
 import sys
-import jax
+
 import numpy as np
+
 from shardplan import Plan, load_pretrained
+from shardplan.__main__ import main
 from shardplan.model.inspect import named_leaves
 
-module = load_pretrained(sys.argv[1], plan=Plan.load(sys.argv[2]))
+checkpoint, plan, arrays, verdict, for_cpu, for_tpu = sys.argv[1:]
+assert main("plan", [*json.loads(for_cpu), "--json", plan]) == 0
+module = load_pretrained(checkpoint, plan=Plan.load(plan))
 leaves = {path: leaf.array for path, leaf in named_leaves(module)}
 assert any("expert" in str(array.sharding.spec) for array in leaves.values())
-np.savez(sys.argv[3], **{path: np.asarray(array) for path, array in leaves.items()})
+np.savez(arrays, **{path: np.asarray(array) for path, array in leaves.items()})
+print("VERIFY")
+assert main("verify", [*json.loads(for_tpu), "--json", verdict]) == 0
 """
 
 
@@ -48,26 +55,31 @@ def run_with_row(tmp_path_factory):
 
 
 def arguments(slice_name):
-    return (
-        "--model.ref", GOLDEN / "llama", "--hardware.slice", slice_name, "--workload.batch", 4, "--workload.position",
-        128, "--workload.param_dtype", "float32", "--mesh.expert", 2, "--mesh.model", 2,
-    )  # fmt: skip
+    return json.dumps([
+        "--model.ref", str(GOLDEN / "llama"), "--hardware.slice", slice_name, "--workload.batch=4",
+        "--workload.position=128", "--workload.param_dtype=float32", "--mesh.expert=2", "--mesh.model=2",
+    ])  # fmt: skip
 
 
-@pytest.mark.usefixtures("tpu_compiler")
-def test_the_compiler_accepts_a_plan_with_a_fourth_axis(run_with_row, tmp_path):
-    verdict = tmp_path / "verdict.json"
-    run_with_row("-m", "shardplan", "verify", *arguments("v4-16"), "--json", verdict)
+@pytest.fixture(scope="module")
+def planned_and_loaded(run_with_row, tpu_compiler, tmp_path_factory):
+    """What one process printed of its plan, and its files of arrays and of verdicts: imports take longest."""
+    plan, arrays, verdict = (tmp_path_factory.mktemp("row") / name for name in ("plan.json", "arrays.npz", "v.json"))
+    commands = arguments("cpu-8"), arguments("v4-16")
+    printed = run_with_row("-c", PLAN_LOAD_VERIFY, GOLDEN / "llama", plan, arrays, verdict, *commands)
+    return printed.partition("VERIFY")[0], arrays, verdict
+
+
+def test_the_compiler_accepts_a_plan_with_a_fourth_axis(planned_and_loaded):
+    _, _, verdict = planned_and_loaded
     (judged,) = json.loads(verdict.read_text())["verdicts"]
     assert judged["outcome"] == "fits" and judged["mesh"]["expert"] == 2
 
 
-def test_a_plan_with_a_fourth_axis_is_loaded(run_with_row, tmp_path):
+def test_a_plan_with_a_fourth_axis_is_loaded(planned_and_loaded):
     """Parameters have the values of the checkpoint, whatever axes shard them; Levanter's section names the axis."""
-    plan, arrays = tmp_path / "plan.json", tmp_path / "arrays.npz"
-    printed = run_with_row("-m", "shardplan", "plan", *arguments("cpu-8"), "--json", plan)
+    printed, arrays, _ = planned_and_loaded
     assert "expert: 2}" in printed and "[model, expert]" in printed
-    run_with_row("-c", LOAD, GOLDEN / "llama", plan, arrays)
     loaded = np.load(arrays)
     stored = {}
     for file in sorted((GOLDEN / "llama").glob("*.safetensors")):
