@@ -287,6 +287,20 @@ def is_part_of(path, address):
     return f"JAX_COORDINATOR_ADDRESS={address}\0".encode() in environment and re.search(b"shardplan|spawn_main", argv)
 
 
+def has_stacks_of_a_step(path):
+    """Whether a file has stacks that a process has written on SIGUSR1."""
+    text = path.read_text() if path.exists() else ""
+    return re.search(r"SIGUSR1\nthis process was evaluating \(step.*most recent.*eval/loop/loop\.py", text, re.DOTALL)
+
+
+def wait_until(is_true):
+    """Wait until a condition is true, which it must become."""
+    end = time.monotonic() + TIMEOUT
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_stacks_on_demand(checkpoint, long_text, tmp_path):
     """SIGUSR1 to all processes has them written, and the run goes on, here until SIGTERM ends it after a shard."""
     results, address = tmp_path / "r", f"127.0.0.1:{free_port()}"
@@ -298,13 +312,9 @@ def test_stacks_on_demand(checkpoint, long_text, tmp_path):
     assert len(pids) >= 5  # two processes, a hub, and at least one worker of each
     for pid in pids:
         os.kill(pid, signal.SIGUSR1)
-    read_until(processes[0], "evaluating: ")
-    time.sleep(2)
-    for i in range(2):
-        text = (results / f"stacks-{i}.txt").read_text()
-        assert re.search(
-            r"SIGUSR1\nthis process was evaluating \(step.*most recent.*eval/loop/loop\.py", text, re.DOTALL
-        )
+    wait_until(lambda: all(has_stacks_of_a_step(results / f"stacks-{i}.txt") for i in range(2)))
+    before = {*(results / "parts").iterdir()}
+    wait_until(lambda: {*(results / "parts").iterdir()} > before)
     processes[0].send_signal(signal.SIGTERM)
     codes, errors = finish(processes)
     assert codes == [0, 0] and "stopped after a whole shard" in errors[0], errors
