@@ -16,7 +16,7 @@ from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
 from shardplan.verify.compiler.topology import make_topology_mesh
 
-ROWS, VOCAB, K = 64, 12800, 40
+ROWS, VOCAB, K = 16, 3200, 40
 
 
 def received_bytes(program, shards):
