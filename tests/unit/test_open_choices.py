@@ -5,7 +5,7 @@ import pytest
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.plan.workload.packing import packed_length
 from shardplan.search.fastest_batch import TIE, batches
-from shardplan.search.make_plan import make_plan
+from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.open_choices import enumerate_variants
 
 
@@ -70,16 +70,10 @@ def test_every_combination_of_open_values_is_tried_once(make_config):
 
 
 def test_checkpointing_can_be_chosen(llama_model, llama_config):
-    roomy = make_plan(
-        llama_config(
-            hardware_slice="v5p-64", workload_kind="train", workload_batch=32, workload_gradient_checkpointing="auto"
-        ),
-        llama_model,
-    )
-    tight = make_plan(
-        llama_config(hardware_slice="v5e-16", workload_kind="train", workload_gradient_checkpointing="auto"),
-        llama_model,
-    )
+    """With a number of microbatches that is given, or each kind would be planned with every number."""
+    settings = {"workload_kind": "train", "workload_gradient_checkpointing": "auto", "workload_microbatches": 1}
+    roomy = make_plan(llama_config(hardware_slice="v5p-64", workload_batch=32, **settings), llama_model)
+    tight = make_plan(llama_config(hardware_slice="v5e-16", **settings), llama_model)
     assert roomy.workload.gradient_checkpointing == "save_all"
     assert tight.workload.gradient_checkpointing != "save_all"
 
@@ -87,13 +81,15 @@ def test_checkpointing_can_be_chosen(llama_model, llama_config):
 @pytest.mark.parametrize("kind", ["eval", pytest.param("score", marks=pytest.mark.whole)])
 def test_the_fastest_batch_that_fits(make_config, kind):
     """Of the batches that are considered none is faster by more than the tie, and no smaller one as fast."""
-    arguments = {"model_config": "llama-3.1-8b", "hardware_slice": "v5e-8", "workload_position": 512}
+    arguments = {"model_config": "llama-3.1-8b", "hardware_slice": "v6e-4", "workload_position": 1024}
     arguments["workload_kind"] = kind
-    plan = make_plan(make_config(**arguments, workload_batch="auto"))
+    config = make_config(**arguments, workload_batch="auto")
+    model = model_from_config(config)
+    plan = make_plan(config, model)
     rates = {}
-    for batch in batches(8, 512):
+    for batch in batches(4, 1024):
         try:
-            other = make_plan(make_config(**arguments, workload_batch=batch))
+            other = make_plan(make_config(**arguments, workload_batch=batch), model)
         except InfeasibleError:
             break
         rates[batch] = batch / other.cost.step_seconds
