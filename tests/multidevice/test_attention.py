@@ -527,7 +527,7 @@ def test_errors():
         pytest.param(
             Case(4, "ulysses", 4, "documents", "8q/1kv", 512, "contiguous", "sink", "splash"), marks=pytest.mark.whole
         ),
-        Case(4, "ring", 1, "causal", "12q/2kv", 512, "zigzag", "", "splash"),
+        Case(3, "ring", 1, "causal", "12q/2kv", 384, "zigzag", "", "splash"),
         pytest.param(
             Case(3, "ring", 1, "window", "8q/1kv", 384, "striped", "soft cap", "splash"), marks=pytest.mark.whole
         ),

@@ -106,7 +106,7 @@ CASES = {
         "llama-3.1-8b", {}, ((1, 4, 2), {"batch": ["data"], "mlp": ["model"]}, {"mlp": ["model", "data"]})
     ),
     "replica": Case("llama-3.1-8b", {"workload_batch": 4, "mesh_replica": 2, "workload_position": 4096}),
-    "train": Case("llama-3.1-8b", {"workload_kind": "train", "workload_batch": 16, "workload_param_dtype": "float32"}),
+    "train": Case("llama-3.1-8b", {"workload_kind": "train", "workload_batch": 16, "workload_microbatches": 1}),
     "larger model with replica": Case("llama-3.1-405b", {"workload_batch": 4, "mesh_replica": 2}),
     "experts": Case("mixtral-8x7b", {"workload_batch": 2}),
     "position": Case(
@@ -133,7 +133,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_levanter_parses_the_plan(shrunken_config, name, caplog):
+def test_levanter_and_shardplan_parse_the_plan(shrunken_config, name, caplog):
+    """shardplan's own parser maps the batch and all other axes as Levanter does."""
     plan = CASES[name].plan(shrunken_config)
     with caplog.at_level(logging.ERROR):
         trainer = decode_trainer(plan)
@@ -145,12 +146,6 @@ def test_levanter_parses_the_plan(shrunken_config, name, caplog):
     assert trainer.TrainBatch == trainer.EvalBatch == hax.Axis("batch", plan.workload.batch)
     assert trainer.microbatch_size == plan.workload.batch
     assert trainer.mp == jmp.get_policy(f"p={plan.workload.param_dtype},c={plan.workload.compute_dtype}")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_shardplan_parses_the_plan(shrunken_config, name):
-    """shardplan's own parser maps the batch and all other axes as Levanter does."""
-    plan = CASES[name].plan(shrunken_config)
     parsed = parse_trainer_section(parse_printed(plan), plan.hardware.devices)
     compute, planned = (sharded_axes(m, plan.mesh) for m in (parsed.compute_mapping, plan.compute_mapping))
     assert parsed.mesh == plan.mesh and compute == planned and parsed.batch == plan.workload.batch
@@ -235,7 +230,7 @@ def test_printed_call_of_the_planned_attention(shrunken_config, attention, metho
 
 
 def test_printed_gradient_checkpointing(shrunken_config):
-    workload = {"workload_kind": "train", "workload_param_dtype": "bfloat16"}
+    workload = {"workload_kind": "train", "workload_param_dtype": "bfloat16", "workload_microbatches": 1}
     text = trainer_yaml(
         make_plan(shrunken_config("llama-3.1-8b", workload_gradient_checkpointing="nested", **workload))
     )
