@@ -46,6 +46,7 @@ from shardplan.__main__ import main
 from shardplan.eval import workers
 
 jax.config.update("jax_num_cpu_devices", 8)
+gc.disable()  # until all tests are imported: nearly all that an import makes stays
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "data"
@@ -93,6 +94,7 @@ def pytest_collection_finish() -> None:
     """Makes the search for unreachable objects rarer, and spares it what was imported: a twentieth of the time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

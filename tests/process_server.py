@@ -104,11 +104,13 @@ def execute(argv):
 
 
 if __name__ == "__main__":
+    gc.disable()  # nearly all that an import makes stays
     defer_unused_packages()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     for name in MODULES:
         import_module(name)
     gc.freeze()
+    gc.enable()
     received = serve(sys.argv[1], int(sys.argv[2]))
     if received is not None:
         become(*received)
