@@ -40,7 +40,7 @@ def test_lint_of_what_does_not_run(tmp_path):
     best = yaml.safe_load(done.stdout.split("GiB per device")[-1].partition("\n")[2])
     assert best["trainer"]["mesh"]["axes"]["model"] == 8
     values = json.loads(path.read_text())
-    assert [finding["kind"] for finding in values["findings"]] == ["heads", "memory", "replicated", "loading"]
+    assert [finding["kind"] for finding in values["findings"]] == ["heads", "memory", "replicated"]
     assert values["findings"][0]["where"] == ["trainer.mesh.shared_mapping.heads"]
     assert values["repair"]["trainer"]["mesh"]["shared_mapping"]["kv_head"] == "model"
     assert values["best"]["trainer"] == best["trainer"]
@@ -54,7 +54,7 @@ def test_lint_reads_the_attention_backend_of_the_file(tmp_path):
     )
     done = run("plan", CONFIG, "--lint", tmp_path / "levanter.yaml", "--json", "-")
     assert done.returncode == 0, done.stderr
-    assert {finding["kind"] for finding in json.loads(done.stdout)["findings"]} == {"loading", "barely sharded"}
+    assert {finding["kind"] for finding in json.loads(done.stdout)["findings"]} == {"barely sharded"}
 
 
 def test_lint_of_names_that_levanter_does_not_have(tmp_path):

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from processes import fork_python
 
 from shardplan.cost.collectives import Purpose
 from shardplan.cost.gspmd import device_cost
@@ -79,6 +78,8 @@ def predicted(sizes, batch, params, compute):
 @pytest.fixture(scope="module")
 def compiled_elements():
     """The result of `partitioned` for each of CASES, from a process with enough devices."""
+    from processes import fork_python  # the process runs this file too, and does not find modules of tests
+
     process = fork_python([__file__])
     output, errors = process.communicate()
     assert process.returncode == 0, errors
