@@ -420,9 +420,9 @@ Of all programs of this page: the plans, the next best candidates, and the layou
 steps of programs that are predicted not to fit are not compared: the compiler makes some of them fit by computing and
 gathering again. Steps are compared where the compiler options are those that the estimates are for. The price of a
 ring's hops is that of measured runs on v5p, and on other generations that of the compiler's cycles (docs/log.md).
-Two layouts that are no programs of this page were estimated worse with libtpu 0.0.42, both too high in memory: OLMo 2
-32B on two mesh axes of tpu7x-32 by 59%, and the training of Mixtral on v4-128 with mesh 4 x 16 x 1 by 13%;
-[why](../log.md).
+Of the programs that [the factors](calibration.md) are fitted to, three on tpu7x are estimated worse in memory, all too
+low: 8B on tpu7x-32 stored along outputs by 58%, Mistral 7B on two mesh axes of tpu7x-32 by 21%, and the training of
+Mixtral on tpu7x-64 by 9%; [why](../log.md).
 
 {accuracy}
 """
