@@ -191,10 +191,11 @@ class ShardingAssignment:
         return sum(not set(axes).isdisjoint(each) for each in self.dimension_mesh_axes(array, self.params))
 
     def is_gathered_whole_by_mistake(self, array: TracedArray) -> bool:
-        """Whether XLA's partitioner, in jaxlib 0.10.2, gathers a parameter over more mesh axes than computation needs.
+        """Whether XLA's partitioner gathers a parameter over more mesh axes than computation needs.
 
-        Where a dimension is stored on two mesh axes, of which computation keeps the first, and the parameter is
-        replicated along the third, the partitioner confuses the third axis with the first if both have the same size.
+        It does so in jaxlib 0.10 and 0.11. Where a dimension is stored on two mesh axes, of which computation keeps the
+        first, and the parameter is replicated along the third, the partitioner confuses the third axis with the first
+        if both have the same size.
         """
         if not any(len(mapped(name, self.params)) == 2 for name in array.majors):
             return False
