@@ -332,8 +332,8 @@ The three furthest at equal FLOPs:
 
 {furthest}
 
-All three need many microbatches for their memory, and each of these gathers all parameters and adds up all gradients
-again. A fifth to two fifths of their steps are transfers that nothing overlaps with. Part of these are two all-reduces
+The first two need many microbatches for their memory, and each of these gathers all parameters and adds up all gradients
+again. More than a third of their steps are transfers that nothing overlaps with. Part of these are two all-reduces
 a layer over `model`; the published programs have attention and MLP side by side, with one.
 
 ## The plan instead of the published mesh
