@@ -1,6 +1,7 @@
 """Bytes per device of live buffers and optimizer state, against calculations by hand."""
 
 import dataclasses
+from itertools import permutations, product
 
 import haliax as hax
 import jax
@@ -9,11 +10,13 @@ from traced_layer import LAYERS, MESH, TOKENS, WEIGHT, B, E, M, P, V, traced_ste
 
 from shardplan.cost.buffer_roles import ROLES, ROWS, buffer_bytes
 from shardplan.cost.memory import estimate_memory, point_bytes
+from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
+from shardplan.plan.mapping import mesh_size
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.named_arrays import TracedArray
@@ -85,6 +88,25 @@ def test_memory_of_lookups(batch, vocab, embed, expected):
     result = TracedArray(((("batch", batch),), (("position", P),), (("embed", E),)), 4)
     assignment = ShardingAssignment(MESH, TOKENS, {"vocab": vocab, "embed": embed}, {}, ("batch", "position"))
     assert buffer_bytes(LiveBuffer(BufferRole.LOOKUP_RESULT, result, (table,)), assignment) == expected
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 2), (5, 1, 3), (2, 6, 3), (4, 6, 1)])
+def test_lookups_on_meshes_of_any_size(sizes):
+    """Every collective has several devices along its mesh axes, and a device ends with no less than its own tokens."""
+    mesh = dict(zip(("replica", "data", "model"), sizes, strict=True))
+    table = TracedArray(((("vocab", 720),), (("embed", 720),)), 2, weight="table")
+    result = TracedArray(((("batch", 720),), (("position", 720),), (("embed", 720),)), 2)
+    several = [axes for count in range(4) for axes in permutations(mesh, count)]
+    for tokens, rows, columns in product(several, repeat=3):
+        if {*rows} & {*columns}:
+            continue
+        for compute in ({"batch": tokens}, {"batch": tokens[:1], "position": tokens[1:]}):
+            params = {"vocab": rows, "embed": columns}
+            assignment = ShardingAssignment(mesh, compute, params, {}, ("batch", "position"))
+            lookup = partition_lookup(table, result, assignment)
+            assert all(1 < step.devices <= mesh_size(mesh, step.axes) for step in lookup.steps)
+            of_result = [step.bytes_after for step in lookup.steps if not step.is_of_table]
+            assert not of_result or (of_result[-1] >= lookup.result_bytes and lookup.transient_bytes >= 0)
 
 
 def test_memory_of_a_head_gathered_at_the_start():
