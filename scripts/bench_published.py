@@ -332,9 +332,9 @@ The three furthest at equal FLOPs:
 
 {furthest}
 
-The first two need many microbatches for their memory, and each of these gathers all parameters and adds up all gradients
-again. More than a third of their steps are transfers that nothing overlaps with. Part of these are two all-reduces
-a layer over `model`; the published programs have attention and MLP side by side, with one.
+The first two need many microbatches for their memory, and each of these gathers all parameters and adds up all
+gradients again. More than a third of their steps are transfers that nothing overlaps with. Part of these are two
+all-reduces a layer over `model`; the published programs have attention and MLP side by side, with one.
 
 ## The plan instead of the published mesh
 
