@@ -243,7 +243,8 @@ def plans_table(runs: Sequence[Run], results: Mapping[str, CompiledResult], plan
         plan = plans[f"{run.label}, plan"]
         ratio = f"{ours.step_seconds / theirs.step_seconds:.2f}" if theirs.seconds and ours.seconds else "-"
         own_mesh = mesh(plans[f"{run.label}, published"])
-        cells = (seconds(theirs), mesh(plan), step_text(plan), seconds(ours), ratio)
+        times = [seconds(each) if each.fits else "does not fit" for each in (theirs, ours)]
+        cells = (times[0], mesh(plan), step_text(plan), times[1], ratio)
         lines.append(row(run.name, run.slice, own_mesh, *cells))
     return "\n".join(lines)
 

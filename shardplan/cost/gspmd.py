@@ -326,6 +326,7 @@ def _lookup_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traf
                 traffic = all_to_all_traffic(size, assignment, axes, count, purpose, subject)
             case _:
                 raise ValueError(f"no rule for the collective {step.kind}")
+        # where mesh axes are split, fewer devices exchange data than lie along them
         others, others_along_axes = 1 - 1 / step.devices, 1 - 1 / mesh_size(assignment.mesh, axes)
         yield replace(traffic, bytes=traffic.bytes * others / others_along_axes)
 

@@ -35,7 +35,7 @@ INDEX_BYTES = 4
 
 @dataclass(frozen=True)
 class LookupStep:
-    """A collective of a lookup; bytes are those of one device."""
+    """A collective of a lookup, with its bytes on one device."""
 
     kind: CollectiveKind
     axes: MeshAxes
@@ -105,7 +105,7 @@ def partition_lookup(table: TracedArray, result: TracedArray, assignment: Shardi
             resharding=_resharding(columns, tokens, mesh),
         )
     )
-    sharding_tokens = {axis for axes in tokens for axis in axes}
+    sharding_tokens = set[str]().union(*tokens)
     axes_of_array = {
         _Array.TABLE: (*rows, *columns),
         _Array.SUMS: rows,
@@ -190,7 +190,7 @@ class _Lookup:
 
 
 class _Estimate:
-    """The largest array of a method for a whole lookup, and the bytes that it moves."""
+    """What a method would take for a whole lookup: its largest arrays together, and the bytes that it moves."""
 
     def __init__(self, table: float, result: float, indices: float) -> None:
         """Every device looks up `result` bytes in `table` bytes, with `indices` bytes of indices."""
@@ -366,13 +366,15 @@ def _group(shards: tuple[int, ...], devices: int, num_groups: int) -> tuple[int,
     copies = devices // math.prod(shards)
     if copies % num_groups == 0:
         return shards
-    missing = num_groups // copies if num_groups % copies == 0 else 0
+    if num_groups % copies:
+        return (1,) * len(shards)
+    missing = num_groups // copies
     left = []
     for size in shards:
-        if missing and missing % size == 0:
+        if missing % size == 0:
             missing //= size
             left.append(1)
-        elif missing and size % missing == 0:
+        elif size % missing == 0:
             left.append(size // missing)
             missing = 1
         else:
@@ -381,8 +383,8 @@ def _group(shards: tuple[int, ...], devices: int, num_groups: int) -> tuple[int,
 
 
 def _resharding(columns: MeshAxes, tokens: Sequence[MeshAxes], mesh: MeshShape) -> _Resharding:
-    """How the whole lookup reshards columns, by the order of devices in their shards and in those of tokens."""
-    if not any(axis in axes for axes in tokens for axis in columns):
+    """How the whole lookup reshards columns: the order of the mesh axes that shard columns and tokens decides."""
+    if set[str]().union(*tokens).isdisjoint(columns):
         return _Resharding.GATHER
     if len(tokens) > 1:
         return _Resharding.REPLICATE

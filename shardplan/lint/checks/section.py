@@ -246,7 +246,7 @@ def check_loading(s: Subject) -> Findings:
             Severity.WARNING,
             FindingKind.LOADING,
             (s.size_key("replica"),),
-            f"Levanter's own load_pretrained shards the tensors of the checkpoint over all mesh axes but replica "
+            "Levanter's own load_pretrained shards the tensors of the checkpoint over all mesh axes but replica "
             f"({replicas}): at least {needed:.2f} GiB per device of {available:.2f}",
             "load with shardplan's HFCheckpointConverter",
         )

@@ -122,7 +122,7 @@ class Fusion:
         return set[int]().union(*(self.sources(self.base_of(operand)) for operand in operation.operands))
 
     def moved(self, operation: Operation) -> tuple[set[int], list[int]]:
-        """Return what an elementwise operation reads and writes with all that is fused into it, matmuls included.
+        """Return the values that an elementwise operation reads and writes, with matmuls and all else fused into it.
 
         Of a value that is sliced, or into which a slice is written, it is the slice.
         """
