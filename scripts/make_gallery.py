@@ -49,10 +49,14 @@ def main() -> None:
 
 
 def _draw_report(report: Path) -> None:
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import Error, sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        try:
+            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        except Error:
+            print(f"{PICTURE.relative_to(ROOT)} is left as it is, for there is no Chromium", file=sys.stderr)
+            return
         tab = browser.new_page(viewport={"width": WIDTH, "height": WIDTH})
         tab.goto(report.as_uri())
         last = tab.locator("#memory .chart").first.bounding_box()

@@ -39,12 +39,15 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from hypothesis import settings
 from processes import ForkedProcess, fork_python
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shardplan.__main__ import main
 from shardplan.eval import workers
 
+settings.register_profile("shared_machine", deadline=None)  # tests beside others take longer at times
+settings.load_profile("shared_machine")
 jax.config.update("jax_num_cpu_devices", 8)
 gc.disable()  # until all tests are imported: nearly all that an import makes stays
 

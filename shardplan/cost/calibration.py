@@ -23,7 +23,7 @@ MEMORY_ERROR = 0.08
 No program of docs/benchmarks that the compiler accepts needs more than this above or below its estimate
 (`tests/unit/test_accuracy.py`). A constant: no generation has enough programs near the limit for one of its own."""
 
-STEP_ERROR = 0.12
+STEP_ERROR = 0.11
 """Relative error of nine in ten estimated step times: estimates that differ by less do not tell which step is faster.
 
 It is that of the programs of docs/benchmarks/planner.json, against the compiler (`tests/unit/test_accuracy.py`)."""

@@ -1,18 +1,22 @@
 """The best candidates of a search, kept in order while it runs."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.plan.mapping import MeshAxes
 from shardplan.search.space import KindMethods, Space
 
-TIME_RESOLUTION = 1e-2
+TIME_RESOLUTION = 1e-3
 """Relative difference of step times below which two plans tie; of tied plans the one with less peak memory wins.
 
-Plans that compute all logits at once win against those that do so in blocks: the loop of an 8B model takes 0.6% of a
-step as compiled (docs/log.md), which the estimate does not resolve.
+It is what a plan may be slower for the sake of memory. Where ties were within 1%, 405B on v4-256 got a plan that is 6.9%
+slower as compiled than another candidate, which needs more memory and fits (docs/log.md).
 """
+LOOP_OVER_LOGITS = 1e-2
+"""Relative difference of step times below which plans that compute all logits at once win against those that do so in
+blocks: the loop of an 8B model takes 0.6% of a step as compiled (docs/log.md), which the estimate does not know."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Ranking:
     def limit(self) -> float:
         """Step time in seconds above which a further candidate is not kept."""
         full = len(self.candidates) == self.keep
-        return max(c.seconds for c in self.candidates) * (1 + TIME_RESOLUTION) if full else math.inf
+        return max(c.seconds for c in self.candidates) * (1 + LOOP_OVER_LOGITS) if full else math.inf
 
     @property
     def evaluated(self) -> list[Candidate]:
@@ -60,7 +64,7 @@ class Ranking:
     def add(self, group: list[Candidate]) -> None:
         """Add a group of Pareto-optimal candidates (time against memory), of which at most one is kept."""
         self._groups.append(group)
-        tie_limit = min(c.seconds for each in self._groups for c in each) * (1 + TIME_RESOLUTION)
+        tie_limit = _fastest([c for each in self._groups for c in each]).seconds * (1 + TIME_RESOLUTION)
         best = sorted(
             (_smallest(each, tie_limit) for each in self._groups),
             key=lambda c: _order(c, tie_limit),
@@ -71,6 +75,13 @@ class Ranking:
                 _is_equivalent(candidate, kept) for kept in self.candidates
             ):
                 self.candidates.append(candidate)
+
+
+def _fastest(candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest candidate among those with the fewest blocks of logits that are nearly as fast as any."""
+    limit = min(c.seconds for c in candidates) * (1 + LOOP_OVER_LOGITS)
+    near = (c for c in candidates if c.seconds <= limit)
+    return min(near, key=lambda c: (c.space.logit_blocks, c.seconds))
 
 
 def _order(candidate: Candidate, tie_limit: float) -> tuple[bool, int, float, float]:

@@ -70,7 +70,7 @@ def test_evaluation_of_405b_on_v4_256():
 
     Positions are not sharded, so that all expected numbers can be calculated by hand.
     """
-    arguments = ["--config", "configs/405b.yaml", "--forbid", "position"]
+    arguments = ["--config", "configs/405b.yaml", "--forbid", "position", "--pin", "params.embed=data"]
     (case,) = build_cases(configuration.parse_config(arguments, VerifyCommand))
     (verdict,) = verify([case], NO_CACHE)
     assert verdict.fits and verdict.attention == "splash"

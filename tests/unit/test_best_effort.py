@@ -28,7 +28,7 @@ def max_devices(shape, sizes) -> int:
     return best
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(1, 48), max_size=4),
     st.sampled_from([(1, 4, 2), (2, 2, 2), (1, 1, 8), (3,), (5,), (2, 3), (1, 6, 1), (1, 7, 1)]),

@@ -41,7 +41,7 @@ from shardplan.program.step_trace import plan_step
 SCHEMA = pa.schema([("window", pa.int64())])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=4), st.integers(1, 7), st.integers(1, 4), st.integers(1, 5),
     st.integers(1, 3), st.integers(5, 17), st.integers(1, 40),
@@ -104,7 +104,7 @@ WINDOWS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(WINDOWS, st.integers(1, 50))
 def test_coverage_equals_brute_force(windows, together):
     characters = 400
@@ -120,7 +120,7 @@ def test_coverage_equals_brute_force(windows, together):
     np.testing.assert_array_equal(coverage.strip, largest)  # as many parts as characters
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(WINDOWS, st.integers(1, 50))
 def test_runs_follow_each_other_and_have_no_equal_neighbours(windows, together):
     windows = sorted(windows)

@@ -88,7 +88,7 @@ NASTY = (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("<>&\r\n\"' "), min_size=1, max_size=120),
     st.lists(

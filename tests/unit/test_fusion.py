@@ -169,3 +169,19 @@ def test_a_cast_to_a_wider_type_takes_no_memory():
     trace = traced(function, 2)
     written = Fusion(trace.operations, trace.arrays, set(trace.results), writes_outputs=True).written - {*trace.results}
     assert sorted(trace.arrays[value].itemsize for value in written if len(trace.arrays[value].dims) == 2) == [2, 4]
+
+
+def test_what_follows_from_one_value_in_memory_is_computed_again():
+    """The sum of a residual and a matmul is in memory; what several operations compute from it, as a norm, is not."""
+
+    def function(x):
+        weight = jnp.ones((WIDTH, WIDTH))
+        residual = x + x @ weight
+        normed = jnp.tanh(residual)
+        return residual @ weight, jnp.sin(normed) @ weight, jnp.cos(normed) @ weight
+
+    trace = traced(function, 2)
+    fusion = Fusion(trace.operations, trace.arrays, set(trace.results), writes_outputs=True)
+    executed = [each.primitive for each in trace.operations if fusion.is_executed(each)]
+    assert "add" in executed and "tanh" not in executed
+    assert {"sin", "cos"} <= {*executed}

@@ -164,7 +164,6 @@ def grids(draw):
     return dims, draw(st.permutations(range(len(dims))))
 
 
-@settings(deadline=None)
 @given(grids(), st.data())
 def test_groups_from_iota_agree_with_numpy(grid, data):
     dims, order = grid
@@ -175,7 +174,6 @@ def test_groups_from_iota_agree_with_numpy(grid, data):
     assert parse_replica_groups(text, n) == [tuple(row) for row in expected.tolist()]
 
 
-@settings(deadline=None)
 @given(grids(), grids(), st.data())
 def test_groups_from_a_mesh_agree_with_numpy(grid, tile, data):
     """A group extends along the chosen axes, in the order in which they are named."""
@@ -365,7 +363,7 @@ def test_trip_counts(start, limit, direction, step, count):
     assert trips(loop(f"constant({start})", f"constant({limit})", direction, str(step))) == count
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.integers(-9, 9), st.integers(-9, 9), st.sampled_from(["LT", "LE", "GT", "GE", "NE"]), st.integers(-4, 4),
     st.booleans(),

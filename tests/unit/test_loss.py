@@ -44,7 +44,7 @@ def recipe(size, position, stride):
     return windows
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_windows_are_those_of_the_recipe(data):
     """Every token but a text's first is predicted once, from those before it in its window."""

@@ -64,7 +64,7 @@ def stored_loads(draw):
 
 
 @given(stored_loads(), st.sampled_from([40, 400, 10**6]), st.sampled_from([0, 16, 64 * 1024]))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_processes_of_one_kind_read_equally_much(load, max_bytes, gap_bytes):
     """For every strategy, and any length of gaps that are read rather than left out."""
     mesh, view, sources, spec = load

@@ -87,12 +87,12 @@ def test_nothing_fits():
 
 
 def test_speeds_within_the_error_of_the_estimates_are_a_tie(evaluation, monkeypatch):
-    """Seconds of a step of 128 chips, where 10 s is the fastest: 12% more is a tie, 13% is none."""
-    slices = [ranked(evaluation, f"v4:{n}x4x8", 128, seconds) for n, seconds in ((4, 10.0), (8, 11.19), (12, 11.3))]
+    """Seconds of a step of 128 chips, where 10 s is the fastest: 11% more is a tie, 12% is none."""
+    slices = [ranked(evaluation, f"v4:{n}x4x8", 128, seconds) for n, seconds in ((4, 10.0), (8, 11.09), (12, 11.2))]
     ranking = SliceRanking(slices, [], [])
-    assert STEP_ERROR == 0.12 and [each.plan.hardware.slice for each in ranking.best] == ["v4:4x4x8", "v4:8x4x8"]
+    assert STEP_ERROR == 0.11 and [each.plan.hardware.slice for each in ranking.best] == ["v4:4x4x8", "v4:8x4x8"]
     text = text_of(ranking, monkeypatch)
-    speeds = [evaluation.workload.tokens / seconds / 128 for seconds in (10.0, 11.19)]
+    speeds = [evaluation.workload.tokens / seconds / 128 for seconds in (10.0, 11.09)]
     first = f"v4:4x4x8 and v4:8x4x8 have the most tokens/s per chip: {speeds[0]:,.0f} to {speeds[1]:,.0f} (no"
     assert text.startswith(first)
     assert text_of(SliceRanking(slices[2:], [], []), monkeypatch).startswith(

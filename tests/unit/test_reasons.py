@@ -25,7 +25,7 @@ def test_every_caveat_and_strategy_has_a_sentence():
 
 def test_a_choice_is_described():
     assert describe_choice(fits=True, evaluated=751, has_kernel=True) == (
-        "fastest of 751 candidates (ties within 1 %: smallest memory); attention runs in a kernel"
+        "fastest of 751 candidates (ties within 0.1 %: smallest memory); attention runs in a kernel"
     )
     assert describe_choice(fits=False, evaluated=7, has_kernel=True) == (
         "no plan fits; of 7 candidates this one needs the least memory"

@@ -73,7 +73,7 @@ def test_the_plan_is_the_same_under_other_names(make_config, family, kind, count
     model = model_from_config(config)
     expected = essence(make_plan(config, model), {})
 
-    @settings(max_examples=count, deadline=None, phases=[Phase.generate])  # a plan takes too long to look for others
+    @settings(max_examples=count, phases=[Phase.generate])  # a plan takes too long to look for others
     @given(RENAMINGS)
     def check(names):
         original = {name: {**AXES, "Vocab": "vocab"}[key] for key, name in names.items()}

@@ -54,7 +54,7 @@ def loads(draw):
 
 
 @given(loads(), st.integers(1, 400))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_devices_read_everything_once_between_them(load, max_bytes):
     """For any mesh, sharding and transfer size, one of the devices that share a box reads each of its elements.
 
@@ -80,7 +80,7 @@ def test_devices_read_everything_once_between_them(load, max_bytes):
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_merged_boxes_contain_the_same_elements(extents, data):
     cells = list(itertools.product(*map(range, extents)))
     chosen = data.draw(st.lists(st.sampled_from(cells), unique=True))
@@ -93,7 +93,7 @@ def test_merged_boxes_contain_the_same_elements(extents, data):
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from([1, 2000, 40_000]), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_runs_against_counting(extents, itemsize, data):
     """Neighbouring elements of a box are in one run exactly if the gap between them is short."""
     start = tuple(data.draw(st.integers(0, n - 1)) for n in extents)
@@ -109,7 +109,7 @@ def test_runs_against_counting(extents, itemsize, data):
 
 
 @given(loads(), st.integers(1, 3), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_volumes_are_those_of_the_ranges(load, layers, data):
     """What processes read of equal layers is computed once, and equals the ranges of each transfer.
 

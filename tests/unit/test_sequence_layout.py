@@ -5,7 +5,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.errors import ConfigError
@@ -65,7 +65,6 @@ def allowed_pairs(layout, pattern):
     return allowed
 
 
-@settings(deadline=None)
 @given(layouts(), patterns, st.integers(1, 9), st.sampled_from([5, sequence_layout.MAX_RUN_PAIRS]))
 def test_distances_and_blocks_are_those_that_any_pair_needs(layout, pattern, block, max_pairs):
     allowed = np.pad(allowed_pairs(layout, pattern), (0, 1))  # padding comes last

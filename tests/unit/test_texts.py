@@ -167,7 +167,7 @@ def tokenizer(request):
 WORDS = ["the ", "quick ", "fox", "jumps, ", "über", " Größe", "東京", "🙂", "\n\n", "  ", "dogs", "naïve ", "x"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=900), st.integers(150, 400))
 def test_pieces_are_encoded_as_the_text_at_once(tokenizer, tmp_path_factory, words, piece):
     text = "".join(words)

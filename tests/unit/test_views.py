@@ -44,7 +44,7 @@ def factorisations(n: int) -> st.SearchStrategy[tuple[int, ...]]:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_view_operations_agree_with_numpy(data):
     rows, columns = data.draw(st.sampled_from([(2, 6), (4, 6), (6, 10), (12, 1), (3, 4)]))
@@ -80,7 +80,7 @@ def test_view_operations_agree_with_numpy(data):
     assert view.is_complete
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_intersecting_pieces_with_boxes_partitions_the_view(data):
     tensors = {"a": np.arange(24).reshape(4, 6), "b": np.arange(24).reshape(4, 6) + 100}

@@ -4,8 +4,9 @@ The results of matmuls, lookups and scatters are written, and of elementwise res
 other values exist only inside a fused operation: an elementwise chain behind a matmul is fused into that matmul, unless
 the chain first reduces over the whole result; of several matmuls that one chain reads, the last one fuses it.
 
-What decides this about a value follows from the facts about its operands (`_Origin`) and about its consumers (`_Use`):
-one pass forward over the operations and one backward, with a constant amount of work for each operand.
+What decides this about a value follows from the facts about its operands (`_Origin`) and about its consumers (`_Use`),
+and from what is written before it: one pass forward over the operations, one backward and one forward again, with a
+constant amount of work for each operand.
 """
 
 from collections import defaultdict
@@ -25,14 +26,12 @@ NOTHING: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a value is computed from by elementwise operations alone; itself where another operation makes it."""
+    """The matmuls from whose results a value is computed by elementwise operations alone."""
 
-    largest_inputs: tuple[tuple[int, int], ...]
-    """Of the values at the start of these operations the two largest, as (elements, value), the largest first."""
     last_matmul: int | None = None
-    """Among these values, the result of the last matmul."""
+    """The result of the last of them; the value itself if a matmul makes it."""
     summed_matmuls: int = 0
-    """Number of matmuls whose results are only added up to make the value, 2 for any more; 0 if anything else is."""
+    """Number of them if their results are only added up, 2 for any more; 0 if anything else is done with one."""
     last_summed: int | None = None
     """The result of the last of these matmuls."""
 
@@ -88,7 +87,17 @@ class Fusion:
             for result in operation.results:
                 self._uses[result] = self._find_use(result)
                 self._sums[result] = self._find_sum(result)
-        self.written = {value for value in self._producer if self._is_written(value)}
+        self._largest_inputs: dict[int, tuple[tuple[int, int], ...]] = {}
+        """Value -> of the values in memory that it is computed from, the two largest, as (elements, value)."""
+        self.written = set[int]()
+        for operation in operations:
+            for result in operation.results:
+                self._largest_inputs[result] = self._find_largest_inputs(operation)
+                if self._is_written(result):
+                    self.written.add(result)
+                if result in self.written or operation.kind != OperationKind.ELEMENTWISE:
+                    # what is computed from it needs nothing that is before it
+                    self._largest_inputs[result] = ((arrays[result].elements, result),)
         self._sources: dict[int, frozenset[int]] = {}
         self._parts: dict[int, frozenset[int]] = {}
         """Value -> as its sources, with slices in place of the values that they are taken from."""
@@ -185,17 +194,15 @@ class Fusion:
     def _origin(self, value: int) -> _Origin:
         """The origin of the base of `value`."""
         value = self.base_of(value)
-        return self._origins.get(value) or _Origin(((self.arrays[value].elements, value),))
+        return self._origins.get(value) or _Origin()
 
     def _find_origin(self, operation: Operation, result: int) -> _Origin:
         """Find the origin of a result from those of the operands."""
-        own = ((self.arrays[result].elements, result),)
         if operation.kind == OperationKind.CONTRACTION:
-            return _Origin(own, result, 1, result)
+            return _Origin(result, 1, result)
         if operation.kind != OperationKind.ELEMENTWISE:
-            return _Origin(own)
+            return _Origin()
         origins = [self._origin(operand) for operand in operation.operands]
-        inputs = sorted({each for origin in origins for each in origin.largest_inputs}, reverse=True)
         matmuls = [origin.last_matmul for origin in origins if origin.last_matmul is not None]
         are_summed = all(each.summed_matmuls for each in origins)
         primitive = find_primitive(operation.primitive)
@@ -203,11 +210,17 @@ class Fusion:
         summed = {each.last_summed for each in origins if is_sum and each.last_summed is not None}
         several = any(each.summed_matmuls > 1 for each in origins)
         return _Origin(
-            tuple(inputs[:2]),
             max(matmuls, key=self._producer.__getitem__, default=None),
             0 if not summed else 2 if several or len(summed) > 1 else 1,
             max(summed, key=self._producer.__getitem__, default=None),
         )
+
+    def _find_largest_inputs(self, operation: Operation) -> tuple[tuple[int, int], ...]:
+        """Find the two largest values in memory among those that the operands are computed from."""
+        inputs = set[tuple[int, int]]()
+        for operand in map(self.base_of, operation.operands):
+            inputs.update(self._largest_inputs.get(operand, ((self.arrays[operand].elements, operand),)))
+        return tuple(sorted(inputs, reverse=True)[:2])
 
     def _find_use(self, value: int) -> _Use:
         """Find the use of a value from those of the results of its consumers."""
@@ -295,7 +308,7 @@ class Fusion:
     def _saves_memory_if_written(self, value: int) -> bool:
         """Whether an elementwise result takes less memory than the inputs from which consumers would recompute it."""
         size = self.arrays[value].elements
-        large = [source for elements, source in self._origins[value].largest_inputs if elements >= size]
+        large = [source for elements, source in self._largest_inputs[value] if elements >= size]
         return self._uses[value].final == SEVERAL and len(large) > 1
 
     def _is_fused(self, value: int) -> bool:
