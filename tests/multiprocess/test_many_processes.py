@@ -1,11 +1,9 @@
 """Many real processes meet at the hub of their run, exchange values, show that they are alive, and end."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from processes import fork_python
 from test_eval import free_port
 
 WORKER = Path(__file__).with_name("link_worker.py")
@@ -14,14 +12,7 @@ COUNT = 64
 
 def test_many_processes():
     address = f"127.0.0.1:{free_port()}"
-    environment = {**os.environ, "PYTHONPATH": str(WORKER.parents[2])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, WORKER, address, str(index), str(COUNT)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for index in range(COUNT)
-    ]  # fmt: skip
+    processes = [fork_python([WORKER, address, index, COUNT]) for index in range(COUNT)]
     results = [process.communicate(timeout=120) for process in processes]
     for index, (process, (output, error)) in enumerate(zip(processes, results, strict=True)):
         assert process.returncode == 0, error
