@@ -166,6 +166,29 @@ def forked_readers():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def build_shared():
+    """Plans for one config.json and number of positions share its model, and so the traces of its steps."""
+    from shardplan.model.own_model import CLASS_KEY
+    from shardplan.model.registry import build_model
+
+    models = {}
+
+    def build(hf_config, position, shorten=False):
+        key = json.dumps(hf_config), position
+        if key in models:
+            return models[key]
+        model = build_model(hf_config, position, shorten)
+        # a class of a test may be another one under the same name, and without `shorten` a model may be refused
+        if CLASS_KEY not in hf_config and position <= model.positions:
+            models[key] = model
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardplan.search.make_plan.build_model", build)
+        yield build
+
+
 @pytest.fixture
 def without_pictures(monkeypatch):
     """Runs in this process draw nothing."""
@@ -196,12 +219,11 @@ def make_config():
 
 
 @pytest.fixture(scope="session")
-def llama_model():
+def llama_model(build_shared):
     """Llama 3.1 8B for 4096 tokens, without weights."""
     from shardplan.model.huggingface.hf_config import read_config
-    from shardplan.model.registry import build_model
 
-    return build_model(read_config(LLAMA_CONFIG, None), 4096)
+    return build_shared(read_config(LLAMA_CONFIG, None), 4096)
 
 
 @pytest.fixture
