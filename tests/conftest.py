@@ -23,6 +23,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+from unittest import mock
+
+with mock.patch("sys.addaudithook"):
+    # its hook, against forks while it locks a file, is called at every id(): a hundredth of the time of all tests
+    import filelock  # noqa: F401
+
 import contextlib
 import dataclasses
 import gc
