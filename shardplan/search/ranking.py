@@ -11,8 +11,8 @@ from shardplan.search.space import KindMethods, Space
 TIME_RESOLUTION = 1e-3
 """Relative difference of step times below which two plans tie; of tied plans the one with less peak memory wins.
 
-It is what a plan may be slower for the sake of memory. Where ties were within 1%, 405B on v4-256 got a plan that is 6.9%
-slower as compiled than another candidate, which needs more memory and fits (docs/log.md).
+It is what a plan may be slower for the sake of memory. Where ties were within 1%, 405B on v4-256 got a plan that is
+6.9% slower as compiled than another candidate, which needs more memory and fits (docs/log.md).
 """
 LOOP_OVER_LOGITS = 1e-2
 """Relative difference of step times below which plans that compute all logits at once win against those that do so in
