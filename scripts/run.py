@@ -50,7 +50,7 @@ CHECKS = (
     ("python", "scripts/check_package.py"),
     *DOCS,
 )
-TEST = (("pytest", "-n", "4"),)  # two more than the two cores that it is meant for: many tests wait for processes
+TEST = (("pytest", "-n", "3"),)  # one more than the two cores that it is meant for: many tests wait for processes
 COMMANDS = {"demo": DEMO, "docs": DOCS, "checks": CHECKS, "test": TEST}
 
 

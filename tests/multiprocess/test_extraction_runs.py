@@ -24,7 +24,7 @@ LEFT_S = 30
 """Seconds after a run in which its hub ends, and the workers of processes that were killed."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def books(golden, tmp_path_factory):
     """A checkpoint with a tokenizer, and a folder of two texts."""
     folder = tmp_path_factory.mktemp("books")
@@ -77,7 +77,7 @@ def wait_until(processes, is_true):
         time.sleep(0.002)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def uninterrupted(books, tmp_path_factory):
     """The results of two processes without interruption."""
     output = tmp_path_factory.mktemp("uninterrupted") / "results"

@@ -21,7 +21,7 @@ TIMEOUT = 120
 """Seconds after which a process that has not ended counts as hung."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def long_text(checkpoint, tmp_path_factory):
     """A text for which the steps of an evaluation take a third of a minute."""
     path = tmp_path_factory.mktemp("text") / "long.txt"
