@@ -24,23 +24,27 @@ def fork_python(argv, cwd=ROOT, **variables):
 
 
 def fork_apart(argv, cwd=ROOT, **variables):
-    """Start a process of a run from the server of its number: the order of sets differs from that in the others."""
+    """Start a process of a run from the server of its number: the order of sets differs from that in the others.
+
+    It also ends as `python` does, down to the destruction of JAX's modules.
+    """
     server = f"server-{variables['JAX_PROCESS_ID']}"
-    return ForkedProcess(list(map(str, argv)), str(cwd), {**os.environ, **variables}, server)
+    return ForkedProcess(list(map(str, argv)), str(cwd), {**os.environ, **variables}, server, is_torn_down=True)
 
 
 class ForkedProcess:
     """A process of the server, with the methods of `subprocess.Popen`.
 
-    Its stdout and stderr are pipes, unless `outputs` has the descriptors of other files.
+    Its stdout and stderr are pipes, unless `outputs` has the descriptors of other files. `is_torn_down` has it destroy
+    its modules before it ends.
     """
 
     stdin = stdout = stderr = None
 
-    def __init__(self, argv, cwd, env, server="server-0", outputs=None):
+    def __init__(self, argv, cwd, env, server="server-0", outputs=None, is_torn_down=False):
         self.args, self.returncode = argv, None
         self._server = connect(server)
-        request = json.dumps({"argv": argv, "cwd": cwd, "env": env}).encode()
+        request = json.dumps({"argv": argv, "cwd": cwd, "env": env, "is_torn_down": is_torn_down}).encode()
         if outputs is None:
             (read_output, output), (read_error, error) = os.pipe(), os.pipe()
             self.stdout, self.stderr = (os.fdopen(read, encoding="utf-8") for read in (read_output, read_error))
