@@ -54,8 +54,9 @@ def _draw_report(report: Path) -> None:
     with sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        except Error:
-            print(f"{PICTURE.relative_to(ROOT)} is left as it is, for there is no Chromium", file=sys.stderr)
+        except Error as error:
+            reason = error.message.splitlines()[0]
+            print(f"{PICTURE.relative_to(ROOT)} is left as it is; no Chromium starts: {reason}", file=sys.stderr)
             return
         tab = browser.new_page(viewport={"width": WIDTH, "height": WIDTH})
         tab.goto(report.as_uri())

@@ -1,5 +1,6 @@
 """The best candidates of a search, kept in order while it runs."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,10 @@ It is what a plan may be slower for the sake of memory. Where ties were within 1
 6.9% slower as compiled than another candidate, which needs more memory and fits (docs/log.md).
 """
 LOOP_OVER_LOGITS = 1e-2
-"""Relative difference of step times below which plans that compute all logits at once win against those that do so in
-blocks: the loop of an 8B model takes 0.6% of a step as compiled (docs/log.md), which the estimate does not know."""
+"""Part of a step by which a plan with logits in blocks must be faster than one that computes all logits at once.
+
+The loop over blocks takes 0.6% of a step of an 8B model as compiled (docs/log.md), and the estimate leaves it out.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class Ranking:
     def add(self, group: list[Candidate]) -> None:
         """Add a group of Pareto-optimal candidates (time against memory), of which at most one is kept."""
         self._groups.append(group)
-        tie_limit = _fastest([c for each in self._groups for c in each]).seconds * (1 + TIME_RESOLUTION)
+        everyone = list(itertools.chain.from_iterable(self._groups))
+        tie_limit = _fastest(everyone).seconds * (1 + TIME_RESOLUTION)
         best = sorted(
             (_smallest(each, tie_limit) for each in self._groups),
             key=lambda c: _order(c, tie_limit),
@@ -78,7 +82,7 @@ class Ranking:
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest candidate among those with the fewest blocks of logits that are nearly as fast as any."""
+    """Return the fastest candidate; one with fewer blocks of logits may be slower by `LOOP_OVER_LOGITS`."""
     limit = min(c.seconds for c in candidates) * (1 + LOOP_OVER_LOGITS)
     near = (c for c in candidates if c.seconds <= limit)
     return min(near, key=lambda c: (c.space.logit_blocks, c.seconds))

@@ -29,9 +29,9 @@ class _Origin:
     """The matmuls from whose results a value is computed by elementwise operations alone."""
 
     last_matmul: int | None = None
-    """The result of the last of them; the value itself if a matmul makes it."""
+    """The result of the last of these matmuls; the value itself if a matmul makes it."""
     summed_matmuls: int = 0
-    """Number of them if their results are only added up, 2 for any more; 0 if anything else is done with one."""
+    """Number of matmuls if their results are only added up, 2 for any more; 0 if they are used otherwise."""
     last_summed: int | None = None
     """The result of the last of these matmuls."""
 
@@ -216,7 +216,7 @@ class Fusion:
         )
 
     def _find_largest_inputs(self, operation: Operation) -> tuple[tuple[int, int], ...]:
-        """Find the two largest values in memory among those that the operands are computed from."""
+        """Find the two largest of the values in memory from which the operands are computed."""
         inputs = set[tuple[int, int]]()
         for operand in map(self.base_of, operation.operands):
             inputs.update(self._largest_inputs.get(operand, ((self.arrays[operand].elements, operand),)))
