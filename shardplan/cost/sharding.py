@@ -71,6 +71,8 @@ class ShardingAssignment:
     """Lengths of the documents of every sequence, if they are known; tokens attend only to their own document."""
     shard_counts: dict[TracedArray, int] = field(default_factory=dict, compare=False, repr=False)
     """Cache of `num_shards` under `compute`; assignments with equal `mesh` and `compute` may share it."""
+    stored_counts: dict[TracedArray, int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Cache of `num_shards` between tasks."""
     gathers: dict[TracedArray, WeightGather | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Cache of `weight_gather`."""
 
@@ -131,11 +133,15 @@ class ShardingAssignment:
 
     def num_shards(self, array: TracedArray, mapping: AxisMapping | None = None) -> int:
         """Number of shards of `array`, under `mapping` or else in its sharding between tasks."""
-        if mapping is self.compute or (mapping is None and not self.is_stored_like_a_parameter(array)):
-            if array not in self.shard_counts:
-                self.shard_counts[array] = self._num_shards(array, self.compute)
-            return self.shard_counts[array]
-        return self._num_shards(array, mapping)
+        if mapping is None:
+            counts = self.stored_counts
+        elif mapping is self.compute:
+            counts = self.shard_counts
+        else:
+            return self._num_shards(array, mapping)
+        if array not in counts:
+            counts[array] = self._num_shards(array, mapping)
+        return counts[array]
 
     def _num_shards(self, array: TracedArray, mapping: AxisMapping | None) -> int:
         return math.prod(mesh_size(self.mesh, axes) for axes in self.dimension_mesh_axes(array, mapping) if axes)

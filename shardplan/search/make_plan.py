@@ -31,7 +31,7 @@ from shardplan.search.reasons import (
     describe_trace,
 )
 from shardplan.search.result.assignment_to_plan import StepCost, build_plan, estimate_cost
-from shardplan.search.result.plan_details import evaluated_candidates
+from shardplan.search.result.plan_details import plan_details
 from shardplan.search.search_configuration import RankedCandidate, SearchResult, search_configuration
 from shardplan.storage import Folder, open_folder
 
@@ -162,10 +162,7 @@ def _plan(
         caveats=caveats,
     )
     plan = build_plan(config, model, space.step, assignment, cost.plan, info)
-    assert plan.details is not None
-    candidates = evaluated_candidates(result.evaluated)
-    slower = len(result.evaluated) - len(candidates)
-    return replace(plan, details=replace(plan.details, candidates=candidates, slower_candidates=slower))
+    return replace(plan, details=plan_details(space.step, assignment, space.hardware, result.evaluated))
 
 
 def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:

@@ -310,9 +310,15 @@ def test_stacks_on_demand(checkpoint, long_text, tmp_path):
     started = {int(path.name) for path in Path("/proc").glob("[0-9]*") if is_part_of(path, address)}
     pids = started | {process.pid for process in processes}
     assert len(pids) >= 5  # two processes, a hub, and at least one worker of each
-    for pid in pids:
-        os.kill(pid, signal.SIGUSR1)
-    wait_until(lambda: all(has_stacks_of_a_step(results / f"stacks-{i}.txt") for i in range(2)))
+
+    def ask_all():
+        """Ask for stacks, once more where a process was between two steps; return whether all have those of a step."""
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return all(has_stacks_of_a_step(results / f"stacks-{i}.txt") for i in range(2))
+
+    wait_until(ask_all)
     before = {*(results / "parts").iterdir()}
     wait_until(lambda: {*(results / "parts").iterdir()} > before)
     processes[0].send_signal(signal.SIGTERM)

@@ -22,7 +22,6 @@ from shardplan.plan.parameters import ParameterPlan
 from shardplan.plan.plan import Collective, CostPlan, HardwareInfo, MemoryPlan, ModelInfo, Plan, SearchInfo
 from shardplan.program.tasks import Step
 from shardplan.search.result.compiler_options import planned_options
-from shardplan.search.result.plan_details import plan_details
 
 
 class StepCost(NamedTuple):
@@ -64,7 +63,7 @@ def estimate_cost(step: Step, assignment: ShardingAssignment, hardware: Slice) -
 def build_plan(
     config: PlanConfig, model: Model, step: Step, assignment: ShardingAssignment, cost: CostPlan, search: SearchInfo
 ) -> Plan:
-    """Build the Plan of `assignment`.
+    """Build the Plan of `assignment`, without the details that reports draw.
 
     Args:
         config: model, hardware and workload, with nothing left open.
@@ -105,7 +104,6 @@ def build_plan(
         attention=with_kernels(step, assignment),
         compiler_options=planned_options(hardware),
         versions=_versions(),
-        details=plan_details(step, assignment, hardware),
     )
 
 

@@ -21,16 +21,25 @@ MAX_CANDIDATES = 300
 """Number of candidates that are listed."""
 
 
-def plan_details(step: Step, assignment: ShardingAssignment, hardware: Slice) -> Details:
-    """The details of the plan of `assignment`, without candidates."""
+def plan_details(
+    step: Step, assignment: ShardingAssignment, hardware: Slice, evaluated: Sequence[Candidate]
+) -> Details:
+    """The details of the plan of `assignment`.
+
+    Args:
+        evaluated: the candidates of its search, the fastest first.
+    """
+    candidates = _evaluated_candidates(evaluated)
     return Details(
         live=_live_points(step, assignment),
         largest=_largest_at_peak(step, assignment),
         tasks=_timed_tasks(step, assignment, hardware),
+        candidates=candidates,
+        slower_candidates=len(evaluated) - len(candidates),
     )
 
 
-def evaluated_candidates(evaluated: Sequence[Candidate]) -> list[EvaluatedCandidate]:
+def _evaluated_candidates(evaluated: Sequence[Candidate]) -> list[EvaluatedCandidate]:
     """The fastest of the candidates of a search, as a Plan lists them."""
     return [
         EvaluatedCandidate(
