@@ -102,7 +102,8 @@ of devices is not modelled."""
     [
         (((), DATA), SOME),  # an all-to-all to the minor mesh axis of the tokens
         ((MODEL, DATA), MANY),  # before it the table's rows are gathered, since a group has half of them
-        ((DATA, REPLICA), SOME),  # the columns are gathered for the tokens of a group that are summed
+        # the columns are gathered for the tokens of a group that are summed
+        pytest.param((DATA, REPLICA), SOME, marks=pytest.mark.whole),
         ((("replica", "model"), ()), MANY),  # of the rows only those are gathered that a group does not hold
         *(
             pytest.param(table, batch, marks=pytest.mark.whole)
@@ -123,10 +124,12 @@ def test_lookups_where_a_mesh_axis_shards_no_tokens(table, batch, monkeypatch):
     [
         ((REPLICA, DATA), (MODEL, ()), FEW),
         pytest.param((REPLICA, DATA), ((), MODEL), FEW, marks=pytest.mark.whole),
-        ((REPLICA, DATA), (DATA, ()), FEW),  # tokens are divided among all other devices, also along model
+        # tokens are divided among all other devices, also along model
+        pytest.param((REPLICA, DATA), (DATA, ()), FEW, marks=pytest.mark.whole),
         pytest.param((REPLICA, DATA), (("data", "model"), ()), FEW, marks=pytest.mark.whole),
         ((DATA, ()), ((), DATA), FEW),  # an all-to-all from columns to tokens
-        ((REPLICA, DATA), ((), ("replica", "data")), FEW),  # the table keeps its sharding, the smaller result does not
+        # the table keeps its sharding, the smaller result does not
+        pytest.param((REPLICA, DATA), ((), ("replica", "data")), FEW, marks=pytest.mark.whole),
         pytest.param((REPLICA, DATA), (MODEL, DATA), FEW, marks=pytest.mark.whole),
         pytest.param((REPLICA, DATA), (("model", "replica", "data"), ()), FEW, marks=pytest.mark.whole),
         ((REPLICA, DATA), (("model", "data"), REPLICA), FEW),  # of the table only the columns lose their sharding
