@@ -1,4 +1,4 @@
-"""Attention of models of your own, computed as a plan says.
+"""Attention of shardplan's decoder, and of models of your own, computed as a plan says.
 
 The modules of Levanter's `Attention` are replaced in the model (`shardplan.attention.levanter`). A model without them
 calls a function of attention itself, and that call is replaced while the model is traced.
@@ -16,6 +16,7 @@ from shardplan.errors import ConfigError
 from shardplan.model.attention_calls import Arguments, replace_attention
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
+from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.marked_attention import kind_of_call
 
@@ -29,7 +30,7 @@ DECIDED_BY_PLAN = (
 def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
     """Let the calls of attention of a model run by the methods of a plan, if its modules are not replaced for that.
 
-    Nothing changes where the plan does not shard positions.
+    Where the plan does not shard positions, a model of your own computes its attention itself.
 
     Args:
         model: as `shardplan.execution.specialize.specialize` returns it.
@@ -37,21 +38,25 @@ def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
     Raises:
         ConfigError: the plan was edited, and has another order of positions than the sequence.
     """
-    if not plan.attention.is_sequence_parallel or has_parallel_modules(model.template):
+    if has_parallel_modules(model.template) or not (plan.attention.is_sequence_parallel or model.is_decoder):
         yield
         return
-    order = plan.attention.layout
-    if order != SequenceOrder.CONTIGUOUS:
+    layout: str | SequenceLayout = SequenceOrder.CONTIGUOUS
+    if plan.attention.layout != SequenceOrder.CONTIGUOUS and model.is_decoder:
+        layout = plan.attention.sequence_layout(plan.workload.position)
+    elif plan.attention.layout != SequenceOrder.CONTIGUOUS:
         raise ConfigError(
-            f"plan: attention.layout is {order}, and {type(model.template).__name__} takes positions in the order of "
-            "the sequence; make it contiguous, or plan again"
+            f"plan: attention.layout is {plan.attention.layout}, and {type(model.template).__name__} takes positions "
+            "in the order of the sequence; make it contiguous, or plan again"
         )
 
     def compute(arguments: Arguments) -> NamedArray:
         """Compute attention by the method for its kind."""
         method = plan.attention.of(kind_of_call(arguments).name)
         kept = {name: value for name, value in arguments.items() if name not in DECIDED_BY_PLAN}
-        return sharded_attention(**kept, strategy=method.strategy, ulysses=method.ulysses, kernel=method.kernel)
+        return sharded_attention(
+            **kept, strategy=method.strategy, ulysses=method.ulysses, kernel=method.kernel, layout=layout
+        )
 
     with replace_attention(compute):
         yield

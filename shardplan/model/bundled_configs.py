@@ -8,13 +8,17 @@ BUNDLED = {path.stem: path for path in sorted(Path(__file__).with_name("configs"
 """Name of a released model -> its config.json, which is part of the package, so that planning needs no network."""
 
 HUB_NAMES = {
+    "gemma-3-27b": ("google/gemma-3-27b-pt", "google/gemma-3-27b-it"),
     "gemma-7b": ("google/gemma-7b", "google/gemma-7b-it"),
     "llama-3.1-405b": ("meta-llama/Llama-3.1-405B", "meta-llama/Llama-3.1-405B-Instruct"),
     "llama-3.1-70b": ("meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-70B-Instruct"),
     "llama-3.1-8b": ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"),
     "mistral-7b-v0.3": ("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),
     "mixtral-8x7b": ("mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x7B-Instruct-v0.1"),
+    "olmo-3-32b": ("allenai/Olmo-3-1125-32B",),
     "olmo2-32b": ("allenai/OLMo-2-0325-32B", "allenai/OLMo-2-0325-32B-Instruct"),
+    "phi-4": ("microsoft/phi-4",),
+    "pythia-12b": ("EleutherAI/pythia-12b", "EleutherAI/pythia-12b-deduped"),
     "qwen3-32b": ("Qwen/Qwen3-32B",),
 }
 """Name of a bundled model -> its repositories on the Hugging Face hub, which have the same architecture."""

@@ -12,7 +12,7 @@ from levanter.layers.attention import Attention, AttentionMask
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.attention_calls import REPLACEABLE_CALLS
 from shardplan.model.huggingface.hf_config import check_config
-from shardplan.model.huggingface.model_types import SUPPORTED_MODELS
+from shardplan.model.huggingface.model_types import DECODER, SUPPORTED_MODELS, is_decoder
 from shardplan.model.levanter_compat import correct_levanter_config, prepare_hf_config, sliding_window
 from shardplan.model.own_model import CLASS_KEY, load_own_class
 from shardplan.model.soft_cap import cap_gemma2_logits
@@ -41,6 +41,12 @@ class Model:
         leaves = jax.tree.leaves(self.template, is_leaf=lambda node: isinstance(node, Attention))
         modules = [leaf for leaf in leaves if isinstance(leaf, Attention)]
         return bool(modules) and all(type(module).__call__ in REPLACEABLE_CALLS for module in modules)
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether it is shardplan's own decoder: a plan computes its attention, on positions in any order."""
+        config_class = type(self.config)
+        return (config_class.__module__, config_class.__qualname__) == DECODER
 
     @property
     def vocab(self) -> hax.Axis:
@@ -89,6 +95,8 @@ def build_model(hf_config: dict[str, Any], position: int, shorten: bool = False)
     model_type, own_class = hf_config["model_type"], hf_config.get(CLASS_KEY)
     if own_class is None:
         hf_config = check_config(hf_config, "config.json")  # again, because a caller may have changed keys
+        if is_decoder(model_type):
+            return _build_decoder(hf_config, position, shorten)
     try:
         hf = transformers_config(hf_config)
         if own_class is None:
@@ -109,7 +117,26 @@ def build_model(hf_config: dict[str, Any], position: int, shorten: bool = False)
         raise
     except Exception as error:  # Levanter and transformers raise anything for an odd configuration
         raise ConfigError(f"config.json: Levanter cannot express this {model_type}: {one_line(error)}") from error
-    if position > positions:
-        raise ConfigError(f"workload.position is {position}; the model has {positions} positions, use at most that")
+    _check_positions(position, positions)
     mask = AttentionMask.causal(sliding_window=window)
     return Model(model_type, config, template, mask, soft_cap, positions)
+
+
+def _build_decoder(hf_config: dict[str, Any], position: int, shorten: bool) -> Model:
+    """Build a model of shardplan's own decoder; see `build_model`."""
+    model_type = hf_config["model_type"]
+    config = levanter_config_class(model_type).from_hf_config(hf_config)
+    positions = config.max_Pos.size
+    _check_positions(min(position, positions) if shorten else position, positions)
+    template = abstract_module(config, hax.Axis("vocab", hf_config["vocab_size"]))
+    return Model(model_type, config, template, AttentionMask.causal(), config.logit_soft_cap, positions)
+
+
+def _check_positions(position: int, positions: int) -> None:
+    """Check that a model has the positions that a workload asks for.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    if position > positions:
+        raise ConfigError(f"workload.position is {position}; the model has {positions} positions, use at most that")

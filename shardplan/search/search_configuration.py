@@ -207,7 +207,7 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
 def _methods(model: Model, step: Step, is_training: bool) -> tuple[AttentionMethod, ...]:
     """The methods of attention that a model can be given where positions are sharded."""
     contiguous = tuple(method for method in METHODS if method.order == SequenceOrder.CONTIGUOUS)
-    if model.uses_levanter_attention:
+    if model.uses_levanter_attention or model.is_decoder:
         return METHODS[:1] if is_training else METHODS
     if not step.attention_kinds or not all(kind.can_shard_positions for kind in step.attention_kinds):
         return ()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from levanter.utils.tree_utils import inference_mode
 
-from shardplan.model.logits.logit_blocks import compute_target_losses, project_to_vocab
+from shardplan.model.logits.logit_blocks import compute_target_losses, prepare_head, project_to_vocab
 from shardplan.model.registry import Model
 
 
@@ -38,7 +38,7 @@ def compute_activations(
 
 def compute_logits(model: Model, module: Any, activations: NamedArray) -> NamedArray:
     """Compute float32[..., vocab] logits from activations [..., embed], with the model's soft cap."""
-    return project_to_vocab(activations, module.get_lm_head(), module.Embed, model.logit_soft_cap)
+    return project_to_vocab(activations, prepare_head(module, model.logit_soft_cap), module.Embed)
 
 
 def cast_for_compute(module: Any, dtype: str) -> Any:

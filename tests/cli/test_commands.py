@@ -332,7 +332,7 @@ def test_unsupported_model_type(checkpoint, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "lama"}))
     done = run("eval", *arguments(checkpoint, tmp_path), f"--model.config={config}")
-    fails(done, 2, "model_type 'lama' is not supported; did you mean 'llama'? (supported: gemma, gemma2, gpt2, llama, ")
+    fails(done, 2, "model_type 'lama' is not supported; did you mean 'llama'? (supported: apertus, cohere, ")
 
 
 def test_batch_that_no_mesh_axis_divides(checkpoint):

@@ -257,7 +257,7 @@ def test_exit_codes_are_those_of_the_errors():
 @pytest.mark.parametrize("page", ["README.md", "docs/reference/commands.md"])
 def test_model_types_are_those_of_the_registry(page):
     listed = re.search(r"Model types: ([^.]+)\.", PAGES[page])
-    assert listed and listed[1].split(", ") == sorted(SUPPORTED_MODELS)
+    assert listed and re.split(r",\s", listed[1]) == sorted(SUPPORTED_MODELS)
 
 
 def test_advice_to_install_works():

@@ -3,6 +3,8 @@
 `from_torch_compatible_state_dict` over abstract arrays is a program of pure data movement. Interpreting its jaxpr with
 `shardplan.checkpoint.mapping.views` in place of values gives, for every array of the model, the elements of checkpoint
 tensors that it is made of. So every model Levanter can convert can be streamed, stacked layers included.
+
+shardplan's own decoder has rules in place of a converter, and is not traced.
 """
 
 import itertools
@@ -19,6 +21,9 @@ from haliax.state_dict import flatten_modules_for_export, from_torch_compatible_
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from shardplan.checkpoint.mapping.views import Shape, View, concatenate, stack, tensor_view
+from shardplan.decoder.model import Decoder, expected_shapes
+from shardplan.decoder.names import StoredTensor, evaluate
+from shardplan.decoder.parameter_rules import parameter_rules
 from shardplan.errors import CheckpointError
 from shardplan.model.inspect import named_leaves
 
@@ -48,7 +53,9 @@ class StateDictProgram:
 
 
 def expected_tensors(template: Any) -> dict[str, Shape]:
-    """Return name -> shape of the tensors that Levanter's converter writes for `template`, without prefix."""
+    """Return name -> shape of the tensors that the converter of `template` writes, without prefix."""
+    if isinstance(template, Decoder):
+        return expected_shapes(template)
     arrays = eqx.filter(template, is_jax_array_like)
     state = eqx.filter_eval_shape(lambda tree: to_state_dict(flatten_modules_for_export(tree)), arrays)
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -69,6 +76,8 @@ def trace_program(
             leaves an array of the model unfilled by the checkpoint.
     """
     shapes = expected_tensors(template) if tensors is None else tensors
+    if isinstance(template, Decoder):
+        return _decoder_program(template, shapes, prefix)
     state = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     paths: list[str] = []
 
@@ -91,6 +100,49 @@ def trace_program(
             raise CheckpointError(f"{path}: Levanter's converter does not fill it from the checkpoint")
         views[path] = view
     return StateDictProgram(shapes, views)
+
+
+def _decoder_program(template: Decoder, tensors: Mapping[str, Shape], prefix: str | None) -> StateDictProgram:
+    """Return the program of a decoder: its rules, computed with views, without a trace."""
+
+    def read(stored: StoredTensor) -> View:
+        name = stored.name if prefix is None else f"{prefix}.{stored.name}"
+        if name not in tensors:
+            raise CheckpointError(f"the decoder needs a tensor {name!r}")
+        if tuple(tensors[name]) != stored.shape:
+            raise CheckpointError(f"{name} has the shape {tuple(tensors[name])}, and the decoder needs {stored.shape}")
+        return tensor_view(name, stored.shape)
+
+    rules = parameter_rules(template.settings, template.Vocab.size)
+    views = {}
+    for path, leaf in named_leaves(template):
+        view = evaluate(rules[path], read, VIEWS)
+        views[path] = view.reshape(leaf.array.shape)
+    return StateDictProgram(tensors, views)
+
+
+class _Views:
+    """The operations of a decoder's rules on views."""
+
+    def reshape(self, value: View, shape: Shape) -> View:
+        return value.reshape(shape)
+
+    def transpose(self, value: View, permutation: Sequence[int]) -> View:
+        return value.transpose(permutation)
+
+    def slice(self, value: View, dimension: int, start: int, stop: int) -> View:
+        first, last = [0] * len(value.shape), list(value.shape)
+        first[dimension], last[dimension] = start, stop
+        return value.slice(tuple(first), tuple(last))
+
+    def concatenate(self, values: Sequence[View], dimension: int) -> View:
+        return concatenate(values, dimension)
+
+    def stack(self, values: Sequence[View]) -> View:
+        return stack(values, 0)
+
+
+VIEWS = _Views()
 
 
 Value = View | np.ndarray

@@ -19,7 +19,9 @@ QUANTISATION_SUFFIXES = (
     ".SCB", ".weight_packed", ".weight_shape", ".weight.absmax", ".weight.quant_map",
 )  # fmt: skip
 """Endings of tensors that quantisers save with weights or instead of them: scales, zero points, packed numbers."""
-BUFFER_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+MASKED_BIAS = ".masked_bias"
+"""Ending of the number that masked scores were set to; beside it, `bias` is a causal mask."""
+BUFFER_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", MASKED_BIAS)
 """Endings of constants that older transformers versions saved, and that every implementation computes anew."""
 ADAPTER_PARTS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "base_layer"})
 """Modules that PEFT puts into a model for an adapter."""
@@ -63,15 +65,16 @@ def classify_unexpected(
     for name in expected:
         if match := BLOCK.fullmatch(name):
             own_blocks[match[1]][match[2]].add(match[3])
+    present = set(unexpected)
     further = _further_blocks(unexpected, own_blocks)
     unneeded: list[str] = []
     foreign: list[str] = []
     quantised: list[str] = []
     adapters: list[str] = []
     for name in sorted(unexpected):
-        if name.endswith(BUFFER_SUFFIXES):
-            continue
         module, _, leaf = name.rpartition(".")
+        if name.endswith(BUFFER_SUFFIXES) or (leaf == "bias" and f"{module}{MASKED_BIAS}" in present):
+            continue
         match = BLOCK.fullmatch(name)
         is_inside = match is not None and match[2] in own_blocks.get(match[1], ())
         is_quantised = name.endswith(QUANTISATION_SUFFIXES) and (is_inside or module in own_modules)

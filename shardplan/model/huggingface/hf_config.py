@@ -6,6 +6,7 @@ from typing import Any
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.axes import MAX_SIZE
 from shardplan.model.bundled_configs import bundled_name, read_config_file
+from shardplan.model.huggingface.model_types import LEFT_OUT_KEYS, is_decoder
 from shardplan.model.huggingface.rope_keys import read_rope
 from shardplan.model.huggingface.support import check_supported
 from shardplan.model.huggingface.text_part import read_text_part
@@ -92,6 +93,9 @@ def check_config(values: dict[str, Any], where: str) -> dict[str, Any]:
         ConfigError: the model is not supported, or a value is not valid.
     """
     check_supported(values, where)
+    if is_decoder(values["model_type"]):  # its family checks every key
+        left_out = LEFT_OUT_KEYS.get(values["model_type"], {})
+        return {**left_out, **values}
     _check_values(values, where)
     return values if values["model_type"] == "gpt2" else read_rope(values, where)
 

@@ -5,7 +5,15 @@ Imports no JAX, because configurations are checked before it is imported.
 
 from dataclasses import dataclass
 
+DECODER = ("shardplan.decoder.config", "DecoderConfig")
+"""Module and name of the configuration class of shardplan's own decoder."""
+DECODER_TYPES = (
+    "apertus", "cohere", "cohere2", "exaone4", "gemma3_text", "glm", "glm4", "gpt_neox", "gptj", "granite",
+    "ministral3", "olmo3", "opt", "phi", "phi3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+"""The model types that shardplan's own decoder computes."""
 SUPPORTED_MODELS = {
+    **dict.fromkeys(DECODER_TYPES, DECODER),
     "gemma": ("levanter.models.gemma", "GemmaConfig"),
     "gemma2": ("levanter.models.gemma", "Gemma2Config"),
     "gpt2": ("levanter.models.gpt2", "Gpt2Config"),
@@ -17,6 +25,17 @@ SUPPORTED_MODELS = {
     "qwen3": ("levanter.models.qwen", "Qwen3Config"),
 }
 """Hugging Face `model_type` -> module and name of the Levanter configuration class."""
+
+
+def is_decoder(model_type: str) -> bool:
+    """Return whether a supported model type is a family of shardplan's own decoder."""
+    return model_type in DECODER_TYPES
+
+
+LEFT_OUT_KEYS = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
+}
+"""Model type -> the values of keys that released files leave out, and that are needed before its family reads them."""
 
 
 @dataclass(frozen=True)
@@ -31,29 +50,20 @@ class OtherType:
 
 EXPERTS = "routed experts in place of its MLPs"
 DEEPSEEK = "latent attention (keys and values of low rank), shared experts, and first layers without experts"
-GEMMA3 = (
-    "windows in most layers, with a rotary base of their own, norms of queries and keys, and no soft cap of attention"
-)
 HYBRID = "state-space or recurrent layers beside attention, or in place of it"
 LINEAR = "linear attention in most layers, and gated attention in the others"
-PARALLEL = "attention and MLP in parallel, and rotary embeddings of a part of each head"
 MULTIPLIERS = "multipliers of embeddings, residuals, attention and logits"
 NO_DECODER = "an encoder, or an encoder and a decoder"
 VISION_ROPE = "rotary positions in three parts"
 
 OTHER_TYPES = {
     "afmoe": OtherType("mixtral", "windows in most layers, gated attention, and shared experts"),
-    "apertus": OtherType("llama", "norms of queries and keys, and an MLP without a gate"),
     "arcee": OtherType("llama", "an MLP without a gate"),
     "bamba": OtherType(None, HYBRID),
     "bert": OtherType(None, NO_DECODER),
     "bitnet": OtherType("llama", "ternary weights, and norms within attention and MLP"),
     "bloom": OtherType("gpt2", "ALiBi in place of position embeddings"),
     "codegen": OtherType("gpt2", "rotary embeddings, and attention and MLP in parallel"),
-    "cohere": OtherType("llama", "attention and MLP in parallel, layer norms with a mean, and scaled logits"),
-    "cohere2": OtherType(
-        "llama", "attention and MLP in parallel, scaled logits, windows in most layers, and no rope in the others"
-    ),
     "dbrx": OtherType("mixtral", "layer norms with a mean, and clipped queries, keys and values"),
     "deepseek_v2": OtherType("mixtral", DEEPSEEK),
     "deepseek_v3": OtherType("mixtral", DEEPSEEK),
@@ -62,32 +72,22 @@ OTHER_TYPES = {
     "dots1": OtherType("mixtral", "norms of queries and keys, shared experts, and first layers without experts"),
     "ernie4_5": OtherType("llama", "rotary embeddings of neighbouring pairs"),
     "ernie4_5_moe": OtherType("mixtral", "shared experts, first layers without experts, and a bias of the router"),
-    "exaone4": OtherType("olmo2", "norms of each head, and windows in most layers, without rope in the others"),
     "falcon": OtherType("gpt2", "rotary embeddings, attention and MLP in parallel, and shared keys and values"),
     "falcon_h1": OtherType(None, HYBRID),
     "falcon_mamba": OtherType(None, HYBRID),
-    "gemma3": OtherType("gemma2", GEMMA3),
-    "gemma3_text": OtherType("gemma2", GEMMA3),
     "gemma3n": OtherType("gemma2", "embeddings for each layer, several residual streams, and windows in most layers"),
     "gemma3n_text": OtherType(
         "gemma2", "embeddings for each layer, several residual streams, and windows in most layers"
     ),
     "gemma4": OtherType("gemma2", "windows in most layers, and other head sizes in the others"),
     "gemma4_text": OtherType("gemma2", "windows in most layers, and other head sizes in the others"),
-    "glm": OtherType("llama", "rotary embeddings of half of each head, in neighbouring pairs, and biases of attention"),
-    "glm4": OtherType(
-        "llama", "rotary embeddings of half of each head, in neighbouring pairs, and norms behind attention and MLP"
-    ),
     "glm4_moe": OtherType("mixtral", "rope of a part of each head, shared experts, and first layers without experts"),
     "glm4_moe_lite": OtherType("mixtral", DEEPSEEK),
     "gpt_bigcode": OtherType("gpt2", "keys and values that all heads share"),
     "gpt_neo": OtherType("gpt2", "windows in every second layer, and attention without scaling"),
-    "gpt_neox": OtherType("gpt2", PARALLEL),
     "gpt_oss": OtherType(
         "mixtral", "attention sinks, windows in every second layer, biases, and experts with a clamped activation"
     ),
-    "gptj": OtherType("gpt2", "rotary embeddings, and attention and MLP in parallel"),
-    "granite": OtherType("llama", MULTIPLIERS),
     "granitemoe": OtherType("mixtral", MULTIPLIERS),
     "granitemoehybrid": OtherType(None, HYBRID),
     "hunyuan_v1_dense": OtherType("llama", "norms of queries and keys, behind the rotary embeddings"),
@@ -108,7 +108,6 @@ OTHER_TYPES = {
     "minimax": OtherType("mixtral", "linear attention in some layers"),
     "minimax_m2": OtherType("mixtral", "norms of queries and keys, and rotary embeddings of a part of each head"),
     "ministral": OtherType("mistral", "windows in some layers only"),
-    "ministral3": OtherType("mistral", "queries that are scaled by their position"),
     "mistral4": OtherType("mixtral", "latent attention (keys and values of low rank), and a shared expert"),
     "mllama": OtherType("llama", "layers of cross-attention to an image"),
     "mllama_text_model": OtherType("llama", "layers of cross-attention to an image"),
@@ -116,12 +115,8 @@ OTHER_TYPES = {
     "nemotron": OtherType("llama", "layer norms with a mean, an MLP without a gate, and rope of a part of each head"),
     "nemotron_h": OtherType(None, HYBRID),
     "olmo": OtherType("llama", "layer norms without weights, and clipped queries, keys and values"),
-    "olmo3": OtherType("olmo2", "windows in most layers"),
     "olmoe": OtherType("mixtral", "norms of queries and keys, and weights of experts that are not normalized"),
-    "opt": OtherType("gpt2", "position embeddings from row 2 on, and ReLU"),
     "persimmon": OtherType("gpt2", "rotary embeddings of a part of each head, and norms of queries and keys"),
-    "phi": OtherType("gpt2", PARALLEL),
-    "phi3": OtherType("llama", "packed projections, and rotary embeddings with a factor for each frequency"),
     "phimoe": OtherType("mixtral", "layer norms with a mean, and another choice of experts"),
     "qwen": OtherType("qwen2", "packed projections, and other names of tensors"),
     "qwen2_5_vl": OtherType("qwen2", VISION_ROPE),
@@ -139,10 +134,6 @@ OTHER_TYPES = {
     "recurrent_gemma": OtherType("gemma2", HYBRID),
     "roberta": OtherType(None, NO_DECODER),
     "rwkv": OtherType(None, HYBRID),
-    "seed_oss": OtherType("qwen2", "a head size of its own, and switches for the biases of attention and MLP"),
-    "smollm3": OtherType("llama", "layers without rope"),
-    "stablelm": OtherType("llama", "layer norms with a mean, and rotary embeddings of a part of each head"),
-    "starcoder2": OtherType("llama", "layer norms with a mean, biases, and an MLP without a gate"),
     "t5": OtherType(None, NO_DECODER),
     "whisper": OtherType(None, NO_DECODER),
     "xglm": OtherType("gpt2", "sinusoidal positions"),

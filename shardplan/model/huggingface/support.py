@@ -11,7 +11,7 @@ from typing import Any
 
 from shardplan.errors import ConfigError, closest
 from shardplan.model.huggingface.foreign_keys import foreign_keys
-from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_MODELS
+from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_MODELS, is_decoder
 
 MISSPELT = 0.85
 """Similarity of a model type to the supported one that it may be a misspelling of: `lama`, but not `llava`."""
@@ -33,7 +33,8 @@ def check_supported(config: Mapping[str, Any], where: str) -> None:
     model_type = config["model_type"]
     if model_type not in SUPPORTED_MODELS:
         raise ConfigError(f"{where}: {_describe_type(config)}")
-    foreign = list(foreign_keys(config, model_type))
+    # a family of the decoder refuses by itself what it does not understand
+    foreign = [] if is_decoder(model_type) else list(foreign_keys(config, model_type))
     if foreign:
         raise ConfigError(
             f"{where}: it has {_name_keys(foreign, config)}, which no {model_type!r} has: this is another model than "

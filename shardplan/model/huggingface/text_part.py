@@ -12,9 +12,9 @@ TEXT_KEYS = ("text_config", "llm_config", "language_config")
 SHARED_KEYS = ("tie_word_embeddings", "quantization_config", "compression_config")
 """Keys beside the text model's that hold for it as well."""
 TEXT_TYPES = {
-    "aya_vision": "cohere2", "idefics2": "mistral", "idefics3": "llama", "internvl": "qwen2", "janus": "llama",
-    "llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2", "mistral3": "mistral", "paligemma": "gemma",
-    "smolvlm": "llama", "video_llava": "llama", "vipllava": "llama",
+    "aya_vision": "cohere2", "gemma3": "gemma3_text", "idefics2": "mistral", "idefics3": "llama", "internvl": "qwen2",
+    "janus": "llama", "llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2", "mistral3": "mistral",
+    "paligemma": "gemma", "smolvlm": "llama", "video_llava": "llama", "vipllava": "llama",
 }  # fmt: skip
 """Model type -> that of its text model, where the text model's configuration does not name it."""
 

@@ -7,6 +7,7 @@ positions of a sequence share the positions of every block.
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -42,19 +43,37 @@ def map_blocks(function: Callable[..., Any], position: Axis, blocks: int, *array
     return jax.tree.map(join, results, is_leaf=lambda node: isinstance(node, NamedArray))
 
 
-def prepare_head(module: Any, blocks: int) -> NamedArray:
-    """Return the output head [embed, vocab] of a Levanter model for `map_blocks`.
+class OutputHead(eqx.Module):
+    """What makes logits of the residual stream."""
+
+    weight: NamedArray
+    """{vocab, embed}."""
+    bias: NamedArray | None
+    """{vocab}; None for most models."""
+    soft_cap: float | None = eqx.field(static=True)
+    """Bound of the logits, applied as `soft_cap * tanh(logits / soft_cap)`."""
+
+    def finish(self, products: NamedArray) -> NamedArray:
+        """Return float32[..., vocab] logits, given the products of activations and weight."""
+        logits = products.astype(jnp.float32)
+        if self.bias is not None:
+            logits = logits + self.bias.astype(jnp.float32)
+        return logits if self.soft_cap is None else self.soft_cap * hax.tanh(logits / self.soft_cap)
+
+
+def prepare_head(module: Any, soft_cap: float | None, blocks: int = 1) -> OutputHead:
+    """Return the output head of a Levanter model for `map_blocks`.
 
     For several blocks it gets its compute sharding here, so that stored shards are gathered once, before the loop.
     """
-    head = module.get_lm_head()
-    return head if blocks == 1 else auto_sharded(head)
+    weight = module.get_lm_head()
+    bias = getattr(module, "lm_head_bias", None)
+    return OutputHead(weight if blocks == 1 else auto_sharded(weight), bias, soft_cap)
 
 
-def project_to_vocab(activations: NamedArray, head: NamedArray, embed: Axis, soft_cap: float | None) -> NamedArray:
-    """Compute float32[..., vocab] logits from activations [..., embed], as `soft_cap * tanh(logits / soft_cap)`."""
-    logits = hax.dot(activations, head, axis=embed).astype(jnp.float32)
-    return logits if soft_cap is None else soft_cap * hax.tanh(logits / soft_cap)
+def project_to_vocab(activations: NamedArray, head: OutputHead, embed: Axis) -> NamedArray:
+    """Compute float32[..., vocab] logits from activations [..., embed]."""
+    return head.finish(hax.dot(activations, head.weight, axis=embed))
 
 
 def compute_target_losses(
@@ -75,10 +94,10 @@ def compute_target_losses(
         soft_cap: soft cap of the logits; None for none.
         blocks: parts of the positions whose logits are in memory one after the other.
     """
-    head = prepare_head(module, blocks)
+    head = prepare_head(module, soft_cap, blocks)
 
     def compute(activations: NamedArray, targets: NamedArray, weights: NamedArray) -> NamedArray:
-        logits = project_to_vocab(activations, head, module.Embed, soft_cap)
+        logits = project_to_vocab(activations, head, module.Embed)
         target_y = hax.nn.one_hot(targets, module.Vocab, dtype=jnp.float32)
         return cross_entropy_and_logsumexp_penalty(
             Vocab=module.Vocab, pred_y=logits, target_y=target_y, reduction=None, weight=weights

@@ -50,13 +50,11 @@ def score_next_tokens(
     """
     position = tokens.axes[-1]
     targets = hax.roll(tokens, -1, position.name)
-    head = prepare_head(module, settings.blocks)
+    head = prepare_head(module, soft_cap, settings.blocks)
 
     def score(activations: NamedArray, targets: NamedArray) -> TokenScores:
-        logits = hax.dot(activations, head, axis=module.Embed, preferred_element_type=jnp.float32)
-        logits = logits.rearrange((*targets.axes, module.Vocab))
-        if soft_cap is not None:
-            logits = soft_cap * hax.tanh(logits / soft_cap)
+        products = hax.dot(activations, head.weight, axis=module.Embed, preferred_element_type=jnp.float32)
+        logits = head.finish(products.rearrange((*targets.axes, module.Vocab)))
         return _score_logits(logits, module.Vocab, targets, settings)
 
     scores: TokenScores = map_blocks(score, position, settings.blocks, activations, targets)

@@ -1,0 +1,71 @@
+"""The configuration of a decoder, as Levanter and shardplan ask for it."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig
+from levanter.models.lm_model import LmConfig
+
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families import FAMILIES
+from shardplan.decoder.model import Decoder
+from shardplan.errors import ConfigError, nearest
+from shardplan.model.registry import transformers_config
+
+
+@LmConfig.register_subclass("shardplan_decoder")
+@dataclass(frozen=True)
+class DecoderConfig(Architecture, HFCompatConfig):
+    """A Levanter configuration, whose model is a `Decoder`.
+
+    >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    >>> config = DecoderConfig.from_hf_config({"model_type": "granite", "vocab_size": 256, **sizes})
+    >>> config.Embed, config.segments[0].repeats
+    (embed(64), 2)
+    """
+
+    @property
+    def model_type(self) -> type[Decoder]:
+        """The class of the model."""
+        return Decoder
+
+    @classmethod
+    def from_hf_config(cls, hf_config: Any) -> "DecoderConfig":
+        """Make the configuration of a config.json, given as a mapping or as transformers' configuration.
+
+        Raises:
+            ConfigError: a value that is not valid, or a key that the family of its `model_type` does not read.
+        """
+        values = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
+        keys = ConfigKeys(values, "config.json")
+        kind = values.get("model_type")
+        if kind not in FAMILIES:
+            raise ConfigError(f"config.json: the decoder has no model_type {kind!r}; {nearest(str(kind), FAMILIES)}")
+        keys.integer("vocab_size")  # of the embedding, which Levanter makes of another argument
+        fields = FAMILIES[kind].read(keys)
+        keys.finish()
+        return cls(**fields, hf_config=json.dumps(values, sort_keys=True))
+
+    def to_hf_config(self, vocab_size: int, config_overrides: dict[str, Any] | None = None) -> Any:
+        """Return the configuration of transformers that this was made of, with `vocab_size` tokens.
+
+        Args:
+            config_overrides: further keys to change.
+        """
+        values = {**json.loads(self.hf_config), "vocab_size": vocab_size, **(config_overrides or {})}
+        return transformers_config(values)
+
+    def hf_checkpoint_converter(self, ref_checkpoint: str | None = None) -> HFCheckpointConverter:
+        """Return Levanter's converter for checkpoints of this family.
+
+        Args:
+            ref_checkpoint: the checkpoint that it reads tokenizer and configuration from.
+        """
+        return HFCheckpointConverter(
+            type(self),
+            reference_checkpoint=ref_checkpoint,
+            HfConfigClass=type(self.to_hf_config(1)),
+            ignore_prefix=None,
+        )

@@ -1,0 +1,65 @@
+"""The families of models that the decoder computes: a module for each, or for a few that are near.
+
+A module has a function that reads a config.json, and a function with the rules of a layer's parameters.
+"""
+
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.families import (
+    apertus,
+    cohere,
+    exaone4,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    gptj,
+    granite,
+    llama,
+    mistral,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    qwen,
+    seed_oss,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
+from shardplan.decoder.families.common.family import Family
+
+FAMILIES: dict[str, Family] = {
+    "apertus": apertus.FAMILY,
+    "cohere": cohere.COHERE,
+    "cohere2": cohere.COHERE2,
+    "exaone4": exaone4.FAMILY,
+    "gemma": gemma.GEMMA,
+    "gemma2": gemma.GEMMA2,
+    "gemma3_text": gemma.GEMMA3,
+    "glm": glm.GLM,
+    "glm4": glm.GLM4,
+    "gpt2": gpt2.FAMILY,
+    "gpt_neox": gpt_neox.FAMILY,
+    "gptj": gptj.FAMILY,
+    "granite": granite.FAMILY,
+    "llama": llama.FAMILY,
+    "ministral3": mistral.MINISTRAL3,
+    "mistral": mistral.FAMILY,
+    "olmo2": olmo.OLMO2,
+    "olmo3": olmo.OLMO3,
+    "opt": opt.FAMILY,
+    "phi": phi.FAMILY,
+    "phi3": phi3.FAMILY,
+    "qwen2": qwen.QWEN2,
+    "qwen3": qwen.QWEN3,
+    "seed_oss": seed_oss.FAMILY,
+    "smollm3": smollm3.FAMILY,
+    "stablelm": stablelm.FAMILY,
+    "starcoder2": starcoder2.FAMILY,
+}
+"""Hugging Face `model_type` -> its family."""
+
+
+def family_of(config: Architecture) -> Family:
+    """Return the family of a configuration."""
+    return FAMILIES[config.family]

@@ -1,0 +1,46 @@
+"""Apertus: MLPs without a gate, whose activation has parameters. Source: https://arxiv.org/abs/2509.14233."""
+
+from dataclasses import replace
+from typing import Any
+
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.family import Family
+from shardplan.decoder.families.common.keys import ACTIVATIONS, architecture, read_attention, read_rms_norm
+from shardplan.decoder.families.common.rotary_keys import read_rotary, require_rope
+from shardplan.decoder.families.common.rules import Rules, attention_rules, layer_norm_rules, mlp_rules
+from shardplan.decoder.names import StoredTensor
+from shardplan.decoder.parts.attention import HeadNorm
+from shardplan.decoder.parts.block import LayerConfig
+from shardplan.decoder.parts.mlp import XIELU, MlpConfig
+
+
+def read(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json."""
+    keys.only("post_norm", [False])
+    keys.only("qk_norm", [True])
+    require_rope(keys)
+    heads, norm = read_attention(keys), read_rms_norm(keys, 1e-5)
+    attention = replace(heads, rotary=read_rotary(keys, heads.head_size, 12e6), head_norm=HeadNorm(norm))
+    activation = keys.choice("hidden_act", choices={**ACTIVATIONS, "xielu": XIELU}, default="xielu")
+    keys.only("mlp_bias", [False])
+    layer = LayerConfig(attention, MlpConfig(keys.integer("intermediate_size"), activation), norm)
+    return architecture(keys, [layer] * keys.integer("num_hidden_layers"), norm, positions=65536)
+
+
+def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
+    """Return path of a parameter in a layer -> its rule."""
+    at, embed = f"model.layers.{index}", config.embed
+    names = {"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
+    found = {
+        **attention_rules(layer.attention, f"{at}.self_attn", embed),
+        **mlp_rules(layer.mlp, f"{at}.mlp", embed),
+        **layer_norm_rules(layer, at, embed, names),
+    }
+    if layer.mlp.activation == XIELU:
+        for parameter in ("alpha_p", "alpha_n"):
+            found[f"mlp.xielu.{parameter}"] = StoredTensor(f"{at}.mlp.act_fn.{parameter}", (1,))
+    return found
+
+
+FAMILY = Family(read, layer_rules)

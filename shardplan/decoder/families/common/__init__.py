@@ -1,0 +1,1 @@
+"""What families have in common: keys of a config.json, and rules of parameters."""

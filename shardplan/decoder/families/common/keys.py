@@ -1,0 +1,126 @@
+"""Keys of a config.json that families share, and what each of them says about a decoder."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.block import LayerConfig
+from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.norm import NormConfig, NormKind
+from shardplan.decoder.parts.segments import divide_layers
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Activation in a config.json -> its name in `shardplan.decoder.parts.mlp`."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types`."""
+WINDOW_PERIOD = ("sliding_window_pattern", "_sliding_window_pattern")
+"""Keys that say which layer of how many has no window; transformers 4.53 wrote the second one."""
+
+
+def read_heads(keys: ConfigKeys, head_size: int | None = None, kv_heads: int | None = None) -> GroupedAttention:
+    """Read the heads of attention, which has neither biases nor rotary embeddings yet.
+
+    Args:
+        head_size: default of `head_dim`; None for the width divided by the heads.
+        kv_heads: default of `num_key_value_heads`; None for those of queries.
+    """
+    heads, embed = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    groups = keys.integer("num_key_value_heads", default=kv_heads or heads)
+    if heads % groups:
+        keys.refuse("num_key_value_heads", groups, f"a divisor of num_attention_heads, {heads}")
+    return GroupedAttention(heads, groups, keys.integer("head_dim", default=head_size or max(1, embed // heads)))
+
+
+def read_attention(keys: ConfigKeys, head_size: int | None = None, kv_heads: int | None = None) -> GroupedAttention:
+    """Read the heads of attention, and whether all its projections have biases; see `read_heads`."""
+    bias = keys.flag("attention_bias", default=False)
+    return replace(read_heads(keys, head_size, kv_heads), has_bias=bias, has_output_bias=bias)
+
+
+def read_gated_mlp(keys: ConfigKeys, has_bias: bool = False) -> MlpConfig:
+    """Read an MLP with a gate."""
+    activation = keys.choice("hidden_act", choices=ACTIVATIONS, default="silu")
+    return MlpConfig(keys.integer("intermediate_size"), activation, has_bias, is_gated=True)
+
+
+def read_rms_norm(keys: ConfigKeys, epsilon: float = 1e-6, is_around_one: bool = False) -> NormConfig:
+    """Read the settings of root mean square norms.
+
+    Args:
+        epsilon: default of `rms_norm_eps`.
+    """
+    return NormConfig(NormKind.RMS, keys.number("rms_norm_eps", default=epsilon), is_around_one=is_around_one)
+
+
+def read_windows(keys: ConfigKeys, is_full: Callable[[int], bool], window: int | None = None) -> list[int | None]:
+    """Read the window of every layer; None for layers that attend to all positions before.
+
+    Args:
+        is_full: number of a layer from 0 -> whether it is such a layer, where `layer_types` does not say so.
+        window: default of `sliding_window`.
+    """
+    layers, size = keys.integer("num_hidden_layers"), keys.integer_or_null("sliding_window", window)
+    kinds = keys.take("layer_types")
+    if kinds is None:
+        kinds = [FULL if is_full(i) else SLIDING for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
+        keys.refuse("layer_types", kinds, f"a list of {layers} times {FULL} or {SLIDING}")
+    if SLIDING in kinds and size is None:
+        keys.refuse("sliding_window", None, f"a number of tokens, for the layers with {SLIDING}")
+    return [size if kind == SLIDING else None for kind in kinds]
+
+
+def with_windows(layer: LayerConfig, windows: Sequence[int | None]) -> list[LayerConfig]:
+    """Return a layer for each of some windows, equal in all else."""
+    return [replace(layer, attention=replace(layer.attention, window=window)) for window in windows]
+
+
+def every(period: int) -> Callable[[int], bool]:
+    """Return a function that says whether a layer is the last of its period.
+
+    >>> list(map(every(4), range(5)))
+    [False, False, False, True, False]
+    """
+    return lambda layer: (layer + 1) % period == 0
+
+
+def architecture(
+    keys: ConfigKeys,
+    layers: Sequence[LayerConfig],
+    norm: NormConfig | None,
+    *,
+    is_tied: bool = False,
+    positions: int = 2048,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the fields of an `Architecture`, of keys that nearly all families have.
+
+    Args:
+        is_tied: default of `tie_word_embeddings`.
+        positions: default of `max_position_embeddings`.
+        more: further fields.
+    """
+    return {
+        "max_seq_len": keys.integer("max_position_embeddings", default=positions),
+        "embed": keys.integer("hidden_size"),
+        "segments": divide_layers(layers),
+        "norm": norm,
+        "is_tied": keys.flag("tie_word_embeddings", default=is_tied),
+        **more,
+    }
+
+
+def only(keys: ConfigKeys, values: Mapping[str, Any]) -> None:
+    """Check that keys have the only value that the decoder computes, or are absent."""
+    for name, value in values.items():
+        keys.only(name, [value])

@@ -1,0 +1,160 @@
+"""Reads the rotary embeddings of a config.json: of all layers, or of those of one kind.
+
+Values are checked by `shardplan.model.huggingface.rope_keys`; here are the keys that only some families have.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.parts.attention import QueryTemperature
+from shardplan.decoder.parts.frequencies import scaled
+from shardplan.decoder.parts.rotary import Rotary
+from shardplan.errors import ConfigError
+from shardplan.model.huggingface.rope_keys import read_rope
+
+TEMPERATURE = "llama_4_scaling_beta"
+"""Key that says by how much queries grow with their position."""
+LONGROPE = ("longrope", "su")
+"""Names of frequencies that have one factor each, and others for long texts."""
+KNOWN = frozenset(
+    {
+        "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
+        TEMPERATURE, "long_factor", "low_freq_factor", "max_position_embeddings", "mscale",
+        "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta", "rope_type",
+        "short_factor", "truncate", "type",
+    }
+)  # fmt: skip
+"""Keys of `rope_scaling` and `rope_parameters`."""
+
+
+def read_rotary(
+    keys: ConfigKeys,
+    head_size: int,
+    theta: float = 10000.0,
+    *,
+    partial: float | None = None,
+    layer_type: str | None = None,
+    theta_keys: tuple[str, ...] = ("rope_theta",),
+    is_scaled: bool = True,
+    has_temperature: bool = False,
+) -> Rotary:
+    """Read the rotary embeddings of heads of `head_size` channels.
+
+    Args:
+        theta: default of the base.
+        partial: default of the part of a head that is rotated; None where the family rotates all of it.
+        layer_type: kind of layers in `rope_parameters`, where these have values for kinds of layers.
+        theta_keys: keys of the base, beside `rope_parameters`; none if `rope_theta` does not hold for these layers.
+        is_scaled: whether the scaling of a file that has only one holds for these layers.
+        has_temperature: whether the family reads `llama_4_scaling_beta` (`read_temperature`).
+
+    Raises:
+        ConfigError: rotary embeddings that the decoder does not have, or a value that is missing or wrong.
+    """
+    values = _values(keys, layer_type, is_scaled)
+    base = keys.number(*theta_keys, default=theta) if theta_keys else theta
+    if values.get("rope_theta") is not None:
+        base = _checked(keys, "rope_theta", values["rope_theta"])
+    if values.get(TEMPERATURE) and not has_temperature:
+        keys.refuse(TEMPERATURE, values[TEMPERATURE], "0, for queries of this family do not grow with their position")
+    part = keys.number("partial_rotary_factor", "rotary_pct", default=partial or 1.0)
+    if values.get("partial_rotary_factor") is not None:
+        part = _checked(keys, "partial_rotary_factor", values["partial_rotary_factor"])
+    if partial is None and part != 1.0:
+        keys.refuse("partial_rotary_factor", part, "1, for this family rotates whole heads")
+    channels = int(head_size * part)
+    if part > 1 or channels < 2 or channels % 2:
+        keys.refuse("partial_rotary_factor", part, f"a part of the {head_size} channels of a head, an even number")
+    return Rotary(scaled(base, channels, _scaling(keys, values, channels // 2)))
+
+
+def require_rope(keys: ConfigKeys) -> None:
+    """Check that rotary embeddings are described, where the releases of a family scale them and its default does too.
+
+    Raises:
+        ConfigError: neither `rope_scaling` nor `rope_parameters` is given.
+    """
+    if not keys.take("rope_scaling", "rope_parameters"):
+        keys.refuse("rope_parameters", None, "given: a default that scales rotary embeddings is not assumed")
+
+
+def read_temperature(keys: ConfigKeys) -> QueryTemperature | None:
+    """Read by how much queries grow with their position; None if they do not."""
+    values = _values(keys, None, True)
+    beta = values.get(TEMPERATURE)
+    if not beta:
+        return None
+    positions = values.get("original_max_position_embeddings")
+    return QueryTemperature(
+        _checked(keys, TEMPERATURE, beta),
+        int(_checked(keys, "original_max_position_embeddings", positions)),
+    )
+
+
+def _values(keys: ConfigKeys, layer_type: str | None, is_scaled: bool) -> Mapping[str, Any]:
+    """Return `rope_scaling` or `rope_parameters` of one kind of layers."""
+    values = keys.take("rope_scaling") or keys.take("rope_parameters") or {}
+    keys.take("rope_parameters")  # as transformers: rope_scaling wins
+    if not isinstance(values, Mapping):
+        keys.refuse("rope_parameters", values, "a mapping")
+    if any(isinstance(value, Mapping) for value in values.values()):
+        if layer_type is None:
+            keys.refuse("rope_parameters", values, "the same for all layers")
+        values = values.get(layer_type) or {}
+    elif not is_scaled:
+        values = {"rope_theta": values.get("rope_theta")}
+    unknown = sorted(set(values) - KNOWN)
+    if unknown:
+        raise ConfigError(
+            f"{keys.where}: the rotary embeddings have a key {unknown[0]!r} ({values[unknown[0]]!r}), which the "
+            "decoder does not know; remove it if it changes nothing"
+        )
+    return values
+
+
+def _scaling(keys: ConfigKeys, values: Mapping[str, Any], pairs: int) -> dict[str, Any] | None:
+    """Return the scaling of frequencies with all its values; None where none are scaled."""
+    positions = keys.take("max_position_embeddings")
+    original = keys.take("original_max_position_embeddings")
+    own = ("rope_theta", "partial_rotary_factor", TEMPERATURE)
+    scaling = {name: value for name, value in values.items() if name not in own}
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if kind in LONGROPE or (kind == "yarn" and "long_factor" in scaling):  # the first Phi-3 called it yarn
+        return _longrope(keys, scaling, positions, original, pairs)
+    config = {
+        "model_type": keys.values["model_type"],
+        "rope_scaling": scaling,
+        "max_position_embeddings": positions,
+        "original_max_position_embeddings": original,
+    }
+    normalized: dict[str, Any] | None = read_rope(config, keys.where)["rope_scaling"]
+    return normalized
+
+
+def _longrope(
+    keys: ConfigKeys, scaling: Mapping[str, Any], positions: Any, original: Any, pairs: int
+) -> dict[str, Any]:
+    """Return the values of LongRoPE; the magnitude follows from how many times more positions the model has."""
+    name = "original_max_position_embeddings"
+    original = _checked(keys, name, scaling.get(name) if original is None else original)
+    factor = scaling.get("factor")
+    if factor is None:
+        factor = _checked(keys, "max_position_embeddings", positions) / original
+    magnitude = scaling.get("attention_factor")
+    if magnitude is None:
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = {each: scaling.get(each) for each in ("short_factor", "long_factor")}
+    for each, values in factors.items():
+        if not isinstance(values, list) or len(values) != pairs:
+            keys.refuse(each, values, f"a list of {pairs} numbers, one for each pair of channels")
+        for value in values:
+            _checked(keys, each, value)
+    return {"rope_type": "longrope", **factors, name: int(original), "attention_factor": float(magnitude)}
+
+
+def _checked(keys: ConfigKeys, name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        keys.refuse(name, value, "a positive number")
+    return float(value)

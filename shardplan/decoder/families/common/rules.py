@@ -1,0 +1,199 @@
+"""Rules that families share: the parameters of each part under the names that most checkpoints have."""
+
+from collections.abc import Mapping
+
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.names import Concatenated, Reshaped, Rule, Shape, Sliced, StoredTensor, Transposed
+from shardplan.decoder.parts.attention import GroupedAttention, NormExtent
+from shardplan.decoder.parts.block import LayerConfig, Wiring
+from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.norm import NormConfig
+
+Rules = dict[str, Rule]
+"""Path of a parameter -> its rule."""
+
+NORM_NAMES: Mapping[Wiring, Mapping[str, str]] = {
+    Wiring.PRE: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    Wiring.PARALLEL: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    Wiring.PARALLEL_SHARED: {"attention_norm": "input_layernorm"},
+    Wiring.POST: {
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    Wiring.SANDWICH: {
+        "attention_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+}
+"""Norm of a layer -> its name in most checkpoints of models with this wiring."""
+
+
+def top_rules(
+    config: Architecture, vocab: int, model: str = "model", embedding: str = "embed_tokens", norm: str = "norm"
+) -> Rules:
+    """Return the rules of the embedding, the last norm and the output head.
+
+    Args:
+        model: prefix of all but the output head.
+        embedding, norm: names behind the prefix.
+    """
+    size = config.TokenEmbed.size
+    found: Rules = {"embedding": StoredTensor(f"{model}.{embedding}.weight", (vocab, size))}
+    if config.norm is not None:
+        found |= norm_rules("norm", f"{model}.{norm}", config.norm, config.embed)
+    if not config.is_tied:
+        found["lm_head.weight"] = StoredTensor("lm_head.weight", (vocab, size))
+    if config.has_head_bias:
+        found["lm_head.bias"] = StoredTensor("lm_head.bias", (vocab,))
+    return found
+
+
+def standard_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
+    """Return the rules of a layer that has the names of Llama's, and the norms of its wiring."""
+    at, embed = f"model.layers.{index}", config.embed
+    return {
+        **attention_rules(layer.attention, f"{at}.self_attn", embed),
+        **mlp_rules(layer.mlp, f"{at}.mlp", embed),
+        **layer_norm_rules(layer, at, embed),
+    }
+
+
+def interleaved_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
+    """Return the rules of a layer with the names of Llama's, in whose checkpoint neighbouring channels are rotated."""
+    found = standard_layer_rules(config, layer, index)
+    return {**found, **in_halves(found, layer.attention, config.embed)}
+
+
+def layer_norm_rules(layer: LayerConfig, at: str, embed: int, names: Mapping[str, str] | None = None) -> Rules:
+    """Return the rules of the norms of a layer.
+
+    Args:
+        at: prefix of the layer.
+        names: norm -> its name behind the prefix; default: `NORM_NAMES`.
+    """
+    found: Rules = {}
+    for path, name in (NORM_NAMES[layer.wiring] if names is None else names).items():
+        found |= norm_rules(path, f"{at}.{name}", layer.norm, embed)
+    return found
+
+
+def attention_rules(
+    attention: GroupedAttention,
+    name: str,
+    embed: int,
+    projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+    norms: tuple[str, str] = ("q_norm", "k_norm"),
+) -> Rules:
+    """Return the rules of the parts of attention, each a tensor of its own.
+
+    Args:
+        name: prefix of the attention.
+        projections: names of queries, keys, values and outputs behind it.
+        norms: names of the norms of queries and of keys.
+    """
+    queries, keys = attention.heads * attention.head_size, attention.kv_heads * attention.head_size
+    query, key, value, output = (f"{name}.{each}" for each in projections)
+    return {
+        **linear_rules("self_attn.q_proj", query, queries, embed, attention.has_bias),
+        **linear_rules("self_attn.k_proj", key, keys, embed, attention.has_bias),
+        **linear_rules("self_attn.v_proj", value, keys, embed, attention.has_bias),
+        **linear_rules("self_attn.o_proj", output, embed, queries, attention.has_output_bias),
+        **head_norm_rules(attention, "self_attn.q_norm", f"{name}.{norms[0]}", attention.heads),
+        **head_norm_rules(attention, "self_attn.k_norm", f"{name}.{norms[1]}", attention.kv_heads),
+    }
+
+
+def head_norm_rules(attention: GroupedAttention, path: str, name: str, heads: int) -> Rules:
+    """Return the rules of the norm of queries or of keys, if attention has it."""
+    if attention.head_norm is None:
+        return {}
+    size = attention.head_size
+    shapes: dict[NormExtent, Shape] = {
+        NormExtent.HEAD: (size,), NormExtent.EACH_HEAD: (heads, size), NormExtent.ALL_HEADS: (heads * size,)
+    }  # fmt: skip
+    shape = shapes[attention.head_norm.extent]
+    found: Rules = {f"{path}.weight": StoredTensor(f"{name}.weight", shape)}
+    if attention.head_norm.norm.has_bias:
+        found[f"{path}.bias"] = StoredTensor(f"{name}.bias", shape)
+    return found
+
+
+def mlp_rules(
+    mlp: MlpConfig, name: str, embed: int, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Rules:
+    """Return the rules of an MLP, each projection a tensor of its own.
+
+    Args:
+        name: prefix of the MLP.
+        projections: names of the gate, and of the projections up and down, behind it.
+    """
+    gate, up, down = (f"{name}.{each}" for each in projections)
+    found = linear_rules("mlp.gate_proj", gate, mlp.size, embed, mlp.has_bias) if mlp.is_gated else {}
+    found |= linear_rules("mlp.up_proj", up, mlp.size, embed, mlp.has_bias)
+    return found | linear_rules("mlp.down_proj", down, embed, mlp.size, mlp.has_bias)
+
+
+def gate_and_up_rules(mlp: MlpConfig, name: str, embed: int) -> Rules:
+    """Return the rules of a gate and a projection up that are the halves of one tensor, the gate first."""
+    both = StoredTensor(f"{name}.weight", (2 * mlp.size, embed))
+    return {
+        "mlp.gate_proj.weight": Sliced(both, 0, 0, mlp.size),
+        "mlp.up_proj.weight": Sliced(both, 0, mlp.size, 2 * mlp.size),
+    }
+
+
+def linear_rules(path: str, name: str, outputs: int, inputs: int, has_bias: bool) -> Rules:
+    """Return the rules of a projection.
+
+    >>> linear_rules("mlp.up_proj", "mlp.fc", 8, 4, True)["mlp.up_proj.bias"]
+    StoredTensor(name='mlp.fc.bias', shape=(8,))
+    """
+    found: Rules = {f"{path}.weight": StoredTensor(f"{name}.weight", (outputs, inputs))}
+    if has_bias:
+        found[f"{path}.bias"] = StoredTensor(f"{name}.bias", (outputs,))
+    return found
+
+
+def norm_rules(path: str, name: str, norm: NormConfig, size: int) -> Rules:
+    """Return the rules of a norm over the residual stream."""
+    found: Rules = {f"{path}.weight": StoredTensor(f"{name}.weight", (size,))}
+    if norm.has_bias:
+        found[f"{path}.bias"] = StoredTensor(f"{name}.bias", (size,))
+    return found
+
+
+def in_halves(rules: Rules, attention: GroupedAttention, embed: int) -> Rules:
+    """Return the rules of queries and keys, and of their norms, whose rotated channels are neighbouring pairs.
+
+    Their first channels come first, then their second ones, as `shardplan.decoder.parts.rotary` rotates them. Scores do
+    not depend on the order of channels.
+
+    Args:
+        rules: those of a layer, for channels in the order of the checkpoint.
+    """
+    if attention.rotary is None:
+        return {}
+    rotated, size = 2 * attention.rotary.frequencies.pairs, attention.head_size
+    found: Rules = {}
+    for path, rule in rules.items():
+        part, _, kind = path.removeprefix("self_attn.").partition(".")
+        if part not in ("q_proj", "k_proj", "q_norm", "k_norm"):
+            continue
+        each_head = part.endswith("proj") or (
+            attention.head_norm is not None and attention.head_norm.extent is not NormExtent.HEAD
+        )
+        heads = (attention.heads if part.startswith("q") else attention.kv_heads) if each_head else 1
+        inputs = (embed,) if part.endswith("proj") and kind == "weight" else ()
+        found[path] = _halves_of_heads(rule, heads, size, rotated, inputs)
+    return found
+
+
+def _halves_of_heads(rule: Rule, heads: int, size: int, rotated: int, inputs: Shape) -> Rule:
+    """Reorder the leading channels of each head of an array {heads * size, inputs}."""
+    by_head = Reshaped(rule, (heads, size, *inputs))
+    dimensions = tuple(range(3, 3 + len(inputs)))
+    pairs = Reshaped(Sliced(by_head, 1, 0, rotated), (heads, rotated // 2, 2, *inputs))
+    halves = Reshaped(Transposed(pairs, (0, 2, 1, *dimensions)), (heads, rotated, *inputs))
+    return halves if rotated == size else Concatenated((halves, Sliced(by_head, 1, rotated, size)), 1)

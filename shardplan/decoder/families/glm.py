@@ -1,0 +1,68 @@
+"""GLM 4: a half of each head is rotated in neighbouring pairs; GLM-4-0414 has norms behind attention and MLP as well.
+
+Source: https://arxiv.org/abs/2406.12793, and modelling code of transformers.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.family import Family
+from shardplan.decoder.families.common.keys import architecture, read_gated_mlp, read_heads, read_rms_norm
+from shardplan.decoder.families.common.rotary_keys import read_rotary
+from shardplan.decoder.families.common.rules import (
+    NORM_NAMES,
+    Rules,
+    attention_rules,
+    gate_and_up_rules,
+    in_halves,
+    layer_norm_rules,
+    linear_rules,
+)
+from shardplan.decoder.parts.block import LayerConfig, Wiring
+
+NORM_NAMES_0414 = {
+    "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_self_attn_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_mlp_layernorm",
+}
+
+
+def read_glm(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json of the first GLM-4."""
+    return _read(keys, Wiring.PRE)
+
+
+def read_glm4(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json of GLM-4-0414."""
+    return _read(keys, Wiring.SANDWICH)
+
+
+def _read(keys: ConfigKeys, wiring: Wiring) -> dict[str, Any]:
+    heads, norm = read_heads(keys, 128, 2), read_rms_norm(keys, 1.5625e-07)
+    attention = replace(
+        heads,
+        rotary=read_rotary(keys, heads.head_size, partial=0.5),
+        has_bias=keys.flag("attention_bias", default=True),
+    )
+    layer = LayerConfig(attention, read_gated_mlp(keys), norm, wiring)
+    return architecture(keys, [layer] * keys.integer("num_hidden_layers"), norm, positions=131072)
+
+
+def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
+    """Return path of a parameter in a layer -> its rule."""
+    at, embed = f"model.layers.{index}", config.embed
+    norms = NORM_NAMES_0414 if layer.wiring is Wiring.SANDWICH else NORM_NAMES[layer.wiring]
+    found = {
+        **attention_rules(layer.attention, f"{at}.self_attn", embed),
+        **gate_and_up_rules(layer.mlp, f"{at}.mlp.gate_up_proj", embed),
+        **linear_rules("mlp.down_proj", f"{at}.mlp.down_proj", embed, layer.mlp.size, has_bias=False),
+        **layer_norm_rules(layer, at, embed, norms),
+    }
+    return {**found, **in_halves(found, layer.attention, embed)}
+
+
+GLM = Family(read_glm, layer_rules)
+GLM4 = Family(read_glm4, layer_rules)

@@ -1,0 +1,69 @@
+"""GPT-2: learned positions, and weights whose inputs come first. Source: Radford et al., 2019."""
+
+from typing import Any
+
+from shardplan.decoder.architecture import Architecture, PositionTable
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.family import Family
+from shardplan.decoder.families.common.keys import ACTIVATIONS
+from shardplan.decoder.families.common.rules import Rules, layer_norm_rules, top_rules
+from shardplan.decoder.names import Sliced, StoredTensor, Transposed
+from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.block import LayerConfig
+from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.norm import NormConfig, NormKind
+from shardplan.decoder.parts.segments import divide_layers
+
+
+def read(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json."""
+    keys.only("scale_attn_weights", [True])
+    keys.only("scale_attn_by_inverse_layer_idx", [False])
+    keys.only("add_cross_attention", [False])
+    keys.take("reorder_and_upcast_attn")  # scores are float32 in any case
+    embed, heads = keys.integer("n_embd", "hidden_size"), keys.integer("n_head", "num_attention_heads")
+    positions = keys.integer("n_positions", "max_position_embeddings", default=1024)
+    norm = NormConfig(NormKind.LAYER, keys.number("layer_norm_epsilon", default=1e-5), has_bias=True)
+    attention = GroupedAttention(heads, heads, embed // heads, None, has_bias=True, has_output_bias=True)
+    activation = keys.choice("activation_function", choices=ACTIVATIONS, default="gelu_new")
+    mlp = MlpConfig(keys.integer("n_inner", default=4 * embed), activation, has_bias=True)
+    layer = LayerConfig(attention, mlp, norm)
+    return {
+        "max_seq_len": positions,
+        "embed": embed,
+        "segments": divide_layers([layer] * keys.integer("n_layer", "num_hidden_layers")),
+        "norm": norm,
+        "is_tied": keys.flag("tie_word_embeddings", default=True),
+        "position_table": PositionTable(positions),
+    }
+
+
+def rules(config: Architecture, vocab: int) -> Rules:
+    """Return path of a parameter that is in no layer -> its rule."""
+    found = top_rules(config, vocab, "transformer", "wte", "ln_f")
+    found["position_embedding"] = StoredTensor("transformer.wpe.weight", (config.max_seq_len, config.embed))
+    return found
+
+
+def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
+    """Return path of a parameter in a layer -> its rule."""
+    at, embed = f"transformer.h.{index}", config.embed
+    norms = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+    joint_weight = Transposed(StoredTensor(f"{at}.attn.c_attn.weight", (embed, 3 * embed)), (1, 0))
+    joint_bias = StoredTensor(f"{at}.attn.c_attn.bias", (3 * embed,))
+    found = layer_norm_rules(layer, at, embed, norms)
+    for i, part in enumerate(("q_proj", "k_proj", "v_proj")):
+        found[f"self_attn.{part}.weight"] = Sliced(joint_weight, 0, i * embed, (i + 1) * embed)
+        found[f"self_attn.{part}.bias"] = Sliced(joint_bias, 0, i * embed, (i + 1) * embed)
+    found |= _linear_rules("self_attn.o_proj", f"{at}.attn.c_proj", embed, embed)
+    found |= _linear_rules("mlp.up_proj", f"{at}.mlp.c_fc", layer.mlp.size, embed)
+    return found | _linear_rules("mlp.down_proj", f"{at}.mlp.c_proj", embed, layer.mlp.size)
+
+
+def _linear_rules(path: str, name: str, outputs: int, inputs: int) -> Rules:
+    """Return the rules of a projection whose weight has its inputs first."""
+    weight = Transposed(StoredTensor(f"{name}.weight", (inputs, outputs)), (1, 0))
+    return {f"{path}.weight": weight, f"{path}.bias": StoredTensor(f"{name}.bias", (outputs,))}
+
+
+FAMILY = Family(read, layer_rules, rules)

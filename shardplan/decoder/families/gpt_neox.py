@@ -1,0 +1,71 @@
+"""GPT-NeoX: Pythia and GPT-NeoX-20B. Attention and MLP are beside each other, and a quarter of each head is rotated.
+
+Source: https://arxiv.org/abs/2204.06745; names of keys and tensors are those of transformers.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.family import Family
+from shardplan.decoder.families.common.keys import ACTIVATIONS, architecture, read_heads
+from shardplan.decoder.families.common.rotary_keys import read_rotary
+from shardplan.decoder.families.common.rules import Rules, layer_norm_rules, linear_rules, mlp_rules, norm_rules
+from shardplan.decoder.names import Reshaped, Rule, Shape, Sliced, StoredTensor
+from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.block import LayerConfig, Wiring
+from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.norm import NormConfig, NormKind
+
+
+def read(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json."""
+    heads = read_heads(keys)
+    norm = NormConfig(NormKind.LAYER, keys.number("layer_norm_eps", default=1e-5), has_bias=True)
+    bias = keys.flag("attention_bias", default=True)
+    rotary = read_rotary(keys, heads.head_size, partial=0.25, theta_keys=("rotary_emb_base", "rope_theta"))
+    attention = replace(heads, rotary=rotary, has_bias=bias, has_output_bias=bias)
+    activation = keys.choice("hidden_act", choices=ACTIVATIONS, default="gelu")
+    mlp = MlpConfig(keys.integer("intermediate_size"), activation, has_bias=True)
+    is_parallel = keys.flag("use_parallel_residual", default=True)
+    layer = LayerConfig(attention, mlp, norm, Wiring.PARALLEL if is_parallel else Wiring.PRE)
+    return architecture(keys, [layer] * keys.integer("num_hidden_layers"), norm)
+
+
+def rules(config: Architecture, vocab: int) -> Rules:
+    """Return path of a parameter that is in no layer -> its rule."""
+    found: Rules = {"embedding": StoredTensor("gpt_neox.embed_in.weight", (vocab, config.embed))}
+    if config.norm is not None:
+        found |= norm_rules("norm", "gpt_neox.final_layer_norm", config.norm, config.embed)
+    if not config.is_tied:
+        found["lm_head.weight"] = StoredTensor("embed_out.weight", (vocab, config.embed))
+    return found
+
+
+def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
+    """Return path of a parameter in a layer -> its rule."""
+    at, attention, embed = f"gpt_neox.layers.{index}", layer.attention, config.embed
+    found: Rules = {}
+    for i, part in enumerate(("q_proj", "k_proj", "v_proj")):
+        name = f"{at}.attention.query_key_value"
+        found[f"self_attn.{part}.weight"] = _part_of_heads(f"{name}.weight", i, attention, (embed,))
+        if attention.has_bias:
+            found[f"self_attn.{part}.bias"] = _part_of_heads(f"{name}.bias", i, attention, ())
+    output = f"{at}.attention.dense"
+    return {
+        **found,
+        **linear_rules("self_attn.o_proj", output, embed, embed, attention.has_output_bias),
+        **mlp_rules(layer.mlp, f"{at}.mlp", embed, ("", "dense_h_to_4h", "dense_4h_to_h")),
+        **layer_norm_rules(layer, at, embed),
+    }
+
+
+def _part_of_heads(name: str, part: int, attention: GroupedAttention, inputs: Shape) -> Rule:
+    """Return the queries (0), keys (1) or values (2) of a tensor that holds all three, head by head."""
+    heads, size = attention.heads, attention.head_size
+    stored = StoredTensor(name, (heads * 3 * size, *inputs))
+    return Sliced(Reshaped(stored, (heads, 3, size, *inputs)), 1, part, part + 1)
+
+
+FAMILY = Family(read, layer_rules, rules)

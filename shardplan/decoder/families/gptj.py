@@ -1,0 +1,71 @@
+"""GPT-J: attention and MLP beside each other behind one norm, and a bias of the output head.
+
+Source: https://github.com/kingoflolz/mesh-transformer-jax, whose names of keys and tensors transformers has.
+"""
+
+from typing import Any
+
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.family import Family
+from shardplan.decoder.families.common.keys import ACTIVATIONS
+from shardplan.decoder.families.common.rules import (
+    Rules,
+    attention_rules,
+    in_halves,
+    layer_norm_rules,
+    mlp_rules,
+    top_rules,
+)
+from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.block import LayerConfig, Wiring
+from shardplan.decoder.parts.frequencies import unscaled
+from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.norm import NormConfig, NormKind
+from shardplan.decoder.parts.rotary import Rotary
+from shardplan.decoder.parts.segments import divide_layers
+
+
+def read(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json."""
+    keys.only("tie_word_embeddings", [False])  # the bias belongs to a head of its own
+    keys.only("rotary", [True])
+    keys.only("scale_attn_weights", [True])
+    embed, heads = keys.integer("n_embd", "hidden_size"), keys.integer("n_head", "num_attention_heads")
+    norm = NormConfig(NormKind.LAYER, keys.number("layer_norm_epsilon", default=1e-5), has_bias=True)
+    attention = GroupedAttention(
+        heads, heads, embed // heads, Rotary(unscaled(10000.0, keys.integer("rotary_dim", default=64)))
+    )
+    if keys.is_null("rotary_dim"):
+        keys.refuse("rotary_dim", None, "the number of channels of a head that are rotated")
+    activation = keys.choice("activation_function", choices=ACTIVATIONS, default="gelu_new")
+    mlp = MlpConfig(keys.integer("n_inner", default=4 * embed), activation, has_bias=True)
+    layer = LayerConfig(attention, mlp, norm, Wiring.PARALLEL_SHARED)
+    return {
+        "max_seq_len": keys.integer("n_positions", "max_position_embeddings", default=2048),
+        "embed": embed,
+        "segments": divide_layers([layer] * keys.integer("n_layer", "num_hidden_layers")),
+        "norm": norm,
+        "is_tied": False,
+        "has_head_bias": True,
+    }
+
+
+def rules(config: Architecture, vocab: int) -> Rules:
+    """Return path of a parameter that is in no layer -> its rule."""
+    return top_rules(config, vocab, "transformer", "wte", "ln_f")
+
+
+def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
+    """Return path of a parameter in a layer -> its rule."""
+    at, embed = f"transformer.h.{index}", config.embed
+    names = ("q_proj", "k_proj", "v_proj", "out_proj")
+    found = {
+        **attention_rules(layer.attention, f"{at}.attn", embed, names),
+        **mlp_rules(layer.mlp, f"{at}.mlp", embed, ("", "fc_in", "fc_out")),
+        **layer_norm_rules(layer, at, embed, {"attention_norm": "ln_1"}),
+    }
+    return {**found, **in_halves(found, layer.attention, embed)}
+
+
+FAMILY = Family(read, layer_rules, rules)

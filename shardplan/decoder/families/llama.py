@@ -1,0 +1,22 @@
+"""Llama 2 to 3.3, and the many models that have its architecture. Source: https://arxiv.org/abs/2407.21783."""
+
+from dataclasses import replace
+from typing import Any
+
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.family import Family
+from shardplan.decoder.families.common.keys import architecture, read_attention, read_gated_mlp, read_rms_norm
+from shardplan.decoder.families.common.rotary_keys import read_rotary
+from shardplan.decoder.families.common.rules import standard_layer_rules
+from shardplan.decoder.parts.block import LayerConfig
+
+
+def read(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json."""
+    attention, norm = read_attention(keys), read_rms_norm(keys)
+    attention = replace(attention, rotary=read_rotary(keys, attention.head_size))
+    layer = LayerConfig(attention, read_gated_mlp(keys, keys.flag("mlp_bias", default=False)), norm)
+    return architecture(keys, [layer] * keys.integer("num_hidden_layers"), norm)
+
+
+FAMILY = Family(read, standard_layer_rules)

@@ -1,0 +1,61 @@
+"""OLMo 2 and 3: norms behind attention and MLP, and of queries and keys over all heads.
+
+Sources: https://arxiv.org/abs/2501.00656; OLMo 3 has windows in three of four layers.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.family import Family
+from shardplan.decoder.families.common.keys import (
+    FULL,
+    SLIDING,
+    architecture,
+    every,
+    read_attention,
+    read_gated_mlp,
+    read_rms_norm,
+    read_windows,
+)
+from shardplan.decoder.families.common.rotary_keys import read_rotary
+from shardplan.decoder.families.common.rules import standard_layer_rules
+from shardplan.decoder.parts.attention import HeadNorm, NormExtent
+from shardplan.decoder.parts.block import LayerConfig, Wiring
+
+THETA = 500000.0
+
+
+def read_olmo2(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json of OLMo 2."""
+    layer = _read_layer(keys)
+    attention = replace(layer.attention, rotary=read_rotary(keys, layer.attention.head_size))
+    layers = [replace(layer, attention=attention)] * keys.integer("num_hidden_layers")
+    return architecture(keys, layers, layer.norm)
+
+
+def read_olmo3(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json of OLMo 3, which scales rotary angles of full layers.
+
+    As transformers reads it, a base beside `rope_parameters` holds for these layers alone.
+    """
+    layer = _read_layer(keys)
+    size = layer.attention.head_size
+    full = read_rotary(keys, size, THETA, layer_type=FULL)
+    sliding = read_rotary(keys, size, THETA, layer_type=SLIDING, theta_keys=(), is_scaled=False)
+    layers = []
+    for window in read_windows(keys, every(4), 4096):
+        rotary = full if window is None else sliding
+        layers.append(replace(layer, attention=replace(layer.attention, rotary=rotary, window=window)))
+    return architecture(keys, layers, layer.norm)
+
+
+def _read_layer(keys: ConfigKeys) -> LayerConfig:
+    """Read a layer, which has no rotary embeddings yet."""
+    norm = read_rms_norm(keys, 1e-5)
+    attention = replace(read_attention(keys), head_norm=HeadNorm(norm, NormExtent.ALL_HEADS))
+    return LayerConfig(attention, read_gated_mlp(keys), norm, Wiring.POST)
+
+
+OLMO2 = Family(read_olmo2, standard_layer_rules)
+OLMO3 = Family(read_olmo3, standard_layer_rules)

@@ -1,0 +1,79 @@
+"""OPT: learned positions, and biases throughout; the 350M model has narrower embeddings, and norms behind each sum.
+
+Source: https://arxiv.org/abs/2205.01068.
+"""
+
+from typing import Any
+
+from shardplan.decoder.architecture import Architecture, PositionTable
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.family import Family
+from shardplan.decoder.families.common.keys import ACTIVATIONS, architecture
+from shardplan.decoder.families.common.rules import (
+    Rules,
+    attention_rules,
+    layer_norm_rules,
+    linear_rules,
+    mlp_rules,
+    top_rules,
+)
+from shardplan.decoder.names import StoredTensor
+from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.block import LayerConfig, Wiring
+from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.norm import NormConfig, NormKind
+
+FIRST_ROW = 2
+"""Row of the first position in the table of positions."""
+
+
+def read(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json."""
+    keys.only("layer_norm_elementwise_affine", [True])
+    embed, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+    is_before = keys.flag("do_layer_norm_before", default=True)
+    has_last_norm = is_before and not keys.flag("_remove_final_layer_norm", default=False)
+    keys.take("_remove_final_layer_norm")
+    bias = keys.flag("enable_bias", default=True)
+    norm = NormConfig(NormKind.LAYER, 1e-5, has_bias=True)
+    attention = GroupedAttention(heads, heads, embed // heads, None, has_bias=bias, has_output_bias=bias)
+    activation = keys.choice("activation_function", choices=ACTIVATIONS, default="relu")
+    mlp = MlpConfig(keys.integer("ffn_dim"), activation, has_bias=bias)
+    layer = LayerConfig(attention, mlp, norm, Wiring.PRE if is_before else Wiring.AFTER_SUM)
+    token_embed = keys.integer("word_embed_proj_dim", default=embed)
+    positions = keys.integer("max_position_embeddings", default=2048)
+    return architecture(
+        keys,
+        [layer] * keys.integer("num_hidden_layers"),
+        norm if has_last_norm else None,
+        is_tied=True,
+        position_table=PositionTable(positions + FIRST_ROW, FIRST_ROW),
+        token_embed=None if token_embed == embed else token_embed,
+    )
+
+
+def rules(config: Architecture, vocab: int) -> Rules:
+    """Return path of a parameter that is in no layer -> its rule."""
+    found = top_rules(config, vocab, "model.decoder", norm="final_layer_norm")
+    if config.position_table is not None:
+        shape = (config.position_table.rows, config.embed)
+        found["position_embedding"] = StoredTensor("model.decoder.embed_positions.weight", shape)
+    if config.token_embed is not None:
+        found |= linear_rules("project_in", "model.decoder.project_in", config.embed, config.token_embed, False)
+        found |= linear_rules("project_out", "model.decoder.project_out", config.token_embed, config.embed, False)
+    return found
+
+
+def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
+    """Return path of a parameter in a layer -> its rule."""
+    at, embed = f"model.decoder.layers.{index}", config.embed
+    names = ("q_proj", "k_proj", "v_proj", "out_proj")
+    norms = dict(zip(layer.wiring.norms, ("self_attn_layer_norm", "final_layer_norm"), strict=True))
+    return {
+        **attention_rules(layer.attention, f"{at}.self_attn", embed, names),
+        **mlp_rules(layer.mlp, at, embed, ("", "fc1", "fc2")),
+        **layer_norm_rules(layer, at, embed, norms),
+    }
+
+
+FAMILY = Family(read, layer_rules, rules)

@@ -1,0 +1,55 @@
+"""Phi 1, 1.5 and 2: attention and MLP beside each other behind one norm, and a bias of the output head.
+
+Source: https://arxiv.org/abs/2309.05463.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.family import Family
+from shardplan.decoder.families.common.keys import ACTIVATIONS, architecture, read_heads
+from shardplan.decoder.families.common.rotary_keys import read_rotary
+from shardplan.decoder.families.common.rules import Rules, attention_rules, layer_norm_rules, mlp_rules, top_rules
+from shardplan.decoder.parts.attention import HeadNorm
+from shardplan.decoder.parts.block import LayerConfig, Wiring
+from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.norm import NormConfig, NormKind
+
+
+def read(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json."""
+    keys.only("tie_word_embeddings", [False])  # the bias belongs to a head of its own
+    heads = read_heads(keys)
+    norm = NormConfig(NormKind.LAYER, keys.number("layer_norm_eps", default=1e-5), has_bias=True)
+    attention = replace(
+        heads,
+        rotary=read_rotary(keys, heads.head_size, partial=0.5),
+        has_bias=True,
+        has_output_bias=True,
+        head_norm=HeadNorm(norm) if keys.flag("qk_layernorm", default=False) else None,
+    )
+    activation = keys.choice("hidden_act", choices=ACTIVATIONS, default="gelu_new")
+    mlp = MlpConfig(keys.integer("intermediate_size"), activation, has_bias=True)
+    layer = LayerConfig(attention, mlp, norm, Wiring.PARALLEL_SHARED)
+    return architecture(keys, [layer] * keys.integer("num_hidden_layers"), norm, has_head_bias=True)
+
+
+def rules(config: Architecture, vocab: int) -> Rules:
+    """Return path of a parameter that is in no layer -> its rule."""
+    return top_rules(config, vocab, norm="final_layernorm")
+
+
+def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
+    """Return path of a parameter in a layer -> its rule."""
+    at, embed = f"model.layers.{index}", config.embed
+    names, norms = ("q_proj", "k_proj", "v_proj", "dense"), ("q_layernorm", "k_layernorm")
+    return {
+        **attention_rules(layer.attention, f"{at}.self_attn", embed, names, norms),
+        **mlp_rules(layer.mlp, f"{at}.mlp", embed, ("", "fc1", "fc2")),
+        **layer_norm_rules(layer, at, embed),
+    }
+
+
+FAMILY = Family(read, layer_rules, rules)

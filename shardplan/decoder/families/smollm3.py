@@ -1,0 +1,43 @@
+"""SmolLM3: Llama's layers; every fourth one has no rotary embeddings. Source: https://huggingface.co/blog/smollm3."""
+
+from dataclasses import replace
+from typing import Any
+
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.family import Family
+from shardplan.decoder.families.common.keys import (
+    architecture,
+    every,
+    read_attention,
+    read_gated_mlp,
+    read_rms_norm,
+    read_windows,
+)
+from shardplan.decoder.families.common.rotary_keys import read_rotary
+from shardplan.decoder.families.common.rules import standard_layer_rules
+from shardplan.decoder.parts.block import LayerConfig
+
+
+def read(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json."""
+    attention, norm = read_attention(keys, kv_heads=4), read_rms_norm(keys)
+    rotary = read_rotary(keys, attention.head_size, 2e6)
+    mlp = read_gated_mlp(keys, keys.flag("mlp_bias", default=False))
+    count = keys.integer("num_hidden_layers")
+    is_without = every(keys.integer("no_rope_layer_interval", default=4))
+    has_rotary = keys.take("no_rope_layers", default=[int(not is_without(i)) for i in range(count)])
+    if not isinstance(has_rotary, list) or len(has_rotary) != count or not all(each in (0, 1) for each in has_rotary):
+        keys.refuse("no_rope_layers", has_rotary, f"a list of {count} times 1, for rotary embeddings, or 0")
+    uses_windows = keys.flag("use_sliding_window", default=False) and not keys.is_null("sliding_window")
+    keys.take("max_window_layers")  # of Qwen's files, and not read
+    # layers with rotary embeddings attend to all positions
+    windows = read_windows(keys, lambda i: not uses_windows or bool(has_rotary[i]))
+
+    layers = []
+    for window, is_rotated in zip(windows, has_rotary, strict=True):
+        of_layer = replace(attention, rotary=rotary if is_rotated else None, window=window)
+        layers.append(LayerConfig(of_layer, mlp, norm))
+    return architecture(keys, layers, norm, is_tied=True, positions=32768)
+
+
+FAMILY = Family(read, standard_layer_rules)

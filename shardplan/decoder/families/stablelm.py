@@ -1,0 +1,48 @@
+"""StableLM: layer norms, and a quarter of each head is rotated; the 12B model has one norm a layer, and norms of heads.
+
+Source: https://arxiv.org/abs/2402.17834.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.family import Family
+from shardplan.decoder.families.common.keys import architecture, read_gated_mlp, read_heads
+from shardplan.decoder.families.common.rotary_keys import read_rotary
+from shardplan.decoder.families.common.rules import Rules, standard_layer_rules
+from shardplan.decoder.names import Stacked, StoredTensor
+from shardplan.decoder.parts.attention import HeadNorm, NormExtent
+from shardplan.decoder.parts.block import LayerConfig, Wiring
+from shardplan.decoder.parts.norm import NormConfig, NormKind
+
+
+def read(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json."""
+    heads, epsilon = read_heads(keys), keys.number("layer_norm_eps", default=1e-5)
+    norm, of_heads = NormConfig(NormKind.LAYER, epsilon, has_bias=True), NormConfig(NormKind.LAYER, epsilon)
+    has_head_norms = keys.flag("qk_layernorm", default=False)
+    attention = replace(
+        heads,
+        rotary=read_rotary(keys, heads.head_size, partial=0.25, theta_keys=("rope_theta", "rotary_emb_base")),
+        has_bias=keys.flag("use_qkv_bias", default=False),
+        head_norm=HeadNorm(of_heads, NormExtent.EACH_HEAD) if has_head_norms else None,
+    )
+    wiring = Wiring.PARALLEL_SHARED if keys.flag("use_parallel_residual", default=False) else Wiring.PRE
+    layer = LayerConfig(attention, read_gated_mlp(keys), norm, wiring)
+    return architecture(keys, [layer] * keys.integer("num_hidden_layers"), norm, positions=4096)
+
+
+def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
+    """Return path of a parameter in a layer -> its rule."""
+    found, attention = standard_layer_rules(config, layer, index), layer.attention
+    if attention.head_norm is not None:
+        for part, heads in (("q", attention.heads), ("k", attention.kv_heads)):
+            name = f"model.layers.{index}.self_attn.{part}_layernorm.norms"
+            weights = (StoredTensor(f"{name}.{head}.weight", (attention.head_size,)) for head in range(heads))
+            found[f"self_attn.{part}_norm.weight"] = Stacked(tuple(weights))
+    return found
+
+
+FAMILY = Family(read, layer_rules)

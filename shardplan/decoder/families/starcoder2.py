@@ -1,0 +1,51 @@
+"""StarCoder2: layer norms, biases, and MLPs without a gate. Source: https://arxiv.org/abs/2402.19173."""
+
+from dataclasses import replace
+from typing import Any
+
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.family import Family
+from shardplan.decoder.families.common.keys import ACTIVATIONS, architecture, read_heads
+from shardplan.decoder.families.common.rotary_keys import read_rotary
+from shardplan.decoder.families.common.rules import Rules, attention_rules, layer_norm_rules, mlp_rules
+from shardplan.decoder.parts.block import LayerConfig
+from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.norm import NormConfig, NormKind
+
+
+def read(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json."""
+    keys.only("mlp_type", ["default"])
+    keys.only("norm_type", ["layer_norm"])
+    keys.only("scale_attn_weights", [True])
+    # other names of keys below, and types of scores, which transformers does not read
+    keys.take("activation_function", "layer_norm_epsilon")
+    keys.take("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+    heads = read_heads(keys, kv_heads=2)
+    norm = NormConfig(NormKind.LAYER, keys.number("norm_epsilon", default=1e-5), has_bias=True)
+    bias = keys.flag("use_bias", default=True)
+    activation = keys.choice("hidden_act", choices=ACTIVATIONS, default="gelu_pytorch_tanh")
+    mlp = MlpConfig(keys.integer("intermediate_size"), activation, has_bias=bias)
+    attention = replace(
+        heads,
+        rotary=read_rotary(keys, heads.head_size),
+        has_bias=bias,
+        has_output_bias=bias,
+        window=keys.integer_or_null("sliding_window", None),
+    )
+    layers = [LayerConfig(attention, mlp, norm)] * keys.integer("num_hidden_layers")
+    return architecture(keys, layers, norm, is_tied=True, positions=4096)
+
+
+def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
+    """Return path of a parameter in a layer -> its rule."""
+    at, embed = f"model.layers.{index}", config.embed
+    return {
+        **attention_rules(layer.attention, f"{at}.self_attn", embed),
+        **mlp_rules(layer.mlp, f"{at}.mlp", embed, ("", "c_fc", "c_proj")),
+        **layer_norm_rules(layer, at, embed),
+    }
+
+
+FAMILY = Family(read, layer_rules)

@@ -1,0 +1,259 @@
+"""The decoder: an embedding, segments of layers, a norm, and an output head."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from haliax.nn.scan import Stacked
+from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
+from levanter.layers.attention import AttentionMask
+from levanter.models.lm_model import LmExample, LmHeadModel
+from levanter.models.loss import next_token_loss
+
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.names import Rule, Shape, StoredTensor, evaluate, stored_tensors
+from shardplan.decoder.parameter_rules import parameter_rules
+from shardplan.decoder.parts.attention import POSITION
+from shardplan.decoder.parts.block import RepeatedLayers
+from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
+from shardplan.decoder.parts.norm import Norm
+from shardplan.decoder.parts.rotary import Positions
+from shardplan.model.logits.logit_blocks import prepare_head, project_to_vocab
+
+
+class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
+    """A language model of any family that `shardplan.decoder.families` has."""
+
+    embedding: NamedArray
+    """{vocab, token_embed}, or {vocab, embed} where the two are one."""
+    position_embedding: NamedArray | None
+    """{position_row, embed}; None for models without a table of positions."""
+    project_in: Linear | None
+    """From token_embed to embed, where they are two."""
+    segments: tuple[Stacked, ...]
+    norm: Norm | None
+    project_out: Linear | None
+    """From embed to token_embed, where they are two."""
+    lm_head: Linear | None
+    """Its weight has the axes of the embedding; None where this is the output head."""
+    settings: Architecture = eqx.field(static=True)
+
+    @property
+    def config(self) -> Architecture:
+        """The configuration."""
+        return self.settings
+
+    @property
+    def Vocab(self) -> Axis:
+        """The axis of the vocabulary."""
+        return self.embedding.resolve_axis("vocab")
+
+    @property
+    def Embed(self) -> Axis:
+        """The axis over which the output head sums."""
+        return self.settings.TokenEmbed
+
+    @classmethod
+    def init(cls, Vocab: Axis, config: Architecture, *, key: jax.Array) -> "Decoder":
+        """Make the model with random weights."""
+        table, head, rows, first, last, layers = jax.random.split(key, 6)
+        stacks = []
+        for i, segment in enumerate(config.segments):
+            name = "layers" if len(config.segments) == 1 else f"layers_{i}"
+            keys = jax.random.split(jax.random.fold_in(layers, i), segment.repeats)
+            axis = Axis(name, segment.repeats)
+            make = Stacked.init(axis, RepeatedLayers, gradient_checkpointing=config.gradient_checkpointing)
+            stacks.append(make(segment.layers, config.Embed, key=keys))
+
+        def random(key: jax.Array, *axes: Axis) -> NamedArray:
+            return hax.random.normal(key, axes) * INITIAL_SCALE
+
+        def project(outputs: Axis, inputs: Axis, key: jax.Array) -> Linear | None:
+            return None if config.token_embed is None else Linear.init((outputs,), (inputs,), False, key)
+
+        positions, token = config.position_table, config.TokenEmbed
+        return cls(
+            embedding=random(table, Vocab, token),
+            position_embedding=None if positions is None else random(rows, positions.Rows, config.Embed),
+            project_in=project(config.Embed, token, first),
+            segments=tuple(stacks),
+            norm=None if config.norm is None else config.norm.init(config.Embed),
+            project_out=project(token, config.Embed, last),
+            lm_head=None if config.is_tied else Linear.init((Vocab,), (token,), config.has_head_bias, head),
+            settings=config,
+        )
+
+    def activations(
+        self,
+        input_ids: NamedArray,
+        attn_mask: AttentionMask | NamedArray | None = None,
+        *,
+        key: Any = None,
+        pos_ids: NamedArray | None = None,
+    ) -> NamedArray:
+        """Compute what the output head reads, {..., position, embed}, for int32[..., position] tokens.
+
+        Args:
+            attn_mask: which keys a query may attend to; default: those up to its own position.
+            pos_ids: int32[..., position], the index of each token in its text; default: that in the array.
+        """
+        del key  # nothing is random
+        config = self.settings
+        mask = AttentionMask.causal() if attn_mask is None else attn_mask
+        indices = hax.arange(input_ids.resolve_axis(POSITION)) if pos_ids is None else pos_ids
+        x = hax.auto_sharded(self._embed(input_ids, indices))
+        positions = Positions.of(indices)
+        for segment in self.segments:
+            x = segment.fold(x, mask, positions, config.kernel)
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.project_out is not None:
+            x = self.project_out(x)
+        return x if config.logit_multiplier == 1.0 else x * config.logit_multiplier
+
+    def _embed(self, tokens: NamedArray, indices: NamedArray) -> NamedArray:
+        """Return the residual stream {..., position, embed} before the first layer."""
+        config = self.settings
+        x = self.embedding.take("vocab", tokens)
+        if config.embedding_multiplier != 1.0:
+            x = x * config.embedding_multiplier
+        if self.project_in is not None:
+            x = self.project_in(x)
+        if self.position_embedding is None or config.position_table is None:
+            return x
+        table = config.position_table
+        return x + self.position_embedding.take(table.Rows, indices + table.first)
+
+    def get_lm_head(self) -> NamedArray:
+        """Return the weight {vocab, embed} of the output head, without its bias."""
+        return self.embedding if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def lm_head_bias(self) -> NamedArray | None:
+        """The bias {vocab} of the output head; None for most models."""
+        return None if self.lm_head is None else self.lm_head.bias
+
+    def __call__(
+        self,
+        input_ids: NamedArray,
+        attn_mask: AttentionMask | NamedArray | None = None,
+        *,
+        key: Any = None,
+        pos_ids: NamedArray | None = None,
+    ) -> NamedArray:
+        """Compute float32[..., position, vocab] logits of int32[..., position] tokens; see `activations`."""
+        activations = self.activations(input_ids, attn_mask, key=key, pos_ids=pos_ids)
+        return project_to_vocab(activations, prepare_head(self, self.settings.logit_soft_cap), self.Embed)
+
+    def compute_next_token_loss(self, example: LmExample, **settings: Any) -> jax.Array | NamedArray:
+        """Compute the loss of every next token as Levanter's models do, with the bias and the soft cap of the head.
+
+        Args:
+            settings: those of Levanter's `LmHeadModel.compute_next_token_loss`.
+        """
+        settings["logit_soft_cap"] = self.settings.logit_soft_cap
+        if self.lm_head_bias is None:
+            return super().compute_next_token_loss(example, **settings)
+        # Levanter's loss in blocks of the vocabulary has no bias; here nothing is random, and logits are float32
+        for name in ("key", "loss_dtype", "logit_soft_cap"):
+            settings.pop(name, None)
+        logits = self(example.tokens, example.attn_mask)
+        weights = {"loss_weight": example.loss_weight}
+        return next_token_loss(POSITION, self.Vocab, logits, example.tokens, **weights, **settings)
+
+    def resize_vocab(self, new_size: int, key: jax.Array | None = None) -> "Decoder":
+        """Return the model with a vocabulary of `new_size` tokens; new rows are random, or the mean without a key."""
+
+        def resize(leaf: Any) -> Any:
+            has_vocab = _is_named(leaf) and any(axis.name == "vocab" for axis in leaf.axes)
+            return hax.tree_util.resize_axis(leaf, "vocab", new_size, key=key) if has_vocab else leaf
+
+        resized: Decoder = jax.tree.map(resize, self, is_leaf=_is_named)
+        return resized
+
+    def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Decoder":
+        """Return the model with the tensors of a checkpoint, each parameter by the rule of its family."""
+
+        def read(stored: StoredTensor) -> jax.Array:
+            return jnp.asarray(state_dict[_with_prefix(prefix, stored.name)])
+
+        rules = parameter_rules(self.settings, self.Vocab.size)
+
+        def fill(path: Any, leaf: NamedArray) -> NamedArray:
+            value = evaluate(rules[_path_text(path)], read, ARRAYS)
+            return hax.named(value.reshape(leaf.array.shape), leaf.axes)
+
+        return jax.tree_util.tree_map_with_path(fill, self, is_leaf=_is_named)
+
+    def to_state_dict(self, prefix: str | None = None) -> StateDict:
+        """Return the tensors of a checkpoint; those elements that no parameter has are 0.
+
+        Rules move each element to one place, so that their transposed linear maps move it back.
+        """
+        rules = parameter_rules(self.settings, self.Vocab.size)
+        leaves = jax.tree_util.tree_flatten_with_path(self, is_leaf=_is_named)[0]
+        parameters = {_path_text(path): leaf.array for path, leaf in leaves}
+        dtype = jnp.result_type(*parameters.values())
+
+        def read_all(tensors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+            values = {}
+            for path, rule in rules.items():
+                value = evaluate(rule, lambda stored: tensors[stored.name], ARRAYS)
+                values[path] = value.reshape(parameters[path].shape)
+            return values
+
+        tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in stored_shapes(rules).items()}
+        wide = {path: parameter.astype(dtype) for path, parameter in parameters.items()}
+        (stored,) = jax.linear_transpose(read_all, tensors)(wide)
+        return {_with_prefix(prefix, name): tensor for name, tensor in stored.items()}
+
+
+class _Arrays:
+    """The operations of rules on arrays."""
+
+    def reshape(self, value: jax.Array, shape: Shape) -> jax.Array:
+        return jnp.reshape(value, shape)
+
+    def transpose(self, value: jax.Array, permutation: Sequence[int]) -> jax.Array:
+        return jnp.transpose(value, permutation)
+
+    def slice(self, value: jax.Array, dimension: int, start: int, stop: int) -> jax.Array:
+        return jax.lax.slice_in_dim(value, start, stop, axis=dimension)
+
+    def concatenate(self, values: Sequence[jax.Array], dimension: int) -> jax.Array:
+        return jnp.concatenate(values, dimension)
+
+    def stack(self, values: Sequence[jax.Array]) -> jax.Array:
+        return jnp.stack(values)
+
+
+ARRAYS = _Arrays()
+
+
+def expected_shapes(model: Decoder) -> dict[str, Shape]:
+    """Return name -> shape of the tensors of a checkpoint of `model`, whose arrays may be abstract."""
+    return stored_shapes(parameter_rules(model.settings, model.Vocab.size))
+
+
+def stored_shapes(rules: Mapping[str, Rule]) -> dict[str, Shape]:
+    """Return name -> shape of the tensors that rules read."""
+    shapes: dict[str, Shape] = {}
+    for rule in rules.values():
+        shapes.update((stored.name, stored.shape) for stored in stored_tensors(rule))
+    return shapes
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, NamedArray)
+
+
+def _path_text(path: Any) -> str:
+    return jax.tree_util.keystr(path).lstrip(".")
+
+
+def _with_prefix(prefix: str | None, name: str) -> str:
+    return name if prefix is None else f"{prefix}.{name}"

@@ -1,0 +1,114 @@
+"""Where a checkpoint holds each parameter of a decoder: rules over its tensors. Pure data movement.
+
+A rule is an expression of stored tensors: reshapes, transposes, slices, concatenations and stacks. `evaluate` computes
+it for anything that has these operations: arrays, and views of a checkpoint (`shardplan.checkpoint.mapping`), so that a
+rule is written once, and reading, streaming and saving follow from it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint."""
+
+    name: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """The elements of a rule in the same order, in another shape."""
+
+    rule: "Rule"
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A rule with its dimensions in another order."""
+
+    rule: "Rule"
+    permutation: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """The indices from `start` to `stop` of one dimension of a rule."""
+
+    rule: "Rule"
+    dimension: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Concatenated:
+    """Several rules, concatenated along one dimension."""
+
+    rules: tuple["Rule", ...]
+    dimension: int
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Several rules of one shape, stacked along a new first dimension."""
+
+    rules: tuple["Rule", ...]
+
+
+Rule = StoredTensor | Reshaped | Transposed | Sliced | Concatenated | Stacked
+
+
+class Operations[T](Protocol):
+    """What rules do with the values that tensors have."""
+
+    def reshape(self, value: T, shape: Shape) -> T:
+        """Reshape as `numpy.reshape` does."""
+
+    def transpose(self, value: T, permutation: Sequence[int]) -> T:
+        """Transpose as `numpy.transpose` does."""
+
+    def slice(self, value: T, dimension: int, start: int, stop: int) -> T:
+        """Take the indices from `start` to `stop` of a dimension."""
+
+    def concatenate(self, values: Sequence[T], dimension: int) -> T:
+        """Concatenate along a dimension."""
+
+    def stack(self, values: Sequence[T]) -> T:
+        """Stack along a new first dimension."""
+
+
+def evaluate[T](rule: Rule, read: Callable[[StoredTensor], T], operations: Operations[T]) -> T:
+    """Compute a rule from the values of its tensors."""
+    match rule:
+        case StoredTensor():
+            return read(rule)
+        case Reshaped():
+            return operations.reshape(evaluate(rule.rule, read, operations), rule.shape)
+        case Transposed():
+            return operations.transpose(evaluate(rule.rule, read, operations), rule.permutation)
+        case Sliced():
+            value = evaluate(rule.rule, read, operations)
+            return operations.slice(value, rule.dimension, rule.start, rule.stop)
+        case Concatenated():
+            parts = [evaluate(each, read, operations) for each in rule.rules]
+            return operations.concatenate(parts, rule.dimension)
+        case Stacked():
+            return operations.stack([evaluate(each, read, operations) for each in rule.rules])
+
+
+def stored_tensors(rule: Rule) -> Iterator[StoredTensor]:
+    """Yield the tensors that a rule reads."""
+    match rule:
+        case StoredTensor():
+            yield rule
+        case Concatenated() | Stacked():
+            for each in rule.rules:
+                yield from stored_tensors(each)
+        case _:
+            yield from stored_tensors(rule.rule)

@@ -1,0 +1,177 @@
+"""Attention with grouped queries.
+
+It calls Levanter's `dot_product_attention` by its name in this module, which a trace replaces to mark the call
+(`shardplan.program.marked_attention`) and a plan to compute it (`shardplan.execution.planned_attention`). Without
+either, Levanter's function computes it.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from levanter.layers.attention import AttentionBackend, AttentionMask, dot_product_attention
+
+from shardplan.decoder.parts.linear import Linear
+from shardplan.decoder.parts.norm import Norm, NormConfig
+from shardplan.decoder.parts.rotary import Positions, Rotary
+
+POSITION, KEY_POSITION = "position", "key_position"
+"""Names of the axes of positions, of queries and of keys, as in Levanter's models."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How Levanter computes attention where no plan does."""
+
+    backend: AttentionBackend | None = None
+    block: int | None = None
+    """Side of a block of scores, in positions."""
+
+
+class NormExtent(Enum):
+    """Which channels of queries, and of keys, are normalised together, and multiplied by which weights."""
+
+    HEAD = "the channels of a head; all heads have the same weights"
+    EACH_HEAD = "the channels of a head; every head has weights of its own"
+    ALL_HEADS = "the channels of all heads"
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """The norms of queries and keys, before they are rotated."""
+
+    norm: NormConfig
+    extent: NormExtent = NormExtent.HEAD
+
+    def init(self, heads: tuple[Axis, ...], head_size: Axis) -> Norm:
+        """Make the norm of queries or of keys."""
+        match self.extent:
+            case NormExtent.HEAD:
+                return self.norm.init(head_size)
+            case NormExtent.EACH_HEAD:
+                return self.norm.init(head_size, each=heads)
+            case NormExtent.ALL_HEADS:
+                return self.norm.init(*heads, head_size)
+
+
+@dataclass(frozen=True)
+class QueryTemperature:
+    """Queries grow with the logarithm of their position: by `1 + beta * ln(1 + floor(position / positions))`.
+
+    Source: Llama 4's attention, which Ministral 3 has as well.
+    """
+
+    beta: float
+    positions: int
+    """Positions of a step: queries at those before it are left as they are."""
+
+    def __call__(self, queries: NamedArray, positions: Positions) -> NamedArray:
+        """Scale queries {..., position, ...}; returns their type."""
+        steps = hax.floor(positions.indices.astype(jnp.float32) / self.positions)
+        return (queries * (1.0 + self.beta * hax.log1p(steps))).astype(queries.dtype)
+
+
+@dataclass(frozen=True)
+class GroupedAttention:
+    """Attention in which several heads of queries share one head of keys and values.
+
+    Sources: https://arxiv.org/abs/1706.03762, https://arxiv.org/abs/2305.13245.
+    """
+
+    heads: int
+    """Heads of queries."""
+    kv_heads: int
+    head_size: int
+    rotary: Rotary | None = None
+    """None where a layer has no rotary embeddings."""
+    has_bias: bool = False
+    """Whether queries, keys and values have biases."""
+    has_output_bias: bool = False
+    head_norm: HeadNorm | None = None
+    temperature: QueryTemperature | None = None
+    scale: float | None = None
+    """What scores are multiplied by; default: one over the square root of the size of a head."""
+    soft_cap: float | None = None
+    """Bound of the scores, applied as `cap * tanh(scores / cap)`."""
+    window: int | None = None
+    """Keys that a query attends to: its own position and those before it; None for all before it."""
+
+    @property
+    def KVHeads(self) -> Axis:
+        """The heads of keys and values."""
+        return Axis("kv_head", self.kv_heads)
+
+    @property
+    def QHeadsPerGroup(self) -> Axis:
+        """The heads of queries for each head of keys."""
+        return Axis("q_heads_per_group", self.heads // self.kv_heads)
+
+    @property
+    def HeadSize(self) -> Axis:
+        """The channels of a head."""
+        return Axis("head_size", self.head_size)
+
+    def init(self, Embed: Axis, key: jax.Array) -> "AttentionLayer":
+        """Make the layer with random weights."""
+        keys = jax.random.split(key, 4)
+        of_queries, of_keys = (self.KVHeads, self.QHeadsPerGroup), (self.KVHeads,)
+        queries, keys_or_values = (*of_queries, self.HeadSize), (*of_keys, self.HeadSize)
+        return AttentionLayer(
+            q_proj=Linear.init(queries, (Embed,), self.has_bias, keys[0]),
+            k_proj=Linear.init(keys_or_values, (Embed,), self.has_bias, keys[1]),
+            v_proj=Linear.init(keys_or_values, (Embed,), self.has_bias, keys[2]),
+            o_proj=Linear.init((Embed,), queries, self.has_output_bias, keys[3]),
+            q_norm=self.head_norm.init(of_queries, self.HeadSize) if self.head_norm else None,
+            k_norm=self.head_norm.init(of_keys, self.HeadSize) if self.head_norm else None,
+            config=self,
+        )
+
+
+class AttentionLayer(eqx.Module):
+    """The projections of an attention layer."""
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    config: GroupedAttention = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray, mask: AttentionMask, positions: Positions, kernel: Kernel) -> NamedArray:
+        """Attend within {batch, position, embed}, and return the same axes."""
+        config = self.config
+        queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        if config.rotary is not None:
+            queries = config.rotary(queries, config.HeadSize, positions)
+            keys = config.rotary(keys, config.HeadSize, positions)
+        if config.temperature is not None:
+            queries = config.temperature(queries, positions)
+        # the order of the kernels, so that neither queries nor outputs are transposed twice
+        queries = queries.rearrange((..., config.KVHeads, config.QHeadsPerGroup, POSITION, config.HeadSize))
+        attended = dot_product_attention(
+            POSITION,
+            KEY_POSITION,
+            config.HeadSize,
+            queries,
+            keys.rename({POSITION: KEY_POSITION}),
+            values.rename({POSITION: KEY_POSITION}),
+            mask if config.window is None else mask.with_sliding_window(config.window),
+            attn_backend=kernel.backend,
+            flash_block_size=kernel.block,
+            inference=True,
+            **self._changes_of_scores(),
+        )
+        return self.o_proj(hax.auto_sharded(attended.astype(x.dtype)))
+
+    def _changes_of_scores(self) -> dict[str, Any]:
+        """The arguments of attention that are not left to their defaults."""
+        given = {"scaling_factor": self.config.scale, "logits_soft_cap": self.config.soft_cap}
+        return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,99 @@
+"""The MLP of a layer: two or three projections with an activation between them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from shardplan.decoder.parts.linear import Linear
+
+XIELU = "xielu"
+"""The activation that has parameters, see `Xielu`."""
+ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
+    "gelu": partial(hax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(hax.nn.gelu, approximate=True),
+    "relu": hax.nn.relu,
+    "silu": hax.nn.silu,
+}
+"""Name of an activation without parameters -> the function."""
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """An MLP, without the axis of its inputs."""
+
+    size: int
+    """Elements of the hidden state."""
+    activation: str
+    """A key of `ACTIVATIONS`, or `XIELU`."""
+    has_bias: bool = False
+    is_gated: bool = False
+    """Whether the activation is of a third projection, by which the hidden state is multiplied."""
+
+    @property
+    def Mlp(self) -> Axis:
+        """The axis of the hidden state."""
+        return Axis("mlp", self.size)
+
+    def init(self, Embed: Axis, key: jax.Array) -> "MlpLayer":
+        """Make the MLP with random weights."""
+        up, down, gate = jax.random.split(key, 3)
+        return MlpLayer(
+            gate_proj=Linear.init((self.Mlp,), (Embed,), self.has_bias, gate) if self.is_gated else None,
+            up_proj=Linear.init((self.Mlp,), (Embed,), self.has_bias, up),
+            down_proj=Linear.init((Embed,), (self.Mlp,), self.has_bias, down),
+            xielu=Xielu.init() if self.activation == XIELU else None,
+            config=self,
+        )
+
+
+class Xielu(eqx.Module):
+    """The activation xIELU, whose two slopes are parameters.
+
+    Source: https://arxiv.org/abs/2411.13010.
+    """
+
+    alpha_p: NamedArray
+    """[]: of positive values, before the softplus."""
+    alpha_n: NamedArray
+    """[]: of negative values, before the softplus."""
+
+    BETA = 0.5
+    EPSILON = -1e-6
+    """Above it, negative values count as it, so that differences of almost equal numbers are not taken."""
+
+    @staticmethod
+    def init() -> "Xielu":
+        """Make the activation whose slopes are 0.8."""
+        positive, negative = jnp.log(jnp.expm1(0.8)), jnp.log(jnp.expm1(0.8 - Xielu.BETA))
+        return Xielu(hax.named(positive, ()), hax.named(negative, ()))
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Compute the activation in float32; returns the type of `x`."""
+        wide = x.astype(jnp.float32)
+        positive = hax.nn.softplus(self.alpha_p.astype(jnp.float32))
+        negative = self.BETA + hax.nn.softplus(self.alpha_n.astype(jnp.float32))
+        below = (hax.expm1(hax.minimum(wide, self.EPSILON)) - wide) * negative
+        return (hax.where(wide > 0, positive * wide * wide, below) + self.BETA * wide).astype(x.dtype)
+
+
+class MlpLayer(eqx.Module):
+    """The projections of an MLP."""
+
+    gate_proj: Linear | None
+    up_proj: Linear
+    down_proj: Linear
+    xielu: Xielu | None
+    config: MlpConfig = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Compute {..., embed} from {..., embed}."""
+        up = self.up_proj(x)
+        activate = ACTIVATIONS[self.config.activation] if self.xielu is None else self.xielu
+        hidden = activate(up) if self.gate_proj is None else activate(self.gate_proj(x)) * up
+        return self.down_proj(hidden)

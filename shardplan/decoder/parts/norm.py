@@ -1,0 +1,65 @@
+"""Norms over one axis or several: root mean square and layer norm, computed in float32.
+
+Formulas: https://arxiv.org/abs/1910.07467 and https://arxiv.org/abs/1607.06450.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import equinox as eqx
+import haliax as hax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+
+class NormKind(StrEnum):
+    """What a norm divides by."""
+
+    RMS = "rms"
+    """The root mean square."""
+    LAYER = "layer"
+    """The standard deviation, after the mean is subtracted."""
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """A norm, without the axes that it is over."""
+
+    kind: NormKind
+    epsilon: float
+    has_bias: bool = False
+    is_around_one: bool = False
+    """Whether what it multiplies by is the weight plus 1, as in Gemma."""
+
+    def init(self, *axes: Axis, each: tuple[Axis, ...] = ()) -> "Norm":
+        """Make a norm over `axes` that multiplies by 1 and adds 0.
+
+        Args:
+            each: further axes of weight and bias: each of their elements is normalised by itself.
+        """
+        shape = (*each, *axes)
+        weight = hax.zeros(shape) if self.is_around_one else hax.ones(shape)
+        over = tuple(axis.name for axis in axes)
+        return Norm(weight, hax.zeros(shape) if self.has_bias else None, over, self)
+
+
+class Norm(eqx.Module):
+    """Normalises an array over some of its axes, and multiplies it by a weight."""
+
+    weight: NamedArray
+    bias: NamedArray | None
+    over: tuple[str, ...] = eqx.field(static=True)
+    """Names of the axes that are normalised together."""
+    config: NormConfig = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Normalise `x`, which has the axes of the weight and any others; returns the type of `x`."""
+        wide = x.astype(jnp.float32)
+        if self.config.kind is NormKind.LAYER:
+            wide = wide - hax.mean(wide, self.over)
+        wide = wide * hax.rsqrt(hax.mean(wide * wide, self.over) + self.config.epsilon)
+        weight = self.weight.astype(jnp.float32)
+        wide = wide * (weight + 1.0 if self.config.is_around_one else weight)
+        if self.bias is not None:
+            wide = wide + self.bias.astype(jnp.float32)
+        return wide.astype(x.dtype)

@@ -1,0 +1,162 @@
+"""Families of the decoder: streamed with a planned sharding, they have the logits of transformers, and are saved alike.
+
+A family is a row of `FAMILIES`. Its folder has a checkpoint with the names of the released ones, and logits that
+transformers computes in float64; `own_error` is the largest error of transformers' own logits in float32.
+"""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_logits import MESHES, SHARDED_POSITIONS, deviation
+
+from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
+from shardplan.decoder.config import DecoderConfig
+from shardplan.errors import ConfigError
+from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.registry import abstract_module, transformers_config
+from shardplan.plan.attention_plan import AttentionPlan
+from shardplan.storage import open_folder
+
+FOLDER = Path(__file__).with_name("families")
+FAMILIES = (
+    "apertus", "cohere", "cohere2", "cohere_plus", "exaone4", "exaone4_full", "gemma3", "gemma3_text", "glm", "glm4",
+    "gpt_neox", "gpt_neox_sequential", "gptj", "granite", "ministral3", "olmo3", "opt", "opt_350m", "phi", "phi3",
+    "phi3_short", "seed_oss", "smollm3", "stablelm", "stablelm_12b", "starcoder2",
+)  # fmt: skip
+BESIDE_LEVANTER = ("gemma2", "mistral", "qwen2")
+"""Families of types that Levanter's classes compute so far."""
+BUFFERS = {"beta", "bias", "eps", "inv_freq", "masked_bias"}
+"""Ends of names of stored tensors that are not parameters."""
+METHODS = itertools.cycle(
+    [
+        AttentionPlan("ring", 1, 4, "zigzag"), AttentionPlan("all_gather", 1, 4),
+        AttentionPlan("hybrid", 2, 2, "zigzag"), AttentionPlan("ulysses", 4),
+    ]
+)  # fmt: skip
+
+
+def tolerance(name):
+    """Twice the error of transformers in float32, for sums in another order."""
+    return 2 * float(np.load(FOLDER / name / "golden.npz")["own_error"]) + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=[pytest.mark.whole] if (i + j) % 4 else [])
+        for (i, name), (j, mesh) in itertools.product(enumerate(FAMILIES), enumerate(MESHES))
+    ],
+)
+def test_logits_equal_transformers(make_config, name, mesh):
+    assert deviation(FOLDER, make_config, name, mesh) <= tolerance(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [pytest.param(name, next(METHODS), marks=[pytest.mark.whole] if i % 3 else []) for i, name in enumerate(FAMILIES)],
+    ids=str,
+)
+def test_logits_with_sharded_positions(make_config, name, method):
+    """Attention is the project's own, for positions in any order."""
+    changes = {"change_plan": SHARDED_POSITIONS, "attention": method}
+    assert deviation(FOLDER, make_config, name, (1, 2, 4), **changes) <= tolerance(name)
+
+
+def config_of(name):
+    """The config.json of the language model of a folder, as shardplan reads it."""
+    return read_config(None, open_folder(str(FOLDER / name)))
+
+
+def text_tensors(name):
+    """The tensors of the language model of a folder, by the names that they have without an image model beside it."""
+    tensors = {}
+    for path in sorted((FOLDER / name).glob("*.safetensors")):
+        tensors |= load_file(path)
+    return {key.removeprefix("language_model."): value for key, value in tensors.items() if "vision_tower" not in key}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *BESIDE_LEVANTER])
+def test_levanter_reads_and_writes_its_tensors(name):
+    """By the methods of Levanter's own converter; what is not a parameter, as masks and frequencies, is left out."""
+    stored, values = text_tensors(name), config_of(name)
+    config = DecoderConfig.from_hf_config(values)
+    model = config.build(hax.Axis("vocab", values["vocab_size"]), key=jax.random.PRNGKey(0)).from_state_dict(stored)
+    written = model.to_state_dict()
+    assert all(np.array_equal(stored[key], value) for key, value in written.items())
+    left_out = {key for key in stored.keys() - written.keys() if "multi_modal_projector" not in key}
+    assert {key.rpartition(".")[2] for key in left_out} <= BUFFERS
+    if name in BESIDE_LEVANTER:  # the logits of all others are those of the tests above
+        reference = np.load(FOLDER / name / "golden.npz")
+        tokens = hax.named(reference["tokens"], ("batch", "position"))
+        difference = model(tokens).rearrange((..., "vocab")).array - reference["logits_float64"]
+        assert np.abs(difference).max() <= tolerance(name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_expected_tensors_are_those_of_the_released_files(name):
+    """Names and shapes follow from the rules, without a trace."""
+    values = config_of(name)
+    template = abstract_module(DecoderConfig.from_hf_config(values), hax.Axis("vocab", values["vocab_size"]))
+    stored = {key: tensor.shape for key, tensor in text_tensors(name).items() if "multi_modal_projector" not in key}
+    expected = expected_tensors(template)
+    left_out = {key for key in stored if key not in expected}
+    assert {key.rpartition(".")[2] for key in left_out} <= BUFFERS
+    assert expected == {key: shape for key, shape in stored.items() if key not in left_out}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *BESIDE_LEVANTER])
+def test_the_configuration_of_transformers_is_read_alike(name):
+    """As Levanter's converter has it: with every default, and other names of keys than the released file."""
+    if name == "olmo3":
+        pytest.skip("this version of transformers knows no rotary embeddings of one kind of its layers")
+    values = config_of(name)
+    expected, found = (DecoderConfig.from_hf_config(each) for each in (values, transformers_config(dict(values))))
+    assert dataclasses.replace(found, hf_config=expected.hf_config) == expected
+    assert found.to_hf_config(80).vocab_size == 80
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *BESIDE_LEVANTER])
+def test_unknown_keys_are_refused(name):
+    """A key that the family does not read, and that is not known to be harmless, may change what the model computes."""
+    values = config_of(name)
+    with pytest.raises(ConfigError, match=f"config.json: alibi True: a '{values['model_type']}' has no such key"):
+        DecoderConfig.from_hf_config({**values, "alibi": True})
+    sizes = {"n_head": 0, "num_attention_heads": 0}
+    changed = {key: size for key, size in sizes.items() if key in values}
+    with pytest.raises(ConfigError, match=r"(n_head|num_attention_heads) is 0; it must be an integer from 1 to "):
+        DecoderConfig.from_hf_config({**values, **changed})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        (
+            "granite",
+            {"rope_scaling": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta is 0.1",
+        ),
+        ("granite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it must be 1, "),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window is missing; it must be a number of tokens"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types .*: a 'mistral' has no such key"),
+        ("ministral3", {"rope_parameters": None}, "rope_parameters is missing; it must be given"),
+        ("gptj", {"rotary_dim": None}, "rotary_dim is missing"),
+        ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings is True; it must be False"),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_refused(name, changes, problem):
+    """Also null, where it says something else than a key that is left out."""
+    with pytest.raises(ConfigError, match=problem):
+        DecoderConfig.from_hf_config({**config_of(name), **changes})
+
+
+@pytest.mark.parametrize("name", ["mistral", "phi3", "qwen2", "smollm3", "starcoder2"])
+def test_a_window_of_null_is_none(name):
+    uses_windows = {"use_sliding_window": True} if name in ("qwen2", "smollm3") else {}
+    config = DecoderConfig.from_hf_config({**config_of(name), **uses_windows, "sliding_window": None})
+    assert all(layer.attention.window is None for segment in config.segments for layer in segment.layers)
