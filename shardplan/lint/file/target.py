@@ -9,7 +9,7 @@ from shardplan.levanter_config.model_section import ModelSection
 from shardplan.levanter_config.training_extras import TrainingExtras
 from shardplan.lint.file.prepare import PreparedFile
 from shardplan.lint.lint import LintTarget, target_of
-from shardplan.model.bundled_configs import BUNDLED
+from shardplan.model.bundled_configs import bundled_name
 from shardplan.model.registry import Model
 from shardplan.model.section_model import (
     ASSUMED_VOCABULARY,
@@ -35,7 +35,7 @@ def file_target(
     section = dataclasses.replace(model_section, position=prepared.choice.position(sections) or model_section.position)
     uses_hf_model = sections.get("use_hf_model_config") is True or "model" not in prepared.choice.program.keys
     if not config.model.ref and not config.model.config:
-        name = _bundled(sections.get("initialize_from_hf")) if uses_hf_model else None
+        name = bundled_name(str(sections.get("initialize_from_hf"))) if uses_hf_model else None
         if name is None and uses_hf_model and sections.get("initialize_from_hf"):
             raise ConfigError(
                 f"no model: {prepared.file.path} takes that of {sections['initialize_from_hf']}, whose config.json is "
@@ -82,12 +82,6 @@ def _vocabulary(sections: Mapping[str, Any]) -> tuple[int, list[str]]:
     size = vocabulary_of(str(tokenizer)) or ASSUMED_VOCABULARY
     is_known = vocabulary_of(str(tokenizer)) is not None
     return size, [] if is_known else [f"vocabulary {size} (that of tokenizer {tokenizer} is not known here)"]
-
-
-def _bundled(ref: Any) -> str | None:
-    """Return the bundled model that a checkpoint on the Hub is."""
-    name = str(ref).partition("@")[0].rpartition("/")[2].lower()
-    return name if name in BUNDLED else None
 
 
 def _check_type(section: Any, model: Model) -> None:
