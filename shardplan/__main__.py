@@ -20,6 +20,7 @@ COMMANDS = {
     "checkpoint": "checkpoint.checkpoint",
     "checkpoint convert": "checkpoint.convert",
     "doctor": "doctor",
+    "models": "models",
 }
 """Command -> its module in `shardplan.commands`, imported by name: a command pays for its own imports only."""
 

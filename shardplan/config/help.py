@@ -18,6 +18,7 @@ WITHOUT_CONFIGURATION = {
     "plan diff": "Print what differs between two Plan files.",
     "eval compare": "Print the losses or the extraction of several models side by side.",
     "lm_eval": "Run the command line of lm-evaluation-harness, with the model shardplan.",
+    "models": "Print which models are supported, or the facts of one.",
 }
 """Commands that have arguments instead of keys, and what each does."""
 METAVARS = {int: "N", float: "X", str: "TEXT", bool: "BOOL", tuple: "TEXT"}

@@ -1,10 +1,24 @@
 """Reads the config.json that `model.config` names: a file, or that of a released model that is part of the package."""
 
+import re
 from pathlib import Path
 
-from shardplan.errors import ConfigError, nearest
+from shardplan.errors import ConfigError, closest
 
-BUNDLED = {path.stem: path for path in sorted(Path(__file__).with_name("configs").glob("*.json"))}
+
+def by_size(name: str) -> list[str | float]:
+    """Return a key that sorts names of models as people do: 125m before 1.3b, and 2b before 27b.
+
+    >>> sorted(["opt-13b", "opt-125m", "opt-2.7b"], key=by_size)
+    ['opt-125m', 'opt-2.7b', 'opt-13b']
+    """
+    parts = re.split(r"(\d+(?:\.\d+)?m?)", name)
+    numbers = (float(part.rstrip("m")) / (1000 if part.endswith("m") else 1) for part in parts[1::2])
+    return [*parts[:1], *(each for pair in zip(numbers, parts[2::2], strict=True) for each in pair)]
+
+
+_FILES = Path(__file__).with_name("configs").glob("*.json")
+BUNDLED = {path.stem: path for path in sorted(_FILES, key=lambda path: by_size(path.stem))}
 """Name of a released model -> its config.json, which is part of the package, so that planning needs no network."""
 
 HUB_NAMES = {
@@ -138,7 +152,8 @@ def read_config_file(name: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         checkpoints = (file.parent.name for file in path.parent.glob("*/config.json"))
+        meant = closest(path.name.removesuffix(".json"), [*BUNDLED, *checkpoints])
+        hint = f"did you mean {meant!r}?" if meant else "`shardplan models` lists the names of bundled models"
         raise ConfigError(
-            f"model.config {name} is no bundled model, and cannot be read as a file: {error.strerror}; "
-            f"{nearest(path.name.removesuffix('.json'), [*BUNDLED, *checkpoints])}"
+            f"model.config {name} is no bundled model, and cannot be read as a file: {error.strerror}; {hint}"
         ) from error

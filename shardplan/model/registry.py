@@ -49,6 +49,11 @@ class Model:
         return (config_class.__module__, config_class.__qualname__) == DECODER
 
     @property
+    def is_attention_planned(self) -> bool:
+        """Whether plans choose how its attention is computed, by every method and on positions in any order."""
+        return self.uses_levanter_attention or self.is_decoder
+
+    @property
     def vocab(self) -> hax.Axis:
         """The vocabulary axis."""
         return self.template.Vocab

@@ -4,7 +4,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +20,8 @@ from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.pins import Rules, parse_rules
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
+from shardplan.program.attention_kind import AttentionKind
 from shardplan.program.step_trace import plan_step
-from shardplan.program.tasks import Step
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
 from shardplan.search.open_choices import enumerate_variants
 from shardplan.search.ranking import Candidate, Ranking
@@ -194,7 +194,7 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
             UNSHARDED_POSITIONS if is_packed or (is_training and not hardware.is_cpu) else POSITION_CHOICES
         ),
         requires_kernel=not hardware.is_cpu,
-        methods=() if own_attention else _methods(model, step, is_training),
+        methods=() if own_attention else attention_methods(model, step.attention_kinds, is_training),
     )
     for pin in rules.pins:
         tokens = () if pin.is_stored else (space.batch, space.position)
@@ -204,12 +204,18 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
     return space
 
 
-def _methods(model: Model, step: Step, is_training: bool) -> tuple[AttentionMethod, ...]:
-    """The methods of attention that a model can be given where positions are sharded."""
+def attention_methods(
+    model: Model, kinds: Collection[AttentionKind], is_training: bool = False
+) -> tuple[AttentionMethod, ...]:
+    """Return the methods of attention that a plan can give a model where positions are sharded.
+
+    Args:
+        kinds: the kinds of attention in the model; they decide for models whose attention is not planned.
+    """
     contiguous = tuple(method for method in METHODS if method.order == SequenceOrder.CONTIGUOUS)
-    if model.uses_levanter_attention or model.is_decoder:
+    if model.is_attention_planned:
         return METHODS[:1] if is_training else METHODS
-    if not step.attention_kinds or not all(kind.can_shard_positions for kind in step.attention_kinds):
+    if not kinds or not all(kind.can_shard_positions for kind in kinds):
         return ()
     # whether a model of your own takes positions in another order than the sequence is not known
     return contiguous[:1] if is_training else contiguous

@@ -28,7 +28,7 @@ NEEDS_MORE = (
     "--version",
 )
 TAKES_LONG = (
-    "--verify", "--what_if", "--rank_slices", "verify", "doctor", "auto", "configs/tiny-extraction.yaml",
+    "--verify", "--what_if", "--rank_slices", "verify", "doctor", "models", "auto", "configs/tiny-extraction.yaml",
     "configs/405b-extraction.yaml",
 )  # fmt: skip
 HAS_ERRORS = ("configs/levanter/405b-heads-mlp.yaml",)

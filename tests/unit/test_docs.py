@@ -19,6 +19,7 @@ import shardplan
 import shardplan.attention
 from shardplan import __version__
 from shardplan.__main__ import COMMANDS
+from shardplan.catalogue.names import find_model
 from shardplan.config import command_flags, parse_config
 from shardplan.config.help import LOGGING_FLAGS
 from shardplan.config.keys import keys_of
@@ -158,6 +159,9 @@ def test_commands_parse(page, arguments, clone, monkeypatch):
         config, *overrides = [item.split("=") for item in arguments["--model_args"].split(",")]
         keys = {*keys_of(command_flags.LoadingConfig), "max_length"}
         assert config[0] == "config" and Path(config[1]).is_file() and {name for name, _ in overrides} <= keys
+    elif command == "models":
+        for name in rest:
+            find_model(name)
     else:
         assert (command == "plan diff" and len(rest) == 2) or (command == "eval compare" and len(rest) >= 2)
 

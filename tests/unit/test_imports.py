@@ -39,7 +39,8 @@ import shardplan
 import shardplan.__main__
 import shardplan.config
 import shardplan.hardware
-from shardplan.commands import doctor, verify
+from shardplan.catalogue import names
+from shardplan.commands import doctor, models, verify
 from shardplan.commands.checkpoint import checkpoint, convert
 from shardplan.commands.eval import eval
 from shardplan.commands.plan import diff, plan
@@ -66,6 +67,7 @@ MISTAKES = (
     ("plan", "--plan=missing.json"),
     ("plan", CONFIG, "--json=."),
     ("doctor", CONFIG, "--json=."),
+    ("models", "lama-3-8b"),
 )
 
 

@@ -1,0 +1,138 @@
+"""What is supported of each model type, by the predicates that planning, loading and evaluating decide by."""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any
+
+from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families import FAMILIES
+from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.huggingface.model_types import SUPPORTED_MODELS, is_decoder
+from shardplan.model.inspect import inspect_model
+from shardplan.model.levanter_compat import FIXED_VALUES
+from shardplan.model.registry import Model, build_model
+from shardplan.plan.workload.kinds import KINDS
+from shardplan.plan.workload.workload import MIN_POSITION, Workload
+from shardplan.program.step_trace import plan_step
+from shardplan.search.search_configuration import attention_methods
+from shardplan.search.space import AttentionMethod
+from shardplan.steps.kinds import STEP_KINDS
+
+SHORT = Workload(batch=1, position=MIN_POSITION)
+"""A workload that every model has the positions for."""
+
+
+class Feature(StrEnum):
+    """What can be done with a model."""
+
+    PLAN = "plan"
+    VERIFY = "verify"
+    LOAD = "load"
+    SAVE = "save"
+    SEQUENCE = "sequence"
+    """Positions are sharded."""
+    EXTRACTION = "extraction"
+    LM_EVAL = "lm_eval"
+
+
+@dataclass(frozen=True)
+class TypeFacts:
+    """A supported model type."""
+
+    type: str
+    family: str
+    about: str
+    """What sets its models apart, in a sentence; empty where Levanter computes them."""
+    computed_by: str
+    """Whose modules compute it: shardplan's decoder, or a class of Levanter."""
+    features: tuple[Feature, ...]
+    methods: tuple[AttentionMethod, ...]
+    """How attention is computed where positions are sharded."""
+    keys: tuple[str, ...]
+    """Keys of its config.json that are read; empty where those that are not are ignored, not refused."""
+    only: dict[str, tuple[Any, ...]]
+    """Key of its config.json -> the only values that are supported."""
+    released: tuple[str, ...]
+    """Names of its released models."""
+
+
+def describe_type(model_type: str, released: Sequence[str]) -> TypeFacts:
+    """Return what is supported of a model type, by the first of its released models.
+
+    Args:
+        released: names of its released models, one at least.
+    """
+    hf_config = read_config(released[0], None)
+    model = build_model(hf_config, 1)
+    keys = read_keys(hf_config)
+    module, class_name = SUPPORTED_MODELS[model_type]
+    reader = FAMILIES[model_type].read if is_decoder(model_type) else None
+    about = (sys.modules[reader.__module__].__doc__ or "").partition("\n")[0] if reader else ""
+    return TypeFacts(
+        type=model_type,
+        family=(reader.__module__ if reader else module).rpartition(".")[2],
+        about=about.partition(" Source")[0],
+        computed_by="shardplan's decoder" if reader else f"Levanter's {class_name}",
+        features=tuple(supported_features(model)),
+        methods=sequence_methods(model),
+        keys=keys.read,
+        only=keys.only_values if reader else FIXED_VALUES.get(model_type, {}),
+        released=tuple(released),
+    )
+
+
+def supported_features(model: Model) -> Iterator[Feature]:
+    """Yield what can be done with a model that has been built."""
+    # what is built is traced to be planned, and compiled to be verified
+    yield Feature.PLAN
+    yield Feature.VERIFY
+    # the program that reads a checkpoint is read backwards to write one
+    is_stored = sum(map(math.prod, expected_tensors(model.template).values())) == inspect_model(model).size
+    if is_stored:
+        yield Feature.LOAD
+        yield Feature.SAVE
+    if sequence_methods(model):
+        yield Feature.SEQUENCE
+    if is_stored and any(KINDS[name].is_scoring for name in STEP_KINDS):
+        yield Feature.EXTRACTION
+        yield Feature.LM_EVAL
+
+
+@lru_cache(maxsize=1)
+def sequence_methods(model: Model) -> tuple[AttentionMethod, ...]:
+    """Return the methods of attention that a plan can give a model where positions are sharded."""
+    # kinds take a trace, and say nothing of models whose attention is planned
+    kinds = () if model.is_attention_planned else plan_step(model, SHORT.resolve()).attention_kinds
+    return attention_methods(model, kinds)
+
+
+class RecordedKeys(ConfigKeys):
+    """The keys of a config.json, and what a family asks of them."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        """Hold the keys of a file."""
+        super().__init__(values, "config.json")
+        self.only_values: dict[str, tuple[Any, ...]] = {}
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """The keys that were read."""
+        return tuple(sorted(self._taken))
+
+    def only(self, name: str, values: Sequence[Any]) -> None:
+        """Record the only values of a key."""
+        super().only(name, values)
+        self.only_values[name] = tuple(values)
+
+
+def read_keys(hf_config: dict[str, Any]) -> RecordedKeys:
+    """Return what the family of a config.json reads of it; nothing where Levanter's class reads it."""
+    keys = RecordedKeys(hf_config)
+    if is_decoder(hf_config["model_type"]):
+        FAMILIES[hf_config["model_type"]].read(keys)
+    return keys

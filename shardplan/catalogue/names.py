@@ -1,0 +1,76 @@
+"""The names of models: their types, and those of released models. Imports no JAX."""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+
+from shardplan.errors import ConfigError, closest
+from shardplan.model.bundled_configs import BUNDLED, bundled_name
+from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_MODELS
+from shardplan.model.huggingface.text_part import TEXT_TYPES
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """What a name stands for."""
+
+    type: str
+    """The model type, supported or not."""
+    released: str | None = None
+    """The name of a released model."""
+    wrapper: str | None = None
+    """The type of a model of images and text, of which the text model is meant."""
+
+
+@dataclass(frozen=True)
+class RefusedTypes:
+    """Model types that are not supported, for one reason."""
+
+    types: tuple[str, ...]
+    nearest: str | None
+    """The supported type that is nearest to them."""
+    differences: str
+    """What they have that it does not have."""
+
+
+def find_model(name: str) -> NamedModel:
+    """Find what a name stands for: a released model, its repository on the Hugging Face hub, or a model type.
+
+    >>> find_model("meta-llama/Llama-3.1-8B")
+    NamedModel(type='llama', released='llama-3.1-8b', wrapper=None)
+
+    Raises:
+        ConfigError: nothing has this name.
+    """
+    released = name if name in BUNDLED else bundled_name(name)
+    if released is not None:
+        return NamedModel(_type_of(released), released)
+    if name in SUPPORTED_MODELS or name in OTHER_TYPES:
+        return NamedModel(name)
+    if name in TEXT_TYPES:
+        return NamedModel(TEXT_TYPES[name], wrapper=name)
+    meant = closest(name.rpartition("/")[2], [*BUNDLED, *SUPPORTED_MODELS, *OTHER_TYPES, *TEXT_TYPES])
+    hint = f"did you mean {meant!r}?" if meant else "`shardplan models` lists both"
+    raise ConfigError(f"{name!r} is no released model that is known here, and no model type; {hint}")
+
+
+def released_by_type() -> dict[str, tuple[str, ...]]:
+    """Return supported model type -> the names of its released models, the smallest of a family first."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for name in BUNDLED:
+        names[_type_of(name)].append(name)
+    return {each: tuple(names[each]) for each in sorted(SUPPORTED_MODELS)}
+
+
+def refused_types() -> tuple[RefusedTypes, ...]:
+    """Return the well-known model types that are not supported; those of one reason together."""
+    types: defaultdict[tuple[str | None, str], list[str]] = defaultdict(list)
+    for name, other in sorted(OTHER_TYPES.items()):
+        types[other.nearest, other.differences].append(name)
+    return tuple(RefusedTypes(tuple(names), *reason) for reason, names in types.items())
+
+
+def _type_of(released: str) -> str:
+    """Return the model type of a released model."""
+    name: str = json.loads(BUNDLED[released].read_bytes())["model_type"]
+    return name

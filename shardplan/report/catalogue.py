@@ -1,0 +1,129 @@
+"""Prints which models are supported, and the facts of one, and turns both into JSON."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardplan.catalogue.model_types import Feature, TypeFacts
+from shardplan.catalogue.names import RefusedTypes
+from shardplan.catalogue.released import ReleasedModel
+from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped
+
+LABEL_WIDTH = 14
+LIST_LENGTH = 8
+"""Most values of a list of a config.json that are printed."""
+
+
+def print_overview(types: Sequence[TypeFacts], refused: Sequence[RefusedTypes], out: Console) -> None:
+    """Print the supported types with what is supported, their released models, and the types that are not."""
+    count = sum(len(each.released) for each in types)
+    print_first_fitting(_support_tables(f"{len(types)} model types", types), out)
+    out.print(f"\n[bold]{count} released models, by name[/bold]")
+    for each in types:
+        print_wrapped(", ".join(each.released), out, f"  {each.type}: ", indent=" " * 4)
+    out.print("\n[bold]Not supported[/bold]")
+    print_bullets(map(_refusal, refused), out)
+
+
+def print_type(facts: TypeFacts, out: Console) -> None:
+    """Print what is supported of a model type."""
+    _print_fact("model type", f"{facts.type}, computed by {facts.computed_by}", out)
+    if facts.about:
+        _print_fact("family", facts.about, out)
+    _print_fact("supported", ", ".join(facts.features), out)
+    missing = [each for each in Feature if each not in facts.features]
+    if missing:
+        _print_fact("not supported", ", ".join(missing), out)
+    if facts.methods:
+        strategies = ", ".join(dict.fromkeys(method.strategy for method in facts.methods))
+        orders = " or ".join(dict.fromkeys(method.order for method in facts.methods))
+        _print_fact("sequence", f"sharded by {strategies}, in {orders} order", out)
+    if facts.keys:
+        _print_fact("keys", f"{', '.join(facts.keys)}; any other key that may change the model is refused", out)
+    only = [f"{key} {' or '.join(map(json.dumps, values))}" for key, values in sorted(facts.only.items())]
+    if only:
+        _print_fact("only", ", ".join(only), out)
+    _print_fact("released", ", ".join(facts.released), out)
+
+
+def print_model(facts: ReleasedModel, out: Console) -> None:
+    """Print the size of a released model, its layers by kind of attention, and its config.json."""
+    _print_fact("model", ", ".join([facts.name, *facts.repositories]), out)
+    _print_fact("parameters", f"{facts.parameters:,}", out)
+    _print_fact("positions", f"{facts.positions:,}", out)
+    if facts.refusal is not None:
+        _print_fact("", facts.refusal, out)
+    where = f" (in sequences of {facts.traced_positions:,} tokens)" if facts.refusal is not None else ""
+    for kind, layers in facts.layers.items():
+        _print_fact("layers", f"{layers} x {kind.name}{where}", out)
+    keys = (f"{key} {_short(value)}" for key, value in facts.config.items())
+    _print_fact("config.json", ", ".join(keys), out)
+
+
+def print_refusal(refused: RefusedTypes, name: str, out: Console) -> None:
+    """Print why a model type is not supported."""
+    _print_fact("model type", f"{name}, not supported", out)
+    _print_fact("nearest", refused.nearest or "none", out)
+    _print_fact("differences", refused.differences, out)
+
+
+def overview_json(types: Sequence[TypeFacts], refused: Sequence[RefusedTypes]) -> dict[str, Any]:
+    """Return the supported types, and those that are not, as JSON values."""
+    return {"types": [_type_json(each) for each in types], "refused": [asdict(each) for each in refused]}
+
+
+def model_json(
+    model: ReleasedModel | None = None, supported: TypeFacts | None = None, refused: RefusedTypes | None = None
+) -> dict[str, Any]:
+    """Return the facts of one model or type as JSON values; null for those that it does not have."""
+    released = None
+    if model is not None:
+        layers = [{"attention": kind.name, **asdict(kind), "layers": count} for kind, count in model.layers.items()]
+        released = {**vars(model), "layers": layers}
+    return {
+        "model": released,
+        "type": None if supported is None else _type_json(supported),
+        "refused": None if refused is None else asdict(refused),
+    }
+
+
+def _type_json(facts: TypeFacts) -> dict[str, Any]:
+    return {**asdict(facts), "methods": [method._asdict() for method in facts.methods]}
+
+
+def _support_tables(title: str, types: Sequence[TypeFacts]) -> Iterator[Table]:
+    """Yield tables of what is supported of each type, from the fullest to the narrowest."""
+    features = [each.value for each in Feature]
+    for has_family in (True, False):
+        texts = ("type", *(("family", "computed by") if has_family else ()), *features)
+        table = make_table(title, texts, is_narrow=True)
+        for each in types:
+            support = ("yes" if feature in each.features else "no" for feature in Feature)
+            about = (each.family, each.computed_by) if has_family else ()
+            table.add_row(each.type, *about, *support)
+        yield table
+
+
+def _refusal(refused: RefusedTypes) -> str:
+    nearest = f"; nearest is {refused.nearest}" if refused.nearest else ""
+    return f"{', '.join(refused.types)}: {refused.differences}{nearest}"
+
+
+def _print_fact(label: str, text: str, out: Console) -> None:
+    print_wrapped(text, out, Text(label.ljust(LABEL_WIDTH), "bold"))
+
+
+def _short(value: Any) -> str:
+    """Return a value of a config.json as JSON; of a long list, how many values it has."""
+    match value:
+        case list() if len(value) > LIST_LENGTH:
+            return f"[{len(value)} values]"
+        case dict():
+            return "{" + ", ".join(f"{key} {_short(each)}" for key, each in value.items()) + "}"
+        case _:
+            return json.dumps(value)
