@@ -78,6 +78,21 @@ def smallest_plan(name, make_config):
     raise AssertionError(f"{name} fits no slice")
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("command-r", {"model_max_length": 131072}),
+        ("gpt2", {"n_ctx": 1024, "n_special": 0, "predict_special_tokens": True}),
+        ("smollm2-135m", {"is_llama_config": True, "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}}),
+    ],
+)
+def test_keys_of_the_release_that_say_nothing(name, keys):
+    """Neither Levanter's classes nor the families of the decoder refuse them."""
+    plain = {key: value for key, value in read_config(name, None).items() if key not in keys}
+    model = build_model({**plain, **keys}, 1)
+    assert inspect_model(model) == inspect_model(build_model(plain, 1))
+
+
 def test_repositories_have_one_bundled_model_each():
     repositories = [repository for each in HUB_NAMES.values() for repository in each]
     assert len(set(map(str.lower, repositories))) == len(repositories)
