@@ -246,6 +246,20 @@ def make_config():
 
 
 @pytest.fixture(scope="session")
+def mixed_attention(build_shared, tmp_path_factory):
+    """A configuration and its plan: Gemma 3 with a window in five of six layers, and positions over eight devices."""
+    from shardplan.config import parse_config
+    from shardplan.search.make_plan import make_plan
+
+    values = json.loads((GOLDEN.parent / "families" / "gemma3_text" / "config.json").read_text())
+    path = tmp_path_factory.mktemp("mixed") / "config.json"
+    path.write_text(json.dumps({**values, "num_hidden_layers": 20}))
+    settings = ["--hardware.slice=v4-16", "--mesh.data=8", "--workload.batch=1", "--workload.position=64"]
+    config = parse_config([f"--model.config={path}", "--pin=position=data", *settings])
+    return config, make_plan(config)
+
+
+@pytest.fixture(scope="session")
 def llama_model(build_shared):
     """Llama 3.1 8B for 4096 tokens, without weights."""
     from shardplan.model.huggingface.hf_config import read_config

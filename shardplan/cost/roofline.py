@@ -10,7 +10,7 @@ https://jax-ml.github.io/scaling-book.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, assert_never
 
@@ -29,7 +29,8 @@ from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import CollectiveKind, MeshPlacement, Slice, place_mesh
 from shardplan.model.registry import Model
 from shardplan.plan.workload.workload import Workload
-from shardplan.program.step_trace import plan_step
+from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.step_trace import forward_workload, plan_step
 from shardplan.program.tasks import Step, Task, TaskKind
 
 WAITED_PART = 0.2
@@ -194,22 +195,29 @@ def step_tasks(
         yield task, cost, task_seconds(task, cost, placement, calibration)
 
 
-@lru_cache(maxsize=128)
 def model_flops(model: Model, workload: Workload) -> float:
     """FLOPs of the model's matmuls in one step over all devices, as model FLOP/s utilisation (MFU) counts them.
 
     Rematerialization does not count, nor the scores that the attention mask removes.
     """
-    if workload.is_training:
-        # forward, and twice that backward; traced for one sequence, so that one trace serves every batch
-        forward = replace(
-            workload, kind="eval", batch=1, microbatches=1, gradient_checkpointing="default", optimizer="adamw"
-        )
-        return 3 * workload.batch * model_flops(model, forward)
+    return sum(model_flops_by_kind(model, workload).values())
+
+
+def model_flops_by_kind(model: Model, workload: Workload) -> dict[AttentionKind | None, float]:
+    """The FLOPs that `model_flops` counts: those of each kind of attention, and those of all other matmuls (None)."""
+    passes = 3 * workload.batch if workload.is_training else 1  # forward, and twice that backward
+    forward = _forward_flops(model, forward_workload(workload))
+    return {kind: passes * flops for kind, flops in forward.items()}
+
+
+@lru_cache(maxsize=128)
+def _forward_flops(model: Model, workload: Workload) -> Mapping[AttentionKind | None, float]:
+    """FLOPs of a forward pass, as `model_flops_by_kind` divides them."""
     step = plan_step(model, workload)
     unsharded = ShardingAssignment({}, {}, {}, step.merged_axes, step.activation_axes)
-    flops = 0.0
+    flops: defaultdict[AttentionKind | None, float] = defaultdict(float)
     for task in step.tasks:
-        density = kind_of(task).pattern.density(workload.position) if task.kind == TaskKind.ATTENTION else 1.0
-        flops += density * device_cost(task, unsharded).matmul.flops
+        kind = kind_of(task) if task.kind == TaskKind.ATTENTION else None
+        density = 1.0 if kind is None else kind.pattern.density(workload.position)
+        flops[kind] += density * device_cost(task, unsharded).matmul.flops
     return flops

@@ -65,6 +65,11 @@ class Architecture(LmConfig):
     gradient_checkpointing: Any = True
 
     @property
+    def num_layers(self) -> int:
+        """The layers of all segments."""
+        return sum(segment.num_layers for segment in self.segments)
+
+    @property
     def Embed(self) -> Axis:
         """The axis of the residual stream."""
         return Axis("embed", self.embed)

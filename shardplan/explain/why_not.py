@@ -1,5 +1,6 @@
 """Why a plan does not make a choice: the best plan that makes it and what it costs more, or what rules it out."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardplan.config import PlanConfig
@@ -16,6 +17,7 @@ from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.reasons import CAVEATS
 
 COMPUTE = "compute"
+COMPUTE_OUTSIDE_ATTENTION = "compute, outside of attention"
 MIN_PART = 0.005
 """Part of a step's time below which a difference is left out."""
 
@@ -62,7 +64,12 @@ def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model | None = N
         other = make_plan(replace(config, pin=(*kept, choice), mesh=mesh), model)
     except InfeasibleError as error:
         return WhyNot(choice, plan, None, str(error), replaced, {})
-    before, after = _seconds_by_cause(plan), _seconds_by_cause(other)
+    attention = [_compute_of_attention(each) for each in (plan, other)]
+    is_divided = all(attention)
+    before, after = (
+        _seconds_by_cause(each, compute if is_divided else {})
+        for each, compute in zip((plan, other), attention, strict=True)
+    )
     differences = {cause: after.get(cause, 0.0) - before.get(cause, 0.0) for cause in {**before, **after}}
     by_size = sorted(differences.items(), key=lambda item: -abs(item[1]))
     minimum = MIN_PART * plan.cost.step_seconds
@@ -73,9 +80,21 @@ def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model | None = N
     )
 
 
-def _seconds_by_cause(plan: Plan) -> dict[str, float]:
-    """Seconds of a step for compute, and for every kind and cause of collectives."""
-    causes = {COMPUTE: plan.cost.compute_seconds}
+def _compute_of_attention(plan: Plan) -> dict[str, float]:
+    """Kind of attention -> seconds of compute; none for models with one kind, and for plans without details."""
+    attention = plan.details.attention if plan.details is not None else []
+    return {each.kind: each.compute_seconds for each in attention} if len(attention) > 1 else {}
+
+
+def _seconds_by_cause(plan: Plan, attention: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a step for compute, and for every kind and cause of collectives.
+
+    Args:
+        attention: kind of attention -> its seconds of compute, where these are causes of their own.
+    """
+    compute = plan.cost.compute_seconds - sum(attention.values())
+    causes = {COMPUTE_OUTSIDE_ATTENTION if attention else COMPUTE: compute}
+    causes |= {f"{COMPUTE}, attention of {kind}": seconds for kind, seconds in attention.items()}
     for collective in plan.cost.collectives:
         cause = f"{collective.kind}, {collective.cause}"
         causes[cause] = causes.get(cause, 0.0) + collective.seconds

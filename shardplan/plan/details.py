@@ -61,6 +61,27 @@ class TimedTask:
 
 
 @dataclass(frozen=True)
+class AttentionCost:
+    """A kind of attention in the model: which layers have it, and what a step spends on it."""
+
+    kind: str
+    """The name of the kind, as in `attention.kinds` of the Plan."""
+    layers: int
+    """Number of layers with attention of this kind; of calls of attention, where `layer_numbers` is empty."""
+    layer_numbers: list[int]
+    """The layers, from 0; empty where a model does not say how many layers it has, or some have no call or several."""
+    compute_seconds: float
+    exposed_seconds: float
+    """Time of collectives for it that do not overlap with compute."""
+    model_flops: float
+    """FLOPs over all devices that the model needs for it, among those of `cost.model_flops`; the mask is counted."""
+    received_bytes: int
+    """Bytes that a device receives for it: keys, values and what is resharded, and their gradients."""
+    live_bytes: int
+    """Most bytes per device that it adds to queries, keys and values of the device's own positions."""
+
+
+@dataclass(frozen=True)
 class EvaluatedCandidate:
     """A combination of mesh and mappings that fits, and is neither slower nor larger than another one on its mesh."""
 
@@ -104,6 +125,8 @@ class Details:
     """The largest arrays that are live at the peak."""
     tasks: list[TimedTask] = field(default_factory=list)
     """In the order of the step; the times of their compute and their exposed transfers add up to that of the step."""
+    attention: list[AttentionCost] = field(default_factory=list)
+    """The kinds of attention in the model, the one with most work first."""
     candidates: list[EvaluatedCandidate] = field(default_factory=list)
     """Of the search, fastest first; empty for a layout that was given."""
     slower_candidates: int = 0

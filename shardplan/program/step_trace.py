@@ -19,6 +19,7 @@ from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.logits.levanter_loss import one_block_of_tokens
 from shardplan.model.registry import Model, abstract_module
 from shardplan.plan.workload.workload import Workload
+from shardplan.program.layer_attention import attention_calls
 from shardplan.program.marked_attention import mark_attention
 from shardplan.program.named_arrays import is_parameter_like, traced_mesh_axis
 from shardplan.program.tasks import Step, Task, TaskKind
@@ -82,7 +83,18 @@ def plan_step(model: Model, workload: Workload) -> Step:
         tasks=tuple(_mark_work_on_parameters(task, activation_axes) for task in step.tasks),
         activation_axes=activation_axes,
         vocab=model.template.Vocab.name,
+        attention_calls=tuple(attention_calls(trace.operations, trace.arrays)),
     )
+
+
+def forward_workload(workload: Workload) -> Workload:
+    """Return the workload of the forward pass alone.
+
+    Of training it has one sequence, so that its trace serves every batch.
+    """
+    if not workload.is_training:
+        return workload
+    return replace(workload, kind="eval", batch=1, microbatches=1, gradient_checkpointing="default", optimizer="adamw")
 
 
 def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Task:

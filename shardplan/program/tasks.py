@@ -212,6 +212,8 @@ class Step:
     """The logical axis of logits."""
     point_labels: tuple[PointLabel, ...] = ()
     """What runs at every point, for people to read."""
+    attention_calls: tuple[AttentionKind, ...] = ()
+    """The kind of each call of attention in the forward pass, in the order of the program."""
 
     @cached_property
     def has_gradients(self) -> bool:

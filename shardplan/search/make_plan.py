@@ -1,7 +1,7 @@
 """make_plan: searches for the fastest plan of a model and workload that fits on a slice."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from shardplan.errors import InfeasibleError
 from shardplan.hardware import GIB
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
+from shardplan.plan.layer_numbers import layers_by_kind
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Caveat, Plan, RunnerUp, SearchInfo
 from shardplan.plan.workload.workload import Workload
@@ -31,6 +32,7 @@ from shardplan.search.reasons import (
     describe_trace,
 )
 from shardplan.search.result.assignment_to_plan import StepCost, build_plan, estimate_cost
+from shardplan.search.result.attention_costs import attention_costs
 from shardplan.search.result.plan_details import plan_details
 from shardplan.search.search_configuration import RankedCandidate, SearchResult, search_configuration
 from shardplan.storage import Folder, open_folder
@@ -146,6 +148,7 @@ def _plan(
     candidate, config = ranked.candidate, ranked.config
     space, assignment = candidate.space, candidate.assignment
     cost = estimate_cost(space.step, assignment, space.hardware)
+    attention = attention_costs(model, config.workload.resolve(), space.step, assignment, space.hardware)
     caveats = list(_caveats(ranked))
     info = SearchInfo(
         candidates=result.statistics.evaluated,
@@ -156,13 +159,13 @@ def _plan(
         reasons=[
             *_choice_reasons(result, ranked, runner_up, cost),
             *(CAVEATS[caveat] for caveat in caveats),
-            *_attention_reasons(candidate),
+            *_attention_reasons(candidate, layers_by_kind(attention)),
             *describe_trace(space.step),
         ],
         caveats=caveats,
     )
     plan = build_plan(config, model, space.step, assignment, cost.plan, info)
-    return replace(plan, details=plan_details(space.step, assignment, space.hardware, result.evaluated))
+    return replace(plan, details=plan_details(space.step, assignment, space.hardware, result.evaluated, attention))
 
 
 def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:
@@ -200,8 +203,12 @@ def _choice_reasons(
     return reasons + sorted(f"excluded: {describe_indivisible(each)}" for each in statistics.indivisible.values())
 
 
-def _attention_reasons(candidate: Candidate) -> list[str]:
-    """How attention is computed for sharded positions, and what other methods would change."""
+def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[str]:
+    """How attention is computed for sharded positions, and what other methods would change.
+
+    Args:
+        layers: name of each kind of attention -> its layers, in words.
+    """
     space, assignment = candidate.space, candidate.assignment
     position_axes = assignment.compute.get(space.position, ())
     chosen = candidate.methods
@@ -220,4 +227,4 @@ def _attention_reasons(candidate: Candidate) -> list[str]:
     if not alternatives:
         return []
     devices = math.prod(candidate.mesh[axis] for axis in position_axes)
-    return describe_attention(candidate, space.step.attention_kinds, devices, alternatives)
+    return describe_attention(candidate, layers, devices, alternatives)

@@ -4,7 +4,7 @@ Other code decides by the types (`Rejection`, `Caveat`), never by the sentences,
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -136,23 +136,24 @@ class AttentionAlternative(NamedTuple):
 
 
 def describe_attention(
-    best: Candidate, kinds: Sequence[AttentionKind], devices: int, alternatives: Iterable[AttentionAlternative]
+    best: Candidate, layers: Mapping[str, str], devices: int, alternatives: Iterable[AttentionAlternative]
 ) -> list[str]:
     """How attention is computed for a sharded sequence, then a sentence per alternative and what it would change.
 
     Args:
-        kinds: the kinds of attention in the model; where there are several, sentences name them.
+        layers: name of each kind of attention in the model -> its layers, in words; where there are several kinds,
+            sentences name them.
         devices: the number of devices that the sequence is sharded over.
     """
     attention = best.assignment.attention
     sentences = []
-    for kind in kinds:
-        method = attention.of(kind.name)
+    for kind, where in layers.items():
+        method = attention.of(kind)
         strategy = STRATEGIES[method.strategy].format(ring=method.ring, ulysses=method.ulysses)
-        of_kind = f" ({kind.name})" if len(kinds) > 1 else ""
+        of_kind = f" in {where}: {kind}" if len(layers) > 1 else ""
         sentences.append(f"sequence sharded over {devices} devices; {strategy}, {method.layout} order{of_kind}")
     for other in alternatives:
-        of_kind = f" of {other.kind.name}" if len(kinds) > 1 else ""
+        of_kind = f" of {other.kind.name}" if len(layers) > 1 else ""
         difference = _difference_text(best, other.seconds, other.peak_bytes)
         sentences.append(f"attention{of_kind} by {' '.join(other.method)} instead: {difference}")
     return sentences

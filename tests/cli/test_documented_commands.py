@@ -29,7 +29,7 @@ NEEDS_MORE = (
 )
 TAKES_LONG = (
     "--verify", "--what_if", "--rank_slices", "verify", "doctor", "models", "auto", "configs/tiny-extraction.yaml",
-    "configs/405b-extraction.yaml",
+    "configs/405b-extraction.yaml", "gemma-3-27b",
 )  # fmt: skip
 HAS_ERRORS = ("configs/levanter/405b-heads-mlp.yaml",)
 """What `--lint` finds errors in."""

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import haliax as hax
@@ -9,12 +11,14 @@ import pytest
 
 from shardplan import make_plan
 from shardplan.attention import dot_product
-from shardplan.cost.roofline import model_flops
+from shardplan.cost.roofline import model_flops, model_flops_by_kind
 from shardplan.errors import ConfigError
 from shardplan.execution import planned_attention
+from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.own_model import CLASS_KEY
-from shardplan.model.registry import build_model
+from shardplan.model.registry import build_model, transformers_config
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
+from shardplan.plan.layer_numbers import layers_text
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload.workload import Workload
 from shardplan.positions.sequence_order import SequenceOrder
@@ -30,6 +34,12 @@ GEMMA3_27B = {
 """The layers of Gemma 3 27B: ten times five with a window and one without, then two with a window."""
 
 
+@cache
+def gemma3():
+    """The decoder's model of Gemma 3 27B."""
+    return build_model(read_config("gemma-3-27b", None), 131072)
+
+
 def attended_pairs(length, window=None):
     """Pairs of query and key that a causal mask leaves, counted by hand."""
     if window is None:
@@ -37,10 +47,11 @@ def attended_pairs(length, window=None):
     return window * (window + 1) // 2 + (length - window) * window
 
 
-@pytest.mark.parametrize("kind", ["eval", "train"])
-def test_flops_of_windows_in_some_layers_equal_a_hand_count(kind):
+@pytest.mark.parametrize(("source", "kind"), [("own", "eval"), ("own", "train"), ("decoder", "train")])
+def test_flops_of_windows_in_some_layers_equal_a_hand_count(source, kind):
+    """MFU counts of each layer the pairs of its own mask; the decoder's model has the same sizes."""
     c, length = GEMMA3_27B, 131072
-    model = build_model(c, length)
+    model = build_model(c, length) if source == "own" else gemma3()
     workload = Workload(kind, 2, length, "bfloat16", "bfloat16")
     heads, key_heads, head, embed = c["num_heads"], c["num_kv_heads"], c["head_dim"], c["hidden_dim"]
     weights = embed * head * (2 * heads + 2 * key_heads) + 3 * embed * c["intermediate_dim"]
@@ -49,6 +60,51 @@ def test_flops_of_windows_in_some_layers_equal_a_hand_count(kind):
     attention = 2 * 2 * heads * head * pairs
     passes = 3 if kind == "train" else 1
     assert model_flops(model, workload) == pytest.approx(passes * 2 * (matmuls + attention), rel=1e-6)
+
+
+def test_model_flops_are_divided_by_kind():
+    """Beside the same model without windows: at 131,072 tokens it needs 1.84 times as many FLOPs."""
+    c, length = GEMMA3_27B, 131072
+    workload = Workload("eval", 1, length, "bfloat16", microbatches=1)
+    flops = model_flops_by_kind(gemma3(), workload)
+    pair = 4 * c["num_heads"] * c["head_dim"]
+    by_window = {kind.pattern.window: value for kind, value in flops.items() if kind is not None}
+    assert by_window[None] == pytest.approx(10 * pair * attended_pairs(length), rel=1e-6)
+    assert by_window[1024] == pytest.approx(52 * pair * attended_pairs(length, 1024), rel=1e-6)
+    full = build_model({**read_config("gemma-3-27b", None), "layer_types": ["full_attention"] * 62}, length)
+    assert model_flops(full, workload) / sum(flops.values()) == pytest.approx(1.84, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(family, "eval") for family in ("gemma3_text", "olmo3", "cohere2", "exaone4", "smollm3")] + [("olmo3", "train")],
+)
+def test_layers_have_the_attention_that_transformers_gives_them(make_config, family, kind):
+    """Their order and number come from the traced program alone, of which gradients are no part."""
+    folder = Path(__file__).parents[1] / "golden" / "families" / family
+    model = model_from_config(make_config(model_ref=folder, workload_position=32))
+    expected = transformers_config(json.loads((folder / "config.json").read_text())).layer_types
+    workload = Workload(kind, 2, 32, "bfloat16", microbatches=1)
+    calls = plan_step(model, workload).attention_calls
+    assert ["full_attention" if call.pattern.window is None else "sliding_attention" for call in calls] == expected
+
+
+@pytest.mark.parametrize(
+    ("numbers", "total", "text"),
+    [
+        (range(5, 62, 6), 62, "every 6th layer from 5 (10 of 62)"),
+        ([i for i in range(62) if i % 6 != 5], 62, "all but every 6th layer from 5 (52 of 62)"),
+        (range(0, 42, 2), 42, "every 2nd layer from 0 (21 of 42)"),
+        (range(7), 7, "all 7 layers"),
+        ([3], 5, "layer 3 (1 of 5)"),
+        ([0, 1, 2, 4], 5, "layers 0-2, 4 (4 of 5)"),
+        (range(1, 30, 3), 40, "layers 1, 4, 7, 10, ... (10 of 40)"),  # not up to the end
+        (range(21, 92, 23), 92, "every 23rd layer from 21 (4 of 92)"),
+        (range(11, 44, 11), 44, "every 11th layer from 11 (3 of 44)"),
+    ],
+)
+def test_layers_in_words(numbers, total, text):
+    assert layers_text(list(numbers), total) == text
 
 
 def names(model, **workload):
@@ -78,6 +134,7 @@ def test_each_kind_gets_the_method_that_is_best_for_it(make_config):
     assert (full, window) == ("causal, head size 128", "causal, window 1024, head size 128")
     assert plan.attention.kinds.keys() == {window}
     devices = plan.mesh["data"]
+    assert_costs_by_hand(plan, window, devices)
     seconds = {}
     for order in SequenceOrder:
         for strategies in itertools.product((Strategy.ALL_GATHER, Strategy.RING, Strategy.ULYSSES), repeat=2):
@@ -95,6 +152,27 @@ def test_each_kind_gets_the_method_that_is_best_for_it(make_config):
     assert seconds[chosen] <= 1.01 * min(seconds.values())  # plans within 1 % tie
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert "kinds" in plan.to_json()["attention"]
+
+
+def assert_costs_by_hand(plan, window, devices):
+    """Check what the plan says of ten layers with a window, whose keys pass along one hop of a ring.
+
+    The model does not say how many layers it has, so that it is not known which they are.
+    """
+    full_cost, cost = plan.details.attention
+    assert plan.attention.of(window).strategy == Strategy.RING and cost.kind == window
+    assert (full_cost.layers, cost.layers) == (2, 10) and full_cost.layer_numbers == cost.layer_numbers == []
+    keys = plan.workload.position // devices * GEMMA3_27B["num_kv_heads"] * GEMMA3_27B["head_dim"]
+    assert cost.received_bytes == 10 * 2 * keys * 2
+    # three copies of keys, of bfloat16; the outputs of a hop, and in float32 these and the sum of all before
+    queries = 2 * keys
+    assert cost.live_bytes == 3 * keys * 2 + queries * 2 + 2 * queries * 4
+    pair = 4 * GEMMA3_27B["num_heads"] * GEMMA3_27B["head_dim"]
+    assert cost.model_flops == pytest.approx(10 * pair * attended_pairs(plan.workload.position, 1024), rel=1e-6)
+    assert full_cost.model_flops == pytest.approx(2 * pair * attended_pairs(plan.workload.position), rel=1e-6)
+    tasks = [task for task in plan.details.tasks if task.kind == "attention"]
+    seconds = sum(task.compute_seconds + sum(each.exposed_seconds for each in task.transfers) for task in tasks)
+    assert sum(each.compute_seconds + each.exposed_seconds for each in (full_cost, cost)) == pytest.approx(seconds)
 
 
 def test_a_plan_whose_kinds_have_several_orders_is_refused(make_config):

@@ -17,6 +17,7 @@ from shardplan.explain.what_if import Variant, WhatIf, with_settings
 from shardplan.lint.findings import Severity
 from shardplan.monitoring.audit import Audit, AuditedArray
 from shardplan.plan.mapping import mesh_text
+from shardplan.plan.parameters import ParameterPlan
 from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import judge, judgement_json, load_judgements, own_judgement
 from shardplan.report.page.labels import (
@@ -37,6 +38,8 @@ from shardplan.report.page.panels.roofline import roofline_panel
 from shardplan.report.page.panels.timeline import costs_of_step, timeline_panel
 from shardplan.report.page.panels.torus import draw_slice, make_tiling, mesh_coordinates, tilings_of
 from shardplan.report.page.units import LogAxis, gib_text, linear_ticks, rate_text, seconds_text
+from shardplan.report.plan.attention import attention_rows
+from shardplan.report.plan.parameter_groups import group_parameters
 from shardplan.report.plan.tables import spec_text
 from shardplan.report.templating import ended, prose
 from shardplan.search.make_plan import make_plan
@@ -391,6 +394,53 @@ def test_parameters(plan):
     rows = parameter_rows(plan)
     assert sum(row.bytes_per_device for row in rows) == plan.memory.parameters
     assert sum(row.elements for row in rows) == plan.model.parameters
+
+
+def test_equal_parameters_are_one_row(plan, mixed_attention):
+    """Of blocks of six layers; a click on the row shows the tiles of all of them. Others have no column for it."""
+    _, mixed = mixed_attention
+    rows = parameter_rows(mixed)
+    assert sum(row.count for row in rows) == len(mixed.parameters) > len(rows)
+    assert sum(row.bytes_per_device for row in rows) == mixed.memory.parameters
+    assert sum(row.elements for row in rows) == mixed.model.parameters
+    assert {row.stack + row.name for row in rows} < {tiling.name for tiling in tilings_of(mixed)}
+    column = "<th>parameter</th><th>number</th>"
+    assert column in plan_page(mixed, []) and column not in plan_page(plan, [])
+
+
+def test_groups_of_parameters():
+    """Only what is equal in all that is shown: several numbers make a group if all their combinations are there."""
+
+    def parameter(path, size=8, dtype="bfloat16"):
+        return ParameterPlan(path, {"embed": size}, dtype, [None], 2 * size)
+
+    paths = [f"a[{i}].b[{j}].w" for i in range(3) for j in range(2) if (i, j) != (2, 1)]
+    others = [parameter("a[3].b[0].w", 4), parameter("a[5].b[0].w"), parameter("c[7].w"), parameter("w")]
+    groups = group_parameters([*map(parameter, paths), *others])
+    expected = {"a[0-1].b[0-1].w": 4, "a[2,5].b[0].w": 2, "a[3].b[0].w": 1, "c[7].w": 1, "w": 1}
+    assert {group.path: len(group.parameters) for group in groups} == expected
+    assert [group.path for group in groups] == list(expected)
+
+
+def test_the_panel_of_attention(plan, mixed_attention):
+    """Where layers differ: which have which, and the seconds of all their tasks; models with one kind have none."""
+    _, mixed = mixed_attention
+    full, window = sorted(attention_rows(mixed), key=lambda row: row.cost.layers)
+    assert full.cost.layer_numbers == [5, 11, 17] and len(window.cost.layer_numbers) == 17
+    page = plan_page(mixed, [])
+    assert "<td>every 6th layer from 5 (3 of 20)</td>" in page and '<a href="#attention">' in page
+    assert attention_rows(plan) == [] and 'href="#attention"' not in plan_page(plan, [])
+    (only,) = plan.details.attention
+    assert only.layer_numbers == list(range(32))
+    # a Plan of an older version does not say it
+    older = dataclasses.replace(mixed, details=dataclasses.replace(mixed.details, attention=[]))
+    assert attention_rows(older) == []
+
+
+def test_costs_of_the_layers_of_a_block_are_one(mixed_attention):
+    """As those of all layers of a model whose layers are equal."""
+    matmuls = [cost.what for cost in costs_of_step(mixed_attention[1]) if cost.kind == "contraction"]
+    assert matmuls.count("mlp.up_proj") == 1 and not any("layers[" in what for what in matmuls)
 
 
 def test_notebooks_draw_plans_and_verdicts_without_links(plan):

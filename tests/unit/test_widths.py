@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import math
 import re
 from functools import partial
 
@@ -15,7 +16,7 @@ from shardplan.checkpoint.forecast import ArrayForecast, Forecast
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume
 from shardplan.doctor.findings import Check, HostFinding, Level
 from shardplan.explain.what_if import Variant
-from shardplan.explain.why_not import WhyNot
+from shardplan.explain.why_not import WhyNot, why_not
 from shardplan.lint.edits import diff_trainers
 from shardplan.lint.lint import lint_trainer, target_of
 from shardplan.lint.repair import Repair, Review
@@ -109,6 +110,37 @@ def test_plans_of_other_architectures(golden, make_config, name, kind, slice_nam
     speed = f"tokens/s, MFU {plan.mfu:.1%}, limited by" if plan.mfu is not None else "tokens/s, limited by"
     assert (plan.mfu is None) == (slice_name == "cpu-8")
     assert all(speed in text.splitlines()[1] for text in printed.values())
+
+
+def test_plan_with_several_kinds_of_attention(mixed_attention):
+    """Each is named with its layers; parameters that differ in the number of a layer are one row."""
+    _, plan = mixed_attention
+    printed = assert_readable(print_plan, plan)
+    for text in printed.values():
+        prose = " ".join(re.sub(r"[\u2500-\u257f]", " ", text).split())
+        assert "every 6th layer from 5 (3 of 20)" in prose and "all but every 6th layer from 5 (17 of 20)" in prose
+    rows = [line.split() for line in printed[120].splitlines() if "mlp.up_proj.weight" in line]
+    assert [(row[1][-28:], row[-6]) for row in rows] == [
+        ("layers[0-5].mlp.up_proj.weight"[-28:], "6"), ("layers[0].mlp.up_proj.weight", "1"),
+    ]  # fmt: skip
+    per_device = {each.path: each.bytes_per_device for each in plan.parameters if "mlp.up_proj" in each.path}
+    assert len(per_device) == 7
+    assert sum(float(row[-2]) for row in rows) == pytest.approx(sum(per_device.values()) / 2**20, abs=0.01)
+
+
+def test_why_not_with_several_kinds_of_attention(mixed_attention):
+    """What changes is said by kind; causes that differ in the number of a layer are one line."""
+    config, plan = mixed_attention
+    answer = why_not("position=", plan, config)
+    assert answer.plan is not None and answer.plan.attention != plan.attention
+    assert math.isclose(
+        sum(seconds for cause, seconds in answer.seconds.items() if cause.startswith("compute")),
+        answer.plan.cost.compute_seconds - plan.cost.compute_seconds,
+    )
+    for text in assert_readable(print_why, [answer]).values():
+        prose = " ".join(text.split())
+        assert " s: attention of every 6th layer from 5 (3 of 20), causal, head size 12, by Levanter's own" in prose
+        assert " s: compute, attention of causal, window 8, head size 12" in prose
 
 
 def test_plan_that_does_not_fit(plan):

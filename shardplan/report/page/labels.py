@@ -12,6 +12,8 @@ NO_DETAILS = "This Plan has no details (an older version wrote it, or it was mad
 """What stands where a panel would draw them."""
 STACKED = ".stacked."
 """What separates the path of a stack of layers from that within a layer."""
+WITHIN_BLOCK = re.compile(r"^\w+\[[\d,-]+\]\.")
+"""Begins a path within a stack of blocks of several layers: which layer of the block."""
 SUFFIX = ".weight"
 SUBSCRIPTS = re.compile(r"[\d ,]*->[\d ]*")
 DIFFERENTIATED = re.compile(r"(?:transpose\()?jvp\((.+?)\)+")
@@ -23,7 +25,8 @@ GENERIC = "Linear"
 def short_label(label: str) -> str:
     """The part of a parameter's path or of the scopes of an operation that tells it from others."""
     if "/" not in label:
-        return label.rpartition(STACKED)[2].removesuffix(SUFFIX)
+        _, is_stacked, path = label.rpartition(STACKED)
+        return (WITHIN_BLOCK.sub("", path) if is_stacked else path).removesuffix(SUFFIX)
     # the last scope of a contraction without named axes is its subscripts, as `0 1, 2 1 -> 0 2`
     named = [scope for scope in label.split("/") if not SUBSCRIPTS.fullmatch(scope) and scope != GENERIC] or [label]
     scopes = [DIFFERENTIATED.sub(r"\1", scope) for scope in named]

@@ -26,6 +26,7 @@ from shardplan.report.page.panels.torus import (
     tilings_of,
 )
 from shardplan.report.page.units import gib_text, rate_text, seconds_text
+from shardplan.report.plan.attention import attention_rows
 from shardplan.report.plan.tables import MEMORY_PARTS, workload_text
 from shardplan.report.templating import environment, script_hash, template_text
 
@@ -58,6 +59,7 @@ def plan_page(plan: Plan, judgements: Sequence[Judgement], repair: RepairPanel |
         timeline=timeline,
         roofline=roofline,
         roofline_segments=list(pairwise(roofline.roof)),
+        attention=attention_rows(plan),
         candidates=candidates_panel(plan, judgements),
         parameters=parameter_rows(plan),
         repair=repair,

@@ -10,6 +10,8 @@ from shardplan.explain.why_not import WhyNot
 from shardplan.hardware import GIB
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
+from shardplan.report.plan.attention import attention_rows
+from shardplan.report.plan.parameter_groups import merge_equal_rows
 from shardplan.report.plan.summary import percent_text
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped
 
@@ -44,7 +46,21 @@ def _answer_lines(answer: WhyNot) -> Iterator[str]:
         f"({percent_text(seconds / plan.cost.step_seconds)}) and {other.memory.peak / GIB:.2f} GiB "
         f"({bytes_ / GIB:+.2f})"
     )
-    yield from (f"{difference:+.3g} s: {cause}" for cause, difference in answer.seconds.items())
+    yield from _changes_of_attention(plan, other)
+    causes = list(answer.seconds)
+    for text, numbers in merge_equal_rows([(cause, f"{answer.seconds[cause]:.3g}") for cause in causes]):
+        difference = sum(answer.seconds[causes[number]] for number in numbers)
+        yield f"{difference:+.3g} s: {text}"
+
+
+def _changes_of_attention(plan: Plan, other: Plan) -> Iterator[str]:
+    """Yield what changes for each kind of attention that `other` computes by another method than `plan`."""
+    before = {row.kind: row for row in attention_rows(plan)}
+    for row in attention_rows(other):
+        if row.kind in before and row.method != before[row.kind].method:
+            old = before[row.kind]
+            methods = f"by {row.method} instead of {old.method}"
+            yield f"{row.seconds - old.seconds:+.3g} s: attention of {row.layers}, {row.kind}, {methods}"
 
 
 def print_what_if(variants: Sequence[Variant], out: Console) -> None:

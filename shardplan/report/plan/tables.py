@@ -12,6 +12,8 @@ from shardplan.plan.mapping import axes_text, mapping_text, mesh_text, shard_cou
 from shardplan.plan.parameters import Spec
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload.workload import Workload
+from shardplan.report.plan.attention import attention_tables
+from shardplan.report.plan.parameter_groups import group_parameters
 from shardplan.report.plan.summary import print_estimate
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
 
@@ -44,7 +46,10 @@ def workload_text(workload: Workload) -> str:
 
 
 def print_plan(plan: Plan, out: Console) -> None:
-    """Print the verdict, mesh, both mappings, every parameter, memory by part, the reasons, and Levanter's YAML."""
+    """Print the verdict, mesh, both mappings, every parameter, memory by part, the reasons, and Levanter's YAML.
+
+    Where layers differ in their attention, a table says which layers have which, and what it costs.
+    """
     print_estimate(plan, out)
     model, devices = plan.model, f"{plan.hardware.devices} devices of {plan.hardware.slice}"
     about = f" ({model.type}, {model.parameters:,} parameters) · {workload_text(plan.workload)}"
@@ -57,6 +62,9 @@ def print_plan(plan: Plan, out: Console) -> None:
         print_wrapped(text, out, Text.assemble((title, "bold"), " " * (17 - len(title))))
     print_first_fitting(_parameter_tables(plan, out.width), out)
     print_first_fitting([_memory_table(plan)], out)
+    of_attention = list(attention_tables(plan))
+    if of_attention:
+        print_first_fitting(of_attention, out)
     print_bullets(plan.search.reasons, out)
     rejected = ", ".join(f"{reason} {count}" for reason, count in plan.search.rejected.items() if count)
     if rejected:
@@ -68,28 +76,34 @@ def print_plan(plan: Plan, out: Console) -> None:
 def _parameter_tables(plan: Plan, width: int) -> Iterator[Table]:
     """Yield tables of the sharding and the bytes per device of every parameter, from the fullest to the narrowest.
 
+    Equal parameters are one row, with their number and the bytes of all of them.
+
     The narrowest, for `width` columns, have path and PartitionSpec flush left and right in one column: few parameters
     with long paths have long specs too.
     """
-    paths, specs = [p.path for p in plan.parameters], [spec_text(p.spec) for p in plan.parameters]
-    shards = [str(shard_count(plan.mesh, p.spec)) for p in plan.parameters]
-    sizes = [f"{p.bytes_per_device / 2**20:,.2f}" for p in plan.parameters]
-    axes = [axes_text(p.axes) for p in plan.parameters]
-    title, numbers = "Parameters", ("shards", "MiB/device")
+    groups = group_parameters(plan.parameters)
+    paths, specs = [group.path for group in groups], [spec_text(group.first.spec) for group in groups]
+    shards = [str(shard_count(plan.mesh, group.first.spec)) for group in groups]
+    sizes = [f"{group.bytes_per_device / 2**20:,.2f}" for group in groups]
+    axes = [axes_text(group.first.axes) for group in groups]
+    title, columns = "Parameters", {"shards": shards, "MiB/device": sizes}
+    if len(groups) < len(plan.parameters):
+        columns = {"number": [str(len(group.parameters)) for group in groups], **columns}
+    numbers, cells = tuple(columns), tuple(columns.values())
 
     def without_axes(ends: list[str]) -> Table:
         label = title if ends == paths else f"{title} (the end of each path)"
-        return _fill(make_table(label, ("parameter", "PartitionSpec"), numbers), ends, specs, shards, sizes)
+        return _fill(make_table(label, ("parameter", "PartitionSpec"), numbers), ends, specs, *cells)
 
     def narrow(ends: list[str]) -> Table:
         rows = [("parameter", "PartitionSpec"), *zip(ends, specs, strict=True)]
-        room = max(width - len(numbers[-1]) - 3, *(len(end) + len(spec) + 2 for end, spec in rows))
-        joined, *cells = (f"{end}{spec:>{room - len(end)}}" for end, spec in rows)
+        room = max(width - len(numbers[-1]) - 3, *(len(end) + len(spec) + 1 for end, spec in rows))
+        joined, *lines = (f"{end}{spec:>{room - len(end)}}" for end, spec in rows)
         label = f"{title} (the end of each path)"
         table = make_table(label, (), (joined, numbers[-1]), is_narrow=True)
-        return _fill(table, cells, sizes)
+        return _fill(table, lines, sizes)
 
-    yield _fill(make_table(title, ("parameter", "axes", "PartitionSpec"), numbers), paths, axes, specs, shards, sizes)
+    yield _fill(make_table(title, ("parameter", "axes", "PartitionSpec"), numbers), paths, axes, specs, *cells)
     yield from with_path_ends(without_axes, paths)
     yield from with_path_ends(narrow, paths)
 

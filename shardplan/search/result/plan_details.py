@@ -9,7 +9,15 @@ from shardplan.cost.memory import memory_by_part, point_bytes, stored_buffers
 from shardplan.cost.roofline import exposed_parts, step_tasks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import Slice, place_mesh
-from shardplan.plan.details import Details, EvaluatedCandidate, LiveArray, LivePoint, TimedTask, TimedTransfer
+from shardplan.plan.details import (
+    AttentionCost,
+    Details,
+    EvaluatedCandidate,
+    LiveArray,
+    LivePoint,
+    TimedTask,
+    TimedTransfer,
+)
 from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import Step
@@ -22,18 +30,24 @@ MAX_CANDIDATES = 300
 
 
 def plan_details(
-    step: Step, assignment: ShardingAssignment, hardware: Slice, evaluated: Sequence[Candidate]
+    step: Step,
+    assignment: ShardingAssignment,
+    hardware: Slice,
+    evaluated: Sequence[Candidate],
+    attention: list[AttentionCost],
 ) -> Details:
     """The details of the plan of `assignment`.
 
     Args:
         evaluated: the candidates of its search, the fastest first.
+        attention: see `shardplan.search.result.attention_costs`.
     """
     candidates = _evaluated_candidates(evaluated)
     return Details(
         live=_live_points(step, assignment),
         largest=_largest_at_peak(step, assignment),
         tasks=_timed_tasks(step, assignment, hardware),
+        attention=attention,
         candidates=candidates,
         slower_candidates=len(evaluated) - len(candidates),
     )

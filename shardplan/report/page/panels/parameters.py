@@ -6,35 +6,41 @@ from dataclasses import dataclass
 from shardplan.plan.mapping import axes_text, shard_count
 from shardplan.plan.plan import Plan
 from shardplan.report.page.labels import STACKED
+from shardplan.report.plan.parameter_groups import group_parameters
 from shardplan.report.plan.tables import spec_text
 
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter."""
+    """One parameter, or several equal ones."""
 
     stack: str
     """What its path begins with: the stack of layers that it belongs to, if any."""
     name: str
     """The rest of its path."""
+    count: int
+    """The number of parameters."""
     axes: str
     elements: int
+    """Of all of them."""
     spec: str
     shards: int
     bytes_per_device: int
+    """Of all of them."""
 
 
 def parameter_rows(plan: Plan) -> list[ParameterRow]:
-    """The parameters of a plan, in the order of the model."""
+    """The parameters of a plan, in the order of the model; equal ones are one row."""
     return [
         ParameterRow(
-            stack="".join(each.path.rpartition(STACKED)[:2]),
-            name=each.path.rpartition(STACKED)[2],
-            axes=axes_text(each.axes),
-            elements=math.prod(each.axes.values()),
-            spec=spec_text(each.spec),
-            shards=shard_count(plan.mesh, each.spec),
-            bytes_per_device=each.bytes_per_device,
+            stack="".join(group.path.rpartition(STACKED)[:2]),
+            name=group.path.rpartition(STACKED)[2],
+            count=len(group.parameters),
+            axes=axes_text(group.first.axes),
+            elements=len(group.parameters) * math.prod(group.first.axes.values()),
+            spec=spec_text(group.first.spec),
+            shards=shard_count(plan.mesh, group.first.spec),
+            bytes_per_device=group.bytes_per_device,
         )
-        for each in plan.parameters
+        for group in group_parameters(plan.parameters)
     ]

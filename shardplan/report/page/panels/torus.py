@@ -10,6 +10,7 @@ from shardplan.plan.plan import Mapping, Plan
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.report.page.labels import distinct_labels
+from shardplan.report.plan.parameter_groups import group_parameters
 from shardplan.report.plan.tables import spec_text
 
 MAX_DEVICES = 2048
@@ -95,9 +96,11 @@ def draw_slice(slice_name: str, mesh: dict[str, int], limit: int = MAX_DEVICES) 
 
 
 def tilings_of(plan: Plan) -> list[Tiling]:
-    """How the parameters of a plan are divided, in its order, and last the tokens of a step."""
-    parameters = (make_tiling(each.path, each.axes, each.spec, plan.mesh) for each in plan.parameters)
-    return [*parameters, _tokens(plan)]
+    """How the parameters of a plan are divided, in its order, and last the tokens of a step; equal ones are one."""
+    tilings = []
+    for group in group_parameters(plan.parameters):
+        tilings.append(make_tiling(group.path, group.first.axes, group.first.spec, plan.mesh))
+    return [*tilings, _tokens(plan)]
 
 
 def default_tiling(tilings: list[Tiling]) -> int:
@@ -106,8 +109,9 @@ def default_tiling(tilings: list[Tiling]) -> int:
 
 
 def largest_on_device(plan: Plan) -> int:
-    """The index of the parameter with most bytes on a device."""
-    return max(range(len(plan.parameters)), key=lambda i: plan.parameters[i].bytes_per_device)
+    """The index of the tiling of the parameter with most bytes on a device."""
+    groups = group_parameters(plan.parameters)
+    return max(range(len(groups)), key=lambda i: groups[i].first.bytes_per_device)
 
 
 def tensor_choices(tilings: list[Tiling]) -> dict[str, list[tuple[int, str]]]:
