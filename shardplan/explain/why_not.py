@@ -64,12 +64,10 @@ def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model | None = N
         other = make_plan(replace(config, pin=(*kept, choice), mesh=mesh), model)
     except InfeasibleError as error:
         return WhyNot(choice, plan, None, str(error), replaced, {})
-    attention = [_compute_of_attention(each) for each in (plan, other)]
-    is_divided = all(attention)
-    before, after = (
-        _seconds_by_cause(each, compute if is_divided else {})
-        for each, compute in zip((plan, other), attention, strict=True)
-    )
+    attention = _compute_of_attention(plan), _compute_of_attention(other)
+    if not all(attention):  # compare what both have
+        attention = {}, {}
+    before, after = _seconds_by_cause(plan, attention[0]), _seconds_by_cause(other, attention[1])
     differences = {cause: after.get(cause, 0.0) - before.get(cause, 0.0) for cause in {**before, **after}}
     by_size = sorted(differences.items(), key=lambda item: -abs(item[1]))
     minimum = MIN_PART * plan.cost.step_seconds
