@@ -64,6 +64,8 @@ class OutputTensor:
     dtype: np.dtype
     parts: tuple[tuple[jax.Array, Piece], ...]
     """Arrays of the model, and a box of each, with its location in the tensor."""
+    constant: float = 0.0
+    """The value of elements that are in none of them."""
 
     @property
     def nbytes(self) -> int:
@@ -203,6 +205,9 @@ def make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = None
         if kind not in DTYPE_NAMES:
             raise CheckpointError(f"{name} cannot be written: safetensors files have no type {kind}")
         tensors[name] = OutputTensor(shape, kind, tuple(parts[name]))
+    if program.constants:
+        kind = np.dtype(functools.reduce(jnp.promote_types, (tensor.dtype for tensor in tensors.values())))
+        tensors.update((name, OutputTensor((), kind, (), value)) for name, value in program.constants.items())
     return tensors
 
 
@@ -278,7 +283,10 @@ def make_gather(sharding: Sharding, shape: Shape, box: Shape) -> Callable[[jax.A
     def gather(array: jax.Array, first: Sequence[np.int32]) -> jax.Array:
         out_spec = PartitionSpec(*(None if d in picked else axes for d, axes in enumerate(spec)))
         in_specs = (PartitionSpec(*spec), *[PartitionSpec()] * len(first))
-        return jax.shard_map(pick, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)(array, *first)
+        part = jax.shard_map(pick, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)(array, *first)
+        # sharded dimensions that were not picked are still complete
+        start = [first[d] if spec[d] and d not in picked else 0 for d in range(len(shape))]
+        return jax.lax.dynamic_slice(part, start, box)
 
     return jax.jit(gather, out_shardings=replicated)
 
@@ -286,6 +294,8 @@ def make_gather(sharding: Sharding, shape: Shape, box: Shape) -> Callable[[jax.A
 def _assemble_bytes(tensor: OutputTensor, boxes: Sequence[jax.Array]) -> np.ndarray:
     """Assemble the bytes of a tensor from the gathered boxes of its parts."""
     data = np.empty(math.prod(tensor.shape), tensor.dtype)
+    if not tensor.parts:
+        data[:] = tensor.constant
     for (_, piece), box in zip(tensor.parts, boxes, strict=True):
         values = np.asarray(box.addressable_data(0))
         if piece.scale != 1:

@@ -16,7 +16,7 @@ from levanter.models.loss import next_token_loss
 
 from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.names import Rule, Shape, StoredTensor, evaluate, stored_tensors
-from shardplan.decoder.parameter_rules import parameter_rules
+from shardplan.decoder.parameter_rules import parameter_rules, stored_constants
 from shardplan.decoder.parts.attention import POSITION
 from shardplan.decoder.parts.block import RepeatedLayers
 from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
@@ -190,7 +190,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         return jax.tree_util.tree_map_with_path(fill, self, is_leaf=_is_named)
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        """Return the tensors of a checkpoint; those elements that no parameter has are 0.
+        """Return the tensors of a checkpoint, constants included; those elements that no parameter has are 0.
 
         Rules move each element to one place, so that their transposed linear maps move it back.
         """
@@ -209,6 +209,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in stored_shapes(rules).items()}
         wide = {path: parameter.astype(dtype) for path, parameter in parameters.items()}
         (stored,) = jax.linear_transpose(read_all, tensors)(wide)
+        stored.update((name, jnp.asarray(value, dtype)) for name, value in stored_constants(self.settings).items())
         return {_with_prefix(prefix, name): tensor for name, tensor in stored.items()}
 
 

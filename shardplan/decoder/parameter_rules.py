@@ -24,3 +24,14 @@ def parameter_rules(config: Architecture, vocab: int) -> dict[str, Rule]:
                 rules[f"segments[{i}].stacked.layers[{j}].{path}"] = stacked
         first += segment.num_layers
     return rules
+
+
+def stored_constants(config: Architecture) -> dict[str, float]:
+    """Return name -> value of the scalars that a checkpoint holds though they are no parameters."""
+    constants: dict[str, float] = {}
+    index = 0
+    for segment in config.segments:
+        for layer in segment.layers * segment.repeats:
+            constants.update(family_of(config).constants(config, layer, index))
+            index += 1
+    return constants

@@ -382,3 +382,13 @@ def test_one_expert_is_gathered_without_the_others(spec):
         np.testing.assert_array_equal(gathered[0, 0], values[layer, expert].view(np.uint32))
     compiled = gather.lower(array, start).compile()
     assert compiled.memory_analysis().temp_size_in_bytes <= 3 * 4 * 64 * 64
+
+
+def test_part_of_a_sharded_dimension_is_gathered():
+    """One index of a sharded dimension, and a part of another: half of the channels of one head."""
+    sharding = NamedSharding(mesh_of(1, 2, 4), PartitionSpec("model", "data", None))
+    values = np.arange(4 * 8 * 3, dtype=np.float32).reshape(4, 8, 3)
+    gather = save.make_gather(sharding, values.shape, (1, 4, 3))
+    for head, first in ((0, 0), (2, 4), (3, 2)):
+        gathered = gather(jax.device_put(values, sharding), [np.int32(head), np.int32(first), np.int32(0)])
+        np.testing.assert_array_equal(np.asarray(gathered), values[head : head + 1, first : first + 4])

@@ -9,7 +9,7 @@ shardplan's own decoder has rules in place of a converter, and is not traced.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import equinox as eqx
@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from shardplan.checkpoint.mapping.views import Shape, View, concatenate, stack, tensor_view
 from shardplan.decoder.model import Decoder, expected_shapes
 from shardplan.decoder.names import StoredTensor, evaluate
-from shardplan.decoder.parameter_rules import parameter_rules
+from shardplan.decoder.parameter_rules import parameter_rules, stored_constants
 from shardplan.errors import CheckpointError
 from shardplan.model.inspect import named_leaves
 
@@ -36,6 +36,8 @@ class StateDictProgram:
     """Checkpoint tensors that the model is made of: name -> shape."""
     views: Mapping[str, View]
     """Array path in the model (as in `shardplan.model.inspect`) -> its elements as a view of tensors."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Name -> value of the scalars that files hold beside the tensors: the model computes with them as constants."""
 
     def rename(self, names: Mapping[str, str]) -> "StateDictProgram":
         """Return the program for tensors of other names.
@@ -49,7 +51,8 @@ class StateDictProgram:
             return View(view.shape, tuple(pieces))
 
         tensors = {names.get(name, name): shape for name, shape in self.tensors.items()}
-        return StateDictProgram(tensors, {path: rename_view(view) for path, view in self.views.items()})
+        constants = {names.get(name, name): value for name, value in self.constants.items()}
+        return StateDictProgram(tensors, {path: rename_view(view) for path, view in self.views.items()}, constants)
 
 
 def expected_tensors(template: Any) -> dict[str, Shape]:
@@ -114,11 +117,12 @@ def _decoder_program(template: Decoder, tensors: Mapping[str, Shape], prefix: st
         return tensor_view(name, stored.shape)
 
     rules = parameter_rules(template.settings, template.Vocab.size)
+    constants = stored_constants(template.settings)
     views = {}
     for path, leaf in named_leaves(template):
         view = evaluate(rules[path], read, VIEWS)
         views[path] = view.reshape(leaf.array.shape)
-    return StateDictProgram(tensors, views)
+    return StateDictProgram(tensors, views, constants)
 
 
 class _Views:

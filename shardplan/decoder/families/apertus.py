@@ -12,7 +12,7 @@ from shardplan.decoder.families.common.rules import Rules, attention_rules, laye
 from shardplan.decoder.names import StoredTensor
 from shardplan.decoder.parts.attention import HeadNorm
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.mlp import XIELU, MlpConfig
+from shardplan.decoder.parts.mlp import XIELU, MlpConfig, Xielu
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
@@ -43,4 +43,12 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     return found
 
 
-FAMILY = Family(read, layer_rules)
+def constants(config: Architecture, layer: LayerConfig, index: int) -> dict[str, float]:
+    """Return name -> value of the constants of xIELU, which transformers reads from the checkpoint."""
+    if layer.mlp.activation != XIELU:
+        return {}
+    at = f"model.layers.{index}.mlp.act_fn"
+    return {f"{at}.beta": Xielu.BETA, f"{at}.eps": Xielu.EPSILON}
+
+
+FAMILY = Family(read, layer_rules, constants=constants)

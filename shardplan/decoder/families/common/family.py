@@ -11,6 +11,11 @@ from shardplan.decoder.names import Rule
 from shardplan.decoder.parts.block import LayerConfig
 
 
+def no_constants(config: Architecture, layer: LayerConfig, index: int) -> Mapping[str, float]:
+    """Return none: all that checkpoints of most families hold for a layer is parameters."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models that are compositions of the decoder's parts."""
@@ -21,3 +26,5 @@ class Family:
     """Return path of a parameter in a layer -> its rule, for the layer of this index."""
     rules: Callable[[Architecture, int], Mapping[str, Rule]] = top_rules
     """Return path of a parameter that is in no layer -> its rule, for a vocabulary of this many tokens."""
+    constants: Callable[[Architecture, LayerConfig, int], Mapping[str, float]] = no_constants
+    """Return name -> value of the scalars that checkpoints hold for a layer though they are no parameters."""

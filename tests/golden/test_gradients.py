@@ -1,0 +1,42 @@
+"""The gradients of the decoder are those of transformers, by parameter, under the names of the checkpoint.
+
+`scripts/make_gradient_reference.py` computed them in float64; `own_error` is the largest relative error of
+transformers' own gradients in float32.
+"""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from levanter.models.lm_model import LmExample
+from test_families import FOLDER, config_of, text_tensors
+
+from shardplan.decoder.config import DecoderConfig
+
+FAMILIES = ["gpt_neox"] + [pytest.param(name, marks=pytest.mark.whole) for name in ("cohere2", "gemma3_text", "olmo3")]
+
+
+def mean_loss(model, example):
+    return (
+        hax.sum(model.compute_next_token_loss(example, reduction=None)).scalar() / hax.sum(example.loss_weight).scalar()
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_equal_those_of_transformers(name):
+    """Of the loss that Levanter's trainer asks for, with gradient checkpointing; a relative error of each parameter."""
+    values, reference = config_of(name), dict(np.load(FOLDER / name / "gradients.npz"))
+    tolerance = 2 * float(reference.pop("own_error")) + 1e-6
+    config = DecoderConfig.from_hf_config(values)
+    assert config.gradient_checkpointing is True
+    vocab = hax.Axis("vocab", values["vocab_size"])
+    model = config.build(vocab, key=jax.random.PRNGKey(0)).from_state_dict(text_tensors(name))
+    tokens = hax.named(np.load(FOLDER / name / "golden.npz")["tokens"], ("batch", "position"))
+    example = hax.vmap(LmExample.causal, "batch")(tokens)
+    gradients = eqx.filter_jit(eqx.filter_grad(mean_loss))(model, example).to_state_dict()
+    assert gradients.keys() == reference.keys()
+    errors = {}
+    for key, expected in reference.items():
+        errors[key] = np.abs(gradients[key] - expected).max() / np.abs(expected).max()
+    assert max(errors.values()) <= tolerance, max(errors, key=errors.get)
