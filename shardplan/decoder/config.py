@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+from haliax import Axis
 from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig
 from levanter.models.lm_model import LmConfig
 
@@ -12,7 +14,7 @@ from shardplan.decoder.config_keys import ConfigKeys
 from shardplan.decoder.families import FAMILIES
 from shardplan.decoder.model import Decoder
 from shardplan.errors import ConfigError, nearest
-from shardplan.model.registry import transformers_config
+from shardplan.model.registry import abstract_module, transformers_config
 
 
 @LmConfig.register_subclass("shardplan_decoder")
@@ -47,6 +49,28 @@ class DecoderConfig(Architecture, HFCompatConfig):
         fields = FAMILIES[kind].read(keys)
         keys.finish()
         return cls(**fields, hf_config=json.dumps(values, sort_keys=True))
+
+    def flops_per_token(self, vocab_size: int, context_length: int) -> int:
+        """Count the FLOPs of a token's forward pass, of which Levanter's trainer makes the utilization that it logs.
+
+        Args:
+            vocab_size: tokens of the vocabulary.
+            context_length: tokens of a text.
+        """
+        token_embed = self.TokenEmbed.size
+        flops = 2 * token_embed * vocab_size
+        if self.token_embed is not None:
+            flops += 2 * 2 * token_embed * self.embed
+        for segment in self.segments:
+            for layer in segment.layers:
+                attention = layer.attention.flops_per_token(self.embed, context_length)
+                flops += segment.repeats * (attention + layer.mlp.flops_per_token(self.embed))
+        return flops
+
+    def total_trainable_params(self, vocab_size: int) -> int:
+        """Count the elements of all parameters, for a vocabulary of `vocab_size` tokens."""
+        arrays = jax.tree.leaves(abstract_module(self, Axis("vocab", vocab_size)))
+        return sum(array.size for array in arrays)
 
     def to_hf_config(self, vocab_size: int, config_overrides: dict[str, Any] | None = None) -> Any:
         """Return the configuration of transformers that this was made of, with `vocab_size` tokens.

@@ -116,6 +116,20 @@ class GroupedAttention:
         """The channels of a head."""
         return Axis("head_size", self.head_size)
 
+    def flops_per_token(self, embed: int, context_length: int) -> int:
+        """Count the FLOPs of a token as Levanter's `lm_flops_per_token` does, with the window and the size of heads.
+
+        projections = 2 * embed * head_size * (2 * heads + 2 * kv_heads); scores = keys * heads * (4 * head_size + 3),
+        for as many keys as a text or the window has, since kernels that leave out later positions are not counted.
+
+        Args:
+            embed: elements of the residual stream.
+            context_length: tokens of a text.
+        """
+        keys = context_length if self.window is None else min(self.window, context_length)
+        projections = 2 * embed * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return projections + keys * self.heads * (4 * self.head_size + 3)
+
     def init(self, Embed: Axis, key: jax.Array) -> "AttentionLayer":
         """Make the layer with random weights."""
         keys = jax.random.split(key, 4)

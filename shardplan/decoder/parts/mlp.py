@@ -40,6 +40,14 @@ class MlpConfig:
         """The axis of the hidden state."""
         return Axis("mlp", self.size)
 
+    def flops_per_token(self, embed: int) -> int:
+        """Count the FLOPs of a token's projections, as Levanter's `lm_flops_per_token` does.
+
+        Args:
+            embed: elements of the residual stream.
+        """
+        return 2 * embed * self.size * (3 if self.is_gated else 2)
+
     def init(self, Embed: Axis, key: jax.Array) -> "MlpLayer":
         """Make the MLP with random weights."""
         up, down, gate = jax.random.split(key, 3)

@@ -1,0 +1,79 @@
+"""FLOPs and parameters that Levanter's trainer asks for, against counts of what models compute and hold."""
+
+import dataclasses
+import math
+
+import haliax as hax
+import jax
+import pytest
+from levanter.layers.attention import AttentionBackend
+from levanter.models.llama import LlamaConfig
+from test_families import BESIDE_LEVANTER, CONSTANTS, FAMILIES, config_of, saved_tensors
+from transformers import LlamaConfig as TransformersLlama
+
+from shardplan.decoder.config import DecoderConfig
+from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.registry import abstract_module
+
+SHORT, LONG, WINDOW = 4, 48, 8
+"""Tokens of texts: fewer than the windows of these families have, and more."""
+
+
+def matmul_flops(jaxpr):
+    """Count the FLOPs of all matmuls of a program; those of a loop as often as it runs."""
+    flops = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            inner = math.prod(equation.invars[0].aval.shape[d] for d in contracted)
+            flops += 2 * inner * math.prod(equation.outvars[0].aval.shape)
+        for name in ("jaxpr", "call_jaxpr"):
+            inside = equation.params.get(name)
+            if inside is not None:
+                flops += equation.params.get("length", 1) * matmul_flops(getattr(inside, "jaxpr", inside))
+    return flops
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *BESIDE_LEVANTER])
+def test_flops_are_those_of_the_matmuls_of_a_forward_pass(name):
+    """Of texts that are shorter than the windows; Levanter counts three more for each score, for mask and softmax."""
+    values = config_of(name)
+    config = DecoderConfig.from_hf_config(values)
+    config = dataclasses.replace(config, attn_backend=AttentionBackend.VANILLA, gradient_checkpointing=False)
+    model = abstract_module(config, hax.Axis("vocab", values["vocab_size"]))
+    tokens = hax.NamedArray(jax.ShapeDtypeStruct((SHORT,), "int32"), (hax.Axis("position", SHORT),))
+    matmuls = matmul_flops(jax.make_jaxpr(lambda model, tokens: model(tokens))(model, tokens).jaxpr)
+    heads, layers = (next(values[key] for key in keys if key in values) for keys in (HEAD_KEYS, LAYER_KEYS))
+    assert config.flops_per_token(values["vocab_size"], SHORT) * SHORT == matmuls + 3 * SHORT**2 * heads * layers
+
+
+HEAD_KEYS, LAYER_KEYS = ("num_attention_heads", "n_head"), ("num_hidden_layers", "n_layer")
+
+
+@pytest.mark.parametrize(
+    ("name", "windowed"), [("cohere2", 4), ("exaone4", 4), ("gemma3_text", 7), ("gpt_neox", 0), ("olmo3", 3)]
+)
+def test_flops_of_windows_are_those_of_the_keys_within(name, windowed):
+    """A layer with a window has as much attention for longer texts as for texts of the window's length."""
+    values = config_of(name)
+    config = DecoderConfig.from_hf_config(values)
+    layer = config.segments[0].layers[0].attention
+    growth = config.flops_per_token(100, LONG) - config.flops_per_token(100, WINDOW)
+    unwindowed = values["num_hidden_layers"] - windowed
+    assert growth == unwindowed * (LONG - WINDOW) * layer.heads * (4 * layer.head_size + 3)
+
+
+def test_a_llama_is_counted_as_levanter_counts_it():
+    values = read_config("llama-3.1-8b", None)
+    config, levanter = DecoderConfig.from_hf_config(values), LlamaConfig.from_hf_config(TransformersLlama(**values))
+    for length in (2048, 8192):
+        assert config.flops_per_token(128256, length) == levanter.flops_per_token(128256, length)
+    assert config.total_trainable_params(128256) == levanter.total_trainable_params(128256)
+
+
+@pytest.mark.parametrize("name", ["apertus", "cohere2", "gemma3_text", "gpt_neox", "opt_350m", "stablelm_12b"])
+def test_parameters_are_those_of_the_checkpoint(name):
+    values = config_of(name)
+    stored = {key: tensor for key, tensor in saved_tensors(name).items() if not key.endswith(CONSTANTS)}
+    expected = sum(tensor.size for tensor in stored.values())
+    assert DecoderConfig.from_hf_config(values).total_trainable_params(values["vocab_size"]) == expected
