@@ -4,6 +4,7 @@ import sys
 
 from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
 
+import shardplan.decoder.section  # noqa: F401  # registers its type of `model` sections
 from shardplan.checkpoint.load import HFCheckpointConverter
 from shardplan.errors import ConfigError
 from shardplan.model.logits.levanter_loss import FUSED_LOSS, LEVANTERS_FUSED_LOSS, fused_loss
@@ -13,7 +14,8 @@ from shardplan.model.soft_cap import cap_gemma2_logits
 def patch_levanter() -> None:
     """Make Levanter, used as it is, stream and save checkpoints as shardplan does, and compute right losses.
 
-    Call it before a script of Levanter runs; `scripts/levanter_main.py` does so.
+    Sections `model: {type: shardplan_decoder, ...}` are then understood. Call it before a script of Levanter runs;
+    `scripts/levanter_main.py` does so.
 
     Raises:
         ConfigError: this version of Levanter computes its losses in another way.

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 from haliax import Axis
 from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig
-from levanter.models.lm_model import LmConfig
 
 from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.config_keys import ConfigKeys
@@ -17,7 +16,6 @@ from shardplan.errors import ConfigError, nearest
 from shardplan.model.registry import abstract_module, transformers_config
 
 
-@LmConfig.register_subclass("shardplan_decoder")
 @dataclass(frozen=True)
 class DecoderConfig(Architecture, HFCompatConfig):
     """A Levanter configuration, whose model is a `Decoder`.
@@ -27,6 +25,9 @@ class DecoderConfig(Architecture, HFCompatConfig):
     >>> config.Embed, config.segments[0].repeats
     (embed(64), 2)
     """
+
+    reference_checkpoint: str | None = None
+    """The checkpoint that Levanter reads tokenizer and weights from, if it is told no other."""
 
     @property
     def model_type(self) -> type[Decoder]:
@@ -85,11 +86,12 @@ class DecoderConfig(Architecture, HFCompatConfig):
         """Return Levanter's converter for checkpoints of this family.
 
         Args:
-            ref_checkpoint: the checkpoint that it reads tokenizer and configuration from.
+            ref_checkpoint: the checkpoint that it reads tokenizer and configuration from; default: that of this
+                configuration.
         """
         return HFCheckpointConverter(
             type(self),
-            reference_checkpoint=ref_checkpoint,
+            reference_checkpoint=ref_checkpoint or self.reference_checkpoint,
             HfConfigClass=type(self.to_hf_config(1)),
             ignore_prefix=None,
         )

@@ -13,16 +13,16 @@ from shardplan.model.axes import MAX_SIZE
 HARMLESS = frozenset(
     {
         "_name_or_path", "activation_dropout", "architectures", "attention_dropout", "attention_probs_dropout_prob",
-        "attn_pdrop", "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
-        "classifier_dropout", "dropout", "dtype", "embd_pdrop", "embedding_dropout", "eos_token_id", "finetuning_task",
-        "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "id2label", "init_std", "initializer_range",
-        "is_decoder", "is_encoder_decoder", "is_llama_config", "label2id", "layerdrop", "model_max_length",
-        "model_type", "n_ctx", "n_special", "output_attentions", "output_hidden_states", "pad_token_id",
-        "predict_special_tokens", "prefix", "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout",
-        "return_dict", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-        "summary_use_proj", "task_specific_params", "tie_encoder_decoder", "tokenizer_class", "torch_dtype",
-        "torchscript", "transformers.js_config", "transformers_version", "unk_token_id", "use_bfloat16", "use_cache",
-        "vocab_size",
+        "attn_pdrop", "auto_map", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
+        "chunk_size_feed_forward", "classifier_dropout", "decoder_start_token_id", "dropout", "dtype", "embd_pdrop",
+        "embedding_dropout", "eos_token_id", "finetuning_task", "gradient_checkpointing", "hidden_dropout",
+        "hidden_dropout_prob", "id2label", "init_std", "initializer_range", "is_decoder", "is_llama_config", "label2id",
+        "layerdrop", "model_max_length", "model_type", "n_ctx", "n_special", "output_attentions",
+        "output_hidden_states", "pad_token_id", "predict_special_tokens", "prefix", "pretraining_tp", "problem_type",
+        "resid_pdrop", "residual_dropout", "return_dict", "summary_activation", "summary_first_dropout",
+        "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params", "tie_encoder_decoder",
+        "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version",
+        "unk_token_id", "use_bfloat16", "use_cache", "vocab_size",
     }
 )  # fmt: skip
 """Keys that say nothing about what a trained model computes, or that are read before its family."""

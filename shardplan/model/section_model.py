@@ -16,6 +16,9 @@ SECTION_TYPES = {
     "olmo2": "olmo2", "qwen": "qwen2", "qwen3": "qwen3",
 }  # fmt: skip
 """`type` of a model section -> `model_type` of Hugging Face."""
+DECODER_SECTION = ("shardplan.decoder.section", "DecoderSection")
+"""Module and name of the class of sections of shardplan's own decoder, which name a config.json."""
+DECODER_TYPE = "shardplan_decoder"
 VOCABULARIES = {
     "gpt2": 50257, "openai-community/gpt2": 50257, "EleutherAI/gpt-neox-20b": 50277, "meta-llama/Llama-2": 32000,
     "NousResearch/Llama-2": 32000, "huggyllama/llama": 32000, "meta-llama/Llama-3": 128256,
@@ -50,20 +53,28 @@ def build_section_model(section: Mapping[str, Any], vocabulary: int, position: i
         ConfigError: a type that is not supported, a value that Levanter does not take, or too few positions.
     """
     type_name = section.get("type", "llama")
-    if type_name not in SECTION_TYPES:
-        raise ConfigError(f"model.type {type_name!r} is not supported; {nearest(str(type_name), SECTION_TYPES)}")
+    if type_name not in SECTION_TYPES and type_name != DECODER_TYPE:
+        known = [*SECTION_TYPES, DECODER_TYPE]
+        raise ConfigError(f"model.type {type_name!r} is not supported; {nearest(str(type_name), known)}")
     import_module("levanter.config")  # registers how values such as checkpointing policies are decoded
-    model_type = SECTION_TYPES[type_name]
     values = {key: value for key, value in section.items() if key != "type"}
+    if type_name == DECODER_TYPE:
+        module, name = DECODER_SECTION
+        config_class = getattr(import_module(module), name)
+    else:
+        config_class = levanter_config_class(SECTION_TYPES[type_name])
     try:
-        config = draccus.decode(levanter_config_class(model_type), values)
+        config = draccus.decode(config_class, values)
         template = abstract_module(config, hax.Axis("vocab", vocabulary))
+    except ConfigError:
+        raise
     except Exception as error:  # Levanter raises anything for an odd configuration
         raise ConfigError(f"model: Levanter cannot build this {type_name}: {one_line(error)}") from error
     if position is not None and position > config.max_Pos.size:
         raise ConfigError(f"the file has {position} tokens per sequence, and its model {config.max_Pos.size} positions")
-    window = getattr(config, "sliding_window", None) if model_type == "mistral" else None
+    model_type = config.family if type_name == DECODER_TYPE else SECTION_TYPES[type_name]
+    window = getattr(config, "sliding_window", None) if type_name == "mistral" else None
     is_window_used = window is not None and position is not None and window < position
-    soft_cap = getattr(config, "final_logit_softcapping", None)
+    soft_cap = config.logit_soft_cap if type_name == DECODER_TYPE else getattr(config, "final_logit_softcapping", None)
     mask = AttentionMask.causal(sliding_window=window if is_window_used else None)
     return Model(model_type, config, template, mask, soft_cap, config.max_Pos.size)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from conftest import ROOT, run, word_tokenizer
 from processes import fork_python
+from safetensors.numpy import load_file
 
 LENGTH, BATCH = 64, 8
 PLANNING = (
@@ -25,22 +26,37 @@ VARIABLES = {"JAX_NUM_CPU_DEVICES": "8", "HF_HUB_OFFLINE": "1", "PYTHONPATH": st
 
 @pytest.fixture(scope="module")
 def write_config(golden, tmp_path_factory):
-    """Write a configuration of Levanter with the trainer section that is printed for a kind of step."""
+    """Write a configuration of Levanter, for a Llama, with the trainer section that is printed for a kind of step."""
     folder = tmp_path_factory.mktemp("levanter")
+    section = {**SIZES, "reference_checkpoint": str(folder), "tokenizer": str(folder)}
+    return config_writer(folder, golden / "llama", section)
+
+
+@pytest.fixture(scope="module")
+def write_decoder_config(golden, tmp_path_factory):
+    """The same for a Pythia, whose section names its checkpoint alone."""
+    folder = tmp_path_factory.mktemp("levanter")
+    section = {"type": "shardplan_decoder", "reference_checkpoint": str(folder)}
+    return config_writer(folder, golden.with_name("families") / "gpt_neox", section)
+
+
+def config_writer(folder, checkpoint, model_section):
+    """Make a folder with a checkpoint, a tokenizer and texts, and a function that writes a configuration there."""
+    vocab = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     word_tokenizer(0).save(str(folder / "tokenizer.json"))
     tokens = '"bos_token": "t1", "eos_token": "t2"'
     (folder / "tokenizer_config.json").write_text(f'{{"tokenizer_class": "PreTrainedTokenizerFast", {tokens}}}')
-    for path in (golden / "llama").glob("*.*"):
+    for path in checkpoint.glob("*.*"):
         (folder / path.name).symlink_to(path)
     rng = np.random.default_rng(0)
     for name, documents in (("train", 100), ("validation", 24)):
         texts = (
-            " ".join(f"t{token}" for token in rng.integers(3, 256, rng.integers(20, 200))) for _ in range(documents)
+            " ".join(f"t{token}" for token in rng.integers(3, vocab, rng.integers(20, 200))) for _ in range(documents)
         )
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
     def write(kind, name, *settings, **trainer):
-        argv = (f"--model.config={golden / 'llama' / 'config.json'}", *PLANNING, f"--workload.kind={kind}", *settings)
+        argv = (f"--model.config={checkpoint / 'config.json'}", *PLANNING, f"--workload.kind={kind}", *settings)
         done = run("plan", *argv)
         assert done.returncode == 0, done.stderr
         section = yaml.safe_load(done.stdout[done.stdout.index("\ntrainer:") :].split("\n\n")[0])["trainer"]
@@ -48,7 +64,7 @@ def write_config(golden, tmp_path_factory):
         urls = {f"{name}_urls": [str(folder / f"{name}.jsonl")] for name in ("train", "validation")}
         data = {"components": {"text": {"source": {"type": "url", **urls}}}}
         content = {
-            "model": {**SIZES, "reference_checkpoint": str(folder), "tokenizer": str(folder)},
+            "model": model_section,
             "data": {"tokenizer": str(folder), "cache_dir": str(folder / "cache"), **data},
             "trainer": {**section, **trainer},
         }
@@ -114,3 +130,32 @@ def test_training_resumes_with_the_same_losses(write_config, steps):
     assert 0 < min(after) < steps - 2 and {*before, *after} == {*range(steps)}
     again = before.keys() & after.keys()
     assert {step: after[step] for step in again} == {step: before[step] for step in again}
+
+
+@pytest.mark.whole
+def test_a_decoder_is_evaluated_trained_and_exported(write_decoder_config):
+    """A section that names a checkpoint is all that Levanter's programs need; what they export has its tensors."""
+    checkpoints = {"base_path": "checkpoints"}
+    path = write_decoder_config("train", "train", id="decoder", num_train_steps=10, checkpointer=checkpoints)
+    folder = path.parent
+
+    def run_program(script, *argv):
+        process = fork_python(command(script, path, *argv), folder, **VARIABLES)
+        texts = process.communicate()
+        assert process.returncode == 0, texts
+        return [line for text in texts for line in text.splitlines()]
+
+    def evaluated_loss(checkpoint):
+        lines = run_program("eval_lm", "--hf_checkpoint", str(checkpoint), "--max_eval_length", str(LENGTH))
+        return next(float(line.removeprefix("Loss:")) for line in lines if line.startswith("Loss:"))
+
+    before = evaluated_loss(folder)
+    lines = run_program("train_lm", "--initialize_from_hf", "true", "--hf_save_path", str(folder / "exported"))
+    metrics = [each for each in map(logged, lines) if each]
+    assert any(each.get("throughput/gflops_per_second", 0) > 0 for each in metrics)  # of `flops_per_token`
+    (exported,) = (folder / "exported").glob("*/*")
+    original, trained = (load_file(each / "model.safetensors") for each in (folder, exported))
+    parameters = {key for key in original if not key.endswith((".attention.bias", ".masked_bias", ".inv_freq"))}
+    assert trained.keys() == parameters
+    assert all(trained[key].shape == original[key].shape for key in parameters)
+    assert evaluated_loss(exported) < before

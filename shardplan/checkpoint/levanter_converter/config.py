@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from shardplan.checkpoint.match import is_tied
+from shardplan.decoder.architecture import Architecture
 from shardplan.errors import ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import SUPPORTED_MODELS, build_model
@@ -31,6 +32,9 @@ def make_hf_config(converter: Any, model: Any) -> dict[str, Any]:
     """
     values = _to_json(converter._build_hf_config_dict(model))
     own = _to_json(model.config.to_hf_config(model.Vocab.size).to_dict())
+    if isinstance(model.config, Architecture):  # it has its config.json
+        changed = {key: value for key, value in values.items() if value != own.get(key)}
+        return {**json.loads(model.config.hf_config), "vocab_size": model.Vocab.size, **changed}
     reference, reference_config = _read_reference(converter)
     if reference_config is None:
         return _with_legacy_rope_keys({**values, **_left_out(own, model)})

@@ -34,6 +34,7 @@ def import_levanter() -> None:
     gc.disable()  # nearly all that an import makes stays, and the collector would walk over it again and again
     try:
         importlib.import_module("levanter.main.train_lm")
+        importlib.import_module("shardplan.decoder.section")  # a type of `model` sections
     finally:
         gc.enable()
         importlib.metadata.packages_distributions = packages_distributions

@@ -1,0 +1,100 @@
+"""The `model` section of a Levanter configuration whose model is a decoder: `type: shardplan_decoder`.
+
+A `DecoderConfig` is made of a config.json, so that the section names one. Levanter's parser makes a section of the
+keys of a YAML file or of the command line; what it gets in return is the `DecoderConfig` that the section describes.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import draccus
+from haliax.nn.scan import ScanCheckpointPolicy
+from levanter.layers.attention import AttentionBackend
+from levanter.models.lm_model import LmConfig
+
+from shardplan.decoder.config import DecoderConfig
+from shardplan.errors import ConfigError
+from shardplan.model.huggingface.hf_config import check_config, read_config
+from shardplan.model.huggingface.text_part import read_text_part
+from shardplan.storage import open_folder
+
+SECTION_TYPE = "shardplan_decoder"
+"""`type` of the section."""
+
+
+@LmConfig.register_subclass(SECTION_TYPE)
+@dataclass(frozen=True)
+class DecoderSection(LmConfig):
+    """The keys of the section; making one returns the `DecoderConfig` that they describe.
+
+    >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    >>> DecoderSection(hf_config={"model_type": "granite", "vocab_size": 256, **sizes}, max_seq_len=1024).max_Pos
+    position(1024)
+    """
+
+    reference_checkpoint: str | None = None
+    """The Hugging Face checkpoint that Levanter reads the tokenizer, weights and, without `hf_config`, the model of."""
+    hf_config: dict[str, Any] | str | None = None
+    """The keys of a config.json; or a file that has them, or the name of a bundled model."""
+    max_seq_len: int | None = None
+    """Positions, at most those of the model, which is the default."""
+    attn_backend: AttentionBackend | None = None
+    """What computes attention where no plan does."""
+    flash_attention_block_size: int | None = None
+    gradient_checkpointing: bool | ScanCheckpointPolicy | str = True
+
+    def __new__(cls, **given: Any) -> DecoderConfig:
+        """Make the configuration that the keys describe.
+
+        Raises:
+            ConfigError: there is no config.json, it is not that of a family of the decoder, or it has fewer positions
+                than `max_seq_len`.
+        """
+        keys = {field.name: given.get(field.name, field.default) for field in dataclasses.fields(cls)}
+        reference, positions = keys["reference_checkpoint"], keys.pop("max_seq_len")
+        config = DecoderConfig.from_hf_config(_read_keys(keys.pop("hf_config"), reference))
+        if positions is not None and not 0 < positions <= config.max_seq_len:
+            raise ConfigError(
+                f"model.max_seq_len is {positions}, and the model has {config.max_seq_len} positions; use at most that"
+            )
+        return dataclasses.replace(config, max_seq_len=positions or config.max_seq_len, **keys)
+
+
+def _read_keys(hf_config: Mapping[str, Any] | str | None, reference: str | None) -> dict[str, Any]:
+    """Return the keys of the config.json that a section describes its model by.
+
+    Raises:
+        ConfigError: it names none, or one that cannot be used.
+    """
+    if isinstance(hf_config, str):
+        return read_config(hf_config, None)
+    if hf_config is None:
+        if reference is None:
+            raise ConfigError(
+                f"model: a {SECTION_TYPE} needs reference_checkpoint, a Hugging Face checkpoint, or hf_config, the "
+                "keys of a config.json"
+            )
+        return read_config(None, open_folder(reference))
+    if not isinstance(hf_config.get("model_type"), str):
+        raise ConfigError("model.hf_config has no model_type; give the keys of the model's config.json")
+    return check_config(*read_text_part({**hf_config}, "model.hf_config"))
+
+
+def _encode(config: DecoderConfig) -> dict[str, Any]:
+    """Return the section that describes a configuration, as Levanter writes it to its logs."""
+    policy = config.gradient_checkpointing
+    return {
+        "type": SECTION_TYPE,
+        "reference_checkpoint": config.reference_checkpoint,
+        "hf_config": json.loads(config.hf_config),
+        "max_seq_len": config.max_seq_len,
+        "attn_backend": None if config.attn_backend is None else config.attn_backend.value,
+        "flash_attention_block_size": config.flash_attention_block_size,
+        "gradient_checkpointing": dataclasses.asdict(policy) if isinstance(policy, ScanCheckpointPolicy) else policy,
+    }
+
+
+draccus.encode.register(DecoderConfig, lambda config, declared=None: _encode(config))

@@ -1,0 +1,77 @@
+"""The `model` section of a Levanter configuration whose model is a decoder."""
+
+import json
+
+import draccus
+import pytest
+from conftest import ROOT
+from haliax.nn.scan import ScanCheckpointPolicy
+from levanter.compat.hf_checkpoints import HFCompatConfig
+from levanter.main.eval_lm import EvalLmConfig
+from levanter.main.train_lm import TrainLmConfig
+
+from shardplan.decoder.config import DecoderConfig
+from shardplan.decoder.section import DecoderSection
+from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.section_model import build_section_model
+
+CHECKPOINT = str(ROOT / "tests" / "golden" / "families" / "gemma3_text")
+KEYS = json.loads((ROOT / "tests" / "golden" / "families" / "gpt_neox" / "config.json").read_text())
+
+
+def decode(program=TrainLmConfig, **section):
+    return draccus.decode(program, {"model": {"type": "shardplan_decoder", **section}}).model
+
+
+@pytest.mark.parametrize("program", [TrainLmConfig, EvalLmConfig])
+def test_a_section_that_names_a_checkpoint_is_its_configuration(program):
+    config = decode(program, reference_checkpoint=CHECKPOINT)
+    expected = DecoderConfig.from_hf_config(read_config(f"{CHECKPOINT}/config.json", None))
+    assert (type(config), config.segments, config.max_seq_len) == (DecoderConfig, expected.segments, 64)
+    assert config.hf_checkpoint_converter.__self__.reference_checkpoint == CHECKPOINT
+
+
+def test_a_section_of_keys_or_of_a_bundled_model():
+    assert decode(hf_config=KEYS).segments == DecoderConfig.from_hf_config(KEYS).segments
+    assert decode(hf_config="pythia-12b").segments[0].repeats == 36
+    images = json.loads((ROOT / "tests" / "golden" / "families" / "gemma3" / "config.json").read_text())
+    assert decode(hf_config=images).family == "gemma3_text"
+
+
+def test_what_levanter_logs_is_the_same_section():
+    policy = {"save_carries": "offload", "save_block_internals": ["attn_out"]}
+    settings = {"max_seq_len": 32, "attn_backend": "vanilla", "gradient_checkpointing": policy}
+    config = decode(reference_checkpoint=CHECKPOINT, **settings)
+    assert config.gradient_checkpointing == ScanCheckpointPolicy("offload", save_block_internals=["attn_out"])
+    logged = draccus.encode(TrainLmConfig(model=config))["model"]
+    assert json.loads(json.dumps(logged)) == logged
+    assert draccus.decode(TrainLmConfig, {"model": logged}).model == config
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({}, "model: a shardplan_decoder needs reference_checkpoint, a Hugging Face checkpoint, or hf_config"),
+        ({"reference_checkpoint": CHECKPOINT, "max_seq_len": 65}, "is 65, and the model has 64 positions; use at most"),
+        ({"reference_checkpoint": CHECKPOINT, "hidden_dim": 8}, "`hidden_dim` are not valid for DecoderSection"),
+        (
+            {"hf_config": {"vocab_size": 8}},
+            "model.hf_config has no model_type; give the keys",
+        ),
+        ({"hf_config": {"model_type": "gptneox"}}, "model_type 'gptneox' is not supported; did you mean 'gpt_neox'"),
+        ({"hf_config": {**KEYS, "alibi": True}}, "alibi True: a 'gpt_neox' has no such key"),
+    ],
+)
+def test_what_cannot_work_is_refused(section, problem):
+    with pytest.raises(draccus.utils.DecodingError, match=problem):
+        decode(**section)
+
+
+def test_levanter_finds_its_own_models_beside_it():
+    """`HFCheckpointConverter.from_hf` makes each class of this kind without arguments."""
+    assert not issubclass(DecoderSection, HFCompatConfig)
+
+
+def test_the_lint_builds_the_model_of_a_section():
+    model = build_section_model({"type": "shardplan_decoder", "hf_config": KEYS}, 80, 32)
+    assert (model.type, model.vocab.size, model.positions, model.is_decoder) == ("gpt_neox", 80, 64, True)
