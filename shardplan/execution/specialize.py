@@ -18,6 +18,7 @@ from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import KERNEL_BLOCK
 from shardplan.program.step_trace import plan_step
+from shardplan.steps.checkpointing import checkpoint_policy
 
 RETIRED_OPTION = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 """An option of plans that were made with libtpu 0.0.42, which later releases refuse on most generations."""
@@ -30,14 +31,14 @@ def specialize(model: Model, plan: Plan) -> Model:
         ConfigError: the plan was edited, and its kernel cannot compute attention with its mappings; the plan has an
             option of another compiler; or the model has no setting for gradient checkpointing.
     """
-    checkpointing: Any = plan.workload.gradient_checkpointing
+    checkpointing = plan.workload.gradient_checkpointing
     uses_splash = plan.attention.kernel == KernelName.SPLASH
     if any(method.kernel == KernelName.SPLASH for method in plan.attention.methods):
         _check_kernels(model, plan)
-    settings = {
+    settings: dict[str, Any] = {
         "attn_backend": AttentionBackend.SPLASH if uses_splash else AttentionBackend.JAX_FLASH,
         "flash_attention_block_size": KERNEL_BLOCK if uses_splash else None,
-        "gradient_checkpointing": True if checkpointing == "default" else checkpointing,
+        "gradient_checkpointing": checkpoint_policy(checkpointing),
     }
     if RETIRED_OPTION in plan.compiler_options:
         raise ConfigError(

@@ -6,7 +6,8 @@ from typing import Any
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.levanter_config.section import SectionReader, short_repr
-from shardplan.plan.workload.workload import CHECKPOINTING, Workload
+from shardplan.plan.workload.checkpointing import CHECKPOINTING, join_checkpointing
+from shardplan.plan.workload.workload import Workload
 
 ATTENTION_BACKENDS = ("default", "jax_flash", "nvte", "splash", "vanilla")
 """Values that Levanter takes for `attn_backend`."""
@@ -23,7 +24,7 @@ class ModelSection:
     """The values of a model section; None for what the file omits."""
 
     gradient_checkpointing: str | None = None
-    """One of `CHECKPOINTING`."""
+    """As `workload.gradient_checkpointing` has it: one of `CHECKPOINTING`, and names of activations."""
     position: int | None = None
     """Tokens per sequence."""
     attention_backend: str | None = None
@@ -67,15 +68,25 @@ def _checkpointing(value: Any) -> str:
     if isinstance(value, bool):
         return "default" if value else "save_all"
     if isinstance(value, dict):
-        if value.get("disable") or value.get("save_block_internals") is True:
-            return "save_all"
-        if value.get("nested"):
-            return "nested"
-        if "offload" in (value.get("save_carries"), value.get("save_inputs")):
-            return "offload"
-        return "recompute" if value.get("save_carries") is False else "default"
+        return _policy(value)
     names = {"full": "recompute", **{name: name for name in CHECKPOINTING if name not in ("auto", "default")}}
     if not isinstance(value, str) or value not in names:
         hint = nearest(str(value), names)
         raise ConfigError(f"model.gradient_checkpointing is {short_repr(value)}; {hint} (or true, or false)")
     return names[value]
+
+
+def _policy(value: dict[str, Any]) -> str:
+    """Convert the fields of a Haliax policy."""
+    internals = value.get("save_block_internals")
+    if value.get("disable") or internals is True:
+        return "save_all"
+    if value.get("nested"):
+        kind = "nested"
+    elif "offload" in (value.get("save_carries"), value.get("save_inputs")):
+        kind = "offload"
+    else:
+        kind = "recompute" if value.get("save_carries") is False else "default"
+    if not isinstance(internals, list) or value.get("simple"):  # a simple policy has no names
+        return kind
+    return join_checkpointing(kind, [str(name) for name in internals])

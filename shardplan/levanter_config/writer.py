@@ -15,6 +15,7 @@ from shardplan.plan.arguments import check_plan
 from shardplan.plan.attention_plan import AttentionPlan, KernelName
 from shardplan.plan.mapping import MeshAxes, MeshShape, mesh_size
 from shardplan.plan.plan import Mapping, Plan
+from shardplan.plan.workload.checkpointing import policy_fields
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 
@@ -112,8 +113,11 @@ def _batch_sizes(plan: Plan) -> dict[str, int]:
 
 def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
     """Yield lines of comment about settings outside of the trainer section that the plan requires."""
-    if plan.workload.is_training and plan.workload.gradient_checkpointing != "default":
-        yield from _wrap(f"model.gradient_checkpointing must be {plan.workload.gradient_checkpointing}, as planned.")
+    checkpointing = plan.workload.gradient_checkpointing
+    if plan.workload.is_training and checkpointing != "default":
+        policy = policy_fields(checkpointing)
+        value = checkpointing if policy is None else yaml.safe_dump(policy, default_flow_style=True, width=1000).strip()
+        yield from _wrap(f"model.gradient_checkpointing must be {value}, as planned.")
     vocab = plan.model.vocab
     if _sharding_axes(plan, tuple(plan.compute_mapping.get(vocab, ()))):
         yield from _wrap(

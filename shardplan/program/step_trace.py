@@ -1,6 +1,6 @@
 """The step of a workload, traced with abstract arrays."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -11,13 +11,16 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
+from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
 
+from shardplan.errors import ConfigError, nearest
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.logits.levanter_loss import one_block_of_tokens
 from shardplan.model.registry import Model, abstract_module
+from shardplan.plan.workload.checkpointing import RING_RESIDUALS, split_checkpointing
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.layer_attention import attention_calls
 from shardplan.program.marked_attention import mark_attention
@@ -26,6 +29,7 @@ from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.trace import Argument, ArrayClass, Trace, trace_jaxpr
 from shardplan.program.unrolled_blocks import trace_equal_blocks_once
 from shardplan.program.walk import build_step
+from shardplan.steps.checkpointing import checkpoint_policy
 from shardplan.steps.forward import SequenceForward
 from shardplan.steps.kind import StepRun
 from shardplan.steps.kinds import step_of
@@ -60,6 +64,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
     with jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens(), mark_attention():
         jaxpr = jax.make_jaxpr(step)(arrays)
+    _check_names(split_checkpointing(workload.gradient_checkpointing)[1], jaxpr.jaxpr)
     classes = [ArrayClass.PARAMETER, *[ArrayClass.STATE] * len(state), *[ArrayClass.INPUT] * len(inputs)]
     arguments = []
     for array_class, part in zip(classes, arrays, strict=True):
@@ -97,6 +102,32 @@ def forward_workload(workload: Workload) -> Workload:
     return replace(workload, kind="eval", batch=1, microbatches=1, gradient_checkpointing="default", optimizer="adamw")
 
 
+def _check_names(kept: Sequence[str], jaxpr: Jaxpr) -> None:
+    """Check that activations of a traced program have the names by which gradient checkpointing keeps some.
+
+    Raises:
+        ConfigError: none has such a name.
+    """
+    if not kept:
+        return
+    known = {RING_RESIDUALS, *_activation_names(jaxpr)}
+    for name in kept:
+        if name not in known:
+            raise ConfigError(
+                f"workload.gradient_checkpointing keeps {name!r}, and no activation of the model has this name; "
+                f"{nearest(name, sorted(known))}"
+            )
+
+
+def _activation_names(jaxpr: Jaxpr) -> Iterator[str]:
+    """Yield the names of the activations of a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            yield equation.params["name"]
+        for called in jaxprs_in_params(equation.params):
+            yield from _activation_names(called)
+
+
 def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Task:
     """Return `task`, marked if it is elementwise work on nothing but parameters, their copies and gradients."""
     arrays = (*task.operands, *task.results)
@@ -107,7 +138,7 @@ def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Ta
 @lru_cache(maxsize=32)
 def _template(model: Model, checkpointing: str) -> Any:
     """Return the module tree of `model` with a kind of gradient checkpointing, and quick to trace."""
-    settings: dict[str, Any] = {"gradient_checkpointing": True if checkpointing == "default" else checkpointing}
+    settings: dict[str, Any] = {"gradient_checkpointing": checkpoint_policy(checkpointing)}
     if isinstance(getattr(model.config, "rope", None), Llama3RotaryEmbeddingsConfig):
         # other frequencies by the same operations; those of Llama 3 take 17 compiles, half a second, and nothing in a
         # trace depends on them

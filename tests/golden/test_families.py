@@ -12,12 +12,14 @@ import haliax as hax
 import jax
 import numpy as np
 import pytest
-from conftest import run
+from conftest import run, word_tokenizer
 from jax.sharding import Mesh
 from safetensors.numpy import load_file
 from test_logits import MESHES, SHARDED_POSITIONS, deviation
+from transformers import PreTrainedTokenizerFast
 
 from shardplan import load_pretrained
+from shardplan.checkpoint.levanter_converter.config import make_hf_config
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.checkpoint.save import save_pretrained
 from shardplan.decoder.config import DecoderConfig
@@ -171,6 +173,20 @@ def test_the_configuration_of_transformers_is_read_alike(name):
     expected, found = (DecoderConfig.from_hf_config(each) for each in (values, transformers_config(dict(values))))
     assert dataclasses.replace(found, hf_config=expected.hf_config) == expected
     assert found.to_hf_config(80).vocab_size == 80
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *BESIDE_LEVANTER])
+def test_what_levanters_converter_exports_is_the_same_model(name):
+    """With the special tokens of its tokenizer, and those of a configuration that it overrides."""
+    values = config_of(name)
+    config = DecoderConfig.from_hf_config(values)
+    template = abstract_module(config, hax.Axis("vocab", 80))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(0), eos_token="t7", bos_token="t5")
+    converter = config.hf_checkpoint_converter().replaced(tokenizer=tokenizer).with_config_overrides({"dtype": "x"})
+    exported = make_hf_config(converter, template)
+    again = DecoderConfig.from_hf_config(exported)
+    assert dataclasses.replace(again, hf_config=config.hf_config) == config
+    assert [exported[key] for key in ("vocab_size", "eos_token_id", "bos_token_id", "dtype")] == [80, 7, 5, "x"]
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *BESIDE_LEVANTER])

@@ -4,6 +4,8 @@
 transformers' own gradients in float32.
 """
 
+import dataclasses
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -13,8 +15,12 @@ from levanter.models.lm_model import LmExample
 from test_families import FOLDER, config_of, text_tensors
 
 from shardplan.decoder.config import DecoderConfig
+from shardplan.steps.checkpointing import checkpoint_policy
 
-FAMILIES = ["gpt_neox"] + [pytest.param(name, marks=pytest.mark.whole) for name in ("cohere2", "gemma3_text", "olmo3")]
+CASES = [
+    ("gpt_neox", "default"), ("gpt_neox", "default+context+up_proj+attn_out"), ("cohere2", "default"),
+    ("gemma3_text", "default"), ("gemma3_text", "recompute+query_proj+key_proj+gate_proj+mlp_out"), ("olmo3", "nested"),
+]  # fmt: skip
 
 
 def mean_loss(model, example):
@@ -23,13 +29,16 @@ def mean_loss(model, example):
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_gradients_equal_those_of_transformers(name):
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [pytest.param(*case, marks=[pytest.mark.whole] if i else []) for i, case in enumerate(CASES)],
+)
+def test_gradients_equal_those_of_transformers(name, checkpointing):
     """Of the loss that Levanter's trainer asks for, with gradient checkpointing; a relative error of each parameter."""
     values, reference = config_of(name), dict(np.load(FOLDER / name / "gradients.npz"))
     tolerance = 2 * float(reference.pop("own_error")) + 1e-6
     config = DecoderConfig.from_hf_config(values)
-    assert config.gradient_checkpointing is True
+    config = dataclasses.replace(config, gradient_checkpointing=checkpoint_policy(checkpointing))
     vocab = hax.Axis("vocab", values["vocab_size"])
     model = config.build(vocab, key=jax.random.PRNGKey(0)).from_state_dict(text_tensors(name))
     tokens = hax.named(np.load(FOLDER / name / "golden.npz")["tokens"], ("batch", "position"))

@@ -19,10 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardplan.attention.kernels.interface import AttentionKernel, Hop, MaskInputs, OutputGradient, merge_attention
 from shardplan.attention.strategies.all_gather import KeyValueGather
 from shardplan.attention.strategies.ulysses import UlyssesExchange
-
-RESIDUALS = "shardplan_attention"
-"""Name of the output and the log-sum-exp for policies of `jax.checkpoint`: if saved, the backward pass repeats no hop.
-"""
+from shardplan.plan.workload.checkpointing import RING_RESIDUALS
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +116,7 @@ def _forward(
         merged = result if merged is None else merge_attention(merged, result)
         merged, here = _finish_hop((merged, received))
     assert merged is not None
-    out, lse = (checkpoint_name(x.astype(jnp.float32), RESIDUALS) for x in merged)
+    out, lse = (checkpoint_name(x.astype(jnp.float32), RING_RESIDUALS) for x in merged)
     result = out, lse
     if exchange is not None:  # outputs, and in the backward pass their gradients, are sent in the dtype of queries
         result = exchange.reshard_outputs(out, q.dtype), exchange.reshard_outputs(lse, lse.dtype)

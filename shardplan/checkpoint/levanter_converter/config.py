@@ -32,8 +32,9 @@ def make_hf_config(converter: Any, model: Any) -> dict[str, Any]:
     """
     values = _to_json(converter._build_hf_config_dict(model))
     own = _to_json(model.config.to_hf_config(model.Vocab.size).to_dict())
-    if isinstance(model.config, Architecture):  # it has its config.json
-        changed = {key: value for key, value in values.items() if value != own.get(key)}
+    if isinstance(model.config, Architecture):  # it has its config.json; the converter changes some keys
+        unchanged = _with_legacy_rope_keys(own)
+        changed = {key: v for key, v in _with_legacy_rope_keys(values).items() if v != unchanged.get(key)}
         return {**json.loads(model.config.hf_config), "vocab_size": model.Vocab.size, **changed}
     reference, reference_config = _read_reference(converter)
     if reference_config is None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from levanter.layers.attention import AttentionBackend, AttentionMask, dot_product_attention
 
+from shardplan.decoder.parts.activation_names import ActivationName
 from shardplan.decoder.parts.linear import Linear
 from shardplan.decoder.parts.norm import Norm, NormConfig
 from shardplan.decoder.parts.rotary import Positions, Rotary
@@ -160,7 +161,8 @@ class AttentionLayer(eqx.Module):
     def __call__(self, x: NamedArray, mask: AttentionMask, positions: Positions, kernel: Kernel) -> NamedArray:
         """Attend within {batch, position, embed}, and return the same axes."""
         config = self.config
-        queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        queries = ActivationName.QUERIES(self.q_proj(x))
+        keys, values = ActivationName.KEYS(self.k_proj(x)), ActivationName.VALUES(self.v_proj(x))
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         if config.rotary is not None:
@@ -183,7 +185,8 @@ class AttentionLayer(eqx.Module):
             inference=True,
             **self._changes_of_scores(),
         )
-        return self.o_proj(hax.auto_sharded(attended.astype(x.dtype)))
+        context = ActivationName.CONTEXT(hax.auto_sharded(attended.astype(x.dtype)))
+        return ActivationName.ATTENTION_OUT(self.o_proj(context))
 
     def _changes_of_scores(self) -> dict[str, Any]:
         """The arguments of attention that are not left to their defaults."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from shardplan.decoder.parts.activation_names import ActivationName
 from shardplan.decoder.parts.linear import Linear
 
 XIELU = "xielu"
@@ -101,7 +102,7 @@ class MlpLayer(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Compute {..., embed} from {..., embed}."""
-        up = self.up_proj(x)
+        up = ActivationName.UP(self.up_proj(x))
         activate = ACTIVATIONS[self.config.activation] if self.xielu is None else self.xielu
-        hidden = activate(up) if self.gate_proj is None else activate(self.gate_proj(x)) * up
-        return self.down_proj(hidden)
+        hidden = activate(up) if self.gate_proj is None else activate(ActivationName.GATE(self.gate_proj(x))) * up
+        return ActivationName.MLP_OUT(self.down_proj(hidden))

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.model.axes import MAX_SIZE
+from shardplan.plan.workload.checkpointing import checkpointing_problem
 from shardplan.plan.workload.dtypes import DTYPE_SYNONYMS, DTYPES
 from shardplan.plan.workload.kinds import KIND_SYNONYMS, KINDS, LogitBlocks, WorkloadKind
 
 BATCH_AXIS = "batch"
 """Logical axis of the sequences of a step, as Levanter's trainer calls it."""
-CHECKPOINTING_ALIASES = {"true": "default", "false": "save_all", "full": "recompute", "none": "save_all"}
-"""What else users write for gradient checkpointing, as in Levanter's configuration -> its name here."""
 LOGIT_BYTES = 256 * 2**20
 """Bytes of logits, float32, that a device holds at a time at most, if all devices share them."""
 AUTO = "auto"
@@ -20,7 +19,6 @@ AUTO_BATCH = -1
 """The batch in a configuration that leaves it to the planner, as Levanter writes it."""
 AUTO_POSITION = -1
 """The position in a configuration that leaves it to the windows."""
-CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Between these, float32 logits say enough of the probabilities of tokens."""
 MIN_POSITION = 2
@@ -44,7 +42,7 @@ class Workload:
     """Type of activations and products: bfloat16, float16 or float32."""
     gradient_checkpointing: str = "default"
     """Which activations training keeps: default, recompute, nested, offload or save_all; auto for the fastest that
-    fits, offload left out."""
+    fits, offload left out. default+NAME also keeps activations of this name, for models that name any."""
     microbatches: int | None = None
     """Parts of a training batch, one after the other; default: the fastest that fits."""
     optimizer: str = "adamw"
@@ -135,11 +133,14 @@ class Workload:
                 yield f"workload.{key} is {value}; it must be {bound}"
         for key, valid, synonyms in (
             ("param_dtype", DTYPES, DTYPE_SYNONYMS), ("compute_dtype", DTYPES, DTYPE_SYNONYMS),
-            ("kind", KINDS, KIND_SYNONYMS), ("gradient_checkpointing", CHECKPOINTING, CHECKPOINTING_ALIASES),
+            ("kind", KINDS, KIND_SYNONYMS),
         ):  # fmt: skip
             name = getattr(self, key)
             if name not in valid:
                 yield f"workload.{key} is {name!r}; {nearest(name, valid, synonyms)}"
+        problem = checkpointing_problem("workload.gradient_checkpointing", self.gradient_checkpointing)
+        if problem is not None:
+            yield problem
         yield from self.score_problems()
 
     def score_problems(self) -> Iterator[str]:
