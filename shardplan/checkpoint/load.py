@@ -124,9 +124,19 @@ class HFCheckpointConverter(SavingConverter):
         """Stream a checkpoint into the shardings of `axis_mapping` (default: the current one, else best effort).
 
         Signature and result are those of Levanter's method.
+
+        Raises:
+            ConfigError: there is no such checkpoint, neither is one named nor has the converter one, or no mesh.
+            CheckpointError: the checkpoint does not match the model, or is damaged.
         """
         del lm_model_cls  # Levanter ignores it too: the configuration names the class
-        folder = open_folder(str(ref or self.reference_checkpoint))
+        ref = ref or self.reference_checkpoint
+        if ref is None:
+            raise ConfigError(
+                "load_pretrained: no checkpoint is named, and the converter has no reference_checkpoint; set "
+                "model.reference_checkpoint, or name one in initialize_from_hf"
+            )
+        folder = open_folder(str(ref))
         hf_config = read_config(None, folder, own_class_name(_config_class(self)))
         config = config if config is not None else _custom_config(self, hf_config)
         template = _make_template(hf_config, config, folder)

@@ -22,8 +22,8 @@ class DecoderConfig(Architecture, HFCompatConfig):
 
     >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
     >>> config = DecoderConfig.from_hf_config({"model_type": "granite", "vocab_size": 256, **sizes})
-    >>> config.Embed, config.segments[0].repeats
-    (embed(64), 2)
+    >>> config.embed, config.segments[0].repeats
+    (64, 2)
     """
 
     reference_checkpoint: str | None = None

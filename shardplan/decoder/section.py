@@ -31,8 +31,8 @@ class DecoderSection(LmConfig):
     """The keys of the section; making one returns the `DecoderConfig` that they describe.
 
     >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
-    >>> DecoderSection(hf_config={"model_type": "granite", "vocab_size": 256, **sizes}, max_seq_len=1024).max_Pos
-    position(1024)
+    >>> DecoderSection(hf_config={"model_type": "granite", "vocab_size": 256, **sizes}, max_seq_len=1024).max_seq_len
+    1024
     """
 
     reference_checkpoint: str | None = None

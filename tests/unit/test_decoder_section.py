@@ -1,5 +1,6 @@
 """The `model` section of a Levanter configuration whose model is a decoder."""
 
+import dataclasses
 import json
 
 import draccus
@@ -10,8 +11,10 @@ from levanter.compat.hf_checkpoints import HFCompatConfig
 from levanter.main.eval_lm import EvalLmConfig
 from levanter.main.train_lm import TrainLmConfig
 
+from shardplan import HFCheckpointConverter
 from shardplan.decoder.config import DecoderConfig
 from shardplan.decoder.section import DecoderSection
+from shardplan.errors import ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.section_model import build_section_model
 
@@ -27,8 +30,7 @@ def decode(program=TrainLmConfig, **section):
 def test_a_section_that_names_a_checkpoint_is_its_configuration(program):
     config = decode(program, reference_checkpoint=CHECKPOINT)
     expected = DecoderConfig.from_hf_config(read_config(f"{CHECKPOINT}/config.json", None))
-    assert (type(config), config.segments, config.max_seq_len) == (DecoderConfig, expected.segments, 64)
-    assert config.hf_checkpoint_converter.__self__.reference_checkpoint == CHECKPOINT
+    assert config == dataclasses.replace(expected, reference_checkpoint=CHECKPOINT)
 
 
 def test_a_section_of_keys_or_of_a_bundled_model():
@@ -65,6 +67,13 @@ def test_what_levanter_logs_is_the_same_section():
 def test_what_cannot_work_is_refused(section, problem):
     with pytest.raises(draccus.utils.DecodingError, match=problem):
         decode(**section)
+
+
+def test_weights_without_a_checkpoint_are_refused():
+    """As `initialize_from_hf: true` asks for, of a section that names none."""
+    converter = decode(hf_config=KEYS).hf_checkpoint_converter()
+    with pytest.raises(ConfigError, match=r"no checkpoint is named, .* set model.reference_checkpoint, or name one in"):
+        HFCheckpointConverter.load_pretrained(converter, None)
 
 
 def test_levanter_finds_its_own_models_beside_it():
