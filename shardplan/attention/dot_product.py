@@ -86,7 +86,7 @@ def dot_product_attention(
         value: {..., key heads, KPos, ...}; an axis that key does not have is its head size, which may differ from Key.
         mask: which keys a query may attend to; default: all. A causal offset may be an integer, traced or not, or a
             named array of integers. Hops and blocks that it makes empty are skipped if it is known while tracing: one
-            number, and not an argument of jit.
+            number, and not an argument of jit. `shardplan.attention.with_chunks` adds chunks.
         bias: must be None.
         attention_dtype: dtype that query, key and value are cast to; sums are in float32 in any case.
         precision: of products; the blockwise kernel computes them at the highest, whatever it is.
@@ -159,7 +159,7 @@ def dot_product_attention(
     scale = axes.head_size.size**-0.5 if scaling_factor is None else float(scaling_factor)
     soft_cap = None if logits_soft_cap is None else float(logits_soft_cap)
     ring = _make_ring(strategy, sharding, layouts, spec.pattern, save_lse=attn_sink is not None)
-    config = KernelConfig(spec.pattern, scale, soft_cap, block)
+    config = KernelConfig(spec.kernel_pattern(layouts[0]), scale, soft_cap, block)
     positions = HopPositions(layouts[0].positions_by_ring_index(), ring.keys, ring.distances)
     attention = DeviceAttention(
         kernel=_make_kernel(KernelName(kernel), config, positions, spec),

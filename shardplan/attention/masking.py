@@ -13,6 +13,7 @@ from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.axes import AxisRoles
 from shardplan.errors import ConfigError
+from shardplan.model.chunked_mask import ChunkedMask
 from shardplan.model.mask_pattern import has_static_offset, pattern_of_mask
 from shardplan.positions.pattern import PADDING, Pattern
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
@@ -26,7 +27,10 @@ class MaskSpec:
     """The mask of an attention: a query may attend to a key if every part of the mask allows it."""
 
     pattern: Pattern
-    """The part that is known while tracing and depends on positions alone."""
+    """The part that is known while tracing and depends on positions alone.
+
+    With segment ids it has no chunks, which begin wherever a document does; the ids tell chunks apart then.
+    """
     prefix: int = 0
     """With a causal mask, the number of first positions that all queries may attend to."""
     documents: tuple[int, ...] | None = None
@@ -37,6 +41,10 @@ class MaskSpec:
     """The causal offset, if it is traced or not a single number, so that `pattern` cannot have it."""
     explicit: NamedArray | None = None
     """A further mask of bool, true where attention is allowed; it may have any axes of the attention."""
+
+    def kernel_pattern(self, layout: SequenceLayout) -> Pattern:
+        """Return the pattern for kernels, which get the ids of documents in `arrays`, and of their chunks with them."""
+        return self.pattern if layout.documents is None else self.pattern.without_chunks()
 
     def arrays(self, axes: AxisRoles, layouts: Sequence[SequenceLayout]) -> Mapping[str, NamedArray]:
         """Return the part of the mask that `pattern` does not cover, as arrays by name.
@@ -61,7 +69,7 @@ class MaskSpec:
         if self.segment_ids is not None:
             arrays["q_segments"] = self.segment_ids[0]
             arrays["k_segments"] = self.segment_ids[1].rename({axes.queries.name: axes.keys.name})
-        labels = document_ids(layouts[0])
+        labels = None if layouts[0].documents is None else document_ids(layouts[0], self.pattern.chunk)
         if labels is not None:
             arrays["q_segments"], arrays["k_segments"] = (
                 hax.named(jnp.asarray(np.where(each == PADDING, PADDING, labels[each]), jnp.int32), axis)
@@ -101,11 +109,14 @@ def make_mask_spec(
         raise ConfigError(
             f"attention: the explicit mask has dtype {explicit.dtype}; it must be bool, true where allowed"
         )
+    pattern, segment_ids = pattern_of_mask(structured, int(prefix)), structured.segment_ids
+    if isinstance(structured, ChunkedMask) and not structured.has_documents:
+        segment_ids = None  # they say what the pattern does
     return MaskSpec(
-        pattern=pattern_of_mask(structured, int(prefix)),
+        pattern=pattern if segment_ids is None else pattern.without_chunks(),
         prefix=int(prefix),
         documents=None if documents is None else tuple(documents),
-        segment_ids=structured.segment_ids,
+        segment_ids=segment_ids,
         causal_offset=None if has_static_offset(structured) else structured.causal_offset,
         explicit=explicit,
     )

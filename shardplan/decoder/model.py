@@ -22,6 +22,7 @@ from shardplan.decoder.parts.block import RepeatedLayers
 from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
 from shardplan.decoder.parts.norm import Norm
 from shardplan.decoder.parts.rotary import Positions
+from shardplan.model.chunked_mask import indices_in_documents
 from shardplan.model.logits.logit_blocks import prepare_head, project_to_vocab
 
 
@@ -99,12 +100,13 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
 
         Args:
             attn_mask: which keys a query may attend to; default: those up to its own position.
-            pos_ids: int32[..., position], the index of each token in its text; default: that in the array.
+            pos_ids: int32[..., position], the index of each token in its text; default: that in its document where
+                the mask has segment ids, else that in the array.
         """
         del key  # nothing is random
         config = self.settings
         mask = AttentionMask.causal() if attn_mask is None else attn_mask
-        indices = hax.arange(input_ids.resolve_axis(POSITION)) if pos_ids is None else pos_ids
+        indices = _indices_in_text(mask, input_ids.resolve_axis(POSITION)) if pos_ids is None else pos_ids
         x = hax.auto_sharded(self._embed(input_ids, indices))
         positions = Positions.of(indices)
         for segment in self.segments:
@@ -246,6 +248,13 @@ def stored_shapes(rules: Mapping[str, Rule]) -> dict[str, Shape]:
     for rule in rules.values():
         shapes.update((stored.name, stored.shape) for stored in stored_tensors(rule))
     return shapes
+
+
+def _indices_in_text(mask: AttentionMask | NamedArray, Pos: Axis) -> NamedArray:
+    """Return int32[..., position]: the index of each token in its document, or in the array if there are none."""
+    if isinstance(mask, AttentionMask) and mask.segment_ids is not None:
+        return indices_in_documents(mask.segment_ids[0], Pos)
+    return hax.arange(Pos)
 
 
 def _is_named(node: Any) -> bool:

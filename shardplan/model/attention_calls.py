@@ -1,4 +1,4 @@
-"""Replaces the functions of attention that models call: Levanter's `dot_product_attention`, and shardplan's own.
+"""Replaces the functions of attention that models call: Levanter's `dot_product_attention`, and shardplan's two.
 
 A model of your own may call them by any name of any module, and none of its modules need be Levanter's `Attention`. So
 the function is replaced in every module that has imported it, for a while, in which the model is traced. A trace uses
@@ -20,13 +20,13 @@ from levanter.models.olmo import Olmo2Attention
 
 FUNCTION = "dot_product_attention"
 """The name of the functions."""
-OWN_MODULE = "shardplan.attention.dot_product"
-"""The module of shardplan's function."""
+OWN_MODULES = ("shardplan.attention.dot_product", "shardplan.decoder.parts.levanter_attention")
+"""The modules of shardplan's functions: of the sequence-parallel one, and of that of the decoder."""
 POSITIONAL = (
     "QPos", "KPos", "Key", "query", "key", "value", "mask", "bias", "attention_dtype", "precision", "use_flash",
     "attn_backend", "flash_block_size", "dropout",
 )  # fmt: skip
-"""The positional arguments of both functions."""
+"""The positional arguments of these functions."""
 
 Arguments = Mapping[str, Any]
 """The arguments of a call, by name."""
@@ -54,9 +54,9 @@ def replace_attention(compute: Callable[[Arguments], NamedArray]) -> Iterator[No
 
     with _LOCK, ExitStack() as stack:
         known = [getattr(levanter_attention, FUNCTION)]
-        own = sys.modules.get(OWN_MODULE)
-        if own is not None:
-            known.append(vars(own)[FUNCTION])
+        for name in OWN_MODULES:
+            if name in sys.modules:
+                known.append(vars(sys.modules[name])[FUNCTION])
         for module in list(sys.modules.values()):
             # `vars` and not `getattr`, which would import what a module defers
             function = vars(module).get(FUNCTION) if isinstance(module, ModuleType) else None

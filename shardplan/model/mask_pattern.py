@@ -4,6 +4,7 @@ A trace marks attention with it, and shardplan's own attention skips what it lea
 that what is priced is what is computed.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from levanter.layers.attention import AttentionMask
 
+from shardplan.model.chunked_mask import ChunkedMask
 from shardplan.positions.pattern import Pattern
 
 
@@ -22,13 +24,12 @@ def pattern_of_mask(mask: Any, prefix: int = 0) -> Pattern:
     """
     if not isinstance(mask, AttentionMask):
         return Pattern()
-    window, radius = mask.sliding_window, mask.bidirectional_window
-    offset = _offset_array(mask)
-    if not mask.is_causal or offset is None:
-        return Pattern(mask.is_causal, 0, window, prefix if mask.is_causal else 0, radius)
-    if not has_static_offset(mask):
-        return Pattern(window=window, radius=radius)
-    return Pattern(True, int(offset), window, prefix, radius)
+    windows = Pattern(window=mask.sliding_window, radius=mask.bidirectional_window)
+    if isinstance(mask, ChunkedMask):
+        windows = replace(windows, radius=mask.own_radius, chunk=mask.chunk)
+    if not mask.is_causal or not has_static_offset(mask):
+        return windows
+    return replace(windows, causal=True, causal_offset=int(_offset_array(mask) or 0), prefix=prefix)
 
 
 def has_static_offset(mask: AttentionMask) -> bool:

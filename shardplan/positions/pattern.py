@@ -16,12 +16,13 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class PositionRun:
-    """`count` positions `start, start + step, ...` of one document; array fields hold several runs."""
+    """`count` positions `start, start + step, ...` of one document and one chunk; array fields hold several runs."""
 
     start: Any
     count: Any
     step: Any = 1
     document: Any = 0
+    """Number of the document, or of the chunk of a document where attention is within chunks."""
 
     @property
     def last(self) -> Any:
@@ -42,12 +43,15 @@ class Pattern:
     """If `causal`, every query may also attend to keys before this position."""
     radius: int | None = None
     """A query at i may attend to the keys i - radius to i + radius: a window to both sides."""
+    chunk: int | None = None
+    """A query at i may attend to the keys with i // chunk, counted from the beginning of the sequence."""
 
     @property
     def name(self) -> str:
         """The mask in words, such as `causal, window 1024`."""
         parts = ["causal" if self.causal else "not causal"]
-        for value, text in ((self.causal_offset, "offset"), (self.window, "window"), (self.radius, "radius")):
+        named = {"offset": self.causal_offset, "window": self.window, "radius": self.radius, "chunk": self.chunk}
+        for text, value in named.items():
             if value:
                 parts.append(f"{text} {value}")
         if self.prefix:
@@ -56,12 +60,28 @@ class Pattern:
 
     @property
     def difference_bounds(self) -> tuple[int | None, int | None]:
-        """The smallest and largest difference of query and key position that the windows allow; None for any."""
-        if self.radius is None:
+        """The smallest and largest difference of query and key position in windows and chunks; None for any."""
+        radius = self._radius
+        if radius is None:
             return (None, None) if self.window is None else (0, self.window - 1)
         if self.window is None:
-            return -self.radius, self.radius
-        return max(0, -self.radius), min(self.window - 1, self.radius)
+            return -radius, radius
+        return max(0, -radius), min(self.window - 1, radius)
+
+    @property
+    def _radius(self) -> int | None:
+        """The largest distance of query and key in a window to both sides, and in a chunk."""
+        if self.chunk is None:
+            return self.radius
+        return self.chunk - 1 if self.radius is None else min(self.radius, self.chunk - 1)
+
+    def without_chunks(self) -> "Pattern":
+        """Return a pattern without chunks, which allows all that this one does, wherever chunks begin.
+
+        Chunks of documents are counted from the beginning of each, which no function of positions knows. The pattern
+        has a window to both sides in their place, and ids of documents tell them apart.
+        """
+        return replace(self, radius=self._radius, chunk=None)
 
     def mask(self, queries: Any, keys: Any) -> Any:
         """Return bool[query, key] for positions int[query] and int[key]: whether the query may attend to the key."""
@@ -72,15 +92,28 @@ class Pattern:
         low, high = self.difference_bounds
         if low is not None and high is not None:
             allowed = allowed & (j <= i - low) & (j >= i - high)
+        if self.chunk is not None:
+            allowed = allowed & (i // self.chunk == j // self.chunk)
         return allowed
 
     def allows_block(self, q_min: Any, q_max: Any, k_min: Any, k_max: Any) -> tuple[Any, Any]:
         """Return whether all pairs, and whether any pairs, of queries and keys in two ranges of positions are allowed.
 
+        Where ranges reach over several chunks, no pair may be allowed although the second result is true.
+
         Args:
             q_min, q_max: first and last position of the queries.
             k_min, k_max: first and last position of the keys.
         """
+        every, some = self._allows_differences(q_min, q_max, k_min, k_max)
+        if self.chunk is None:
+            return every, some
+        q_first, q_last, k_first, k_last = (each // self.chunk for each in (q_min, q_max, k_min, k_max))
+        is_one = (q_first == q_last) & (k_first == k_last) & (q_first == k_first)
+        return every & is_one, some & (q_first <= k_last) & (k_first <= q_last)
+
+    def _allows_differences(self, q_min: Any, q_max: Any, k_min: Any, k_max: Any) -> tuple[Any, Any]:
+        """Return what `allows_block` does, by the differences of positions alone."""
         low, high = self.difference_bounds
         if not self.causal:
             return _compare_differences(q_min, q_max, k_min, k_max, low, high)
@@ -113,6 +146,9 @@ class Pattern:
         low, high = self.difference_bounds
         if low is not None and high is not None:
             first, last = np.maximum(0, i - high), np.minimum(last, i - low)
+        if self.chunk is not None:
+            begin = i // self.chunk * self.chunk
+            first, last = np.maximum(first, begin), np.minimum(last, begin + self.chunk - 1)
         return float(np.maximum(0, last - first + 1).sum() / length**2)
 
 

@@ -128,9 +128,18 @@ def _order_by_document(positions: np.ndarray, layout: SequenceLayout) -> np.ndar
     return np.stack([shard[np.argsort(np.where(shard == PADDING, layout.padded_length, shard))] for shard in shards])
 
 
-def document_ids(layout: SequenceLayout) -> np.ndarray | None:
-    """Return int[position]: the document id of every position; None if the documents are not known."""
-    return None if layout.documents is None else np.repeat(np.arange(len(layout.documents)), layout.documents)
+def document_ids(layout: SequenceLayout, chunk: int | None = None) -> np.ndarray | None:
+    """Return int[position]: the document id of every position; None if the documents are not known.
+
+    Args:
+        chunk: gives an id to every `chunk` positions of a document, or of the sequence if the documents are not known.
+    """
+    if layout.documents is None and chunk is None:
+        return None
+    lengths = layout.documents or (layout.length,)
+    if chunk is not None:
+        lengths = tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
+    return np.repeat(np.arange(len(lengths)), lengths)
 
 
 @lru_cache(maxsize=CACHED_RESULTS)
@@ -145,8 +154,8 @@ def ring_distances(queries: SequenceLayout, keys: SequenceLayout, pattern: Patte
 
 def count_blocks(queries: SequenceLayout, keys: SequenceLayout, pattern: Pattern, block: int) -> np.ndarray:
     """Return int[ring, distance]: the number of `block` x `block` tiles of scores that the mask does not empty."""
-    (q, q_blocks), (k, k_blocks) = _runs_by_block(queries, block), _runs_by_block(keys, block)
-    # pair every run of queries with every run of keys of the same document
+    (q, q_blocks), (k, k_blocks) = (_runs_by_block(each, block, pattern.chunk) for each in (queries, keys))
+    # pair every run of queries with every run of keys of the same document, or of the same chunk of it
     (*_, q_documents), (*_, k_documents) = q, k
     by_document = np.argsort(k_documents)
     first, end = (np.searchsorted(k_documents[by_document], q_documents, side) for side in ("left", "right"))
@@ -177,9 +186,13 @@ def attended_fraction(layout: SequenceLayout, pattern: Pattern, gathers: bool) -
     return float(slowest / (layout.ring * (-(-shard // block)) ** 2))
 
 
-def _runs_by_block(layout: SequenceLayout, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the runs of all blocks, int[start count step document, run], and the block index of each run."""
-    ids, step = document_ids(layout), layout.ring if layout.kind == SequenceOrder.STRIPED else 1
+def _runs_by_block(layout: SequenceLayout, block: int, chunk: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the runs of all blocks, int[start count step document, run], and the block index of each run.
+
+    Args:
+        chunk: positions of a chunk, which runs do not leave.
+    """
+    ids, step = document_ids(layout, chunk), layout.ring if layout.kind == SequenceOrder.STRIPED else 1
     starts = [(shard, i) for shard in layout.positions_by_ring_index() for i in range(0, len(shard), block)]
     by_block = [position_runs(shard[i : i + block], ids, step) for shard, i in starts]
     flat = [(run.start, run.count, run.step, run.document) for runs in by_block for run in runs]

@@ -9,30 +9,32 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from shardplan.model.huggingface.model_types import is_decoder
 from shardplan.model.own_model import own_code
 from shardplan.verify.case import Case
 from shardplan.verify.compiler.compiled import Compiled, package_versions
 from shardplan.verify.model_facts import ModelFacts
 
 CODE = (
-    "hardware/*", "runtime/devices", "model/attention_calls", "model/huggingface/hf_config",
+    "decoder/**/*", "hardware/*", "runtime/devices", "model/attention_calls", "model/huggingface/hf_config",
     "model/huggingface/rope_keys", "model/inspect", "model/levanter_compat", "model/logits/*", "model/registry",
     "model/rotary", "execution/*", "steps/*", "checkpoint/levanter_loader", "verify/compiler/topology",
     "verify/compiler/worker",
 )  # fmt: skip
 """Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
 SEQUENCE_CODE = (
-    "attention/**/*", "positions/*", "model/mask_pattern", "program/attention_kind", "program/marked_attention",
-    "runtime/private_jax",
+    "attention/**/*", "positions/*", "model/chunked_mask", "model/mask_pattern", "program/attention_kind",
+    "program/marked_attention", "runtime/private_jax",
 )  # fmt: skip
-"""Further such modules, used if the plan shards positions."""
-FACTS_CODE = ("cost/*", "model/**/*", "positions/*", "program/**/*", "steps/*", "verify/model_facts")
+"""Further such modules, used if the plan shards positions, and by the decoder."""
+FACTS_CODE = ("cost/*", "decoder/**/*", "model/**/*", "positions/*", "program/**/*", "steps/*", "verify/model_facts")
 """Modules that make the facts about a model, see `shardplan.verify.model_facts`."""
 
 
 def digest(case: Case) -> str:
     """SHA-256 of what decides which program is compiled; the search for the plan and its estimates are no part."""
     plan = case.plan
+    has_own_attention = plan.attention.is_sequence_parallel or is_decoder(case.hf_config["model_type"])
     decisive = {
         **_model(case),
         "workload": vars(plan.workload),
@@ -43,7 +45,7 @@ def digest(case: Case) -> str:
         "program": case.program,
         "options": case.options,
         "versions": package_versions(),
-        "code": code_digest((*CODE, *SEQUENCE_CODE) if plan.attention.is_sequence_parallel else CODE),
+        "code": code_digest((*CODE, *SEQUENCE_CODE) if has_own_attention else CODE),
     }
     return _sha256(decisive)
 

@@ -19,6 +19,7 @@ from levanter.layers.attention import dot_product_attention as levanter_attentio
 from shardplan.attention import dot_product_attention
 from shardplan.attention.kernels import splash, splash_blocks
 from shardplan.errors import ConfigError
+from shardplan.model.chunked_mask import with_chunks
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.runtime import private_jax
@@ -32,6 +33,7 @@ MASKS = (
     "causal and explicit", "offset", "offset by sequence", "integer offset", "traced integer offset", "traced offset",
     "offset, not causal", "window, not causal",
     "window to both sides", "window to both sides and documents",
+    "chunk", "chunk and window", "chunk, not causal", "chunk and documents", "chunk and known documents",
 )  # fmt: skip
 TRACED_MASKS = ("traced integer offset", "traced offset")
 """Masks that are arguments of jit."""
@@ -89,6 +91,14 @@ def cases():
     yield Case(3, "ring", 1, "window, not causal", "8q/1kv", 48, "striped")
     yield Case(6, "ulysses", 6, "window to both sides", "12q/2kv", 37)
     yield Case(8, "ring", 1, "window to both sides and documents", "8q/1kv", 96, "zigzag")
+    # every strategy and every order of positions with chunks
+    yield Case(4, "ring", 1, "chunk", "12q/2kv", 48, "zigzag", "sink")
+    yield Case(3, "ring", 1, "chunk, not causal", "8q/1kv", 48, "striped")
+    yield Case(6, "all_gather", 1, "chunk and window", "12q/2kv", 37)
+    yield Case(4, "ulysses", 4, "chunk", "12q/2kv", 37)
+    yield Case(4, "hybrid", 2, "chunk and documents", "12q/2kv", 48, "zigzag")
+    yield Case(3, "ring", 1, "chunk and documents", "8q/1kv", 48, "striped")
+    yield Case(3, "ring", 1, "chunk and known documents", "12q/2kv", 48, "documents")
 
 
 def mesh_of(n: int) -> Mesh:
@@ -105,6 +115,9 @@ def mask_of(name: str, length: int, order: np.ndarray, rng):
     lengths = document_lengths(length)
     documents = np.stack([np.repeat(np.arange(3), lengths), np.repeat(np.arange(3), lengths[::-1])])
     same = documents[:, None, None, :, None] == documents[:, None, None, None, :]
+    in_document = np.concatenate([np.arange(n) for n in [*lengths, *lengths[::-1]]]).reshape(2, length)
+    chunks = in_document // 10
+    same_chunk = same & (chunks[:, None, None, :, None] == chunks[:, None, None, None, :])
     causal = AttentionMask.causal()
 
     def named(values, *axes):
@@ -116,6 +129,9 @@ def mask_of(name: str, length: int, order: np.ndarray, rng):
 
     def both_sides(radius):
         return AttentionMask(bidirectional_window=radius)
+
+    def chunked(mask):
+        return with_chunks(mask, 10, hax.Axis("position", length), named(in_document[:, order], "batch", "position"))
 
     random_pairs = rng.random((length, length)) < 0.2
     random_pairs[3] = False  # a query without keys
@@ -144,6 +160,13 @@ def mask_of(name: str, length: int, order: np.ndarray, rng):
         "window, not causal": (AttentionMask(sliding_window=9, causal_offset=3), {}, (i >= j) & (i - j < 9)),
         "window to both sides": (both_sides(7), {}, abs(i - j) <= 7),
         "window to both sides and documents": (with_documents(both_sides(5)), {}, (abs(i - j) <= 5) & same),
+        "chunk": (chunked(causal), {}, (i >= j) & (i // 10 == j // 10)),
+        "chunk and window": (
+            chunked(AttentionMask.causal(sliding_window=4)), {}, (i >= j) & (i - j < 4) & (i // 10 == j // 10),
+        ),
+        "chunk, not causal": (chunked(None), {}, i // 10 == j // 10),
+        "chunk and documents": (chunked(with_documents(causal)), {}, (i >= j) & same_chunk),
+        "chunk and known documents": (chunked(causal), {"documents": lengths}, (i >= j) & same_chunk[:1]),
     }[name]  # fmt: skip
 
 
@@ -171,7 +194,7 @@ def check(case: Case, dtype=jnp.float32, is_dense=False):
     sink = rng.normal(size=(n, g)) if case.extra == "sink" else None
     cap = 3.0 if case.extra == "soft cap" else None
     ring = case.devices // case.ulysses if case.strategy != "ulysses" else 1
-    known = document_lengths(case.length) if case.mask == "known documents" else None
+    known = document_lengths(case.length) if "known documents" in case.mask else None
     layout = SequenceLayout(case.length, ring, case.ulysses, case.layout, known)
     order = layout.positions()[: case.length]
     mask, arguments, allowed = mask_of(case.mask, case.length, order, rng)
@@ -541,6 +564,15 @@ def test_errors():
         pytest.param(Case(2, "ring", 1, "full", "8q/1kv", 256, "contiguous", "", "splash"), marks=pytest.mark.whole),
         pytest.param(
             Case(3, "ring", 1, "window to both sides", "8q/1kv", 384, kernel="splash"), marks=pytest.mark.whole
+        ),
+        Case(2, "all_gather", 1, "chunk", "8q/1kv", 256, kernel="splash"),
+        pytest.param(Case(3, "ring", 1, "chunk", "12q/2kv", 384, "zigzag", kernel="splash"), marks=pytest.mark.whole),
+        pytest.param(
+            Case(2, "all_gather", 1, "chunk and documents", "12q/2kv", 512, kernel="splash"), marks=pytest.mark.whole
+        ),
+        pytest.param(
+            Case(3, "ring", 1, "chunk and known documents", "8q/1kv", 384, "documents", kernel="splash"),
+            marks=pytest.mark.whole,
         ),
     ],
     ids=str,

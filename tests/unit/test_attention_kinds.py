@@ -8,15 +8,22 @@ from types import SimpleNamespace
 
 import haliax as hax
 import pytest
+from levanter.layers.attention import AttentionMask
 
 from shardplan import make_plan
 from shardplan.attention import dot_product
 from shardplan.cost.roofline import model_flops, model_flops_by_kind
+from shardplan.decoder.config import DecoderConfig
+from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.block import LayerConfig
+from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.norm import NormConfig, NormKind
+from shardplan.decoder.parts.segments import divide_layers
 from shardplan.errors import ConfigError
 from shardplan.execution import planned_attention
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.own_model import CLASS_KEY
-from shardplan.model.registry import build_model, transformers_config
+from shardplan.model.registry import Model, abstract_module, build_model, transformers_config
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.layer_numbers import layers_text
 from shardplan.plan.plan import Plan
@@ -109,6 +116,10 @@ def test_layers_in_words(numbers, total, text):
 
 def names(model, **workload):
     step = plan_step(model, Workload("eval", 2, workload.pop("position"), "bfloat16", "bfloat16", **workload))
+
+
+def names(model, position, kind="eval", **workload):
+    step = plan_step(model, Workload(kind, 2, position, "bfloat16", "bfloat16", **workload))
     return [kind.name for kind in step.attention_kinds]
 
 
@@ -121,6 +132,31 @@ def test_kinds_are_named_by_mask_and_sizes(golden, make_config):
     assert names(model, position=65536) == ["causal, head size 16", "causal, window 1024, head size 16"]
     gemma2 = model_from_config(make_config(model_ref=golden / "gemma2", workload_position=32))
     assert names(gemma2, position=32) == ["causal, soft cap 50, head size 12"]
+
+
+def composed(*attention, length, embed=64):
+    """A model of the decoder with a layer for each of some kinds of attention."""
+    norm = NormConfig(NormKind.RMS, 1e-6)
+    layers = [LayerConfig(each, MlpConfig(128, "silu"), norm) for each in attention]
+    fields = {"max_seq_len": length, "embed": embed, "segments": divide_layers(layers), "norm": norm, "is_tied": True}
+    config = DecoderConfig(**fields, hf_config=json.dumps({"model_type": "llama"}))
+    template = abstract_module(config, hax.Axis("vocab", 256))
+    return Model("llama", config, template, AttentionMask.causal(), None, length)
+
+
+def test_parts_of_the_decoder_are_kinds():
+    """A layer with chunks and one without, as in Llama 4; sinks, as in gpt-oss; values of another size, as in MLA."""
+    chunked, length = GroupedAttention(4, 2, 16, chunk=8192), 65536
+    full = GroupedAttention(4, 2, 16, has_sinks=True, value_head_size=8)
+    model = composed(chunked, chunked, full, length=length)
+    full_name, chunked_name = "causal, sinks, head size 16/8", "causal, chunk 8192, head size 16"
+    assert names(model, position=length) == [full_name, chunked_name]
+    assert names(model, position=length, kind="score", window=1000) == [full_name, chunked_name]
+    weights = 64 * 16 * (4 + 2 + 2 + 4) * 2 + 64 * (16 * (4 + 2) + 8 * (2 + 4)) + 3 * 2 * 64 * 128
+    matmuls = 2 * length * (weights + 64 * 256)
+    pairs = 2 * 32 * 8 * attended_pairs(8192) + (16 + 8) * attended_pairs(length)
+    workload = Workload("eval", 1, length, "bfloat16", "bfloat16")
+    assert model_flops(model, workload) == pytest.approx(matmuls + 2 * 4 * pairs, rel=1e-6)
 
 
 def test_each_kind_gets_the_method_that_is_best_for_it(make_config):
@@ -173,6 +209,17 @@ def assert_costs_by_hand(plan, window, devices):
     tasks = [task for task in plan.details.tasks if task.kind == "attention"]
     seconds = sum(task.compute_seconds + sum(each.exposed_seconds for each in task.transfers) for task in tasks)
     assert sum(each.compute_seconds + each.exposed_seconds for each in (full_cost, cost)) == pytest.approx(seconds)
+
+
+def test_keys_of_other_chunks_are_not_sent(make_config):
+    """Each of eight devices has a chunk, so that the ring has no hop, and nothing else is as fast."""
+    length = 65536
+    model = composed(*[GroupedAttention(32, 8, 128, chunk=8192)] * 2, length=length, embed=4096)
+    settings = {"model_config": "llama-3.1-8b", "hardware_slice": "v5p-16", "workload_position": length}
+    plan = make_plan(make_config(**settings, workload_batch=1, pin="position=data", mesh_data=8), model)
+    assert (plan.attention.strategy, plan.attention.layout) == (Strategy.RING, SequenceOrder.CONTIGUOUS)
+    assert not [each for each in plan.cost.collectives if "keys and values" in each.cause]
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 def test_a_plan_whose_kinds_have_several_orders_is_refused(make_config):

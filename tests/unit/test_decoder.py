@@ -3,13 +3,17 @@
 import dataclasses
 
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
 from hypothesis import given
 from hypothesis import strategies as st
+from levanter.layers.attention import AttentionMask
 
+from shardplan.decoder.architecture import PositionTable
+from shardplan.decoder.config import DecoderConfig
 from shardplan.decoder.config_keys import ConfigKeys
 from shardplan.decoder.model import ARRAYS
 from shardplan.decoder.names import (
@@ -22,7 +26,7 @@ from shardplan.decoder.names import (
     evaluate,
     stored_tensors,
 )
-from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.attention import GroupedAttention, QueryTemperature
 from shardplan.decoder.parts.block import LayerConfig, Wiring
 from shardplan.decoder.parts.frequencies import Frequencies, unscaled
 from shardplan.decoder.parts.mlp import MlpConfig
@@ -100,6 +104,24 @@ def test_long_texts_have_frequencies_of_their_own(start, is_long):
     turned = rotary(x, size, Positions.of(indices)).array
     angles = np.asarray(indices.array) * (0.125 if is_long else 0.5)
     assert np.abs(turned - np.stack([np.cos(angles), np.sin(angles)], axis=1)).max() < 1e-6
+
+
+def test_packed_texts_have_the_positions_of_their_own():
+    """Where the mask has segment ids, chunks, tables and temperatures count from the beginning of each text."""
+    attention = GroupedAttention(2, 2, 8, chunk=4, temperature=QueryTemperature(0.5, 2))
+    config = DecoderConfig(
+        max_seq_len=12, embed=16, segments=divide_layers([dataclasses.replace(LAYER, attention=attention)]),
+        norm=LAYER.norm, is_tied=True, position_table=PositionTable(12), gradient_checkpointing=False,
+        hf_config='{"model_type": "gpt2"}',
+    )  # fmt: skip
+    model = jax.tree.map(lambda array: array * 9, config.build(Axis("vocab", 32), key=jax.random.PRNGKey(0)))
+    texts = hax.random.randint(jax.random.PRNGKey(1), (Axis("text", 2), Axis("position", 6)), 0, 32)
+    ids = hax.named(np.repeat([7, 3], 6), "position")
+    mask = AttentionMask.causal()
+    activations = hax.named_jit(lambda tokens, mask: model.activations(tokens, mask))
+    packed = activations(texts.flatten_axes(("text", "position"), "position"), mask.with_segment_ids(ids)).array
+    alone = activations(texts, mask).array.reshape(packed.shape)
+    assert np.abs(packed - alone).max() < 1e-4 < np.abs(packed).max()
 
 
 def test_norms_are_over_the_axes_of_their_weight():

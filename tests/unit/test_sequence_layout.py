@@ -20,7 +20,10 @@ from shardplan.positions.sequence_layout import (
     ring_distances,
 )
 
-patterns = st.builds(Pattern, st.booleans(), st.integers(-3, 9), st.none() | st.integers(1, 12), st.integers(0, 20))
+patterns = st.builds(
+    Pattern, st.booleans(), st.integers(-3, 9), st.none() | st.integers(1, 12), st.integers(0, 20),
+    chunk=st.none() | st.integers(1, 16),
+)  # fmt: skip
 
 
 @st.composite
@@ -62,6 +65,10 @@ def allowed_pairs(layout, pattern):
         allowed &= (j <= i + pattern.causal_offset) | (j < pattern.prefix)
     if pattern.window is not None:
         allowed &= (j <= i) & (i - j < pattern.window)
+    if pattern.chunk is not None:
+        starts = np.cumsum([0, *(layout.documents or (layout.length,))])
+        in_document = i[:, 0] - starts[np.searchsorted(starts, i[:, 0], "right") - 1]
+        allowed &= (in_document[:, None] // pattern.chunk) == (in_document[None] // pattern.chunk)
     return allowed
 
 
@@ -85,6 +92,9 @@ def test_distances_and_blocks_are_those_that_any_pair_needs(layout, pattern, blo
     ("pattern", "documents", "expected"),
     [
         (Pattern(causal=True, window=4096), None, (0, 1)),  # the window fits in one hop
+        (Pattern(causal=True, chunk=8192), None, (0,)),  # each device has a chunk
+        (Pattern(causal=True, chunk=8192), [12288] * 5 + [4096], (0, 1)),  # chunks begin with a document
+        (Pattern(causal=True, chunk=32768), None, (0, 1, 2, 3)),
         (Pattern(causal=True), [8192] * 8, (0,)),  # aligned documents
         (Pattern(causal=True), None, tuple(range(8))),
         (Pattern(causal=True), [12288] * 5 + [4096], (0, 1)),

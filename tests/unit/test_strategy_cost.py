@@ -141,6 +141,14 @@ def test_ulysses_receives_less_than_a_ring_above_a_degree(degree):
     ("pattern", "documents", "strategy", "kind", "received"),
     [
         (Pattern(causal=True, window=4096), None, "ring", "contiguous", 2 * 8 * 8192 * 128 * 2),  # one hop
+        (Pattern(causal=True, chunk=8192), None, "ring", "contiguous", 0),  # each device has a chunk
+        (
+            Pattern(causal=True, chunk=12288),
+            None,
+            "ring",
+            "contiguous",
+            2 * 8 * 8192 * 128 * 2,
+        ),  # reaches into one more
         (CAUSAL, (8192,) * 8, "ring", "contiguous", 0),
         (CAUSAL, None, None, "zigzag", None),
         (CAUSAL, (40960, 24576), None, "documents", None),

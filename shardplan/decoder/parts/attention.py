@@ -1,8 +1,8 @@
 """Attention with grouped queries.
 
-It calls Levanter's `dot_product_attention` by its name in this module, which a trace replaces to mark the call
+It calls `dot_product_attention` by its name in this module, which a trace replaces to mark the call
 (`shardplan.program.marked_attention`) and a plan to compute it (`shardplan.execution.planned_attention`). Without
-either, Levanter's function computes it.
+either, Levanter's function computes it (`shardplan.decoder.parts.levanter_attention`).
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,15 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from levanter.layers.attention import AttentionBackend, AttentionMask, dot_product_attention
+from levanter.layers.attention import AttentionBackend, AttentionMask
 
 from shardplan.decoder.parts.activation_names import ActivationName
-from shardplan.decoder.parts.linear import Linear
+from shardplan.decoder.parts.levanter_attention import dot_product_attention
+from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
 from shardplan.decoder.parts.norm import Norm, NormConfig
 from shardplan.decoder.parts.rotary import Positions, Rotary
+from shardplan.errors import ConfigError
+from shardplan.model.chunked_mask import with_chunks
 
 POSITION, KEY_POSITION = "position", "key_position"
 """Names of the axes of positions, of queries and of keys, as in Levanter's models."""
@@ -101,6 +104,21 @@ class GroupedAttention:
     """Bound of the scores, applied as `cap * tanh(scores / cap)`."""
     window: int | None = None
     """Keys that a query attends to: its own position and those before it; None for all before it."""
+    chunk: int | None = None
+    """Positions of a chunk, beyond which a query does not attend, counted from the beginning of its text."""
+    has_sinks: bool = False
+    """Whether each head has a sink: one more score beside the scores of the keys, without a value."""
+    value_head_size: int | None = None
+    """Channels of a head of values; None for those of queries and keys."""
+
+    def __post_init__(self) -> None:
+        """Check that the parts go together.
+
+        Raises:
+            ConfigError: sinks beside a soft cap, which Levanter's plain attention applies to sinks too.
+        """
+        if self.has_sinks and self.soft_cap is not None:
+            raise ConfigError("attention has sinks and a soft cap; no model has both, and Levanter would cap the sinks")
 
     @property
     def KVHeads(self) -> Axis:
@@ -117,32 +135,39 @@ class GroupedAttention:
         """The channels of a head."""
         return Axis("head_size", self.head_size)
 
-    def flops_per_token(self, embed: int, context_length: int) -> int:
-        """Count the FLOPs of a token as Levanter's `lm_flops_per_token` does, with the window and the size of heads.
+    @property
+    def ValueHeadSize(self) -> Axis:
+        """The channels of a head of values, and of its output."""
+        return self.HeadSize if self.value_head_size is None else Axis("value_head_size", self.value_head_size)
 
-        projections = 2 * embed * head_size * (2 * heads + 2 * kv_heads); scores = keys * heads * (4 * head_size + 3),
-        for as many keys as a text or the window has, since kernels that leave out later positions are not counted.
+    def flops_per_token(self, embed: int, context_length: int) -> int:
+        """Count the FLOPs of a token as Levanter's `lm_flops_per_token` does, with window, chunk and sizes of heads.
+
+        sizes = head_size + value_head_size; projections = 2 * embed * sizes * (heads + kv_heads); scores =
+        keys * heads * (2 * sizes + 3), for as many keys as a text, the window or the chunk has, since kernels that
+        leave out later positions are not counted.
 
         Args:
             embed: elements of the residual stream.
             context_length: tokens of a text.
         """
-        keys = context_length if self.window is None else min(self.window, context_length)
-        projections = 2 * embed * self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        return projections + keys * self.heads * (4 * self.head_size + 3)
+        keys = min(filter(None, (context_length, self.window, self.chunk)))
+        sizes = self.HeadSize.size + self.ValueHeadSize.size
+        return 2 * embed * sizes * (self.heads + self.kv_heads) + keys * self.heads * (2 * sizes + 3)
 
     def init(self, Embed: Axis, key: jax.Array) -> "AttentionLayer":
         """Make the layer with random weights."""
-        keys = jax.random.split(key, 4)
+        keys = jax.random.split(key, 5)
         of_queries, of_keys = (self.KVHeads, self.QHeadsPerGroup), (self.KVHeads,)
-        queries, keys_or_values = (*of_queries, self.HeadSize), (*of_keys, self.HeadSize)
+        size, value_size = self.HeadSize, self.ValueHeadSize
         return AttentionLayer(
-            q_proj=Linear.init(queries, (Embed,), self.has_bias, keys[0]),
-            k_proj=Linear.init(keys_or_values, (Embed,), self.has_bias, keys[1]),
-            v_proj=Linear.init(keys_or_values, (Embed,), self.has_bias, keys[2]),
-            o_proj=Linear.init((Embed,), queries, self.has_output_bias, keys[3]),
-            q_norm=self.head_norm.init(of_queries, self.HeadSize) if self.head_norm else None,
-            k_norm=self.head_norm.init(of_keys, self.HeadSize) if self.head_norm else None,
+            q_proj=Linear.init((*of_queries, size), (Embed,), self.has_bias, keys[0]),
+            k_proj=Linear.init((*of_keys, size), (Embed,), self.has_bias, keys[1]),
+            v_proj=Linear.init((*of_keys, value_size), (Embed,), self.has_bias, keys[2]),
+            o_proj=Linear.init((Embed,), (*of_queries, value_size), self.has_output_bias, keys[3]),
+            q_norm=self.head_norm.init(of_queries, size) if self.head_norm else None,
+            k_norm=self.head_norm.init(of_keys, size) if self.head_norm else None,
+            sinks=hax.random.normal(keys[4], of_queries) * INITIAL_SCALE if self.has_sinks else None,
             config=self,
         )
 
@@ -156,6 +181,8 @@ class AttentionLayer(eqx.Module):
     o_proj: Linear
     q_norm: Norm | None
     k_norm: Norm | None
+    sinks: NamedArray | None
+    """{kv_head, q_heads_per_group}: the score of the sink of each head."""
     config: GroupedAttention = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, mask: AttentionMask, positions: Positions, kernel: Kernel) -> NamedArray:
@@ -179,7 +206,7 @@ class AttentionLayer(eqx.Module):
             queries,
             keys.rename({POSITION: KEY_POSITION}),
             values.rename({POSITION: KEY_POSITION}),
-            mask if config.window is None else mask.with_sliding_window(config.window),
+            self._narrowed(mask, positions, queries.resolve_axis(POSITION)),
             attn_backend=kernel.backend,
             flash_block_size=kernel.block,
             inference=True,
@@ -188,7 +215,15 @@ class AttentionLayer(eqx.Module):
         context = ActivationName.CONTEXT(hax.auto_sharded(attended.astype(x.dtype)))
         return ActivationName.ATTENTION_OUT(self.o_proj(context))
 
+    def _narrowed(self, mask: AttentionMask, positions: Positions, Pos: Axis) -> AttentionMask:
+        """Return the mask within the window and the chunks of the layer."""
+        if self.config.window is not None:
+            mask = mask.with_sliding_window(self.config.window)
+        return mask if self.config.chunk is None else with_chunks(mask, self.config.chunk, Pos, positions.indices)
+
     def _changes_of_scores(self) -> dict[str, Any]:
         """The arguments of attention that are not left to their defaults."""
-        given = {"scaling_factor": self.config.scale, "logits_soft_cap": self.config.soft_cap}
+        given = {
+            "scaling_factor": self.config.scale, "logits_soft_cap": self.config.soft_cap, "attn_sink": self.sinks
+        }  # fmt: skip
         return {name: value for name, value in given.items() if value is not None}

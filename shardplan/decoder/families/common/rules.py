@@ -94,12 +94,14 @@ def attention_rules(
         norms: names of the norms of queries and of keys.
     """
     queries, keys = attention.heads * attention.head_size, attention.kv_heads * attention.head_size
+    value_size = attention.ValueHeadSize.size
     query, key, value, output = (f"{name}.{each}" for each in projections)
     return {
         **linear_rules("self_attn.q_proj", query, queries, embed, attention.has_bias),
         **linear_rules("self_attn.k_proj", key, keys, embed, attention.has_bias),
-        **linear_rules("self_attn.v_proj", value, keys, embed, attention.has_bias),
-        **linear_rules("self_attn.o_proj", output, embed, queries, attention.has_output_bias),
+        **linear_rules("self_attn.v_proj", value, attention.kv_heads * value_size, embed, attention.has_bias),
+        **linear_rules("self_attn.o_proj", output, embed, attention.heads * value_size, attention.has_output_bias),
+        **({"self_attn.sinks": StoredTensor(f"{name}.sinks", (attention.heads,))} if attention.has_sinks else {}),
         **head_norm_rules(attention, "self_attn.q_norm", f"{name}.{norms[0]}", attention.heads),
         **head_norm_rules(attention, "self_attn.k_norm", f"{name}.{norms[1]}", attention.kv_heads),
     }
