@@ -7,7 +7,7 @@ from typing import Any
 from shardplan.checkpoint.format.compare import hold_the_same
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import INDEX, SINGLE, TensorIndex, check_tensors, missing_files_text
-from shardplan.checkpoint.mapping.names import HEAD, StoredNames, find_stored_names
+from shardplan.checkpoint.mapping.names import HEADS, StoredNames, find_stored_names
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, expected_tensors, trace_program
 from shardplan.checkpoint.mapping.unneeded import kinds_text
 from shardplan.checkpoint.mapping.views import Shape
@@ -66,7 +66,7 @@ def match_checkpoint(template: Any, index: TensorIndex, where: str) -> Match:
     tensors = _without_second_set(expected, index, where)
     stored = find_stored_names(expected, tensors, where)
     program = trace_program(template, expected)
-    head = None if any(name.startswith(HEAD) for name in expected) else stored.head
+    head = None if any(name.startswith(HEADS) for name in expected) else stored.head
     tied = tied_embedding(template, program)
     names = dict(stored.names)
     if head is not None and tied is not None and tied not in names and tensors[head].shape == expected[tied]:
@@ -105,7 +105,7 @@ def tied_embedding(template: Any, program: StateDictProgram) -> str | None:
     if path is None or len(program.views[path].pieces) != 1:
         return None
     name = program.views[path].pieces[0].tensor
-    return None if name.startswith(HEAD) else name
+    return None if name.startswith(HEADS) else name
 
 
 def check_values(match: Match, tensors: Mapping[str, Tensor], template: Any) -> list[str]:

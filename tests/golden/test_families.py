@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 from conftest import run, word_tokenizer
 from jax.sharding import Mesh
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from test_logits import MESHES, SHARDED_POSITIONS, deviation
 from transformers import PreTrainedTokenizerFast
 
 from shardplan import load_pretrained
+from shardplan.checkpoint.format.index import read_index
 from shardplan.checkpoint.levanter_converter.config import make_hf_config
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
+from shardplan.checkpoint.match import match_tensors
 from shardplan.checkpoint.save import save_pretrained
 from shardplan.decoder.config import DecoderConfig
-from shardplan.errors import ConfigError
+from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import abstract_module, transformers_config
 from shardplan.plan.attention_plan import AttentionPlan
@@ -162,6 +164,25 @@ def test_expected_tensors_are_those_of_the_released_files(name):
     left_out = {key for key in stored if key not in expected}
     assert all(key.endswith(BUFFERS + CONSTANTS) for key in left_out)
     assert expected == {key: shape for key, shape in stored.items() if key not in left_out}
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "opt", "seed_oss"])
+def test_a_checkpoint_saved_from_the_base_model(tmp_path, name):
+    """Its names lack the module around it; without an output head it is loaded only if the head is the embedding."""
+    values = config_of(name)
+    template = abstract_module(DecoderConfig.from_hf_config(values), hax.Axis("vocab", values["vocab_size"]))
+    base = ("model.", "gpt_neox.")
+    inner = {key.partition(".")[2] if key.startswith(base) else key: value for key, value in text_tensors(name).items()}
+    save_file(inner, tmp_path / "model.safetensors")
+    match_tensors(template, read_index(open_folder(str(tmp_path))), "ck")
+    heads = inner.keys() & {"embed_out.weight", "lm_head.weight"}
+    assert len(heads) == (name != "opt")
+    for head in heads:
+        del inner[head]
+        save_file(inner, tmp_path / "model.safetensors")
+        problem = rf"^ck does not .*: 1 tensor missing \({head}\); it was saved from the base model, without the output"
+        with pytest.raises(CheckpointError, match=problem):
+            match_tensors(template, read_index(open_folder(str(tmp_path))), "ck")
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *BESIDE_LEVANTER])

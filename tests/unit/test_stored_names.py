@@ -62,6 +62,23 @@ def test_a_model_without_a_module_around_all():
         assert found.names == {name: prefix + name for name in expected} and found.head == head
 
 
+@pytest.mark.parametrize("prefix", ["gpt_neox.", "", "module.gpt_neox.", "_orig_mod.gpt_neox."])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_output_head_of_another_name(prefix, is_tied):
+    """As GPT-NeoX, saved with and without `gpt_neox.`; a tied model may have a copy of its embedding for a head."""
+    expected = {"gpt_neox.embed_in.weight": (8, 4), "gpt_neox.layers.0.attention.dense.weight": (4, 4)}
+    body = {prefix + name.removeprefix("gpt_neox."): name for name in expected}
+    head = prefix.removesuffix("gpt_neox.") + "embed_out.weight"
+    tensors = {name: SimpleNamespace(shape=expected[own]) for name, own in body.items()}
+    tensors[head] = SimpleNamespace(shape=(8, 4))
+    if not is_tied:
+        expected["embed_out.weight"] = (8, 4)
+        body[head] = "embed_out.weight"
+    found = find_stored_names(expected, tensors, "ck")
+    assert found.names == {own: name for name, own in body.items()}
+    assert (found.head, found.canonical[head]) == (head, "embed_out.weight")
+
+
 def test_missing_tensors_have_the_prefix_of_the_others():
     tensors = stored(lambda name: f"module.{name}")
     del tensors["module.model.norm.weight"]

@@ -24,6 +24,11 @@ from shardplan.storage.contents import describe_contents, describe_folder, find_
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+WITHOUT_HEAD = (
+    "it was saved from the base model, without the output head: save it from the class for causal language models, or "
+    'set "tie_word_embeddings": true in its config.json if the embedding is the head'
+)
+"""What to do where nothing but the output head is missing."""
 CONCURRENT_FILES = 64
 """Files that are opened at the same time: each takes two requests to a remote store, for its size and its header."""
 
@@ -202,7 +207,9 @@ def check_tensors(
         if names
     ]  # fmt: skip
     if problems:
-        advice = f"; {unexpected.advice}" if unexpected.advice else ""
+        is_headless = len(problems) == 1 and bool(missing) and {name.rpartition(".")[0] for name in missing} <= modules
+        advice = WITHOUT_HEAD if is_headless else unexpected.advice
+        advice = f"; {advice}" if advice else ""
         raise CheckpointError(f"{where} does not match the model of its config.json: {'; '.join(problems)}{advice}")
     return unexpected.unneeded
 

@@ -14,8 +14,8 @@ from typing import Protocol
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError
 
-HEAD = "lm_head."
-"""How the names of an output head begin, in the module that holds it."""
+HEADS = ("lm_head.", "embed_out.")
+"""How the names of an output head begin, in the module that holds it; the second is that of GPT-NeoX."""
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 """Modules that torch.compile, FSDP, activation checkpointing and Lightning put around others, at any depth."""
 
@@ -63,22 +63,19 @@ def find_stored_names(expected: Mapping[str, Shape], stored: Mapping[str, Stored
     """
     plain = _without_wrappers(stored, where)
     base = _base_prefix(expected)
-    inner = {name.removeprefix(base): name for name in expected if not name.startswith(HEAD)}
+    inner = {name.removeprefix(base): name for name in expected if not name.startswith(HEADS)}
     prefix = _find_prefix(inner, expected, {name: stored[own].shape for name, own in plain.items()}, base, where)
     prefixed = {name: prefix + rest for rest, name in inner.items()}
-    heads = _head_prefixes(prefix)
-    head_prefix = next((each for each in heads if f"{each}{HEAD}weight" in plain), heads[-1])
-    prefixed |= {name: head_prefix + name for name in expected if name.startswith(HEAD)}
+    module, head = _find_head(expected, plain, prefix)
+    prefixed |= {name: module + name for name in expected if name.startswith(HEADS)}
     canonical = {}
     for name, own in plain.items():
-        if name.startswith(head_prefix + HEAD):
-            canonical[own] = name.removeprefix(head_prefix)
+        if name.startswith(module + head):
+            canonical[own] = name.removeprefix(module)
         else:
             canonical[own] = base + name.removeprefix(prefix) if name.startswith(prefix) else name
     names = {name: plain[each] for name, each in prefixed.items() if each in plain}
-    return StoredNames(
-        names, prefixed, canonical, head_prefix + HEAD.rstrip("."), plain.get(f"{head_prefix}{HEAD}weight")
-    )
+    return StoredNames(names, prefixed, canonical, module + head.rstrip("."), plain.get(f"{module}{head}weight"))
 
 
 def _without_wrappers(stored: Mapping[str, Stored], where: str) -> dict[str, str]:
@@ -95,7 +92,7 @@ def _without_wrappers(stored: Mapping[str, Stored], where: str) -> dict[str, str
 
 def _base_prefix(expected: Mapping[str, Shape]) -> str:
     """Return the module that all expected tensors but the output head are in, as `model.`; empty if there is none."""
-    body = [name for name in expected if not name.startswith(HEAD)]
+    body = [name for name in expected if not name.startswith(HEADS)]
     first = {name.partition(".")[0] for name in body}
     return f"{first.pop()}." if len(first) == 1 and all("." in name for name in body) else ""
 
@@ -131,6 +128,22 @@ def _find_prefix(
             f"{' and '.join(map(repr, choices))}; keep the one that is meant"
         )
     return min(choices, key=len)
+
+
+def _find_head(expected: Mapping[str, Shape], plain: Mapping[str, str], prefix: str) -> tuple[str, str]:
+    """Return the module that the checkpoint has, or would have, its output head in, and the one of `HEADS` there.
+
+    Args:
+        plain: has the names of stored tensors.
+        prefix: what the checkpoint puts before the other names.
+    """
+    heads = [head for head in HEADS if any(name.startswith(head) for name in expected)] or HEADS
+    modules = _head_prefixes(prefix)
+    for module in modules:
+        for head in heads:
+            if f"{module}{head}weight" in plain:
+                return module, head
+    return modules[-1], heads[0]
 
 
 def _head_prefixes(prefix: str) -> list[str]:
