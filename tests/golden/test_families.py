@@ -1,29 +1,35 @@
 """Families of the decoder: streamed with a planned sharding, they have the logits of transformers, and are saved alike.
 
-A family is a row of `FAMILIES`. Its folder has a checkpoint with the names of the released ones, and logits that
-transformers computes in float64; `own_error` is the largest error of transformers' own logits in float32.
+A family is a row of `FAMILIES`, the name of its folder, which docs/howto/add-a-family.md says how to make. It has
+a checkpoint with the names of the released ones, and logits that transformers computes in float64; `own_error` is the
+largest error of transformers' own logits in float32.
 """
 
 import dataclasses
 import itertools
+import json
+import re
 from pathlib import Path
+from types import ModuleType
 
 import haliax as hax
 import jax
 import numpy as np
 import pytest
 from conftest import run, word_tokenizer
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file, save_file
-from test_logits import MESHES, SHARDED_POSITIONS, deviation
+from test_logits import MESHES, SHARDED_POSITIONS, TOLERANCE, deviation
 from transformers import PreTrainedTokenizerFast
 
 from shardplan import load_pretrained
 from shardplan.checkpoint.format.index import read_index
 from shardplan.checkpoint.levanter_converter.config import make_hf_config
+from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.checkpoint.match import match_tensors
 from shardplan.checkpoint.save import save_pretrained
+from shardplan.decoder import families
 from shardplan.decoder.config import DecoderConfig
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
@@ -32,6 +38,7 @@ from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.storage import open_folder
 
 FOLDER = Path(__file__).with_name("families")
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "add-a-family.md"
 FAMILIES = (
     "apertus", "cohere", "cohere2", "cohere_plus", "exaone4", "exaone4_full", "gemma3", "gemma3_text", "glm", "glm4",
     "gpt_neox", "gpt_neox_sequential", "gptj", "granite", "ministral3", "olmo3", "opt", "opt_350m", "phi", "phi3",
@@ -164,6 +171,38 @@ def test_expected_tensors_are_those_of_the_released_files(name):
     left_out = {key for key in stored if key not in expected}
     assert all(key.endswith(BUFFERS + CONSTANTS) for key in left_out)
     assert expected == {key: shape for key, shape in stored.items() if key not in left_out}
+
+
+def test_the_family_of_the_page_on_families(tmp_path, monkeypatch, golden):
+    """Its module, as the page has it, reads the golden Llama under the names of the page."""
+    source = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    lucid = ModuleType("lucid")
+    exec(source[1], vars(lucid))
+    monkeypatch.setitem(families.FAMILIES, "lucid", lucid.FAMILY)
+    llama = json.loads((golden / "llama" / "config.json").read_text())
+    unread = ("attention_bias", "mlp_bias", "rope_scaling")
+    values = {key: value for key, value in llama.items() if key not in unread}
+    values |= {"model_type": "lucid", "sliding_window": 256, "attention_multiplier": llama["head_dim"] ** -0.5}
+    stored = {}
+    for path in (golden / "llama").glob("*.safetensors"):
+        stored |= load_file(path)
+    for i in range(llama["num_hidden_layers"]):
+        at = f"model.layers.{i}.self_attn"
+        stored[f"{at}.qkv_proj.weight"] = np.concatenate([stored.pop(f"{at}.{each}_proj.weight") for each in "qkv"])
+    save_file(stored, tmp_path / "model.safetensors")
+    config = DecoderConfig.from_hf_config(values)
+    template = abstract_module(config, hax.Axis("vocab", values["vocab_size"]))
+    assert expected_tensors(template) == {key: value.shape for key, value in stored.items()}
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",), axis_types=(AxisType.Auto,))
+    model, _ = stream_checkpoint(template, open_folder(str(tmp_path)), mesh, {"kv_head": "model"}, "float32")
+    reference = np.load(golden / "llama" / "golden.npz")
+    with jax.set_mesh(mesh):
+        logits = hax.named_jit(lambda model, tokens: model(tokens))(
+            model, hax.named(reference["tokens"], ("batch", "position"))
+        )
+    assert np.abs(logits.rearrange((..., "vocab")).array - reference["logits"]).max() <= TOLERANCE
+    with pytest.raises(ConfigError, match=r"config\.json: rope_interleaved True: a 'lucid' has no such key"):
+        DecoderConfig.from_hf_config({**values, "rope_interleaved": True})
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "opt", "seed_oss"])

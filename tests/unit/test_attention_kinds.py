@@ -114,10 +114,6 @@ def test_layers_in_words(numbers, total, text):
     assert layers_text(list(numbers), total) == text
 
 
-def names(model, **workload):
-    step = plan_step(model, Workload("eval", 2, workload.pop("position"), "bfloat16", "bfloat16", **workload))
-
-
 def names(model, position, kind="eval", **workload):
     step = plan_step(model, Workload(kind, 2, position, "bfloat16", "bfloat16", **workload))
     return [kind.name for kind in step.attention_kinds]

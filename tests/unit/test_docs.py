@@ -41,7 +41,7 @@ COMMAND = re.compile(r"(?:\$ )?(?:[A-Z_]+=\S+ )*((?:python3?|shardplan|pytest|pi
 FILE = re.compile(r"[\w./-]+\.(?:yaml|jsonl?|txt|py)")
 NOT_IN_THE_CLONE = ("build/", "results/", "wheels/", "layouts/")
 """Folders that the demo and other commands of the documentation write, and those of a reader."""
-FILES_OF_THE_USER = {"texts.jsonl", "job.py", "launch.yaml"}
+FILES_OF_THE_USER = {"texts.jsonl", "job.py", "launch.yaml", "lucid.json"}
 OUTPUT_FLAGS = {"--json", "--to", "--output"}
 
 
