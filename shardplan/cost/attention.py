@@ -73,7 +73,8 @@ def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
     """Whether a kernel can compute attention on each device alone: it has all keys, and each query head's key head.
 
     Of the axes of scores, those that keys have too may be sharded, and with shardplan's attention also positions.
-    Sharding of the query heads of a group alone would pair them with the wrong key heads.
+    Sharding of the query heads of a group alone would pair them with the wrong key heads. Values of another size than
+    keys are taken by shardplan's kernel, and not by Levanter's.
     """
     if assignment.quirks.plain_attention:
         return False
@@ -84,12 +85,12 @@ def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
     if any(assignment.compute.get(name) for name in task.axes_of_one_operand if name not in shardable):
         return False
     sizes = [size for name, size in keys.factors if size > 1 and name not in scores.axes]
-    if is_sequence_parallel:
+    kind = kind_of(task)
+    if is_sequence_parallel or kind.uses_own_kernel:
         layout = _sequence_layout(task, assignment)
         is_aligned = layout.padded_length // layout.ring % KERNEL_LANES == 0
         return all(size in HEAD_SIZES for size in sizes) and is_aligned
-    kind = kind_of(task)
-    has_equal_sizes = kind.head_size == kind.value_head_size  # Levanter's kernel takes no other values
+    has_equal_sizes = kind.head_size == kind.value_head_size
     lengths = [size for name, size in scores.factors if name in positions]
     is_aligned = all(size % KERNEL_LANES == 0 and size % min(KERNEL_BLOCK, size) == 0 for size in lengths)
     return has_equal_sizes and is_aligned and all(size in HEAD_SIZES for size in sizes)
@@ -103,7 +104,10 @@ def with_kernels(step: Step, assignment: ShardingAssignment) -> AttentionPlan:
     attention = [task for task in step.tasks if task.kind == TaskKind.ATTENTION]
     without_kernel = {kind_of(task).name for task in attention if not has_kernel(task, assignment)}
     names = [kind.name for kind in step.attention_kinds]
-    by_levanter = {name for name in names if assignment.attention.of(name).strategy == Strategy.NONE}
+    by_levanter = set()
+    for kind in step.attention_kinds:
+        if assignment.attention.of(kind.name).strategy == Strategy.NONE and not kind.uses_own_kernel:
+            by_levanter.add(kind.name)
     if by_levanter & without_kernel:
         without_kernel |= by_levanter
     methods = {}

@@ -27,6 +27,11 @@ class AttentionKind:
     """Whether every head has a sink: one more score beside the scores of the keys, without a value."""
     has_bias: bool = False
     """Whether an array is added to the scores."""
+    uses_own_kernel: bool = False
+    """Whether shardplan's kernel computes it where positions are not sharded too, as in the decoder.
+
+    In other models Levanter's does.
+    """
 
     @property
     def can_shard_positions(self) -> bool:

@@ -11,6 +11,7 @@ A mask that is an array, such as one for documents, counts as the part of it tha
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 import haliax as hax
@@ -36,12 +37,17 @@ _KINDS: list[AttentionKind] = []
 
 
 @contextmanager
-def mark_attention() -> Iterator[None]:
-    """Mark every call of attention with its kind, and compute it in plain operations."""
+def mark_attention(uses_own_kernel: bool = False) -> Iterator[None]:
+    """Mark every call of attention with its kind, and compute it in plain operations.
+
+    Args:
+        uses_own_kernel: see `AttentionKind.uses_own_kernel`.
+    """
 
     def compute(arguments: Arguments) -> NamedArray:
         """Compute attention under the scope of its kind."""
-        with jax.named_scope(f"{SCOPE}{_number(kind_of_call(arguments))}"):
+        kind = replace(kind_of_call(arguments), uses_own_kernel=uses_own_kernel)
+        with jax.named_scope(f"{SCOPE}{_number(kind)}"):
             if arguments.get("attn_sink") is not None:
                 return _attend_with_sinks(arguments)
             positional = [arguments.get(name) for name in POSITIONAL_OF_RESULT]

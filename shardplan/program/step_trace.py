@@ -62,7 +62,8 @@ def trace_step(model: Model, workload: Workload) -> Trace:
 
     mesh_axes = (*mapping.values(), *MESH_AXES)
     mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
-    with jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens(), mark_attention():
+    marks = mark_attention(model.is_decoder)
+    with jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens(), marks:
         jaxpr = jax.make_jaxpr(step)(arrays)
     _check_names(split_checkpointing(workload.gradient_checkpointing)[1], jaxpr.jaxpr)
     classes = [ArrayClass.PARAMETER, *[ArrayClass.STATE] * len(state), *[ArrayClass.INPUT] * len(inputs)]

@@ -207,6 +207,16 @@ def assert_costs_by_hand(plan, window, devices):
     assert sum(each.compute_seconds + each.exposed_seconds for each in (full_cost, cost)) == pytest.approx(seconds)
 
 
+def test_kernels_of_the_decoder_take_values_of_another_size(make_config):
+    """Also where positions are not sharded, and beside layers whose heads are too small for a kernel."""
+    latent, small = GroupedAttention(32, 32, 192, value_head_size=128), GroupedAttention(8, 8, 32, chunk=512)
+    model = composed(latent, small, length=1024, embed=2048)
+    settings = {"model_config": "llama-3.1-8b", "hardware_slice": "v5p-8", "workload_position": 1024}
+    attention = make_plan(make_config(**settings, workload_batch=8, pin="position="), model).attention
+    kernels = [attention.of(name).kernel for name in names(model, position=1024)]
+    assert (attention.strategy, kernels) == (Strategy.NONE, ["splash", "blockwise"])
+
+
 def test_keys_of_other_chunks_are_not_sent(make_config):
     """Each of eight devices has a chunk, so that the ring has no hop, and nothing else is as fast."""
     length = 65536
