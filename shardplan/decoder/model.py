@@ -106,6 +106,8 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         del key  # nothing is random
         config = self.settings
         mask = AttentionMask.causal() if attn_mask is None else attn_mask
+        if isinstance(mask, NamedArray):
+            mask = AttentionMask.explicit(mask)  # which layers may narrow
         indices = _indices_in_text(mask, input_ids.resolve_axis(POSITION)) if pos_ids is None else pos_ids
         x = hax.auto_sharded(self._embed(input_ids, indices))
         positions = Positions.of(indices)
@@ -250,11 +252,9 @@ def stored_shapes(rules: Mapping[str, Rule]) -> dict[str, Shape]:
     return shapes
 
 
-def _indices_in_text(mask: AttentionMask | NamedArray, Pos: Axis) -> NamedArray:
+def _indices_in_text(mask: AttentionMask, Pos: Axis) -> NamedArray:
     """Return int32[..., position]: the index of each token in its document, or in the array if there are none."""
-    if isinstance(mask, AttentionMask) and mask.segment_ids is not None:
-        return indices_in_documents(mask.segment_ids[0], Pos)
-    return hax.arange(Pos)
+    return hax.arange(Pos) if mask.segment_ids is None else indices_in_documents(mask.segment_ids[0], Pos)
 
 
 def _is_named(node: Any) -> bool:

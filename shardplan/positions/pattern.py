@@ -44,7 +44,7 @@ class Pattern:
     radius: int | None = None
     """A query at i may attend to the keys i - radius to i + radius: a window to both sides."""
     chunk: int | None = None
-    """A query at i may attend to the keys with i // chunk, counted from the beginning of the sequence."""
+    """A query at i may attend to a key at j if i // chunk is j // chunk."""
 
     @property
     def name(self) -> str:

@@ -223,7 +223,7 @@ class Space:
             possible = strategies - {Strategy.HYBRID}
         else:
             possible = strategies & {Strategy.HYBRID} or strategies & {Strategy.ALL_GATHER}
-        # only a contiguous order lets a sliding window leave out hops of the ring
+        # only a contiguous order lets a window, or a chunk, leave out hops of the ring
         is_even = self.sizes[self.position] % (2 * mesh_size(mesh, position_axes)) == 0
         kinds = self.step.attention_kinds
         has_full_attention = any(kind.pattern.difference_bounds == (None, None) for kind in kinds)

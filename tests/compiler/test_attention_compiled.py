@@ -14,7 +14,7 @@ from haliax.partitioning import pspec_for_axis
 from jax.sharding import NamedSharding
 from levanter.layers.attention import AttentionMask
 
-from shardplan.attention import dot_product_attention
+from shardplan.attention import dot_product_attention, with_chunks
 from shardplan.hardware import parse_slice
 from shardplan.verify.compiler.topology import make_topology_mesh
 from shardplan.verify.hlo.collectives import Network
@@ -140,10 +140,12 @@ def test_bytes_are_those_of_the_formulas(slice_name, heads, strategy, ulysses):
 @pytest.mark.whole
 @pytest.mark.parametrize("slice_name", SLICES)
 def test_only_hops_that_the_mask_needs(slice_name):
-    """A window that reaches into one neighbour needs one permute each of keys and values; one document per device needs
-    none."""
+    """A window that reaches into one neighbour needs one permute each of keys and values; one document or one chunk per
+    device needs none."""
     window = AttentionMask.causal(sliding_window=4096)
     assert compile_attention(slice_name, (2, 4), window, strategy="ring")[1]["collective-permute"] == 2
+    chunked = with_chunks(CAUSAL, LENGTH // DEGREE, Axis("position", LENGTH))
+    assert "collective-permute" not in compile_attention(slice_name, (2, 4), chunked, strategy="ring")[1]
     documents = (LENGTH // DEGREE,) * DEGREE
     assert "collective-permute" not in compile_attention(slice_name, (2, 4), strategy="ring", documents=documents)[1]
 

@@ -67,6 +67,18 @@ def test_patterns_are_levanters_masks():
     assert count >= 24
 
 
+def test_chunks_are_added_once_and_after_documents():
+    mask = with_chunks(AttentionMask.causal(), 4, POS)
+    with pytest.raises(ConfigError, match=r"attention: chunk is 0; it must be at least 1"):
+        with_chunks(None, 0, POS)
+    with pytest.raises(ConfigError, match=r"attention: the mask has chunks of 4 positions already"):
+        with_chunks(mask, 2, POS)
+    with pytest.raises(
+        ConfigError, match=r"a mask with chunks takes no segment ids; give them to the mask before with_"
+    ):
+        mask.with_segment_ids(hax.zeros(POS, dtype=int))
+
+
 @pytest.mark.parametrize("offset", [2, np.int64(2), jnp.int32(2), hax.named(jnp.asarray(2), ())], ids=repr)
 def test_offsets_of_every_type(offset):
     pattern = make_mask_spec(AttentionMask(is_causal=True, causal_offset=offset)).pattern

@@ -124,6 +124,22 @@ def test_packed_texts_have_the_positions_of_their_own():
     assert np.abs(packed - alone).max() < 1e-4 < np.abs(packed).max()
 
 
+def test_an_array_is_a_mask():
+    """Layers narrow it, by windows and chunks, as they narrow a structured one."""
+    Pos = Axis("position", 8)
+    attention = GroupedAttention(2, 2, 8, window=3, chunk=4)
+    layer = dataclasses.replace(LAYER, attention=attention)
+    config = DecoderConfig(
+        max_seq_len=8, embed=16, segments=divide_layers([layer]), norm=None, is_tied=True,
+        gradient_checkpointing=False, hf_config='{"model_type": "gpt2"}',
+    )  # fmt: skip
+    model = config.build(Axis("vocab", 32), key=jax.random.PRNGKey(0))
+    tokens = hax.arange(Pos)
+    allowed = hax.named(jnp.tri(8) > 0, (Pos, Pos.alias("key_position")))
+    given = model.activations(tokens, allowed).array
+    assert np.abs(given - model.activations(tokens).array).max() < 1e-6
+
+
 def test_norms_are_over_the_axes_of_their_weight():
     x = np.random.default_rng(0).normal(size=(3, 4, 5))
     heads, size = Axis("heads", 4), Axis("size", 5)
