@@ -34,6 +34,7 @@ from shardplan.config import PlanConfig
 from shardplan.errors import InfeasibleError
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
 from shardplan.search.given_plan import plan_given_mappings
@@ -96,10 +97,13 @@ STYLES: dict[str, tuple[int, int, dict[str, list[str]]]] = {
 """Layout written by hand -> sizes of replica and model, and what shards parameters beyond the compute mapping."""
 
 
-def load(model: str, slice_name: str, kind: str, batch: int, position: int = POSITION) -> PlanConfig:
+def load(
+    model: str, slice_name: str, kind: str, batch: int, position: int = POSITION, model_class: str = LEVANTER
+) -> PlanConfig:
     """The configuration of a training step in one microbatch, stored in float32, or of an evaluation in bfloat16."""
     settings = {
         "model.config": model,
+        "model.levanter_class": model_class,
         "hardware.slice": slice_name,
         "workload.kind": kind,
         "workload.batch": batch,
@@ -124,7 +128,7 @@ def planned_case(label: str, config: PlanConfig) -> Case:
 
 
 def build(config: PlanConfig) -> tuple[dict, Model]:
-    hf_config = read_config(config.model.config, None)
+    hf_config = read_config(config.model.config, None, config.model_class)
     return hf_config, build_model(hf_config, config.workload.position)
 
 
@@ -375,7 +379,8 @@ with libtpu on a CPU machine with 2 cores.
 
 Modelled steps are those of `shardplan.verify`: the compiler's cycles, and transfers on the torus that do not overlap
 with them; [published runs](published.md) compare them with steps that were measured. All programs of a table are
-compiled with the options of the plan, unless a row names others. A mesh is replica x data x model; positions are
+compiled with the options of the plan, unless a row names others. The models are computed by Levanter's classes;
+[another page](decoder.md) compares the decoder with them. A mesh is replica x data x model; positions are
 sharded over the mesh axes named after it.
 
 ## Solve time

@@ -43,7 +43,7 @@ def prompt_table(jobs: int | None) -> str:
         cases = []
         for divisor in LENGTH_DIVISORS:
             position = config.workload.position // divisor
-            hf_config = read_config(config.model.config, None)
+            hf_config = read_config(config.model.config, None, config.model_class)
             model = build_model(hf_config, position)
             shorter = plan_given_mappings(
                 replace(config, workload=replace(config.workload, position=position)),

@@ -25,6 +25,7 @@ from planner_record import PUBLISHED, CompiledResult, compile_cases, record_key,
 from shardplan.config import PlanConfig
 from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
 from shardplan.search.given_plan import plan_given_mappings
@@ -80,7 +81,7 @@ class Run:
     @property
     def hf_config(self) -> dict[str, Any]:
         """config.json of ours."""
-        return {**read_config(self.model, None), **self.changes}
+        return {**read_config(self.model, None, LEVANTER), **self.changes}
 
     def cases(self) -> list[Case]:
         """The published mesh, and the best plan if it is asked for."""

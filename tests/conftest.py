@@ -196,7 +196,7 @@ def forked_readers():
 @pytest.fixture(scope="session", autouse=True)
 def build_shared():
     """Plans for one config.json and number of positions share its model, and so the traces of its steps."""
-    from shardplan.model.own_model import CLASS_KEY
+    from shardplan.model.model_class import CLASS_KEY
     from shardplan.model.registry import build_model
 
     models = {}
@@ -239,7 +239,8 @@ def make_config():
     from shardplan import config
 
     def make(**overrides):
-        argv = [f"--{key.replace('_', '.', 1)}={value}" for key, value in overrides.items()]
+        given = {key: value for key, value in overrides.items() if value is not None}
+        argv = [f"--{key.replace('_', '.', 1)}={value}" for key, value in given.items()]
         return config.parse_config(argv)
 
     return make

@@ -30,9 +30,9 @@ model = load_pretrained(checkpoint, plan=plan)
 type(model)
 
 # %% [markdown]
-# It is Levanter's model, and its arrays are Haliax's named arrays, as from Levanter's own converter. `audit` compares
-# every array with the Plan, and raises if one has another type or sharding; JAX would go on in silence with an array
-# that is replicated where it should be sharded.
+# shardplan's own decoder evaluates every type of model. It is a Levanter `LmHeadModel`, and its arrays are Haliax's
+# named arrays. `audit` compares every array with the Plan, and raises if one has another type or sharding; JAX would go
+# on in silence with an array that is replicated where it should be sharded.
 
 # %%
 from shardplan import audit
@@ -48,10 +48,10 @@ audit(model, plan)
 plan.tiles_of("mlp.gate_proj.weight")
 
 # %% [markdown]
-# And so it is. Layers are stacked: each device has both layers, an eighth of `mlp` and all of `embed`.
+# And so it is. Layers are stacked: each device has both layers, a fourth of `mlp` and all of `embed`.
 
 # %%
-weight = model.transformer.layers.stacked.mlp.gate_proj.weight
+weight = model.segments[0].stacked.layers[0].mlp.gate_proj.weight
 print(weight.axes, weight.array.sharding.spec)
 for shard in weight.array.addressable_shards:
     _, mlp, _ = shard.index
@@ -63,7 +63,7 @@ for shard in weight.array.addressable_shards:
 # %%
 import jax
 
-jax.debug.visualize_array_sharding(weight["layer", 0].array)
+jax.debug.visualize_array_sharding(weight["layers", 0].array)
 
 # %% [markdown]
 # ## Against the safetensors library
@@ -93,8 +93,9 @@ print("all", len(weight.array.addressable_shards), "shards are equal")
 # %% [markdown]
 # ## Without a plan
 #
-# Inside `hax.axis_mapping` the current mapping is used, as in Levanter's scripts. Where there is neither a plan nor a
-# mapping, every array is sharded over as many devices as its shape allows:
+# Without a plan, the model is of Levanter's class for its type, as in Levanter's scripts. Inside `hax.axis_mapping` the
+# current mapping is used. Where there is neither a plan nor a mapping, every array is sharded over as many devices as
+# its shape allows:
 
 # %%
 import haliax as hax
@@ -130,7 +131,7 @@ from levanter.models.llama import LlamaLMHeadModel
 
 from shardplan import save_pretrained
 
-larger = dataclasses.replace(model.config, hidden_dim=768, intermediate_dim=3072, num_layers=4)
+larger = dataclasses.replace(spread.config, hidden_dim=768, intermediate_dim=3072, num_layers=4)
 mapping = {"mlp": "model", "embed": "data"}
 folder = "../build/notebooks/larger"
 shutil.rmtree(folder, ignore_errors=True)

@@ -68,10 +68,11 @@ why_not("mesh.model=16", plan, config)
 why_not("position=", plan, config)
 
 # %% [markdown]
-# To force a choice, pin it. This plan keeps positions unsharded, so that Levanter runs it as it is:
+# To force a choice, pin it. This plan keeps positions unsharded, and is for Levanter's class of Llama instead of
+# shardplan's decoder, so that Levanter's scripts run it as it is:
 
 # %%
-pinned = make_plan(load_config("../configs/405b.yaml", pin=["position="]))
+pinned = make_plan(load_config("../configs/405b.yaml", model={"levanter_class": "levanter"}, pin=["position="]))
 pinned
 
 # %% [markdown]

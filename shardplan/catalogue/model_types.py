@@ -12,9 +12,8 @@ from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.decoder.config_keys import ConfigKeys
 from shardplan.decoder.families import FAMILIES
 from shardplan.model.huggingface.hf_config import read_config
-from shardplan.model.huggingface.model_types import SUPPORTED_MODELS, is_decoder
 from shardplan.model.inspect import inspect_model
-from shardplan.model.levanter_compat import FIXED_VALUES
+from shardplan.model.model_class import LEVANTER_CLASSES
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.workload.kinds import KINDS
 from shardplan.plan.workload.workload import MIN_POSITION, Workload
@@ -47,14 +46,14 @@ class TypeFacts:
     type: str
     family: str
     about: str
-    """What sets its models apart, in a sentence; empty where Levanter computes them."""
-    computed_by: str
-    """Whose modules compute it: shardplan's decoder, or a class of Levanter."""
+    """What sets its models apart, in a sentence."""
+    levanter_class: str | None
+    """Levanter's configuration class, for training and for its scripts; None where the decoder computes these too."""
     features: tuple[Feature, ...]
     methods: tuple[AttentionMethod, ...]
     """How attention is computed where positions are sharded."""
     keys: tuple[str, ...]
-    """Keys of its config.json that are read; empty where those that are not are ignored, not refused."""
+    """Keys of its config.json that are read."""
     only: dict[str, tuple[Any, ...]]
     """Key of its config.json -> the only values that are supported."""
     released: tuple[str, ...]
@@ -70,18 +69,17 @@ def describe_type(model_type: str, released: Sequence[str]) -> TypeFacts:
     hf_config = read_config(released[0], None)
     model = build_model(hf_config, 1)
     keys = read_keys(hf_config)
-    module, class_name = SUPPORTED_MODELS[model_type]
-    reader = FAMILIES[model_type].read if is_decoder(model_type) else None
-    about = (sys.modules[reader.__module__].__doc__ or "").partition("\n")[0] if reader else ""
+    module = FAMILIES[model_type].read.__module__
+    about = (sys.modules[module].__doc__ or "").partition("\n")[0]
     return TypeFacts(
         type=model_type,
-        family=(reader.__module__ if reader else module).rpartition(".")[2],
+        family=module.rpartition(".")[2],
         about=about.partition(" Source")[0],
-        computed_by="shardplan's decoder" if reader else f"Levanter's {class_name}",
+        levanter_class=LEVANTER_CLASSES.get(model_type),
         features=tuple(supported_features(model)),
         methods=sequence_methods(model),
         keys=keys.read,
-        only=keys.only_values if reader else FIXED_VALUES.get(model_type, {}),
+        only=keys.only_values,
         released=tuple(released),
     )
 
@@ -131,8 +129,7 @@ class RecordedKeys(ConfigKeys):
 
 
 def read_keys(hf_config: dict[str, Any]) -> RecordedKeys:
-    """Return what the family of a config.json reads of it; nothing where Levanter's class reads it."""
+    """Return what the family of a config.json reads of it."""
     keys = RecordedKeys(hf_config)
-    if is_decoder(hf_config["model_type"]):
-        FAMILIES[hf_config["model_type"]].read(keys)
+    FAMILIES[hf_config["model_type"]].read(keys)
     return keys

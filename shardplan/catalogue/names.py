@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardplan.errors import ConfigError, closest
 from shardplan.model.bundled_configs import BUNDLED, bundled_name
-from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_MODELS
+from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_TYPES
 from shardplan.model.huggingface.text_part import TEXT_TYPES
 
 
@@ -45,11 +45,11 @@ def find_model(name: str) -> NamedModel:
     released = name if name in BUNDLED else bundled_name(name)
     if released is not None:
         return NamedModel(_type_of(released), released)
-    if name in SUPPORTED_MODELS or name in OTHER_TYPES:
+    if name in SUPPORTED_TYPES or name in OTHER_TYPES:
         return NamedModel(name)
     if name in TEXT_TYPES:
         return NamedModel(TEXT_TYPES[name], wrapper=name)
-    meant = closest(name.rpartition("/")[2], [*BUNDLED, *SUPPORTED_MODELS, *OTHER_TYPES, *TEXT_TYPES])
+    meant = closest(name.rpartition("/")[2], [*BUNDLED, *SUPPORTED_TYPES, *OTHER_TYPES, *TEXT_TYPES])
     hint = f"did you mean {meant!r}?" if meant else "`shardplan models` lists both"
     raise ConfigError(f"{name!r} is no released model that is known here, and no model type; {hint}")
 
@@ -59,7 +59,7 @@ def released_by_type() -> dict[str, tuple[str, ...]]:
     names: defaultdict[str, list[str]] = defaultdict(list)
     for name in BUNDLED:
         names[_type_of(name)].append(name)
-    return {each: tuple(names[each]) for each in sorted(SUPPORTED_MODELS)}
+    return {each: tuple(names[each]) for each in sorted(SUPPORTED_TYPES)}
 
 
 def refused_types() -> tuple[RefusedTypes, ...]:

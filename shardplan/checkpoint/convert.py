@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, assert_never
 
 from shardplan.checkpoint.save import save_levanter, save_pretrained
@@ -10,6 +11,7 @@ from shardplan.checkpoint.target import CONFIG
 from shardplan.config.command_flags import Format, LoadingConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.model.bundled_configs import read_config_file
+from shardplan.model.model_class import LEVANTER
 from shardplan.runtime.devices import is_first_process
 from shardplan.storage import Folder, read_bytes
 
@@ -30,6 +32,9 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
         ConfigError: the folder cannot be written to, or holds a checkpoint.
         CheckpointError: the checkpoint is damaged, or cannot be written in the requested format.
     """
+    if file_format == Format.LEVANTER:  # for its scripts, which have its class
+        levanter_model = replace(config.model, levanter_class=config.model.levanter_class or LEVANTER)
+        config = replace(config, model=levanter_model)
     session = prepare(*load_given_plan(config))
     config_json = _read_config_json(session)
     module, _ = session.load(session.model.template)

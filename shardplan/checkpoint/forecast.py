@@ -102,7 +102,7 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
     stored = (
         _read_checkpoint(config.model.ref, model)
         if path is None
-        else _assume_checkpoint(path, config.model.levanter_class, model)
+        else _assume_checkpoint(path, config.model_class, model)
     )
     program = stored.program
     sources = {name: TensorSource(*stored.locations[name], stored.dtypes[name].itemsize) for name in program.tensors}
@@ -129,10 +129,10 @@ def _read_checkpoint(ref: str, model: Model) -> _StoredModel:
     return _StoredModel(folder.ref, program, dtypes, locations)
 
 
-def _assume_checkpoint(config_path: str, own_class: str | None, model: Model) -> _StoredModel:
+def _assume_checkpoint(config_path: str, model_class: str | None, model: Model) -> _StoredModel:
     """Lay out all tensors of a config.json in one file, in the type that it names."""
     program = trace_program(model.template)
-    config_json = read_config(config_path, None, own_class)
+    config_json = read_config(config_path, None, model_class)
     dtype = np.dtype(jnp.dtype(config_json.get("torch_dtype") or config_json.get("dtype") or "bfloat16"))
     sizes = (math.prod(shape) * dtype.itemsize for shape in program.tensors.values())
     offsets = itertools.accumulate(sizes, initial=0)

@@ -36,13 +36,11 @@ from shardplan.errors import CheckpointError, ConfigError, check_argument
 from shardplan.execution.device_mesh import make_mesh
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
-from shardplan.model.own_model import CLASS_KEY
+from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER, LEVANTER_CLASSES
 from shardplan.model.registry import (
-    SUPPORTED_MODELS,
     abstract_module,
     build_model,
-    levanter_config_class,
-    own_class_name,
+    name_of_class,
     transformers_config,
 )
 from shardplan.plan.mapping import MeshAxes
@@ -78,7 +76,9 @@ def load_pretrained(
             Without a plan, a mapping or a current mapping, every array gets `best_effort_sharding` on the current mesh;
             an empty mapping replicates.
         dtype: type that floating-point parameters are cast to; default: the plan's, else the stored type of each array.
-        config: a Levanter model configuration; default: the one that the checkpoint's config.json describes.
+        config: a Levanter model configuration; default: the one that the checkpoint's config.json describes, of the
+            plan's class, and without a plan of Levanter's class for the type, or of shardplan's decoder for a type that
+            Levanter does not have.
         budget: most host memory to use beyond the arrays themselves, bytes.
         checksum: compare the files with the checksums that their store recorded, if it recorded any.
         strict: refuse a checkpoint with tensors that the model has no use for, instead of a warning.
@@ -97,8 +97,9 @@ def load_pretrained(
     check_argument("load_pretrained", "ref", ref, (str, RepoRef, os.PathLike), "a folder, org/model@revision or a URL")
     dtype = _loadable_dtype(dtype)
     folder = open_folder(str(ref))
-    own_class = None if config is None else own_class_name(type(config))
-    template = _make_template(read_config(None, folder, own_class), config, folder)
+    planned = LEVANTER if plan is None else plan.model.class_name
+    model_class = planned if config is None else name_of_class(type(config))
+    template = _make_template(read_config(None, folder, model_class), config, folder)
     if plan is not None:
         _check_plan(plan, template)
     mesh = make_mesh(plan) if plan is not None else _current_mesh()
@@ -137,7 +138,7 @@ class HFCheckpointConverter(SavingConverter):
                 "model.reference_checkpoint, or name one in initialize_from_hf"
             )
         folder = open_folder(str(ref))
-        hf_config = read_config(None, folder, own_class_name(_config_class(self)))
+        hf_config = read_config(None, folder, name_of_class(_config_class(self)))
         config = config if config is not None else _custom_config(self, hf_config)
         template = _make_template(hf_config, config, folder)
         mapping = _mapping_or_current(axis_mapping)
@@ -171,12 +172,11 @@ def _config_class(converter: Any) -> type:
 
 
 def _custom_config(converter: Any, hf_config: dict[str, Any]) -> Any:
-    """Return the configuration of a user's own class; None if the class is Levanter's for the model type.
+    """Return the configuration of a user's own class; None for the decoder, and for Levanter's class for the type.
 
-    `build_model` makes the latter from config.json, and corrects what Levanter reads differently.
+    `build_model` makes these from config.json, and corrects what Levanter reads differently.
     """
-    model_type = hf_config["model_type"]
-    if model_type in SUPPORTED_MODELS and _config_class(converter) is levanter_config_class(model_type):
+    if name_of_class(_config_class(converter)) in (DECODER, LEVANTER_CLASSES.get(hf_config["model_type"])):
         return None
     values = {key: value for key, value in hf_config.items() if key != CLASS_KEY}
     return converter.config_from_hf_config(converter.HfConfigClass(**values))

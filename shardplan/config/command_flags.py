@@ -21,6 +21,7 @@ from shardplan.config.sections import (
     check_minimum,
 )
 from shardplan.errors import ConfigError
+from shardplan.model.model_class import LEVANTER
 from shardplan.plan.serialization import flatten
 from shardplan.plan.workload.workload import AUTO_POSITION, Workload, raise_first
 
@@ -50,6 +51,11 @@ class PlanConfig:
     """Keys that a file or the command line set, by dotted name; not a key itself."""
     files: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={NO_KEY: True})
     """The YAML files that were read; not a key itself."""
+
+    @property
+    def model_class(self) -> str | None:
+        """The class that computes the model, see `shardplan.model.model_class`; None for the decoder."""
+        return self.model.levanter_class or (LEVANTER if self.workload.is_training else None)
 
     def __post_init__(self) -> None:
         work = self.workload

@@ -53,7 +53,7 @@ def load_given_plan[C: PlanConfig](config: C) -> tuple[C, Plan | None]:
                 config.model,
                 ref=config.model.ref or plan.model.ref,
                 config=config.model.config or plan.model.config,
-                levanter_class=config.model.levanter_class or plan.model.levanter_class,
+                levanter_class=config.model.levanter_class or plan.model.class_name,
             ),
             hardware=HardwareConfig(plan.hardware.slice),
             mesh=MeshConfig(**plan.mesh),

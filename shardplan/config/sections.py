@@ -36,8 +36,8 @@ class ModelConfig:
     """A config.json, or the name of a bundled model such as llama-3.1-8b, to plan from when the checkpoint itself is
     not at hand; default: the one of model.ref."""
     levanter_class: str | None = None
-    """The Levanter configuration class of your own model, as package.module:Class; default: the one for the model_type
-    of the config.json."""
+    """The Levanter configuration class of your own model, as package.module:Class, or `levanter` for Levanter's own
+    class for the model_type of the config.json; default: shardplan's decoder, and for training `levanter`."""
 
 
 @dataclass(frozen=True)

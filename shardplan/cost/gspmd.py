@@ -270,7 +270,7 @@ def _partial_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
         axis
         for operand in (task.operands if _contracts_flattened(task, assignment) else ())
         for dim in operand.dims
-        if (flat := _flattened_axis(dim, task, assignment)) and _keeps_sharding(dim, flat, assignment)
+        if (flat := _flattened_axis(dim, task, assignment)) is not None and _keeps_sharding(dim, flat, assignment)
         for axis in assignment.mesh_axes(dim)
     }
     summed = kept | {*assignment.mesh_axes(task.contracted)}
@@ -282,7 +282,7 @@ def _flattened_operand_traffic(task: Task, operand: TracedArray, assignment: Sha
     for dim in operand.dims:
         flat = _flattened_axis(dim, task, assignment)
         axes = assignment.mesh_axes(dim)
-        if flat and axes and not _keeps_sharding(dim, flat, assignment):
+        if flat is not None and axes and not _keeps_sharding(dim, flat, assignment):
             unsharded = {name: axes for name, axes in assignment.compute.items() if name not in dict(dim)}
             size, subject = assignment.bytes(operand, unsharded), f"{flat} of {task.label}"
             yield all_gather_traffic(size, assignment, axes, task.executions, Purpose.FLATTENED_AXES, subject)

@@ -80,6 +80,12 @@ class Architecture(LmConfig):
         return self.Embed if self.token_embed is None else Axis("token_embed", self.token_embed)
 
     @property
+    def Layers(self) -> tuple[Axis, ...]:
+        """The axis of each segment, along which its repetitions are stacked."""
+        names = ["layers"] if len(self.segments) == 1 else [f"layers_{i}" for i in range(len(self.segments))]
+        return tuple(Axis(name, segment.repeats) for name, segment in zip(names, self.segments, strict=True))
+
+    @property
     def max_Pos(self) -> Axis:
         """The axis of positions, with all that the model has."""
         return Axis(POSITION, self.max_seq_len)

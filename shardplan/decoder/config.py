@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from haliax import Axis
 from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig
 
@@ -13,6 +12,7 @@ from shardplan.decoder.config_keys import ConfigKeys
 from shardplan.decoder.families import FAMILIES
 from shardplan.decoder.model import Decoder
 from shardplan.errors import ConfigError, nearest
+from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import abstract_module, transformers_config
 
 
@@ -70,8 +70,8 @@ class DecoderConfig(Architecture, HFCompatConfig):
 
     def total_trainable_params(self, vocab_size: int) -> int:
         """Count the elements of all parameters, for a vocabulary of `vocab_size` tokens."""
-        arrays = jax.tree.leaves(abstract_module(self, Axis("vocab", vocab_size)))
-        return sum(array.size for array in arrays)
+        leaves = named_leaves(abstract_module(self, Axis("vocab", vocab_size)))
+        return sum(leaf.size for _, leaf in leaves)
 
     def to_hf_config(self, vocab_size: int, config_overrides: dict[str, Any] | None = None) -> Any:
         """Return the configuration of transformers that this was made of, with `vocab_size` tokens.

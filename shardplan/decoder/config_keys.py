@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from shardplan.errors import ConfigError
 from shardplan.model.axes import MAX_SIZE
+from shardplan.model.huggingface.foreign_keys import changes_nothing
 
 HARMLESS = frozenset(
     {
@@ -16,13 +17,13 @@ HARMLESS = frozenset(
         "attn_pdrop", "auto_map", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
         "chunk_size_feed_forward", "classifier_dropout", "decoder_start_token_id", "dropout", "dtype", "embd_pdrop",
         "embedding_dropout", "eos_token_id", "finetuning_task", "gradient_checkpointing", "hidden_dropout",
-        "hidden_dropout_prob", "id2label", "init_std", "initializer_range", "is_decoder", "is_encoder_decoder",
-        "is_llama_config", "label2id", "layerdrop", "model_max_length", "model_type", "n_ctx", "n_special", "output_attentions",
-        "output_hidden_states", "pad_token_id", "predict_special_tokens", "prefix", "pretraining_tp", "problem_type",
-        "resid_pdrop", "residual_dropout", "return_dict", "summary_activation", "summary_first_dropout",
-        "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params", "tie_encoder_decoder",
-        "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version",
-        "unk_token_id", "use_bfloat16", "use_cache", "vocab_size",
+        "hidden_dropout_prob", "id2label", "init_std", "initializer_range", "is_decoder", "is_llama_config", "label2id",
+        "layerdrop", "model_max_length", "model_type", "n_ctx", "n_special", "num_nextn_predict_layers",
+        "output_attentions", "output_hidden_states", "pad_token_id", "predict_special_tokens", "prefix",
+        "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict", "summary_activation",
+        "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
+        "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
+        "transformers_version", "unk_token_id", "use_bfloat16", "use_cache", "vocab_size",
     }
 )  # fmt: skip
 """Keys that say nothing about what a trained model computes, or that are read before its family."""
@@ -132,7 +133,7 @@ class ConfigKeys:
         """
         left = []
         for name, value in self.values.items():
-            is_known = name in self._taken or name in HARMLESS
+            is_known = name in self._taken or name in HARMLESS or changes_nothing(name, self.values)
             if not is_known and value is not None:
                 left.append(name)
         if left:
@@ -144,5 +145,6 @@ class ConfigKeys:
             )
 
     def refuse(self, name: str, value: Any, expected: str) -> NoReturn:
-        problem = "is missing" if value is None else f"is {value!r}"
+        absent = "is null" if self.is_null(name) else "is missing"
+        problem = absent if value is None else f"is {value!r}"
         raise ConfigError(f"{self.where}: {name} {problem}; it must be {expected}")

@@ -51,7 +51,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
     @property
     def Vocab(self) -> Axis:
         """The axis of the vocabulary."""
-        return self.embedding.resolve_axis("vocab")
+        return self.embedding.axes[0]
 
     @property
     def Embed(self) -> Axis:
@@ -64,10 +64,8 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         table, head, rows, first, last, layers = jax.random.split(key, 6)
         stacks = []
         for i, segment in enumerate(config.segments):
-            name = "layers" if len(config.segments) == 1 else f"layers_{i}"
             keys = jax.random.split(jax.random.fold_in(layers, i), segment.repeats)
-            axis = Axis(name, segment.repeats)
-            make = Stacked.init(axis, RepeatedLayers, gradient_checkpointing=config.gradient_checkpointing)
+            make = Stacked.init(config.Layers[i], RepeatedLayers, gradient_checkpointing=config.gradient_checkpointing)
             stacks.append(make(segment.layers, config.Embed, key=keys))
 
         def random(key: jax.Array, *axes: Axis) -> NamedArray:
@@ -122,7 +120,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
     def _embed(self, tokens: NamedArray, indices: NamedArray) -> NamedArray:
         """Return the residual stream {..., position, embed} before the first layer."""
         config = self.settings
-        x = self.embedding.take("vocab", tokens)
+        x = self.embedding.take(self.Vocab, tokens)
         if config.embedding_multiplier != 1.0:
             x = x * config.embedding_multiplier
         if self.project_in is not None:
@@ -171,10 +169,11 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
 
     def resize_vocab(self, new_size: int, key: jax.Array | None = None) -> "Decoder":
         """Return the model with a vocabulary of `new_size` tokens; new rows are random, or the mean without a key."""
+        name = self.Vocab.name
 
         def resize(leaf: Any) -> Any:
-            has_vocab = _is_named(leaf) and any(axis.name == "vocab" for axis in leaf.axes)
-            return hax.tree_util.resize_axis(leaf, "vocab", new_size, key=key) if has_vocab else leaf
+            has_vocab = _is_named(leaf) and any(axis.name == name for axis in leaf.axes)
+            return hax.tree_util.resize_axis(leaf, name, new_size, key=key) if has_vocab else leaf
 
         resized: Decoder = jax.tree.map(resize, self, is_leaf=_is_named)
         return resized
@@ -187,7 +186,9 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
 
         rules = parameter_rules(self.settings, self.Vocab.size)
 
-        def fill(path: Any, leaf: NamedArray) -> NamedArray:
+        def fill(path: Any, leaf: Any) -> Any:
+            if not _is_named(leaf):
+                return leaf
             value = evaluate(rules[_path_text(path)], read, ARRAYS)
             return hax.named(value.reshape(leaf.array.shape), leaf.axes)
 
@@ -200,7 +201,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         """
         rules = parameter_rules(self.settings, self.Vocab.size)
         leaves = jax.tree_util.tree_flatten_with_path(self, is_leaf=_is_named)[0]
-        parameters = {_path_text(path): leaf.array for path, leaf in leaves}
+        parameters = {_path_text(path): leaf.array for path, leaf in leaves if _is_named(leaf)}
         dtype = jnp.result_type(*parameters.values())
 
         def read_all(tensors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -11,6 +11,7 @@ from shardplan.hardware import parse_slice
 from shardplan.hardware.mesh_axes import DCN_AXES
 from shardplan.hardware.multislice import slices_by_axis
 from shardplan.levanter_config.mesh_section import DEFAULT_SHARED_AXES
+from shardplan.model.model_class import DECODER, LEVANTER, LEVANTER_CLASSES
 from shardplan.plan.arguments import check_plan
 from shardplan.plan.attention_plan import AttentionPlan, KernelName
 from shardplan.plan.mapping import MeshAxes, MeshShape, mesh_size
@@ -113,6 +114,11 @@ def _batch_sizes(plan: Plan) -> dict[str, int]:
 
 def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
     """Yield lines of comment about settings outside of the trainer section that the plan requires."""
+    is_decoder = plan.model.class_name == DECODER
+    if is_decoder:
+        kind = plan.model.type
+        other = f"; for Levanter's {kind}, plan with --model.levanter_class {LEVANTER}"
+        yield from _wrap(f"model.type must be shardplan_decoder{other if kind in LEVANTER_CLASSES else ''}.")
     checkpointing = plan.workload.gradient_checkpointing
     if plan.workload.is_training and checkpointing != "default":
         policy = policy_fields(checkpointing)
@@ -126,6 +132,13 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
         )
     if parse_slice(plan.hardware.slice).is_cpu:
         return  # Levanter's attention on CPUs is no kernel, and correct under any sharding
+    if plan.attention.is_sequence_parallel and is_decoder:
+        position = plan.model.position
+        yield from _wrap(
+            f"Levanter's programs gather all keys where {position} is sharded: run shardplan eval instead, or plan "
+            f"with --pin {position}="
+        )
+        return
     if plan.attention.is_sequence_parallel:
         yield from _attention_settings(plan)
         return

@@ -21,6 +21,7 @@ from shardplan.lint.findings import Finding, Severity
 from shardplan.lint.subject import Subject
 from shardplan.model.axes import ModelAxes
 from shardplan.model.inspect import inspect_model
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload.workload import BATCH_AXIS
@@ -88,7 +89,9 @@ def target_of(
     Raises:
         ConfigError: it names no model or slice, one that is not supported, or another model than `model_section`.
     """
-    config = dataclasses.replace(config, workload=model_section.apply_to(config.workload))
+    levanter_model = dataclasses.replace(config.model, levanter_class=config.model.levanter_class or LEVANTER)
+    workload = model_section.apply_to(config.workload)
+    config = dataclasses.replace(config, model=levanter_model, workload=workload)
     hardware = parse_slice(config.hardware.slice)
     if model is not None:
         return LintTarget(config, model, inspect_model(model), hardware, model_section, extras)

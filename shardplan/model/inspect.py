@@ -15,10 +15,12 @@ from shardplan.model.registry import Model
 def inspect_model(model: Model) -> ModelAxes:
     """Read the parameters and logical axes of `model` from its abstract module tree."""
     template = model.template
+    # what the output head of a decoder sums over may be another axis
+    residual = model.config.Embed if model.is_decoder else template.Embed
     return ModelAxes(
         type=model.type,
         parameters=tuple(parameters_of(template)),
-        residual=template.Embed.name,
+        residual=residual.name,
         position=template.Pos.name,
         vocab=template.Vocab.name,
     )

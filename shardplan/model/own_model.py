@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardplan.errors import ConfigError, nearest, one_line
-
-CLASS_KEY = "levanter_class"
-"""Key under which `read_config` puts the name of the class into a config.json: `package.module:Class`."""
+from shardplan.model.model_class import class_of, is_own_class
 
 
 class OwnModelConfig(Protocol):
@@ -60,9 +58,10 @@ def load_own_class(name: str) -> Any:
 
 def own_code(hf_config: Mapping[str, Any]) -> str | None:
     """SHA-256 of the Python files beside the module that a config.json names; None for models that shardplan knows."""
-    if CLASS_KEY not in hf_config:
+    name = class_of(hf_config)
+    if not is_own_class(name):
         return None
-    spec = find_spec(_split(hf_config[CLASS_KEY])[0])
+    spec = find_spec(_split(name)[0])
     digest = hashlib.sha256()
     for path in sorted(Path(spec.origin).parent.glob("*.py")) if spec and spec.origin else ():
         digest.update(path.read_bytes())

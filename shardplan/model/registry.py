@@ -1,4 +1,4 @@
-"""Builds the Levanter model of a Hugging Face configuration, for every supported model type."""
+"""Builds the model of a Hugging Face configuration, by the class that computes it."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,9 +12,9 @@ from levanter.layers.attention import Attention, AttentionMask
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.attention_calls import REPLACEABLE_CALLS
 from shardplan.model.huggingface.hf_config import check_config
-from shardplan.model.huggingface.model_types import DECODER, SUPPORTED_MODELS, is_decoder
 from shardplan.model.levanter_compat import correct_levanter_config, prepare_hf_config, sliding_window
-from shardplan.model.own_model import CLASS_KEY, load_own_class
+from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER_CLASSES, class_of, is_own_class
+from shardplan.model.own_model import load_own_class
 from shardplan.model.soft_cap import cap_gemma2_logits
 
 
@@ -24,6 +24,8 @@ class Model:
 
     type: str
     """Hugging Face `model_type`."""
+    class_name: str
+    """Name of the class of `config` (`shardplan.model.model_class`)."""
     config: Any
     """Levanter's configuration (an `HFCompatConfig`)."""
     template: Any
@@ -45,8 +47,7 @@ class Model:
     @property
     def is_decoder(self) -> bool:
         """Whether it is shardplan's own decoder: a plan computes its attention, on positions in any order."""
-        config_class = type(self.config)
-        return (config_class.__module__, config_class.__qualname__) == DECODER
+        return self.class_name == DECODER
 
     @property
     def is_attention_planned(self) -> bool:
@@ -59,16 +60,15 @@ class Model:
         return self.template.Vocab
 
 
-def levanter_config_class(model_type: str) -> Any:
-    """Return the Levanter configuration class of a supported Hugging Face `model_type`."""
-    module, name = SUPPORTED_MODELS[model_type]
-    return getattr(import_module(module), name)
+def config_class(name: str) -> Any:
+    """Import a configuration class that shardplan knows, by its name in `shardplan.model.model_class`."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
 
 
-def own_class_name(config_class: type) -> str | None:
-    """Return the name of a Levanter configuration class, as `package.module:Class`; None for the registry's own."""
-    name = config_class.__module__, config_class.__qualname__
-    return None if name in SUPPORTED_MODELS.values() else ":".join(name)
+def name_of_class(config_class: type) -> str:
+    """Return the name of a configuration class, as `package.module:Class`."""
+    return f"{config_class.__module__}:{config_class.__qualname__}"
 
 
 def abstract_module(config: Any, vocab: hax.Axis) -> Any:
@@ -88,32 +88,38 @@ def transformers_config(hf_config: dict[str, Any]) -> Any:
 
 
 def build_model(hf_config: dict[str, Any], position: int, shorten: bool = False) -> Model:
-    """Build the Levanter model of the config.json `hf_config`, for sequences of `position` tokens.
+    """Build the model of the config.json `hf_config`, for sequences of `position` tokens.
 
     Args:
+        hf_config: as `read_config` returns it; it says which class computes the model.
         shorten: if the model has fewer positions, build it for these instead of raising.
 
     Raises:
-        ConfigError: an unsupported model type, a configuration that Levanter's model cannot express, or more
-            positions than the model has.
+        ConfigError: an unsupported model type, a configuration that the class cannot express, or more positions than
+            the model has.
     """
-    model_type, own_class = hf_config["model_type"], hf_config.get(CLASS_KEY)
-    if own_class is None:
+    name = class_of(hf_config)
+    if not is_own_class(name):
         hf_config = check_config(hf_config, "config.json")  # again, because a caller may have changed keys
-        if is_decoder(model_type):
-            return _build_decoder(hf_config, position, shorten)
+    if name == DECODER:
+        return _build_decoder(hf_config, position, shorten)
+    return _build_levanter(hf_config, name, position, shorten)
+
+
+def _build_levanter(hf_config: dict[str, Any], name: str, position: int, shorten: bool) -> Model:
+    """Build a model of a class of Levanter, or of a user's own class; see `build_model`."""
+    model_type = hf_config["model_type"]
+    is_corrected = name == LEVANTER_CLASSES.get(model_type)
     try:
-        hf = transformers_config(hf_config)
-        if own_class is None:
-            config = correct_levanter_config(
-                levanter_config_class(model_type).from_hf_config(prepare_hf_config(hf)), hf
-            )
+        hf = transformers_config({key: value for key, value in hf_config.items() if key != CLASS_KEY})
+        if is_corrected:
+            config = correct_levanter_config(config_class(name).from_hf_config(prepare_hf_config(hf)), hf)
             positions = config.max_Pos.size
             position = min(position, positions) if shorten else position
             window = sliding_window(hf, position)
             soft_cap = hf.final_logit_softcapping if model_type == "gemma2" else None
         else:
-            config = load_own_class(own_class).from_hf_config(hf)
+            config = load_own_class(name).from_hf_config(hf)
             positions = config.max_Pos.size
             position = min(position, positions) if shorten else position
             window, soft_cap = getattr(config, "mask_window", None), getattr(config, "logit_soft_cap", None)
@@ -124,17 +130,17 @@ def build_model(hf_config: dict[str, Any], position: int, shorten: bool = False)
         raise ConfigError(f"config.json: Levanter cannot express this {model_type}: {one_line(error)}") from error
     _check_positions(position, positions)
     mask = AttentionMask.causal(sliding_window=window)
-    return Model(model_type, config, template, mask, soft_cap, positions)
+    return Model(model_type, name, config, template, mask, soft_cap, positions)
 
 
 def _build_decoder(hf_config: dict[str, Any], position: int, shorten: bool) -> Model:
     """Build a model of shardplan's own decoder; see `build_model`."""
     model_type = hf_config["model_type"]
-    config = levanter_config_class(model_type).from_hf_config(hf_config)
+    config = config_class(DECODER).from_hf_config(hf_config)
     positions = config.max_Pos.size
     _check_positions(min(position, positions) if shorten else position, positions)
     template = abstract_module(config, hax.Axis("vocab", hf_config["vocab_size"]))
-    return Model(model_type, config, template, AttentionMask.causal(), config.logit_soft_cap, positions)
+    return Model(model_type, DECODER, config, template, AttentionMask.causal(), config.logit_soft_cap, positions)
 
 
 def _check_positions(position: int, positions: int) -> None:

@@ -9,15 +9,16 @@ import haliax as hax
 from levanter.layers.attention import AttentionMask
 
 from shardplan.errors import ConfigError, nearest, one_line
-from shardplan.model.registry import Model, abstract_module, levanter_config_class
+from shardplan.model.model_class import DECODER, LEVANTER_CLASSES
+from shardplan.model.registry import Model, abstract_module, config_class
 
 SECTION_TYPES = {
     "gemma": "gemma", "gemma2": "gemma2", "gpt2": "gpt2", "llama": "llama", "mistral": "mistral", "mixtral": "mixtral",
     "olmo2": "olmo2", "qwen": "qwen2", "qwen3": "qwen3",
 }  # fmt: skip
 """`type` of a model section -> `model_type` of Hugging Face."""
-DECODER_SECTION = ("shardplan.decoder.section", "DecoderSection")
-"""Module and name of the class of sections of shardplan's own decoder, which name a config.json."""
+DECODER_SECTION = "shardplan.decoder.section:DecoderSection"
+"""The class of sections of shardplan's own decoder, which name a config.json."""
 DECODER_TYPE = "shardplan_decoder"
 VOCABULARIES = {
     "gpt2": 50257, "openai-community/gpt2": 50257, "EleutherAI/gpt-neox-20b": 50277, "meta-llama/Llama-2": 32000,
@@ -58,13 +59,11 @@ def build_section_model(section: Mapping[str, Any], vocabulary: int, position: i
         raise ConfigError(f"model.type {type_name!r} is not supported; {nearest(str(type_name), known)}")
     import_module("levanter.config")  # registers how values such as checkpointing policies are decoded
     values = {key: value for key, value in section.items() if key != "type"}
-    if type_name == DECODER_TYPE:
-        module, name = DECODER_SECTION
-        config_class = getattr(import_module(module), name)
-    else:
-        config_class = levanter_config_class(SECTION_TYPES[type_name])
+    is_decoder = type_name == DECODER_TYPE
+    class_name = DECODER if is_decoder else LEVANTER_CLASSES[SECTION_TYPES[type_name]]
+    section_class = config_class(DECODER_SECTION if is_decoder else class_name)
     try:
-        config = draccus.decode(config_class, values)
+        config = draccus.decode(section_class, values)
         template = abstract_module(config, hax.Axis("vocab", vocabulary))
     except ConfigError:
         raise
@@ -72,9 +71,9 @@ def build_section_model(section: Mapping[str, Any], vocabulary: int, position: i
         raise ConfigError(f"model: Levanter cannot build this {type_name}: {one_line(error)}") from error
     if position is not None and position > config.max_Pos.size:
         raise ConfigError(f"the file has {position} tokens per sequence, and its model {config.max_Pos.size} positions")
-    model_type = config.family if type_name == DECODER_TYPE else SECTION_TYPES[type_name]
+    model_type = config.family if is_decoder else SECTION_TYPES[type_name]
     window = getattr(config, "sliding_window", None) if type_name == "mistral" else None
     is_window_used = window is not None and position is not None and window < position
-    soft_cap = config.logit_soft_cap if type_name == DECODER_TYPE else getattr(config, "final_logit_softcapping", None)
+    soft_cap = config.logit_soft_cap if is_decoder else getattr(config, "final_logit_softcapping", None)
     mask = AttentionMask.causal(sliding_window=window if is_window_used else None)
-    return Model(model_type, config, template, mask, soft_cap, config.max_Pos.size)
+    return Model(model_type, class_name, config, template, mask, soft_cap, config.max_Pos.size)

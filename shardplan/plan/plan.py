@@ -12,6 +12,7 @@ from typing import Any
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.hardware import GIB, parse_slice
 from shardplan.hardware.mesh_axes import MESH_AXES
+from shardplan.model.model_class import LEVANTER
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.details import Details
 from shardplan.plan.displayed import Displayed
@@ -50,11 +51,17 @@ class ModelInfo:
     position: str = "position"
     """Logical axis of the tokens of a sequence; version 0.1 wrote none, and planned Levanter's models alone."""
     levanter_class: str | None = None
-    """The Levanter configuration class of your own model, as package.module:Class."""
+    """The configuration class of the model, as package.module:Class; None, in plans of before 0.3, for Levanter's
+    class for the type."""
     vocab: str = "vocab"
     """Logical axis of the vocabulary."""
     unsharded_in_kernels: list[str] = field(default_factory=lambda: ["q_heads_per_group", "head_size"])
     """Logical axes of attention heads that must be unsharded for Levanter's splash attention to be right."""
+
+    @property
+    def class_name(self) -> str:
+        """The configuration class of the model, see `shardplan.model.model_class`."""
+        return self.levanter_class or LEVANTER
 
     @property
     def name(self) -> str:

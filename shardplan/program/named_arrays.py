@@ -76,9 +76,9 @@ class TracedArray:
         return tuple(name for name in self.axes if isinstance(name, str))
 
     @cached_property
-    def majors(self) -> tuple[AxisName, ...]:
-        """The major logical axis of each dimension, or ""; of a flattened dimension only this axis can be sharded."""
-        return tuple(dim[0][0] or "" if dim else "" for dim in self.dims)
+    def majors(self) -> tuple[AxisName | None, ...]:
+        """The major logical axis of each dimension, or None; of a flattened dimension only this axis can be sharded."""
+        return tuple(dim[0][0] if dim else None for dim in self.dims)
 
     @cached_property
     def elements(self) -> int:

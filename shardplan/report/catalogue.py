@@ -32,9 +32,10 @@ def print_overview(types: Sequence[TypeFacts], refused: Sequence[RefusedTypes], 
 
 def print_type(facts: TypeFacts, out: Console) -> None:
     """Print what is supported of a model type."""
-    _print_fact("model type", f"{facts.type}, computed by {facts.computed_by}", out)
-    if facts.about:
-        _print_fact("family", facts.about, out)
+    _print_fact("model type", facts.type, out)
+    _print_fact("family", facts.about, out)
+    if facts.levanter_class is not None:
+        _print_fact("in training", f"{facts.levanter_class}, as in Levanter's scripts; else shardplan's decoder", out)
     _print_fact("supported", ", ".join(facts.features), out)
     missing = [each for each in Feature if each not in facts.features]
     if missing:
@@ -43,8 +44,7 @@ def print_type(facts: TypeFacts, out: Console) -> None:
         strategies = ", ".join(dict.fromkeys(method.strategy for method in facts.methods))
         orders = " or ".join(dict.fromkeys(method.order for method in facts.methods))
         _print_fact("sequence", f"sharded by {strategies}, in {orders} order", out)
-    if facts.keys:
-        _print_fact("keys", f"{', '.join(facts.keys)}; any other key that may change the model is refused", out)
+    _print_fact("keys", f"{', '.join(facts.keys)}; any other key that may change the model is refused", out)
     only = [f"{key} {' or '.join(map(json.dumps, values))}" for key, values in sorted(facts.only.items())]
     if only:
         _print_fact("only", ", ".join(only), out)
@@ -56,11 +56,8 @@ def print_model(facts: ReleasedModel, out: Console) -> None:
     _print_fact("model", ", ".join([facts.name, *facts.repositories]), out)
     _print_fact("parameters", f"{facts.parameters:,}", out)
     _print_fact("positions", f"{facts.positions:,}", out)
-    if facts.refusal is not None:
-        _print_fact("", facts.refusal, out)
-    where = f" (in sequences of {facts.traced_positions:,} tokens)" if facts.refusal is not None else ""
     for kind, layers in facts.layers.items():
-        _print_fact("layers", f"{layers} x {kind.name}{where}", out)
+        _print_fact("layers", f"{layers} x {kind.name}", out)
     keys = (f"{key} {_short(value)}" for key, value in facts.config.items())
     _print_fact("config.json", ", ".join(keys), out)
 
@@ -100,11 +97,12 @@ def _support_tables(title: str, types: Sequence[TypeFacts]) -> Iterator[Table]:
     """Yield tables of what is supported of each type, from the fullest to the narrowest."""
     features = [each.value for each in Feature]
     for has_family in (True, False):
-        texts = ("type", *(("family", "computed by") if has_family else ()), *features)
+        texts = ("type", *(("family", "also Levanter's") if has_family else ()), *features)
         table = make_table(title, texts, is_narrow=True)
         for each in types:
             support = ("yes" if feature in each.features else "no" for feature in Feature)
-            about = (each.family, each.computed_by) if has_family else ()
+            levanter_class = (each.levanter_class or "").rpartition(":")[2]
+            about = (each.family, levanter_class) if has_family else ()
             table.add_row(each.type, *about, *support)
         yield table
 

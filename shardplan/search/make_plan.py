@@ -90,7 +90,7 @@ def model_from_config(config: PlanConfig) -> Model:
 
 def model_in_folder(config: PlanConfig, folder: Folder | None) -> Model:
     """Build the model that the configuration names, without weights, from a folder that has been opened."""
-    return build_configured(config, read_config(config.model.config, folder, config.model.levanter_class))
+    return build_configured(config, read_config(config.model.config, folder, config.model_class))
 
 
 def build_configured(config: PlanConfig, hf_config: dict[str, Any]) -> Model:

@@ -9,14 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardplan.model.huggingface.model_types import is_decoder
+from shardplan.model.model_class import DECODER, class_of
 from shardplan.model.own_model import own_code
 from shardplan.verify.case import Case
 from shardplan.verify.compiler.compiled import Compiled, package_versions
 from shardplan.verify.model_facts import ModelFacts
 
 CODE = (
-    "decoder/**/*", "hardware/*", "runtime/devices", "model/attention_calls", "model/huggingface/hf_config",
+    "hardware/*", "runtime/devices", "model/attention_calls", "model/huggingface/hf_config",
     "model/huggingface/rope_keys", "model/inspect", "model/levanter_compat", "model/logits/*", "model/registry",
     "model/rotary", "execution/*", "steps/*", "checkpoint/levanter_loader", "verify/compiler/topology",
     "verify/compiler/worker",
@@ -26,7 +26,9 @@ SEQUENCE_CODE = (
     "attention/**/*", "positions/*", "model/chunked_mask", "model/mask_pattern", "program/attention_kind",
     "program/marked_attention", "runtime/private_jax",
 )  # fmt: skip
-"""Further such modules, used if the plan shards positions, and by the decoder."""
+"""Further such modules, used if the plan shards positions, and always by the decoder."""
+DECODER_CODE = ("decoder/**/*",)
+"""Further such modules, used by the decoder."""
 FACTS_CODE = ("cost/*", "decoder/**/*", "model/**/*", "positions/*", "program/**/*", "steps/*", "verify/model_facts")
 """Modules that make the facts about a model, see `shardplan.verify.model_facts`."""
 
@@ -34,7 +36,6 @@ FACTS_CODE = ("cost/*", "decoder/**/*", "model/**/*", "positions/*", "program/**
 def digest(case: Case) -> str:
     """SHA-256 of what decides which program is compiled; the search for the plan and its estimates are no part."""
     plan = case.plan
-    has_own_attention = plan.attention.is_sequence_parallel or is_decoder(case.hf_config["model_type"])
     decisive = {
         **_model(case),
         "workload": vars(plan.workload),
@@ -45,7 +46,7 @@ def digest(case: Case) -> str:
         "program": case.program,
         "options": case.options,
         "versions": package_versions(),
-        "code": code_digest((*CODE, *SEQUENCE_CODE) if has_own_attention else CODE),
+        "code": code_digest(_program_code(case)),
     }
     return _sha256(decisive)
 
@@ -63,6 +64,13 @@ def facts_digest(case: Case) -> str:
         "code": code_digest(FACTS_CODE),
     }
     return _sha256(decisive)
+
+
+def _program_code(case: Case) -> tuple[str, ...]:
+    """Glob patterns of the modules that make the program of a case."""
+    is_decoder = class_of(case.hf_config) == DECODER
+    uses_own_attention = is_decoder or case.plan.attention.is_sequence_parallel
+    return (*CODE, *(SEQUENCE_CODE if uses_own_attention else ()), *(DECODER_CODE if is_decoder else ()))
 
 
 def _model(case: Case) -> dict[str, Any]:

@@ -27,6 +27,6 @@ def verify_plan(plan: Plan, compiler: CompilerConfig | None = None) -> Verdict:
     check_plan("verify_plan", plan)
     compiler = compiler or CompilerConfig()
     check_argument("verify_plan", "compiler", compiler, CompilerConfig, "a CompilerConfig of shardplan.config")
-    model = ModelConfig(ref=plan.model.ref, config=plan.model.config, levanter_class=plan.model.levanter_class)
+    model = ModelConfig(ref=plan.model.ref, config=plan.model.config, levanter_class=plan.model.class_name)
     (verdict,) = verify([build_case(CompilingConfig(model=model, compiler=compiler), plan)], compiler)
     return verdict

@@ -11,7 +11,7 @@ from shardplan.catalogue.names import NamedModel, find_model
 from shardplan.errors import ConfigError
 from shardplan.model.bundled_configs import BUNDLED
 from shardplan.model.huggingface.hf_config import read_config
-from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_MODELS
+from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_TYPES
 from shardplan.model.registry import Model, build_model
 
 WIDTH = 80
@@ -37,11 +37,11 @@ def facts_of(name):
 
 def test_all_types_and_released_models_are_listed(overview):
     text, values = overview
-    assert {each["type"] for each in values["types"]} == SUPPORTED_MODELS.keys()
+    assert {each["type"] for each in values["types"]} == set(SUPPORTED_TYPES)
     assert {name for each in values["types"] for name in each["released"]} == BUNDLED.keys()
     assert {name for each in values["refused"] for name in each["types"]} == OTHER_TYPES.keys()
     words = set(text.replace(",", " ").replace(":", " ").split())
-    assert SUPPORTED_MODELS.keys() | BUNDLED.keys() | OTHER_TYPES.keys() <= words
+    assert set(SUPPORTED_TYPES) | BUNDLED.keys() | OTHER_TYPES.keys() <= words
 
 
 def test_the_overview_fits_80_columns_and_says_what_the_json_says(overview):
@@ -70,7 +70,7 @@ def test_support_follows_from_what_planning_and_loading_ask(monkeypatch):
     model = build_model(read_config("gpt2", None), 1)
     assert set(supported_features(model)) == set(Feature)
     monkeypatch.setattr("shardplan.catalogue.model_types.expected_tensors", lambda _: {})
-    monkeypatch.setattr(Model, "uses_levanter_attention", False)
+    monkeypatch.setattr(Model, "is_attention_planned", False)
     monkeypatch.setattr("shardplan.program.attention_kind.AttentionKind.can_shard_positions", False)
     sequence_methods.cache_clear()
     assert set(supported_features(model)) == {Feature.PLAN, Feature.VERIFY}
@@ -95,7 +95,8 @@ def test_a_name_of_a_released_model_and_of_a_type(monkeypatch):
     assert done.returncode == 0 and max(map(len, lines)) <= WIDTH
     facts = {line[:14].strip(): line[14:] for line in lines}
     assert facts["parameters"] == "124,439,808" and facts["layers"] == "12 x causal, head size 64"
-    assert facts["model type"].startswith("gpt2, ")
+    assert facts["model type"] == "gpt2" and facts["family"].startswith("GPT-2")
+    assert facts["in training"].startswith("levanter.models.gpt2:Gpt2Config, ")
     assert facts["released"] == "gpt2, gpt2-large, gpt2-medium, gpt2-xl"
     # in the order of the sequence alone, unless plans choose how its attention is computed
     is_planned = build_model(read_config("gpt2", None), 1).is_attention_planned

@@ -270,10 +270,14 @@ def test_unknown_keys_are_refused(name):
             "llama_4_scaling_beta is 0.1",
         ),
         ("granite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it must be 1, "),
-        ("gemma3_text", {"sliding_window": None}, "sliding_window is missing; it must be a number of tokens"),
-        ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types .*: a 'mistral' has no such key"),
-        ("ministral3", {"rope_parameters": None}, "rope_parameters is missing; it must be given"),
-        ("gptj", {"rotary_dim": None}, "rotary_dim is missing"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window is null; it must be a number of tokens"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention"] * 2},
+            r"layer_types .*; it must be 2 times sliding_attention, as sliding_window is \d",
+        ),
+        ("ministral3", {"rope_parameters": None}, "rope_parameters is null; it must be given"),
+        ("gptj", {"rotary_dim": None}, "rotary_dim is null"),
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings is True; it must be False"),
     ],
 )

@@ -7,13 +7,12 @@ import haliax as hax
 import jax
 import pytest
 from levanter.layers.attention import AttentionBackend
-from levanter.models.llama import LlamaConfig
 from test_families import BESIDE_LEVANTER, CONSTANTS, FAMILIES, config_of, saved_tensors
-from transformers import LlamaConfig as TransformersLlama
 
 from shardplan.decoder.config import DecoderConfig
 from shardplan.model.huggingface.hf_config import read_config
-from shardplan.model.registry import abstract_module
+from shardplan.model.model_class import LEVANTER
+from shardplan.model.registry import abstract_module, build_model
 
 SHORT, LONG, WINDOW = 4, 48, 8
 """Tokens of texts: fewer than the windows of these families have, and more."""
@@ -67,9 +66,9 @@ def test_flops_of_windows_are_those_of_the_keys_within(name, windowed):
     assert growth == unwindowed * (LONG - WINDOW) * layer.heads * (4 * layer.head_size + 3)
 
 
-def test_a_llama_is_counted_as_levanter_counts_it():
-    values = read_config("llama-3.1-8b", None)
-    config, levanter = DecoderConfig.from_hf_config(values), LlamaConfig.from_hf_config(TransformersLlama(**values))
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b"])
+def test_a_model_is_counted_as_levanter_counts_it(name):
+    config, levanter = (build_model(read_config(name, None, kind), 2048).config for kind in (None, LEVANTER))
     for length in (2048, 8192):
         assert config.flops_per_token(128256, length) == levanter.flops_per_token(128256, length)
     assert config.total_trainable_params(128256) == levanter.total_trainable_params(128256)

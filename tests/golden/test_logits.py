@@ -18,6 +18,7 @@ from shardplan.execution.device_mesh import make_mesh
 from shardplan.execution.layout_forward import planned_forward
 from shardplan.execution.planned_attention import planned_attention
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import as_tuples
@@ -53,7 +54,7 @@ def run(golden, make_config, name, mesh, compute, change_model=None, change_plan
         **workload,
     )
     folder = open_folder(config.model.ref)
-    model = build_model(read_config(None, folder), config.workload.position)
+    model = build_model(read_config(None, folder, config.model_class), config.workload.position)
     model = dataclasses.replace(model, **(change_model or {}))
     plan = make_plan(config, model)
     plan = dataclasses.replace(
@@ -92,15 +93,21 @@ def deviation(*arguments, **changes) -> float:
     return np.abs(logits - expected).max()
 
 
+CLASSES = (None, LEVANTER)
+"""The decoder, which evaluates all models, and Levanter's classes, for its scripts and for training."""
+
+
 @pytest.mark.parametrize(
-    ("name", "mesh"),
+    ("name", "mesh", "model_class"),
     [
-        pytest.param(name, mesh, marks=[pytest.mark.whole] if (i + j) % 4 else [])
-        for (i, name), (j, mesh) in itertools.product(enumerate(MODEL_TYPES), enumerate(MESHES))
+        pytest.param(name, mesh, model_class, marks=[pytest.mark.whole] if (i + j + k) % 4 else [])
+        for (i, name), (j, mesh), (k, model_class) in itertools.product(
+            enumerate(MODEL_TYPES), enumerate(MESHES), enumerate(CLASSES)
+        )
     ],
 )
-def test_logits_equal_transformers(golden, make_config, name, mesh):
-    assert deviation(golden, make_config, name, mesh) <= TOLERANCE
+def test_logits_equal_transformers(golden, make_config, name, mesh, model_class):
+    assert deviation(golden, make_config, name, mesh, model_levanter_class=model_class) <= TOLERANCE
 
 
 def test_gemma2_needs_the_soft_cap_that_levanter_leaves_out(golden, make_config):
@@ -124,10 +131,19 @@ METHODS = itertools.cycle(
 SHARDED_POSITIONS = {**UNSHARDED, "position": ["model"]}
 
 
-@pytest.mark.parametrize(("name", "method"), [(name, next(METHODS)) for name in MODEL_TYPES if name != "gpt2"], ids=str)
-def test_logits_with_sharded_positions(golden, make_config, name, method):
-    """Levanter's models with the planned sequence-parallel attention, and nothing else patched."""
-    assert deviation(golden, make_config, name, (1, 2, 4), change_plan=SHARDED_POSITIONS, attention=method) <= TOLERANCE
+@pytest.mark.parametrize(
+    ("name", "method", "model_class"),
+    [
+        pytest.param(name, next(METHODS), model_class, marks=[pytest.mark.whole] if (i + k) % 2 else [])
+        for (i, name), (k, model_class) in itertools.product(enumerate(MODEL_TYPES), enumerate(CLASSES))
+        if (name, model_class) != ("gpt2", LEVANTER)
+    ],
+    ids=str,
+)
+def test_logits_with_sharded_positions(golden, make_config, name, method, model_class):
+    """The decoder, and Levanter's models with their attention modules replaced, and nothing else patched."""
+    changes = {"change_plan": SHARDED_POSITIONS, "attention": method, "model_levanter_class": model_class}
+    assert deviation(golden, make_config, name, (1, 2, 4), **changes) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
@@ -172,12 +188,13 @@ def test_attention_class_with_more_features_is_rejected():
     "method", [AttentionPlan("ring", 1, 4), AttentionPlan("ulysses", 4), AttentionPlan("all_gather", 1, 4)], ids=str
 )
 def test_model_that_calls_attention_itself(golden, make_config, method):
-    """GPT-2 has no module of Levanter's Attention: the function that it calls is replaced."""
-    changes = {"change_plan": SHARDED_POSITIONS, "attention": method}
+    """GPT-2 of Levanter has no module of Levanter's Attention: the function that it calls is replaced."""
+    changes = {"change_plan": SHARDED_POSITIONS, "attention": method, "model_levanter_class": LEVANTER}
     assert deviation(golden, make_config, "gpt2", (1, 2, 4), **changes) <= TOLERANCE
 
 
 def test_model_that_calls_attention_itself_takes_positions_in_order(golden, make_config):
-    changes = {"change_plan": SHARDED_POSITIONS, "attention": AttentionPlan("ring", 1, 4, "zigzag")}
+    method = AttentionPlan("ring", 1, 4, "zigzag")
+    changes = {"change_plan": SHARDED_POSITIONS, "attention": method, "model_levanter_class": LEVANTER}
     with pytest.raises(ConfigError, match="Gpt2LMHeadModel takes positions in the order of the sequence"):
         deviation(golden, make_config, "gpt2", (1, 2, 4), **changes)

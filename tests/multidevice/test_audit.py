@@ -35,7 +35,7 @@ def _folder(golden):
 
 
 def gate_proj(model):
-    return model.transformer.layers.stacked.mlp.gate_proj.weight.array
+    return model.segments[0].stacked.layers[0].mlp.gate_proj.weight.array
 
 
 def test_a_model_as_planned(loaded):
@@ -51,7 +51,8 @@ def test_a_replicated_parameter_is_named(loaded):
     array = gate_proj(model)
     replicated = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
     message = (
-        r"^not as planned: transformer\.layers\.stacked\.mlp\.gate_proj\.weight is replicated, planned is sharded by "
+        r"^not as planned: segments\[0\]\.stacked\.layers\[0\]\.mlp\.gate_proj\.weight is replicated, planned is "
+        r"sharded by "
         r"P\(None, .*'model'.*\) \(\d\.\d\d instead of \d\.\d\d GiB per device\); load the model with this plan"
     )
     with pytest.raises(ConfigError, match=message):

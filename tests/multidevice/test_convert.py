@@ -23,6 +23,7 @@ from shardplan.checkpoint.save import save_levanter, save_pretrained
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.runtime.processes.watch.watch import Watch
 from shardplan.storage import writing
@@ -68,7 +69,7 @@ def test_hugging_face_and_back(golden, tmp_path, name):
 @pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 3, 1)])
 def test_levanter_and_back(golden, tmp_path, sizes):
     """Levanter opens a written checkpoint in another sharding."""
-    template = build_model(read_config(str(golden / "mixtral" / "config.json"), None), 64).template
+    template = build_model(read_config(str(golden / "mixtral" / "config.json"), None, LEVANTER), 64).template
     with jax.set_mesh(mesh_of(*sizes)):
         module = load_pretrained(str(golden / "mixtral"), dtype="bfloat16")
     save_levanter(module, str(tmp_path / "out"), {})

@@ -43,6 +43,7 @@ def expected(layer, x, allowed, weights):
     q_weight, k_weight, v_weight, o_weight = (
         np.asarray(getattr(layer, name).weight.array, np.float64) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
     )
+    o_weight = o_weight.reshape(o_weight.shape[0], *q_weight.shape[:2], -1)
     q = np.einsum("bse,ngke->bngsk", x, q_weight)
     k, v = (np.einsum("bte,nke->bntk", x, weight) for weight in (k_weight, v_weight))
     sinks = None if layer.sinks is None else np.asarray(layer.sinks.array, np.float64)

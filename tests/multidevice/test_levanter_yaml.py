@@ -221,12 +221,27 @@ def test_warning_about_losses_that_would_be_wrong(shrunken_config, compute):
     ],
 )
 def test_printed_call_of_the_planned_attention(shrunken_config, attention, method, order):
-    plan = make_plan(shrunken_config("llama-3.1-8b", hardware_slice="v4-16", workload_batch=1, workload_position=2048))
+    workload = {"workload_batch": 1, "workload_position": 2048, "model_levanter_class": "levanter"}
+    plan = make_plan(shrunken_config("llama-3.1-8b", hardware_slice="v4-16", **workload))
     text = trainer_yaml(replace(plan, attention=attention))
     assert f"#     method = Method({method})\n#     model = with_sequence_parallel(model, method)\n" in text
     assert (f"#     layout = SequenceLayout({order})\n" in text) == bool(order)
     assert ("#     sequence = shard_sequence(example, layout)\n" in text) == bool(order)
     assert "attn_backend" not in text
+
+
+def test_class_of_the_model_that_the_section_is_for(shrunken_config):
+    """Levanter's programs gather all keys where positions of the decoder are sharded."""
+    settings = {"hardware_slice": "v4-16", "workload_batch": 1, "workload_position": 2048}
+    plan = make_plan(shrunken_config("llama-3.1-8b", **settings))
+    text = " ".join(trainer_yaml(plan).replace("\n#", "").split())
+    assert (
+        "model.type must be shardplan_decoder; for Levanter's llama, plan with --model.levanter_class levanter." in text
+    )
+    assert "run shardplan eval instead, or plan with --pin position=" in text and "with_sequence_parallel" not in text
+    unsharded = make_plan(shrunken_config("pythia-12b", **settings, pin="position="))
+    text = trainer_yaml(unsharded)
+    assert "# model.type must be shardplan_decoder.\n" in text and "shardplan eval" not in text
 
 
 def test_printed_gradient_checkpointing(shrunken_config):

@@ -25,6 +25,7 @@ from shardplan.checkpoint.transfer.transfer import ReadStrategy, make_transfers
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.search.make_plan import make_plan
 from shardplan.storage import open_folder
@@ -32,17 +33,17 @@ from shardplan.storage.folder import ReadTuning
 from shardplan.storage.local import LocalFile
 
 
-def template_of(folder: Path):
-    return build_model(read_config(str(folder / "config.json"), None), 64).template
+def template_of(folder: Path, model_class=LEVANTER):
+    return build_model(read_config(str(folder / "config.json"), None, model_class), 64).template
 
 
-def reference(folder: Path, dtype=None) -> dict[str, np.ndarray]:
-    """Return every array of the model, unsharded, as the official library and Levanter's converter make it."""
+def reference(folder: Path, dtype=None, model_class=LEVANTER) -> dict[str, np.ndarray]:
+    """Return every array of the model, unsharded, as the official library and the model's own converter make it."""
     state = {}
     for shard in sorted(folder.glob("*.safetensors")):
         state.update(load_file(shard))
     state = {name.removeprefix("transformer."): jnp.asarray(value) for name, value in state.items()}
-    model = from_torch_compatible_state_dict(template_of(folder), state)
+    model = from_torch_compatible_state_dict(template_of(folder, model_class), state)
     arrays = {path: np.asarray(getattr(leaf, "array", leaf)) for path, leaf in named_leaves(model)}
     return {path: array if dtype is None else array.astype(dtype) for path, array in arrays.items()}
 
@@ -188,11 +189,13 @@ def test_casts(golden, tmp_path, stored, dtype):
     assert_equal(module, reference(tmp_path, None if dtype is None else jnp.dtype(dtype)))
 
 
-def test_plan_drives_the_load(golden, make_config):
-    config = make_config(model_ref=golden / "llama", workload_position=64, mesh_data=2, mesh_model=4)
-    plan = make_plan(config)
+@pytest.mark.parametrize("model_class", [None, LEVANTER])
+def test_plan_drives_the_load(golden, make_config, model_class):
+    """Also the class of the model is the plan's."""
+    sizes = {"workload_position": 64, "mesh_data": 2, "mesh_model": 4}
+    plan = make_plan(make_config(model_ref=golden / "llama", model_levanter_class=model_class, **sizes))
     module = load_pretrained(str(golden / "llama"), plan=plan)
-    assert_equal(module, reference(golden / "llama", jnp.bfloat16))
+    assert_equal(module, reference(golden / "llama", jnp.bfloat16, model_class))
     leaves = dict(named_leaves(module))
     for parameter in plan.parameters:
         array = leaves[parameter.path].array
@@ -202,7 +205,7 @@ def test_plan_drives_the_load(golden, make_config):
 
 
 def test_levanter_configuration_and_current_mapping(golden):
-    config = build_model(read_config(str(golden / "llama" / "config.json"), None), 64).config
+    config = build_model(read_config(str(golden / "llama" / "config.json"), None, LEVANTER), 64).config
     with jax.set_mesh(mesh_of(1, 4, 2)), hax.axis_mapping({"mlp": "model"}):
         module = load_pretrained(str(golden / "llama"), config=config)
     assert_equal(module, reference(golden / "llama"))

@@ -16,6 +16,7 @@ from shardplan.config import parse_config
 from shardplan.config.command_flags import ConvertCommand
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.search.make_plan import make_plan
 
@@ -131,7 +132,7 @@ def test_an_output_head_that_the_model_has_no_place_for(golden, tmp_path):
         load(tmp_path)
     tensors = tensors_of(golden / "llama")
     write(tmp_path, golden / "llama", tensors, tie_word_embeddings=True)
-    config = build_model(read_config(str(tmp_path / "config.json"), None), 64).config
+    config = build_model(read_config(str(tmp_path / "config.json"), None, LEVANTER), 64).config
     with pytest.raises(
         CheckpointError, match=r'lm_head.weight differs .*; set "tie_word_embeddings": false in its conf'
     ):

@@ -27,7 +27,8 @@ from shardplan.checkpoint.levanter_converter import upload
 from shardplan.errors import ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
-from shardplan.model.registry import build_model, levanter_config_class
+from shardplan.model.model_class import LEVANTER, LEVANTER_CLASSES
+from shardplan.model.registry import build_model, config_class
 
 MESHES = [
     Mesh(np.array(jax.devices()), ("data",)),
@@ -44,7 +45,7 @@ def tokenizer():
 
 def make_converter(folder, kind=HFCheckpointConverter, **settings):
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    return kind(levanter_config_class(model_type), str(folder), tokenizer=tokenizer(), **settings)
+    return kind(config_class(LEVANTER_CLASSES[model_type]), str(folder), tokenizer=tokenizer(), **settings)
 
 
 def tensors(folder) -> dict[str, np.ndarray]:
@@ -74,7 +75,7 @@ def test_what_was_loaded_is_saved(golden, tmp_path, name, mesh):
     assert_same(tensors(tmp_path), tensors(golden / name))
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {path.name for path in tmp_path.iterdir()}
     before, after = (
-        build_model(read_config(str(folder / "config.json"), None), 8) for folder in (golden / name, tmp_path)
+        build_model(read_config(str(folder / "config.json"), None, LEVANTER), 8) for folder in (golden / name, tmp_path)
     )
     assert fields(before.config) == fields(after.config)
     assert (before.mask.sliding_window, before.logit_soft_cap) == (after.mask.sliding_window, after.logit_soft_cap)
@@ -145,7 +146,7 @@ def test_a_changed_configuration_is_saved(golden, tmp_path):
     """What a training changed, beside what the reference has and Levanter has no place for."""
     folder = golden / "gemma2"
     converter = make_converter(folder)
-    config = build_model(read_config(str(folder / "config.json"), None), 8).config
+    config = build_model(read_config(str(folder / "config.json"), None, LEVANTER), 8).config
     longer = type(config)(**{**vars(config), "max_seq_len": 512})
     with jax.set_mesh(MESHES[0]):
         model = converter.load_pretrained(None, config=longer)
@@ -159,19 +160,19 @@ def test_a_changed_configuration_is_saved(golden, tmp_path):
 def test_frequencies_that_were_scaled_since_are_saved(golden, tmp_path):
     """Of a type whose configuration Levanter writes without them."""
     folder = golden / "mistral"
-    config = build_model(read_config(str(folder / "config.json"), None), 8).config
+    config = build_model(read_config(str(folder / "config.json"), None, LEVANTER), 8).config
     scaled = dataclasses.replace(config, rope=Llama3RotaryEmbeddingsConfig(theta=20_000))
     converter = make_converter(folder)
     with jax.set_mesh(MESHES[3]):
         converter.save_pretrained(converter.load_pretrained(None, config=scaled), str(tmp_path))
-    assert build_model(read_config(str(tmp_path / "config.json"), None), 8).config.rope == scaled.rope
+    assert build_model(read_config(str(tmp_path / "config.json"), None, LEVANTER), 8).config.rope == scaled.rope
     assert_same(tensors(tmp_path), tensors(folder))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_model_of_other_sizes_than_the_reference(golden, tmp_path, name):
     """The reference gives the tokenizer alone; heads of another size, and scaled frequencies, are not lost."""
-    kind = levanter_config_class(name)
+    kind = config_class(LEVANTER_CLASSES[name])
     values = {"head_dim": 16} if name == "llama" else {"rope": Llama3RotaryEmbeddingsConfig()}
     sizes = {"hidden_dim": 32, "intermediate_dim": 48, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
     config = kind(max_seq_len=32, **sizes, **values)
@@ -207,7 +208,7 @@ def test_a_tied_mistral(golden, tmp_path, with_reference):
         if not with_reference:
             kind = type(model.config.to_hf_config(256))
             converter = HFCheckpointConverter(
-                levanter_config_class("mistral"), None, HfConfigClass=kind, tokenizer=tokenizer()
+                config_class(LEVANTER_CLASSES["mistral"]), None, HfConfigClass=kind, tokenizer=tokenizer()
             )
         converter.save_pretrained(model, str(out))
     assert_same(tensors(out), source)
@@ -219,7 +220,7 @@ def test_a_tied_mistral(golden, tmp_path, with_reference):
 @pytest.mark.parametrize("name", ["gemma", "gemma2", "mistral"])
 def test_a_converter_that_was_made_of_a_configuration(golden, tmp_path, name):
     """As `hf_checkpoint_converter` of these types makes it, with no class for its class."""
-    kind = levanter_config_class(name)
+    kind = config_class(LEVANTER_CLASSES[name])
     hf_class = type(kind().to_hf_config(256))
     converter = LevanterConverter(kind(), str(golden / name), HfConfigClass=hf_class, tokenizer=tokenizer())
     with jax.set_mesh(MESHES[1]):
@@ -278,7 +279,7 @@ def test_upload(golden, tmp_path, monkeypatch):
     ):
         converter.save_pretrained(model, str(tmp_path), upload_to_hf="me/model")
     no_reference = HFCheckpointConverter(
-        levanter_config_class("gpt2"), None, HfConfigClass=converter.HfConfigClass, tokenizer=tokenizer()
+        config_class(LEVANTER_CLASSES["gpt2"]), None, HfConfigClass=converter.HfConfigClass, tokenizer=tokenizer()
     )
     with pytest.raises(ConfigError, match="upload_to_hf is True, and the converter has no reference_checkpoint"):
         no_reference.save_pretrained(model, str(tmp_path), upload_to_hf=True)

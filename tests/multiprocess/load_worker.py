@@ -5,6 +5,9 @@ shard with what the official library reads, and prints the bytes that it read fr
 in the first load if the checkpoint is in a store. With OUTPUT, the model is written there in both formats, and by the
 drop-in for Levanter's converter.
 
+The environment variable MODEL_CLASS names the class of the model; default: Levanter's. If it is empty, the model is the
+decoder, which reads what it compares with by its own rules.
+
 Faults: "killed" in its third read; "N processors", with little host memory; "other schedule"; "other mapping".
 """
 
@@ -38,6 +41,7 @@ from shardplan.checkpoint.transfer import schedule, stream
 from shardplan.errors import ShardplanError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.runtime.devices import start_devices
 from shardplan.storage import local, open_folder
@@ -57,7 +61,8 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: s
         os.cpu_count = lambda: int(fault.split()[0])
         # the module asked for their number when it was imported, which the server of processes has done
         LocalFile.tuning = runpy.run_path(local.__file__)["LOCAL"]
-    template = build_model(read_config(str(GOLDEN / "config.json"), None), 64).template
+    model_class = os.environ.get("MODEL_CLASS", LEVANTER) or None
+    template = build_model(read_config(str(GOLDEN / "config.json"), None, model_class), 64).template
     state = {name: value for file in GOLDEN.glob("*.safetensors") for name, value in load_file(file).items()}
     converted = from_torch_compatible_state_dict(template, {name: jnp.asarray(value) for name, value in state.items()})
     expected = {path: np.asarray(leaf.array) for path, leaf in named_leaves(converted)}

@@ -18,6 +18,7 @@ from test_eval import free_port
 from shardplan import load_pretrained
 from shardplan.checkpoint.save import save_pretrained
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 
 WORKER = Path(__file__).with_name("load_worker.py")
@@ -44,12 +45,15 @@ def wait_for(processes):
     return [process.returncode for process in processes], *map(list, zip(*texts, strict=True))
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.whole), 4])
-def test_processes_read_every_byte_once_and_write_one_checkpoint(golden, tmp_path, count):
+@pytest.mark.parametrize(("count", "model_class"), [pytest.param(2, LEVANTER, marks=pytest.mark.whole), (4, None)])
+def test_processes_read_every_byte_once_and_write_one_checkpoint(golden, tmp_path, count, model_class):
     """Processes exchange what they read, and write their own files, for inner dimensions sharded or all replicated."""
     folder = golden / "llama"
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    codes, outputs, errors = wait_for(start([folder] * count, [{}, INNER], [""] * count, outputs=[tmp_path] * count))
+    environment = {"MODEL_CLASS": model_class or ""}
+    codes, outputs, errors = wait_for(
+        start([folder] * count, [{}, INNER], [""] * count, environment, outputs=[tmp_path] * count)
+    )
     assert codes == [0] * count, errors
     for run in range(2):
         read = [int(re.findall(r"^read (\d+)$", output, re.MULTILINE)[run]) for output in outputs]
@@ -69,10 +73,11 @@ def test_processes_read_every_byte_once_and_write_one_checkpoint(golden, tmp_pat
     assert {key: config[key] for key in ("architectures", "hidden_size", "vocab_size")} == {
         key: source[key] for key in ("architectures", "hidden_size", "vocab_size")
     }
-    template = build_model(read_config(str(folder / "config.json"), None), 64).template
+    model = build_model(read_config(str(folder / "config.json"), None, model_class), 64)
     with jax.set_mesh(Mesh(np.array(jax.devices()[:3]), ("data",))):
-        module = load_checkpoint(template, str(tmp_path / "levanter"), subpath="model", axis_mapping={"embed": "data"})
-        original = load_pretrained(str(folder), axis_mapping={})
+        levanter_folder, mapping = str(tmp_path / "levanter"), {"embed": "data"}
+        module = load_checkpoint(model.template, levanter_folder, subpath="model", axis_mapping=mapping)
+        original = load_pretrained(str(folder), axis_mapping={}, config=model.config)
     for actual, value in zip(jax.tree.leaves(module), jax.tree.leaves(original), strict=True):
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(value))
 

@@ -10,6 +10,7 @@ from shardplan.execution import specialize
 from shardplan.levanter_config.model_section import parse_model_section
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.step_trace import plan_step
@@ -50,13 +51,14 @@ def test_what_is_kept_is_not_recomputed(pythia, names, size, recomputed):
     assert (LAYERS - 1) * layer <= kept - base <= LAYERS * layer
 
 
-def test_names_that_no_activation_has_are_refused(pythia, llama_model):
+def test_names_that_no_activation_has_are_refused(pythia):
     """Haliax would keep nothing, and say nothing; a Llama of Levanter has only the names of Haliax's loops."""
+    llama = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, TOKENS)
     with pytest.raises(ConfigError, match=r"keeps 'up_prj', and no activation of the model has .* 'up_proj'"):
         trained(pythia, "default+up_prj")
     with pytest.raises(ConfigError, match=r"keeps 'attn_out', and .* scan\(layer\)__carry"):
-        trained(llama_model, "default+attn_out")
-    trained(llama_model, "default+shardplan_attention")  # of ring attention, which a plan decides
+        trained(llama, "default+attn_out")
+    trained(llama, "default+shardplan_attention")  # of ring attention, which a plan decides
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from shardplan.decoder.parts.segments import divide_layers
 from shardplan.errors import ConfigError
 from shardplan.execution import planned_attention
 from shardplan.model.huggingface.hf_config import read_config
-from shardplan.model.own_model import CLASS_KEY
+from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER
 from shardplan.model.registry import Model, abstract_module, build_model, transformers_config
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.layer_numbers import layers_text
@@ -120,14 +120,17 @@ def names(model, position, kind="eval", **workload):
 
 
 def test_kinds_are_named_by_mask_and_sizes(golden, make_config):
-    """The kind with most work comes first, which is that without a window."""
+    """The kind with most work comes first, which is that without a window; windows that exclude nothing are none."""
     small = {**GEMMA3_27B, "groups": 1, "tail": 1, "hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     model = build_model(small, 65536)
     assert names(model, position=65536) == ["causal, head size 16", "causal, window 1024, head size 16"]
     plan_step.cache_clear()  # JAX keeps its own traces of functions: a kind is found in them as well
     assert names(model, position=65536) == ["causal, head size 16", "causal, window 1024, head size 16"]
-    gemma2 = model_from_config(make_config(model_ref=golden / "gemma2", workload_position=32))
-    assert names(gemma2, position=32) == ["causal, soft cap 50, head size 12"]
+    full, window = "causal, soft cap 50, head size 12", "causal, window 64, soft cap 50, head size 12"
+    gemma2 = model_from_config(make_config(model_ref=golden / "gemma2", workload_position=128))
+    assert names(gemma2, position=128) == [full, window] and names(gemma2, position=64) == [full]
+    settings = {"model_ref": golden / "gemma2", "model_levanter_class": LEVANTER, "workload_position": 64}
+    assert names(model_from_config(make_config(**settings)), position=64) == [full]
 
 
 def composed(*attention, length, embed=64):
@@ -137,7 +140,7 @@ def composed(*attention, length, embed=64):
     fields = {"max_seq_len": length, "embed": embed, "segments": divide_layers(layers), "norm": norm, "is_tied": True}
     config = DecoderConfig(**fields, hf_config=json.dumps({"model_type": "llama"}))
     template = abstract_module(config, hax.Axis("vocab", 256))
-    return Model("llama", config, template, AttentionMask.causal(), None, length)
+    return Model("llama", DECODER, config, template, AttentionMask.causal(), None, length)
 
 
 def test_parts_of_the_decoder_are_kinds():

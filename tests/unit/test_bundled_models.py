@@ -8,8 +8,9 @@ from shardplan.errors import InfeasibleError
 from shardplan.hardware import GENERATIONS, GIB, standard_slices
 from shardplan.model.bundled_configs import BUNDLED, HUB_NAMES, bundled_name
 from shardplan.model.huggingface.hf_config import read_config
-from shardplan.model.huggingface.model_types import SUPPORTED_MODELS
+from shardplan.model.huggingface.model_types import SUPPORTED_TYPES
 from shardplan.model.inspect import inspect_model
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.search.make_plan import make_plan
 
@@ -50,7 +51,7 @@ def test_the_parameters_are_as_many_as_published(name):
 
 
 def test_every_model_type_has_a_bundled_model():
-    assert {read_config(name, None)["model_type"] for name in BUNDLED} == SUPPORTED_MODELS.keys()
+    assert {read_config(name, None)["model_type"] for name in BUNDLED} == set(SUPPORTED_TYPES)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +89,11 @@ def smallest_plan(name, make_config):
 )
 def test_keys_of_the_release_that_say_nothing(name, keys):
     """Neither Levanter's classes nor the families of the decoder refuse them."""
-    plain = {key: value for key, value in read_config(name, None).items() if key not in keys}
-    model = build_model({**plain, **keys}, 1)
-    assert inspect_model(model) == inspect_model(build_model(plain, 1))
+    for model_class in (None, LEVANTER):
+        config = read_config(name, None, model_class)
+        plain = {key: value for key, value in config.items() if key not in keys}
+        model = build_model({**plain, **keys}, 1)
+        assert inspect_model(model) == inspect_model(build_model(plain, 1))
 
 
 def test_repositories_have_one_bundled_model_each():

@@ -160,7 +160,7 @@ def test_norms_are_over_the_axes_of_their_weight():
     [
         ("integer", 1.5, "is 1.5; it must be an integer from 1 to 2147483647"),
         ("integer", True, "is True; it must be an integer from 1 to 2147483647"),
-        ("integer", None, "is missing; it must be an integer from 1 to 2147483647"),
+        ("integer", None, "is null; it must be an integer from 1 to 2147483647"),
         ("number", -1, "is -1; it must be a positive number"),
         ("number", float("nan"), "is nan; it must be a positive number"),
     ],

@@ -25,7 +25,7 @@ from shardplan.config.help import LOGGING_FLAGS
 from shardplan.config.keys import keys_of
 from shardplan.errors import ShardplanError
 from shardplan.model.bundled_configs import BUNDLED
-from shardplan.model.registry import SUPPORTED_MODELS
+from shardplan.model.huggingface.model_types import SUPPORTED_TYPES
 from shardplan.runtime.exit_codes import INTERRUPTED
 from shardplan.verify.compiler.libtpu import INSTALL_LIBTPU
 
@@ -261,7 +261,7 @@ def test_exit_codes_are_those_of_the_errors():
 @pytest.mark.parametrize("page", ["README.md", "docs/reference/commands.md"])
 def test_model_types_are_those_of_the_registry(page):
     listed = re.search(r"Model types: ([^.]+)\.", PAGES[page])
-    assert listed and re.split(r",\s", listed[1]) == sorted(SUPPORTED_MODELS)
+    assert listed and re.split(r",\s", listed[1]) == sorted(SUPPORTED_TYPES)
 
 
 def test_advice_to_install_works():

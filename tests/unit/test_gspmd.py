@@ -16,6 +16,7 @@ from shardplan.cost.roofline import step_tasks
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.hardware import CollectiveKind, parse_slice
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.workload.workload import Workload
@@ -294,9 +295,10 @@ FLOAT32 = 2
         ("hybrid", 2, 2, {"all-to-all": 3 * (2 + 8) / 2, "collective-permute": 3 * 2 + FLOAT32 * 2}),
     ],
 )
-def test_attention_of_a_training_step(strategy, ulysses, ring, moved):
+@pytest.mark.parametrize("model_class", [None, LEVANTER])
+def test_attention_of_a_training_step(strategy, ulysses, ring, moved, model_class):
     """Bytes are as the TPU compiler has them: tests/compiler/test_verify.py."""
-    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 1}, 4096)
+    model = build_model({**read_config("llama-3.1-8b", None, model_class), "num_hidden_layers": 1}, 4096)
     llama = plan_step(model, Workload("train", 2, 4096, "bfloat16", "bfloat16"))
     sizes = {"replica": ring, "data": ulysses} if strategy == "hybrid" else {"replica": 4, "data": 1}
     compute = {"position": tuple(axis for axis, size in sizes.items() if size > 1)}
@@ -310,9 +312,15 @@ def test_attention_of_a_training_step(strategy, ulysses, ring, moved):
     own = 2 * (2 * 4096 * 8 * 128) / 4
     assert received == {kind: times * own for kind, times in moved.items()}
     # every weight of the layer is used for all positions, those for keys and values too
-    of_qkv = [t for cost in costs.values() for t in cost.traffic if "qkv" in t.subject]
-    summed = {t.bytes for t in of_qkv if t.kind == "all-reduce"}
-    assert summed == {2 * 3 / 4 * 2 * 4096 * size * 128 for size in (8, 32)}
+    summed = {("kv_head",): [], ("kv_head", "q_heads_per_group"): []}
+    for task in llama.tasks:
+        for gradient in task.results:
+            heads = tuple(axis for axis in gradient.axes if axis in ("kv_head", "q_heads_per_group"))
+            if "embed" in gradient.axes and heads:
+                summed[heads] += [each.bytes for each in costs[task].traffic if each.kind == "all-reduce"]
+    of_head = 2 * 3 / 4 * 2 * 4096 * 128
+    keys_and_values, queries_and_outputs = 2 * [8 * of_head], 2 * [32 * of_head]
+    assert list(summed.values()) == [keys_and_values, queries_and_outputs]
 
 
 def test_a_group_as_large_as_one_of_several_slices_is_summed_as_a_whole_mesh_is():
@@ -328,7 +336,7 @@ def test_weights_that_a_loop_saves_for_the_backward_pass_are_gathered_again():
 
     XLA gathers them in both passes (32B on v5p-128 in docs/benchmarks/published.md: 455 GiB, 229 in one pass).
     """
-    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 3}, 1024)
+    model = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 3}, 1024)
     gathers = []
     for checkpointing in ("save_all", "default"):
         step = plan_step(model, Workload("train", 8, 1024, "float32", gradient_checkpointing=checkpointing))
@@ -345,7 +353,7 @@ def test_tied_embeddings_count_once():
 
     Hugging Face counts 8,537,680,896 parameters; the compiled step has one gather and one sum of the table's shape.
     """
-    step = plan_step(build_model(read_config("gemma-7b", None), 1024), Workload("train", 16, 1024, "float32"))
+    step = plan_step(build_model(read_config("gemma-7b", None, LEVANTER), 1024), Workload("train", 16, 1024, "float32"))
     assert sum(array.elements for array in step.parameters) == 8_537_680_896
     mesh, tokens = {"replica": 1, "data": 16, "model": 1}, {"batch": ("data",)}
     assignment = ShardingAssignment(mesh, tokens, {"embed": ("data",)}, step.merged_axes, step.activation_axes)
@@ -360,7 +368,7 @@ def test_tied_embeddings_count_once():
 
 
 def train_step():
-    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 2}, 1024)
+    model = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, 1024)
     return plan_step(model, Workload("train", 8, 1024, "float32", "bfloat16"))
 
 

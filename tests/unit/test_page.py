@@ -474,8 +474,8 @@ def test_what_shows_itself(plan):
 def test_tiles_of_a_parameter(plan):
     tiles = plan.tiles_of("mlp.gate_proj.weight")
     path, axes, sizes = str(tiles).splitlines()
-    assert path == tiles.parameter.path == "transformer.layers.stacked.mlp.gate_proj.weight"
-    assert axes == f"layer 32, mlp 14336, embed 4096: {spec_text(tiles.parameter.spec)} on {mesh_text(plan.mesh)}"
+    assert path == tiles.parameter.path == "segments[0].stacked.layers[0].mlp.gate_proj.weight"
+    assert axes == f"layers 32, mlp 14336, embed 4096: {spec_text(tiles.parameter.spec)} on {mesh_text(plan.mesh)}"
     tiling = make_tiling(path, tiles.parameter.axes, tiles.parameter.spec, plan.mesh)
     assert sizes.startswith(f"{tiling.tiles} tiles of 32 x ")
     assert tiles._repr_html_().count("<rect") == plan.hardware.devices
@@ -487,6 +487,7 @@ def test_tiles_of_a_parameter(plan):
 
 def test_labels():
     assert short_label("transformer.layers.stacked.mlp.gate_proj.weight") == "mlp.gate_proj"
+    assert short_label("segments[0].stacked.layers[1].mlp.gate_proj.weight") == "mlp.gate_proj"
     assert (
         short_label("Model/scan(layer)/Attention/contract head_size -> batch/0 1") == "Attention (contract head_size)"
     )

@@ -35,7 +35,7 @@ def test_a_tensor_can_be_pinned(llama_model):
         ("kv_head", ("model",)),
         ("embed", ("data",)),
     }
-    assert {pin.axis for pin in pins if not pin.mesh_axes} == {"layer", "q_heads_per_group", "head_size"}
+    assert {pin.axis for pin in pins if not pin.mesh_axes} == {"layers", "q_heads_per_group", "head_size"}
     assert all(pin.is_stored for pin in pins)
 
 
@@ -121,7 +121,7 @@ def test_a_pin_to_a_mesh_axis_of_one_device_is_infeasible(llama_model, llama_con
 def test_positions_can_be_pinned_to_several_mesh_axes(llama_model, llama_config):
     """Also in training, where keys are gathered; of three mesh axes Ulysses uses the last, the ring the other two."""
     pins = ("position=replica+data", "mesh.replica=2", "mesh.data=4")
-    training = make_plan(llama_config(pin=pins, workload_kind="train"), llama_model)
+    training = make_plan(llama_config(pin=pins, workload_kind="train"))
     assert (training.attention.strategy, training.attention.ring) == ("all_gather", 8)
     plan = make_plan(llama_config(pin=("position=replica+data+model", "mesh.replica=4", "mesh.data=4")), llama_model)
     assert (plan.attention.ulysses, plan.attention.ring) == (2, 16)
@@ -146,8 +146,9 @@ def test_pins_that_allow_no_storage_sharding_are_infeasible(llama_model, llama_c
         make_plan(llama_config(pin=("params.mlp=data", "params.embed=data")), llama_model)
 
 
-def test_axes_that_plans_never_shard_cannot_be_pinned(llama_model, llama_config):
-    with pytest.raises(
-        ConfigError, match=r"pin params\.layer=data: plans never shard layer, for layers are stacked along it"
-    ):
-        make_plan(llama_config(pin=("params.layer=data",)), llama_model)
+@pytest.mark.parametrize(("kind", "axis"), [("eval", "layers"), ("train", "layer")])
+def test_axes_that_plans_never_shard_cannot_be_pinned(llama_config, kind, axis):
+    """Whatever the class that computes the model calls them."""
+    message = rf"pin params\.{axis}=data: plans never shard {axis}, for layers are stacked along it"
+    with pytest.raises(ConfigError, match=message):
+        make_plan(llama_config(pin=(f"params.{axis}=data",), workload_kind=kind))

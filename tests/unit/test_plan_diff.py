@@ -54,11 +54,11 @@ def test_another_mesh(plan_of):
 def test_parameters_that_change_in_the_same_way_are_one_group(plan_of):
     before = plan_of(mesh_model=2, mesh_data=4)
     moved = [
-        dataclasses.replace(p, spec=[["replica"], *p.spec[1:]], bytes_per_device=10) if "mlp" in p.path else p
+        dataclasses.replace(p, spec=[["replica"], *p.spec[1:]], bytes_per_device=10) if ".mlp." in p.path else p
         for p in before.parameters
     ]
     after = dataclasses.replace(before, parameters=moved[:-1])
-    paths = {p.path for p in before.parameters if "mlp" in p.path}
+    paths = {p.path for p in before.parameters if ".mlp." in p.path}
     found = diff_plans(before, after)
     grouped = [change for change in found.parameters if change.after is not None]
     assert {path for change in grouped for path in change.parameters} == paths

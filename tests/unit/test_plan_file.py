@@ -113,8 +113,8 @@ def sharded_plan(golden):
         ("compute_mapping.mpl", ["model"], "compute_mapping has logical axis 'mpl'; did you mean 'mlp'?"),
         ("param_mapping.heds", ["model"], "param_mapping has logical axis 'heds'; did you mean 'heads'?"),
         ("mesh", {"replica": 1, "data": 8, "model": 1}, "has bytes_per_device "),
-        ("parameters.0.bytes_per_device", 1, "q_proj.weight has bytes_per_device 1, its size over "),
-        ("parameters.0.axes.embed", 98, "self_attn.q_proj.weight is 98, which the 4 shards over data "),
+        ("parameters.0.bytes_per_device", 1, "embedding has bytes_per_device 1, its size over 8 shards is 6144"),
+        ("parameters.0.axes.embed", 98, "embed of embedding is 98, which the 4 shards over data "),
         # what contradicts nothing, and is no longer what was planned
         ("workload.batch", 16, "it differs from what was written, so that its memory and times may be those of"),
         ("cost.step_seconds", 1e-9, "it differs from what was written"),

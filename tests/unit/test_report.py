@@ -47,7 +47,7 @@ def test_the_time_of_the_search_is_not_that_of_the_plan(plan):
 
 def test_printed_comments_fit_80_columns(make_config):
     """With what the flat schema cannot express: the class, and the calls of sequence-parallel attention."""
-    config = make_config(model_config=LLAMA, hardware_slice="v4-16", workload_batch=1)
+    config = make_config(model_config=LLAMA, hardware_slice="v4-16", workload_batch=1, model_levanter_class="levanter")
     axes = {
         "mlp": ["model", "replica"],
         "kv_head": ["model"],

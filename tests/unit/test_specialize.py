@@ -1,23 +1,33 @@
-"""The attention that a plan runs: the splash kernel only if every device can compute its part alone."""
+"""The attention that a plan runs: the splash kernel only if every device can compute its part alone.
+
+Attention of Levanter's classes is computed by the kernel of their configuration, which `specialize` sets. That of the
+decoder is computed by shardplan within `planned_attention`, by the kernel of the plan; its configuration has the same
+one, for calls outside of a plan.
+"""
 
 import dataclasses
 
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
 import pytest
 from haliax.nn.scan import ScanCheckpointPolicy
 
 from shardplan.errors import ConfigError
-from shardplan.execution import specialize
+from shardplan.execution import planned_attention, specialize
 from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan
 
 
-@pytest.fixture(scope="module")
-def model():
-    hf_config = {**read_config("llama-3.1-8b", None), "num_hidden_layers": 2}
-    return build_model(hf_config, 1024)
+@pytest.fixture(scope="module", params=["decoder", LEVANTER])
+def model(request):
+    model_class = LEVANTER if request.param == LEVANTER else None
+    return build_model({**read_config("llama-3.1-8b", None, model_class), "num_hidden_layers": 2}, 1024)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +58,44 @@ def test_attention_backend(model, make_config, slice_name, position, mapping, ba
     )
     devices = parse_slice(slice_name).devices
     plan = plan_given_mappings(config, model, {"replica": 1, "data": devices // 4, "model": 4}, mapping, {})
+    if model.is_decoder and position == 640:
+        backend = "splash"  # shardplan's kernel, which takes any multiple of 128
+    assert plan.attention.kernel == {"splash": "splash", "jax_flash": "blockwise"}[backend]
     special = specialize(model, plan)
     assert special.config.attn_backend.value == backend
-    attention = special.template.transformer.layers.stacked.self_attn.config
+    template = special.template
+    attention = template.config if model.is_decoder else template.transformer.layers.stacked.self_attn.config
     assert attention.attn_backend.value == backend
     # the kernel's own block, whatever the model's configuration requests
     assert attention.flash_attention_block_size == (512 if backend == "splash" else None)
+
+
+@pytest.mark.parametrize(("slice_name", "kernel"), [("v4-16", "splash"), ("cpu-8", "blockwise")])
+def test_kernel_of_the_decoder_is_that_of_the_plan(monkeypatch, make_config, slice_name, kernel):
+    """Every call of attention gets the kernel of the plan in place of the one of the configuration."""
+    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": 2}, 1024)
+    config = make_config(
+        model_config="llama-3.1-8b", hardware_slice=slice_name, workload_position=1024, workload_batch=8
+    )
+    mesh = {"replica": 1, "data": parse_slice(slice_name).devices // 4, "model": 4}
+    plan = plan_given_mappings(config, model, mesh, {"kv_head": ["model"]}, {})
+    calls = []
+
+    def attend(**arguments):
+        calls.append(arguments)
+        return arguments["query"]
+
+    monkeypatch.setattr(planned_attention, "sharded_attention", attend)
+    special = specialize(model, plan)
+    tokens = jax.ShapeDtypeStruct((8, 1024), jnp.int32)
+    with planned_attention.planned_attention(special, plan):
+        eqx.filter_eval_shape(
+            lambda module, tokens: module.activations(hax.named(tokens, ("batch", "position"))),
+            special.template,
+            tokens,
+        )
+    assert calls and {arguments["kernel"] for arguments in calls} == {plan.attention.kernel} == {kernel}
+    assert not any({"attn_backend", "flash_block_size"} & arguments.keys() for arguments in calls)
 
 
 def test_edited_plan_with_an_impossible_kernel(model, make_config):
@@ -79,4 +121,6 @@ def test_gradient_checkpointing(model, make_config, name):
     assert special.config.gradient_checkpointing == (True if name == "default" else name)
     # the layers have it too: Haliax stores a policy in each of them
     policy = ScanCheckpointPolicy.from_bool_or_str(special.config.gradient_checkpointing)
-    assert special.template.transformer.layers.gradient_checkpointing == policy
+    template = special.template
+    [layers] = template.segments if model.is_decoder else [template.transformer.layers]
+    assert layers.gradient_checkpointing == policy

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import inspect_model
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.plan.workload.workload import Workload
 from shardplan.program import step_trace
@@ -292,11 +293,16 @@ def test_dead_code_is_not_traced():
     assert [o.kind for o, _ in walk(traced(function, X, W).operations)] == [OperationKind.ELEMENTWISE]
 
 
-@pytest.mark.parametrize("kind", ["eval", "prefill", "train"])
+@pytest.mark.parametrize(
+    ("kind", "model_class"), [("eval", None), ("prefill", None), ("train", None), ("train", LEVANTER)]
+)
 @pytest.mark.parametrize("model_type", sorted(path.name for path in GOLDEN.iterdir()))
-def test_every_model_type_is_named(model_type, kind):
-    """Every primitive has a rule, every weight of a matmul has all its axes, and every weight has a matmul."""
-    model = build_model(read_config(str(GOLDEN / model_type / "config.json"), None), 64)
+def test_every_model_type_is_named(model_type, kind, model_class):
+    """Every primitive has a rule, every weight of a matmul has all its axes, and every weight has a matmul.
+
+    Levanter's classes train, and the decoder evaluates or trains.
+    """
+    model = build_model(read_config(str(GOLDEN / model_type / "config.json"), None, model_class), 64)
     trace = trace_step(model, Workload(kind, 5, 64, "float32", "bfloat16"))  # as many rows of experts as no other array
     assert not trace.unnamed and not trace.unpriced and EXCHANGES not in trace.approximations
     # a shard_map gathers the parameters that each device multiplies by itself
@@ -309,7 +315,8 @@ def test_every_model_type_is_named(model_type, kind):
     matrices = {
         p.path for p in axes.parameters if axes.residual in p.axes and len(set(p.axes) - {"layer", "layers"}) > 1
     }
-    assert all("embeddings" in path for path in matrices - multiplied)  # their rows are looked up
+    looked_up = {"embedding", "position_embedding"} if model.is_decoder else {"embeddings"}
+    assert all(looked_up & set(path.split(".")) for path in matrices - multiplied)
     assert len(matrices & multiplied) >= 4
     if kind == "train":
         assert len(trace.results) >= len(matrices)
@@ -317,8 +324,8 @@ def test_every_model_type_is_named(model_type, kind):
 
 @pytest.mark.parametrize("kind", ["eval", "prefill", "train"])
 def test_other_rotary_frequencies_change_nothing(kind, monkeypatch):
-    """Those of Llama 3 take half a second to compute, so a trace has those of plain rotary embeddings."""
-    model = build_model(read_config("llama-3.1-8b", None), 64)
+    """Those of Llama 3 take half a second to compute in Levanter, so a trace has those of plain rotary embeddings."""
+    model = build_model(read_config("llama-3.1-8b", None, LEVANTER), 64)
     workload = Workload(kind, 4, 64, "float32", "bfloat16")
     plain = build_step(trace_step(model, workload))
     monkeypatch.setattr(step_trace, "Llama3RotaryEmbeddingsConfig", ())

@@ -14,6 +14,7 @@ from shardplan.cost.calibration import load_calibration
 from shardplan.cost.sharding import CompilerQuirks
 from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import abstract_module, build_model
 from shardplan.plan.pins import Rules
 from shardplan.plan.workload.workload import Workload
@@ -114,7 +115,8 @@ def test_a_convolution_to_one_channel_is_a_matmul():
 @pytest.mark.parametrize("layers", [10, pytest.param(100, marks=pytest.mark.whole)])
 def test_unrolled_layers_are_planned_as_a_loop_over_them(make_config, layers):
     config = make_config(model_config="llama-3.1-8b", hardware_slice="v4-16", workload_batch=8, workload_position=1024)
-    model = build_model({**read_config("llama-3.1-8b", None), "num_hidden_layers": layers}, 1024)
+    # of Levanter's class, because the decoder has no layers outside of a loop
+    model = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": layers}, 1024)
     unrolled = dataclasses.replace(model.config, scan_layers=False)
     without_loop = dataclasses.replace(model, config=unrolled, template=abstract_module(unrolled, model.vocab))
     workload = config.workload.resolve()
@@ -183,7 +185,7 @@ def test_an_axis_of_elementwise_work_is_not_stacked():
     [("llama-3.1-8b", "eval"), ("llama-3.1-8b", "score"), ("llama-3.1-8b", "train"), ("mixtral-8x7b", "train")],
 )
 def test_unrolled_layers_are_traced_once_to_the_same_operations(monkeypatch, name, kind):
-    model = build_model({**read_config(name, None), "num_hidden_layers": 4}, 1024)
+    model = build_model({**read_config(name, None, LEVANTER), "num_hidden_layers": 4}, 1024)
     config = dataclasses.replace(model.config, scan_layers=False)
     unrolled = dataclasses.replace(model, config=config, template=abstract_module(config, model.vocab))
     workload = Workload(kind, 8, 1024, microbatches=2 if kind == "train" else 1)

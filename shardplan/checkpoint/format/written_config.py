@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardplan.model.huggingface.model_types import SUPPORTED_TYPES
 from shardplan.model.inspect import named_leaves
-from shardplan.model.registry import SUPPORTED_MODELS, transformers_config
+from shardplan.model.registry import transformers_config
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Keys that say how stored weights were quantised; those that are written never are."""
@@ -34,7 +35,7 @@ def describe_written(config: Mapping[str, Any], model: Any, dtypes: Mapping[np.d
     for key in [key for key in DTYPE_KEYS if key in config] or ["torch_dtype"]:
         result[key] = written
     model_type = config.get("model_type")
-    if model_type not in SUPPORTED_MODELS:
+    if model_type not in SUPPORTED_TYPES:
         return result
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -13,7 +13,9 @@ from shardplan.checkpoint.match import is_tied
 from shardplan.decoder.architecture import Architecture
 from shardplan.errors import ConfigError
 from shardplan.model.huggingface.hf_config import read_config
-from shardplan.model.registry import SUPPORTED_MODELS, build_model
+from shardplan.model.huggingface.model_types import SUPPORTED_TYPES
+from shardplan.model.model_class import LEVANTER, is_own_class
+from shardplan.model.registry import build_model, name_of_class
 from shardplan.storage import open_folder
 
 SIZE_KEYS = (
@@ -71,9 +73,12 @@ def _read_reference(converter: Any) -> tuple[dict[str, Any], Any]:
         return {}, None
     try:
         values = converter.default_hf_config.to_dict()
-        if values["model_type"] not in SUPPORTED_MODELS:
+        if values["model_type"] not in SUPPORTED_TYPES:
             return {}, None
-        hf_config = read_config(None, open_folder(str(converter.reference_checkpoint)))
+        given = converter.LevConfigClass
+        name = name_of_class(given if isinstance(given, type) else type(given))
+        folder = open_folder(str(converter.reference_checkpoint))
+        hf_config = read_config(None, folder, LEVANTER if is_own_class(name) else name)
         return _to_json(values), build_model(hf_config, position=1).config
     except (ConfigError, OSError):  # another model, or a hub that does not answer: Levanter saves all the same
         return {}, None

@@ -34,10 +34,10 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     names = {"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
     found = {
         **attention_rules(layer.attention, f"{at}.self_attn", embed),
-        **mlp_rules(layer.mlp, f"{at}.mlp", embed),
+        **mlp_rules(layer.dense_mlp, f"{at}.mlp", embed),
         **layer_norm_rules(layer, at, embed, names),
     }
-    if layer.mlp.activation == XIELU:
+    if layer.dense_mlp.activation == XIELU:
         for parameter in ("alpha_p", "alpha_n"):
             found[f"mlp.xielu.{parameter}"] = StoredTensor(f"{at}.mlp.act_fn.{parameter}", (1,))
     return found

@@ -28,6 +28,8 @@ from shardplan.decoder.parts.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig
 
 HEAD_SIZE = 256
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
+"""Names of the approximation of GELU by tanh."""
 
 
 def read_gemma(keys: ConfigKeys) -> dict[str, Any]:
@@ -35,7 +37,8 @@ def read_gemma(keys: ConfigKeys) -> dict[str, Any]:
     heads, norm = read_attention(keys, HEAD_SIZE), read_rms_norm(keys, is_around_one=True)
     attention = replace(heads, rotary=read_rotary(keys, heads.head_size))
     # files of the first releases say gelu, and mean its approximation
-    keys.take("hidden_act", "hidden_activation")
+    keys.only("hidden_act", ["gelu", *TANH_GELU])
+    keys.only("hidden_activation", TANH_GELU)
     layer = LayerConfig(attention, MlpConfig(keys.integer("intermediate_size"), "gelu_tanh", is_gated=True), norm)
     return _architecture(keys, [layer] * keys.integer("num_hidden_layers"), norm, 8192)
 

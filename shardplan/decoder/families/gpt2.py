@@ -1,5 +1,6 @@
 """GPT-2: learned positions, and weights whose inputs come first. Source: Radford et al., 2019."""
 
+from dataclasses import replace
 from typing import Any
 
 from shardplan.decoder.architecture import Architecture, PositionTable
@@ -17,21 +18,24 @@ from shardplan.decoder.parts.segments import divide_layers
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields of the `Architecture` of a config.json."""
-    keys.only("scale_attn_weights", [True])
-    keys.only("scale_attn_by_inverse_layer_idx", [False])
     keys.only("add_cross_attention", [False])
     keys.take("reorder_and_upcast_attn")  # scores are float32 in any case
     embed, heads = keys.integer("n_embd", "hidden_size"), keys.integer("n_head", "num_attention_heads")
     positions = keys.integer("n_positions", "max_position_embeddings", default=1024)
     norm = NormConfig(NormKind.LAYER, keys.number("layer_norm_epsilon", default=1e-5), has_bias=True)
-    attention = GroupedAttention(heads, heads, embed // heads, None, has_bias=True, has_output_bias=True)
+    if embed % heads:
+        keys.refuse("n_head", heads, f"a divisor of n_embd, {embed}")
+    scale = (embed // heads) ** -0.5 if keys.flag("scale_attn_weights", default=True) else 1.0
+    attention = GroupedAttention(heads, heads, embed // heads, has_bias=True, has_output_bias=True, scale=scale)
     activation = keys.choice("activation_function", choices=ACTIVATIONS, default="gelu_new")
     mlp = MlpConfig(keys.integer("n_inner", default=4 * embed), activation, has_bias=True)
-    layer = LayerConfig(attention, mlp, norm)
+    layers = [LayerConfig(attention, mlp, norm)] * keys.integer("n_layer", "num_hidden_layers")
+    if keys.flag("scale_attn_by_inverse_layer_idx", default=False):
+        layers = [replace(layer, attention=replace(attention, scale=scale / i)) for i, layer in enumerate(layers, 1)]
     return {
         "max_seq_len": positions,
         "embed": embed,
-        "segments": divide_layers([layer] * keys.integer("n_layer", "num_hidden_layers")),
+        "segments": divide_layers(layers),
         "norm": norm,
         "is_tied": keys.flag("tie_word_embeddings", default=True),
         "position_table": PositionTable(positions),
@@ -56,8 +60,8 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
         found[f"self_attn.{part}.weight"] = Sliced(joint_weight, 0, i * embed, (i + 1) * embed)
         found[f"self_attn.{part}.bias"] = Sliced(joint_bias, 0, i * embed, (i + 1) * embed)
     found |= _linear_rules("self_attn.o_proj", f"{at}.attn.c_proj", embed, embed)
-    found |= _linear_rules("mlp.up_proj", f"{at}.mlp.c_fc", layer.mlp.size, embed)
-    return found | _linear_rules("mlp.down_proj", f"{at}.mlp.c_proj", embed, layer.mlp.size)
+    found |= _linear_rules("mlp.up_proj", f"{at}.mlp.c_fc", layer.dense_mlp.size, embed)
+    return found | _linear_rules("mlp.down_proj", f"{at}.mlp.c_proj", embed, layer.dense_mlp.size)
 
 
 def _linear_rules(path: str, name: str, outputs: int, inputs: int) -> Rules:

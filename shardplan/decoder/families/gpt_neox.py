@@ -56,7 +56,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     return {
         **found,
         **linear_rules("self_attn.o_proj", output, embed, embed, attention.has_output_bias),
-        **mlp_rules(layer.mlp, f"{at}.mlp", embed, ("", "dense_h_to_4h", "dense_4h_to_h")),
+        **mlp_rules(layer.dense_mlp, f"{at}.mlp", embed, ("", "dense_h_to_4h", "dense_4h_to_h")),
         **layer_norm_rules(layer, at, embed),
     }
 

@@ -62,7 +62,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     found = {
         **attention_rules(layer.attention, f"{at}.attn", embed, names),
-        **mlp_rules(layer.mlp, f"{at}.mlp", embed, ("", "fc_in", "fc_out")),
+        **mlp_rules(layer.dense_mlp, f"{at}.mlp", embed, ("", "fc_in", "fc_out")),
         **layer_norm_rules(layer, at, embed, {"attention_norm": "ln_1"}),
     }
     return {**found, **in_halves(found, layer.attention, embed)}

@@ -5,7 +5,13 @@ from typing import Any
 
 from shardplan.decoder.config_keys import ConfigKeys
 from shardplan.decoder.families.common.family import Family
-from shardplan.decoder.families.common.keys import architecture, read_gated_mlp, read_heads, read_rms_norm
+from shardplan.decoder.families.common.keys import (
+    architecture,
+    read_gated_mlp,
+    read_heads,
+    read_rms_norm,
+    read_uniform_window,
+)
 from shardplan.decoder.families.common.rotary_keys import read_rotary, read_temperature, require_rope
 from shardplan.decoder.families.common.rules import standard_layer_rules
 from shardplan.decoder.parts.block import LayerConfig
@@ -14,7 +20,7 @@ from shardplan.decoder.parts.block import LayerConfig
 def read(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields of the `Architecture` of a config.json of Mistral."""
     heads, norm = read_heads(keys, kv_heads=8), read_rms_norm(keys)
-    window = keys.integer_or_null("sliding_window", 4096)
+    window = read_uniform_window(keys, 4096)
     attention = replace(heads, rotary=read_rotary(keys, heads.head_size), window=window)
     layer = LayerConfig(attention, read_gated_mlp(keys), norm)
     return architecture(keys, [layer] * keys.integer("num_hidden_layers"), norm, positions=131072)
@@ -28,7 +34,7 @@ def read_ministral3(keys: ConfigKeys) -> dict[str, Any]:
         heads,
         rotary=read_rotary(keys, heads.head_size, has_temperature=True),
         temperature=read_temperature(keys),
-        window=keys.integer_or_null("sliding_window", None),
+        window=read_uniform_window(keys, None),
     )
     layer = LayerConfig(attention, read_gated_mlp(keys), norm)
     return architecture(keys, [layer] * keys.integer("num_hidden_layers"), norm, positions=262144)

@@ -71,7 +71,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     norms = dict(zip(layer.wiring.norms, ("self_attn_layer_norm", "final_layer_norm"), strict=True))
     return {
         **attention_rules(layer.attention, f"{at}.self_attn", embed, names),
-        **mlp_rules(layer.mlp, at, embed, ("", "fc1", "fc2")),
+        **mlp_rules(layer.dense_mlp, at, embed, ("", "fc1", "fc2")),
         **layer_norm_rules(layer, at, embed, norms),
     }
 

@@ -50,8 +50,8 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
         "self_attn.k_proj.weight": Sliced(joint, 0, queries, queries + keys),
         "self_attn.v_proj.weight": Sliced(joint, 0, queries + keys, queries + 2 * keys),
         **linear_rules("self_attn.o_proj", f"{at}.self_attn.o_proj", embed, queries, has_bias=False),
-        **gate_and_up_rules(layer.mlp, f"{at}.mlp.gate_up_proj", embed),
-        **linear_rules("mlp.down_proj", f"{at}.mlp.down_proj", embed, layer.mlp.size, has_bias=False),
+        **gate_and_up_rules(layer.dense_mlp, f"{at}.mlp.gate_up_proj", embed),
+        **linear_rules("mlp.down_proj", f"{at}.mlp.down_proj", embed, layer.dense_mlp.size, has_bias=False),
         **layer_norm_rules(layer, at, embed),
     }
 

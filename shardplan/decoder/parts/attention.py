@@ -14,6 +14,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from haliax.jax_utils import named_call
 from levanter.layers.attention import AttentionBackend, AttentionMask
 
 from shardplan.decoder.parts.activation_names import ActivationName
@@ -131,6 +132,11 @@ class GroupedAttention:
         return Axis("q_heads_per_group", self.heads // self.kv_heads)
 
     @property
+    def Heads(self) -> Axis:
+        """The heads of queries, as the inputs of the output projection."""
+        return Axis("heads", self.heads)
+
+    @property
     def HeadSize(self) -> Axis:
         """The channels of a head."""
         return Axis("head_size", self.head_size)
@@ -164,7 +170,8 @@ class GroupedAttention:
             q_proj=Linear.init((*of_queries, size), (Embed,), self.has_bias, keys[0]),
             k_proj=Linear.init((*of_keys, size), (Embed,), self.has_bias, keys[1]),
             v_proj=Linear.init((*of_keys, value_size), (Embed,), self.has_bias, keys[2]),
-            o_proj=Linear.init((Embed,), (*of_queries, value_size), self.has_output_bias, keys[3]),
+            # an axis of its own, as in Levanter, so that this weight can be stored in other shards than the rest
+            o_proj=Linear.init((Embed,), (self.Heads, value_size), self.has_output_bias, keys[3]),
             q_norm=self.head_norm.init(of_queries, size) if self.head_norm else None,
             k_norm=self.head_norm.init(of_keys, size) if self.head_norm else None,
             sinks=hax.random.normal(keys[4], of_queries) * INITIAL_SCALE if self.has_sinks else None,
@@ -185,6 +192,7 @@ class AttentionLayer(eqx.Module):
     """{kv_head, q_heads_per_group}: the score of the sink of each head."""
     config: GroupedAttention = eqx.field(static=True)
 
+    @named_call  # for profiles and reports
     def __call__(self, x: NamedArray, mask: AttentionMask, positions: Positions, kernel: Kernel) -> NamedArray:
         """Attend within {batch, position, embed}, and return the same axes."""
         config = self.config
@@ -212,14 +220,20 @@ class AttentionLayer(eqx.Module):
             inference=True,
             **self._changes_of_scores(),
         )
+        attended = attended.flatten_axes((config.KVHeads, config.QHeadsPerGroup), config.Heads)
         context = ActivationName.CONTEXT(hax.auto_sharded(attended.astype(x.dtype)))
         return ActivationName.ATTENTION_OUT(self.o_proj(context))
 
     def _narrowed(self, mask: AttentionMask, positions: Positions, Pos: Axis) -> AttentionMask:
-        """Return the mask within the window and the chunks of the layer."""
-        if self.config.window is not None:
-            mask = mask.with_sliding_window(self.config.window)
-        return mask if self.config.chunk is None else with_chunks(mask, self.config.chunk, Pos, positions.indices)
+        """Return the mask within the window and the chunks of the layer.
+
+        Those that are not smaller than the sequence exclude nothing; without them, such layers and those that have none
+        are of one kind of attention.
+        """
+        window, chunk = self.config.window, self.config.chunk
+        if window is not None and window < Pos.size:
+            mask = mask.with_sliding_window(window)
+        return mask if chunk is None or chunk >= Pos.size else with_chunks(mask, chunk, Pos, positions.indices)
 
     def _changes_of_scores(self) -> dict[str, Any]:
         """The arguments of attention that are not left to their defaults."""

@@ -9,6 +9,7 @@ from haliax import Axis, NamedArray
 from levanter.layers.attention import AttentionMask
 
 from shardplan.decoder.parts.attention import AttentionLayer, GroupedAttention, Kernel
+from shardplan.decoder.parts.experts import ExpertsConfig, ExpertsLayer
 from shardplan.decoder.parts.mlp import MlpConfig, MlpLayer
 from shardplan.decoder.parts.norm import Norm, NormConfig
 from shardplan.decoder.parts.rotary import Positions
@@ -43,12 +44,18 @@ class LayerConfig:
     """A layer: its parts, and how they are connected."""
 
     attention: GroupedAttention
-    mlp: MlpConfig
+    mlp: MlpConfig | ExpertsConfig
     norm: NormConfig
     """The norms of `wiring`."""
     wiring: Wiring = Wiring.PRE
     residual_multiplier: float = 1.0
     """What attention and MLP are multiplied by, before they are added to the residual stream."""
+
+    @property
+    def dense_mlp(self) -> MlpConfig:
+        """The MLP of a layer without experts."""
+        assert isinstance(self.mlp, MlpConfig)
+        return self.mlp
 
     def init(self, Embed: Axis, key: jax.Array) -> "DecoderLayer":
         """Make the layer with random weights."""
@@ -69,7 +76,7 @@ class DecoderLayer(eqx.Module):
     """The parts of a layer; those norms that its wiring does not have are None."""
 
     self_attn: AttentionLayer
-    mlp: MlpLayer
+    mlp: MlpLayer | ExpertsLayer
     attention_norm: Norm | None
     attention_out_norm: Norm | None
     mlp_norm: Norm | None

@@ -4,6 +4,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 from haliax import Axis, NamedArray
+from haliax.jax_utils import named_call
 
 INITIAL_SCALE = 0.02
 """Standard deviation of new weights."""
@@ -23,6 +24,7 @@ class Linear(eqx.Module):
         weight = hax.random.normal(key, (*outputs, *inputs)) * INITIAL_SCALE
         return Linear(weight, hax.zeros(outputs) if has_bias else None, tuple(axis.name for axis in inputs))
 
+    @named_call  # for profiles and reports
     def __call__(self, x: NamedArray) -> NamedArray:
         """Project {..., inputs} to {..., outputs}."""
         projected = hax.auto_sharded(hax.dot(x, self.weight, axis=self.inputs))

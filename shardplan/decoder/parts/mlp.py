@@ -9,6 +9,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from haliax.jax_utils import named_call
 
 from shardplan.decoder.parts.activation_names import ActivationName
 from shardplan.decoder.parts.linear import Linear
@@ -18,8 +19,10 @@ XIELU = "xielu"
 ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
     "gelu": partial(hax.nn.gelu, approximate=False),
     "gelu_tanh": partial(hax.nn.gelu, approximate=True),
+    "quick_gelu": hax.nn.quick_gelu,
     "relu": hax.nn.relu,
     "silu": hax.nn.silu,
+    "tanh": hax.tanh,
 }
 """Name of an activation without parameters -> the function."""
 
@@ -100,6 +103,7 @@ class MlpLayer(eqx.Module):
     xielu: Xielu | None
     config: MlpConfig = eqx.field(static=True)
 
+    @named_call  # for profiles and reports
     def __call__(self, x: NamedArray) -> NamedArray:
         """Compute {..., embed} from {..., embed}."""
         up = ActivationName.UP(self.up_proj(x))

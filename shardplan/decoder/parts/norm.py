@@ -10,6 +10,7 @@ import equinox as eqx
 import haliax as hax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from haliax.jax_utils import named_call
 
 
 class NormKind(StrEnum):
@@ -52,6 +53,7 @@ class Norm(eqx.Module):
     """Names of the axes that are normalised together."""
     config: NormConfig = eqx.field(static=True)
 
+    @named_call  # for profiles and reports
     def __call__(self, x: NamedArray) -> NamedArray:
         """Normalise `x`, which has the axes of the weight and any others; returns the type of `x`."""
         wide = x.astype(jnp.float32)

@@ -13,9 +13,9 @@ from shardplan.storage import open_folder
 
 def check(subject: HostSubject) -> Iterator[HostFinding]:
     """Read config.json, the index, all headers and a sample of the checkpoint."""
-    model = subject.config.model
+    config, model = subject.config, subject.config.model
     folder = open_folder(model.ref)
-    read_config(model.config, folder, model.levanter_class)
+    read_config(model.config, folder, config.model_class)
     tensors = read_index(folder)
     files = list({tensor.file_name: tensor.file for tensor in tensors.values()}.values())
     rate = measure_reads(files, subject.hardware)

@@ -79,6 +79,8 @@ FOREIGN_KEYS = {
     "q_lora_rank": ForeignKey(_is_true, LATENT),
     "qk_rope_head_dim": ForeignKey(_is_true, LATENT),
     "layer_types": ForeignKey(_has_windows, "layers of several kinds"),
+    "sliding_window": ForeignKey(_is_given, "windows", ("gemma2", "mistral", "mixtral", "qwen2", "qwen3")),
+    "use_sliding_window": ForeignKey(_is_true, "windows", ("qwen2", "qwen3")),
     "sliding_window_pattern": ForeignKey(_is_given, WINDOWS),
     "_sliding_window_pattern": ForeignKey(_is_given, WINDOWS),
     "attention_chunk_size": ForeignKey(_is_given, "attention within chunks"),
@@ -107,6 +109,8 @@ FOREIGN_KEYS = {
     "use_qk_norm": ForeignKey(_is_true, QK_NORM, ("olmo2", "qwen3")),
     "qk_layernorm": ForeignKey(_is_true, QK_NORM, ("olmo2", "qwen3")),
     "clip_qkv": ForeignKey(_is_given, "clipped queries, keys and values"),
+    "attention_bias": ForeignKey(_is_true, "biases of attention", ("gemma", "gemma2", "llama", "olmo2", "qwen3")),
+    "mlp_bias": ForeignKey(_is_true, "biases of MLPs", ("llama",)),
     "qkv_bias": ForeignKey(_is_true, "biases of queries, keys and values", ("gpt2", "qwen2")),
     "use_parallel_residual": ForeignKey(_is_true, PARALLEL),
     "use_parallel_block": ForeignKey(_is_true, PARALLEL),
@@ -142,6 +146,18 @@ def foreign_keys(config: Config, model_type: str = "") -> Iterator[tuple[str, st
         is_foreign = name in config and model_type not in key.owners and key.changes(config[name])
         if is_foreign and not _is_neutral(name, config, model_type):
             yield name, key.meaning
+
+
+def changes_nothing(name: str, config: Config) -> bool:
+    """Return whether a key is known, and its value says what models of the type of `config` do without it.
+
+    >>> changes_nothing("logit_scale", {"model_type": "llama", "logit_scale": 1.0})
+    True
+    """
+    key, model_type = FOREIGN_KEYS.get(name), config["model_type"]
+    if key is None:
+        return False
+    return model_type in key.owners or not key.changes(config[name]) or _is_neutral(name, config, model_type)
 
 
 def _is_neutral(name: str, config: Config, model_type: str) -> bool:

@@ -6,12 +6,12 @@ from typing import Any
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.axes import MAX_SIZE
 from shardplan.model.bundled_configs import bundled_name, read_config_file
-from shardplan.model.huggingface.model_types import LEFT_OUT_KEYS, is_decoder
+from shardplan.model.huggingface.model_types import LEFT_OUT_KEYS
 from shardplan.model.huggingface.rope_keys import read_rope
 from shardplan.model.huggingface.support import check_supported
 from shardplan.model.huggingface.text_part import read_text_part
 from shardplan.model.levanter_compat import ACTIVATION_KEYS, ACTIVATIONS, FIXED_VALUES
-from shardplan.model.own_model import CLASS_KEY
+from shardplan.model.model_class import CLASS_KEY, DECODER, class_of, is_own_class, resolve_class
 from shardplan.storage import Folder, read_bytes
 from shardplan.storage.contents import describe_contents, describe_folder
 
@@ -36,13 +36,14 @@ POSITIVE_NUMBER_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "que
 """Keys whose value, if present and not null, must be a positive number."""
 
 
-def read_config(path: str | None, folder: Folder | None, own_class: str | None = None) -> dict[str, Any]:
+def read_config(path: str | None, folder: Folder | None, model_class: str | None = None) -> dict[str, Any]:
     """Read the config.json at `path`, which may be the name of a bundled model, or else the one in `folder`.
 
     Of a model of images and text, the part of the text is returned.
 
     Args:
-        own_class: name of the Levanter configuration class of a model that shardplan does not know, which is added.
+        model_class: name of the class that computes the model (`shardplan.model.model_class`); the decoder if it is
+            left out. Of any other class, the name is added to the keys.
 
     Raises:
         ConfigError: there is none, it is not the configuration of a model, or that model is not supported.
@@ -59,16 +60,18 @@ def read_config(path: str | None, folder: Folder | None, own_class: str | None =
     if not isinstance(loaded, dict):
         raise ConfigError(f"{where} holds no keys; it is not the config.json of a Hugging Face model")
     loaded.pop(CLASS_KEY, None)  # which code is imported is not for a checkpoint to say
-    if own_class is not None:
+    if model_class is not None and is_own_class(resolve_class(model_class, loaded.get("model_type"))):
         # its keys mean what the class says; without a model type, the class is named instead
-        name = own_class.rpartition(":")[2]
-        return {"model_type": name, **loaded, CLASS_KEY: own_class}
+        name = model_class.rpartition(":")[2]
+        return {"model_type": name, **loaded, CLASS_KEY: model_class}
     if not isinstance(loaded.get("model_type"), str):
         raise ConfigError(
             f"{where} has no 'model_type'; it is not the config.json of a Hugging Face model (of your own model, set "
             "model.levanter_class)"
         )
-    return check_config(*read_text_part(loaded, where))
+    values, where = read_text_part(loaded, where)
+    name = resolve_class(model_class, values["model_type"])
+    return check_config(values if name == DECODER else {**values, CLASS_KEY: name}, where)
 
 
 def _read_in_folder(folder: Folder | None) -> bytes | None:
@@ -93,7 +96,7 @@ def check_config(values: dict[str, Any], where: str) -> dict[str, Any]:
         ConfigError: the model is not supported, or a value is not valid.
     """
     check_supported(values, where)
-    if is_decoder(values["model_type"]):  # its family checks every key
+    if class_of(values) == DECODER:  # its family checks every key
         left_out = LEFT_OUT_KEYS.get(values["model_type"], {})
         return {**left_out, **values}
     _check_values(values, where)

@@ -5,33 +5,12 @@ Imports no JAX, because configurations are checked before it is imported.
 
 from dataclasses import dataclass
 
-DECODER = ("shardplan.decoder.config", "DecoderConfig")
-"""Module and name of the configuration class of shardplan's own decoder."""
-DECODER_TYPES = (
-    "apertus", "cohere", "cohere2", "exaone4", "gemma3_text", "glm", "glm4", "gpt_neox", "gptj", "granite",
-    "ministral3", "olmo3", "opt", "phi", "phi3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+SUPPORTED_TYPES = (
+    "apertus", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox",
+    "gptj", "granite", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2",
+    "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
-"""The model types that shardplan's own decoder computes."""
-SUPPORTED_MODELS = {
-    **dict.fromkeys(DECODER_TYPES, DECODER),
-    "gemma": ("levanter.models.gemma", "GemmaConfig"),
-    "gemma2": ("levanter.models.gemma", "Gemma2Config"),
-    "gpt2": ("levanter.models.gpt2", "Gpt2Config"),
-    "llama": ("levanter.models.llama", "LlamaConfig"),
-    "mistral": ("levanter.models.mistral", "MistralConfig"),
-    "mixtral": ("levanter.models.mixtral", "MixtralConfig"),
-    "olmo2": ("levanter.models.olmo", "Olmo2Config"),
-    "qwen2": ("levanter.models.qwen", "QwenConfig"),
-    "qwen3": ("levanter.models.qwen", "Qwen3Config"),
-}
-"""Hugging Face `model_type` -> module and name of the Levanter configuration class."""
-
-
-def is_decoder(model_type: str) -> bool:
-    """Return whether a supported model type is a family of shardplan's own decoder."""
-    return model_type in DECODER_TYPES
-
-
+"""The model types that shardplan's decoder computes: the keys of `shardplan.decoder.families.FAMILIES`."""
 LEFT_OUT_KEYS = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
 }
@@ -43,7 +22,7 @@ class OtherType:
     """How a model type that is not supported differs from the supported type that is nearest to it."""
 
     nearest: str | None
-    """A key of `SUPPORTED_MODELS`; None if the model is of another kind altogether."""
+    """A key of `SUPPORTED_TYPES`; None if the model is of another kind altogether."""
     differences: str
     """What the model has that the nearest type does not have."""
 

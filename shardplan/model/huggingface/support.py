@@ -11,7 +11,8 @@ from typing import Any
 
 from shardplan.errors import ConfigError, closest
 from shardplan.model.huggingface.foreign_keys import foreign_keys
-from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_MODELS, is_decoder
+from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_TYPES
+from shardplan.model.model_class import LEVANTER_CLASSES
 
 MISSPELT = 0.85
 """Similarity of a model type to the supported one that it may be a misspelling of: `lama`, but not `llava`."""
@@ -31,10 +32,10 @@ def check_supported(config: Mapping[str, Any], where: str) -> None:
             models of this type do not have.
     """
     model_type = config["model_type"]
-    if model_type not in SUPPORTED_MODELS:
+    if model_type not in SUPPORTED_TYPES:
         raise ConfigError(f"{where}: {_describe_type(config)}")
-    # a family of the decoder refuses by itself what it does not understand
-    foreign = [] if is_decoder(model_type) else list(foreign_keys(config, model_type))
+    # a family of the decoder refuses by itself what it does not understand; here the refusal says what the key means
+    foreign = list(foreign_keys(config, model_type)) if model_type in LEVANTER_CLASSES else []
     if foreign:
         raise ConfigError(
             f"{where}: it has {_name_keys(foreign, config)}, which no {model_type!r} has: this is another model than "
@@ -52,7 +53,7 @@ def check_supported(config: Mapping[str, Any], where: str) -> None:
 def _describe_type(config: Mapping[str, Any]) -> str:
     """Say that a model type is not supported, which supported type is nearest, and why that is another model."""
     model_type = config["model_type"]
-    supported = f"supported: {', '.join(sorted(SUPPORTED_MODELS))}; for your own model, set model.levanter_class"
+    supported = f"supported: {', '.join(sorted(SUPPORTED_TYPES))}; for your own model, set model.levanter_class"
     refusal = f"model_type {model_type!r} is not supported"
     other = OTHER_TYPES.get(model_type)
     nearest = other.nearest if other else _nearest(config)
@@ -87,7 +88,7 @@ def _short(value: Any) -> str:
 
 def _nearest(config: Mapping[str, Any]) -> str | None:
     """Return the supported type that a type which is known nowhere is nearest to: by its name, else by its keys."""
-    names = [each for each in SUPPORTED_MODELS if config["model_type"].startswith(each)]
+    names = [each for each in SUPPORTED_TYPES if config["model_type"].startswith(each)]
     has_experts = any("expert" in name for name, _ in foreign_keys(config))
     return max(names, key=len, default="mixtral" if has_experts else None)
 
@@ -95,9 +96,9 @@ def _nearest(config: Mapping[str, Any]) -> str | None:
 def _misspelt(model_type: str) -> str | None:
     """Return the supported type that `model_type` is a misspelling of; None for the name of another model."""
     spelling = re.sub(r"[^a-z0-9]", "", model_type.lower())
-    if spelling in SUPPORTED_MODELS:
+    if spelling in SUPPORTED_TYPES:
         return spelling
-    meant = closest(spelling, SUPPORTED_MODELS, MISSPELT)
+    meant = closest(spelling, SUPPORTED_TYPES, MISSPELT)
     # names of models differ in digits and endings: qwen4 and llama_moe are no misspellings
     is_longer = meant is not None and spelling.startswith(meant)
     same_digits = meant is not None and re.sub(r"\D", "", spelling) == re.sub(r"\D", "", meant)

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from shardplan.errors import ConfigError
-from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_MODELS
+from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_TYPES
 
 TEXT_KEYS = ("text_config", "llm_config", "language_config")
 """Keys under which models of images and text have the configuration of their text model."""
@@ -35,7 +35,7 @@ def read_text_part(config: dict[str, Any], where: str) -> tuple[dict[str, Any], 
     """
     outer = config["model_type"]
     key = next((each for each in TEXT_KEYS if isinstance(config.get(each), dict)), None)
-    if key is None or outer in SUPPORTED_MODELS or outer in OTHER_TYPES:
+    if key is None or outer in SUPPORTED_TYPES or outer in OTHER_TYPES:
         return config, where
     inner = dict(config[key])
     inner.setdefault("model_type", TEXT_TYPES.get(outer))
@@ -44,7 +44,7 @@ def read_text_part(config: dict[str, Any], where: str) -> tuple[dict[str, Any], 
     for shared in SHARED_KEYS:
         if config.get(shared) is not None:
             inner[shared] = config[shared]
-    if inner["model_type"] in SUPPORTED_MODELS:
+    if inner["model_type"] in SUPPORTED_TYPES:
         _say(f"{where} is that of a {outer}, a model of images and text; its {key} is read, a {inner['model_type']}")
     return inner, f"{where}, {key}"
 

@@ -79,7 +79,7 @@ def build_plan(
             axes.size,
             config.model.config,
             axes.position,
-            config.model.levanter_class,
+            model.class_name,
             step.vocab,
             sorted({axis for attention in step.attention_axes for axis in attention.unsharded_in_kernels}),
         ),

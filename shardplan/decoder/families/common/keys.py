@@ -13,12 +13,16 @@ from shardplan.decoder.parts.segments import divide_layers
 
 ACTIVATIONS = {
     "gelu": "gelu",
+    "gelu_accurate": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
+    "tanh": "tanh",
 }
 """Activation in a config.json -> its name in `shardplan.decoder.parts.mlp`."""
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -38,7 +42,11 @@ def read_heads(keys: ConfigKeys, head_size: int | None = None, kv_heads: int | N
     groups = keys.integer("num_key_value_heads", default=kv_heads or heads)
     if heads % groups:
         keys.refuse("num_key_value_heads", groups, f"a divisor of num_attention_heads, {heads}")
-    return GroupedAttention(heads, groups, keys.integer("head_dim", default=head_size or max(1, embed // heads)))
+    if head_size is not None and keys.is_null("head_dim"):
+        keys.refuse("head_dim", None, "a number, which does not follow from hidden_size in this family")
+    if keys.take("head_dim") is None and head_size is None and embed % heads:
+        keys.refuse("num_attention_heads", heads, f"a divisor of hidden_size, {embed}")
+    return GroupedAttention(heads, groups, keys.integer("head_dim", default=head_size or embed // heads))
 
 
 def read_attention(keys: ConfigKeys, head_size: int | None = None, kv_heads: int | None = None) -> GroupedAttention:
@@ -80,6 +88,19 @@ def read_windows(keys: ConfigKeys, is_full: Callable[[int], bool], window: int |
     return [size if kind == SLIDING else None for kind in kinds]
 
 
+def read_uniform_window(keys: ConfigKeys, window: int | None) -> int | None:
+    """Read the window that all layers have; None for layers that attend to all positions before.
+
+    Args:
+        window: default of `sliding_window`.
+    """
+    size, kinds = keys.integer_or_null("sliding_window", window), keys.take("layer_types")
+    expected = [FULL if size is None else SLIDING] * keys.integer("num_hidden_layers")
+    if kinds is not None and kinds != expected:
+        keys.refuse("layer_types", kinds, f"{len(expected)} times {expected[0]}, as sliding_window is {size}")
+    return size
+
+
 def with_windows(layer: LayerConfig, windows: Sequence[int | None]) -> list[LayerConfig]:
     """Return a layer for each of some windows, equal in all else."""
     return [replace(layer, attention=replace(layer.attention, window=window)) for window in windows]
@@ -110,6 +131,8 @@ def architecture(
         positions: default of `max_position_embeddings`.
         more: further fields.
     """
+    if keys.is_null("max_position_embeddings"):
+        keys.refuse("max_position_embeddings", None, "a positive integer")
     return {
         "max_seq_len": keys.integer("max_position_embeddings", default=positions),
         "embed": keys.integer("hidden_size"),

@@ -64,6 +64,8 @@ def read_rotary(
         part = _checked(keys, "partial_rotary_factor", values["partial_rotary_factor"])
     if partial is None and part != 1.0:
         keys.refuse("partial_rotary_factor", part, "1, for this family rotates whole heads")
+    if head_size % 2 and part == 1.0:
+        keys.refuse("head_dim", head_size, "an even number, for rotary embeddings")
     channels = int(head_size * part)
     if part > 1 or channels < 2 or channels % 2:
         keys.refuse("partial_rotary_factor", part, f"a part of the {head_size} channels of a head, an even number")

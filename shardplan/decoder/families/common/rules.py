@@ -55,7 +55,7 @@ def standard_layer_rules(config: Architecture, layer: LayerConfig, index: int) -
     at, embed = f"model.layers.{index}", config.embed
     return {
         **attention_rules(layer.attention, f"{at}.self_attn", embed),
-        **mlp_rules(layer.mlp, f"{at}.mlp", embed),
+        **mlp_rules(layer.dense_mlp, f"{at}.mlp", embed),
         **layer_norm_rules(layer, at, embed),
     }
 
