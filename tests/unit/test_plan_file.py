@@ -11,9 +11,11 @@ from shardplan.config import PlanConfig, parse_config
 from shardplan.config.given_plan import load_given_plan
 from shardplan.config.keys import keys_of
 from shardplan.errors import ConfigError
+from shardplan.model.model_class import DECODER, LEVANTER, LEVANTER_CLASSES
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.plan import Plan
-from shardplan.search.make_plan import make_plan
+from shardplan.search.given_plan import check_model
+from shardplan.search.make_plan import make_plan, model_from_config
 
 DATA = Path(__file__).parent / "data"
 
@@ -255,3 +257,21 @@ def test_reasons_may_be_edited(sharded_plan, tmp_path):
     values["search"]["reasons"].append("approved")
     (tmp_path / "plan.json").write_text(json.dumps(values))
     assert Plan.load(str(tmp_path / "plan.json")).search.reasons[-1] == "approved"
+
+
+@pytest.mark.parametrize("names_class", [True, False])
+def test_a_plan_names_the_class_of_its_model(golden, make_config, tmp_path, names_class):
+    """Plans of earlier versions name none, and were made for Levanter's classes."""
+    path = tmp_path / "plan.json"
+    model_class = None if names_class else LEVANTER
+    plan = make_plan(make_config(model_config=golden / "llama" / "config.json", model_levanter_class=model_class))
+    values = plan.to_json()
+    assert values["model"]["levanter_class"] == (DECODER if names_class else LEVANTER_CLASSES["llama"])
+    if not names_class:
+        values["model"]["levanter_class"] = None
+    del values["checksum"]
+    path.write_text(json.dumps(values), encoding="utf-8")
+    config, given = load_given_plan(parse_config([f"--plan={path}"]))
+    model = model_from_config(config)
+    check_model(given, model)
+    assert model.is_decoder == names_class
