@@ -32,7 +32,7 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
         ConfigError: the folder cannot be written to, or holds a checkpoint.
         CheckpointError: the checkpoint is damaged, or cannot be written in the requested format.
     """
-    if file_format == Format.LEVANTER:  # for its scripts, which have its class
+    if file_format == Format.LEVANTER and config.plan is None:  # for its scripts, which have its class
         levanter_model = replace(config.model, levanter_class=config.model.levanter_class or LEVANTER)
         config = replace(config, model=levanter_model)
     session = prepare(*load_given_plan(config))

@@ -36,6 +36,7 @@ from shardplan.errors import CheckpointError, ConfigError, check_argument
 from shardplan.execution.device_mesh import make_mesh
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
+from shardplan.model.levanter_compat import has_windows
 from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER, LEVANTER_CLASSES
 from shardplan.model.registry import (
     abstract_module,
@@ -77,8 +78,8 @@ def load_pretrained(
             an empty mapping replicates.
         dtype: type that floating-point parameters are cast to; default: the plan's, else the stored type of each array.
         config: a Levanter model configuration; default: the one that the checkpoint's config.json describes, of the
-            plan's class, and without a plan of Levanter's class for the type, or of shardplan's decoder for a type that
-            Levanter does not have.
+            plan's class, and without a plan of Levanter's class for the type, or of shardplan's decoder for types and
+            windows that Levanter does not have.
         budget: most host memory to use beyond the arrays themselves, bytes.
         checksum: compare the files with the checksums that their store recorded, if it recorded any.
         strict: refuse a checkpoint with tensors that the model has no use for, instead of a warning.
@@ -96,13 +97,17 @@ def load_pretrained(
         raise ConfigError("load_pretrained takes a plan or an axis_mapping, not both")
     check_argument("load_pretrained", "ref", ref, (str, RepoRef, os.PathLike), "a folder, org/model@revision or a URL")
     dtype = _loadable_dtype(dtype)
+    mesh = make_mesh(plan) if plan is not None else _current_mesh()
     folder = open_folder(str(ref))
-    planned = LEVANTER if plan is None else plan.model.class_name
-    model_class = planned if config is None else name_of_class(type(config))
+    if config is not None:
+        model_class: str | None = name_of_class(type(config))
+    elif plan is not None:
+        model_class = plan.model.class_name
+    else:
+        model_class = _class_without_plan(folder)
     template = _make_template(read_config(None, folder, model_class), config, folder)
     if plan is not None:
         _check_plan(plan, template)
-    mesh = make_mesh(plan) if plan is not None else _current_mesh()
     mapping = plan.param_mapping if plan is not None else _mapping_or_current(axis_mapping)
     if dtype is None and plan is not None:
         dtype = plan.workload.param_dtype
@@ -148,6 +153,15 @@ class HFCheckpointConverter(SavingConverter):
             resize = hax.named_jit(lambda m: m.resize_vocab(self.Vocab.size), axis_resources=mapping)
             model = resize(model)
         return model
+
+
+def _class_without_plan(folder: Folder) -> str | None:
+    """Return the class of a model that is loaded without a plan: Levanter's, if it computes all that config.json says.
+
+    Windows are in the mask that its caller gives to a model of Levanter, and in the layers of the decoder.
+    """
+    hf_config = read_config(None, folder, LEVANTER)
+    return None if has_windows(hf_config) else LEVANTER
 
 
 def _loadable_dtype(dtype: Any) -> np.dtype | None:

@@ -7,6 +7,7 @@ from shardplan.config.command_flags import PlanConfig
 from shardplan.config.keys import keys_of
 from shardplan.config.sections import HardwareConfig, MeshConfig
 from shardplan.errors import ConfigError
+from shardplan.model.model_class import resolve_class
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload.workload import AUTO_BATCH, AUTO_POSITION
 
@@ -46,6 +47,12 @@ def load_given_plan[C: PlanConfig](config: C) -> tuple[C, Plan | None]:
         is_set = not is_open and (name in config.given or configured != default)
         if is_set and configured != value:
             raise ConfigError(f"{name} is {configured}, plan {config.plan} has {value}; leave it out, or plan again")
+    own_class, kind = config.model.levanter_class, plan.model.type
+    planned_class = resolve_class(plan.model.class_name, kind)
+    if own_class is not None and resolve_class(own_class, kind) != planned_class:
+        raise ConfigError(
+            f"model.levanter_class is {own_class}, plan {config.plan} has {planned_class}; leave it out, or plan again"
+        )
     return (
         replace(
             config,

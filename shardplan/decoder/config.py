@@ -12,6 +12,7 @@ from shardplan.decoder.config_keys import ConfigKeys
 from shardplan.decoder.families import FAMILIES
 from shardplan.decoder.model import Decoder
 from shardplan.errors import ConfigError, nearest
+from shardplan.model.huggingface.text_part import read_text_part
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import abstract_module, transformers_config
 
@@ -41,8 +42,11 @@ class DecoderConfig(Architecture, HFCompatConfig):
         Raises:
             ConfigError: a value that is not valid, or a key that the family of its `model_type` does not read.
         """
-        values = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
-        keys = ConfigKeys(values, "config.json")
+        given = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
+        values, where = (
+            read_text_part(given, "config.json") if isinstance(given.get("model_type"), str) else (given, "")
+        )
+        keys = ConfigKeys(values, where or "config.json")
         kind = values.get("model_type")
         if kind not in FAMILIES:
             raise ConfigError(f"config.json: the decoder has no model_type {kind!r}; {nearest(str(kind), FAMILIES)}")

@@ -4,26 +4,38 @@ A family takes every key that it understands. What is left over afterwards eithe
 computes, or is refused by its name and value.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NoReturn
 
 from shardplan.errors import ConfigError
 from shardplan.model.axes import MAX_SIZE
-from shardplan.model.huggingface.foreign_keys import changes_nothing
+from shardplan.model.huggingface.foreign_keys import READ_BY_OTHERS, changes_nothing
 
+logger = logging.getLogger(__name__)
 HARMLESS = frozenset(
     {
-        "_name_or_path", "activation_dropout", "architectures", "attention_dropout", "attention_probs_dropout_prob",
-        "attn_pdrop", "auto_map", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
-        "chunk_size_feed_forward", "classifier_dropout", "decoder_start_token_id", "dropout", "dtype", "embd_pdrop",
-        "embedding_dropout", "eos_token_id", "finetuning_task", "gradient_checkpointing", "hidden_dropout",
-        "hidden_dropout_prob", "id2label", "init_std", "initializer_range", "is_decoder", "is_llama_config", "label2id",
-        "layerdrop", "model_max_length", "model_type", "n_ctx", "n_special", "num_nextn_predict_layers",
-        "output_attentions", "output_hidden_states", "pad_token_id", "predict_special_tokens", "prefix",
-        "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict", "summary_activation",
-        "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
-        "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
-        "transformers_version", "unk_token_id", "use_bfloat16", "use_cache", "vocab_size",
+        "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
+        "_flash_attn_2_enabled", "_name_or_path", "activation_dropout", "architectures", "attention_dropout",
+        "attention_probs_dropout_prob", "attn_implementation", "attn_pdrop", "auto_map", "bad_words_ids",
+        "begin_suppress_tokens", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
+        "classifier_dropout", "custom_pipelines", "decoder_start_token_id", "diversity_penalty", "do_sample", "dropout",
+        "dtype", "early_stopping", "embd_pdrop", "embedding_dropout", "encoder_no_repeat_ngram_size", "eos_token_id",
+        "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+        "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "id2label", "ignore_index", "image_token_id",
+        "image_token_index", "init_std", "initializer_range", "is_composition", "is_decoder", "is_llama_config",
+        "label2id", "layerdrop", "length_penalty", "max_length", "max_sequence_length", "min_length",
+        "model_max_length", "model_type", "n_ctx", "n_special", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+        "num_image_tokens", "num_labels", "num_nextn_predict_layers", "num_return_sequences", "onnx",
+        "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "predict_special_tokens",
+        "prefix", "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "resid_pdrop",
+        "residual_dropout", "return_dict", "return_dict_in_generate", "sep_token_id", "seq_length",
+        "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+        "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder",
+        "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+        "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+        "use_cache", "use_flash_attention", "use_flash_attn", "vocab_size",
     }
 )  # fmt: skip
 """Keys that say nothing about what a trained model computes, or that are read before its family."""
@@ -128,14 +140,21 @@ class ConfigKeys:
     def finish(self) -> None:
         """Check that every key was taken, or says nothing about what the model computes.
 
+        A line names those that say something about models of other types, and that transformers ignores in this one.
+
         Raises:
             ConfigError: a key is left over that may change what the model computes.
         """
-        left = []
+        left, unread = [], []
         for name, value in self.values.items():
             is_known = name in self._taken or name in HARMLESS or changes_nothing(name, self.values)
-            if not is_known and value is not None:
+            if name in READ_BY_OTHERS and not is_known and value:
+                unread.append(f"{name} {value!r}")
+            elif not is_known and name not in READ_BY_OTHERS and value is not None:
                 left.append(name)
+        if unread:
+            kind = self.values.get("model_type")
+            _say(f"{self.where}: {', '.join(unread)}: ignored, as transformers does not read it in a {kind!r}")
         if left:
             named = ", ".join(f"{name} {self.values[name]!r}" for name in left[:3])
             kind = self.values.get("model_type")
@@ -148,3 +167,8 @@ class ConfigKeys:
         absent = "is null" if self.is_null(name) else "is missing"
         problem = absent if value is None else f"is {value!r}"
         raise ConfigError(f"{self.where}: {name} {problem}; it must be {expected}")
+
+
+@cache  # a command reads the file more than once
+def _say(message: str) -> None:
+    logger.warning("%s", message)

@@ -18,6 +18,7 @@ from shardplan.lint.lint import LintResult, LintTarget
 from shardplan.lint.smallest_edit import Repair, SearchLimit, find_smallest_edit, plan_seconds, result_seconds
 from shardplan.plan.displayed import Displayed
 from shardplan.plan.plan import Plan
+from shardplan.search.given_plan import with_details
 from shardplan.search.make_plan import make_plan
 
 __all__ = ["NEAR_BEST", "Repair", "Review", "find_smallest_edit", "review"]
@@ -79,6 +80,11 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
         best = _fastest_plan(best, faster, lambda batch: _plan_batch(result, target, batch))
         if result.plan and not result.errors and result_seconds(result) <= plan_seconds(best):
             best = result.plan  # the search takes plans that tie for one, and prefers the smallest memory
+    if result.plan is not None:  # of all plans of the search for edits, the page shows this one
+        result = dataclasses.replace(result, plan=with_details(result.plan, target.model))
+    elif repair is not None and repair.lint.plan is not None:
+        lint = dataclasses.replace(repair.lint, plan=with_details(repair.lint.plan, target.model))
+        repair = dataclasses.replace(repair, lint=lint)
     whole = _with_findings(result, prepared)
     return Review(
         path,

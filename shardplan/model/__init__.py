@@ -1,1 +1,1 @@
-"""From a Hugging Face config.json to the logical axes of the Levanter model."""
+"""From a Hugging Face config.json to a model of Levanter's kind, and to its logical axes."""

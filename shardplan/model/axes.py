@@ -15,7 +15,7 @@ class Parameter:
     """One array of a model, with its logical axes."""
 
     path: str
-    """Attribute path in the Levanter module, as in `transformer.norm.weight`."""
+    """Attribute path in the module, as in `norm.weight`."""
     axes: Sizes
     dtype: str
 

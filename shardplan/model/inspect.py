@@ -1,4 +1,4 @@
-"""Reads the parameters and logical axes of a Levanter model from its module tree."""
+"""Reads the parameters and logical axes of a model from its module tree."""
 
 from collections.abc import Iterator
 from functools import lru_cache

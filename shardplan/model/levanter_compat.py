@@ -6,7 +6,7 @@ tests/golden/test_logits.py check each of them. (How Levanter writes configurati
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -126,6 +126,17 @@ def sliding_window(hf: Any, position: int) -> int | None:
             f"most {window}"
         )
     return window if windowed else None
+
+
+def has_windows(hf_config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json gives layers a window that is smaller than the positions of the model."""
+    window, model_type = hf_config.get("sliding_window"), hf_config["model_type"]
+    positions = hf_config.get("max_position_embeddings")
+    if model_type not in (*UNIFORM_WINDOW_TYPES, *LAYER_WINDOW_TYPES) or window is None:
+        return False
+    if model_type.startswith("qwen") and not hf_config.get("use_sliding_window", False):
+        return False
+    return positions is None or window < positions
 
 
 def rope_of(hf: Any) -> tuple[float | None, dict[str, Any] | None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardplan.errors import ConfigError, nearest, one_line
-from shardplan.model.model_class import class_of, is_own_class
+from shardplan.model.model_class import LEVANTER, class_of, is_own_class
 
 
 class OwnModelConfig(Protocol):
@@ -71,5 +71,8 @@ def own_code(hf_config: Mapping[str, Any]) -> str | None:
 def _split(name: str) -> tuple[str, str]:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise ConfigError(f"model.levanter_class is {name!r}; it must be package.module:Class")
+        raise ConfigError(
+            f"model.levanter_class is {name!r}; it must be package.module:Class, or {LEVANTER} for Levanter's class "
+            "for the model type"
+        )
     return module_name, attribute

@@ -13,23 +13,26 @@ from shardplan.errors import ConfigError, one_line
 from shardplan.model.attention_calls import REPLACEABLE_CALLS
 from shardplan.model.huggingface.hf_config import check_config
 from shardplan.model.levanter_compat import correct_levanter_config, prepare_hf_config, sliding_window
-from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER_CLASSES, class_of, is_own_class
+from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER, LEVANTER_CLASSES, class_of, is_own_class
 from shardplan.model.own_model import load_own_class
 from shardplan.model.soft_cap import cap_gemma2_logits
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A Levanter model without weights: its configuration, and its module tree with abstract arrays."""
+    """A model without weights: its configuration, and its module tree with abstract arrays.
+
+    It is a Levanter `LmHeadModel`: shardplan's decoder, a class of Levanter, or a user's own.
+    """
 
     type: str
     """Hugging Face `model_type`."""
     class_name: str
     """Name of the class of `config` (`shardplan.model.model_class`)."""
     config: Any
-    """Levanter's configuration (an `HFCompatConfig`)."""
+    """Its configuration, a Levanter `LmConfig`."""
     template: Any
-    """The Levanter module, with `jax.ShapeDtypeStruct`s in place of arrays."""
+    """Its module, with `jax.ShapeDtypeStruct`s in place of arrays."""
     mask: AttentionMask
     """The mask that the model is called with; its layers may narrow it."""
     logit_soft_cap: float | None
@@ -110,6 +113,10 @@ def _build_levanter(hf_config: dict[str, Any], name: str, position: int, shorten
     """Build a model of a class of Levanter, or of a user's own class; see `build_model`."""
     model_type = hf_config["model_type"]
     is_corrected = name == LEVANTER_CLASSES.get(model_type)
+    if not is_corrected and not is_own_class(name):
+        raise ConfigError(
+            f"model.levanter_class is {name}, which is not for a {model_type}; leave it out, or set it to {LEVANTER}"
+        )
     try:
         hf = transformers_config({key: value for key, value in hf_config.items() if key != CLASS_KEY})
         if is_corrected:

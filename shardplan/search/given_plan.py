@@ -1,5 +1,7 @@
 """Plans of a given mesh and mappings, and whether a given plan is for the model at hand."""
 
+from dataclasses import replace
+
 from shardplan.config import PlanConfig
 from shardplan.cost.calibration import compiler_quirks
 from shardplan.cost.sharding import ShardingAssignment
@@ -14,6 +16,8 @@ from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
 from shardplan.search.reasons import CAVEATS, GIVEN, caveats_of, describe_trace, describe_unknown_axis
 from shardplan.search.result.assignment_to_plan import build_plan, estimate_cost
+from shardplan.search.result.attention_costs import attention_costs
+from shardplan.search.result.plan_details import plan_details
 
 
 def plan_given_mappings(
@@ -51,6 +55,18 @@ def plan_given_mappings(
         given=True,
     )
     return build_plan(config, model, step, assignment, estimate_cost(step, assignment, hardware).plan, info)
+
+
+def with_details(plan: Plan, model: Model) -> Plan:
+    """Return a plan of given mappings with the details that reports draw, which `plan_given_mappings` leaves out."""
+    hardware, workload = parse_slice(plan.hardware.slice), plan.workload.resolve()
+    step = plan_step(model, workload)
+    assignment = ShardingAssignment(
+        plan.mesh, as_tuples(plan.compute_mapping), as_tuples(plan.param_mapping), step.merged_axes,
+        step.activation_axes, compiler_quirks(hardware), plan.attention,
+    )  # fmt: skip
+    attention = attention_costs(model, workload, step, assignment, hardware)
+    return replace(plan, details=plan_details(step, assignment, hardware, [], attention))
 
 
 def check_model(plan: Plan, model: Model) -> None:

@@ -31,6 +31,7 @@ from shardplan.checkpoint.match import match_tensors
 from shardplan.checkpoint.save import save_pretrained
 from shardplan.decoder import families
 from shardplan.decoder.config import DecoderConfig
+from shardplan.decoder.model import Decoder
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import abstract_module, transformers_config
@@ -285,6 +286,13 @@ def test_what_the_decoder_does_not_compute_is_refused(name, changes, problem):
     """Also null, where it says something else than a key that is left out."""
     with pytest.raises(ConfigError, match=problem):
         DecoderConfig.from_hf_config({**config_of(name), **changes})
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "qwen2"])
+def test_windows_are_loaded_into_the_decoder_without_a_plan(name):
+    """Levanter's classes of these types have a window only in the mask that their caller gives."""
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:2]), ("data",))):
+        assert isinstance(load_pretrained(str(FOLDER / name)), Decoder)
 
 
 @pytest.mark.parametrize("name", ["mistral", "phi3", "qwen2", "smollm3", "starcoder2"])

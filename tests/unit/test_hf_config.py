@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from shardplan.config import load_config
+from shardplan.decoder import config_keys
 from shardplan.errors import ConfigError
 from shardplan.model.bundled_configs import BUNDLED, HUB_NAMES
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.huggingface.model_types import LEFT_OUT_KEYS
 from shardplan.model.inspect import inspect_model
-from shardplan.model.model_class import LEVANTER
-from shardplan.model.registry import build_model
+from shardplan.model.model_class import LEVANTER, LEVANTER_CLASSES
+from shardplan.model.registry import build_model, transformers_config
 from shardplan.search.make_plan import fit_position, make_plan, model_from_config
 from shardplan.storage import open_folder
 
@@ -62,8 +64,8 @@ def variant(golden, tmp_path, name, **changes) -> str:
         ),
         ("gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
         ("gemma", {"hidden_act": "relu"}, "hidden_act is 'relu'; "),
-        ("llama", {"sliding_window": 4}, "windows (sliding_window is 4), which no 'llama' has"),
-        ("mistral", {"attention_bias": True}, "biases of attention (attention_bias is true), which no 'mistral' has"),
+        ("llama", {"rope_scaling": {"rope_type": ["yarn"], "factor": 2}}, "['yarn']"),
+        ("qwen2", {"layer_types": [[1], [1]]}, "layer_types is [[1], [1]]"),
         ("llama", {"model_type": ["llama"]}, "has no 'model_type'"),
         ("llama", {"model_type": "lama"}, "model_type 'lama' is not supported; did you mean 'llama'?"),
     ],
@@ -107,6 +109,62 @@ def test_values_that_only_the_decoder_supports(golden, tmp_path, name, changes, 
     assert message in str(error.value) and "\n" not in str(error.value)
     if "rope" not in message:
         assert build_model(read_config(path, None), 64).type == name
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "gptj", "n_embd": 64, "n_head": 4, "rotary_dim": 64}, "rotary_dim is 64; .* even, at most 16"),
+        ({"model_type": "gptj", "n_embd": 65, "n_head": 4}, "n_head is 4; it must be a divisor of n_embd, 65"),
+        ({"model_type": "opt", "hidden_size": 65, "num_attention_heads": 4}, "num_attention_heads is 4; .* 65"),
+        ({"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}, "head_dim 32: a "),
+        (
+            {
+                "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "sliding_window": 8, "layer_types": ["sliding_attention"] * 2,
+            },
+            "layer_types is .* without sliding_attention, as windows are not used",
+        ),
+        ({"model_type": "llama", "a_key": True}, "a_key True: a 'llama' has no such key"),
+    ],
+)  # fmt: skip
+def test_values_that_no_family_computes_are_rejected(values, message):
+    sizes = {"n_layer": 2, "num_hidden_layers": 2, "ffn_dim": 128, "intermediate_size": 128, "vocab_size": 256}
+    used = {key: value for key, value in sizes.items() if (key in ("n_layer",)) == (values["model_type"] == "gptj")}
+    with pytest.raises(ConfigError, match=message):
+        build_model({**used, "vocab_size": 256, **values}, 8)
+
+
+def test_keys_that_transformers_does_not_read_are_named(golden, tmp_path, caplog):
+    """Leftovers of conversions, as `sliding_window` in a Llama that was a Mistral; false ones say nothing."""
+    config_keys._say.cache_clear()
+    path = variant(golden, tmp_path, "llama", sliding_window=4, attention_bias=False, rope_interleaved=False)
+    assert build_model(read_config(path, None), 64).type == "llama"
+    said = [record.message for record in caplog.records if record.name.startswith("shardplan")]
+    assert said == ["config.json: sliding_window 4: ignored, as transformers does not read it in a 'llama'"]
+
+
+def test_sizes_that_a_text_part_leaves_out(tmp_path):
+    """As in LLaVA 1.5, whose text model has the sizes that transformers takes by default."""
+    path = tmp_path / "config.json"
+    text = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    path.write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    model = build_model(read_config(str(path), None), 64)
+    assert inspect_model(model).axes["mlp"] == transformers_config({"model_type": "llama"}).intermediate_size
+
+
+@pytest.mark.parametrize("model_type", LEFT_OUT_KEYS)
+def test_left_out_keys_are_those_of_transformers(model_type):
+    expected = transformers_config({"model_type": model_type})
+    assert {key: getattr(expected, key) for key in LEFT_OUT_KEYS[model_type]} == LEFT_OUT_KEYS[model_type]
+
+
+def test_a_class_of_another_type_is_refused(golden):
+    path = str(golden / "gemma2" / "config.json")
+    with pytest.raises(
+        ConfigError, match="LlamaConfig, which is not for a gemma2; leave it out, or set it to levanter"
+    ):
+        build_model(read_config(path, None, LEVANTER_CLASSES["llama"]), 64)
 
 
 def test_unreadable_files_are_rejected(tmp_path):

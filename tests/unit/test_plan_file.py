@@ -275,3 +275,6 @@ def test_a_plan_names_the_class_of_its_model(golden, make_config, tmp_path, name
     model = model_from_config(config)
     check_model(given, model)
     assert model.is_decoder == names_class
+    other = LEVANTER if names_class else DECODER
+    with pytest.raises(ConfigError, match=f"model.levanter_class is {other}, plan .*; leave it out, or plan again"):
+        load_given_plan(parse_config([f"--plan={path}", f"--model.levanter_class={other}"]))

@@ -239,6 +239,7 @@ def test_the_page_of_a_file_shows_its_memory_and_the_section_of_the_best_plan(tm
     reviewed = review(str(path), configuration.parse_config(argv))
     plan, panel = repair_panel(reviewed)
     assert reviewed.lint.errors and plan.memory.fits and panel.shown == AS_IT_IS
+    assert plan.details is not None and plan.details.live and plan.details.tasks  # of which the page draws its charts
     assert panel.compiler_options == reviewed.best.compiler_options
     panel = dataclasses.replace(panel, compiler_options={"xla_of_the_best_plan": "true"})
     page = plan_page(plan, [], panel)

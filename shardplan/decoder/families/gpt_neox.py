@@ -9,7 +9,7 @@ from typing import Any
 from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.config_keys import ConfigKeys
 from shardplan.decoder.families.common.family import Family
-from shardplan.decoder.families.common.keys import ACTIVATIONS, architecture, read_heads
+from shardplan.decoder.families.common.keys import ACTIVATIONS, architecture
 from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import Rules, layer_norm_rules, linear_rules, mlp_rules, norm_rules
 from shardplan.decoder.names import Reshaped, Rule, Shape, Sliced, StoredTensor
@@ -21,7 +21,10 @@ from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields of the `Architecture` of a config.json."""
-    heads = read_heads(keys)
+    count, embed = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    if embed % count:
+        keys.refuse("num_attention_heads", count, f"a divisor of hidden_size, {embed}")
+    heads = GroupedAttention(count, count, embed // count)
     norm = NormConfig(NormKind.LAYER, keys.number("layer_norm_eps", default=1e-5), has_bias=True)
     bias = keys.flag("attention_bias", default=True)
     rotary = read_rotary(keys, heads.head_size, partial=0.25, theta_keys=("rotary_emb_base", "rope_theta"))

@@ -33,11 +33,13 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     keys.only("scale_attn_weights", [True])
     embed, heads = keys.integer("n_embd", "hidden_size"), keys.integer("n_head", "num_attention_heads")
     norm = NormConfig(NormKind.LAYER, keys.number("layer_norm_epsilon", default=1e-5), has_bias=True)
-    attention = GroupedAttention(
-        heads, heads, embed // heads, Rotary(unscaled(10000.0, keys.integer("rotary_dim", default=64)))
-    )
-    if keys.is_null("rotary_dim"):
-        keys.refuse("rotary_dim", None, "the number of channels of a head that are rotated")
+    if embed % heads:
+        keys.refuse("n_head", heads, f"a divisor of n_embd, {embed}")
+    rotated = keys.integer("rotary_dim", default=64)
+    if keys.is_null("rotary_dim") or rotated % 2 or rotated > embed // heads:
+        value = None if keys.is_null("rotary_dim") else rotated
+        keys.refuse("rotary_dim", value, f"the number of channels that are rotated: even, at most {embed // heads}")
+    attention = GroupedAttention(heads, heads, embed // heads, Rotary(unscaled(10000.0, rotated)))
     activation = keys.choice("activation_function", choices=ACTIVATIONS, default="gelu_new")
     mlp = MlpConfig(keys.integer("n_inner", default=4 * embed), activation, has_bias=True)
     layer = LayerConfig(attention, mlp, norm, Wiring.PARALLEL_SHARED)

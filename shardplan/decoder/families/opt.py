@@ -31,6 +31,8 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields of the `Architecture` of a config.json."""
     keys.only("layer_norm_elementwise_affine", [True])
     embed, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+    if embed % heads:
+        keys.refuse("num_attention_heads", heads, f"a divisor of hidden_size, {embed}")
     is_before = keys.flag("do_layer_norm_before", default=True)
     has_last_norm = is_before and not keys.flag("_remove_final_layer_norm", default=False)
     keys.take("_remove_final_layer_norm")

@@ -6,6 +6,7 @@ from typing import Any
 from shardplan.decoder.config_keys import ConfigKeys
 from shardplan.decoder.families.common.family import Family
 from shardplan.decoder.families.common.keys import (
+    SLIDING,
     architecture,
     read_attention,
     read_gated_mlp,
@@ -37,6 +38,8 @@ def _read(keys: ConfigKeys, attention: GroupedAttention, norm: NormConfig) -> di
     layer = LayerConfig(attention, read_gated_mlp(keys), norm)
     # where windows are not used, their size may be given all the same
     uses_windows = keys.flag("use_sliding_window", default=False) and not keys.is_null("sliding_window")
+    if not uses_windows and SLIDING in (keys.take("layer_types") or ()):
+        keys.refuse("layer_types", keys.take("layer_types"), f"without {SLIDING}, as windows are not used")
     first = keys.integer("max_window_layers", default=28, least=0)
     windows = read_windows(keys, lambda i: not uses_windows or i < first, 4096)
     return architecture(keys, with_windows(layer, windows), norm, positions=32768)

@@ -6,6 +6,7 @@ from typing import Any
 from shardplan.decoder.config_keys import ConfigKeys
 from shardplan.decoder.families.common.family import Family
 from shardplan.decoder.families.common.keys import (
+    SLIDING,
     architecture,
     every,
     read_attention,
@@ -29,6 +30,8 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     if not isinstance(has_rotary, list) or len(has_rotary) != count or not all(each in (0, 1) for each in has_rotary):
         keys.refuse("no_rope_layers", has_rotary, f"a list of {count} times 1, for rotary embeddings, or 0")
     uses_windows = keys.flag("use_sliding_window", default=False) and not keys.is_null("sliding_window")
+    if not uses_windows and SLIDING in (keys.take("layer_types") or ()):
+        keys.refuse("layer_types", keys.take("layer_types"), f"without {SLIDING}, as windows are not used")
     keys.take("max_window_layers")  # of Qwen's files, and not read
     # layers with rotary embeddings attend to all positions
     windows = read_windows(keys, lambda i: not uses_windows or bool(has_rotary[i]))

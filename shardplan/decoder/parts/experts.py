@@ -12,6 +12,9 @@ from haliax.jax_utils import named_call
 from levanter.models.mixtral import MixtralConfig, MixtralSparseMoeBlock
 from levanter.utils.activation import ActivationFunctionEnum
 
+LEVANTER_NAMES = {"gelu_tanh": "gelu_new"}
+"""Name of an activation of the decoder -> the name in Levanter, where it is another one."""
+
 
 @dataclass(frozen=True)
 class ExpertsConfig:
@@ -22,7 +25,7 @@ class ExpertsConfig:
     size: int
     """Elements of the hidden state of an expert."""
     activation: str
-    """A name of Levanter's `ActivationFunctionEnum`."""
+    """A key of `shardplan.decoder.parts.mlp.ACTIVATIONS`."""
 
     def flops_per_token(self, embed: int) -> int:
         """Count the FLOPs of a token's projections and of the router, as Levanter's `lm_flops_per_token` does.
@@ -39,7 +42,7 @@ class ExpertsConfig:
             intermediate_dim=self.size,
             n_routed_experts=self.experts,
             num_experts_per_tok=self.experts_per_token,
-            activation_function=ActivationFunctionEnum(self.activation),
+            activation_function=ActivationFunctionEnum(LEVANTER_NAMES.get(self.activation, self.activation)),
             lbl_coef=None,
             rzl_coef=None,
         )

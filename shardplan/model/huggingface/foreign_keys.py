@@ -79,8 +79,6 @@ FOREIGN_KEYS = {
     "q_lora_rank": ForeignKey(_is_true, LATENT),
     "qk_rope_head_dim": ForeignKey(_is_true, LATENT),
     "layer_types": ForeignKey(_has_windows, "layers of several kinds"),
-    "sliding_window": ForeignKey(_is_given, "windows", ("gemma2", "mistral", "mixtral", "qwen2", "qwen3")),
-    "use_sliding_window": ForeignKey(_is_true, "windows", ("qwen2", "qwen3")),
     "sliding_window_pattern": ForeignKey(_is_given, WINDOWS),
     "_sliding_window_pattern": ForeignKey(_is_given, WINDOWS),
     "attention_chunk_size": ForeignKey(_is_given, "attention within chunks"),
@@ -109,8 +107,6 @@ FOREIGN_KEYS = {
     "use_qk_norm": ForeignKey(_is_true, QK_NORM, ("olmo2", "qwen3")),
     "qk_layernorm": ForeignKey(_is_true, QK_NORM, ("olmo2", "qwen3")),
     "clip_qkv": ForeignKey(_is_given, "clipped queries, keys and values"),
-    "attention_bias": ForeignKey(_is_true, "biases of attention", ("gemma", "gemma2", "llama", "olmo2", "qwen3")),
-    "mlp_bias": ForeignKey(_is_true, "biases of MLPs", ("llama",)),
     "qkv_bias": ForeignKey(_is_true, "biases of queries, keys and values", ("gpt2", "qwen2")),
     "use_parallel_residual": ForeignKey(_is_true, PARALLEL),
     "use_parallel_block": ForeignKey(_is_true, PARALLEL),
@@ -148,6 +144,15 @@ def foreign_keys(config: Config, model_type: str = "") -> Iterator[tuple[str, st
             yield name, key.meaning
 
 
+READ_BY_OTHERS = frozenset(
+    {
+        "attention_bias", "max_window_layers", "mlp_bias", "rope_parameters", "rope_scaling", "rope_theta",
+        "rope_interleaved", "sliding_window", "use_mrope", "use_sliding_window",
+    }
+)  # fmt: skip
+"""Keys that some types have, and that transformers does not read in the others: leftovers of conversions."""
+
+
 def changes_nothing(name: str, config: Config) -> bool:
     """Return whether a key is known, and its value says what models of the type of `config` do without it.
 
@@ -166,9 +171,9 @@ def _is_neutral(name: str, config: Config, model_type: str) -> bool:
         case "query_pre_attn_scalar":  # attention is scaled by the head size
             return bool(config[name] == config.get("head_dim", 256 if model_type == "gemma" else None))
         case "layer_types" if model_type in ("gemma2", "qwen2", "qwen3"):
-            return set(config[name]) <= {"full_attention", "sliding_attention"}
+            return all(each in ("full_attention", "sliding_attention") for each in config[name])
         case "layer_types" if model_type in ("mistral", "mixtral"):  # every layer has the window
-            return set(config[name]) == {"sliding_attention"}
+            return all(each == "sliding_attention" for each in config[name])
         case "sliding_window_pattern":  # every second layer of Gemma 2 has a window
             return model_type == "gemma2" and config[name] == 2
         case _:

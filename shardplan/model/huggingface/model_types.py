@@ -12,9 +12,30 @@ SUPPORTED_TYPES = (
 )  # fmt: skip
 """The model types that shardplan's decoder computes: the keys of `shardplan.decoder.families.FAMILIES`."""
 LEFT_OUT_KEYS = {
+    "gemma": {
+        "hidden_size": 3072, "intermediate_size": 24576, "num_attention_heads": 16, "num_hidden_layers": 28,
+        "num_key_value_heads": 16, "vocab_size": 256000,
+    },
+    "gemma2": {
+        "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_hidden_layers": 26,
+        "num_key_value_heads": 4, "vocab_size": 256000,
+    },
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
-}
-"""Model type -> the values of keys that released files leave out, and that are needed before its family reads them."""
+    "llama": {
+        "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "vocab_size": 32000,
+    },
+    "mistral": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "vocab_size": 32000,
+    },
+    "qwen2": {
+        "hidden_size": 4096, "intermediate_size": 22016, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "vocab_size": 151936,
+    },
+}  # fmt: skip
+"""Model type -> the values that transformers gives to sizes which released files leave out, mostly those of text models
+within others."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def read_rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"layers of a {config['model_type']} share are supported"
         )
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in NEEDED_KEYS:
+    if not isinstance(kind, str) or kind not in NEEDED_KEYS:
         raise ConfigError(
             f"{where}: {source} has the type {kind!r}, which is not supported (supported: {', '.join(NEEDED_KEYS)})"
         )

@@ -81,7 +81,7 @@ def read_windows(keys: ConfigKeys, is_full: Callable[[int], bool], window: int |
     kinds = keys.take("layer_types")
     if kinds is None:
         kinds = [FULL if is_full(i) else SLIDING for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (FULL, SLIDING) for kind in kinds):
         keys.refuse("layer_types", kinds, f"a list of {layers} times {FULL} or {SLIDING}")
     if SLIDING in kinds and size is None:
         keys.refuse("sliding_window", None, f"a number of tokens, for the layers with {SLIDING}")
