@@ -24,7 +24,7 @@ from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan
 
 
-@pytest.fixture(scope="module", params=["decoder", LEVANTER])
+@pytest.fixture(scope="module", params=["decoder", pytest.param(LEVANTER, marks=[pytest.mark.whole])])
 def model(request):
     model_class = LEVANTER if request.param == LEVANTER else None
     return build_model({**read_config("llama-3.1-8b", None, model_class), "num_hidden_layers": 2}, 1024)

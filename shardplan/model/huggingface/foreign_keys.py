@@ -84,6 +84,8 @@ FOREIGN_KEYS = {
     "attention_chunk_size": ForeignKey(_is_given, "attention within chunks"),
     "no_rope_layers": ForeignKey(_has_zero, NO_ROPE),
     "no_rope_layer_interval": ForeignKey(_is_true, NO_ROPE),
+    "rope_interleaved": ForeignKey(_is_true, "rotary embeddings of neighbouring pairs"),
+    "use_mrope": ForeignKey(_is_true, "rotary positions in three parts"),
     "rope_local_base_freq": ForeignKey(_is_given, "rotary embeddings of two bases"),
     "partial_rotary_factor": ForeignKey(_is_not_one, "rotary embeddings of a part of each head", ("gpt2",)),
     "rotary_pct": ForeignKey(_is_not_one, "rotary embeddings of a part of each head", ("gpt2",)),
@@ -147,7 +149,7 @@ def foreign_keys(config: Config, model_type: str = "") -> Iterator[tuple[str, st
 READ_BY_OTHERS = frozenset(
     {
         "attention_bias", "max_window_layers", "mlp_bias", "rope_parameters", "rope_scaling", "rope_theta",
-        "rope_interleaved", "sliding_window", "use_mrope", "use_sliding_window",
+        "sliding_window", "use_sliding_window",
     }
 )  # fmt: skip
 """Keys that some types have, and that transformers does not read in the others: leftovers of conversions."""
