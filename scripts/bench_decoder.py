@@ -8,13 +8,14 @@ and time. Needs no TPU; decoder.json, beside the page, keeps the compiled result
 import argparse
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from bench_planner import REGRET, error_text, load, mesh, row
-from planner_record import BENCHMARKS, CompiledResult, Errors, compile_cases
+from planner_record import BENCHMARKS, CompiledResult, Errors, compile_cases, read_records, record_key, write_records
 
 from shardplan import config as configuration
 from shardplan.config import PlanConfig
@@ -66,7 +67,24 @@ def plan_case(label: str, config: PlanConfig, **changes: object) -> Planned:
     return Planned(Case(label, plan, hf_config, options=plan.compiler_options), seconds)
 
 
-def comparison(jobs: int | None, only: str) -> str:
+@dataclass
+class Bench:
+    """A run of this script."""
+
+    jobs: int | None
+    """Compiles at a time."""
+    only: str
+    """Text that the label of a case must contain."""
+    used: set[str] = field(default_factory=set)
+    """Keys of the records that the tables use."""
+
+    def compile(self, cases: Sequence[Case]) -> list[CompiledResult]:
+        """Compile the cases that decoder.json does not hold yet, add each result to it, and return all results."""
+        self.used |= {record_key(case) for case in cases}
+        return [record.result for record in compile_cases(cases, RECORDS, self.jobs)]
+
+
+def comparison(bench: Bench) -> str:
     """A row for each case that both the decoder and a class of Levanter can plan."""
     settings: list[tuple[str, PlanConfig]] = []
     for text in REGRET:
@@ -79,11 +97,11 @@ def comparison(jobs: int | None, only: str) -> str:
         row(*["---"] * 8),
     ]
     for label, config in settings:
-        if only not in label:
+        if bench.only not in label:
             continue
         pair = [_with_class(config, name) for name in (LEVANTER, DECODER)]
         cases = [plan_case(f"{label}, {each.model.levanter_class}", each).case for each in pair]
-        theirs, ours = (record.result for record in compile_cases(cases, RECORDS, jobs))
+        theirs, ours = bench.compile(cases)
         ratio = ours.step_seconds / theirs.step_seconds
         cells = [*_cells(cases[0].plan, theirs), *_cells(cases[1].plan, ours)]
         lines.append(row(label, *cells, f"{ratio:.3f}x"))
@@ -98,7 +116,7 @@ def _cells(plan: Plan, result: CompiledResult) -> tuple[str, str, str]:
     return mesh(plan), f"{result.step_seconds:.4g}", f"{(result.peak or 0) / GIB:.2f}"
 
 
-def released(jobs: int | None, only: str) -> str:
+def released(bench: Bench) -> str:
     """A row for each released model."""
     columns = (
         "model", "batch x tokens", "mesh", "attention", "lines", "trace s", "search s", "GiB predicted", "compiled",
@@ -109,12 +127,11 @@ def released(jobs: int | None, only: str) -> str:
     settings.append((*RELEASED[2].split(), FULL))
     for name, slice_name, batch, position, changes in settings:
         label = f"{name}{', no windows' if changes else ''}"
-        if only not in label:
+        if bench.only not in label:
             continue
         config = load(name, slice_name, "eval", int(batch), int(position), DECODER)
         planned = plan_case(f"{label} {slice_name} {batch} x {position}", config, **changes)
-        (record,) = compile_cases([planned.case], RECORDS, jobs)
-        plan, result = planned.plan, record.result
+        (result,), plan = bench.compile([planned.case]), planned.plan
         errors = Errors.of(plan, planned.case.options, result)
         assert result.peak and result.seconds
         numbers = (
@@ -170,8 +187,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, help="compiles at a time")
     parser.add_argument("--only", default="", help="only the cases whose label contains this text")
     arguments = parser.parse_args()
-    selected = arguments.jobs, arguments.only
-    text = TEMPLATE.format(comparison=comparison(*selected), released=released(*selected))
+    bench = Bench(arguments.jobs, arguments.only)
+    text = TEMPLATE.format(comparison=comparison(bench), released=released(bench))
+    if not arguments.only:
+        write_records({key: record for key, record in read_records(RECORDS).items() if key in bench.used}, RECORDS)
     if arguments.output:
         Path(arguments.output).write_text(text, encoding="utf-8")
     else:
