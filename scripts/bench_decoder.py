@@ -8,14 +8,13 @@ and time. Needs no TPU; decoder.json, beside the page, keeps the compiled result
 import argparse
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from bench_planner import REGRET, error_text, load, mesh, row
-from planner_record import BENCHMARKS, CompiledResult, Errors, compile_cases, read_records, record_key, write_records
+from bench_planner import REGRET, Bench, error_text, load, mesh, row
+from planner_record import BENCHMARKS, CompiledResult, Errors
 
 from shardplan import config as configuration
 from shardplan.config import PlanConfig
@@ -65,23 +64,6 @@ def plan_case(label: str, config: PlanConfig, **changes: object) -> Planned:
     plan = make_plan(config, model)
     seconds = time.perf_counter() - started - plan.search.seconds
     return Planned(Case(label, plan, hf_config, options=plan.compiler_options), seconds)
-
-
-@dataclass
-class Bench:
-    """A run of this script."""
-
-    jobs: int | None
-    """Compiles at a time."""
-    only: str
-    """Text that the label of a case must contain."""
-    used: set[str] = field(default_factory=set)
-    """Keys of the records that the tables use."""
-
-    def compile(self, cases: Sequence[Case]) -> list[CompiledResult]:
-        """Compile the cases that decoder.json does not hold yet, add each result to it, and return all results."""
-        self.used |= {record_key(case) for case in cases}
-        return [record.result for record in compile_cases(cases, RECORDS, self.jobs)]
 
 
 def comparison(bench: Bench) -> str:
@@ -187,10 +169,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, help="compiles at a time")
     parser.add_argument("--only", default="", help="only the cases whose label contains this text")
     arguments = parser.parse_args()
-    bench = Bench(arguments.jobs, arguments.only)
+    bench = Bench(arguments.jobs, arguments.only, RECORDS)
     text = TEMPLATE.format(comparison=comparison(bench), released=released(bench))
     if not arguments.only:
-        write_records({key: record for key, record in read_records(RECORDS).items() if key in bench.used}, RECORDS)
+        bench.drop_unused()
     if arguments.output:
         Path(arguments.output).write_text(text, encoding="utf-8")
     else:

@@ -140,13 +140,19 @@ class Bench:
     """Compiles at a time."""
     only: str
     """Text that the label of a case must contain."""
+    path: Path = PLANNER
+    """The file of records."""
     used: set[str] = field(default_factory=set)
     """Keys of the records that the tables use."""
 
     def compile(self, cases: Sequence[Case]) -> list[CompiledResult]:
-        """Compile the cases that planner.json does not hold yet, add each result to it, and return all results."""
+        """Compile the cases that the file does not hold yet, add each result to it, and return all results."""
         self.used |= {record_key(case) for case in cases}
-        return [record.result for record in compile_cases(cases, PLANNER, self.jobs)]
+        return [record.result for record in compile_cases(cases, self.path, self.jobs)]
+
+    def drop_unused(self) -> None:
+        """Leave out of the file the records that no table uses."""
+        write_records({key: each for key, each in read_records(self.path).items() if key in self.used}, self.path)
 
 
 def solve_times(bench: Bench) -> str:
@@ -353,7 +359,7 @@ def main() -> None:
     parts = arguments.parts.split()
     made = {name: make(bench) if name in parts else LEFT_OUT for name, make in TABLES.items()}
     if not arguments.only and set(parts) == set(TABLES):
-        write_records({key: record for key, record in read_records(PLANNER).items() if key in bench.used}, PLANNER)
+        bench.drop_unused()
     text = TEMPLATE.format(
         **made,
         accuracy=accuracy(),
