@@ -3,7 +3,7 @@
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.attention.sequence import ShardedSequence, next_token_losses, restore_order, shard_sequence
-from shardplan.model.chunked_mask import with_chunks
+from shardplan.model.attention.chunked_mask import with_chunks
 from shardplan.positions.sequence_layout import SequenceLayout
 
 __all__ = [

@@ -15,8 +15,8 @@ from levanter.layers.attention import Attention, AttentionMask
 
 from shardplan.attention.dot_product import dot_product_attention
 from shardplan.errors import ConfigError, check_argument
-from shardplan.model.attention_calls import REPLACEABLE_CALLS
-from shardplan.model.mask_pattern import pattern_of_mask
+from shardplan.model.attention.attention_calls import REPLACEABLE_CALLS
+from shardplan.model.attention.mask_pattern import pattern_of_mask
 from shardplan.plan.attention_plan import AttentionPlan, KernelName, Strategy
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import SequenceLayout

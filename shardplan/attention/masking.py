@@ -13,8 +13,8 @@ from levanter.layers.attention import AttentionMask
 
 from shardplan.attention.axes import AxisRoles
 from shardplan.errors import ConfigError
-from shardplan.model.chunked_mask import ChunkedMask
-from shardplan.model.mask_pattern import has_static_offset, pattern_of_mask
+from shardplan.model.attention.chunked_mask import ChunkedMask
+from shardplan.model.attention.mask_pattern import has_static_offset, pattern_of_mask
 from shardplan.positions.pattern import PADDING, Pattern
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 

@@ -22,7 +22,7 @@ from shardplan.decoder.parts.block import RepeatedLayers
 from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
 from shardplan.decoder.parts.norm import Norm
 from shardplan.decoder.parts.rotary import Positions
-from shardplan.model.chunked_mask import indices_in_documents
+from shardplan.model.attention.chunked_mask import indices_in_documents
 from shardplan.model.logits.logit_blocks import prepare_head, project_to_vocab
 
 

@@ -13,7 +13,7 @@ from haliax import NamedArray
 from shardplan.attention.dot_product import dot_product_attention as sharded_attention
 from shardplan.attention.levanter import has_parallel_modules
 from shardplan.errors import ConfigError
-from shardplan.model.attention_calls import Arguments, replace_attention
+from shardplan.model.attention.attention_calls import Arguments, replace_attention
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import SequenceLayout

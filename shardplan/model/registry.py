@@ -10,7 +10,7 @@ import jax
 from levanter.layers.attention import Attention, AttentionMask
 
 from shardplan.errors import ConfigError, one_line
-from shardplan.model.attention_calls import REPLACEABLE_CALLS
+from shardplan.model.attention.attention_calls import REPLACEABLE_CALLS
 from shardplan.model.huggingface.hf_config import check_config
 from shardplan.model.levanter_compat import correct_levanter_config, prepare_hf_config, sliding_window
 from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER, LEVANTER_CLASSES, class_of, is_own_class

@@ -21,8 +21,8 @@ from haliax import NamedArray
 from levanter.layers.attention import AttentionBackend, materialize_mask
 from levanter.layers.attention import dot_product_attention as levanter_attention
 
-from shardplan.model.attention_calls import POSITIONAL, Arguments, replace_attention
-from shardplan.model.mask_pattern import pattern_of_mask
+from shardplan.model.attention.attention_calls import POSITIONAL, Arguments, replace_attention
+from shardplan.model.attention.mask_pattern import pattern_of_mask
 from shardplan.program.attention_kind import AttentionKind
 
 POSITIONAL_OF_RESULT = POSITIONAL[: POSITIONAL.index("use_flash")]

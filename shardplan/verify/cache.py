@@ -16,15 +16,15 @@ from shardplan.verify.compiler.compiled import Compiled, package_versions
 from shardplan.verify.model_facts import ModelFacts
 
 CODE = (
-    "hardware/*", "runtime/devices", "model/attention_calls", "model/huggingface/hf_config",
+    "hardware/*", "runtime/devices", "model/attention/attention_calls", "model/huggingface/hf_config",
     "model/huggingface/rope_keys", "model/inspect", "model/levanter_compat", "model/logits/*", "model/registry",
     "model/rotary", "execution/*", "steps/*", "checkpoint/levanter_loader", "verify/compiler/topology",
     "verify/compiler/worker",
 )  # fmt: skip
 """Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
 SEQUENCE_CODE = (
-    "attention/**/*", "positions/*", "model/chunked_mask", "model/mask_pattern", "program/attention_kind",
-    "program/marked_attention", "runtime/private_jax",
+    "attention/**/*", "positions/*", "model/attention/chunked_mask", "model/attention/mask_pattern",
+    "program/attention_kind", "program/marked_attention", "runtime/private_jax",
 )  # fmt: skip
 """Further such modules, used if the plan shards positions, and always by the decoder."""
 DECODER_CODE = ("decoder/**/*",)

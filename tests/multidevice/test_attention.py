@@ -19,7 +19,7 @@ from levanter.layers.attention import dot_product_attention as levanter_attentio
 from shardplan.attention import dot_product_attention
 from shardplan.attention.kernels import splash, splash_blocks
 from shardplan.errors import ConfigError
-from shardplan.model.chunked_mask import with_chunks
+from shardplan.model.attention.chunked_mask import with_chunks
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.runtime import private_jax

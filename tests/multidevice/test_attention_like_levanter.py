@@ -16,7 +16,7 @@ from levanter.layers.attention import dot_product_attention as levanter_attentio
 from shardplan.attention import dot_product_attention
 from shardplan.attention.masking import make_mask_spec
 from shardplan.errors import ConfigError
-from shardplan.model.chunked_mask import with_chunks
+from shardplan.model.attention.chunked_mask import with_chunks
 
 POS, KEY_POS, HEAD_SIZE, HEADS, BATCH = (
     hax.Axis(name, size)

@@ -23,7 +23,7 @@ from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
 from shardplan.decoder.parts.norm import Norm, NormConfig
 from shardplan.decoder.parts.rotary import Positions, Rotary
 from shardplan.errors import ConfigError
-from shardplan.model.chunked_mask import with_chunks
+from shardplan.model.attention.chunked_mask import with_chunks
 
 POSITION, KEY_POSITION = "position", "key_position"
 """Names of the axes of positions, of queries and of keys, as in Levanter's models."""

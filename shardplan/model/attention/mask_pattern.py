@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from levanter.layers.attention import AttentionMask
 
-from shardplan.model.chunked_mask import ChunkedMask
+from shardplan.model.attention.chunked_mask import ChunkedMask
 from shardplan.positions.pattern import Pattern
 
 

@@ -1,0 +1,1 @@
+"""How models call attention, and with which masks."""
