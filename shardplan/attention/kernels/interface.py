@@ -65,13 +65,12 @@ class AttentionKernel(Protocol):
     """A kernel for attention of q[B, N, G, S, K] on k[B, N, T, K] and v[B, N, T, V]."""
 
     def attend(self, hop: Hop, q: Array, k: Array, v: Array, save_lse: bool = True) -> tuple[Array, Array]:
-        """Return the output float32[B, N, G, S, V] and the log-sum-exp of the scores float32[B, N, G, S].
+        """Return the output [B, N, G, S, V], float32 or of the dtype of `q`, and the log-sum-exp float32[B, N, G, S].
 
         A query that attends to no key has output 0 and log-sum-exp `NEG_INF`.
 
         Args:
-            save_lse: whether the caller uses the log-sum-exp. If false, its values are arbitrary, and the output may
-                have the dtype of `q`.
+            save_lse: whether the caller uses the log-sum-exp of the scores. If false, its values are arbitrary.
         """
 
     def attend_backward(

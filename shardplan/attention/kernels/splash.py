@@ -48,10 +48,12 @@ class SplashKernel:
             outs, lses = zip(*results, strict=True)
             return jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
         info = self._mask_info(hop)
-        if not save_lse and self._includes_own_keys and hop.queries.segments is None:
-            # without the log-sum-exp the kernel writes less
-            out = self._forward(info, hop, q, k, v, save_residuals=False)
-            return out.reshape(*q.shape[:-1], -1), jnp.zeros(q.shape[:-1], jnp.float32)
+        if self._has_keys_for_all(hop):
+            if save_lse:
+                out, (lse,) = self._forward(info, hop, q, k, v, save_residuals=True)
+            else:  # the kernel writes less
+                out, lse = self._forward(info, hop, q, k, v, save_residuals=False), jnp.zeros(q.shape[:-1], jnp.float32)
+            return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
 
         def run() -> tuple[Array, Array]:
             out, (lse,) = self._forward(info, hop, q, k, v, save_residuals=True)
@@ -81,11 +83,11 @@ class SplashKernel:
             )
         scaled, block = self._scale(q), self._block_sizes
         b, heads = scaled.shape[:2]
-        # of a query without keys every score of the kernels is far below 0, so that its weights are 0
-        finite = output._replace(
-            lse=jnp.where(output.lse == NEG_INF, 0.0, output.lse), gradient=output.gradient.astype(v.dtype)
-        )
-        by_head = OutputGradient(*(x.reshape(b, heads, *x.shape[3:]) for x in finite))
+        if not self._has_keys_for_all(hop):
+            # of a query without keys every score of the kernels is far below 0, so that its weights are 0
+            output = output._replace(lse=jnp.where(output.lse == NEG_INF, 0.0, output.lse))
+        output = output._replace(gradient=output.gradient.astype(v.dtype))
+        by_head = OutputGradient(*(x.reshape(b, heads, *x.shape[3:]) for x in output))
         settings: dict[str, Any] = {
             "is_mqa": False, "mask_value": MASKED_SCORE, "attn_logits_soft_cap": self.config.soft_cap,
             "mask_function": None, "interpret": INTERPRET, "bq": block.block_q, "bkv": block.block_kv,
@@ -125,9 +127,13 @@ class SplashKernel:
 
         return self._map_batch(attend, (self._scale(q), k, v), hop)
 
+    def _has_keys_for_all(self, hop: Hop) -> bool:
+        """Whether it is known while tracing that every query attends to a key."""
+        return self._includes_own_keys and hop.queries.segments is None
+
     @cached_property
     def _includes_own_keys(self) -> bool:
-        """Whether all keys are present at once and every query may attend to itself, so that none is without keys."""
+        """Whether all keys are present at once and the pattern lets every query attend to its own position."""
         queries, keys = self.positions.queries, self.positions.keys
         is_present = (queries != PADDING).all() and np.isin(queries, keys).all()
         return bool(len(keys) == 1 and is_present and self.config.pattern.causal_offset >= 0)

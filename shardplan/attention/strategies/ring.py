@@ -90,7 +90,8 @@ def ring_attention(program: RingProgram, q: Array, k: Array, v: Array, mask: Dev
         q: [B, N, G, S, K]; k: [B, N, T, K]; v: [B, N, T, V], before the exchange.
 
     Returns:
-        As `AttentionKernel.attend`; with an exchange the output has the dtype of the queries.
+        As `AttentionKernel.attend`; over several hops the output is float32, and with an exchange it has the dtype of
+        the queries.
     """
     # combining hops needs the log-sum-exp; differentiation calls `_forward` itself, and always saves it
     save_lse = program.ring.save_lse or len(program.ring.distances) > 1
@@ -114,9 +115,9 @@ def _forward(
         hop = _make_hop(ring, distance, mask, here[2])
         result = program.kernel.attend(hop, q, *here[:2], save_lse)
         merged = result if merged is None else merge_attention(merged, result)
-        merged, here = _finish_hop((merged, received))
+        merged, here = _finish_hop(ring, (merged, received))
     assert merged is not None
-    out, lse = (checkpoint_name(x.astype(jnp.float32), RING_RESIDUALS) for x in merged)
+    out, lse = (checkpoint_name(x, RING_RESIDUALS) for x in merged)
     result = out, lse
     if exchange is not None:  # outputs, and in the backward pass their gradients, are sent in the dtype of queries
         result = exchange.reshard_outputs(out, q.dtype), exchange.reshard_outputs(lse, lse.dtype)
@@ -148,7 +149,7 @@ def _backward(program: RingProgram, residuals: Any, gradients: tuple[Array, Arra
         q_added, *kv_added = program.kernel.attend_backward(hop, q, *here[:2], output)
         q_gradient += q_added
         kv_gradients = ring.permute(tuple(map(jnp.add, kv_gradients, kv_added)), step)
-        q_gradient, here = _finish_hop((q_gradient, received))
+        q_gradient, here = _finish_hop(ring, (q_gradient, received))
     kv_gradients = ring.permute(kv_gradients, -ring.distances[-1])  # back to the device of these keys
     q_gradient = q_gradient.astype(q.dtype)
     if exchange is None:
@@ -170,12 +171,13 @@ def _hop_steps(ring: Ring) -> list[tuple[int, int]]:
     return [(distance, after - distance) for distance, after in zip(ring.distances, following, strict=True)]
 
 
-def _finish_hop(tree: Any) -> Any:
+def _finish_hop(ring: Ring, tree: Any) -> Any:
     """Return `tree`, and make the compiler finish all of it before anything that depends on it.
 
-    Without this barrier the compiler may combine all hops at the end, with the output of every hop in memory.
+    Without this barrier the compiler may combine all hops at the end, with the output of every hop in memory. After an
+    only hop it would write in float32 what can be cast first.
     """
-    return jax.lax.optimization_barrier(tree)
+    return tree if len(ring.distances) == 1 else jax.lax.optimization_barrier(tree)
 
 
 def _make_hop(ring: Ring, distance: int, mask: DeviceMask, key_segments: Array | None) -> Hop:
