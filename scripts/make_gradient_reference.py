@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden" / "families"
-FAMILIES = ("cohere2", "gemma3_text", "gpt_neox", "olmo3")
+FAMILIES = ("cohere2", "gemma3_text", "gpt_neox", "olmo3", "phi")
 """They have windows in some layers, norms of heads, norms before branches and behind them, parallel branches, tied
-heads, pairs of neighbouring channels, and fused projections."""
+heads, pairs of neighbouring channels, fused projections, and a bias of the output head."""
 MEMORY_NAMES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 """Family -> name in memory -> name in the checkpoint, where they differ."""
 

@@ -303,7 +303,8 @@ def word_tokenizer(first: int) -> Tokenizer:
 def transformers_losses(folder: Path) -> np.ndarray:
     """float64[document, token] negative log-likelihoods from the golden logits of transformers."""
     golden = np.load(folder / "golden.npz")
-    logits = golden["logits"].astype(np.float64)[:, :-1]
+    name = "logits" if "logits" in golden else "logits_float64"  # of the decoder's families
+    logits = golden[name].astype(np.float64)[:, :-1]
     normalised = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return -np.take_along_axis(normalised, golden["tokens"][:, 1:, None].astype(int), -1)[..., 0]
 

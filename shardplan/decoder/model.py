@@ -8,11 +8,12 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from haliax.jax_utils import named_call
 from haliax.nn.scan import Stacked
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample, LmHeadModel
-from levanter.models.loss import next_token_loss
+from levanter.models.loss import maybe_fused_next_token_loss
 
 from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.names import Rule, Shape, StoredTensor, evaluate, stored_tensors
@@ -86,6 +87,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
             settings=config,
         )
 
+    @named_call(name="Decoder")  # for profiles and reports
     def activations(
         self,
         input_ids: NamedArray,
@@ -117,6 +119,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
             x = self.project_out(x)
         return x if config.logit_multiplier == 1.0 else x * config.logit_multiplier
 
+    @named_call(name="embed")
     def _embed(self, tokens: NamedArray, indices: NamedArray) -> NamedArray:
         """Return the residual stream {..., position, embed} before the first layer."""
         config = self.settings
@@ -158,14 +161,25 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
             settings: those of Levanter's `LmHeadModel.compute_next_token_loss`.
         """
         settings["logit_soft_cap"] = self.settings.logit_soft_cap
-        if self.lm_head_bias is None:
+        bias = self.lm_head_bias
+        if bias is None:
             return super().compute_next_token_loss(example, **settings)
-        # Levanter's loss in blocks of the vocabulary has no bias; here nothing is random, and logits are float32
-        for name in ("key", "loss_dtype", "logit_soft_cap"):
-            settings.pop(name, None)
-        logits = self(example.tokens, example.attn_mask)
-        weights = {"loss_weight": example.loss_weight}
-        return next_token_loss(POSITION, self.Vocab, logits, example.tokens, **weights, **settings)
+        settings.pop("key", None)  # nothing is random
+        settings["dtype"] = settings.pop("loss_dtype", jnp.float32)
+        activations = self.activations(example.tokens, example.attn_mask)
+        head = hax.auto_sharded(self.get_lm_head())
+        # Levanter's loss, which is computed in blocks of the vocabulary, has no bias: it becomes the weight of one more
+        # input, which is 1
+        inputs = f"{self.Embed.name}_and_one"
+        ones = hax.ones_like(activations[self.Embed, 0])
+        widened = [
+            hax.concatenate(inputs, [x.rename({self.Embed: inputs}), last.broadcast_axis(Axis(inputs, 1))])
+            for x, last in ((activations, ones), (head, bias))
+        ]
+        arrays = (*widened, example.tokens)
+        return maybe_fused_next_token_loss(
+            self.Pos, inputs, self.Vocab, *arrays, loss_weight=example.loss_weight, **settings
+        )
 
     def resize_vocab(self, new_size: int, key: jax.Array | None = None) -> "Decoder":
         """Return the model with a vocabulary of `new_size` tokens; new rows are random, or the mean without a key."""

@@ -16,15 +16,15 @@ from shardplan import load_pretrained
 from shardplan.model.logits import levanter_loss
 
 
-def golden_losses(golden, mapping):
+def golden_losses(folder, mapping):
     """float32[sequence, token]: the losses of the golden tokens, on two devices along model and four along data."""
-    tokens = np.tile(np.load(golden / "llama" / "golden.npz")["tokens"], (2, 1))  # a multiple of the data axis
+    tokens = np.tile(np.load(folder / "golden.npz")["tokens"], (2, 1))  # a multiple of the data axis
     axes = hax.Axis("batch", len(tokens)), hax.Axis("position", tokens.shape[1])
     example = LmExample(
         hax.named(jnp.asarray(tokens), axes), attn_mask=AttentionMask.causal(), loss_weight=hax.ones(axes)
     )
     with jax.set_mesh(Mesh(np.array(jax.devices()).reshape(1, 4, 2), ("replica", "data", "model"))):
-        model = load_pretrained(str(golden / "llama"), axis_mapping={}, dtype="float32")
+        model = load_pretrained(str(folder), axis_mapping={}, dtype="float32")
         # a function of its own: what the patch replaces may be compiled already
         losses = hax.named_jit(
             lambda model, example: model.compute_next_token_loss(example, reduction=None), axis_resources=mapping
@@ -39,12 +39,20 @@ def golden_losses(golden, mapping):
 )
 @pytest.mark.usefixtures("patched_levanter")
 def test_losses_equal_transformers_with_the_patch(golden, mapping):
-    np.testing.assert_allclose(golden_losses(golden, mapping), transformers_losses(golden / "llama"), atol=2e-5)
+    folder = golden / "llama"
+    np.testing.assert_allclose(golden_losses(folder, mapping), transformers_losses(folder), atol=2e-5)
+
+
+@pytest.mark.parametrize("mapping", [{"batch": "data", "vocab": "model"}, {"embed": "model"}], ids=str)
+@pytest.mark.usefixtures("patched_levanter")
+def test_losses_of_a_head_with_a_bias(golden, mapping):
+    folder = golden.parent / "families" / "phi"
+    np.testing.assert_allclose(golden_losses(folder, mapping), transformers_losses(folder), atol=2e-5)
 
 
 def test_levanters_loss_with_a_sharded_vocabulary(golden):
     """Without the patch it is the loss among the tokens of one shard."""
-    error = np.abs(golden_losses(golden, {"vocab": "model"}) - transformers_losses(golden / "llama")).max()
+    error = np.abs(golden_losses(golden / "llama", {"vocab": "model"}) - transformers_losses(golden / "llama")).max()
     assert error > 0.5
 
 

@@ -6,6 +6,7 @@ from enum import Enum
 import equinox as eqx
 import jax
 from haliax import Axis, NamedArray
+from haliax.jax_utils import named_call
 from levanter.layers.attention import AttentionMask
 
 from shardplan.decoder.parts.attention import AttentionLayer, GroupedAttention, Kernel
@@ -83,6 +84,7 @@ class DecoderLayer(eqx.Module):
     mlp_out_norm: Norm | None
     config: LayerConfig = eqx.field(static=True)
 
+    @named_call  # for profiles and reports
     def __call__(self, x: NamedArray, mask: AttentionMask, positions: Positions, kernel: Kernel) -> NamedArray:
         """Return the residual stream {batch, position, embed} after the layer."""
 
