@@ -78,7 +78,8 @@ class AttentionCost:
     received_bytes: int
     """Bytes that a device receives for it: keys, values and what is resharded, and their gradients."""
     live_bytes: int
-    """Most bytes per device that it adds to queries, keys and values of the device's own positions."""
+    """Bytes per device of queries, keys, values and output of one layer, with their gradients in training, and the most
+    that it adds for the positions of other devices."""
 
 
 @dataclass(frozen=True)

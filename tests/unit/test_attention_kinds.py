@@ -199,15 +199,27 @@ def assert_costs_by_hand(plan, window, devices):
     assert (full_cost.layers, cost.layers) == (2, 10) and full_cost.layer_numbers == cost.layer_numbers == []
     keys = plan.workload.position // devices * GEMMA3_27B["num_kv_heads"] * GEMMA3_27B["head_dim"]
     assert cost.received_bytes == 10 * 2 * keys * 2
-    # three copies of keys, of bfloat16; the outputs of a hop, and in float32 these and the sum of all before
+    # queries, keys, values and output, of bfloat16; three more copies of keys; the outputs of a hop, and in float32
+    # these and the sum of all before
     queries = 2 * keys
-    assert cost.live_bytes == 3 * keys * 2 + queries * 2 + 2 * queries * 4
+    own = 2 * (2 * keys + 2 * queries)
+    assert cost.live_bytes == own + 3 * keys * 2 + queries * 2 + 2 * queries * 4
     pair = 4 * GEMMA3_27B["num_heads"] * GEMMA3_27B["head_dim"]
     assert cost.model_flops == pytest.approx(10 * pair * attended_pairs(plan.workload.position, 1024), rel=1e-6)
     assert full_cost.model_flops == pytest.approx(2 * pair * attended_pairs(plan.workload.position), rel=1e-6)
     tasks = [task for task in plan.details.tasks if task.kind == "attention"]
     seconds = sum(task.compute_seconds + sum(each.exposed_seconds for each in task.transfers) for task in tasks)
     assert sum(each.compute_seconds + each.exposed_seconds for each in (full_cost, cost)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("kind", "passes"), [("eval", 1), ("train", 2)])
+def test_live_bytes_of_attention_on_one_device(make_config, kind, passes):
+    """Queries, keys, values and output, of bfloat16, and in training as many gradients."""
+    model = composed(GroupedAttention(32, 8, 128), length=1024, embed=4096)
+    settings = {"model_config": "llama-3.1-8b", "hardware_slice": "v5p-8", "workload_position": 1024}
+    config = make_config(**settings, workload_batch=4, workload_kind=kind, pin="batch=data", mesh_data=4)
+    (cost,) = make_plan(config, model).details.attention
+    assert cost.live_bytes == passes * 2 * 1024 * 128 * (32 + 8 + 8 + 32)
 
 
 def test_kernels_of_the_decoder_take_values_of_another_size(make_config):

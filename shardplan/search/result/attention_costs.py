@@ -1,6 +1,7 @@
 """The kinds of attention in a model: which layers have each, and what a step spends on it."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from shardplan.cost.attention import kind_of
 from shardplan.cost.buffer_roles import buffer_bytes
@@ -12,8 +13,9 @@ from shardplan.model.registry import Model
 from shardplan.plan.details import AttentionCost
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.named_arrays import is_scores
 from shardplan.program.step_trace import forward_workload, plan_step
-from shardplan.program.tasks import Step, TaskKind
+from shardplan.program.tasks import Step, Task, TaskKind
 
 
 def attention_costs(
@@ -25,9 +27,11 @@ def attention_costs(
         step: of the workload.
     """
     compute, exposed, received = (defaultdict[AttentionKind, float](float) for _ in range(3))
+    tasks: defaultdict[AttentionKind, list[Task]] = defaultdict(list)
     for task, cost, seconds in step_tasks(step, assignment, hardware, load_calibration(hardware.generation.name)):
         if task.kind == TaskKind.ATTENTION:
             kind = kind_of(task)
+            tasks[kind].append(task)
             compute[kind] += seconds.compute
             exposed[kind] += seconds.exposed
             received[kind] += sum(traffic.bytes for traffic in cost.traffic)
@@ -35,7 +39,7 @@ def attention_costs(
     # then the number of a call is that of its layer
     are_layers = len(calls) == getattr(model.config, "num_layers", None)
     numbers = {kind: [i for i, call in enumerate(calls) if call == kind] for kind in step.attention_kinds}
-    flops, live = model_flops_by_kind(model, workload), _live_bytes(step, assignment)
+    flops, extra = model_flops_by_kind(model, workload), _extra_bytes(step, assignment)
     return [
         AttentionCost(
             kind=kind.name,
@@ -45,14 +49,30 @@ def attention_costs(
             exposed_seconds=exposed[kind],
             model_flops=flops.get(kind, 0.0),
             received_bytes=round(received[kind]),
-            live_bytes=round(live[kind]),
+            live_bytes=round(_local_bytes(tasks[kind], assignment) + extra[kind]),
         )
         for kind in step.attention_kinds
     ]
 
 
-def _live_bytes(step: Step, assignment: ShardingAssignment) -> defaultdict[AttentionKind, float]:
-    """Return kind -> most bytes of its buffers that are live at one point."""
+def _local_bytes(tasks: Sequence[Task], assignment: ShardingAssignment) -> float:
+    """Bytes of what a layer of one kind reads and writes for a device's own positions, in the pass with most of it.
+
+    In the forward pass these are queries, keys, values and the output; in the backward pass their gradients too. Scores
+    are left out: a kernel has few of them in memory at a time.
+    """
+    sizes, calls = defaultdict[bool, float](float), Counter[bool]()
+    for task in tasks:
+        if is_scores(task.results[0]):  # a call has one such matmul in each pass
+            calls[task.is_backward] += task.executions
+        for array in (*task.operands, *task.results):
+            if not is_scores(array):
+                sizes[task.is_backward] += task.executions * assignment.bytes(array, assignment.compute)
+    return max((sizes[is_backward] / count for is_backward, count in calls.items()), default=0.0)
+
+
+def _extra_bytes(step: Step, assignment: ShardingAssignment) -> defaultdict[AttentionKind, float]:
+    """Return kind -> most bytes that it adds at one point for the positions of other devices."""
     most: defaultdict[AttentionKind, float] = defaultdict(float)
     for point in step.points:
         here: defaultdict[AttentionKind, float] = defaultdict(float)
