@@ -1,0 +1,230 @@
+"""The block of routed experts, from named arrays to named arrays."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, AxisSelector, NamedArray
+from haliax.axis import axis_name
+from haliax.partitioning import physical_axis_name, pspec_for_axis
+from haliax.util import ensure_tuple
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from shardplan.errors import ConfigError
+from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights, LocalWeights, gather_weights
+from shardplan.experts.local_rounds import buffer_rows, sum_local_experts
+from shardplan.experts.method import ExpertMethod, ExpertStrategy
+from shardplan.experts.strategies.exchange_tokens import exchange_tokens
+
+
+def routed_mlp(
+    Experts: AxisSelector,
+    Mlp: AxisSelector,
+    Embed: AxisSelector,
+    x: NamedArray,
+    chosen: NamedArray,
+    routing_weights: NamedArray,
+    weights: ExpertWeights[NamedArray],
+    function: ExpertFunction,
+    method: ExpertMethod | None = None,
+) -> NamedArray:
+    """Compute for each token the weighted sum of the outputs of its experts.
+
+    Args:
+        Experts: axis of the experts, in their weights.
+        Mlp: axis of the hidden states, in the weights.
+        Embed: axis of the elements of a token, in `x`. In the weights it may have another name, so that it can have a
+            mapping of its own.
+        x: {..., embed}, sharded by the axis mapping in force, which does not shard embed.
+        chosen: int32{..., k}, the numbers of each token's experts; k is the axis that `x` does not have.
+        routing_weights: float32{..., k}, the factors of their outputs.
+        weights: the weights of all experts.
+        function: what experts compute besides matmuls.
+        method: what travels between devices that share experts; default: tokens are gathered.
+
+    Returns:
+        The axes of `x`, in their order.
+
+    Raises:
+        ConfigError: the axis mapping shards the elements of a token, or it shards experts by a mesh axis that does not
+            shard tokens, where tokens are exchanged.
+    """
+    axes, embed = x.axes, x.resolve_axis(axis_name(Embed))
+    tokens = tuple(axis for axis in axes if axis != embed)
+    choices = tuple(axis for axis in chosen.axes if axis not in tokens)
+    arrays = _order_weights(weights, axis_name(Experts), axis_name(Mlp))
+    experts, _, mlp = arrays.up.axes
+    program = DeviceProgram(
+        token_axes=tuple(name for axis in tokens for name in _mesh_axes(axis)),
+        expert_axes=_mesh_axes(experts),
+        mlp_axes=_mesh_axes(mlp),
+        experts=experts.size,
+        function=function,
+        method=method or ExpertMethod(),
+    )
+    if _mesh_axes(embed):
+        raise ConfigError(
+            f"experts: the axis mapping shards {embed.name} in computations; experts need whole tokens: remove "
+            f"{embed.name} from the compute mapping"
+        )
+    program.check()
+    x = x.rearrange((*tokens, embed))
+    chosen, routing_weights = (array.rearrange((*tokens, *choices)) for array in (chosen, routing_weights))
+    inputs = DeviceInputs(x.array, chosen.array, routing_weights.array, arrays.map(lambda each: each.array))
+    run = program.run
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        specs = DeviceInputs(_spec(x), _spec(chosen), _spec(routing_weights), arrays.map(_spec))
+        run = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=specs.x, check_vma=False)
+    return hax.named(run(inputs), x.axes).rearrange(axes)
+
+
+class DeviceInputs[Leaf](NamedTuple):
+    """The arrays of a block, or a device's shards of them, or their specs."""
+
+    x: Leaf
+    """[..., embed]."""
+    chosen: Leaf
+    """int32[..., k]."""
+    routing_weights: Leaf
+    """float32[..., k]."""
+    weights: ExpertWeights[Leaf]
+
+
+@dataclass(frozen=True)
+class DeviceProgram:
+    """What one device does for a block of experts. Runs inside `jax.shard_map`, or on an only device."""
+
+    token_axes: tuple[str, ...]
+    """Mesh axes that shard tokens."""
+    expert_axes: tuple[str, ...]
+    """Mesh axes that shard experts."""
+    mlp_axes: tuple[str, ...]
+    """Mesh axes that shard hidden states."""
+    experts: int
+    """Experts of all devices."""
+    function: ExpertFunction
+    method: ExpertMethod
+
+    def check(self) -> None:
+        """Check that the strategy is for arrays that are sharded so.
+
+        Raises:
+            ConfigError: tokens are exchanged over a mesh axis along which all devices have the same tokens.
+        """
+        others = [axis for axis in self.expert_axes if axis not in self.token_axes]
+        if others and self.method.strategy == ExpertStrategy.EXCHANGE_TOKENS:
+            raise ConfigError(
+                f"experts: the mesh axis {others[0]} shards experts and no tokens, so that there is nothing to "
+                "exchange along it; shard the batch over it, or use gather_tokens"
+            )
+
+    def run(self, inputs: DeviceInputs[Array]) -> Array:
+        """Return [..., embed]: the outputs of this device's tokens."""
+        tokens = inputs.x.reshape(-1, inputs.x.shape[-1])
+        chosen, routing_weights = (a.reshape(len(tokens), -1) for a in (inputs.chosen, inputs.routing_weights))
+        match self.method.strategy:
+            case ExpertStrategy.GATHER_TOKENS:
+                outputs = self._gather_tokens(tokens, chosen, routing_weights, inputs.weights)
+            case ExpertStrategy.EXCHANGE_TOKENS:
+                outputs = self._exchange_tokens(tokens, chosen, routing_weights, inputs.weights)
+            case ExpertStrategy.GATHER_WEIGHTS:
+                weights = gather_weights(inputs.weights, self.expert_axes, self.mlp_axes)
+                outputs = sum_local_experts(tokens, chosen, routing_weights, weights, self.function)
+        return outputs.reshape(inputs.x.shape)
+
+    def _gather_tokens(self, tokens: Array, chosen: Array, routing_weights: Array, weights: LocalWeights) -> Array:
+        """Apply the experts of this device to the tokens of all devices that share experts or hidden states with it."""
+        group = Group(self.token_axes, (*self.expert_axes, *self.mlp_axes))
+        tokens, chosen, routing_weights = map(group.gather, (tokens, chosen, routing_weights))
+        balanced = chosen.size * len(weights.up) / self.experts
+        sums = sum_local_experts(
+            tokens, chosen, routing_weights, self._with_bias_once(weights), self.function,
+            first_expert=self._first_expert(weights), max_rows=buffer_rows(balanced, self.method.buffer_factor),
+        )  # fmt: skip
+        return group.reduce(sums)
+
+    def _exchange_tokens(self, tokens: Array, chosen: Array, routing_weights: Array, weights: LocalWeights) -> Array:
+        """Exchange the tokens of all devices that share hidden states with this one with those that share experts."""
+        group = Group(self.token_axes, self.mlp_axes)
+        tokens, chosen, routing_weights = map(group.gather, (tokens, chosen, routing_weights))
+        weights = self._with_bias_once(weights)
+        if self.expert_axes:
+            rows = buffer_rows(chosen.size, self.method.buffer_factor)
+            sums = exchange_tokens(tokens, chosen, routing_weights, weights, self.function, self.expert_axes, rows)
+        else:
+            sums = sum_local_experts(tokens, chosen, routing_weights, weights, self.function)
+        return group.reduce(sums)
+
+    def _first_expert(self, weights: LocalWeights) -> int | Array:
+        """The number of the first expert of this device."""
+        return jax.lax.axis_index(self.expert_axes) * len(weights.up) if self.expert_axes else 0
+
+    def _with_bias_once(self, weights: LocalWeights) -> LocalWeights:
+        """Let one of the devices that share hidden states add the bias of outputs, which are summed over them."""
+        if weights.down_bias is None or not self.mlp_axes:
+            return weights
+        is_first = jax.lax.axis_index(self.mlp_axes) == 0
+        return weights._replace(down_bias=jnp.where(is_first, weights.down_bias, 0))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices along mesh axes, each of which computes a part of the sums of all their tokens."""
+
+    token_axes: tuple[str, ...]
+    """Mesh axes that shard tokens."""
+    axes: tuple[str, ...]
+    """Mesh axes of the group."""
+
+    @property
+    def _gathered(self) -> tuple[str, ...]:
+        """Mesh axes along which devices of the group have other tokens."""
+        return tuple(axis for axis in self.axes if axis in self.token_axes)
+
+    @property
+    def _summed(self) -> tuple[str, ...]:
+        """Mesh axes along which devices of the group have the same tokens."""
+        return tuple(axis for axis in self.axes if axis not in self.token_axes)
+
+    def gather(self, array: Array) -> Array:
+        """All-gather an array [tokens, ...] of a device."""
+        return jax.lax.all_gather(array, self._gathered, tiled=True) if self._gathered else array
+
+    def reduce(self, sums: Array) -> Array:
+        """Add up the parts [all tokens, ...] of all devices, and return the sums of this device's tokens."""
+        if self._summed:
+            sums = jax.lax.psum(sums, self._summed)
+        if not self._gathered:
+            return sums
+        return jax.lax.psum_scatter(sums, self._gathered, scatter_dimension=0, tiled=True)
+
+
+def _order_weights(weights: ExpertWeights[NamedArray], experts: str, mlp: str) -> ExpertWeights[NamedArray]:
+    """Give the arrays the orders of axes that `ExpertWeights` has."""
+    inputs_first, outputs_last = (experts, ..., mlp), (experts, mlp, ...)
+    return ExpertWeights(
+        gate=_rearrange(weights.gate, inputs_first),
+        up=weights.up.rearrange(inputs_first),
+        down=weights.down.rearrange(outputs_last),
+        gate_bias=_rearrange(weights.gate_bias, inputs_first),
+        up_bias=_rearrange(weights.up_bias, inputs_first),
+        down_bias=_rearrange(weights.down_bias, (experts, ...)),
+    )
+
+
+def _rearrange(array: NamedArray | None, axes: Any) -> NamedArray | None:
+    return None if array is None else array.rearrange(axes)
+
+
+def _mesh_axes(axis: Axis) -> tuple[str, ...]:
+    """Mesh axes of several devices that shard an axis under the axis mapping in force."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return tuple(name for name in ensure_tuple(physical_axis_name(axis) or ()) if shape.get(name, 1) > 1)
+
+
+def _spec(array: NamedArray) -> PartitionSpec:
+    return pspec_for_axis(array.axes)

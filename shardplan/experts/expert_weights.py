@@ -1,0 +1,111 @@
+"""The weights of experts, and what one device computes with them for rows that are sorted by expert."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from shardplan.experts.grouped_matmul import grouped_matmul
+
+
+@dataclass(frozen=True)
+class ExpertFunction:
+    """What an expert computes besides its matmuls."""
+
+    activation: Callable[[Array | None, Array], Array]
+    """Computes the hidden states float32[rows, mlp] of the gate (None without one) and of the projection up."""
+    weighs_inputs: bool = False
+    """Whether a token is multiplied by its routing weight before its expert, rather than what the expert returns."""
+
+
+class ExpertWeights[Leaf](NamedTuple):
+    """The weights of experts: named arrays of all experts, or plain arrays of those of one device, or their specs.
+
+    Inputs come before outputs, as grouped matmuls take them.
+    """
+
+    gate: Leaf | None
+    """{experts, embed, mlp}; None for experts without a gate."""
+    up: Leaf
+    """{experts, embed, mlp}."""
+    down: Leaf
+    """{experts, mlp, embed}."""
+    gate_bias: Leaf | None = None
+    """{experts, mlp}."""
+    up_bias: Leaf | None = None
+    """{experts, mlp}."""
+    down_bias: Leaf | None = None
+    """{experts, embed}."""
+
+    def map[Other](self, change: Callable[[Leaf], Other]) -> "ExpertWeights[Other]":
+        """Apply a function to each of the arrays that there are."""
+        gate, gate_bias, up_bias, down_bias = (
+            None if each is None else change(each) for each in (self.gate, self.gate_bias, self.up_bias, self.down_bias)
+        )
+        return ExpertWeights(gate, change(self.up), change(self.down), gate_bias, up_bias, down_bias)
+
+
+LocalWeights = ExpertWeights[Array]
+"""The weights of the experts of one device."""
+
+
+class SortedRows(NamedTuple):
+    """Rows for the experts of one device, those of one expert after those of the other."""
+
+    tokens: Array
+    """[rows, embed]; rows that hold nothing, at the end, may have any values."""
+    weights: Array
+    """float32[rows], the factor of each row in the sum of its token; 0 for rows that hold nothing."""
+    expert_sizes: Array
+    """int32[experts], the number of rows of each expert."""
+
+
+def apply_experts(rows: SortedRows, weights: LocalWeights, function: ExpertFunction) -> Array:
+    """Return [rows, embed]: the output of each row's expert, and the weight of the row multiplied into it.
+
+    The weight is multiplied into the hidden state, which is computed in float32, or into the token. Rows that hold
+    nothing are no work for the grouped matmuls, and their results have any values.
+    """
+    if function.weighs_inputs:
+        weighted = (rows.tokens * rows.weights[:, None]).astype(rows.tokens.dtype)
+        rows = rows._replace(tokens=weighted, weights=jnp.ones_like(rows.weights))
+    experts = _expert_of_row(rows) if weights.up_bias is not None or weights.down_bias is not None else None
+
+    def project(inputs: Array, matrices: Array, bias: Array | None) -> Array:
+        products = grouped_matmul(inputs, matrices, rows.expert_sizes).astype(jnp.float32)
+        return products if bias is None else products + bias[experts].astype(jnp.float32)
+
+    up = project(rows.tokens, weights.up, weights.up_bias)
+    gate = None if weights.gate is None else project(rows.tokens, weights.gate, weights.gate_bias)
+    hidden = function.activation(gate, up) * rows.weights[:, None]
+    outputs = grouped_matmul(hidden.astype(rows.tokens.dtype), weights.down, rows.expert_sizes)
+    if weights.down_bias is None:
+        return outputs
+    bias = weights.down_bias[experts].astype(jnp.float32) * rows.weights[:, None]
+    return (outputs.astype(jnp.float32) + bias).astype(outputs.dtype)
+
+
+def _expert_of_row(rows: SortedRows) -> Array:
+    """int32[rows]: the index of each row's expert; of the last expert for rows that hold nothing."""
+    ends = jnp.cumsum(rows.expert_sizes)
+    indices = jnp.searchsorted(ends, jnp.arange(rows.tokens.shape[0]), side="right")
+    return jnp.minimum(indices, len(rows.expert_sizes) - 1)
+
+
+def gather_weights(weights: LocalWeights, expert_axes: tuple[str, ...], mlp_axes: tuple[str, ...]) -> LocalWeights:
+    """All-gather the weights of all experts along mesh axes that shard experts, and that shard their hidden states."""
+
+    def gather(array: Array | None, mlp_dimension: int | None) -> Array | None:
+        if array is not None and expert_axes:
+            array = jax.lax.all_gather(array, expert_axes, axis=0, tiled=True)
+        if array is not None and mlp_axes and mlp_dimension is not None:
+            array = jax.lax.all_gather(array, mlp_axes, axis=mlp_dimension, tiled=True)
+        return array
+
+    up, down = gather(weights.up, 2), gather(weights.down, 1)
+    assert up is not None and down is not None
+    biases = gather(weights.gate_bias, 1), gather(weights.up_bias, 1), gather(weights.down_bias, None)
+    return ExpertWeights(gather(weights.gate, 2), up, down, *biases)

@@ -1,0 +1,41 @@
+"""How an MLP of routed experts is computed on several devices. Imports no JAX."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardplan.errors import ConfigError
+
+
+class ExpertStrategy(StrEnum):
+    """What travels between the devices that share experts."""
+
+    GATHER_TOKENS = "gather_tokens"
+    """Devices all-gather the tokens of their group, apply their own experts to them, and reduce-scatter the sums."""
+    EXCHANGE_TOKENS = "exchange_tokens"
+    """Devices send each token to the devices of its experts, and back (ragged all-to-all)."""
+    GATHER_WEIGHTS = "gather_weights"
+    """Devices all-gather the weights of all experts, and apply them to their own tokens."""
+
+
+@dataclass(frozen=True)
+class ExpertMethod:
+    """A strategy, and how many rows its buffers have.
+
+    A row is a token for one of its experts.
+    """
+
+    strategy: ExpertStrategy = ExpertStrategy.GATHER_TOKENS
+    buffer_factor: float = 1.25
+    """Rows of a device's buffer, relative to the rows that it gets if all experts get equally many.
+
+    More rows than these are computed in further rounds.
+    """
+
+    def __post_init__(self) -> None:
+        """Check the factor.
+
+        Raises:
+            ConfigError: it is not positive.
+        """
+        if not self.buffer_factor > 0:
+            raise ConfigError(f"experts: buffer_factor is {self.buffer_factor}; it must be positive, such as 1.25")

@@ -1,0 +1,53 @@
+"""Sums over rounds, of which the first is compiled by itself and the others, whose number is known late, are a loop.
+
+A loop whose number of rounds depends on data has no gradient in JAX. Here the gradient of a sum is the sum of the
+gradients of its rounds, each of which is computed anew from the operands: nothing of a round stays in memory.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+Round = Callable[[int | Array, Any, Any], Any]
+"""Computes a round of its index, integers, and operands with gradients. Index 0 is known while tracing."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sum_rounds(compute: Round, count: Array, integers: Any, operands: Any) -> Any:
+    """Return `compute(0, integers, operands) + compute(1, integers, operands) + ...`, of `count` rounds, at least one.
+
+    Args:
+        compute: its results have the same shapes and dtypes in every round.
+        count: int32[]; the same on all devices, if rounds have collectives.
+        integers: arrays without gradients.
+        operands: arrays with gradients.
+    """
+    return _sum(count, lambda index: compute(index, integers, operands))
+
+
+def _sum(count: Array, compute: Callable[[int | Array], Any]) -> Any:
+    def add_round(state: tuple[Array, Any]) -> tuple[Array, Any]:
+        index, total = state
+        return index + 1, jax.tree.map(jnp.add, total, compute(index))
+
+    return jax.lax.while_loop(lambda state: state[0] < count, add_round, (jnp.int32(1), compute(0)))[1]
+
+
+def _forward(compute: Round, count: Array, integers: Any, operands: Any) -> tuple[Any, Any]:
+    return sum_rounds(compute, count, integers, operands), (count, integers, operands)
+
+
+def _backward(compute: Round, residuals: Any, gradient: Any) -> tuple[Any, Any, Any]:
+    count, integers, operands = residuals
+
+    def pull_back(index: int | Array) -> Any:
+        return jax.vjp(lambda operands: compute(index, integers, operands), operands)[1](gradient)[0]
+
+    return None, None, _sum(count, pull_back)
+
+
+sum_rounds.defvjp(_forward, _backward)

@@ -1,0 +1,61 @@
+"""Sorts the rows of tokens by expert. A row is a token for one of its experts; row `t * k + i` is of token `t`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+class RowOrder(NamedTuple):
+    """The rows for some experts, sorted by expert; rows for other experts come last."""
+
+    rows: Array
+    """int32[tokens * k], the index of each row."""
+    sizes: Array
+    """int32[experts], the number of rows of each expert."""
+
+
+class RowWindow(NamedTuple):
+    """Consecutive rows of a `RowOrder`."""
+
+    rows: Array
+    """int32[size], the index of each row."""
+    is_used: Array
+    """bool[size], whether the row is for one of the experts."""
+    sizes: Array
+    """int32[experts], the rows of each expert within the window."""
+
+
+def sort_by_expert(chosen: Array, first: int | Array, experts: int) -> RowOrder:
+    """Sort the rows of tokens by expert.
+
+    Args:
+        chosen: int32[tokens, k], the experts of each token.
+        first: the first of the experts; rows for others come last.
+        experts: how many experts there are from the first on.
+    """
+    local = chosen.reshape(-1).astype(jnp.int32) - first
+    local = jnp.where((local >= 0) & (local < experts), local, experts)
+    sorted_experts, rows = jax.lax.sort_key_val(local, jnp.arange(local.size, dtype=jnp.int32), is_stable=True)
+    ends = jnp.searchsorted(sorted_experts, jnp.arange(experts), side="right").astype(jnp.int32)
+    return RowOrder(rows, jnp.diff(ends, prepend=0))
+
+
+def take_window(order: RowOrder, start: int | Array, size: int) -> RowWindow:
+    """Return `size` rows of `order` from `start` on; unused rows may have the index of any row."""
+    padded = jnp.pad(order.rows, (0, size))
+    rows = jax.lax.dynamic_slice(padded, (start,), (size,))
+    return RowWindow(rows, start + jnp.arange(size) < order.sizes.sum(), window_sizes(order.sizes, start, size))
+
+
+def window_sizes(sizes: Array, start: int | Array, size: int) -> Array:
+    """int32 of the shape of `sizes`: the rows of consecutive segments of these sizes that are in a window.
+
+    Args:
+        sizes: int32[..., segments], whose segments follow each other along the last dimension.
+        start: the first row of the window.
+        size: the rows of the window.
+    """
+    ends = jnp.cumsum(sizes, axis=-1)
+    return jnp.clip(jnp.minimum(ends, start + size) - jnp.maximum(ends - sizes, start), 0).astype(jnp.int32)

@@ -1,0 +1,171 @@
+"""The exchange of tokens: every device sends its rows to the devices of their experts, and gets the outputs back.
+
+Rows travel by ragged all-to-all, so that no more is sent than there is; they arrive sorted by expert, and within an
+expert by the device that they come from. XLA has no such collective for CPUs (https://github.com/jax-ml/jax/issues/34755):
+there, devices gather all rows and take those that are theirs.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from shardplan.experts.expert_weights import ExpertFunction, LocalWeights, SortedRows, apply_experts
+from shardplan.experts.rounds import sum_rounds
+from shardplan.experts.sorting import sort_by_expert, window_sizes
+
+
+class Slices(NamedTuple):
+    """The slices of a ragged all-to-all, as `jax.lax.ragged_all_to_all` takes them: those for device 0 first."""
+
+    input_offsets: Array
+    """int32[slices], where each begins on this device."""
+    send_sizes: Array
+    """int32[slices], the rows of each."""
+    output_offsets: Array
+    """int32[slices], where each begins at its receiver."""
+    recv_sizes: Array
+    """int32[slices], the rows of each slice that this device receives."""
+
+
+class Exchange(NamedTuple):
+    """The slices of one round: one for each device and each of that device's experts."""
+
+    there: Slices
+    """From a device's sorted rows to the buffers of their experts."""
+    back: Slices
+    """From the buffer of a device's experts to the sorted rows of each sender."""
+
+
+@dataclass(frozen=True)
+class ExchangeRounds:
+    """Sends as many rows in a round as there is room for at each receiver, and returns their outputs."""
+
+    axes: tuple[str, ...]
+    """Mesh axes that shard experts."""
+    buffer_rows: int
+    function: ExpertFunction
+
+    def __call__(self, index: int | Array, sizes: Array, operands: tuple[Array, LocalWeights]) -> Array:
+        """Return [rows, embed]: the outputs of this device's rows, sorted by expert; 0 for rows of other rounds.
+
+        Args:
+            sizes: int32[devices, experts], the rows that each device has for each expert.
+            operands: rows sorted by expert, [rows, embed], and the weights of the experts of this device.
+        """
+        rows, weights = operands
+        slices = find_slices(sizes, jax.lax.axis_index(self.axes), index * self.buffer_rows, self.buffer_rows)
+        buffer = jax.lax.empty((self.buffer_rows, rows.shape[1]), rows.dtype)
+        inputs = ragged_all_to_all(rows, buffer, slices.there, self.axes)
+        expert_sizes = slices.there.recv_sizes.reshape(len(sizes), -1).sum(0)
+        is_used = jnp.arange(self.buffer_rows) < expert_sizes.sum()
+        inputs = jnp.where(is_used[:, None], inputs, 0)  # their gradients too
+        outputs = apply_experts(SortedRows(inputs, jnp.where(is_used, 1.0, 0.0), expert_sizes), weights, self.function)
+        return ragged_all_to_all(outputs, jnp.zeros_like(rows), slices.back, self.axes)
+
+
+def exchange_tokens(
+    tokens: Array,
+    chosen: Array,
+    routing_weights: Array,
+    weights: LocalWeights,
+    function: ExpertFunction,
+    axes: tuple[str, ...],
+    buffer_rows: int,
+) -> Array:
+    """Return [tokens, embed]: for each token the weighted sum of the outputs of its experts, wherever these are.
+
+    Args:
+        tokens: [tokens, embed], those of this device.
+        chosen: int32[tokens, k], numbers of experts.
+        routing_weights: float32[tokens, k].
+        axes: mesh axes that shard experts.
+        buffer_rows: rows that a device receives in a round.
+    """
+    count, per_token = chosen.shape
+    devices = jax.lax.axis_size(axes)
+    order = sort_by_expert(chosen, 0, devices * len(weights.up))
+    sizes = jax.lax.all_gather(order.sizes, axes)
+    received = sizes.reshape(devices, devices, -1).sum((0, 2))
+    buffer_rows = min(buffer_rows, count * devices * min(per_token, len(weights.up)))
+    count_of_rounds = jnp.maximum(1, -(-received.max() // buffer_rows)).astype(jnp.int32)
+    compute = ExchangeRounds(axes, buffer_rows, function)
+    rows = tokens[order.rows // per_token]
+    if function.weighs_inputs:
+        rows = (rows * routing_weights.reshape(-1)[order.rows, None]).astype(rows.dtype)
+        routing_weights = jnp.ones_like(routing_weights)
+    outputs = sum_rounds(compute, count_of_rounds, sizes, (rows, weights))
+    place = jnp.zeros_like(order.rows).at[order.rows].set(jnp.arange(order.rows.size, dtype=jnp.int32))
+    by_token = outputs[place].reshape(count, per_token, -1)
+    summed = jnp.einsum("tkd,tk->td", by_token, routing_weights, preferred_element_type=jnp.float32)
+    return summed.astype(tokens.dtype)
+
+
+def find_slices(sizes: Array, device: Array, start: int | Array, size: int) -> Exchange:
+    """Find what a device sends and receives in one round.
+
+    Args:
+        sizes: int32[devices, experts], the rows that each device has for each expert; experts are those of device 0
+            first.
+        device: index of this device.
+        start: the first row of the round, among all that a receiver gets.
+        size: the rows of a receiver in the round.
+    """
+    devices = len(sizes)
+    # a receiver has rows in the order of its experts, and for an expert in the order of senders
+    arriving = sizes.reshape(devices, devices, -1).transpose(1, 2, 0).reshape(devices, -1)
+    arrives_at = jnp.cumsum(arriving, axis=1) - arriving
+
+    def by_sender(values: Array) -> Array:
+        """From [receiver, expert and sender] to [sender, receiver, expert]."""
+        return values.reshape(devices, -1, devices).transpose(2, 0, 1).astype(jnp.int32)
+
+    rows = by_sender(window_sizes(arriving, start, size))
+    in_buffer = by_sender(jnp.maximum(arrives_at - start, 0))
+    # the rows of a slice that are before the window were sent in earlier rounds
+    earlier = by_sender(jnp.clip(start - arrives_at, 0, arriving))
+    in_sorted_rows = (jnp.cumsum(sizes, axis=1) - sizes).reshape(rows.shape) + earlier
+    # slices without rows may begin anywhere, but not beyond an array
+    in_buffer, in_sorted_rows = (jnp.where(rows > 0, offsets, 0) for offsets in (in_buffer, in_sorted_rows))
+    sent, received = rows[device].reshape(-1), rows[:, device].reshape(-1)
+    there = Slices(in_sorted_rows[device].reshape(-1), sent, in_buffer[device].reshape(-1), received)
+    back = Slices(in_buffer[:, device].reshape(-1), received, in_sorted_rows[:, device].reshape(-1), sent)
+    return Exchange(there, back)
+
+
+def ragged_all_to_all(operand: Array, output: Array, slices: Slices, axes: tuple[str, ...]) -> Array:
+    """Send slices of the rows of `operand` to other devices, and return `output` with the slices that arrive.
+
+    Args:
+        axes: mesh axes of the devices.
+    """
+
+    def native(operand: Array, output: Array, slices: Slices) -> Array:
+        received: Array = jax.lax.ragged_all_to_all(operand, output, *slices, axis_name=axes)
+        return received
+
+    def gathered(operand: Array, output: Array, slices: Slices) -> Array:
+        return _gather_and_take(operand, output, slices, axes)
+
+    result: Array = jax.lax.platform_dependent(operand, output, slices, default=native, cpu=gathered)
+    return result
+
+
+def _gather_and_take(operand: Array, output: Array, slices: Slices, axes: tuple[str, ...]) -> Array:
+    """Do as `jax.lax.ragged_all_to_all`, with collectives that XLA has for CPUs."""
+    operands = jax.lax.all_gather(operand, axes)
+    devices, me = len(operands), jax.lax.axis_index(axes)
+
+    def received(values: Array) -> Array:
+        """The values of the slices for this device, of all senders."""
+        return jax.lax.all_gather(values, axes).reshape(devices, devices, -1)[:, me].reshape(-1)
+
+    begins, places = received(slices.input_offsets), received(slices.output_offsets)
+    rows = jnp.arange(len(output))
+    is_in = (rows >= places[:, None]) & (rows < (places + slices.recv_sizes)[:, None])  # [slice, row]
+    found = is_in.argmax(0)
+    sender = found // (len(begins) // devices)
+    taken = operands[sender, jnp.clip(begins[found] + rows - places[found], 0, len(operand) - 1)]
+    return jnp.where(is_in.any(0)[:, None], taken, output)
