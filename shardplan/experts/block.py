@@ -1,5 +1,6 @@
 """The block of routed experts, from named arrays to named arrays."""
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSelector, NamedArray
 from haliax.axis import axis_name
-from haliax.partitioning import physical_axis_name, pspec_for_axis
+from haliax.partitioning import physical_axis_name
 from haliax.util import ensure_tuple
 from jax import Array
 from jax.sharding import PartitionSpec
@@ -77,7 +78,9 @@ def routed_mlp(
     run = program.run
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
-        specs = DeviceInputs(_spec(x), _spec(chosen), _spec(routing_weights), arrays.map(_spec))
+        # a device needs all inputs and outputs of its experts, whatever shards their axis
+        weight_specs = arrays.map(lambda each: _spec(each, {experts.name, mlp.name}))
+        specs = DeviceInputs(_spec(x), _spec(chosen), _spec(routing_weights), weight_specs)
         run = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=specs.x, check_vma=False)
     return hax.named(run(inputs), x.axes).rearrange(axes)
 
@@ -226,5 +229,12 @@ def _mesh_axes(axis: Axis) -> tuple[str, ...]:
     return tuple(name for name in ensure_tuple(physical_axis_name(axis) or ()) if shape.get(name, 1) > 1)
 
 
-def _spec(array: NamedArray) -> PartitionSpec:
-    return pspec_for_axis(array.axes)
+def _spec(array: NamedArray, sharded: Container[str] | None = None) -> PartitionSpec:
+    """The spec of an array under the axis mapping in force.
+
+    Args:
+        sharded: names of the axes that it may shard; default: all.
+    """
+    return PartitionSpec(
+        *(physical_axis_name(axis) if sharded is None or axis.name in sharded else None for axis in array.axes)
+    )

@@ -17,10 +17,11 @@ from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import Rules, attention_rules, layer_norm_rules
 from shardplan.decoder.names import Stacked, StoredTensor, Transposed
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.experts import ExpertsConfig
+from shardplan.decoder.parts.experts import ExpertsConfig, GatedActivation
+from shardplan.decoder.parts.router import RouterConfig, Scoring
 
-WEIGHTS = ("w1", "w2", "w3")
-"""Names of the gate of an expert, of its projection down, and of its projection up."""
+WEIGHTS = {"gate": "w1", "up": "w3", "down": "w2"}
+"""Parameter of the experts -> its name in checkpoints."""
 TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 """Keys that say something about training alone."""
 
@@ -36,7 +37,8 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     if per_token > experts:
         keys.refuse("num_experts_per_tok", per_token, f"at most num_local_experts, {experts}")
     activation = keys.choice("hidden_act", choices=ACTIVATIONS, default="silu")
-    mlp = ExpertsConfig(experts, per_token, keys.integer("intermediate_size"), activation)
+    router = RouterConfig(experts, per_token, Scoring.SOFTMAX_OF_CHOSEN, is_normalised=False)
+    mlp = ExpertsConfig(router, keys.integer("intermediate_size"), GatedActivation(activation))
     layers = [LayerConfig(attention, mlp, norm)] * keys.integer("num_hidden_layers")
     return architecture(keys, layers, norm, positions=131072)
 
@@ -48,12 +50,12 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     found: Rules = {
         **attention_rules(layer.attention, f"{at}.self_attn", embed),
         **layer_norm_rules(layer, at, embed),
-        "mlp.block.gate.weight": StoredTensor(f"{at}.block_sparse_moe.gate.weight", (mlp.experts, embed)),
+        "mlp.router.weight": StoredTensor(f"{at}.block_sparse_moe.gate.weight", (mlp.router.experts, embed)),
     }
-    for name in WEIGHTS:
-        shape = (embed, mlp.size) if name == "w2" else (mlp.size, embed)
-        each = [f"{at}.block_sparse_moe.experts.{expert}.{name}.weight" for expert in range(mlp.experts)]
-        found[f"mlp.block.experts.{name}.weight"] = Stacked(
+    for parameter, name in WEIGHTS.items():
+        shape = (embed, mlp.size) if parameter == "down" else (mlp.size, embed)
+        each = [f"{at}.block_sparse_moe.experts.{expert}.{name}.weight" for expert in range(mlp.router.experts)]
+        found[f"mlp.experts.{parameter}"] = Stacked(
             tuple(Transposed(StoredTensor(tensor, shape), (1, 0)) for tensor in each)
         )
     return found

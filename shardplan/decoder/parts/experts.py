@@ -1,31 +1,81 @@
-"""An MLP of routed experts: every token passes through a few of them. It is the block of Levanter's Mixtral.
+"""An MLP of routed experts: each token passes through the few experts that its router chooses, and all shared ones.
 
-Sources: https://arxiv.org/abs/2401.04088, and `levanter.models.mixtral.MixtralSparseMoeBlock`.
+The experts are computed by `shardplan.experts`, sharded over devices as the axis mapping in force says. Their weights
+have axes of their own, so that they can be stored and computed under other mappings than the rest of the model.
+Sources: https://arxiv.org/abs/2401.04088, and for shared experts https://arxiv.org/abs/2401.06066.
 """
 
 from dataclasses import dataclass
 
 import equinox as eqx
+import haliax as hax
 import jax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
-from levanter.models.mixtral import MixtralConfig, MixtralSparseMoeBlock
-from levanter.utils.activation import ActivationFunctionEnum
+from jax import Array
 
-LEVANTER_NAMES = {"gelu_tanh": "gelu_new"}
-"""Name of an activation of the decoder -> the name in Levanter, where it is another one."""
+from shardplan.decoder.parts.activation_names import ActivationName
+from shardplan.decoder.parts.linear import INITIAL_SCALE
+from shardplan.decoder.parts.mlp import ACTIVATIONS, MlpConfig, MlpLayer
+from shardplan.decoder.parts.router import Router, RouterConfig
+from shardplan.experts import ExpertFunction, ExpertWeights, routed_mlp
+
+
+@dataclass(frozen=True)
+class GatedActivation:
+    """The hidden state of an expert: its activation of the gate, times the projection up."""
+
+    name: str
+    """A key of `shardplan.decoder.parts.mlp.ACTIVATIONS`."""
+
+    def __call__(self, gate: Array | None, up: Array) -> Array:
+        """Compute the hidden states."""
+        hidden: Array = ACTIVATIONS[self.name](gate) * up
+        return hidden
+
+
+@dataclass(frozen=True)
+class ClampedSwish:
+    """The hidden state of an expert of gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, of clamped values.
+
+    Source: https://github.com/openai/gpt-oss, `swiglu`.
+    """
+
+    alpha: float
+    limit: float
+    """The gate is at most so much, and the projection up is between minus and plus so much."""
+
+    def __call__(self, gate: Array | None, up: Array) -> Array:
+        """Compute the hidden states."""
+        assert gate is not None
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Experts with gates, and a router whose weights are the softmax of the best scores."""
+    """Experts with gates, all of one size."""
 
-    experts: int
-    experts_per_token: int
+    router: RouterConfig
     size: int
     """Elements of the hidden state of an expert."""
-    activation: str
-    """A key of `shardplan.decoder.parts.mlp.ACTIVATIONS`."""
+    activation: GatedActivation | ClampedSwish
+    has_bias: bool = False
+    weighs_inputs: bool = False
+    """Whether a token is multiplied by its routing weight before its expert, rather than what the expert returns."""
+    shared: MlpConfig | None = None
+    """An MLP that all tokens pass through, as one MLP of the size of all shared experts."""
+
+    @property
+    def Experts(self) -> Axis:
+        """The experts."""
+        return Axis("experts", self.router.experts)
+
+    @property
+    def ExpertMlp(self) -> Axis:
+        """The hidden state of an expert."""
+        return Axis("expert_mlp", self.size)
 
     def flops_per_token(self, embed: int) -> int:
         """Count the FLOPs of a token's projections and of the router, as Levanter's `lm_flops_per_token` does.
@@ -33,30 +83,52 @@ class ExpertsConfig:
         Args:
             embed: elements of the residual stream.
         """
-        return 2 * 3 * embed * self.size * self.experts_per_token + 2 * embed * self.experts
+        shared = 0 if self.shared is None else self.shared.flops_per_token(embed)
+        return 2 * 3 * embed * self.size * self.router.experts_per_token + 2 * embed * self.router.experts + shared
 
     def init(self, Embed: Axis, key: jax.Array) -> "ExpertsLayer":
         """Make the router and the experts with random weights."""
-        config = MixtralConfig(
-            hidden_dim=Embed.size,
-            intermediate_dim=self.size,
-            n_routed_experts=self.experts,
-            num_experts_per_tok=self.experts_per_token,
-            activation_function=ActivationFunctionEnum(LEVANTER_NAMES.get(self.activation, self.activation)),
-            lbl_coef=None,
-            rzl_coef=None,
+        router, gate, up, down, shared = jax.random.split(key, 5)
+        experts, mlp, embed = self.Experts, self.ExpertMlp, Embed.alias("expert_embed")
+
+        def random(key: Array, *axes: Axis) -> NamedArray:
+            return hax.random.normal(key, axes) * INITIAL_SCALE
+
+        def bias(*axes: Axis) -> NamedArray | None:
+            return hax.zeros(axes) if self.has_bias else None
+
+        weights = ExpertWeights(
+            gate=random(gate, experts, embed, mlp),
+            up=random(up, experts, embed, mlp),
+            down=random(down, experts, mlp, embed),
+            gate_bias=bias(experts, mlp),
+            up_bias=bias(experts, mlp),
+            down_bias=bias(experts, embed),
         )
-        return ExpertsLayer(MixtralSparseMoeBlock.init(config, key=key), self)
+        return ExpertsLayer(
+            router=self.router.init(Embed, router),
+            experts=weights,
+            shared=None if self.shared is None else self.shared.init(Embed, shared),
+            config=self,
+        )
 
 
 class ExpertsLayer(eqx.Module):
     """The router and the experts of a layer."""
 
-    block: MixtralSparseMoeBlock
+    router: Router
+    experts: ExpertWeights[NamedArray]
+    shared: MlpLayer | None
     config: ExpertsConfig = eqx.field(static=True)
 
     @named_call  # for profiles and reports
     def __call__(self, x: NamedArray) -> NamedArray:
         """Compute {batch, position, embed} from the same axes."""
-        outputs, _ = self.block(x)
-        return outputs
+        config = self.config
+        function = ExpertFunction(config.activation, config.weighs_inputs)
+        chosen, weights = self.router(x)
+        (embed,) = (axis for axis in self.router.weight.axes if axis.name != config.router.Scores.name)
+        outputs = routed_mlp(config.Experts, config.ExpertMlp, embed, x, chosen, weights, self.experts, function)
+        if self.shared is not None:
+            outputs = outputs + self.shared(x)
+        return ActivationName.MLP_OUT(outputs)

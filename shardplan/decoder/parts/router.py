@@ -1,0 +1,150 @@
+"""The router of a layer with experts: it chooses a few experts for each token, and how much each of them counts.
+
+It works in float32: rounding its scores to bfloat16 would give some tokens other experts. Sources:
+https://arxiv.org/abs/2401.04088 (softmax of the best scores), https://arxiv.org/abs/2405.04434 (groups of experts),
+https://arxiv.org/abs/2412.19437 (sigmoid, and a correction that balances the experts).
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from haliax.jax_utils import named_call
+
+from shardplan.decoder.parts.linear import INITIAL_SCALE
+
+
+class Scoring(Enum):
+    """What makes scores of the products of tokens and the router's weights."""
+
+    SOFTMAX = "softmax over all experts"
+    SOFTMAX_OF_CHOSEN = "softmax over the chosen experts"
+    SIGMOID = "sigmoid of each product"
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Groups of consecutive experts; a token may choose experts of a few groups."""
+
+    groups: int
+    chosen: int
+    """Groups that a token chooses experts from: those with the largest scores."""
+    best: int
+    """The score of a group is the sum of the scores of so many of its experts, the best ones."""
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How experts are chosen and weighed."""
+
+    experts: int
+    experts_per_token: int
+    scoring: Scoring = Scoring.SOFTMAX
+    has_bias: bool = False
+    """Whether a bias is added to the products."""
+    has_correction: bool = False
+    """Whether each expert has a number that is added to its score for the choice alone."""
+    groups: ExpertGroups | None = None
+    is_normalised: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+    min_sum: float = 0.0
+    """Least sum that they are divided by."""
+    scale: float = 1.0
+    """What weights are multiplied by at last."""
+
+    @property
+    def Scores(self) -> Axis:
+        """The experts in the router; its own axis, as it does not follow the sharding of the experts."""
+        return Axis("expert_score", self.experts)
+
+    @property
+    def Choices(self) -> Axis:
+        """The chosen experts of a token."""
+        return Axis("expert_choice", self.experts_per_token)
+
+    def init(self, Embed: Axis, key: jax.Array) -> "Router":
+        """Make the router with random weights."""
+        scores = self.Scores
+        return Router(
+            weight=hax.random.normal(key, (scores, Embed)) * INITIAL_SCALE,
+            bias=hax.zeros(scores) if self.has_bias else None,
+            correction=hax.zeros(scores) if self.has_correction else None,
+            config=self,
+        )
+
+
+class Routing(NamedTuple):
+    """The experts of each token."""
+
+    chosen: NamedArray
+    """int32{..., expert_choice}, numbers of experts."""
+    weights: NamedArray
+    """float32{..., expert_choice}, the factors of their outputs."""
+
+
+class Router(eqx.Module):
+    """The weights of a router."""
+
+    weight: NamedArray
+    """{expert_score, embed}."""
+    bias: NamedArray | None
+    """{expert_score}."""
+    correction: NamedArray | None
+    """{expert_score}."""
+    config: RouterConfig = eqx.field(static=True)
+
+    @named_call  # for profiles and reports
+    def __call__(self, x: NamedArray) -> Routing:
+        """Choose the experts of tokens {..., embed}."""
+        config, scores_axis = self.config, self.config.Scores
+        embed = tuple(axis for axis in self.weight.axes if axis != scores_axis)
+        wide, weight = x.astype(jnp.float32), self.weight.astype(jnp.float32)
+        products = hax.dot(wide, weight, axis=embed, precision=jax.lax.Precision.HIGHEST)
+        if self.bias is not None:
+            products = products + self.bias.astype(jnp.float32)
+        match config.scoring:
+            case Scoring.SOFTMAX:
+                scores = hax.nn.softmax(products, scores_axis)
+            case Scoring.SIGMOID:
+                scores = hax.nn.sigmoid(products)
+            case Scoring.SOFTMAX_OF_CHOSEN:
+                scores = products
+        chosen = self._choose(scores)
+        weights = hax.named(
+            jnp.take_along_axis(_with_last(scores, scores_axis).array, chosen.array, axis=-1), chosen.axes
+        )
+        if config.scoring is Scoring.SOFTMAX_OF_CHOSEN:
+            weights = hax.nn.softmax(weights, config.Choices)
+        if config.is_normalised:
+            weights = weights / hax.maximum(hax.sum(weights, config.Choices), config.min_sum)
+        return Routing(chosen, weights if config.scale == 1.0 else weights * config.scale)
+
+    def _choose(self, scores: NamedArray) -> NamedArray:
+        """Return int32{..., expert_choice}: the experts with the best scores, of those in the best groups."""
+        config, scores_axis = self.config, self.config.Scores
+        if self.correction is not None:
+            scores = scores + self.correction.astype(jnp.float32)
+        scores = _with_last(scores, scores_axis)
+        values = scores.array
+        if config.groups is not None:
+            values = jnp.where(_is_in_best_groups(values, config.groups), values, -jnp.inf)
+        chosen = jax.lax.top_k(values, config.experts_per_token)[1]
+        return hax.named(chosen, (*scores.axes[:-1], config.Choices))
+
+
+def _is_in_best_groups(scores: jax.Array, groups: ExpertGroups) -> jax.Array:
+    """bool[..., experts]: whether each expert is in one of the groups with the best scores."""
+    grouped = scores.reshape(*scores.shape[:-1], groups.groups, -1)
+    of_groups = jax.lax.top_k(grouped, groups.best)[0].sum(-1)
+    best = jax.lax.top_k(of_groups, groups.chosen)[1]
+    is_best = jax.nn.one_hot(best, groups.groups, dtype=bool).any(-2)
+    return jnp.broadcast_to(is_best[..., None], grouped.shape).reshape(scores.shape)
+
+
+def _with_last(array: NamedArray, axis: Axis) -> NamedArray:
+    return array.rearrange((..., axis))
