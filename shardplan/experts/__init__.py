@@ -6,8 +6,17 @@ devices (`shardplan.experts.method`): tokens are gathered, or exchanged, or the 
 token is dropped: rows that do not fit in the buffers take further rounds (`shardplan.experts.rounds`).
 """
 
-from shardplan.experts.block import routed_mlp
+from shardplan.experts.block import RoutedCall, compute_routed_mlp, replace_routed_mlp, routed_mlp
 from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
 
-__all__ = ["ExpertFunction", "ExpertMethod", "ExpertStrategy", "ExpertWeights", "routed_mlp"]
+__all__ = [
+    "ExpertFunction",
+    "ExpertMethod",
+    "ExpertStrategy",
+    "ExpertWeights",
+    "RoutedCall",
+    "compute_routed_mlp",
+    "replace_routed_mlp",
+    "routed_mlp",
+]

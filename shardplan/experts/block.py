@@ -1,6 +1,8 @@
 """The block of routed experts, from named arrays to named arrays."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +23,29 @@ from shardplan.experts.method import ExpertMethod, ExpertStrategy
 from shardplan.experts.strategies.exchange_tokens import exchange_tokens
 
 
+@dataclass(frozen=True)
+class RoutedCall:
+    """A call of `routed_mlp`, whose arguments these are, with arrays in the order of dimensions that devices need."""
+
+    Experts: Axis
+    Mlp: Axis
+    Embed: Axis
+    x: NamedArray
+    """{..., embed}."""
+    chosen: NamedArray
+    """int32{..., k}."""
+    routing_weights: NamedArray
+    """float32{..., k}."""
+    weights: ExpertWeights[NamedArray]
+    """With the dimensions that `ExpertWeights` names."""
+    function: ExpertFunction
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts of a token."""
+        return self.chosen.axes[-1].size
+
+
 def routed_mlp(
     Experts: AxisSelector,
     Mlp: AxisSelector,
@@ -30,9 +55,10 @@ def routed_mlp(
     routing_weights: NamedArray,
     weights: ExpertWeights[NamedArray],
     function: ExpertFunction,
-    method: ExpertMethod | None = None,
 ) -> NamedArray:
     """Compute for each token the weighted sum of the outputs of its experts.
+
+    Within `replace_routed_mlp` something else computes it, by the method of a plan; otherwise tokens are gathered.
 
     Args:
         Experts: axis of the experts, in their weights.
@@ -44,7 +70,6 @@ def routed_mlp(
         routing_weights: float32{..., k}, the factors of their outputs.
         weights: the weights of all experts.
         function: what experts compute besides matmuls.
-        method: what travels between devices that share experts; default: tokens are gathered.
 
     Returns:
         The axes of `x`, in their order.
@@ -56,14 +81,30 @@ def routed_mlp(
     axes, embed = x.axes, x.resolve_axis(axis_name(Embed))
     tokens = tuple(axis for axis in axes if axis != embed)
     choices = tuple(axis for axis in chosen.axes if axis not in tokens)
+    by_token = (*tokens, *choices)
     arrays = _order_weights(weights, axis_name(Experts), axis_name(Mlp))
-    experts, _, mlp = arrays.up.axes
-    program = DeviceProgram(
-        token_axes=tuple(name for axis in tokens for name in _mesh_axes(axis)),
-        expert_axes=_mesh_axes(experts),
-        mlp_axes=_mesh_axes(mlp),
-        experts=experts.size,
+    call = RoutedCall(
+        Experts=arrays.up.axes[0],
+        Mlp=arrays.up.axes[-1],
+        Embed=embed,
+        x=x.rearrange((*tokens, embed)),
+        chosen=chosen.rearrange(by_token),
+        routing_weights=routing_weights.rearrange(by_token).astype(jnp.float32),
+        weights=arrays,
         function=function,
+    )
+    return _replacement.get()(call).rearrange(axes)
+
+
+def compute_routed_mlp(call: RoutedCall, method: ExpertMethod | None = None) -> NamedArray:
+    """Compute a call of `routed_mlp` by a method; default: tokens are gathered. See there for errors."""
+    arrays, embed = call.weights, call.Embed
+    program = DeviceProgram(
+        token_axes=tuple(name for axis in call.x.axes[:-1] for name in _mesh_axes(axis)),
+        expert_axes=_mesh_axes(call.Experts),
+        mlp_axes=_mesh_axes(call.Mlp),
+        experts=call.Experts.size,
+        function=call.function,
         method=method or ExpertMethod(),
     )
     if _mesh_axes(embed):
@@ -72,17 +113,33 @@ def routed_mlp(
             f"{embed.name} from the compute mapping"
         )
     program.check()
-    x = x.rearrange((*tokens, embed))
-    chosen, routing_weights = (array.rearrange((*tokens, *choices)) for array in (chosen, routing_weights))
+    x, chosen, routing_weights = call.x, call.chosen, call.routing_weights
     inputs = DeviceInputs(x.array, chosen.array, routing_weights.array, arrays.map(lambda each: each.array))
     run = program.run
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         # a device needs all inputs and outputs of its experts, whatever shards their axis
-        weight_specs = arrays.map(lambda each: _spec(each, {experts.name, mlp.name}))
+        weight_specs = arrays.map(lambda each: _spec(each, {call.Experts.name, call.Mlp.name}))
         specs = DeviceInputs(_spec(x), _spec(chosen), _spec(routing_weights), weight_specs)
         run = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=specs.x, check_vma=False)
-    return hax.named(run(inputs), x.axes).rearrange(axes)
+    return hax.named(run(inputs), x.axes)
+
+
+_replacement: ContextVar[Callable[[RoutedCall], NamedArray]] = ContextVar("routed_mlp", default=compute_routed_mlp)
+
+
+@contextmanager
+def replace_routed_mlp(compute: Callable[[RoutedCall], NamedArray]) -> Iterator[None]:
+    """Let `compute` compute every call of `routed_mlp`: a trace marks them, and a plan has a method for them.
+
+    Args:
+        compute: takes a call, and returns its result with the axes of `RoutedCall.x`.
+    """
+    token = _replacement.set(compute)
+    try:
+        yield
+    finally:
+        _replacement.reset(token)
 
 
 class DeviceInputs[Leaf](NamedTuple):
