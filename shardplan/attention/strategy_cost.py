@@ -125,7 +125,7 @@ def strategy_cost(strategy: Strategy, layout: SequenceLayout, attention: Sharded
         (BATCH, POSITION),
         compiler_quirks(hardware),
         AttentionPlan(strategy, layout.ulysses, layout.ring, layout.kind),
-        layout.documents,
+        documents=layout.documents,
     )
     scores, values = _attention_tasks(attention.heads, layout.length, AttentionKind(attention.pattern))
     calibration = load_calibration(hardware.generation.name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from shardplan.cost.attention import FLOAT32_BYTES, extra_attention_bytes
+from shardplan.cost.experts import expert_buffer_bytes, expert_gradient_buffer_bytes
 from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
@@ -44,6 +45,8 @@ class Role:
     """Whether the bytes of an activation depend on how parameters are stored; parameters and gradients always do."""
     depends_on_attention: bool = False
     """Whether the bytes depend on the method of attention."""
+    depends_on_experts: bool = False
+    """Whether the bytes depend on the method of experts."""
 
 
 def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
@@ -267,6 +270,20 @@ ROWS = (
         "While attention uses them.",
         extra_attention_bytes,
         depends_on_attention=True,
+    ),
+    Role(
+        BufferRole.EXPERT_ROWS,
+        "Gathered tokens, rows and hidden states of a block of experts.",
+        "While the block runs.",
+        expert_buffer_bytes,
+        depends_on_experts=True,
+    ),
+    Role(
+        BufferRole.EXPERT_GRADIENT_ROWS,
+        "Gathered tokens, rows and hidden states of a block of experts, and their gradients.",
+        "While the gradient of the block runs.",
+        expert_gradient_buffer_bytes,
+        depends_on_experts=True,
     ),
 )
 

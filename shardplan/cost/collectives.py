@@ -25,6 +25,9 @@ class Purpose(Enum):
     FLATTENED_AXES = "{} resharded"
     """Of a flattened dimension whose axes have another sharding than the axis that they are flattened into."""
     REPLICATION = "replicated for {}"
+    TOKENS_FOR_EXPERTS = "tokens gathered for experts"
+    SUMS_OF_EXPERTS = "sums of the outputs of experts"
+    ROWS_OF_EXPERTS = "tokens exchanged with experts"
     ATTENTION_SUMS = "attention over a sharded axis"
     KEYS_AND_VALUES = "keys and values of other positions"
     KEY_AND_VALUE_GRADIENTS = "gradients of keys and values"
@@ -41,6 +44,8 @@ class Overlap(Enum):
     """It depends on no other task, and runs behind the part of the task's compute that compilers can overlap."""
     REORDERED = auto()
     """As `INDEPENDENT`, but the result is reordered, and the task waits for a part of it."""
+    TOKEN_CHUNKS = auto()
+    """Of several parts of tokens: those of one part run behind the experts of another."""
     RING_HOPS = auto()
     """Each execution runs behind the attention to the keys of one hop; nothing is sent during the last one."""
 
@@ -59,6 +64,8 @@ class Traffic:
     subject: str = ""
     """The parameter or named scope that it serves."""
     overlap: Overlap = Overlap.NONE
+    parts: int = 1
+    """Of `TOKEN_CHUNKS`: the number of parts."""
     distance: int = 1
     """Of a permutation along the mesh axes: how far each device sends."""
 

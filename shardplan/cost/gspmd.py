@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from shardplan.cost import attention
+from shardplan.cost import attention, experts
 from shardplan.cost.collectives import (
     Overlap,
     Purpose,
@@ -50,6 +50,10 @@ class DeviceCost:
     """Of attention: bytes of the output of a hop, in float32."""
     has_kernel: bool = False
     """Of attention: whether a kernel computes it, on each device alone, and never writes scores to memory."""
+    kernel_flops: float = 0.0
+    """Of a block of experts: FLOPs of its kernels, with what tiles add."""
+    kernel_bytes: float = 0.0
+    """Of a block of experts: bytes that its kernels read and write."""
     unmasked_fraction: float = 1.0
     """Of attention: the part of its scores that the mask leaves to the device with most of them."""
 
@@ -91,9 +95,11 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
     """The least cost of `task` on one device, for the compute mapping and any mapping of parameters."""
     # where the stored sharding decides, it divides arrays by all devices at best
     devices = math.prod(assignment.mesh.values())
-    moved = _moved_bytes(task, assignment, lambda array: array.elements * array.itemsize / devices)
     rule = COMPUTE_COLLECTIVES[task.kind]
     traffic = _nonempty(rule(task, assignment)) if rule else ()
+    if task.kind == TaskKind.EXPERTS:
+        return _expert_cost(task, assignment, traffic)
+    moved = _moved_bytes(task, assignment, lambda array: array.elements * array.itemsize / devices)
     if task.kind not in (TaskKind.CONTRACTION, TaskKind.ATTENTION):
         return DeviceCost(NO_MATMUL, task.executions * moved, traffic)
     if task.groups > 1:  # likewise
@@ -112,6 +118,18 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
         hop_output_bytes=attention.hop_output_bytes(task, assignment),
         has_kernel=has_kernel,
         unmasked_fraction=attention.unmasked_fraction(task, assignment),
+    )
+
+
+def _expert_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traffic, ...]) -> DeviceCost:
+    """The cost of a block of experts, or of its gradient, without the gathers of its parameters."""
+    work, count = experts.work_of(task, assignment), task.executions
+    return DeviceCost(
+        Matmul(count * experts.products(task), rows=work.rows, inner=work.kind.embed, columns=work.mlp),
+        count * experts.moved_bytes(task, work),
+        traffic,
+        kernel_flops=count * experts.kernel_flops(task, work),
+        kernel_bytes=count * experts.kernel_bytes(task, work),
     )
 
 
@@ -244,9 +262,22 @@ def _weight_gather_traffic(task: Task, assignment: ShardingAssignment) -> Iterat
             )
 
 
-def _gradient_sum_traffic(task: Task, partial: MeshAxes, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the sum of a parameter's gradient along the mesh axes `partial`; each device keeps a shard of it."""
-    result, count = task.results[0], task.executions
+def _parameter_expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the gathers of the stored weights of experts, and the sums of their gradients over other tokens."""
+    yield from _weight_gather_traffic(task, assignment)
+    for gradient in experts.ExpertOperands.of(task).weight_gradients:
+        yield from _gradient_sum_traffic(task, experts.gradient_sum_axes(task, assignment), assignment, gradient)
+
+
+def _gradient_sum_traffic(
+    task: Task, partial: MeshAxes, assignment: ShardingAssignment, gradient: TracedArray | None = None
+) -> Iterator[Traffic]:
+    """Yield the sum of a parameter's gradient along the mesh axes `partial`; each device keeps a shard of it.
+
+    Args:
+        gradient: default: the result of the task.
+    """
+    result, count = gradient or task.results[0], task.executions
     # each device needs its shard of a gradient along the mesh axes that shard it, and the sum along all others
     size = assignment.bytes(result, assignment.compute)
     stored = assignment.mesh_axes(result.factors, assignment.params)
@@ -384,6 +415,7 @@ COMPUTE_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.SELECTION: _selection_traffic,
     TaskKind.RESHARD: _reshard_traffic,
     TaskKind.COLLECTIVE: _collective_traffic,
+    TaskKind.EXPERTS: experts.expert_traffic,
     TaskKind.ELEMENTWISE: None,
 }
 """Kind of task -> its collectives that follow from the compute mapping alone."""
@@ -395,6 +427,7 @@ PARAM_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.SELECTION: None,
     TaskKind.RESHARD: _weight_gather_traffic,
     TaskKind.COLLECTIVE: _parameter_collective_traffic,
+    TaskKind.EXPERTS: _parameter_expert_traffic,
     TaskKind.ELEMENTWISE: None,
 }
 """Kind of task -> its collectives that depend on the mapping of parameters too; None where its cost does not."""

@@ -84,6 +84,9 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             if not cost.has_kernel:
                 attention_seconds = max(attention_seconds, cost.unmasked_fraction * memory_seconds)
             return merge_seconds + attention_seconds
+        case TaskKind.EXPERTS:
+            kernel_seconds = max(cost.kernel_flops / flops_rate, cost.kernel_bytes / bandwidth)
+            return kernel_seconds + memory_seconds
         case TaskKind.LOOKUP | TaskKind.SCATTER_ADD | TaskKind.RESHARD | TaskKind.COLLECTIVE:
             return memory_seconds
         case TaskKind.SELECTION | TaskKind.ELEMENTWISE:
@@ -179,6 +182,8 @@ def _overlap(traffic: Traffic, hops: float, calibration: Calibration) -> tuple[f
             return 0.0, calibration.overlap
         case Overlap.REORDERED:
             return WAITED_PART, calibration.overlap
+        case Overlap.TOKEN_CHUNKS:
+            return 1 / traffic.parts, calibration.overlap
         case Overlap.RING_HOPS:
             return 0.0, hops / (hops + 1)
         case _:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shardplan.experts.method import ExpertMethod
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.program.attention_kind import AttentionKind
@@ -67,6 +68,8 @@ class ShardingAssignment:
     quirks: CompilerQuirks = CompilerQuirks()
     attention: AttentionPlan = field(default_factory=AttentionPlan)
     """How attention is computed, by its kind; see `attention_of`."""
+    experts: ExpertMethod = field(default_factory=ExpertMethod)
+    """How routed experts are computed."""
     documents: tuple[int, ...] | None = None
     """Lengths of the documents of every sequence, if they are known; tokens attend only to their own document."""
     shard_counts: dict[TracedArray, int] = field(default_factory=dict, compare=False, repr=False)

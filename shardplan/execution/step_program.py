@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from shardplan.execution.aot_program import Program, abstract_model
 from shardplan.execution.layout_forward import planned_forward
 from shardplan.execution.planned_attention import planned_attention
+from shardplan.execution.planned_experts import planned_experts
 from shardplan.model.inspect import axes_of
 from shardplan.model.logits.levanter_loss import block_sizes_of
 from shardplan.model.registry import Model
@@ -38,7 +39,10 @@ def step_program(model: Model, plan: Plan, mesh: Mesh, is_packed: bool = False) 
 
     def step(module: Any, *arguments: Any) -> Any:
         """Compute the step on sharded arrays."""
-        with hax.axis_mapping(compute_mapping), block_sizes_of(device_kind), planned_attention(model, plan):
+        with (
+            hax.axis_mapping(compute_mapping), block_sizes_of(device_kind), planned_attention(model, plan),
+            planned_experts(plan),
+        ):  # fmt: skip
             return kind.compute(run, module, *arguments)
 
     signature = inspect.signature(kind.compute)

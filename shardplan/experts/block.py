@@ -14,6 +14,7 @@ from haliax.axis import axis_name
 from haliax.partitioning import physical_axis_name
 from haliax.util import ensure_tuple
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from shardplan.errors import ConfigError
@@ -184,7 +185,7 @@ class DeviceProgram:
 
     def run(self, inputs: DeviceInputs[Array]) -> Array:
         """Return [..., embed]: the outputs of this device's tokens."""
-        tokens = inputs.x.reshape(-1, inputs.x.shape[-1])
+        tokens = _row_major(inputs.x.reshape(-1, inputs.x.shape[-1]))
         chosen, routing_weights = (a.reshape(len(tokens), -1) for a in (inputs.chosen, inputs.routing_weights))
         match self.method.strategy:
             case ExpertStrategy.GATHER_TOKENS:
@@ -194,18 +195,24 @@ class DeviceProgram:
             case ExpertStrategy.GATHER_WEIGHTS:
                 weights = gather_weights(inputs.weights, self.expert_axes, self.mlp_axes)
                 outputs = sum_local_experts(tokens, chosen, routing_weights, weights, self.function)
-        return outputs.reshape(inputs.x.shape)
+        return _row_major(outputs).reshape(inputs.x.shape)
 
     def _gather_tokens(self, tokens: Array, chosen: Array, routing_weights: Array, weights: LocalWeights) -> Array:
         """Apply the experts of this device to the tokens of all devices that share experts or hidden states with it."""
         group = Group(self.token_axes, (*self.expert_axes, *self.mlp_axes))
-        tokens, chosen, routing_weights = map(group.gather, (tokens, chosen, routing_weights))
-        balanced = chosen.size * len(weights.up) / self.experts
-        sums = sum_local_experts(
-            tokens, chosen, routing_weights, self._with_bias_once(weights), self.function,
-            first_expert=self._first_expert(weights), max_rows=buffer_rows(balanced, self.method.buffer_factor),
-        )  # fmt: skip
-        return group.reduce(sums)
+        weights, first_expert = self._with_bias_once(weights), self._first_expert(weights)
+        chunks = self.method.token_chunks if len(tokens) % self.method.token_chunks == 0 else 1
+        sums = []
+        parts_of_tokens = zip(*(jnp.split(each, chunks) for each in (tokens, chosen, routing_weights)), strict=True)
+        for part, chosen_here, weights_here in parts_of_tokens:
+            chosen_here = group.gather(chosen_here)
+            balanced = chosen_here.size * len(weights.up) / self.experts
+            sums_here = sum_local_experts(
+                group.gather(part), chosen_here, group.gather(weights_here), weights, self.function,
+                first_expert=first_expert, max_rows=buffer_rows(balanced, self.method.buffer_factor),
+            )  # fmt: skip
+            sums.append(group.reduce(sums_here))
+        return jnp.concatenate(sums)
 
     def _exchange_tokens(self, tokens: Array, chosen: Array, routing_weights: Array, weights: LocalWeights) -> Array:
         """Exchange the tokens of all devices that share hidden states with this one with those that share experts."""
@@ -229,6 +236,12 @@ class DeviceProgram:
             return weights
         is_first = jax.lax.axis_index(self.mlp_axes) == 0
         return weights._replace(down_bias=jnp.where(is_first, weights.down_bias, 0))
+
+
+def _row_major(tokens: Array) -> Array:
+    """Keep each token in one piece: else the compiler copies gathered tokens from and to its layout of activations."""
+    constrained: Array = with_layout_constraint(tokens, Layout(major_to_minor=(0, 1)))
+    return constrained
 
 
 @dataclass(frozen=True)

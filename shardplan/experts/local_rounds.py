@@ -8,6 +8,7 @@ gets if experts get about equally many.
 import math
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -45,12 +46,41 @@ class LocalRounds:
             start, size = self.first_rows + (index - 1) * OVERFLOW_ROWS, OVERFLOW_ROWS
         window = take_window(order, start, size)
         token = window.rows // self.experts_per_token
-        # unused rows are of some token: what their outputs and gradients are must not matter
-        inputs = jnp.where(window.is_used[:, None], tokens[token], 0)
+        # unused rows are of some token; what is computed of them, and their gradients, go nowhere
+        receiver = jnp.where(window.is_used, token, len(tokens))
+        inputs = take_rows(tokens, token, receiver)
         factors = jnp.where(window.is_used, routing_weights.reshape(-1)[window.rows], 0)
         outputs = apply_experts(SortedRows(inputs, factors, window.sizes), weights, self.function)
-        outputs = jnp.where(window.is_used[:, None], outputs, 0)
-        return jnp.zeros_like(tokens).at[token].add(outputs)
+        return add_rows(outputs, receiver, len(tokens))
+
+
+@jax.custom_vjp
+def take_rows(tokens: Array, index: Array, receiver: Array) -> Array:
+    """Return the rows `tokens[index]`, [rows, embed].
+
+    Args:
+        index: int32[rows].
+        receiver: int32[rows], the token that the gradient of each row is added to; none where it is out of bounds.
+    """
+    del receiver  # of gradients
+    return tokens.at[index].get(mode="promise_in_bounds")
+
+
+def _take_rows_forward(tokens: Array, index: Array, receiver: Array) -> tuple[Array, tuple[Array, int]]:
+    return take_rows(tokens, index, receiver), (receiver, len(tokens))
+
+
+def _take_rows_backward(residuals: tuple[Array, int], gradient: Array) -> tuple[Array, None, None]:
+    receiver, count = residuals
+    return add_rows(gradient, receiver, count), None, None
+
+
+take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+
+
+def add_rows(rows: Array, receiver: Array, count: int) -> Array:
+    """Return [count, embed]: the sums of the rows for each token; a row without a receiver may have any values."""
+    return jnp.zeros((count, rows.shape[1]), rows.dtype).at[receiver].add(rows, mode="drop")
 
 
 def sum_local_experts(

@@ -5,6 +5,9 @@ from enum import StrEnum
 
 from shardplan.errors import ConfigError
 
+OVERFLOW_SCOPE = "overflow_rounds"
+"""Named scope of the loop over the rounds for rows that did not fit in the buffers; it has no round otherwise."""
+
 
 class ExpertStrategy(StrEnum):
     """What travels between the devices that share experts."""
@@ -31,11 +34,17 @@ class ExpertMethod:
     More rows than these are computed in further rounds.
     """
 
+    token_chunks: int = 2
+    """Of gather_tokens: parts of a device's tokens that are gathered and computed one after the other, so that the
+    transfers of one part run behind the experts of another."""
+
     def __post_init__(self) -> None:
-        """Check the factor.
+        """Check the numbers.
 
         Raises:
-            ConfigError: it is not positive.
+            ConfigError: one is not positive.
         """
         if not self.buffer_factor > 0:
             raise ConfigError(f"experts: buffer_factor is {self.buffer_factor}; it must be positive, such as 1.25")
+        if self.token_chunks < 1:
+            raise ConfigError(f"experts: token_chunks is {self.token_chunks}; it must be at least 1")

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from shardplan.experts.method import OVERFLOW_SCOPE
+
 Round = Callable[[int | Array, Any, Any], Any]
 """Computes a round of its index, integers, and operands with gradients. Index 0 is known while tracing."""
 
@@ -34,7 +36,9 @@ def _sum(count: Array, compute: Callable[[int | Array], Any]) -> Any:
         index, total = state
         return index + 1, jax.tree.map(jnp.add, total, compute(index))
 
-    return jax.lax.while_loop(lambda state: state[0] < count, add_round, (jnp.int32(1), compute(0)))[1]
+    first = compute(0)
+    with jax.named_scope(OVERFLOW_SCOPE):
+        return jax.lax.while_loop(lambda state: state[0] < count, add_round, (jnp.int32(1), first))[1]
 
 
 def _forward(compute: Round, count: Array, integers: Any, operands: Any) -> tuple[Any, Any]:

@@ -89,6 +89,8 @@ TENSOR_CHOICES: tuple[tuple[str, ...], ...] = tuple(
     _tensor_choices(TENSOR_AXES, [row.name for row in ROWS if row.tensors is TensorUse.BEHIND])
 )
 """What every other logical axis can be sharded over in computations."""
+EXPERT_CHOICES: tuple[tuple[str, ...], ...] = tuple(_subsets(MESH_AXES, range(len(MESH_AXES) + 1)))
+"""What routed experts, and their hidden states, can be sharded over in computations."""
 STORAGE_CHOICES: tuple[tuple[str, ...], ...] = tuple(_subsets(TOKEN_AXES, range(len(TOKEN_AXES) + 1)))
 """What stored parameters can be sharded over, in addition to their compute sharding, as far as the batch or positions
 are sharded over the same mesh axes."""

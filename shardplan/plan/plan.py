@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.errors import ConfigError, nearest, one_line
+from shardplan.experts.method import ExpertMethod
 from shardplan.hardware import GIB, parse_slice
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.model.model_class import LEVANTER
@@ -212,6 +213,8 @@ class Plan(Displayed):
     compiler_options: dict[str, str] = field(default_factory=dict)
     """Options of the TPU compiler that the times assume; `eval` compiles with them."""
     attention: AttentionPlan = field(default_factory=AttentionPlan)
+    experts: ExpertMethod | None = None
+    """How routed experts are computed; None for a model without any, and in plans of older versions."""
     details: Details | None = field(default=None, repr=False, compare=False)
     """What the report draws; None in plans of older versions."""
     schema_version: int = SCHEMA_VERSION
@@ -247,8 +250,9 @@ class Plan(Displayed):
     def to_json(self) -> dict[str, Any]:
         """The Plan as JSON values, `schema_version` first, and a checksum of them last."""
         values = dataclasses.asdict(self)
-        if self.details is None:
-            del values["details"]
+        for name in ("details", "experts"):
+            if values[name] is None:
+                del values[name]
         for method in (values["attention"], *values["attention"]["kinds"].values()):
             if not method["kinds"]:  # as in plans of models with one kind of attention
                 del method["kinds"]

@@ -5,6 +5,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.expert_kind import ExpertKind
 from shardplan.program.named_arrays import TracedArray
 
 
@@ -29,6 +30,8 @@ class BufferRole(StrEnum):
     LOOKUP_RESULT = "lookup result"
     COPIED_STACK = "copied stack"
     KEYS_OR_VALUES = "keys or values"
+    EXPERT_ROWS = "rows of experts"
+    EXPERT_GRADIENT_ROWS = "rows of experts and their gradients"
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,17 @@ class LiveBuffer:
     """Whether only grouped matmuls consume the array: between tasks it has the sharding of their parameters."""
     attention: AttentionKind | None = None
     """Of scores, keys and values, and of gradients of the latter: their kind of attention."""
+    experts: ExpertKind | None = None
+    """Of the rows of experts: the kind of their block. Then the array is the tokens, and the projections up of the
+    experts are related."""
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.role, self.array, self.related_arrays, self.is_read_by_grouped_matmuls, self.attention))
+        methods = self.attention, self.experts
+        return hash((self.role, self.array, self.related_arrays, self.is_read_by_grouped_matmuls, methods))
 
 
 ProgramPoint = tuple[tuple[LiveBuffer, int], ...]

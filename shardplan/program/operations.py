@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
+from shardplan.program.expert_kind import ExpertKind
 from shardplan.program.named_arrays import Dim
 
 BACKWARD_SCOPE, REMATERIALIZED_SCOPE = "transpose(", "rematted_computation"
@@ -28,6 +29,8 @@ class OperationKind(StrEnum):
     """A change of sharding where a `shard_map` begins or ends."""
     COLLECTIVE = "collective"
     """A collective over mesh axes that a `shard_map` names, such as `psum`."""
+    EXPERTS = "experts"
+    """A block of routed experts, or its gradient, as `shardplan.program.marked_experts` marks it."""
     LOOP = "loop"
     """A `scan`."""
 
@@ -56,6 +59,8 @@ class Operation:
     """Of a collective: the mesh axes that it names."""
     is_local: bool = False
     """Whether each device computes it with its own part of the operands alone, in a `shard_map`."""
+    experts: ExpertKind | None = None
+    """Of a block of routed experts, and of its gradient: its kind."""
     body: tuple["Operation", ...] = ()
     """Of a loop: its operations."""
     trips: int = 1

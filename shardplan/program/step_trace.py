@@ -24,6 +24,7 @@ from shardplan.plan.workload.checkpointing import RING_RESIDUALS, split_checkpoi
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.layer_attention import attention_calls
 from shardplan.program.marked_attention import mark_attention
+from shardplan.program.marked_experts import mark_experts
 from shardplan.program.named_arrays import is_parameter_like, traced_mesh_axis
 from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.trace import Argument, ArrayClass, Trace, trace_jaxpr
@@ -38,9 +39,9 @@ from shardplan.steps.kinds import step_of
 def trace_step(model: Model, workload: Workload) -> Trace:
     """Trace the step of `workload`: `compute` of its kind of step, with its state and inputs.
 
-    Attention is traced as plain matmuls and softmax, marked with its kind; the plan decides which kernel runs it. Every
-    logical axis is mapped to a mesh axis of its own, of size 1, so that sharding constraints carry the names of logical
-    axes.
+    Attention is traced as plain matmuls and softmax, marked with its kind; the plan decides which kernel runs it. A
+    block of routed experts is traced as one operation. Every logical axis is mapped to a mesh axis of its own, of size
+    1, so that sharding constraints carry the names of logical axes.
     """
     template = _template(model, workload.gradient_checkpointing)
     kind = step_of(workload)
@@ -62,8 +63,10 @@ def trace_step(model: Model, workload: Workload) -> Trace:
 
     mesh_axes = (*mapping.values(), *MESH_AXES)
     mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
-    marks = mark_attention(model.is_decoder)
-    with jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens(), marks:
+    with (
+        jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens(),
+        mark_attention(model.is_decoder), mark_experts(),
+    ):  # fmt: skip
         jaxpr = jax.make_jaxpr(step)(arrays)
     _check_names(split_checkpointing(workload.gradient_checkpointing)[1], jaxpr.jaxpr)
     classes = [ArrayClass.PARAMETER, *[ArrayClass.STATE] * len(state), *[ArrayClass.INPUT] * len(inputs)]

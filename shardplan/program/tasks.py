@@ -11,6 +11,7 @@ from typing import NamedTuple
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
 from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.expert_kind import ExpertKind
 from shardplan.program.live_buffers import ProgramPoint
 from shardplan.program.named_arrays import Dim, TracedArray, is_scores, score_length, score_positions
 
@@ -32,6 +33,8 @@ class TaskKind(StrEnum):
     """A change of sharding where a `shard_map` begins or ends."""
     COLLECTIVE = "collective"
     """A collective over mesh axes that a `shard_map` names."""
+    EXPERTS = "experts"
+    """A block of routed experts, or its gradient."""
     ELEMENTWISE = "elementwise"
     """Everything that is fused into one pass over memory."""
 
@@ -78,6 +81,8 @@ class Task:
     along the mesh axes that do not shard its result."""
     attention: AttentionKind | None = None
     """Of a matmul of attention: its kind of attention."""
+    experts: ExpertKind | None = None
+    """Of a block of routed experts, and of its gradient: its kind."""
 
     @cached_property
     def stored_arrays(self) -> frozenset[TracedArray]:
@@ -175,6 +180,16 @@ class AttentionAxes:
         return (*self.heads[1:], self.head_size)
 
 
+class ExpertAxes(NamedTuple):
+    """Names of the logical axes of the weights of one kind of block of experts."""
+
+    experts: str
+    embed: str
+    """Elements of tokens."""
+    mlp: str
+    """Elements of hidden states."""
+
+
 class PointLabel(NamedTuple):
     """What runs at a point of the program."""
 
@@ -251,6 +266,16 @@ class Step:
             name for task, array in self.weight_matmuls if task.groups > 1 for name, size in array.factors
             if isinstance(name, str) and size == task.groups and name not in task.results[0].axes
         )  # fmt: skip
+
+    @cached_property
+    def expert_blocks(self) -> tuple[ExpertAxes, ...]:
+        """The axes of each kind of block of routed experts."""
+        blocks = []
+        for task in self.tasks:
+            if task.experts is not None:
+                matrices = (array for array in task.operands if len(array.dims) == 3 and array.weight is not None)
+                blocks.append(ExpertAxes(*map(str, next(matrices).majors)))
+        return tuple(dict.fromkeys(blocks))
 
     @cached_property
     def has_attention(self) -> bool:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from shardplan.hardware import CollectiveKind
 from shardplan.program.attention_kind import UNMARKED, AttentionKind
+from shardplan.program.expert_kind import ExpertKind
 from shardplan.program.fusion.fusion import Fusion
 from shardplan.program.fusion.held_for_gradients import hold_for_gradients
 from shardplan.program.fusion.hoisting import invariant_copies
@@ -28,6 +29,7 @@ TASK_KINDS = {
     OperationKind.SELECTION: TaskKind.SELECTION,
     OperationKind.RESHARD: TaskKind.RESHARD,
     OperationKind.COLLECTIVE: TaskKind.COLLECTIVE,
+    OperationKind.EXPERTS: TaskKind.EXPERTS,
 }
 """Kind of operation -> kind of task outside of attention. A loop is no task; the operations of its body are."""
 
@@ -230,7 +232,7 @@ class _Sequence:
                 continue
             for each in (operation, *self.fusion.fused_matmuls(operation)):
                 is_plain_matmul = each.kind == OperationKind.CONTRACTION and each.groups == 1
-                for operand in each.operands if is_plain_matmul else ():
+                for operand in each.operands if is_plain_matmul or each.experts is not None else ():
                     array = self.arrays[operand]
                     if array.weight is not None:
                         uses[array] = (uses.get(array, (i, i))[0], i)
@@ -320,13 +322,14 @@ class _Sequence:
         *,
         is_grouped: bool = False,
         attention: AttentionKind | None = None,
+        experts: ExpertKind | None = None,
     ) -> LiveBuffer:
         """Make a buffer, in which the first parameter of a shape and type stands for all of them."""
         array, *related_arrays = (
             each if each.weight is None else self.first_weights.setdefault(replace(each, weight=None), each)
             for each in (array, *related)
         )
-        return LiveBuffer(role, array, tuple(related_arrays), is_grouped, attention)
+        return LiveBuffer(role, array, tuple(related_arrays), is_grouped, attention, experts)
 
     def _transient(self, operation: Operation) -> Iterator[LiveBuffer]:
         """Yield the buffers that are live only while `operation` runs."""
@@ -334,6 +337,11 @@ class _Sequence:
         operands, results = self._arrays(operation.operands), self._arrays(operation.results)
         if operation.kind == OperationKind.LOOKUP:
             yield make(BufferRole.LOOKUP_RESULT, results[0], operands[:1])
+        if operation.experts is not None:
+            is_gradient = len(results) > 1
+            role = BufferRole.EXPERT_GRADIENT_ROWS if is_gradient else BufferRole.EXPERT_ROWS
+            up = operands[2 + is_gradient + operation.experts.matrices - 1]
+            yield make(role, operands[0], (up,), experts=operation.experts)
         if operation.kind != OperationKind.CONTRACTION:
             return
         if operation.groups > 1:
@@ -364,7 +372,7 @@ class _Sequence:
         else:
             operands, results = self._arrays(reads), self._arrays(writes)
         is_matmul = operation.kind == OperationKind.CONTRACTION
-        uses_weights = is_matmul or operation.kind == OperationKind.RESHARD
+        uses_weights = is_matmul or operation.kind in (OperationKind.RESHARD, OperationKind.EXPERTS)
         is_attention = is_matmul and any(map(is_scores, (*operands, *results)))
         weights = [array.weight for array in operands if array.weight is not None]
         first_used = tuple(weight for weight in weights if weight not in self.used_weights)
@@ -392,6 +400,7 @@ class _Sequence:
             is_backward=operation.is_backward,
             label=weights[0] if weights else without_mark(operation.label),
             attention=_attention_kind(operation) if is_attention else None,
+            experts=operation.experts,
         )
 
     def _arrays(self, values: Sequence[int]) -> tuple[TracedArray, ...]:

@@ -6,6 +6,7 @@ from shardplan.config import PlanConfig
 from shardplan.cost.calibration import compiler_quirks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
+from shardplan.experts.method import ExpertMethod
 from shardplan.hardware import parse_slice
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
@@ -14,6 +15,7 @@ from shardplan.plan.mapping import MeshShape, as_tuples
 from shardplan.plan.plan import Mapping, Plan, SearchInfo
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
+from shardplan.program.tasks import Step
 from shardplan.search.reasons import CAVEATS, GIVEN, caveats_of, describe_trace, describe_unknown_axis
 from shardplan.search.result.assignment_to_plan import build_plan, estimate_cost
 from shardplan.search.result.attention_costs import attention_costs
@@ -27,6 +29,7 @@ def plan_given_mappings(
     compute: Mapping,
     params: Mapping,
     attention: AttentionPlan | None = None,
+    experts: ExpertMethod | None = None,
 ) -> Plan:
     """Return the Plan of a given mesh and mappings: nothing is searched, nothing is refused.
 
@@ -34,12 +37,13 @@ def plan_given_mappings(
 
     Args:
         attention: the method of attention; Levanter's own if it is left out.
+        experts: the method of routed experts; tokens are gathered if it is left out.
     """
     hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
     step = plan_step(model, config.workload.resolve())
     assignment = ShardingAssignment(
         mesh, as_tuples(compute), as_tuples(params), step.merged_axes, step.activation_axes, compiler_quirks(hardware),
-        attention or AttentionPlan(),
+        attention or AttentionPlan(), experts or ExpertMethod(),
     )  # fmt: skip
     known = {*axes.axes, axes.position, BATCH_AXIS}
     unknown = [describe_unknown_axis(axis, known) for axis in sorted({*compute, *params} - known)]
@@ -61,12 +65,18 @@ def with_details(plan: Plan, model: Model) -> Plan:
     """Return a plan of given mappings with the details that reports draw, which `plan_given_mappings` leaves out."""
     hardware, workload = parse_slice(plan.hardware.slice), plan.workload.resolve()
     step = plan_step(model, workload)
-    assignment = ShardingAssignment(
-        plan.mesh, as_tuples(plan.compute_mapping), as_tuples(plan.param_mapping), step.merged_axes,
-        step.activation_axes, compiler_quirks(hardware), plan.attention,
-    )  # fmt: skip
+    assignment = assignment_of(plan, step)
     attention = attention_costs(model, workload, step, assignment, hardware)
     return replace(plan, details=plan_details(step, assignment, hardware, [], attention))
+
+
+def assignment_of(plan: Plan, step: Step) -> ShardingAssignment:
+    """Return the sharding of every array of a step under a plan."""
+    return ShardingAssignment(
+        plan.mesh, as_tuples(plan.compute_mapping), as_tuples(plan.param_mapping), step.merged_axes,
+        step.activation_axes, compiler_quirks(parse_slice(plan.hardware.slice)), plan.attention,
+        plan.experts or ExpertMethod(),
+    )  # fmt: skip
 
 
 def check_model(plan: Plan, model: Model) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.experts.method import ExpertStrategy
 from shardplan.plan.mapping import MeshAxes
 from shardplan.search.space import KindMethods, Space
 
@@ -34,6 +35,8 @@ class Candidate:
     """Logical axis -> mesh axes of the stored parameters."""
     methods: KindMethods | None
     """The method of each kind of attention; None for Levanter's own."""
+    experts: ExpertStrategy | None
+    """How routed experts are computed; None for a model without."""
     seconds: float
     """Time of a step."""
     peak_bytes: float
@@ -42,7 +45,7 @@ class Candidate:
     @property
     def assignment(self) -> ShardingAssignment:
         """The sharding of every array under this candidate."""
-        return self.space.assignment(self.mesh, self.compute, self.params, self.methods)
+        return self.space.assignment(self.mesh, self.compute, self.params, self.methods, experts=self.experts)
 
 
 class Ranking:

@@ -5,6 +5,7 @@ It holds every factorisation of the devices into (replica, data, model) and, for
 
 - batch: `replica`, `data`, both or none;
 - positions: those of `replica` and `data` that the batch does not use; none in training;
+- experts that tokens are routed to, and their hidden states, compute sharding: any of the mesh axes;
 - every other logical axis of computations, compute sharding: `model`, `model` and `replica`, or none;
 - stored parameters, any logical axis: the mesh axes of the compute sharding, then those of `data` and `replica` that
   the batch or positions use, or a part of them.
@@ -17,7 +18,7 @@ that a token chooses parameters by (experts). The user's pins and forbidden mapp
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -33,6 +34,7 @@ from shardplan.cost.matmul import local_matmul
 from shardplan.cost.memory import stored_buffers
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
+from shardplan.experts.method import ExpertMethod, ExpertStrategy
 from shardplan.hardware import Slice, divisors
 from shardplan.hardware.mesh_axes import MESH_AXES, POSITION_CHOICES, SLICE_AXES
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
@@ -41,7 +43,7 @@ from shardplan.plan.pins import Rules
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import TracedArray
-from shardplan.program.tasks import Step, Task, TaskKind
+from shardplan.program.tasks import ExpertAxes, Step, Task, TaskKind
 
 
 class AttentionMethod(NamedTuple):
@@ -74,6 +76,8 @@ class ComputeSharding(NamedTuple):
     """Logical axis -> mesh axes."""
     methods: KindMethods | None = None
     """The methods of attention; None for Levanter's own, and in a component without attention."""
+    experts: ExpertStrategy | None = None
+    """How routed experts are computed; None in a component without experts."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,24 @@ class Space:
             self.step.expert_axes
             | self.step.resized_axes
             | {attention.head_size for attention in self.step.attention_axes}
+            | {block.embed for block in self.step.expert_blocks}
         )
+
+    @cached_property
+    def block_axes(self) -> frozenset[str]:
+        """Logical axes of experts and of their hidden states, which any mesh axis can shard in computations."""
+        return frozenset(axis for block in self.step.expert_blocks for axis in (block.experts, block.mlp))
+
+    def expert_strategies(self, token_axes: Container[str], expert_axes: MeshAxes) -> tuple[ExpertStrategy, ...]:
+        """Possible strategies of experts.
+
+        Args:
+            token_axes: mesh axes that shard tokens.
+            expert_axes: mesh axes that shard experts in computations; without any, devices have all experts.
+        """
+        can_exchange = bool(expert_axes) and all(axis in token_axes for axis in expert_axes)
+        exchange = (ExpertStrategy.EXCHANGE_TOKENS,) if can_exchange and not self.hardware.is_cpu else ()
+        return (ExpertStrategy.GATHER_TOKENS, *exchange)
 
     @cached_property
     def components(self) -> tuple[tuple[str, ...], ...]:
@@ -192,8 +213,9 @@ class Space:
         params: AxisMapping,
         methods: KindMethods | None = None,
         shard_counts: dict[TracedArray, int] | None = None,
+        experts: ExpertStrategy | None = None,
     ) -> ShardingAssignment:
-        """The sharding under a mesh, a compute mapping, one of stored parameters, and methods of attention.
+        """The sharding under a mesh, a compute mapping, one of stored parameters, and methods of attention and experts.
 
         Args:
             shard_counts: the counts of an assignment with the same mesh and compute mapping, if there is one.
@@ -205,6 +227,7 @@ class Space:
         step = self.step
         return ShardingAssignment(
             mesh, compute, params, step.merged_axes, step.activation_axes, self.quirks, attention,
+            ExpertMethod() if experts is None else ExpertMethod(experts),
             shard_counts={} if shard_counts is None else shard_counts,
         )  # fmt: skip
 
@@ -287,7 +310,9 @@ def _shapes(axes: Sequence[str], devices: int) -> Iterator[dict[str, int]]:
             yield {first: size, **rest}
 
 
-CacheKey = Callable[[Sequence[MeshAxes | KindMethods | None]], Any]
+Choice = MeshAxes | KindMethods | ExpertStrategy | None
+"""What is chosen of a component: mesh axes of a logical axis, methods of attention, or the strategy of experts."""
+CacheKey = Callable[[Sequence[Choice]], Any]
 """Picks from all choices of a component those that a cost depends on; they serve as the key of a cache."""
 
 
@@ -338,11 +363,16 @@ class ComponentCost:
         """Whether attention is among the tasks."""
         return any(task.kind == TaskKind.ATTENTION for task, *_ in self.tasks)
 
-    def compute_choices(self, compute: ComputeSharding) -> tuple[MeshAxes | KindMethods | None, ...]:
-        """Return the methods of attention, and the mesh axes of each of `open_axes` in the compute mapping."""
-        return compute.methods, *map(compute.mapping.get, self.open_axes)
+    @cached_property
+    def expert_blocks(self) -> tuple[ExpertAxes, ...]:
+        """The axes of each kind of block of routed experts among the tasks."""
+        return Step(tuple(task for task, *_ in self.tasks), (), {}, {}).expert_blocks
 
-    def all_choices(self, compute: ComputeSharding, params: AxisMapping) -> tuple[MeshAxes | KindMethods | None, ...]:
+    def compute_choices(self, compute: ComputeSharding) -> tuple[Choice, ...]:
+        """Return the methods of attention and of experts, and the mesh axes of each of `open_axes` in computations."""
+        return compute.methods, compute.experts, *map(compute.mapping.get, self.open_axes)
+
+    def all_choices(self, compute: ComputeSharding, params: AxisMapping) -> tuple[Choice, ...]:
         """Return `compute_choices`, then the mesh axes of each of `open_axes` in the mapping of stored parameters."""
         return *self.compute_choices(compute), *map(params.get, self.open_axes)
 
@@ -369,21 +399,23 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
     open_axes = (*component, space.residual)
     is_stored = space.assignment({}, {}, {}).is_stored_like_a_parameter
 
-    def key(arrays: Sequence[TracedArray], *, stored: bool, attends: bool) -> CacheKey:
+    def key(arrays: Sequence[TracedArray], *, stored: bool, attends: bool, routes: bool) -> CacheKey:
         names = _axis_names(arrays)
-        computed = [1 + i for i, axis in enumerate(open_axes) if axis in names]
-        indices = [0] * attends + computed + [len(open_axes) + i for i in computed if stored]
+        computed = [2 + i for i, axis in enumerate(open_axes) if axis in names]
+        indices = [0] * attends + [1] * routes + computed + [len(open_axes) + i for i in computed if stored]
         return itemgetter(*indices) if indices else lambda _: None
 
     def keyed_task(task: Task, count: int) -> KeyedTask:
-        arrays, attends = (*task.operands, *task.results), task.kind == TaskKind.ATTENTION
-        full_key = key(arrays, stored=depends_on_params(task), attends=attends)
-        return KeyedTask(task, count, key(arrays, stored=False, attends=attends), full_key)
+        arrays = (*task.operands, *task.results)
+        methods = {"attends": task.kind == TaskKind.ATTENTION, "routes": task.kind == TaskKind.EXPERTS}
+        full_key = key(arrays, stored=depends_on_params(task), **methods)
+        return KeyedTask(task, count, key(arrays, stored=False, **methods), full_key)
 
     def keyed_buffer(buffer: LiveBuffer) -> KeyedBuffer:
         arrays, role = (buffer.array, *buffer.related_arrays), ROLES[buffer.role]
         stored = buffer.is_read_by_grouped_matmuls or role.depends_on_storage or any(map(is_stored, arrays))
-        return KeyedBuffer(buffer, key(arrays, stored=stored, attends=role.depends_on_attention))
+        methods = {"attends": role.depends_on_attention, "routes": role.depends_on_experts}
+        return KeyedBuffer(buffer, key(arrays, stored=stored, **methods))
 
     counts = np.array([[point[buffer] for buffer in buffers] for point in points], float)
     return ComponentCost(

@@ -56,9 +56,10 @@ def compute_facts(case: Case) -> ModelFacts:
     model = build_model(case.hf_config, workload.position)
     check_model(plan, model)
     flops = model_flops(model, workload.resolve()) if case.program == CompiledProgram.STEP else 0.0
-    return ModelFacts(
-        flops, _attended_fraction(plan, model), _routed_rows(plan, model.template.Pos.name, case.hf_config)
-    )
+    rows = _rows_of_blocks(plan, model)
+    if rows is None:
+        rows = _routed_rows(plan, model.template.Pos.name, case.hf_config)
+    return ModelFacts(flops, _attended_fraction(plan, model), rows)
 
 
 def _attended_fraction(plan: Plan, model: "Model") -> float:
@@ -74,6 +75,19 @@ def _attended_fraction(plan: Plan, model: "Model") -> float:
         attended += scores * attended_fraction(layout, kind.pattern, method.gathers_keys)
         computed += scores
     return attended / computed if computed else 1.0
+
+
+def _rows_of_blocks(plan: Plan, model: "Model") -> float | None:
+    """Return the rows of a block of experts on a device, if experts get equally many; None without such blocks."""
+    from shardplan.cost.experts import work_of
+    from shardplan.program.step_trace import plan_step
+    from shardplan.search.given_plan import assignment_of
+
+    step = plan_step(model, plan.workload.resolve())
+    assignment = assignment_of(plan, step)
+    return max(
+        (work_of(task, assignment).rows_of_kernel for task in step.tasks if task.experts is not None), default=None
+    )
 
 
 def _routed_rows(plan: Plan, position_axis: str, hf_config: Mapping[str, Any]) -> float | None:

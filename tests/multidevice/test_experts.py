@@ -9,18 +9,11 @@ from haliax import NamedArray
 from jax.sharding import Mesh
 
 from shardplan.errors import ConfigError
-from shardplan.experts import (
-    ExpertFunction,
-    ExpertMethod,
-    ExpertStrategy,
-    ExpertWeights,
-    compute_routed_mlp,
-    expert_weights,
-    local_rounds,
-    replace_routed_mlp,
-    routed_mlp,
-)
+from shardplan.experts import expert_weights, local_rounds
+from shardplan.experts.block import compute_routed_mlp, replace_routed_mlp, routed_mlp
+from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights
 from shardplan.experts.grouped_matmul import grouped_matmul
+from shardplan.experts.method import ExpertMethod, ExpertStrategy
 from shardplan.experts.strategies.exchange_tokens import Slices, ragged_all_to_all
 
 GATHER, EXCHANGE, WEIGHTS = ExpertStrategy

@@ -19,7 +19,8 @@ from shardplan.decoder.parts.activation_names import ActivationName
 from shardplan.decoder.parts.linear import INITIAL_SCALE
 from shardplan.decoder.parts.mlp import ACTIVATIONS, MlpConfig, MlpLayer
 from shardplan.decoder.parts.router import Router, RouterConfig
-from shardplan.experts import ExpertFunction, ExpertWeights, routed_mlp
+from shardplan.experts.block import routed_mlp
+from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights
 
 
 @dataclass(frozen=True)

@@ -114,27 +114,31 @@ class Router(eqx.Module):
                 scores = hax.nn.sigmoid(products)
             case Scoring.SOFTMAX_OF_CHOSEN:
                 scores = products
-        chosen = self._choose(scores)
-        weights = hax.named(
-            jnp.take_along_axis(_with_last(scores, scores_axis).array, chosen.array, axis=-1), chosen.axes
-        )
+        chosen, weights = self._choose(_with_last(scores, scores_axis))
         if config.scoring is Scoring.SOFTMAX_OF_CHOSEN:
             weights = hax.nn.softmax(weights, config.Choices)
         if config.is_normalised:
             weights = weights / hax.maximum(hax.sum(weights, config.Choices), config.min_sum)
         return Routing(chosen, weights if config.scale == 1.0 else weights * config.scale)
 
-    def _choose(self, scores: NamedArray) -> NamedArray:
-        """Return int32{..., expert_choice}: the experts with the best scores, of those in the best groups."""
-        config, scores_axis = self.config, self.config.Scores
+    def _choose(self, scores: NamedArray) -> Routing:
+        """Return the experts with the best scores, of those in the best groups, and their scores.
+
+        Args:
+            scores: float32{..., expert_score}.
+        """
+        config, values = self.config, scores.array
         if self.correction is not None:
-            scores = scores + self.correction.astype(jnp.float32)
-        scores = _with_last(scores, scores_axis)
-        values = scores.array
+            values = values + self.correction.array.astype(jnp.float32)
         if config.groups is not None:
             values = jnp.where(_is_in_best_groups(values, config.groups), values, -jnp.inf)
-        chosen = jax.lax.top_k(values, config.experts_per_token)[1]
-        return hax.named(chosen, (*scores.axes[:-1], config.Choices))
+        best, chosen = jax.lax.top_k(values, config.experts_per_token)
+        if self.correction is not None:
+            # without a gather of single elements, which is slow on TPUs
+            is_chosen = jax.nn.one_hot(chosen, config.experts, dtype=jnp.float32)
+            best = jnp.einsum("...ke,...e->...k", is_chosen, scores.array, precision=jax.lax.Precision.HIGHEST)
+        axes = (*scores.axes[:-1], config.Choices)
+        return Routing(hax.named(chosen, axes), hax.named(best, axes))
 
 
 def _is_in_best_groups(scores: jax.Array, groups: ExpertGroups) -> jax.Array:

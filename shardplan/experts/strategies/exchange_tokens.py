@@ -60,9 +60,8 @@ class ExchangeRounds:
         buffer = jax.lax.empty((self.buffer_rows, rows.shape[1]), rows.dtype)
         inputs = ragged_all_to_all(rows, buffer, slices.there, self.axes)
         expert_sizes = slices.there.recv_sizes.reshape(len(sizes), -1).sum(0)
-        is_used = jnp.arange(self.buffer_rows) < expert_sizes.sum()
-        inputs = jnp.where(is_used[:, None], inputs, 0)  # their gradients too
-        outputs = apply_experts(SortedRows(inputs, jnp.where(is_used, 1.0, 0.0), expert_sizes), weights, self.function)
+        # what is computed of rows that hold nothing, and their gradients, are not sent
+        outputs = apply_experts(SortedRows(inputs, jnp.ones(self.buffer_rows), expert_sizes), weights, self.function)
         return ragged_all_to_all(outputs, jnp.zeros_like(rows), slices.back, self.axes)
 
 
@@ -98,8 +97,10 @@ def exchange_tokens(
         routing_weights = jnp.ones_like(routing_weights)
     outputs = sum_rounds(compute, count_of_rounds, sizes, (rows, weights))
     place = jnp.zeros_like(order.rows).at[order.rows].set(jnp.arange(order.rows.size, dtype=jnp.int32))
-    by_token = outputs[place].reshape(count, per_token, -1)
-    summed = jnp.einsum("tkd,tk->td", by_token, routing_weights, preferred_element_type=jnp.float32)
+    place = place.reshape(count, per_token)
+    summed = jnp.zeros(tokens.shape, jnp.float32)
+    for choice in range(per_token):  # an axis of choices would be one of the two that tiles are made of
+        summed += outputs[place[:, choice]].astype(jnp.float32) * routing_weights[:, choice, None]
     return summed.astype(tokens.dtype)
 
 

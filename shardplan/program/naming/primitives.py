@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from shardplan.hardware import CollectiveKind
+from shardplan.program.marked_experts import EXPERTS, EXPERTS_GRADIENT
 from shardplan.program.named_arrays import TracedArray, shape_of
 from shardplan.program.naming.axis_naming import AxisNaming, Rule, RuleResult
 from shardplan.program.naming.elementwise_rules import (
@@ -25,6 +26,7 @@ from shardplan.program.naming.elementwise_rules import (
     transpose,
     update_slice,
 )
+from shardplan.program.naming.expert_rules import experts, experts_gradient
 from shardplan.program.naming.lookup_rules import gather, scatter_add
 from shardplan.program.naming.matmul_rules import convolve, dot, ragged_dot
 from shardplan.program.naming.sharding_rules import collective, constrain
@@ -122,6 +124,8 @@ ROWS = (
     Primitive(("reduce_scatter",), collective(CollectiveKind.REDUCE_SCATTER)),
     Primitive(("all_to_all",), collective(CollectiveKind.ALL_TO_ALL)),
     Primitive(("ppermute",), collective(CollectiveKind.COLLECTIVE_PERMUTE)),
+    Primitive((EXPERTS,), experts),
+    Primitive((EXPERTS_GRADIENT,), experts_gradient),
     Primitive(("pallas_call",), approximation="kernels, counted by their operands and results"),
     Primitive(
         ("while",), rule=None,

@@ -102,7 +102,8 @@ def build_plan(
         cost=replace(cost, model_flops=model_flops(model, workload)),
         search=search,
         attention=with_kernels(step, assignment),
-        compiler_options=planned_options(hardware),
+        experts=assignment.experts if step.expert_blocks else None,
+        compiler_options=planned_options(hardware, has_experts=bool(step.expert_blocks)),
         versions=_versions(),
     )
 

@@ -22,6 +22,12 @@ SPARSE_CORE_GATHERS = {
 }
 """All-gathers run on the sparse cores, beside matmuls, along one to three dimensions of the torus."""
 
+OVERLAPPED_EXPERTS = {
+    "xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+}
+"""Of models with routed experts: collectives run beside the kernels of grouped matmuls."""
+
 CURATED: dict[str, dict[str, str]] = {
     "default options": {},
     "no windowed einsum": NO_WINDOWED_EINSUM,
@@ -34,11 +40,14 @@ CURATED: dict[str, dict[str, str]] = {
 """Name -> options; `shardplan verify --options auto` tries each."""
 
 
-def planned_options(hardware: Slice) -> dict[str, str]:
+def planned_options(hardware: Slice, has_experts: bool = False) -> dict[str, str]:
     """Return the options of plans for a slice, which their times are estimated for.
 
     On v4 gathers overlap more in fusions than on sparse cores, and tpu7x uses its sparse cores by default
     (docs/log.md).
+
+    Args:
+        has_experts: whether the model has blocks of routed experts.
 
     >>> from shardplan.hardware import parse_slice
     >>> planned_options(parse_slice("cpu-8"))
@@ -47,4 +56,5 @@ def planned_options(hardware: Slice) -> dict[str, str]:
     if hardware.is_cpu:
         return {}
     gathers = SPARSE_CORE_GATHERS if hardware.generation.gathers_on_sparse_cores else {}
-    return {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES, **gathers}
+    experts = OVERLAPPED_EXPERTS if has_experts and hardware.generation.gathers_on_sparse_cores else {}
+    return {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES, **gathers, **experts}

@@ -116,11 +116,11 @@ class MeshCosts:
 
     def _assignment(self, compute: ComputeSharding, params: dict[str, MeshAxes]) -> ShardingAssignment:
         own_mapping = tuple(compute.mapping.items())
-        key = compute.methods, own_mapping
+        key = compute.methods, compute.experts, own_mapping
         if key not in self._assignments:
             mapping, methods = {**self.base.mapping, **compute.mapping}, compute.methods or self.base.methods
             counts = self._shard_counts[own_mapping]
-            self._assignments[key] = self.space.assignment(self.mesh, mapping, {}, methods, counts)
+            self._assignments[key] = self.space.assignment(self.mesh, mapping, {}, methods, counts, compute.experts)
         unstored = self._assignments[key]
         return replace(unstored, params=params) if params else unstored
 

@@ -12,8 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
+from shardplan.experts.method import ExpertStrategy
 from shardplan.hardware import CollectiveKind, place_mesh
-from shardplan.hardware.mesh_axes import BATCH_CHOICES, STORAGE_CHOICES, TENSOR_CHOICES
+from shardplan.hardware.mesh_axes import BATCH_CHOICES, EXPERT_CHOICES, STORAGE_CHOICES, TENSOR_CHOICES
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import Indivisible, Rejection, SearchStatistics
@@ -83,8 +84,10 @@ class MeshSubproblem:
     ) -> None:
         self.space, self.mesh, self.token_mapping, self.statistics = space, mesh, token_mapping, statistics
         self.methods = methods
-        tokens = {mesh_axis for axis in (space.batch, space.position) for mesh_axis in token_mapping.get(axis, ())}
-        self.further_storage = [axes for axes in STORAGE_CHOICES if tokens.issuperset(axes)]
+        self.token_axes = {
+            mesh_axis for axis in (space.batch, space.position) for mesh_axis in token_mapping.get(axis, ())
+        }
+        self.further_storage = [axes for axes in STORAGE_CHOICES if self.token_axes.issuperset(axes)]
         self.costs = MeshCosts(space, mesh, ComputeSharding(token_mapping, methods[0]))
 
     @cached_property
@@ -193,9 +196,8 @@ class MeshSubproblem:
 
     def _compute_shardings(self, component: ComponentCost) -> Iterator[ComputeSharding]:
         """Yield every valid compute mapping of a component's axes with each of the best attention methods for it."""
-        unsharded, rules = self.space.unsharded_axes, self.space.rules
         choices = [
-            [axes for axes in rules.options(axis, False, ((),) if axis in unsharded else TENSOR_CHOICES)
+            [axes for axes in self.space.rules.options(axis, False, self._tensor_choices(axis))
              if self._can_shard(axis, axes)]
             for axis in component.axes
         ]  # fmt: skip
@@ -203,7 +205,21 @@ class MeshSubproblem:
             mapping = {axis: axes for axis, axes in zip(component.axes, mapped, strict=True) if axes}
             if _is_distinct({**self.token_mapping, **mapping}, component.computed_together):
                 for methods in self.costs.best_methods(component, mapping, self.methods):
-                    yield ComputeSharding(mapping, methods)
+                    for strategy in self._expert_strategies(component, mapping):
+                        yield ComputeSharding(mapping, methods, strategy)
+
+    def _tensor_choices(self, axis: str) -> Sequence[MeshAxes]:
+        """What a logical axis can be sharded over in computations, unless it is pinned."""
+        if axis in self.space.unsharded_axes:
+            return ((),)
+        return EXPERT_CHOICES if axis in self.space.block_axes else TENSOR_CHOICES
+
+    def _expert_strategies(self, component: ComponentCost, mapping: AxisMapping) -> Sequence[ExpertStrategy | None]:
+        """Possible strategies of the experts of a component; None for a component without experts."""
+        if not component.expert_blocks:
+            return (None,)
+        expert_axes = tuple(axis for block in component.expert_blocks for axis in mapping.get(block.experts, ()))
+        return self.space.expert_strategies(self.token_axes, expert_axes)
 
     def _param_mappings(
         self, component: ComponentCost, compute: AxisMapping, residual: dict[str, MeshAxes]
@@ -278,11 +294,14 @@ class MeshSubproblem:
 
     def _candidate(self, combination: Combination) -> Candidate:
         compute, params, methods = dict(self.token_mapping), dict[str, MeshAxes](), self.methods[0]
+        experts: ExpertStrategy | None = None
         for part in combination.parts:
             compute |= part.compute.mapping
             params |= part.params
             methods = part.compute.methods or methods
-        return Candidate(self.space, self.mesh, compute, params, methods, combination.seconds, combination.peak_bytes)
+            experts = part.compute.experts or experts
+        cost = combination.seconds, combination.peak_bytes
+        return Candidate(self.space, self.mesh, compute, params, methods, experts, *cost)
 
 
 def _is_distinct(mapping: AxisMapping, axis_sets: Iterable[frozenset[str]]) -> bool:

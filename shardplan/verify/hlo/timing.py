@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardplan.experts.method import OVERFLOW_SCOPE
 from shardplan.hardware import Slice
 from shardplan.verify.hlo.collectives import CollectiveTransfer, Network, base_opcode, is_collective, short_op
 from shardplan.verify.hlo.kernels import (
@@ -190,7 +191,12 @@ class _Simulator:
                     self.in_flight.discard(identifier)
 
     def _loop_seconds(self, loop: Instruction, op: str, scope: _Scope) -> float:
-        """Return the seconds of a loop; one with an unknown number of iterations counts as one iteration."""
+        """Return the seconds of a loop; one with an unknown number of iterations counts as one iteration.
+
+        That for rows of experts that overflow their buffers has none: experts are taken to get equally many rows.
+        """
+        if OVERFLOW_SCOPE in loop.op_name:
+            return 0.0
         trips, inside = trip_count(self.module, scope.computation, loop, scope.parameters)
         if trips is None:
             self._omit(OmissionKind.TRIP_COUNT)

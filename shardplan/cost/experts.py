@@ -1,0 +1,285 @@
+"""The cost of a block of routed experts on one device, by the strategy of the plan. Pure.
+
+Symbols: T tokens of a device, g devices whose tokens it gathers, k experts of a token, E experts, e their shards, D and
+F elements of a token and of a hidden state, f shards of the latter, b bytes of an element, m matrices of an expert.
+
+| strategy | tokens of a device | rows of a device | received, each way |
+|---|---|---|---|
+| gather_tokens | T g | T g k / e | T (g - 1) D b |
+| exchange_tokens, g over shards of hidden states | T g | T g k | T (g - 1) D b, and T g k (e - 1) / e D b |
+| gather_weights | T | T k | (m E D F b) (1 - 1 / (e f)), once |
+
+Rows of kernels are those of the device times the imbalance, and half a tile for each of its experts, whose rows begin
+within a tile. Kernels take the longer of their FLOPs at peak and of the bytes that they read and write. A gradient
+computes the projections of tokens again, and has two matmuls for each of the block's.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardplan.cost.collectives import (
+    Overlap,
+    Purpose,
+    Traffic,
+    all_gather_traffic,
+    all_reduce_traffic,
+    all_to_all_traffic,
+    reduce_scatter_traffic,
+)
+from shardplan.cost.sharding import ShardingAssignment
+from shardplan.experts.method import ExpertStrategy
+from shardplan.plan.mapping import MeshAxes, mesh_size
+from shardplan.program.expert_kind import ExpertKind
+from shardplan.program.live_buffers import LiveBuffer
+from shardplan.program.named_arrays import TracedArray, size_of
+from shardplan.program.tasks import Task
+
+ROW_TILE = 512
+"""Rows of a tile of the kernels of grouped matmuls."""
+ROUTING_BYTES = 8
+"""Bytes of the number and of the routing weight of an expert of a token, which travel with the token."""
+
+
+@dataclass(frozen=True)
+class ExpertOperands:
+    """The operands of a task of experts by their meaning; see `shardplan.program.marked_experts`."""
+
+    tokens: TracedArray
+    weights: tuple[TracedArray, ...]
+    """The matrices of the experts: gates if there are any, projections up and down."""
+    weight_gradients: tuple[TracedArray, ...]
+    """The gradients of all weights, biases included; empty in the forward pass."""
+
+    @classmethod
+    def of(cls, task: Task) -> "ExpertOperands":
+        """Find the operands of a task."""
+        assert task.experts is not None
+        is_gradient = len(task.results) > 1
+        first = 4 if is_gradient else 3
+        weights = task.operands[first : first + task.experts.matrices]
+        return cls(task.operands[0], weights, task.results[2:] if is_gradient else ())
+
+    @property
+    def up(self) -> TracedArray:
+        """The projections up, {experts, embed, mlp}."""
+        return self.weights[-2]
+
+
+@dataclass(frozen=True)
+class ExpertWork:
+    """What one device does for a block of experts in one execution, forward."""
+
+    kind: ExpertKind
+    itemsize: int
+    strategy: ExpertStrategy
+    tokens: float
+    """Tokens of the device."""
+    token_axes: MeshAxes
+    """Mesh axes that shard tokens."""
+    expert_axes: MeshAxes
+    """Mesh axes that shard experts."""
+    mlp_axes: MeshAxes
+    """Mesh axes that shard hidden states."""
+    gathered_axes: MeshAxes
+    """Mesh axes along which tokens are gathered, and their sums scattered."""
+    summed_axes: MeshAxes
+    """Mesh axes along which sums are added up, for the same tokens."""
+    gathered_tokens: float
+    """Tokens of the device, and those that it gathers."""
+    rows: float
+    """Rows of the device, if experts get equally many."""
+    buffer_rows: float
+    """Rows of its buffers."""
+    experts: float
+    """Experts that the device computes."""
+    chunks: int
+    """Parts of its tokens that are gathered and computed one after the other."""
+    mlp: float
+    """Elements of hidden states that it computes."""
+
+    @cached_property
+    def row_bytes(self) -> float:
+        """Bytes of a token."""
+        return self.kind.embed * self.itemsize
+
+    @cached_property
+    def hidden_bytes(self) -> float:
+        """Bytes of the device's part of a hidden state."""
+        return self.mlp * self.itemsize
+
+    @property
+    def matrix_bytes(self) -> float:
+        """Bytes of one matrix of every expert of the device."""
+        return self.experts * self.kind.embed * self.hidden_bytes
+
+    @property
+    def kernel_rows(self) -> float:
+        """Rows that kernels compute: half a tile more for every expert but an only one, in every part."""
+        return self.rows + (self.chunks * self.experts * ROW_TILE / 2 if self.experts > 1 else 0.0)
+
+    @property
+    def rows_of_kernel(self) -> float:
+        """Rows that one call of a kernel has, if experts get equally many."""
+        return self.rows / self.chunks
+
+
+def work_of(task: Task, assignment: ShardingAssignment) -> ExpertWork:
+    """What one device does for a block, or for the block that a task computes the gradient of."""
+    assert task.experts is not None
+    operands = ExpertOperands.of(task)
+    return expert_work(task.experts, operands.tokens, operands.up, assignment)
+
+
+def expert_work(kind: ExpertKind, x: TracedArray, up: TracedArray, assignment: ShardingAssignment) -> ExpertWork:
+    """What one device does for a block of experts.
+
+    Args:
+        x: the tokens, {..., embed}.
+        up: the projections up, {experts, embed, mlp}.
+    """
+    method = assignment.experts
+    axes_of = [assignment.mesh_axes(dim, assignment.compute) for dim in (*x.dims[:-1], up.dims[0], up.dims[2])]
+    *by_token, experts, mlp = ((axis for axis in axes if assignment.mesh[axis] > 1) for axes in axes_of)
+    tokens_sharded = {axis for axes in by_token for axis in axes}
+    expert_axes, mlp_axes = tuple(experts), tuple(mlp)
+    token_axes = tuple(axis for axis in assignment.mesh if axis in tokens_sharded)
+    count = math.prod(map(size_of, x.dims[:-1])) / mesh_size(assignment.mesh, token_axes)
+    shared: MeshAxes = ()  # mesh axes whose devices compute parts of the sums of each other's tokens
+    if method.strategy is ExpertStrategy.GATHER_TOKENS:
+        shared = (*expert_axes, *mlp_axes)
+    elif method.strategy is ExpertStrategy.EXCHANGE_TOKENS:
+        shared = mlp_axes
+    gathered_axes = tuple(axis for axis in shared if axis in tokens_sharded)
+    gathered = count * mesh_size(assignment.mesh, gathered_axes)
+    shards, mlp_shards = mesh_size(assignment.mesh, expert_axes), mesh_size(assignment.mesh, mlp_axes)
+    if method.strategy is ExpertStrategy.GATHER_WEIGHTS:
+        shards = mlp_shards = 1
+    rows = gathered * kind.experts_per_token
+    most = gathered * min(kind.experts_per_token, kind.experts / shards)
+    if method.strategy is ExpertStrategy.GATHER_TOKENS:
+        rows /= shards
+    elif method.strategy is ExpertStrategy.EXCHANGE_TOKENS:
+        most *= shards
+    is_chunked = method.strategy is ExpertStrategy.GATHER_TOKENS and count % method.token_chunks == 0
+    chunks = method.token_chunks if is_chunked else 1
+    buffer_rows = most
+    if method.strategy is not ExpertStrategy.GATHER_WEIGHTS:
+        buffer_rows = min(most, chunks * math.ceil(rows / chunks * method.buffer_factor / ROW_TILE) * ROW_TILE)
+    return ExpertWork(
+        kind=kind,
+        itemsize=x.itemsize,
+        strategy=method.strategy,
+        tokens=count,
+        token_axes=token_axes,
+        expert_axes=expert_axes,
+        mlp_axes=mlp_axes,
+        gathered_axes=gathered_axes,
+        summed_axes=tuple(axis for axis in shared if axis not in tokens_sharded),
+        gathered_tokens=gathered,
+        rows=rows,
+        buffer_rows=buffer_rows,
+        experts=kind.experts / shards,
+        chunks=chunks,
+        mlp=kind.mlp / mlp_shards,
+    )
+
+
+def kernel_flops(task: Task, work: ExpertWork) -> float:
+    """FLOPs of the kernels in one execution."""
+    return _executed_products(task) * 2 * work.kernel_rows * work.kind.embed * work.mlp
+
+
+def kernel_bytes(task: Task, work: ExpertWork) -> float:
+    """Bytes that the kernels of one execution read and write: of each matmul the rows, the matrices and the results."""
+    return _executed_products(task) * (
+        work.rows * (work.row_bytes + work.hidden_bytes) + work.chunks * work.matrix_bytes
+    )
+
+
+def moved_bytes(task: Task, work: ExpertWork) -> float:
+    """Bytes that one execution reads and writes besides kernels: rows are looked up, computed and added up by token."""
+    looked_up = 2 * work.buffer_rows * work.row_bytes
+    added_up = work.buffer_rows * work.row_bytes + 2 * work.gathered_tokens * work.row_bytes
+    activated = work.kind.matrices * work.buffer_rows * work.hidden_bytes
+    if not _is_gradient(task):
+        return looked_up + activated + added_up
+    # rows of tokens and of gradients are looked up, and the gradients of rows added up
+    return 2 * looked_up + 2 * activated + added_up
+
+
+def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the collectives of a block: its tokens, sums and weights, as far as computations shard them."""
+    work, count = work_of(task, assignment), task.executions
+    is_gradient = _is_gradient(task)
+    size = work.gathered_tokens * work.row_bytes
+    if work.gathered_axes:
+        # the gradient needs the tokens again, and the gradients of the sums
+        times = 2 if is_gradient else 1
+        routing = work.gathered_tokens * work.kind.experts_per_token * ROUTING_BYTES
+        axes = work.gathered_axes
+        for traffic in (
+            all_gather_traffic(times * size + routing, assignment, axes, count, Purpose.TOKENS_FOR_EXPERTS),
+            reduce_scatter_traffic(size, assignment, axes, count, Purpose.SUMS_OF_EXPERTS),
+        ):
+            yield replace(traffic, overlap=Overlap.TOKEN_CHUNKS, parts=work.chunks) if work.chunks > 1 else traffic
+    if work.summed_axes:
+        shards = mesh_size(assignment.mesh, work.gathered_axes)
+        yield all_reduce_traffic(size / shards, assignment, work.summed_axes, count, Purpose.SUMS_OF_EXPERTS)
+    if work.strategy is ExpertStrategy.EXCHANGE_TOKENS and work.expert_axes:
+        sent = work.rows * work.row_bytes
+        times = 3 if is_gradient else 2  # there and back; the gradient sends rows and gradients there, and one back
+        yield all_to_all_traffic(times * sent, assignment, work.expert_axes, count, Purpose.ROWS_OF_EXPERTS)
+    sharding = (*work.expert_axes, *work.mlp_axes)
+    if work.strategy is ExpertStrategy.GATHER_WEIGHTS and sharding:
+        weights = work.kind.matrices * work.matrix_bytes
+        yield all_gather_traffic(weights, assignment, sharding, count, Purpose.WEIGHTS, task.label)
+        if is_gradient:
+            yield reduce_scatter_traffic(weights, assignment, sharding, count, Purpose.WEIGHT_GRADIENTS, task.label)
+
+
+def gradient_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
+    """Mesh axes along which devices have parts of the gradients of weights: those of other tokens."""
+    work = work_of(task, assignment)
+    return tuple(axis for axis in work.token_axes if axis not in (*work.expert_axes, *work.mlp_axes))
+
+
+def expert_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of the buffers of a block while it runs, beyond its operands and results."""
+    work = _work_of_buffer(buffer, assignment)
+    tokens = work.gathered_tokens * work.row_bytes if work.gathered_axes else 0.0
+    buffer_rows = work.buffer_rows / work.chunks
+    rows, hidden = buffer_rows * work.row_bytes, buffer_rows * work.hidden_bytes
+    return 2 * tokens + 2 * rows + work.kind.matrices * hidden
+
+
+def expert_gradient_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of the buffers of the gradient of a block while it runs, beyond its operands and results."""
+    work = _work_of_buffer(buffer, assignment)
+    tokens = work.gathered_tokens * work.row_bytes if work.gathered_axes else 0.0
+    buffer_rows = work.buffer_rows / work.chunks
+    rows, hidden = buffer_rows * work.row_bytes, buffer_rows * work.hidden_bytes
+    return 3 * tokens + 3 * rows + 2 * work.kind.matrices * hidden
+
+
+def _work_of_buffer(buffer: LiveBuffer, assignment: ShardingAssignment) -> ExpertWork:
+    assert buffer.experts is not None
+    (up,) = buffer.related_arrays
+    return expert_work(buffer.experts, buffer.array, up, assignment)
+
+
+def _is_gradient(task: Task) -> bool:
+    return len(task.results) > 1
+
+
+def products(task: Task) -> int:
+    """Matmuls that a block, or its gradient, has by definition."""
+    assert task.experts is not None
+    return 2 * task.experts.matrices if _is_gradient(task) else task.experts.matrices
+
+
+def _executed_products(task: Task) -> int:
+    """Matmuls that a device computes: a gradient computes the projections of tokens again."""
+    assert task.experts is not None
+    return products(task) + (task.experts.matrices - 1 if _is_gradient(task) else 0)

@@ -1,0 +1,29 @@
+"""Kinds of blocks of routed experts, as a trace marks them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ExpertKind:
+    """What a plan needs to know of a block of routed experts."""
+
+    experts: int
+    experts_per_token: int
+    embed: int
+    """Elements of a token."""
+    mlp: int
+    """Elements of the hidden state of an expert."""
+    has_gate: bool = True
+    has_bias: bool = False
+    weighs_inputs: bool = False
+    """Whether tokens are multiplied by their routing weights before their experts."""
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of an expert."""
+        return 3 if self.has_gate else 2
+
+    @property
+    def name(self) -> str:
+        """The name of the kind in plans, such as `8 experts, 2 per token, hidden size 14336`."""
+        return f"{self.experts} experts, {self.experts_per_token} per token, hidden size {self.mlp}"
