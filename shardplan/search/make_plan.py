@@ -23,9 +23,11 @@ from shardplan.search.ranking import Candidate
 from shardplan.search.reasons import (
     CAVEATS,
     AttentionAlternative,
+    ExpertAlternative,
     caveats_of,
     describe_attention,
     describe_choice,
+    describe_experts,
     describe_indivisible,
     describe_runner_up,
     describe_time,
@@ -160,6 +162,7 @@ def _plan(
             *_choice_reasons(result, ranked, runner_up, cost),
             *(CAVEATS[caveat] for caveat in caveats),
             *_attention_reasons(candidate, layers_by_kind(attention)),
+            *_expert_reasons(candidate),
             *describe_trace(space.step),
         ],
         caveats=caveats,
@@ -219,7 +222,9 @@ def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[
         changed = [i for i, method in enumerate(methods or ()) if method != chosen[i]]
         if methods is None or len(changed) != 1:
             continue
-        other = space.assignment(candidate.mesh, candidate.compute, candidate.params, methods)
+        other = space.assignment(
+            candidate.mesh, candidate.compute, candidate.params, methods, experts=candidate.experts
+        )
         tasks = step_tasks(space.step, other, space.hardware, space.calibration)
         seconds = sum(seconds.total for *_, seconds in tasks)
         kind, method = space.step.attention_kinds[changed[0]], methods[changed[0]]
@@ -228,3 +233,24 @@ def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[
         return []
     devices = math.prod(candidate.mesh[axis] for axis in position_axes)
     return describe_attention(candidate, layers, devices, alternatives)
+
+
+def _expert_reasons(candidate: Candidate) -> list[str]:
+    """How the plan computes routed experts, and what another strategy would change; nothing without experts."""
+    space = candidate.space
+    if not space.step.expert_blocks:
+        return []
+    token_axes = {mesh_axis for axis in (space.batch, space.position) for mesh_axis in candidate.compute.get(axis, ())}
+    expert_axes = tuple(
+        mesh_axis for block in space.step.expert_blocks for mesh_axis in candidate.compute.get(block.experts, ())
+    )
+    alternatives = []
+    for strategy in space.expert_strategies(token_axes, expert_axes):
+        if strategy != candidate.experts:
+            other = space.assignment(
+                candidate.mesh, candidate.compute, candidate.params, candidate.methods, experts=strategy
+            )
+            tasks = step_tasks(space.step, other, space.hardware, space.calibration)
+            seconds = sum(seconds.total for *_, seconds in tasks)
+            alternatives.append(ExpertAlternative(strategy, seconds, estimate_memory(space.step, other).peak))
+    return describe_experts(candidate, alternatives)

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import nearest
+from shardplan.experts.method import ExpertStrategy
 from shardplan.hardware import GIB
 from shardplan.plan.attention_plan import Strategy
-from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_text
+from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size, mesh_text
 from shardplan.plan.plan import Caveat
 from shardplan.program.attention_kind import AttentionKind
 from shardplan.program.tasks import Step
@@ -42,6 +43,12 @@ STRATEGIES = {
     "around a ring of {ring} groups",
 }
 
+EXPERT_STRATEGIES = {
+    ExpertStrategy.GATHER_TOKENS: "devices gather the tokens of their group and scatter the sums",
+    ExpertStrategy.EXCHANGE_TOKENS: "tokens are exchanged with the devices of their experts (ragged all-to-all)",
+    ExpertStrategy.GATHER_WEIGHTS: "devices gather the weights of all experts",
+}
+
 
 class Rejection(StrEnum):
     """Why a mesh, a mesh subproblem or a choice of mesh axes was rejected."""
@@ -68,6 +75,16 @@ class Indivisible(NamedTuple):
     mesh_axes: MeshAxes
     devices: int
     """Number of devices along `mesh_axes`."""
+
+
+class ExpertAlternative(NamedTuple):
+    """Another strategy of experts under the mesh and the mappings of a plan."""
+
+    strategy: ExpertStrategy
+    seconds: float
+    """Time of a step."""
+    peak_bytes: float
+    """Peak memory of a device."""
 
 
 @dataclass
@@ -156,6 +173,23 @@ def describe_attention(
         of_kind = f" of {other.kind.name}" if len(layers) > 1 else ""
         difference = _difference_text(best, other.seconds, other.peak_bytes)
         sentences.append(f"attention{of_kind} by {' '.join(other.method)} instead: {difference}")
+    return sentences
+
+
+def describe_experts(best: Candidate, alternatives: Iterable[ExpertAlternative]) -> list[str]:
+    """How routed experts are computed, then a sentence per alternative and what it would change."""
+    sentences = []
+    for block in best.space.step.expert_blocks:
+        sharded = [
+            f"{axis} sharded over {' x '.join(best.compute[axis])} ({mesh_size(best.mesh, best.compute[axis])} devices)"
+            for axis in (block.experts, block.mlp)
+            if axis in best.compute
+        ]
+        strategy = EXPERT_STRATEGIES[best.assignment.experts.strategy]
+        sentences.append(f"{', '.join(sharded)}; {strategy}" if sharded else "every device computes all experts")
+    for other in alternatives:
+        difference = _difference_text(best, other.seconds, other.peak_bytes)
+        sentences.append(f"experts by {other.strategy} instead: {difference}")
     return sentences
 
 
