@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in place of its MLPs. Source: https://arxiv.org/abs/2401.04088."""
+"""Mixtral: Mistral with routed experts instead of MLPs. Source: https://arxiv.org/abs/2401.04088."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,13 +20,13 @@ from shardplan.decoder.parts.block import LayerConfig
 from shardplan.decoder.parts.experts import ExpertsConfig
 
 WEIGHTS = ("w1", "w2", "w3")
-"""Names of the gate of an expert, of its projection down, and of its projection up."""
+"""Names of the gate, down and up projections of an expert."""
 TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
-"""Keys that say something about training alone."""
+"""Keys that only affect training."""
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     keys.take(*TRAINING_KEYS)
     heads, norm = read_heads(keys, kv_heads=8), read_rms_norm(keys, 1e-5)
     rotary = read_rotary(keys, heads.head_size, 1e6)
@@ -42,7 +42,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule: every expert has tensors of its own."""
+    """Return the rules of a layer, by path of the parameter in the layer; every expert has tensors of its own."""
     at, embed, mlp = f"model.layers.{index}", config.embed, layer.mlp
     assert isinstance(mlp, ExpertsConfig)
     found: Rules = {

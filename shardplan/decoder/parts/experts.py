@@ -1,6 +1,7 @@
-"""An MLP of routed experts: every token passes through a few of them. It is the block of Levanter's Mixtral.
+"""An MLP of routed experts, computed by the block of Levanter's Mixtral.
 
-Sources: https://arxiv.org/abs/2401.04088, and `levanter.models.mixtral.MixtralSparseMoeBlock`.
+A router sends every token through a few of the experts. Sources: https://arxiv.org/abs/2401.04088, and
+`levanter.models.mixtral.MixtralSparseMoeBlock`.
 """
 
 from dataclasses import dataclass
@@ -13,17 +14,17 @@ from levanter.models.mixtral import MixtralConfig, MixtralSparseMoeBlock
 from levanter.utils.activation import ActivationFunctionEnum
 
 LEVANTER_NAMES = {"gelu_tanh": "gelu_new"}
-"""Name of an activation of the decoder -> the name in Levanter, where it is another one."""
+"""Name of an activation in the decoder -> its name in Levanter, if the two differ."""
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Experts with gates, and a router whose weights are the softmax of the best scores."""
+    """Gated experts, and a router that weights a token's best experts by the softmax of their scores."""
 
     experts: int
     experts_per_token: int
     size: int
-    """Elements of the hidden state of an expert."""
+    """Size of an expert's hidden state."""
     activation: str
     """A key of `shardplan.decoder.parts.mlp.ACTIVATIONS`."""
 
@@ -31,7 +32,7 @@ class ExpertsConfig:
         """Count the FLOPs of a token's projections and of the router, as Levanter's `lm_flops_per_token` does.
 
         Args:
-            embed: elements of the residual stream.
+            embed: size of the residual stream.
         """
         return 2 * 3 * embed * self.size * self.experts_per_token + 2 * embed * self.experts
 
